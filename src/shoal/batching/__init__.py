@@ -1,0 +1,1 @@
+"""From rollouts to samples to packed rows whose denominators are fixed. NumPy only."""

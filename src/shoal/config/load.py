@@ -1,0 +1,211 @@
+"""Files and dotted overrides to a validated configuration, with the place of every key kept for messages.
+
+Called by the CLI and the launcher. Reads text and environment variables only; whether keys go together is checks.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+
+from shoal.config.base import Section
+from shoal.config.fields import nearest, section_at
+from shoal.config.problems import Origins, Problem, printable, render, show
+from shoal.config.schema import SECTIONS, RunConfig, SftConfig
+from shoal.config.schema_errors import problems_from
+from shoal.config.yaml_text import KeyPath, parse_yaml
+from shoal.errors import ConfigError
+
+MAX_FILE_BYTES = 1_000_000
+COMMAND_LINE = "command line"
+Config = TypeVar("Config", bound=Section)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[Config]):
+    config: Config
+    origins: Origins
+
+
+def load_run(
+    run: str | None = None, *, parts: Mapping[str, str] | None = None, overrides: Sequence[str] = ()
+) -> Loaded[RunConfig]:
+    """A whole run: one file with three sections, or `parts` naming a file for each section, and overrides on top."""
+    return _load(RunConfig, run, parts or {}, overrides)
+
+
+def load_sft(file: str | None, overrides: Sequence[str] = ()) -> Loaded[SftConfig]:
+    return _load(SftConfig, file, {}, overrides)
+
+
+def load_section(name: str, file: str, overrides: Sequence[str] = ()) -> Loaded[Any]:
+    """One section alone, for the commands of the split layout. Paths in messages start with the section's name."""
+    draft = _Draft(RunConfig)
+    draft.add_file(file, (name,))
+    for override in overrides:
+        draft.override(override, only=name)
+    try:
+        config = SECTIONS[name].model_validate(draft.data[name])
+    except ValidationError as error:
+        problems = problems_from(error, SECTIONS[name], draft.data[name])
+        moved = [Problem((name, *problem.path), problem.what, problem.fix) for problem in problems]
+        raise ConfigError(render(moved, draft.origins)) from None
+    return Loaded(config, draft.origins)
+
+
+def _load(model: type[Config], file: str | None, parts: Mapping[str, str], overrides: Sequence[str]) -> Loaded[Config]:
+    draft = _Draft(model)
+    if file is not None:
+        draft.add_file(file, ())
+    for name, part in parts.items():
+        draft.add_file(part, (name,))
+    for override in overrides:
+        draft.override(override)
+    return Loaded(draft.validate(), draft.origins)
+
+
+def read_config_text(file: str) -> str:
+    """The text of a configuration file; anything that is not one is refused in words."""
+    shown, path = printable(file), Path(file)
+    try:
+        if path.is_dir():
+            raise ConfigError(
+                f"{shown}: is a directory, not a configuration file; name the file in it, as {shown}/run.yaml"
+            )
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{shown}: larger than {MAX_FILE_BYTES} bytes; that is not a configuration file")
+        raw = path.read_bytes()
+        return raw.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{shown}: no such file{_similar_file(path)}") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{shown}:{line}: not UTF-8 text; save the file as UTF-8") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{shown}: cannot be read: {reason}") from None
+
+
+def _similar_file(path: Path) -> str:
+    try:
+        near = nearest(path.name, [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")])
+    except OSError:
+        return f"; the folder {printable(str(path.parent))} does not exist either"
+    return f"; did you mean {printable(str(path.parent / near))}?" if near else "; `shoal init DIR` writes examples"
+
+
+class _Draft(Generic[Config]):
+    """Plain data on its way to a config: files are merged in, then overrides, then it is validated."""
+
+    def __init__(self, model: type[Config]) -> None:
+        self.model = model
+        self.data: dict[str, Any] = {}
+        self.origins = Origins(default=COMMAND_LINE)
+
+    def add_file(self, file: str, prefix: KeyPath) -> None:
+        shown = printable(file)
+        document = parse_yaml(read_config_text(file), shown, os.environ)
+        if not isinstance(document.value, dict):
+            what = "is empty" if document.value is None else f"holds {show(document.value)}"
+            raise ConfigError(f"{shown}:1: {what}, not keys with values; write `key: value` lines")
+        if prefix:
+            self.data[str(prefix[0])] = document.value
+        else:
+            self._refuse_loose_section(document.value, shown)
+            self.data = document.value
+        for path, line in document.lines.items():
+            self.origins.places[(*prefix, *path)] = f"{shown}:{line}"
+        for path, text in document.templates.items():
+            self.origins.templates[(*prefix, *path)] = text
+
+    def _refuse_loose_section(self, value: dict[str, Any], shown: str) -> None:
+        """A train.yaml given where one file with sections is expected: one message instead of forty."""
+        sections = list(self.model.model_fields)
+        if value and not any(key in sections for key in value):
+            fits = {
+                name: sum(key in SECTIONS[name].model_fields for key in value) for name in sections if name in SECTIONS
+            }
+            best = max(fits, key=lambda name: fits[name])
+            hint = f"; this looks like a `{best}` section: give it with --{best}, or put its keys under `{best}:`"
+            first = printable(next(iter(value)))
+            raise ConfigError(
+                f"{shown}:1: {first}: not a section; one file for a whole run has the sections "
+                f"{', '.join(sections)}{hint if fits[best] else ''}"
+            )
+
+    def override(self, text: str, only: str | None = None) -> None:
+        key, equals, value_text = text.partition("=")
+        shown = printable(text)
+        if not equals or not key or key.startswith("-"):
+            raise ConfigError(
+                f"{COMMAND_LINE}: {shown}: not an override; write section.key=value, as train.learning_rate=1e-5"
+            )
+        path: KeyPath = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+        self._check_section(path, shown, only)
+        document = parse_yaml(value_text, f"{COMMAND_LINE}: {printable(key)}", os.environ)
+        self.origins.forget(path)
+        self._place(path, document.value, shown)
+        for inner in document.lines:
+            self.origins.places[(*path, *inner)] = COMMAND_LINE
+        for inner, template in document.templates.items():
+            self.origins.templates[(*path, *inner)] = template
+
+    def _check_section(self, path: KeyPath, shown: str, only: str | None) -> None:
+        sections = [only] if only else list(self.model.model_fields)
+        if path[0] in sections and (len(path) > 1 or section_at(self.model, path) is None):
+            return
+        elsewhere = [name for name in sections if name in SECTIONS and path[0] in SECTIONS[name].model_fields]
+        near = nearest(str(path[0]), sections)
+        if elsewhere:
+            fix = f"write {elsewhere[0]}.{shown}"
+        elif near and len(path) > 1:
+            fix = f"did you mean `{near}.{'.'.join(map(str, path[1:]))}`?"
+        else:
+            fix = f"start with one of {', '.join(sections)}, as {sections[0]}.key=value"
+        raise ConfigError(f"{COMMAND_LINE}: {shown}: {printable(str(path[0]))!r} is not a section with a key; {fix}")
+
+    def _place(self, path: KeyPath, value: Any, shown: str) -> None:
+        target: Any = self.data
+        for part, following in itertools.pairwise(path):
+            target = self._step(target, part, {} if isinstance(following, str) else [], shown)
+        self._step(target, path[-1], value, shown, assign=True)
+
+    def _step(self, target: Any, part: str | int, value: Any, shown: str, assign: bool = False) -> Any:
+        if isinstance(target, list) and isinstance(part, int) and part <= len(target):
+            if part == len(target):
+                target.append(value)
+        elif isinstance(target, dict):
+            if target.get(str(part)) is None:
+                target[str(part)] = value
+            part = str(part)
+        else:
+            raise ConfigError(f"{COMMAND_LINE}: {shown}: there is nothing with the key {printable(str(part))!r} to set")
+        if assign:
+            target[part] = value
+        return target[part]
+
+    def validate(self) -> Config:
+        try:
+            return self.model.model_validate(self.data)
+        except ValidationError as error:
+            problems = problems_from(error, self.model, self.data)
+            raise ConfigError(render(self._with_templates(problems), self.origins)) from None
+
+    def _with_templates(self, problems: list[Problem]) -> list[Problem]:
+        """A value that came from ${VAR} may be private: the message shows the text of the file instead."""
+        shown = []
+        for problem in problems:
+            text = self.origins.templates.get(problem.path)
+            what = (
+                problem.what.split(", not ")[0] + f", not {show(text)}"
+                if text and ", not " in problem.what
+                else problem.what
+            )
+            shown.append(Problem(problem.path, what, problem.fix))
+        return shown

@@ -1,0 +1,59 @@
+"""The KV cache: one slot a sequence, row b of a decode batch is slot b. Allocated once; moved, never grown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.models.decoder import LayerShape
+
+
+class SlotCache:
+    """keys[layer]: [slots, heads, length, key_dim]; values likewise."""
+
+    def __init__(
+        self, layers: dict[int, LayerShape], slots: int, length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.slots = slots
+        self.length = length
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        for layer, shape in layers.items():
+            # Zeros, not garbage: a masked key is multiplied by zero, and zero times NaN is NaN.
+            self.keys[layer] = torch.zeros(slots, shape.heads, length, shape.key_dim, dtype=dtype, device=device)
+            self.values[layer] = torch.zeros(slots, shape.heads, length, shape.value_dim, dtype=dtype, device=device)
+        self._rows = torch.arange(slots, device=device)
+
+    @staticmethod
+    def bytes_per_token(layers: dict[int, LayerShape], dtype: torch.dtype) -> int:
+        return sum(shape.numbers_per_token for shape in layers.values()) * dtype.itemsize
+
+    def append(
+        self, layer: int, positions: Tensor, key: Tensor, value: Tensor, key_length: int
+    ) -> tuple[Tensor, Tensor]:
+        """Write one token a row ([B, heads, D]) and return what each row may look at: [B, heads, key_length, D]."""
+        batch = len(positions)
+        keys, values = self.keys[layer], self.values[layer]
+        keys[self._rows[:batch], :, positions] = key
+        values[self._rows[:batch], :, positions] = value
+        return keys[:batch, :, :key_length], values[:batch, :, :key_length]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        for tensor in (*self.keys.values(), *self.values.values()):
+            tensor[target, :, :length] = tensor[source, :, :length]
+
+
+@dataclass
+class PrefillWriter:
+    """Writes packed prompts into slots; token `tokens[i]` of the row goes to (`slots[i]`, `positions[i]`)."""
+
+    cache: SlotCache
+    tokens: Tensor  # [N]
+    slots: Tensor  # [N]
+    positions: Tensor  # [N]
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self.cache.keys[layer][self.slots, :, self.positions] = key[:, self.tokens].transpose(0, 1)
+        self.cache.values[layer][self.slots, :, self.positions] = value[:, self.tokens].transpose(0, 1)

@@ -1,0 +1,198 @@
+"""The embedded engine: schedule, run, sample, retire.
+
+Synchronous and single-threaded; `rollout/embedded.py` drives it. Results depend only on the request (its tokens, its
+sampling parameters with their seed) and the weights: batches are padded so that a row rounds the same in any company.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.engine.cache import PrefillWriter, SlotCache
+from shoal.engine.sampler import Drawn, SamplingState, draw
+from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduler import Sequence as Running
+from shoal.models.attention import KEY_MULTIPLE, ROW_MULTIPLE, Decode, Packed, round_up
+from shoal.models.decoder import LayerShape
+from shoal.models.sampler_view import SamplerView
+from shoal.types import Completion, FinishReason, Request
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    slots: int = 64
+    context_tokens: int = 2048  # prompt and completion together
+    prefill_tokens: int = 8192  # prompt tokens of one prefill
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class EmbeddedEngine:
+    """`detokenize` turns ids into text with special tokens left out; stop strings and `Completion.text` need it."""
+
+    def __init__(
+        self,
+        view: SamplerView,
+        layers: dict[int, LayerShape],
+        settings: EngineSettings,
+        detokenize: Callable[[list[int]], str],
+    ) -> None:
+        self.view = view
+        self.settings = settings
+        self.detokenize = detokenize
+        decoder = view.decoder
+        self.device = decoder.device
+        length = round_up(settings.context_tokens, KEY_MULTIPLE)
+        self.cache = SlotCache(layers, settings.slots, length, decoder.dtype, self.device)
+        self.scheduler = Scheduler(settings.slots, settings.prefill_tokens)
+        self.sampling = SamplingState.allocate(settings.slots, self.device)
+        self._last = np.zeros(settings.slots, dtype=np.int64)
+        self._eos = set(settings.eos_token_ids)
+        self.generated_tokens = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def add(self, request: Request) -> Completion | None:
+        """Queue a request. One that cannot be started is answered at once, with no tokens and the reason `length`."""
+        room = self.settings.context_tokens - len(request.prompt_ids)
+        limit = min(request.sampling.max_tokens, room)
+        if not request.prompt_ids or limit < 1:
+            return Completion(request.request_id, [], [], [], "length")
+        self.scheduler.waiting.append(Running(request, limit, kept_ids=[] if request.sampling.truncated else None))
+        return None
+
+    def abort(self) -> list[Completion]:
+        """Drop everything; what was drawn so far is returned with the reason `abort`."""
+        dropped = [*self.scheduler.running.values(), *self.scheduler.waiting]
+        self.scheduler.running.clear()
+        self.scheduler.waiting.clear()
+        return [s.completion("abort", self.detokenize(s.token_ids)) for s in dropped]
+
+    @torch.no_grad()
+    def step(self) -> list[Completion]:
+        """Start what fits, then draw one token for every running sequence; returns what finished."""
+        with self.view.active():
+            finished = []
+            admitted = self.scheduler.admit()
+            if admitted:
+                finished += self._prefill(admitted)
+            if self.scheduler.running:
+                finished += self._decode()
+        for source, target in self.scheduler.compaction():
+            self.cache.move(source, target, self.scheduler.running[target].length)
+            self.sampling.move(source, target)
+            self._last[target] = self._last[source]
+        return finished
+
+    def _prefill(self, admitted: Sequence[Running]) -> list[Completion]:
+        """Run each distinct prompt once, write its keys and values into every slot that needs them, draw first tokens."""
+        prompts: list[list[int]] = []
+        of_sequence: list[int] = []
+        for sequence in admitted:
+            if not prompts or sequence.request.prompt_ids != prompts[-1]:
+                prompts.append(sequence.request.prompt_ids)
+            of_sequence.append(len(prompts) - 1)
+        lengths = np.array([len(p) for p in prompts])
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        padding = round_up(int(starts[-1]), ROW_MULTIPLE) - int(starts[-1])
+        if padding:  # one more segment, of token 0, that nobody reads
+            starts = np.append(starts, starts[-1] + padding)
+        ids = np.concatenate([*map(np.asarray, prompts), np.zeros(padding, dtype=np.int64)])
+        positions = np.concatenate([np.arange(n) for n in np.diff(starts)])
+        context = Packed(starts, self.device, self._writer(admitted, of_sequence, starts, lengths))
+        hidden = self.view.decoder.hidden(self._tensor(ids)[None], self._tensor(positions)[None], context)[0]
+        self._set_sampling(admitted)
+        last = starts[1 : len(prompts) + 1] - 1
+        rows = round_up(len(admitted), ROW_MULTIPLE)  # repeated rows: the head is a matrix product too
+        pick = np.resize(last[of_sequence], rows)
+        logits = self.view.decoder.logits(hidden[self._tensor(pick)])[: len(admitted)]
+        return self._draw(admitted, logits)
+
+    def _writer(
+        self, admitted: Sequence[Running], of_sequence: list[int], starts: np.ndarray, lengths: np.ndarray
+    ) -> PrefillWriter:
+        tokens = [np.arange(starts[p], starts[p] + lengths[p]) for p in of_sequence]
+        slots = [np.full(lengths[p], s.slot) for s, p in zip(admitted, of_sequence, strict=True)]
+        positions = [np.arange(lengths[p]) for p in of_sequence]
+        return PrefillWriter(self.cache, *(self._tensor(np.concatenate(x)) for x in (tokens, slots, positions)))
+
+    def _decode(self) -> list[Completion]:
+        rows = self.scheduler.rows
+        running = list(self.scheduler.running.values())
+        positions = np.zeros(rows, dtype=np.int64)
+        for sequence in running:
+            positions[sequence.slot] = sequence.length - 1
+        context = Decode(self.cache, self._tensor(positions), round_up(int(positions.max()) + 1, KEY_MULTIPLE))
+        hidden = self.view.decoder.hidden(
+            self._tensor(self._last[:rows])[:, None], context.positions[:, None], context
+        )[:, 0]
+        logits = self.view.decoder.logits(hidden)
+        return self._draw(running, logits[self._tensor(np.array([s.slot for s in running]))])
+
+    def _draw(self, sequences: Sequence[Running], logits: Tensor) -> list[Completion]:
+        """`logits` has one row a sequence, in the same order."""
+        slots = np.array([s.slot for s in sequences])
+        counts = self._tensor(np.array([len(s.token_ids) for s in sequences], dtype=np.int64))
+        truncated = any(s.kept_ids is not None for s in sequences)
+        drawn = draw(logits, self.sampling[self._tensor(slots)], counts, self._banned(sequences, logits), truncated)
+        return self._retire(sequences, drawn)
+
+    def _banned(self, sequences: Sequence[Running], logits: Tensor) -> Tensor | None:
+        """Ends are not allowed before min_tokens."""
+        early = [i for i, s in enumerate(sequences) if len(s.token_ids) < s.request.sampling.min_tokens]
+        if not early:
+            return None
+        banned = torch.zeros_like(logits, dtype=torch.bool)
+        for i in early:
+            banned[i, list(self._eos | set(sequences[i].request.sampling.stop_token_ids))] = True
+        return banned
+
+    def _retire(self, sequences: Sequence[Running], drawn: Drawn) -> list[Completion]:
+        token_ids, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
+        kept = drawn.kept.tolist() if drawn.kept is not None else None
+        finished = []
+        for row, sequence in enumerate(sequences):
+            sequence.append(token_ids[row], logprobs[row], self.view.version)
+            if kept is not None and sequence.kept_ids is not None:
+                sequence.kept_ids.append([i for i in kept[row] if i >= 0])
+            self._last[sequence.slot] = token_ids[row]
+            reason = self._finish_reason(sequence)
+            if reason is not None:
+                self.scheduler.retire(sequence)
+                text = self.detokenize(sequence.token_ids) if sequence.text is None else sequence.text
+                finished.append(sequence.completion(reason, text))
+        self.generated_tokens += len(sequences)
+        return finished
+
+    def _finish_reason(self, sequence: Running) -> FinishReason | None:
+        sampling = sequence.request.sampling
+        newest = sequence.token_ids[-1]
+        if len(sequence.token_ids) > sampling.min_tokens or sampling.min_tokens == 0:
+            if newest in self._eos or newest in sampling.stop_token_ids:
+                return "stop"
+            if sampling.stop:
+                text = self.detokenize(sequence.token_ids)
+                cuts = [text.find(stop) for stop in sampling.stop if stop in text]
+                if cuts:
+                    sequence.text = text[: min(cuts)]
+                    return "stop"
+        return "length" if len(sequence.token_ids) >= sequence.limit else None
+
+    def _set_sampling(self, admitted: Sequence[Running]) -> None:
+        slots = self._tensor(np.array([s.slot for s in admitted]))
+        params = [s.request.sampling for s in admitted]
+        state = self.sampling
+        state.seeds[slots] = torch.tensor([p.seed for p in params], dtype=torch.int64, device=self.device)
+        state.temperatures[slots] = torch.tensor([float(p.temperature) for p in params], device=self.device)
+        state.top_p[slots] = torch.tensor([float(p.top_p) for p in params], device=self.device)
+        state.top_k[slots] = torch.tensor([p.top_k for p in params], dtype=torch.int64, device=self.device)
+        state.min_p[slots] = torch.tensor([float(p.min_p) for p in params], device=self.device)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.as_tensor(array, dtype=torch.long).to(self.device, non_blocking=True)

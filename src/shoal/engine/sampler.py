@@ -1,0 +1,125 @@
+"""Drawing one token a row, with its log-prob under exactly the distribution it was drawn from.
+
+The exponential race: token i wins if E_i / p_i is smallest, E_i exponential. The randomness of row b, token i is a hash of
+(request seed, position, i), so a draw depends on nothing else: not on the batch, not on the order of arrival.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Replaying a truncated distribution in training stores its ids; more than this many are never kept.
+MAX_KEPT = 256
+
+
+@dataclass
+class SamplingState:
+    """Per-slot sampling parameters as tensors, [slots] each."""
+
+    seeds: Tensor  # int64
+    temperatures: Tensor  # float32; 0 = greedy
+    top_p: Tensor
+    top_k: Tensor  # int64; <= 0 = off
+    min_p: Tensor
+
+    @staticmethod
+    def allocate(slots: int, device: torch.device) -> SamplingState:
+        return SamplingState(
+            torch.zeros(slots, dtype=torch.int64, device=device),
+            torch.ones(slots, device=device),
+            torch.ones(slots, device=device),
+            torch.full((slots,), -1, dtype=torch.int64, device=device),
+            torch.zeros(slots, device=device),
+        )
+
+    def __getitem__(self, rows: Tensor | slice) -> SamplingState:
+        return SamplingState(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+    def move(self, source: int, target: int) -> None:
+        for name in self.__dataclass_fields__:
+            tensor = getattr(self, name)
+            tensor[target] = tensor[source]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    token_ids: Tensor  # [B]
+    logprobs: Tensor  # [B] fp32
+    kept: Tensor | None  # [B, MAX_KEPT] int64 ids, -1 where fewer; None if nothing was truncated
+
+
+def draw(logits: Tensor, state: SamplingState, positions: Tensor, banned: Tensor | None, truncated: bool) -> Drawn:
+    """logits [B, V]; `positions` [B] count the tokens drawn so far; `banned` [B, V] marks ids that may not be drawn.
+
+    A greedy row (temperature 0) takes the argmax and reports its log-prob at temperature 1.
+    """
+    greedy = state.temperatures == 0
+    logits = logits.float() / torch.where(greedy, 1.0, state.temperatures)[:, None]
+    if banned is not None:
+        logits = logits.masked_fill(banned, float("-inf"))
+    logprobs = torch.log_softmax(logits, -1)
+    kept = None
+    if truncated:
+        logprobs, kept = _truncate(logprobs, state)
+    race = torch.where(greedy[:, None], logprobs, logprobs - exponential(state.seeds, positions, logits.shape[1]).log())
+    token_ids = race.argmax(-1)
+    return Drawn(token_ids, logprobs.gather(-1, token_ids[:, None]).squeeze(-1), kept)
+
+
+def _truncate(logprobs: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
+    """Keep the most likely ids allowed by top-k, top-p and min-p (at least one, at most MAX_KEPT) and renormalise."""
+    width = min(MAX_KEPT, logprobs.shape[1])
+    top, ids = logprobs.topk(width, dim=-1)
+    probs = top.exp()
+    # An id stays while the mass before it is below top_p, so the id that crosses the line is the last one in.
+    keep = probs.cumsum(-1) - probs < state.top_p[:, None]
+    limit = torch.where(state.top_k > 0, state.top_k, width)
+    keep &= torch.arange(width, device=top.device)[None] < limit[:, None]
+    keep &= probs >= state.min_p[:, None] * probs[:, :1]
+    keep[:, 0] = True
+    # A row that asked for no truncation shares the batch with one that did; it stays whole.
+    whole = (state.top_p >= 1) & (state.top_k <= 0) & (state.min_p <= 0)
+    kept = torch.where(keep & ~whole[:, None], ids, -1)
+    top = top.masked_fill(~keep, float("-inf"))
+    top = top - torch.logsumexp(top, -1, keepdim=True)
+    narrowed = torch.full_like(logprobs, float("-inf")).scatter(-1, ids, top)
+    return torch.where(whole[:, None], logprobs, narrowed), kept
+
+
+def exponential(seeds: Tensor, positions: Tensor, width: int) -> Tensor:
+    """[B, width] unit exponentials, a pure function of (seed, position, column)."""
+    key = _mix64(seeds + positions * 0x9E3779B97F4A7C1)
+    low = (key & 0xFFFFFFFF).to(torch.int32) if key.dtype != torch.int64 else _low32(key)
+    high = _low32(key >> 32)
+    column = torch.arange(width, dtype=torch.int32, device=seeds.device)
+    bits = _mix32(_mix32(column[None] * -1640531535 + low[:, None]) ^ high[:, None])
+    # A uniform in (0, 1) whose small values are fine-grained, so that unlikely tokens get their exact chance.
+    uniform = ((bits.to(torch.int64) & 0xFFFFFFFF).to(torch.float32) + 0.5) * (1 / 4294967296)
+    return -torch.log1p(-uniform.clamp(max=1 - 6e-8))
+
+
+def _low32(x: Tensor) -> Tensor:
+    """The low 32 bits as int32, wrapping."""
+    low = x & 0xFFFFFFFF
+    return torch.where(low >= 1 << 31, low - (1 << 32), low).to(torch.int32)
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """splitmix64's finaliser on int64, with logical shifts."""
+    x = x ^ ((x >> 30) & ((1 << 34) - 1))
+    x = x * -4658895280553007687
+    x = x ^ ((x >> 27) & ((1 << 37) - 1))
+    x = x * -7723592293110705685
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """A 32-bit avalanche on int32, with logical shifts."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * -2073254261
+    return x ^ ((x >> 16) & 0xFFFF)

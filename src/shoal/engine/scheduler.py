@@ -1,0 +1,104 @@
+"""Which request runs in which slot. Host bookkeeping only: no tensors, no model.
+
+Slots 0..rows-1 are the decode batch; a slot without a sequence is a hole that decodes padding until it is refilled or
+the batch shrinks over it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from shoal.types import Completion, FinishReason, Request, Span
+
+SMALLEST_BATCH = 8
+
+
+@dataclass
+class Sequence:
+    """A request being answered."""
+
+    request: Request
+    limit: int  # completion tokens at most, after the context was taken into account
+    slot: int = -1
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    kept_ids: list[list[int]] | None = None
+    spans: list[Span] = field(default_factory=list)
+    text: str | None = None  # set when a stop string ended it
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence, the newest of which is not in the cache yet."""
+        return len(self.request.prompt_ids) + len(self.token_ids)
+
+    def append(self, token_id: int, logprob: float, version: int) -> None:
+        at = len(self.token_ids)
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        if self.spans and self.spans[-1].version == version:
+            self.spans[-1] = Span(self.spans[-1].start, at + 1, version)
+        else:
+            self.spans.append(Span(at, at + 1, version))
+
+    def completion(self, reason: FinishReason, text: str) -> Completion:
+        return Completion(
+            self.request.request_id, self.token_ids, self.logprobs, self.spans, reason, text, self.kept_ids
+        )
+
+
+class Scheduler:
+    def __init__(self, slots: int, prefill_tokens: int) -> None:
+        self.slots = slots
+        self.prefill_tokens = prefill_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[int, Sequence] = {}
+
+    @property
+    def rows(self) -> int:
+        """Rows of the next decode batch: a power of two that covers every occupied slot."""
+        highest = max(self.running, default=-1) + 1
+        rows = min(SMALLEST_BATCH, self.slots)
+        while rows < highest:
+            rows *= 2
+        return min(rows, self.slots)
+
+    def admit(self) -> list[Sequence]:
+        """Move waiting sequences into free slots, as many as the prefill budget takes; equal neighbours count once."""
+        admitted: list[Sequence] = []
+        free = (slot for slot in range(self.slots) if slot not in self.running)
+        tokens, previous = 0, None
+        while self.waiting:
+            prompt = self.waiting[0].request.prompt_ids
+            cost = 0 if prompt == previous else len(prompt)
+            slot = next(free, None) if not admitted or tokens + cost <= self.prefill_tokens else None
+            if slot is None:
+                break
+            sequence = self.waiting.popleft()
+            sequence.slot = slot
+            self.running[slot] = sequence
+            admitted.append(sequence)
+            tokens, previous = tokens + cost, prompt
+        return admitted
+
+    def retire(self, sequence: Sequence) -> None:
+        del self.running[sequence.slot]
+
+    def compaction(self) -> list[tuple[int, int]]:
+        """Moves (source, target) that let the batch shrink to the next bucket; none while requests wait."""
+        if self.waiting or not self.running:
+            return []
+        count = len(self.running)
+        smaller = min(SMALLEST_BATCH, self.slots)
+        while smaller < count:
+            smaller *= 2
+        if smaller >= self.rows:
+            return []
+        holes = [slot for slot in range(smaller) if slot not in self.running]
+        sources = sorted(slot for slot in self.running if slot >= smaller)
+        moves = list(zip(sources, holes, strict=False))
+        for source, target in moves:
+            sequence = self.running.pop(source)
+            sequence.slot = target
+            self.running[target] = sequence
+        return moves

@@ -1,0 +1,67 @@
+"""`dataset`: prompts from a dataset of one's own, graded against its answer column or by one's own function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shoal.envs.base import SingleTurn, answer_of
+from shoal.envs.datasets import DatasetSpec, read_splits, to_messages
+from shoal.envs.user_code import load_object
+from shoal.errors import ConfigError
+from shoal.rewards.math_parser import process_results
+from shoal.rewards.numeric import last_number, same_number
+from shoal.types import Message, Task
+
+Reward = Callable[[Task, Sequence[Message]], Any]
+
+
+def exact(task: Task, messages: Sequence[Message]) -> float:
+    """1 if the answer is the expected text, white space at the ends aside."""
+    return float(answer_of(messages).strip() == str(task.data["answer"]).strip())
+
+
+def numeric(task: Task, messages: Sequence[Message]) -> float:
+    """1 if the last number of the answer is the expected number."""
+    number = last_number(answer_of(messages))
+    return float(number is not None and same_number(number, str(task.data["answer"])))
+
+
+def math(task: Task, messages: Sequence[Message]) -> float:
+    """1 if the \\boxed{}, "answer is" or #### answer equals the expected one as a number or an expression."""
+    return float(process_results(answer_of(messages), str(task.data["answer"]))[0])
+
+
+GRADERS: dict[str, Reward] = {"math": math, "numeric": numeric, "exact": exact}
+
+
+class DatasetEnvironment(SingleTurn):
+    name = "dataset"
+
+    def __init__(
+        self, reward: str = "math", system_prompt: str | None = None, dataset: DatasetSpec | None = None
+    ) -> None:
+        if dataset is None:
+            raise ConfigError("environment 'dataset' needs a dataset: set orch.dataset.path or orch.dataset.name")
+        if reward not in GRADERS and ":" not in reward:
+            raise ConfigError(f"dataset: unknown reward {reward!r}; use {', '.join(GRADERS)} or module:function")
+        self._dataset = dataset
+        self._grader = GRADERS.get(reward) or load_object(reward)
+        if not callable(self._grader):
+            raise ConfigError(f"dataset: reward {reward!r} is not a function of (task, messages)")
+        self._needed = ("prompt", "answer") if reward in GRADERS else ("prompt",)
+        self._system_prompt = system_prompt
+        self._splits: dict[str, list[Task]] | None = None
+        # The pool looks at `reward` itself to see whether it must be awaited.
+        self.reward = self._grader
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        if self._splits is None:
+            self._splits = read_splits(self._dataset, self._needed, self._task)
+        return self._splits[split]
+
+    def _task(self, row: Mapping[str, Any]) -> Task:
+        messages = to_messages(row["prompt"])
+        if self._system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._system_prompt}, *messages]
+        return Task(messages, {key: value for key, value in row.items() if key != "prompt"})

@@ -1,0 +1,198 @@
+"""Datasets from files, folders or the Hugging Face hub, turned into tasks for "train" and "eval".
+
+Bad rows are set aside, counted and reported with file and line; a dataset with no good row is a DataError. Called by
+environments that take a dataset; `fingerprint` is what a resumed run is bound to.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.envs.readers import SUFFIXES, RawRow, read_file
+from shoal.errors import DataError
+from shoal.types import Message, Task
+
+log = logging.getLogger(__name__)
+
+EVAL_SPLITS = ("eval", "test", "validation", "valid", "val", "dev")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHOWN_PROBLEMS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSpec:
+    """`orch.dataset`. `columns` maps Shoal's names (prompt, answer) to the file's; `name` may be "repo:config"."""
+
+    path: str | None = None
+    name: str | None = None
+    split: str | None = None  # the training split; "train" if unset
+    columns: Mapping[str, str] = field(default_factory=dict)
+    max_rows: int | None = None
+
+
+MakeTask = Callable[[Mapping[str, Any]], Task]
+
+
+def read_splits(spec: DatasetSpec, needed: Sequence[str], make: MakeTask) -> dict[str, list[Task]]:
+    """Tasks of train and eval. Without an eval split of its own, the dataset's last tenth (at most 256) is held out."""
+    train_split = spec.split or "train"
+    train = _tasks(spec, _source(spec, train_split), needed, make)
+    eval_split = _eval_split(spec, train_split)
+    if eval_split is not None:
+        return {"train": train, "eval": _tasks(spec, _source(spec, eval_split), needed, make)}
+    held_out = min(256, max(1, len(train) // 10)) if len(train) > 1 else 0
+    keep = len(train) - held_out
+    held = train[keep:]
+    asked = {_canonical(task.messages) for task in held}
+    return {"train": [task for task in train[:keep] if _canonical(task.messages) not in asked], "eval": held}
+
+
+def to_messages(prompt: Any) -> list[Message]:
+    """A prompt column as messages: text, or a list of {role, content}. Raises DataError for anything else."""
+    if isinstance(prompt, str):
+        _check_text(prompt, "prompt")
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(f"the prompt is {_kind(prompt)}; it must be text or a list of messages")
+    for message in prompt:
+        if not isinstance(message, dict) or "role" not in message:
+            raise DataError("a message needs a role and content")
+        if message["role"] not in ROLES:
+            raise DataError(f"unknown role {str(message['role'])[:40]!r}; roles are {', '.join(ROLES)}")
+        _check_text(message.get("content"), f"{message['role']} message")
+    return [dict(message) for message in prompt]
+
+
+def fingerprint(tasks: Iterable[Task]) -> str:
+    """blake2b over what every task asks and knows, in order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for task in tasks:
+        digest.update(_canonical([task.messages, task.data]))
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _tasks(spec: DatasetSpec, rows: Iterator[RawRow], needed: Sequence[str], make: MakeTask) -> list[Task]:
+    tasks: list[Task] = []
+    problems: list[str] = []
+    for raw in rows:
+        if spec.max_rows is not None and len(tasks) >= spec.max_rows:
+            break
+        try:
+            if raw.row is None:
+                raise DataError(raw.problem or "unreadable")
+            tasks.append(make(_with_columns(raw.row, spec.columns, needed)))
+        except DataError as error:
+            problems.append(f"{raw.where}: {error}")
+    source = spec.path or spec.name
+    shown = "".join(f"\n  {problem}" for problem in problems[:SHOWN_PROBLEMS])
+    if not tasks:
+        raise DataError(f"{source}: no usable row ({len(problems)} bad){shown}")
+    if problems:
+        log.warning("%s: %d rows used, %d bad rows set aside%s", source, len(tasks), len(problems), shown)
+    return tasks
+
+
+def _with_columns(row: dict[str, Any], columns: Mapping[str, str], needed: Sequence[str]) -> dict[str, Any]:
+    """The row under Shoal's names, with every text in the needed columns checked."""
+    mapped = dict(row)
+    for name in {*needed, *columns}:
+        column = columns.get(name, name)
+        if column not in row:
+            near = difflib.get_close_matches(column, list(map(str, row)), n=1)
+            hint = f"nearest is {near[0]!r}" if near else f"columns are {', '.join(map(str, list(row)[:12]))}"
+            raise DataError(f"no column {column!r} for {name}; {hint}; map it with dataset.columns.{name}")
+        mapped[name] = row[column]
+    for name in needed:
+        value = mapped[name]
+        if value is None:
+            raise DataError(f"{name} is null")
+        if isinstance(value, str):
+            _check_text(value, name)
+        elif name == "prompt":
+            to_messages(value)
+    return mapped
+
+
+def _check_text(text: Any, what: str) -> None:
+    if not isinstance(text, str):
+        raise DataError(f"the {what} is {_kind(text)}, not text")
+    if not text.strip():
+        raise DataError(f"the {what} is empty")
+    if "\0" in text:
+        raise DataError(f"the {what} holds a NUL character")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise DataError(f"the {what} is not valid Unicode (a lone surrogate, or bytes that are not UTF-8)")
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"of type {type(value).__name__}"
+
+
+def _eval_split(spec: DatasetSpec, train_split: str) -> str | None:
+    """Name of the dataset's own held-out split, None if it has none."""
+    if spec.path is None:
+        available = _hub_splits(spec)
+        return next((name for name in EVAL_SPLITS if name in available and name != train_split), None)
+    path = Path(spec.path)
+    if path.is_dir():
+        return next((name for name in EVAL_SPLITS if name != train_split and _split_files(path, name)), None)
+    return None
+
+
+def _source(spec: DatasetSpec, split: str) -> Iterator[RawRow]:
+    if (spec.path is None) == (spec.name is None):
+        raise DataError("a dataset needs exactly one of path and name")
+    if spec.path is None:
+        return _hub_rows(spec, split)
+    path = Path(spec.path).expanduser()
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder")
+    files = _split_files(path, split) if path.is_dir() else [path]
+    if not files:
+        raise DataError(f"{path}: no {split} file; looked for {', '.join(split + suffix for suffix in SUFFIXES)}")
+    return (row for file in files for row in read_file(file, split))
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    """`train.jsonl`, or the parts of a sharded split such as `train-00000-of-00002.parquet`."""
+    for suffix in SUFFIXES:
+        whole = folder / f"{split}{suffix}"
+        if whole.is_file():
+            return [whole]
+    return sorted(file for file in folder.glob(f"{split}-*") if file.suffix in SUFFIXES)
+
+
+def _hub_splits(spec: DatasetSpec) -> list[str]:
+    import datasets  # heavy, and needed for hub names alone
+
+    return _ask_hub(spec, datasets.get_dataset_split_names)
+
+
+def _hub_rows(spec: DatasetSpec, split: str) -> Iterator[RawRow]:
+    import datasets
+
+    rows = _ask_hub(spec, lambda name, config: datasets.load_dataset(name, config, split=split))
+    return (RawRow(f"{spec.name}[{split}]:row {number}", dict(row)) for number, row in enumerate(rows, start=1))
+
+
+def _ask_hub(spec: DatasetSpec, ask: Callable[[str, str | None], Any]) -> Any:
+    name, _, config = str(spec.name).partition(":")
+    try:
+        return ask(name, config or None)
+    except Exception as error:  # the hub client raises many families; each means the data is not to be had
+        first_line = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise DataError(
+            f"dataset {spec.name!r} cannot be loaded: {first_line}. Without network, give a local copy as dataset.path"
+        ) from error

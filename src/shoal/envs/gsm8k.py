@@ -1,0 +1,55 @@
+"""`gsm8k`: grade-school word problems, from a local folder or the Hugging Face hub; graded as numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.envs.base import SingleTurn, answer_of, ask
+from shoal.envs.datasets import DatasetSpec, read_splits
+from shoal.errors import ConfigError, DataError
+from shoal.rewards.math_parser import process_results
+from shoal.types import Message, Task
+
+INSTRUCTION = "Think step by step, then give the final number as \\boxed{number}."
+HUB_NAME = "openai/gsm8k:main"
+GOLD = re.compile(r"####\s*(-?[\d,]+(?:\.\d+)?)\s*$")
+
+
+class Gsm8k(SingleTurn):
+    name = "gsm8k"
+
+    def __init__(
+        self, path: str | None = None, instruction: str = INSTRUCTION, dataset: DatasetSpec | None = None
+    ) -> None:
+        if path and dataset:
+            raise ConfigError("gsm8k: give the data once, as args.path or as dataset")
+        spec = dataset or DatasetSpec(path=path, name=None if path else HUB_NAME)
+        columns = {"prompt": "question", "answer": "answer", **spec.columns}
+        self._dataset = DatasetSpec(spec.path, spec.name, spec.split, columns, spec.max_rows)
+        self._instruction = instruction
+        self._splits: dict[str, list[Task]] | None = None
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        if self._splits is None:
+            self._splits = read_splits(self._dataset, ("prompt", "answer"), self._task)
+        if split not in self._splits:
+            raise ConfigError(f"gsm8k: unknown split {split!r}; there are train and eval")
+        return self._splits[split]
+
+    def reward(self, task: Task, messages: Sequence[Message]) -> float:
+        correct, _ = process_results(answer_of(messages), str(task.data["answer"]))
+        return float(correct)
+
+    def solution(self, task: Task) -> str:
+        return f"{task.data['solution']}\n\\boxed{{{task.data['answer']}}}"
+
+    def _task(self, row: Mapping[str, Any]) -> Task:
+        worked, gold = str(row["answer"]), GOLD.search(str(row["answer"]))
+        if gold is None:
+            raise DataError("the answer does not end in '#### number'")
+        # The <<48/2=24>> calculator marks are notes of the data set, not something to imitate.
+        solution = re.sub(r"<<[^>]*>>", "", worked[: gold.start()]).strip()
+        prompt = f"{str(row['prompt']).strip()}\n\n{self._instruction}".strip()
+        return ask(prompt, answer=gold.group(1).replace(",", ""), solution=solution)

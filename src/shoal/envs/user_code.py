@@ -1,0 +1,59 @@
+"""Loading the user's own code by name: `module:attribute` or `path/to/file.py:attribute`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shoal.errors import ConfigError
+
+
+def load_object(name: str) -> Any:
+    """The object `module:attribute` names. A module in the current folder is found too."""
+    module_name, _, attribute = name.rpartition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"{name!r} does not name code; write module:attribute, e.g. my_env:MyEnvironment")
+    module = _load_module(module_name, name)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, [key for key in vars(module) if not key.startswith("_")], n=1)
+            raise ConfigError(f"{module_name} has no {attribute!r}" + (f"; nearest is {near[0]!r}" if near else ""))
+        found = getattr(found, part)
+    return found
+
+
+def _load_module(module_name: str, name: str) -> ModuleType:
+    try:
+        if module_name.endswith(".py"):
+            return _load_file(Path(module_name).expanduser())
+        here = str(Path.cwd())
+        if here not in sys.path:
+            sys.path.append(here)  # last, so that a local file never shadows an installed package
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise ConfigError(f"no module {module_name!r} for {name!r}, neither installed nor in this folder") from error
+        raise ConfigError(f"{name}: importing it needs {error.name!r}, which is not installed") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # user code may raise anything when imported
+        raise ConfigError(f"{name}: importing it raised {type(error).__name__}: {error}") from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file")
+    module_name = f"shoal_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path}: cannot be loaded as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,1 @@
+"""Loading and running Hugging Face decoders: one model, one attention function, three modes."""

@@ -1,0 +1,117 @@
+"""A Hugging Face decoder as Shoal uses it: hidden states from packed rows, logits from hidden states, nothing else.
+
+Both the trainer and the embedded engine hold the same Decoder, so there is one set of parameters. `verify` proves at
+load time that this reading of the model agrees with the model's own forward, whatever its architecture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ModelError
+from shoal.models.attention import ATTENTION, Context, Packed, Shape
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Keys and values of one layer: heads and head sizes, as the model itself produced them."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def numbers_per_token(self) -> int:
+        return self.heads * (self.key_dim + self.value_dim)
+
+
+@dataclass
+class _Recorder:
+    """Packed attention that notes the shape of each layer's keys and values."""
+
+    inner: Packed
+    layers: dict[int, LayerShape] = field(default_factory=dict)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
+        self.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        return self.inner.attend(layer, query, key, value, shape)
+
+
+class Decoder:
+    """`model` may be a plain causal language model or one wrapped by peft."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        # peft wraps from outside and injects its layers inside: the inner model already computes with them.
+        self.inner: nn.Module = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+        self.body: nn.Module = self.inner.get_decoder()  # type: ignore[operator]
+        self.config = self.inner.config.get_text_config()  # type: ignore[operator,union-attr]
+        self.lm_head: nn.Module = self.inner.get_output_embeddings()  # type: ignore[operator]
+        self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        if not isinstance(self.body, nn.Module) or not isinstance(self.lm_head, nn.Module):
+            raise ModelError(f"{type(self.inner).__name__} is not a causal language model with an output head")
+
+    @property
+    def name(self) -> str:
+        return type(self.inner).__name__
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.lm_head.weight.shape[0])  # type: ignore[union-attr,index]
+
+    @property
+    def max_positions(self) -> int | None:
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
+        """[B, T] token ids and positions → last hidden states [B, T, hidden]."""
+        out = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False, shoal=context)
+        return out.last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., hidden] → [..., V] in the model's dtype."""
+        logits = self.lm_head(hidden)
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def pack(self, starts: np.ndarray) -> Packed:
+        return Packed(starts, self.device)
+
+    @torch.no_grad()
+    def verify(self) -> dict[int, LayerShape]:
+        """Compare with the model's own forward on a short probe; returns the KV shape of each layer."""
+        length = 24
+        ids = torch.arange(length, device=self.device)[None] * 7 % self.vocab_size
+        positions = torch.arange(length, device=self.device)[None]
+        training = self.model.training
+        self.model.eval()
+        try:
+            self.inner.set_attn_implementation("eager")  # type: ignore[operator]
+            expected = self.inner(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            self.inner.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+        recorder = _Recorder(self.pack(np.array([0, length])))
+        actual = self.logits(self.hidden(ids, positions, recorder))[0]
+        self.model.train(training)
+        layers = recorder.layers
+        if len(layers) != self.config.num_hidden_layers:
+            missing = self.config.num_hidden_layers - len(layers)
+            raise ModelError(f"{self.name}: {missing} of its layers do not use plain attention; Shoal cannot sample it")
+        tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 5e-2
+        gap = ((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-9)).item()
+        if not gap < tolerance:
+            raise ModelError(f"{self.name}: Shoal's reading of this model differs from its own forward by {gap:.1e}")
+        return layers

@@ -1,0 +1,125 @@
+"""Loading a model and its tokenizer: a local Hugging Face folder, a hub id, or a GGUF file. Never runs remote code."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from shoal.errors import ModelError
+
+_REFUSED_LAYERS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "ssm"}
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    folder, gguf = _locate(name)
+    extra = {"gguf_file": gguf} if gguf else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **extra)
+    except Exception as error:  # the libraries below raise whatever they like for a bad folder
+        raise ModelError(f"no tokenizer could be loaded from {name!r}: {_first_line(error)}") from error
+    if tokenizer.chat_template is None:
+        raise ModelError(f"the tokenizer of {name!r} has no chat template; Shoal talks to models in messages")
+    return tokenizer
+
+
+def load_model(name: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The model on `device` in `dtype`, in training mode off, with gradients as loaded."""
+    folder, gguf = _locate(name)
+    try:
+        if gguf:
+            model = _load_gguf(folder, gguf, dtype)
+        else:
+            check_architecture(folder)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"no model could be loaded from {name!r}: {_first_line(error)}") from error
+    return model.to(device).eval()
+
+
+def check_architecture(folder: str) -> None:
+    """Refuse by name what the engine cannot sample, before any weights are read."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    if getattr(config, "auto_map", None):
+        raise ModelError(f"{architecture} brings its own code (auto_map), which Shoal does not run")
+    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+        raise ModelError(f"{architecture} is a multimodal model; Shoal trains text decoders only")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{architecture} is an encoder-decoder; Shoal trains decoders only")
+    kinds = set(getattr(config, "layer_types", None) or []) & _REFUSED_LAYERS
+    if kinds:
+        raise ModelError(f"{architecture} has {', '.join(sorted(kinds))} layers, which Shoal cannot sample")
+
+
+def eos_token_ids(model: nn.Module | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends an answer: what the model and tokenizer declare, and what the chat template closes a turn with."""
+    found: list[int] = []
+    configs = [getattr(model, "generation_config", None), getattr(model, "config", None)] if model is not None else []
+    for source in (*configs, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found.extend(ids if isinstance(ids, (list, tuple)) else [ids] if ids is not None else [])
+    closing = _turn_end_id(tokenizer)
+    if closing is not None:
+        found.append(closing)
+    if not found:
+        raise ModelError("neither the model nor its tokenizer names an end-of-sequence token")
+    return tuple(sorted({int(i) for i in found}))
+
+
+def _turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Generic chat models often declare another EOS than the one their template ends an assistant turn with."""
+    mark = "xqzx"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    tail = text.rsplit(mark, 1)[-1]
+    ids = tokenizer.encode(tail, add_special_tokens=False) if tail else []
+    return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
+
+
+def _locate(name: str) -> tuple[str, str | None]:
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return str(path.parent), path.name
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            files = sorted(path.glob("*.gguf"))
+            if len(files) == 1:
+                return str(path), files[0].name
+            raise ModelError(f"{name!r} holds no config.json and not exactly one .gguf file")
+        if "auto_map" in json.loads((path / "config.json").read_text("utf-8")):
+            raise ModelError(f"{name!r} brings its own code (auto_map), which Shoal does not run")
+        return str(path), None
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelError(f"the model folder {name!r} does not exist")
+    if os.environ.get("HF_HUB_OFFLINE") == "1" and not _cached(name):
+        raise ModelError(f"{name!r} is not a folder here, and HF_HUB_OFFLINE=1 forbids asking the hub for it")
+    return name, None
+
+
+def _cached(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def _load_gguf(folder: str, file: str, dtype: torch.dtype) -> nn.Module:
+    # transformers marks what it read from GGUF as quantised and then refuses to save it, though the weights are plain
+    # tensors by now: the same weights in a model built from a clean config know nothing of where they came from.
+    loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    fields: dict[str, Any] = {k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"}
+    clean = AutoModelForCausalLM.from_config(type(loaded.config)(**fields), dtype=dtype)
+    clean.load_state_dict(loaded.state_dict())
+    return clean
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

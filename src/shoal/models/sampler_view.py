@@ -1,0 +1,82 @@
+"""What the sampler sees of the trainer's model: the same tensors, a snapshot of them, or either with QeRL noise.
+
+`refresh` is called when a new weight version is published; `active` surrounds every engine step. Noise lives in
+norm weights swapped in only while the sampler runs, so the trainer never sees it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from shoal.models import lora
+from shoal.models.decoder import Decoder
+
+Mode = Literal["shared", "snapshot"]
+
+
+class SamplerView:
+    """`shared`: the trainer's own parameters, nothing to sync. `snapshot`: an adapter slot under LoRA, else a copy."""
+
+    def __init__(self, trained: Decoder, mode: Mode = "shared") -> None:
+        self._trained = trained
+        self._slot = False
+        self._noisy: dict[nn.Module, Tensor] = {}
+        self.version = 0
+        self.decoder = trained
+        if mode == "snapshot" and hasattr(trained.model, "peft_config"):
+            lora.add_slot(trained.model, lora.SAMPLER)  # type: ignore[arg-type]
+            self._slot = True
+        elif mode == "snapshot":
+            twin = copy.deepcopy(trained.model).requires_grad_(False)
+            self.decoder = Decoder(twin)
+
+    @property
+    def copies_weights(self) -> bool:
+        return self._slot or self.decoder is not self._trained
+
+    @torch.no_grad()
+    def refresh(self, version: int, sigma: float = 0.0, seed: int = 0) -> None:
+        """Serve the trainer's current weights as `version`, with noise of that sigma drawn from (seed, version)."""
+        if self._slot:
+            lora.copy_slot(self._trained.model, lora.TRAINED, lora.SAMPLER)  # type: ignore[arg-type]
+        elif self.decoder is not self._trained:
+            for target, source in zip(self.decoder.model.parameters(), self._trained.model.parameters(), strict=True):
+                target.copy_(source)
+        self.version = version
+        self._noisy = {}
+        if sigma > 0:
+            generator = torch.Generator().manual_seed((seed * 1_000_003 + version) % (1 << 63))
+            for norm in noisy_norms(self.decoder.inner):
+                weight: Tensor = norm.weight  # type: ignore[assignment]
+                noise = torch.randn(weight.shape, generator=generator) * sigma
+                self._noisy[norm] = (weight.float().cpu() + noise).to(weight.device, weight.dtype)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        clean = {norm: norm.weight.data for norm in self._noisy}  # type: ignore[union-attr]
+        for norm, weight in self._noisy.items():
+            norm.weight.data = weight  # type: ignore[union-attr,assignment]
+        try:
+            if self._slot:
+                with lora.using_slot(self._trained.model, lora.SAMPLER):  # type: ignore[arg-type]
+                    yield
+            else:
+                yield
+        finally:
+            for norm, weight in clean.items():
+                norm.weight.data = weight  # type: ignore[union-attr,assignment]
+
+
+def noisy_norms(model: nn.Module) -> list[nn.Module]:
+    """Input, post-attention and final RMSNorms; never the per-head q_norm and k_norm."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if "RMSNorm" in type(module).__name__ and name.rsplit(".", 1)[-1] not in ("q_norm", "k_norm")
+    ]

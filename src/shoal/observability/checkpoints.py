@@ -1,0 +1,236 @@
+"""Checkpoints and exports of a run directory: written aside, hashed, renamed into place; verified before use.
+
+Used by RunDir only. A checkpoint is good when its manifest is whole, belongs to this run and step, and every file
+named there has its size and hash, with nothing missing and nothing extra.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import StorageError
+from shoal.observability.atomic import (
+    TEMPORARY,
+    fault,
+    fsync_tree,
+    hash_file,
+    move_into_place,
+    remove_quietly,
+    storage,
+    storage_error,
+    sweep_folder,
+    write_atomic,
+)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+BEST = "best.json"
+REJECTED = "rejected-"
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A verified checkpoint. `skipped` says which newer ones were passed over, and why."""
+
+    step: int
+    path: Path
+    manifest: Mapping[str, Any]
+    skipped: list[str] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Unpacks as (step, path, skipped)."""
+        return iter((self.step, self.path, self.skipped))
+
+
+class CheckpointStore:
+    """The `checkpoints/` folder of one run."""
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        self.folder = folder
+        self._run_id = run_id
+        self._known_good: set[int] = set()  # written or verified by this process; saves hashing gigabytes again
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, good or not, oldest first."""
+        with storage(f"list {self.folder}"):
+            matches = [_NAME.fullmatch(entry.name) for entry in self.folder.iterdir()]
+        return sorted(int(match[1]) for match in matches if match)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}"
+
+    @contextmanager
+    def write(self, step: int, about: Mapping[str, Any]) -> Iterator[Path]:
+        """Yields an empty folder to fill; it becomes the checkpoint when the block ends without an error."""
+        target = self.path(step)
+        with write_folder(target) as folder:
+            yield folder
+            with storage(f"save {target}"):
+                self._seal(folder, {**about, "step": step, "run_id": self._run_id})
+        self._known_good.add(step)
+
+    def _seal(self, folder: Path, about: Mapping[str, Any]) -> None:
+        fsync_tree(folder)
+        fault("checkpoint:files")
+        files = {name: {"bytes": path.stat().st_size, "blake2b": ""} for name, path in _files(folder).items()}
+        for name, digest in _hash_all(folder, list(files)).items():
+            files[name]["blake2b"] = digest
+        manifest = {"format": FORMAT, **about, "files": files}
+        manifest["digest"] = _digest(manifest)
+        write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+        fault("checkpoint:manifest")
+
+    def newest_good(self) -> Checkpoint | None:
+        skipped: list[str] = []
+        for step in reversed(self.steps()):
+            try:
+                manifest = self.verify(step)
+            except StorageError as error:
+                skipped.append(str(error))
+                continue
+            return Checkpoint(step, self.path(step), manifest, skipped)
+        if skipped:
+            raise StorageError("no checkpoint is good: " + "; ".join(skipped))
+        return None
+
+    def verify(self, step: int) -> dict[str, Any]:
+        """The manifest of a good checkpoint; StorageError says what is wrong with any other."""
+        path = self.path(step)
+        manifest = _read_manifest(path)
+        if manifest.get("format") != FORMAT:
+            raise StorageError(f"{path} has format {manifest.get('format')}, this Shoal reads {FORMAT}")
+        if manifest.get("run_id") != self._run_id or manifest.get("step") != step:
+            raise StorageError(f"{path} belongs to another run or step")
+        with storage(f"read {path}"):
+            _compare(path, manifest["files"])
+        self._known_good.add(step)
+        return manifest
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename checkpoints later than `step`: their history has been cut, so they must never be resumed from."""
+        with storage(f"set aside checkpoints after step {step}"):
+            for later in self.steps():
+                if later > step:
+                    move_into_place(self.path(later), self.folder / f"{REJECTED}{self.path(later).name}")
+                    self._known_good.discard(later)
+        if (best := self.best()) is not None and best > step:
+            remove_quietly(self.folder / BEST)
+
+    def mark_best(self, step: int, value: float | None = None) -> None:
+        write_atomic(self.folder / BEST, json.dumps({"step": step, "value": value}).encode())
+
+    def best(self) -> int | None:
+        try:
+            return int(json.loads((self.folder / BEST).read_text())["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def prune(self, limit: int | None) -> list[int]:
+        """Remove the oldest until `limit` are left; the newest good one and the best one always stay."""
+        if limit is None:
+            return []
+        steps = self.steps()
+        protected = {self._newest_known_good(steps), self.best()}
+        surplus = len(steps) - max(limit, 1)
+        removed = [step for step in steps if step not in protected][: max(surplus, 0)]
+        with storage(f"remove old checkpoints in {self.folder}"):
+            for step in removed:
+                # Renamed first, so that a cut in the middle leaves a leftover and not a damaged checkpoint.
+                doomed = self.path(step).rename(self.folder / f"{TEMPORARY}removed-{step}")
+                fault("prune:renamed")
+                remove_quietly(doomed)
+        return removed
+
+    def _newest_known_good(self, steps: list[int]) -> int | None:
+        for step in reversed(steps):
+            if step in self._known_good:
+                return step
+            try:
+                self.verify(step)
+            except StorageError:
+                continue
+            return step
+        return None
+
+
+@contextmanager
+def write_folder(target: Path) -> Iterator[Path]:
+    """Yields a temporary folder beside `target` that takes its place when the block ends without an error."""
+    temporary = target.with_name(f"{TEMPORARY}{target.name}")
+    try:
+        with storage(f"save {target}"):
+            remove_quietly(temporary)
+            temporary.mkdir()
+            yield temporary
+            fsync_tree(temporary)
+            fault("folder:synced")
+            move_into_place(temporary, target)
+    except BaseException as error:
+        remove_quietly(temporary)
+        if type(error).__name__ == "SafetensorError":  # a full disk, told by a library that has no OSError
+            raise storage_error(f"save {target}", Exception(str(error))) from error
+        raise
+
+
+def sweep(folder: Path) -> list[str]:
+    with storage(f"tidy {folder}"):
+        return sweep_folder(folder)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            raise StorageError(f"{path} is a symbolic link; a checkpoint holds plain files only")
+        if path.is_file() and path != folder / MANIFEST:
+            found[path.relative_to(folder).as_posix()] = path
+    return found
+
+
+def _hash_all(folder: Path, names: list[str]) -> dict[str, str]:
+    with ThreadPoolExecutor(max_workers=4) as pool:  # hashing releases the interpreter lock
+        return dict(zip(names, pool.map(lambda name: hash_file(folder / name), names), strict=True))
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    plain = json.dumps({key: manifest[key] for key in sorted(manifest) if key != "digest"}, sort_keys=True)
+    return hashlib.blake2b(plain.encode(), digest_size=16).hexdigest()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        whole = isinstance(manifest, dict) and isinstance(manifest["files"], dict)
+        whole = whole and manifest["digest"] == _digest(manifest)
+    except FileNotFoundError:
+        raise StorageError(f"{path} has no manifest") from None
+    except (OSError, ValueError, KeyError):
+        whole, manifest = False, {}
+    if not whole:
+        raise StorageError(f"{path} has a damaged manifest")
+    return manifest
+
+
+def _compare(path: Path, expected: Mapping[str, Any]) -> None:
+    found = _files(path)
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing:
+        raise StorageError(f"{path} lacks {', '.join(missing)}")
+    if extra:
+        raise StorageError(f"{path} holds files that are not its own: {', '.join(extra)}")
+    for name, facts in expected.items():
+        size = found[name].stat().st_size
+        if size != facts["bytes"]:
+            raise StorageError(f"{path}/{name} has {size} bytes instead of {facts['bytes']}")
+    for name, digest in _hash_all(path, list(expected)).items():
+        if digest != expected[name]["blake2b"]:
+            raise StorageError(f"{path}/{name} was changed after it was written")

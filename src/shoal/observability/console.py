@@ -1,0 +1,255 @@
+"""What a person sees while a run goes on: a live block in a terminal, one line a step anywhere else.
+
+Used by the orchestrator and the commands. A console that cannot be written to (closed pipe, odd encoding) falls silent
+or loses characters; it never ends a run.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TextIO
+
+from shoal.observability.redact import redact
+from shoal.observability.text import duration, one_line, sanitise, short_number
+
+HEARTBEAT_S = 30.0
+_SHARES = (("gen", "rollout"), ("rew", "reward"), ("train", "train"), ("sync", "sync"), ("eval", "eval"))
+
+
+class Progress(Protocol):
+    """Handed out by `Console.progress`."""
+
+    def advance(self, amount: float = 1) -> None: ...
+
+
+class Console(Protocol):
+    def begin(self, title: str, total_steps: int, first_step: int = 0) -> None:
+        """Training starts; `first_step` steps are already done."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def waiting(self, what: str) -> None:
+        """Say what is being waited for; shown in heartbeats."""
+        ...
+
+    def note(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+    def progress(self, description: str, total: float | None = None) -> contextmanager | object: ...
+
+    def closing(self, lines: Sequence[str]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_console(stream: TextIO | None = None, *, plain: bool | None = None, every: int = 1) -> BaseConsole:
+    """The live console if `stream` is a terminal, else the plain one; `every` is logging_steps."""
+    stream = stream or sys.stderr
+    if plain is None:
+        plain = not (hasattr(stream, "isatty") and stream.isatty())
+    if plain:
+        return PlainConsole(stream, every=every)
+    from shoal.observability.live import LiveConsole  # rich costs 20 ms that a plain run need not pay
+
+    return LiveConsole(stream, every=every)
+
+
+class BaseConsole:
+    """What both consoles share: safe output, the estimate of time left, and the heartbeat thread."""
+
+    def __init__(self, stream: TextIO, *, every: int = 1, heartbeat_s: float = HEARTBEAT_S) -> None:
+        self._stream = stream
+        self._every = max(1, every)
+        self._heartbeat_s = heartbeat_s
+        self._guard = threading.RLock()
+        self._mute = False
+        self._waiting = "the first step"
+        self._last_shown = time.monotonic()
+        self._stop = threading.Event()
+        self._total = 0
+        self._pace = Pace()
+        self._step = 0
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def begin(self, title: str, total_steps: int, first_step: int = 0) -> None:
+        self._total, self._step = total_steps, first_step
+        self._pace.start(first_step)
+        self.note(title)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._step = step
+        self._pace.step(step)
+        if step % self._every == 0 or step in (1, self._total):
+            self._show_step(step, metrics)
+
+    def waiting(self, what: str) -> None:
+        self._waiting = sanitise(what)
+
+    def note(self, text: str) -> None:
+        self._print(sanitise(redact(text)))
+
+    def warn(self, text: str) -> None:
+        self._print(f"warning: {sanitise(redact(text))}")
+
+    def closing(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.note(line)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=2)
+
+    @contextmanager
+    def progress(self, description: str, total: float | None = None) -> Iterator[Progress]:
+        bar = LineProgress(self, one_line(description), total)
+        self.waiting(description)
+        yield bar
+        bar.finish()
+
+    def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._print(step_line(step, self._total, metrics, self._pace.left(self._total)))
+
+    def _print(self, text: str) -> None:
+        with self._guard:
+            self._last_shown = time.monotonic()
+            self._safely(lambda: self._write(text))
+
+    def _write(self, text: str) -> None:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        self._stream.flush()
+
+    def _safely(self, write: Callable[[], None]) -> None:
+        if self._mute:
+            return
+        try:
+            write()
+        except (OSError, ValueError):  # a closed pipe or stream: nobody is looking any more
+            self._mute = True
+
+    def _beat(self) -> None:
+        while not self._stop.wait(min(1.0, self._heartbeat_s / 4)):
+            if time.monotonic() - self._last_shown >= self._heartbeat_s:
+                self._show_heartbeat()
+
+    def _show_heartbeat(self) -> None:
+        where = f"step {self._step}/{self._total} done" if self._total else "working"
+        self._print(f"… {where}, waiting for {self._waiting}")
+
+
+class PlainConsole(BaseConsole):
+    """One line a step, for files, pipes and continuous integration."""
+
+
+class LineProgress:
+    """Progress as a line now and then: at the start, every tenth or every heartbeat, and at the end."""
+
+    def __init__(self, console: BaseConsole, description: str, total: float | None) -> None:
+        self._console = console
+        self._description = description
+        self._total = total
+        self._done = 0.0
+        self._shown_tenth = 0
+        self._started = time.monotonic()
+        console.note(description)
+
+    def advance(self, amount: float = 1) -> None:
+        self._done += amount
+        if self._total:
+            tenth = int(10 * self._done / self._total)
+            if self._shown_tenth < tenth < 10 and time.monotonic() - self._started > 5:
+                self._shown_tenth = tenth
+                self._console.note(f"{self._description}: {tenth}0%")
+
+    def finish(self) -> None:
+        self._console.note(f"{self._description}: done in {duration(time.monotonic() - self._started)}")
+
+
+class Pace:
+    """Seconds a step, smoothed, to estimate the time left."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._last = now()
+        self._done = 0
+        self._seconds: float | None = None
+
+    def start(self, done: int) -> None:
+        self._last, self._done = self._now(), done
+
+    def step(self, step: int) -> None:
+        now = self._now()
+        if step > self._done:
+            each = (now - self._last) / (step - self._done)
+            self._seconds = each if self._seconds is None else 0.8 * self._seconds + 0.2 * each
+        self._last, self._done = now, step
+
+    def left(self, total: int) -> float | None:
+        return None if self._seconds is None else self._seconds * max(0, total - self._done)
+
+
+def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None = None) -> str:
+    """A step in one line; what was not measured is not mentioned."""
+    parts = [f"step {step}/{total}" if total else f"step {step}"]
+    parts += [part for part in (_reward(metrics), _loss(metrics), _used(metrics), _length(metrics)) if part]
+    signals = (("k3", "mismatch/k3"), ("ent", "policy/entropy"), ("gn", "optim/grad_norm"))
+    parts += [" ".join(f"{word} {short_number(metrics[name])}" for word, name in signals if name in metrics)]
+    if metrics.get("staleness/max"):
+        parts.append(f"stale {short_number(metrics['staleness/max'])}")
+    if "throughput/rollout_tok_s" in metrics:
+        parts.append(f"{short_number(metrics['throughput/rollout_tok_s'])} tok/s")
+    parts.append(" ".join(f"{word} {share:.0%}" for word, share in time_shares(metrics)))
+    parts += [f"eval {name.split('/')[1]} {metrics[name]:.3f}" for name in metrics if is_eval_mean(name)]
+    if left_s is not None and step < total:
+        parts.append(f"eta {duration(left_s)}")
+    return "  ".join(part for part in parts if part)
+
+
+def time_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Share of the step each phase took, in reading order, without what took none."""
+    step_s = metrics.get("time/step", 0.0)
+    if step_s <= 0:
+        return []
+    shares = [(word, metrics.get(f"time/{phase}", 0.0) / step_s) for word, phase in (*_SHARES, ("idle", "idle"))]
+    return [(word, share) for word, share in shares if share >= 0.005]
+
+
+def is_eval_mean(name: str) -> bool:
+    return name.startswith("eval/") and name.endswith("/mean")
+
+
+def _reward(metrics: Mapping[str, float]) -> str:
+    if "reward/mean" not in metrics:
+        return ""
+    text = f"reward {metrics['reward/mean']:.3f}"
+    if "reward/std" in metrics:
+        text += f" ±{short_number(metrics['reward/std'])}"
+    prefix = "reward/part/"
+    named = [f"{n.removeprefix(prefix)} {short_number(v)}" for n, v in metrics.items() if n.startswith(prefix)]
+    return f"{text} ({' '.join(named)})" if named else text
+
+
+def _loss(metrics: Mapping[str, float]) -> str:
+    return f"loss {metrics['sft/loss']:.3f}" if "sft/loss" in metrics else ""
+
+
+def _used(metrics: Mapping[str, float]) -> str:
+    if "batch/used" in metrics and "batch/rollouts" in metrics:
+        text = f"used {metrics['batch/used']:.0f}/{metrics['batch/rollouts']:.0f}"
+        return f"{text}, {metrics['group/flat']:.0f} groups flat" if metrics.get("group/flat") else text
+    return f"mixed {metrics['group/mixed_frac']:.0%}" if "group/mixed_frac" in metrics else ""
+
+
+def _length(metrics: Mapping[str, float]) -> str:
+    if "completion/length_mean" not in metrics:
+        return ""
+    text = f"len {short_number(metrics['completion/length_mean'])}"
+    truncated = metrics.get("completion/truncated_frac")
+    return text if truncated is None else f"{text} trunc {truncated:.0%}"

@@ -1,0 +1,57 @@
+"""Everything notable that happens to a run, written with its reason to events.jsonl; warnings also reach the console.
+
+Called from any thread. Each event carries a step, so that a resume can cut what it will live through again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+from shoal.observability.redact import redact
+
+Level = Literal["notice", "warning", "error"]
+
+
+class EventStore(Protocol):
+    """Where events go; a RunDir, usually."""
+
+    def append_event(self, record: Mapping[str, Any]) -> None: ...
+
+
+class Teller(Protocol):
+    """Who tells a person; a Console, usually."""
+
+    def warn(self, text: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class EventLog:
+    def __init__(self, store: EventStore, console: Teller | None = None) -> None:
+        self.step = 0  # the step going on; the loop sets it
+        self.counts: Counter[str] = Counter()
+        self._store = store
+        self._console = console
+
+    def emit(
+        self,
+        kind: str,
+        message: str,
+        *,
+        level: Level = "notice",
+        step: int | None = None,
+        data: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Record an event. `kind` is a short stable word such as checkpoint, stall, sink, non-finite."""
+        step = self.step if step is None else step
+        record = {"time": time.time(), "step": step, "level": level, "kind": kind, "message": message}
+        self.counts[kind] += 1
+        if self._console is not None and level != "notice":
+            self._console.warn(redact(message))
+        self._store.append_event({**record, "data": dict(data)} if data else record)
+
+    def warn(self, kind: str, message: str, *, step: int | None = None, data: Mapping[str, Any] | None = None) -> None:
+        self.emit(kind, message, level="warning", step=step, data=data)

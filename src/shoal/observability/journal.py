@@ -1,0 +1,156 @@
+"""JSON Lines files of a run directory: appending, reading past a torn end, cutting back to a step.
+
+Used by RunDir for metrics, journal and events, and by the report for reading. A line is written in one call and ends in
+a newline; what follows the last newline was torn by a crash, is ignored by readers and cut on resume.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.errors import StorageError
+from shoal.observability.atomic import fault, storage, write_atomic
+from shoal.observability.redact import redact_strings, secret_values
+
+
+def encode_line(record: Mapping[str, Any]) -> bytes:
+    """One record as a line. NaN and infinities become null; secrets are hidden; lone surrogates are escaped."""
+    line = _encode(record)
+    secrets = secret_values()
+    if any(secret.encode() in line for secret in secrets):
+        line = _encode(redact_strings(record, secrets))
+    return line + b"\n"
+
+
+def _encode(record: Mapping[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(record, enc_hook=_plain)
+    except UnicodeEncodeError:  # a lone surrogate in a data set
+        return json.dumps(_without_nonfinite(record), separators=(",", ":"), default=_plain).encode()
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # a NumPy array or scalar
+        return value.tolist()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
+
+
+def _without_nonfinite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nonfinite(item) for item in value]
+    return value
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole records of a file; a torn or damaged line is passed over, a file that is not there has none."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with storage(f"read {path}"), file:
+        for line in file:
+            record = _decode(line)
+            if record is not None:
+                yield record
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+class LineWriter:
+    """Appends records to one file. Safe to call from several threads."""
+
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
+        self.path = path
+        self._durable = durable
+        self._guard = threading.Lock()
+        self._descriptor = -1
+        self._open()
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        line = encode_line(record)
+        with self._guard, storage(f"append to {self.path}"):
+            self._check_still_there()
+            self._write(line)
+            if self._durable:
+                os.fsync(self._descriptor)
+
+    def sync(self) -> None:
+        with self._guard, storage(f"sync {self.path}"):
+            os.fsync(self._descriptor)
+
+    def cut_to(self, step: int) -> int:
+        """Keep the records up to `step`, drop the later and the damaged ones; returns how many were dropped."""
+        with self._guard, storage(f"cut {self.path}"):
+            with self.path.open("rb") as file:
+                raw = list(file)
+            kept = [line for line in raw if (record := _decode(line)) is not None and record.get("step", 0) <= step]
+            if len(kept) != len(raw):
+                os.close(self._descriptor)
+                write_atomic(self.path, kept)
+                self._open()
+            return len(raw) - len(kept)
+
+    def close(self) -> None:
+        with self._guard:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+    def _open(self) -> None:
+        with storage(f"open {self.path}"):
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._cut_torn_end()
+
+    def _cut_torn_end(self) -> None:
+        size = os.fstat(self._descriptor).st_size
+        end = size
+        while end > 0:
+            start = max(0, end - 65536)
+            newline = os.pread(self._descriptor, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            os.ftruncate(self._descriptor, end)
+
+    def _write(self, line: bytes) -> None:
+        before = os.fstat(self._descriptor).st_size
+        written = 0
+        try:
+            while written < len(line):  # a nearly full disk takes only a part
+                written += os.write(self._descriptor, line[written:])
+                fault(f"appended:{self.path.name}")
+        except OSError:
+            os.ftruncate(self._descriptor, before)
+            raise
+
+    def _check_still_there(self) -> None:
+        # An open file outlives its name: without this look a removed folder would swallow the run in silence.
+        if self._descriptor < 0:
+            raise StorageError(f"{self.path} is closed")
+        there, mine = self.path.stat(), os.fstat(self._descriptor)
+        if (there.st_ino, there.st_dev) != (mine.st_ino, mine.st_dev):
+            raise StorageError(f"{self.path} was replaced by someone else while the run was going on")

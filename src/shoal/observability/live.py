@@ -1,0 +1,195 @@
+"""The console of a terminal: a block that redraws itself, with notes and warnings scrolling by above it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from rich import box
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+from shoal.observability.console import BaseConsole, Progress, is_eval_mean, time_shares
+from shoal.observability.redact import redact
+from shoal.observability.text import duration, one_line, sanitise, short_number, size, sparkline
+
+_SHARE_COLOURS = {
+    "gen": "blue",
+    "rew": "yellow",
+    "train": "magenta",
+    "sync": "cyan",
+    "eval": "green",
+    "idle": "bright_black",
+}
+
+
+class LiveConsole(BaseConsole):
+    """`memory`, if given, tells the memory in use in words; by default it is this process's own."""
+
+    def __init__(self, stream: TextIO, *, every: int = 1, heartbeat_s: float = 30.0) -> None:
+        self._rich = RichConsole(file=stream, highlight=False)
+        self._live: Live | None = None
+        self._title = ""
+        self._metrics: dict[str, float] = {}
+        self._rewards: deque[float] = deque(maxlen=512)
+        self._evals: dict[str, tuple[float, float]] = {}  # environment → first and latest mean
+        self._shown_at = time.monotonic()
+        self.memory: Callable[[], str] = host_memory
+        super().__init__(stream, every=every, heartbeat_s=heartbeat_s)
+
+    def begin(self, title: str, total_steps: int, first_step: int = 0) -> None:
+        self._title = one_line(redact(title))
+        self._total, self._step = total_steps, first_step
+        self._pace.start(first_step)
+        self._safely(self._start_live)
+
+    def close(self) -> None:
+        super().close()
+        self._stop_live()
+
+    def closing(self, lines: list[str] | tuple[str, ...]) -> None:
+        self._stop_live()
+        super().closing(lines)
+
+    def note(self, text: str) -> None:
+        self._say(Text(sanitise(redact(text))))
+
+    def warn(self, text: str) -> None:
+        self._say(Text.assemble(("warning ", "bold yellow"), sanitise(redact(text))))
+
+    @contextmanager
+    def progress(self, description: str, total: float | None = None) -> Iterator[Progress]:
+        self.waiting(description)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        if self._live is not None:  # one live region at a time: inside training the block tells what is going on
+            yield _Silent()
+            return
+        with RichProgress(*columns, console=self._rich, transient=False) as bar:
+            task = bar.add_task(Text(one_line(description)).plain.replace("[", r"\["), total=total)
+            yield _Bar(bar, task)
+
+    def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._guard:
+            self._metrics = dict(metrics)
+            self._shown_at = self._last_shown = time.monotonic()
+            if "reward/mean" in metrics:
+                self._rewards.append(metrics["reward/mean"])
+            elif "sft/loss" in metrics:
+                self._rewards.append(metrics["sft/loss"])
+            for name in filter(is_eval_mean, metrics):
+                env = name.split("/")[1]
+                first = self._evals.get(env, (metrics[name], 0.0))[0]
+                self._evals[env] = (first, metrics[name])
+
+    def _show_heartbeat(self) -> None:
+        if self._live is None:  # the block ticks by itself; before it starts a line has to do
+            super()._show_heartbeat()
+
+    def _write(self, text: str) -> None:
+        self._rich.print(Text(text))
+
+    def _say(self, text: Text) -> None:
+        with self._guard:
+            self._last_shown = time.monotonic()
+            self._safely(lambda: self._rich.print(text))
+
+    def _start_live(self) -> None:
+        self._live = Live(console=self._rich, get_renderable=self.block, refresh_per_second=2, transient=False)
+        self._live.start()
+
+    def _stop_live(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            with contextlib.suppress(OSError, ValueError):
+                live.stop()
+
+    def block(self) -> RenderableType:
+        """The block as it stands now."""
+        with self._guard:
+            metrics, table = self._metrics, Table.grid(padding=(0, 2))
+            table.add_column(style="bright_black", no_wrap=True)
+            table.add_column()
+            for label, value in self._lines(metrics):
+                table.add_row(label, value)
+            title = Text(f" {self._title} ", style="bold")
+            return Panel(Group(table), title=title, title_align="left", box=box.ROUNDED, border_style="bright_black")
+
+    def _lines(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, Text]]:
+        left = self._pace.left(self._total)
+        eta = f"   eta {duration(left)}" if left is not None and self._step < self._total else ""
+        yield "step", Text(f"{self._step}/{self._total}{eta}", style="bold")
+        if self._rewards:
+            label = "reward" if "sft/loss" not in metrics else "loss"
+            yield label, Text(f"{self._rewards[-1]:.3f}  {sparkline(list(self._rewards))}", style="green")
+        for env, (first, latest) in self._evals.items():
+            yield "held out", Text(f"{env} {first:.3f} → {latest:.3f}")
+        yield from self._details(metrics)
+        shares = time_shares(metrics)
+        if shares:
+            yield "time", _share_bar(shares)
+        waited = time.monotonic() - self._shown_at
+        yield "memory", Text(self.memory())
+        yield "now", Text(f"{self._waiting} ({duration(waited)})", style="bright_black")
+
+    def _details(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, Text]]:
+        groups = (("mixed", "group/mixed_frac"), ("all good", "group/all_good_frac"), ("all bad", "group/all_bad_frac"))
+        mix = "   ".join(f"{word} {metrics[name]:.0%}" for word, name in groups if name in metrics)
+        if mix:
+            yield "groups", Text(mix)
+        signals = (
+            ("k3", "mismatch/k3"),
+            ("entropy", "policy/entropy"),
+            ("grad norm", "optim/grad_norm"),
+            ("lr", "optim/lr"),
+        )
+        policy = "   ".join(f"{word} {short_number(metrics[name])}" for word, name in signals if name in metrics)
+        if policy:
+            yield "policy", Text(policy)
+        if "completion/length_mean" in metrics:
+            cut = metrics.get("completion/truncated_frac", 0.0)
+            rate = metrics.get("throughput/rollout_tok_s")
+            tail = f"   {short_number(rate)} tok/s" if rate is not None else ""
+            yield "tokens", Text(f"{metrics['completion/length_mean']:.0f} each   {cut:.0%} truncated{tail}")
+
+
+class _Bar:
+    def __init__(self, bar: RichProgress, task) -> None:
+        self._bar, self._task = bar, task
+
+    def advance(self, amount: float = 1) -> None:
+        self._bar.advance(self._task, amount)
+
+
+class _Silent:
+    def advance(self, amount: float = 1) -> None:
+        return
+
+
+def _share_bar(shares: list[tuple[str, float]], width: int = 32) -> Text:
+    total = sum(share for _, share in shares)
+    bar = Text()
+    for word, share in shares:
+        bar.append("█" * max(1, round(width * share / total)), style=_SHARE_COLOURS[word])
+    for word, share in shares:
+        bar.append(f"  {word} {share:.0%}", style=_SHARE_COLOURS[word])
+    return bar
+
+
+def host_memory() -> str:
+    """Resident memory of this process, from /proc where there is one."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return "unknown"
+    return f"{size(pages * 4096)} host"

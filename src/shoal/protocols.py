@@ -1,0 +1,123 @@
+"""The seams of Shoal. The orchestrator sees nothing but these; build.py decides what stands behind each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from shoal.types import Batch, Completion, Message, Request, Row, Score, Task
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Token ids in; ids, log-probs, spans with versions and a finish reason out."""
+
+    @property
+    def version(self) -> int:
+        """The weight version new tokens are drawn with."""
+        ...
+
+    async def generate(self, request: Request) -> Completion:
+        """Draw one completion. Concurrent calls are batched; calls made together with equal prompts share a prefill."""
+        ...
+
+    async def load(self, version: int, manifest: Mapping[str, Any] | None = None) -> str:
+        """Serve `version` from now on; returns a hash that proves which weights are served."""
+        ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def health(self) -> dict[str, Any]: ...
+
+    async def close(self) -> None: ...
+
+
+class Policy(Protocol):
+    """The model being trained. Knows no algorithm: an objective is handed to it."""
+
+    version: int
+
+    def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """Log-probs of the masked tokens under the current weights, [T] a row, zero elsewhere. No gradient."""
+        ...
+
+    def reference_logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]: ...
+
+    def forward_backward(self, batch: Batch, objective: Any) -> Mapping[str, tuple[float, float]]:
+        """Add the batch's gradient. Returns metric name → (sum, count), to be reduced once by the caller."""
+        ...
+
+    def optim_step(self) -> Mapping[str, float]:
+        """One optimizer step, or none if a gradient is not finite. Returns lr, grad_norm and skipped (0 or 1)."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def export(self, folder: Path) -> None:
+        """Write weights that transformers / PEFT load as they are."""
+        ...
+
+
+class WeightChannel(Protocol):
+    """Carries a weight version from trainer to engine."""
+
+    async def publish(self, version: int) -> Mapping[str, Any]:
+        """Make `version` available; the returned manifest is what RolloutEngine.load takes."""
+        ...
+
+
+class SampleChannel(Protocol):
+    """Carries rollout groups from orchestrator to trainer."""
+
+    async def put(self, groups: Sequence[Any]) -> None: ...
+
+    async def get(self) -> Sequence[Any]: ...
+
+
+class Episode(Protocol):
+    """One attempt at one task; used once."""
+
+    messages: list[Message]  # the conversation so far; the policy answers it
+
+    async def reply(self, completion: str) -> list[Message] | None:
+        """Take the policy's answer. Returns the messages that follow it, or None when the episode is over."""
+        ...
+
+
+class Environment(Protocol):
+    """A source of tasks and the judge of answers. `reward` runs in a worker process that may be killed."""
+
+    name: str
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """Tasks of "train" or "eval", the same in every process."""
+        ...
+
+    def start(self, task: Task) -> Episode: ...
+
+    def reward(self, task: Task, messages: Sequence[Message]) -> float | Mapping[str, float] | None:
+        """Score a finished conversation: a number, named parts, or None to exclude the rollout."""
+        ...
+
+
+class Judge(Protocol):
+    """Runs Environment.reward somewhere safe."""
+
+    async def score(self, env: str, split: str, index: int, messages: Sequence[Message]) -> Score: ...
+
+    async def close(self) -> None: ...
+
+
+class MetricSink(Protocol):
+    """Receives what was measured. May fail; a failure is counted and never stops training."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...

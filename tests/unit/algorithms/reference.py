@@ -1,0 +1,241 @@
+"""Each loss and its gradient once more, token by token in float64 with no torch, written from the formulas alone.
+
+Every function takes a Row of plain numbers and returns (loss [T], d loss / d lp [T]); no token's loss depends, through a
+gradient, on another token's log-prob.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class PlainRow:
+    lp: np.ndarray
+    old: np.ndarray
+    inf: np.ndarray
+    ref: np.ndarray
+    m: np.ndarray
+    a: np.ndarray
+    seq: np.ndarray
+    num_sequences: int
+
+    def tokens_of(self, sequence: int) -> list[int]:
+        return [t for t in range(len(self.m)) if self.m[t] and self.seq[t] == sequence]
+
+    def mean_over(self, values: Callable[[int], float], sequence: int) -> float:
+        tokens = self.tokens_of(sequence)
+        return sum(values(t) for t in tokens) / len(tokens)
+
+
+Pair = tuple[float, float]  # value, derivative by lp
+Result = tuple[np.ndarray, np.ndarray]
+
+
+def each_token(row: PlainRow, token: Callable[[int], Pair]) -> Result:
+    loss, grad = np.zeros(len(row.m)), np.zeros(len(row.m))
+    for t in range(len(row.m)):
+        if row.m[t]:
+            loss[t], grad[t] = token(t)
+    return loss, grad
+
+
+def ratio(x: float) -> Pair:
+    """exp(clamp(x, ±20)) and its derivative."""
+    value = math.exp(min(max(x, -20.0), 20.0))
+    return value, value if -20 <= x <= 20 else 0.0
+
+
+def surrogate(u: Pair, a: float, low: float, high: float, dual: float | None = None) -> Pair:
+    value, slope = u
+    bounded = min(max(value, 1 - low), 1 + high)
+    loss, grad = -value * a, -slope * a
+    if -bounded * a > loss:
+        loss, grad = -bounded * a, 0.0
+    if dual is not None and a < 0 and -dual * a < loss:
+        loss, grad = -dual * a, 0.0
+    return loss, grad
+
+
+def scaled(weight: float, pair: Pair) -> Pair:
+    return weight * pair[0], weight * pair[1]
+
+
+def grpo(row: PlainRow, w: np.ndarray, clip_low: float = 0.2, clip_high: float | None = None) -> Result:
+    high = clip_low if clip_high is None else clip_high
+    return each_token(
+        row, lambda t: scaled(w[t], surrogate(ratio(row.lp[t] - row.old[t]), row.a[t], clip_low, high))
+    )
+
+
+def dapo(
+    row: PlainRow, w: np.ndarray, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | None = None
+) -> Result:
+    return each_token(
+        row,
+        lambda t: scaled(w[t], surrogate(ratio(row.lp[t] - row.old[t]), row.a[t], clip_low, clip_high, dual_clip)),
+    )
+
+
+def importance_sampling(
+    row: PlainRow, w: np.ndarray, ratio_low: float | None = None, ratio_high: float | None = None
+) -> Result:
+    low = -math.inf if ratio_low is None else ratio_low
+    high = math.inf if ratio_high is None else ratio_high
+
+    def token(t: int) -> Pair:
+        value, slope = ratio(row.lp[t] - row.old[t])
+        inside = low <= value <= high
+        return -w[t] * min(max(value, low), high) * row.a[t], -w[t] * slope * row.a[t] if inside else 0.0
+
+    return each_token(row, token)
+
+
+def reinforce(row: PlainRow, w: np.ndarray, ratio: str = "on") -> Result:
+    def token(t: int) -> Pair:
+        gap = min(max(row.lp[t] - row.inf[t], -20.0), 20.0)
+        factor = math.exp(gap) if ratio == "on" else 1.0
+        return -row.a[t] * factor * row.lp[t], -row.a[t] * factor
+
+    return each_token(row, token)
+
+
+def dro(row: PlainRow, w: np.ndarray, quad_beta: float = 0.05) -> Result:
+    def token(t: int) -> Pair:
+        gap = row.lp[t] - row.old[t]
+        return -(w[t] * row.lp[t] * row.a[t] - 0.5 * quad_beta * gap**2), -w[t] * row.a[t] + quad_beta * gap
+
+    return each_token(row, token)
+
+
+def gspo(row: PlainRow, w: np.ndarray, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Result:
+    def token(t: int) -> Pair:
+        s = math.exp(row.mean_over(lambda i: row.lp[i] - row.old[i], row.seq[t]))
+        return scaled(w[t], surrogate((s, s), row.a[t], clip_low, clip_high))
+
+    return each_token(row, token)
+
+
+def cispo(row: PlainRow, w: np.ndarray, ratio_low: float = 0.0, ratio_high: float = 4.0) -> Result:
+    def token(t: int) -> Pair:
+        bounded = min(max(ratio(row.lp[t] - row.old[t])[0], ratio_low), ratio_high)
+        return -w[t] * bounded * row.lp[t] * row.a[t], -w[t] * bounded * row.a[t]
+
+    return each_token(row, token)
+
+
+def decoupled(
+    row: PlainRow,
+    w: np.ndarray,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+    cap: float = 5.0,
+    dual_clip: float | None = None,
+) -> Result:
+    def token(t: int) -> Pair:
+        v = ratio(row.old[t] - row.inf[t])[0]
+        u = ratio(row.lp[t] - row.old[t])
+        return scaled(0.0 if v > cap else v, surrogate(u, row.a[t], clip_low, clip_high, dual_clip))
+
+    return each_token(row, token)
+
+
+def dropped_by_masked(row: PlainRow, **given: float | str) -> tuple[np.ndarray, np.ndarray]:
+    """Which trained tokens `masked` drops one by one, and which with their rollout."""
+    bounds = {
+        "token_mask_low": 0.125, "token_mask_high": 8.0, "geo_mask_low": 0.1, "geo_mask_high": 10.0,
+        "sequence_mask_low": 0.0, "sequence_mask_high": 100.0, **given,
+    }  # fmt: skip
+    alone, together = np.zeros(len(row.m), dtype=bool), np.zeros(len(row.m), dtype=bool)
+    for sequence in range(row.num_sequences):
+        tokens = row.tokens_of(sequence)
+        if not tokens:
+            continue
+        ratios = [math.exp(row.lp[t] - row.inf[t]) for t in tokens]
+        g = math.exp(row.mean_over(lambda t: row.lp[t] - row.inf[t], sequence))
+        whole = g < bounds["geo_mask_low"] or g > bounds["geo_mask_high"]
+        whole = whole or min(ratios) < bounds["sequence_mask_low"] or max(ratios) > bounds["sequence_mask_high"]
+        for t, r in zip(tokens, ratios, strict=True):
+            together[t] = whole
+            alone[t] = r < bounds["token_mask_low"] or r > bounds["token_mask_high"]
+    return alone, together
+
+
+def masked(row: PlainRow, w: np.ndarray, **given: float | str) -> Result:
+    values = {"ratio_type": "token", "adv_tau": 1.0, "kl_tau": 0.0, "sequence_clip_high": 10.0, **given}
+    bounds = {name: value for name, value in given.items() if "_mask_" in name}
+    alone, together = dropped_by_masked(row, **bounds)
+
+    def token(t: int) -> Pair:
+        if alone[t] or together[t]:
+            return 0.0, 0.0
+        gap = row.lp[t] - row.inf[t]
+        weight = math.exp(gap)
+        if values["ratio_type"] == "sequence":
+            total = sum(row.lp[i] - row.inf[i] for i in row.tokens_of(row.seq[t]))
+            weight = min(math.exp(min(total, 10.0)), float(values["sequence_clip_high"]))
+        coefficient = weight * (float(values["adv_tau"]) * row.a[t] - float(values["kl_tau"]) * gap)
+        return -coefficient * row.lp[t], -coefficient
+
+    return each_token(row, token)
+
+
+def dppo(row: PlainRow, w: np.ndarray, mask_low: float = 0.2, mask_high: float = 0.2, kl_tau: float = 1e-3) -> Result:
+    def token(t: int) -> Pair:
+        gap = row.lp[t] - row.inf[t]
+        moved = math.exp(row.lp[t]) - math.exp(row.inf[t])
+        drop = moved > mask_high if row.a[t] > 0 else moved < -mask_low
+        value, slope = (0.0, 0.0) if drop else ratio(gap)
+        return -row.a[t] * value + kl_tau * gap**2, -row.a[t] * slope + 2 * kl_tau * gap
+
+    return each_token(row, token)
+
+
+def sapo(row: PlainRow, w: np.ndarray, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Result:
+    def token(t: int) -> Pair:
+        tau = tau_pos if row.a[t] > 0 else tau_neg
+        value, slope = ratio(row.lp[t] - row.old[t])
+        gate = 1 / (1 + math.exp(-tau * (value - 1))) if tau * (value - 1) > -700 else 0.0
+        return -w[t] * 4 / tau * gate * row.a[t], -w[t] * 4 * gate * (1 - gate) * slope * row.a[t]
+
+    return each_token(row, token)
+
+
+REFERENCE: dict[str, Callable[..., Result]] = {
+    "grpo": grpo, "ppo": grpo, "importance_sampling": importance_sampling, "reinforce": reinforce, "dapo": dapo,
+    "dro": dro, "gspo": gspo, "cispo": cispo, "decoupled": decoupled, "masked": masked, "dppo": dppo, "sapo": sapo,
+}  # fmt: skip
+
+
+def kl(row: PlainRow, estimator: str) -> Result:
+    def token(t: int) -> Pair:
+        raw = row.lp[t] - row.ref[t]
+        d, slope = min(max(raw, -20.0), 20.0), float(-20 <= raw <= 20)
+        if estimator == "k1":
+            return d, slope
+        if estimator == "k2":
+            return d * d / 2, d * slope
+        k3, k3_slope = math.exp(-d) + d - 1, (1 - math.exp(-d)) * slope
+        if estimator == "k3":
+            return k3, k3_slope
+        rho, rho_slope = ratio(row.lp[t] - row.old[t])
+        return rho * k3, rho * k3_slope + rho_slope * k3
+
+    return each_token(row, token)
+
+
+def correction(row: PlainRow, kind: str, cap: float = 5.0, level: str = "token", floor: float = 0.5) -> Result:
+    """w before and after clipping."""
+    raw, weight = np.ones(len(row.m)), np.ones(len(row.m))
+    for t in range(len(row.m)):
+        if not row.m[t]:
+            continue
+        raw[t] = ratio(row.old[t] - row.inf[t])[0]
+        if level == "sequence":
+            raw[t] = math.exp(row.mean_over(lambda i: row.old[i] - row.inf[i], row.seq[t]))
+        weight[t] = min(raw[t], cap) if kind == "tis" else (raw[t] if floor <= raw[t] <= cap else 0.0)
+    return raw, weight
