@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from shoal.types import Batch, Completion, Message, Request, Row, Score, Task
+from shoal.types import Completion, Message, Request, Row, Score, Task
 
 
 @runtime_checkable
@@ -37,10 +36,16 @@ class RolloutEngine(Protocol):
     async def close(self) -> None: ...
 
 
+class PendingResults(Protocol):
+    """What a micro-batch came to, perhaps still being computed."""
+
+    def read(self) -> tuple[Mapping[str, tuple[float, float]], list[np.ndarray]]:
+        """Metric name → (sum, count), to be reduced once by the caller; and log-probs, [T] a row, zero off the mask."""
+        ...
+
+
 class Policy(Protocol):
     """The model being trained. Knows no algorithm: an objective is handed to it."""
-
-    version: int
 
     def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Log-probs of the masked tokens under the current weights, [T] a row, zero elsewhere. No gradient."""
@@ -48,20 +53,12 @@ class Policy(Protocol):
 
     def reference_logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]: ...
 
-    def forward_backward(self, batch: Batch, objective: Any) -> Mapping[str, tuple[float, float]]:
-        """Add the batch's gradient. Returns metric name → (sum, count), to be reduced once by the caller."""
+    def forward_backward(self, rows: Sequence[Row], objective: Any, mismatch_from: Any = "old") -> PendingResults:
+        """Add the gradient of one micro-batch."""
         ...
 
     def optim_step(self) -> Mapping[str, float]:
         """One optimizer step, or none if a gradient is not finite. Returns lr, grad_norm and skipped (0 or 1)."""
-        ...
-
-    def save(self, folder: Path) -> None: ...
-
-    def load(self, folder: Path) -> None: ...
-
-    def export(self, folder: Path) -> None:
-        """Write weights that transformers / PEFT load as they are."""
         ...
 
 
@@ -120,4 +117,4 @@ class MetricSink(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> Any: ...

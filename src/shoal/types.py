@@ -1,7 +1,7 @@
 """The nouns of Shoal. Plain data, no torch, no behaviour beyond checking itself.
 
-One word an idea: a *prompt* is answered by a *group* of *rollouts*; a rollout is one or more *turns*, each a prompt and a
-*completion* in token ids; rollouts become *samples* (one token sequence each), samples are packed into *rows*, rows
+One word an idea: a *prompt* is answered by a *group* of *rollouts*; a rollout is one or more *turns*, each a prompt and
+a *completion* in token ids; rollouts become *samples* (one token sequence each), samples are packed into *rows*, rows
 make up a *batch* (one optimizer step).
 
 Worked example, one rollout of one turn, prompt ids [5, 6], completion ids [7, 2]:
@@ -9,8 +9,8 @@ Worked example, one rollout of one turn, prompt ids [5, 6], completion ids [7, 2
     Turn(prompt_ids=[5, 6], completion=Completion(token_ids=[7, 2], logprobs=[-.1, -.3], ...))
     Sample(token_ids=[5, 6, 7, 2], loss_mask=[0, 0, 1, 1], sampler_logprobs=[0, 0, -.1, -.3], ...)
 
-Every per-token array is indexed by the token it speaks of: `sampler_logprobs[t]` is the log-prob of `token_ids[t]` given
-all tokens before it. Position 0 of a sample has none and is never in the loss.
+Every per-token array is indexed by the token it speaks of: `sampler_logprobs[t]` is the log-prob of `token_ids[t]`
+given all tokens before it. Position 0 of a sample has none and is never in the loss.
 """
 
 from __future__ import annotations

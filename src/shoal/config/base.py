@@ -10,13 +10,28 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-USER_CODE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$"
+USER_CODE_PATTERN = r"^[A-Za-z0-9_./~-]+:[A-Za-z_][A-Za-z0-9_.]*$"
 
 
 class Section(BaseModel):
     """Strict: `true` is not a number and neither is `"40"`, so a slip is said instead of guessed at."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+def given(section: Section, *names: str) -> list[str]:
+    """Which of these keys were set to something else than their default.
+
+    A key written with its default value counts as not given, so that the resolved config.yaml of a run, where every
+    key is written, can be run again.
+    """
+    fields = type(section).model_fields
+    return [
+        name
+        for name in names
+        if name in section.model_fields_set
+        and getattr(section, name) != fields[name].get_default(call_default_factory=True)
+    ]
 
 
 def _one_or_many(value: Any) -> Any:

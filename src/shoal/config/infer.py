@@ -10,40 +10,44 @@ from shoal.config.base import Name, NonEmpty, PositiveInt, Section
 
 
 class InferConfig(Section):
-    model: NonEmpty | None = Field(None, description="The model that samples; equal to train.model.")
-    output_dir: NonEmpty = Field("./outputs", description="Where the engine finds weights and writes its log.")
+    model: NonEmpty | None = Field(default=None, description="The model that samples; equal to train.model.")
+    output_dir: NonEmpty = Field(default="./outputs", description="Where the engine finds weights and writes its log.")
     engine: Literal["embedded", "vllm", "sglang"] = Field(
-        "embedded", description="What samples: the trainer's own model, or a server."
+        default="embedded", description="What samples: the trainer's own model, or a server."
     )
-    host: NonEmpty = Field("127.0.0.1", description="Address the server listens on; other than loopback needs a key.")
-    port: int = Field(8000, ge=1, le=65535, description="Port the server listens on.")
-    api_key_var: Name | None = Field(None, description="Environment variable that holds the server's key.")
+    host: NonEmpty = Field(
+        default="127.0.0.1", description="Address the server listens on; other than loopback needs a key."
+    )
+    port: int = Field(default=8000, ge=1, le=65535, description="Port the server listens on.")
+    api_key_var: Name | None = Field(default=None, description="Environment variable that holds the server's key.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="Precision of the engine's weights; auto follows train.recipe."
+        default="auto", description="Precision of the engine's weights; auto follows train.recipe."
     )
     max_model_len: PositiveInt | None = Field(
-        None, description="Longest prompt plus completion (seq_len unless given)."
+        default=None, description="Longest prompt plus completion (seq_len unless given)."
     )
     max_num_seqs: PositiveInt | None = Field(
-        None, description="Sequences decoded at once (a step's rollouts, at most 256, unless given)."
+        default=None, description="Sequences decoded at once (a step's rollouts, at most 256, unless given)."
     )
     gpu_memory_utilization: float | None = Field(
-        None, gt=0, le=1, description="Share of the device the engine may use; measured unless given."
+        default=None, gt=0, le=1, description="Share of the device the engine may use; measured unless given."
     )
-    enable_lora: bool | None = Field(None, description="Whether adapters are served (as train.lora unless given).")
+    enable_lora: bool | None = Field(
+        default=None, description="Whether adapters are served (as train.lora unless given)."
+    )
     max_lora_rank: PositiveInt | None = Field(
-        None, description="Largest adapter rank served (train.lora_rank unless given)."
+        default=None, description="Largest adapter rank served (train.lora_rank unless given)."
     )
-    max_loras: PositiveInt = Field(1, description="Adapters served at once.")
+    max_loras: PositiveInt = Field(default=1, description="Adapters served at once.")
     tp: PositiveInt = Field(
-        1,
+        default=1,
         validation_alias=AliasChoices("tp", "tensor_parallel_size"),
         description="Tensor-parallel ranks of a server (also tensor_parallel_size).",
     )
-    dp: PositiveInt = Field(1, description="Replicas of the engine.")
-    enable_prefix_caching: bool = Field(True, description="Compute the prompt of a group once.")
+    dp: PositiveInt = Field(default=1, description="Replicas of the engine.")
+    enable_prefix_caching: bool = Field(default=True, description="Compute the prompt of a group once.")
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = Field(
-        "auto", description="Precision of the key-value cache."
+        default="auto", description="Precision of the key-value cache."
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments for a vLLM or SGLang server."

@@ -19,7 +19,7 @@ from shoal.config.fields import nearest, section_at
 from shoal.config.problems import Origins, Problem, printable, render, show
 from shoal.config.schema import SECTIONS, RunConfig, SftConfig
 from shoal.config.schema_errors import problems_from
-from shoal.config.yaml_text import KeyPath, parse_yaml
+from shoal.config.yaml_text import KeyPath, Source, parse_yaml
 from shoal.errors import ConfigError
 
 MAX_FILE_BYTES = 1_000_000
@@ -110,7 +110,7 @@ class _Draft(Generic[Config]):
 
     def add_file(self, file: str, prefix: KeyPath) -> None:
         shown = printable(file)
-        document = parse_yaml(read_config_text(file), shown, os.environ)
+        document = parse_yaml(read_config_text(file), Source(shown), os.environ)
         if not isinstance(document.value, dict):
             what = "is empty" if document.value is None else f"holds {show(document.value)}"
             raise ConfigError(f"{shown}:1: {what}, not keys with values; write `key: value` lines")
@@ -148,7 +148,7 @@ class _Draft(Generic[Config]):
             )
         path: KeyPath = tuple(int(part) if part.isdigit() else part for part in key.split("."))
         self._check_section(path, shown, only)
-        document = parse_yaml(value_text, f"{COMMAND_LINE}: {printable(key)}", os.environ)
+        document = parse_yaml(value_text, Source(f"{COMMAND_LINE}: {printable(key)}", has_lines=False), os.environ)
         self.origins.forget(path)
         self._place(path, document.value, shown)
         for inner in document.lines:
@@ -158,37 +158,27 @@ class _Draft(Generic[Config]):
 
     def _check_section(self, path: KeyPath, shown: str, only: str | None) -> None:
         sections = [only] if only else list(self.model.model_fields)
-        if path[0] in sections and (len(path) > 1 or section_at(self.model, path) is None):
+        first = str(path[0]) if path else ""
+        if first in sections and (len(path) > 1 or section_at(self.model, path) is None):
             return
-        elsewhere = [name for name in sections if name in SECTIONS and path[0] in SECTIONS[name].model_fields]
-        near = nearest(str(path[0]), sections)
+        elsewhere = [name for name in sections if name in SECTIONS and first in SECTIONS[name].model_fields]
+        near = nearest(first, sections)
         if elsewhere:
             fix = f"write {elsewhere[0]}.{shown}"
         elif near and len(path) > 1:
             fix = f"did you mean `{near}.{'.'.join(map(str, path[1:]))}`?"
         else:
             fix = f"start with one of {', '.join(sections)}, as {sections[0]}.key=value"
-        raise ConfigError(f"{COMMAND_LINE}: {shown}: {printable(str(path[0]))!r} is not a section with a key; {fix}")
+        raise ConfigError(f"{COMMAND_LINE}: {shown}: {printable(first)!r} is not a section with a key; {fix}")
 
     def _place(self, path: KeyPath, value: Any, shown: str) -> None:
         target: Any = self.data
         for part, following in itertools.pairwise(path):
-            target = self._step(target, part, {} if isinstance(following, str) else [], shown)
-        self._step(target, path[-1], value, shown, assign=True)
-
-    def _step(self, target: Any, part: str | int, value: Any, shown: str, assign: bool = False) -> Any:
-        if isinstance(target, list) and isinstance(part, int) and part <= len(target):
-            if part == len(target):
-                target.append(value)
-        elif isinstance(target, dict):
-            if target.get(str(part)) is None:
-                target[str(part)] = value
-            part = str(part)
-        else:
-            raise ConfigError(f"{COMMAND_LINE}: {shown}: there is nothing with the key {printable(str(part))!r} to set")
-        if assign:
-            target[part] = value
-        return target[part]
+            key = _slot(target, part, shown)
+            if _missing(target, key):
+                _assign(target, key, [] if isinstance(following, int) else {})
+            target = target[key]
+        _assign(target, _slot(target, path[-1], shown), value)
 
     def validate(self) -> Config:
         try:
@@ -209,3 +199,23 @@ class _Draft(Generic[Config]):
             )
             shown.append(Problem(problem.path, what, problem.fix))
         return shown
+
+
+def _slot(target: Any, part: str | int, shown: str) -> Any:
+    """The key or index that `part` means in a mapping or list; one past the end of a list appends."""
+    if isinstance(target, dict):
+        return str(part)
+    if isinstance(target, list) and isinstance(part, int) and part <= len(target):
+        return part
+    raise ConfigError(f"{COMMAND_LINE}: {shown}: there is nothing with the key {printable(str(part))!r} to set")
+
+
+def _missing(target: Any, key: Any) -> bool:
+    return target.get(key) is None if isinstance(target, dict) else key == len(target)
+
+
+def _assign(target: Any, key: Any, value: Any) -> None:
+    if isinstance(target, list) and key == len(target):
+        target.append(value)
+    else:
+        target[key] = value

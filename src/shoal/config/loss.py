@@ -18,14 +18,15 @@ Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mea
 
 class CorrectionConfig(Section):
     type: Literal["none", "tis", "icepop"] = Field(
-        "none", description="Weight against the gap between sampler and trainer: none, truncated (tis) or icepop."
+        default="none",
+        description="Weight against the gap between sampler and trainer: none, truncated (tis) or icepop.",
     )
-    cap: PositiveFloat | None = Field(None, description="Upper bound of the weight (5 unless given).")
+    cap: PositiveFloat | None = Field(default=None, description="Upper bound of the weight (5 unless given).")
     floor: NonNegativeFloat | None = Field(
-        None, description="icepop: tokens whose weight is below get weight 0 (0.5 unless given)."
+        default=None, description="icepop: tokens whose weight is below get weight 0 (0.5 unless given)."
     )
     level: Literal["token", "sequence"] | None = Field(
-        None, description="tis: one weight a token, or the geometric mean of a sequence (token unless given)."
+        default=None, description="tis: one weight a token, or the geometric mean of a sequence (token unless given)."
     )
 
     def given_parameters(self) -> dict[str, Any]:
@@ -38,21 +39,21 @@ class CorrectionConfig(Section):
 
 class KlConfig(Section):
     # `in` is a Python keyword, hence the alias below: the key is `in`, the attribute `where`.
-    beta: NonNegativeFloat = Field(0.0, description="Weight of the KL to the reference; 0 turns it off.")
+    beta: NonNegativeFloat = Field(default=0.0, description="Weight of the KL to the reference; 0 turns it off.")
     estimator: Literal["k1", "k2", "k3", "k3-unbiased"] = Field(
-        "k3", description="How the KL is estimated; k1 only folded into the reward."
+        default="k3", description="How the KL is estimated; k1 only folded into the reward."
     )
     where: Literal["loss", "reward"] = Field(
-        "loss", alias="in", description="Whether the KL is a term of the loss or is subtracted from the reward."
+        default="loss", alias="in", description="Whether the KL is a term of the loss or is subtracted from the reward."
     )
 
 
 class LossConfig(Section):
     type: str = Field(
-        "masked", min_length=1, description="Name of the policy loss, or module:function for your own code."
+        default="masked", min_length=1, description="Name of the policy loss, or module:function for your own code."
     )
     aggregation: Aggregation | None = Field(
-        None, description="How token losses become one number; unless given, what the loss calls for."
+        default=None, description="How token losses become one number; unless given, what the loss calls for."
     )
     correction: CorrectionConfig = Field(
         default_factory=CorrectionConfig, description="Off-policy correction of the losses that have one."
@@ -62,37 +63,53 @@ class LossConfig(Section):
         default_factory=dict, description="Keyword arguments of a module:function loss; refused with a built-in one."
     )
 
-    clip_low: NonNegativeFloat | None = Field(None, description="Ratios below 1 - clip_low are clipped.")
-    clip_high: NonNegativeFloat | None = Field(None, description="Ratios above 1 + clip_high are clipped.")
-    dual_clip: float | None = Field(None, gt=1, description="Bound on the loss of tokens with a negative advantage.")
-    ratio_low: NonNegativeFloat | None = Field(None, description="Absolute lower bound of the ratio.")
-    ratio_high: PositiveFloat | None = Field(None, description="Absolute upper bound of the ratio.")
-    ratio: Literal["on", "none"] | None = Field(None, description="Whether reinforce weighs by the sampler ratio.")
-    quad_beta: NonNegativeFloat | None = Field(None, description="Weight of dro's quadratic term.")
-    cap: PositiveFloat | None = Field(None, description="Tokens whose decoupled weight exceeds this get weight 0.")
-    tau_pos: PositiveFloat | None = Field(None, description="sapo's temperature for positive advantages.")
-    tau_neg: PositiveFloat | None = Field(None, description="sapo's temperature for negative advantages.")
-    mask_low: NonNegativeFloat | None = Field(None, description="dppo drops a token whose probability fell by more.")
-    mask_high: NonNegativeFloat | None = Field(None, description="dppo drops a token whose probability rose by more.")
-    kl_tau: NonNegativeFloat | None = Field(None, description="Weight of the penalty on drift from the sampler.")
-    adv_tau: NonNegativeFloat | None = Field(None, description="Scale of the advantage in the masked loss.")
-    ratio_type: Literal["token", "sequence"] | None = Field(
-        None, description="Whether the masked loss weighs by token ratios or by the ratio of the sequence."
+    clip_low: NonNegativeFloat | None = Field(default=None, description="Ratios below 1 - clip_low are clipped.")
+    clip_high: NonNegativeFloat | None = Field(default=None, description="Ratios above 1 + clip_high are clipped.")
+    dual_clip: float | None = Field(
+        default=None, gt=1, description="Bound on the loss of tokens with a negative advantage."
     )
-    token_mask_low: NonNegativeFloat | None = Field(None, description="A token whose ratio is below is dropped.")
-    token_mask_high: PositiveFloat | None = Field(None, description="A token whose ratio is above is dropped.")
+    ratio_low: NonNegativeFloat | None = Field(default=None, description="Absolute lower bound of the ratio.")
+    ratio_high: PositiveFloat | None = Field(default=None, description="Absolute upper bound of the ratio.")
+    ratio: Literal["on", "none"] | None = Field(
+        default=None, description="Whether reinforce weighs by the sampler ratio."
+    )
+    quad_beta: NonNegativeFloat | None = Field(default=None, description="Weight of dro's quadratic term.")
+    cap: PositiveFloat | None = Field(
+        default=None, description="Tokens whose decoupled weight exceeds this get weight 0."
+    )
+    tau_pos: PositiveFloat | None = Field(default=None, description="sapo's temperature for positive advantages.")
+    tau_neg: PositiveFloat | None = Field(default=None, description="sapo's temperature for negative advantages.")
+    mask_low: NonNegativeFloat | None = Field(
+        default=None, description="dppo drops a token whose probability fell by more."
+    )
+    mask_high: NonNegativeFloat | None = Field(
+        default=None, description="dppo drops a token whose probability rose by more."
+    )
+    kl_tau: NonNegativeFloat | None = Field(
+        default=None, description="Weight of the penalty on drift from the sampler."
+    )
+    adv_tau: NonNegativeFloat | None = Field(default=None, description="Scale of the advantage in the masked loss.")
+    ratio_type: Literal["token", "sequence"] | None = Field(
+        default=None, description="Whether the masked loss weighs by token ratios or by the ratio of the sequence."
+    )
+    token_mask_low: NonNegativeFloat | None = Field(
+        default=None, description="A token whose ratio is below is dropped."
+    )
+    token_mask_high: PositiveFloat | None = Field(default=None, description="A token whose ratio is above is dropped.")
     geo_mask_low: NonNegativeFloat | None = Field(
-        None, description="A rollout whose geometric mean ratio is below is dropped."
+        default=None, description="A rollout whose geometric mean ratio is below is dropped."
     )
     geo_mask_high: PositiveFloat | None = Field(
-        None, description="A rollout whose geometric mean ratio is above is dropped."
+        default=None, description="A rollout whose geometric mean ratio is above is dropped."
     )
     sequence_mask_low: NonNegativeFloat | None = Field(
-        None, description="A rollout with a token ratio below is dropped."
+        default=None, description="A rollout with a token ratio below is dropped."
     )
-    sequence_mask_high: PositiveFloat | None = Field(None, description="A rollout with a token ratio above is dropped.")
+    sequence_mask_high: PositiveFloat | None = Field(
+        default=None, description="A rollout with a token ratio above is dropped."
+    )
     sequence_clip_high: PositiveFloat | None = Field(
-        None, description="Upper bound of the weight with ratio_type sequence."
+        default=None, description="Upper bound of the weight with ratio_type sequence."
     )
 
     @property

@@ -5,6 +5,7 @@ Read by build.py and the orchestrator. What needs two keys to judge is in config
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -46,37 +47,40 @@ def _clip_bounds(value: Any) -> Any:
 
 
 class OrchModelConfig(Section):
-    name: NonEmpty | None = Field(None, description="The model that is asked; equal to train.model.")
-    lora_adapter: Name | None = Field(None, description="Name the adapter is served under (default unless given).")
-    lora_rank: PositiveInt | None = Field(None, description="Rank of the adapter; equal to train.lora_rank.")
-    lora_alpha: PositiveInt | None = Field(None, description="Scale of the adapter; equal to train.lora_alpha.")
+    name: NonEmpty | None = Field(default=None, description="The model that is asked; equal to train.model.")
+    lora_adapter: Name | None = Field(
+        default=None, description="Name the adapter is served under (default unless given)."
+    )
+    lora_rank: PositiveInt | None = Field(default=None, description="Rank of the adapter; equal to train.lora_rank.")
+    lora_alpha: PositiveInt | None = Field(default=None, description="Scale of the adapter; equal to train.lora_alpha.")
 
 
 class EnvConfig(Section):
     id: NonEmpty = Field(description="A built-in environment, reasoning-gym:TASK, or module:function of your own.")
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
-    name: Name | None = Field(None, description="Name in metrics and files (the id unless given).")
-    weight: PositiveFloat = Field(1.0, description="Share of the prompts, relative to the other environments.")
+    name: Name | None = Field(default=None, description="Name in metrics and files (the id unless given).")
+    weight: PositiveFloat = Field(default=1.0, description="Share of the prompts, relative to the other environments.")
 
     @property
     def label(self) -> str:
-        return self.name or self.id
+        """The name in metrics and files: as given, else the id with everything unfit for a file name replaced."""
+        return self.name or re.sub(r"[^A-Za-z0-9._-]+", "-", self.id).strip("-.")[:64]
 
 
 class DatasetConfig(Section):
-    path: NonEmpty | None = Field(None, description="A local file or folder of rows.")
-    name: NonEmpty | None = Field(None, description="A hub data set; or give path.")
-    split: NonEmpty = Field("train", description="Split to train on.")
+    path: NonEmpty | None = Field(default=None, description="A local file or folder of rows.")
+    name: NonEmpty | None = Field(default=None, description="A hub data set; or give path.")
+    split: NonEmpty = Field(default="train", description="Split to train on.")
     columns: dict[str, NonEmpty] = Field(
         default_factory=dict, description="Our column (prompt, answer, messages, completion) to theirs."
     )
-    max_rows: PositiveInt | None = Field(None, description="Rows read at most; all unless given.")
+    max_rows: PositiveInt | None = Field(default=None, description="Rows read at most; all unless given.")
 
 
 class TemperatureSchedule(Section):
     start: NonNegativeFloat = Field(description="Temperature of the first step.")
     end: NonNegativeFloat = Field(description="Temperature of the last step.")
-    schedule: Literal["linear", "cosine"] = Field("linear", description="Shape between start and end.")
+    schedule: Literal["linear", "cosine"] = Field(default="linear", description="Shape between start and end.")
 
 
 def _temperature_tag(value: Any) -> str:
@@ -90,119 +94,146 @@ Temperature = Annotated[
 
 
 class SamplingConfig(Section):
-    temperature: Temperature = Field(1.0, description="A number, or {start, end, schedule} over the run.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Sample from the smallest set with this mass.")
-    top_k: Annotated[int, Field(ge=-1)] = Field(-1, description="Sample from the k likeliest tokens; -1 from all.")
-    min_p: Fraction = Field(0.0, description="Drop tokens less likely than this share of the likeliest.")
-    max_tokens: PositiveInt | None = Field(None, description="Longest completion (half of seq_len unless given).")
-    min_tokens: NonNegativeInt = Field(0, description="No end of sequence before so many tokens.")
+    temperature: Temperature = Field(default=1.0, description="A number, or {start, end, schedule} over the run.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="Sample from the smallest set with this mass."
+    )
+    top_k: Annotated[int, Field(ge=-1)] = Field(
+        default=-1, description="Sample from the k likeliest tokens; -1 from all."
+    )
+    min_p: Fraction = Field(default=0.0, description="Drop tokens less likely than this share of the likeliest.")
+    max_tokens: PositiveInt | None = Field(
+        default=None, description="Longest completion (half of seq_len unless given)."
+    )
+    min_tokens: NonNegativeInt = Field(default=0, description="No end of sequence before so many tokens.")
     stop: Strings = Field(default_factory=list, description="Strings that end a completion.")
-    seed: NonNegativeInt | None = Field(None, description="Seed of sampling (train.seed unless given).")
+    seed: NonNegativeInt | None = Field(default=None, description="Seed of sampling (train.seed unless given).")
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Passed to the chat template.")
-    system_prompt: str | None = Field(None, description="Replaces the environment's system prompt.")
+    system_prompt: str | None = Field(default=None, description="Replaces the environment's system prompt.")
 
 
 class EvalSamplingConfig(Section):
-    temperature: NonNegativeFloat | None = Field(None, description="As in training unless given; 0 is greedy.")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="As in training unless given.")
-    top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="As in training unless given.")
-    min_p: Fraction | None = Field(None, description="As in training unless given.")
-    max_tokens: PositiveInt | None = Field(None, description="As in training unless given.")
-    min_tokens: NonNegativeInt | None = Field(None, description="As in training unless given.")
-    stop: Strings | None = Field(None, description="As in training unless given.")
-    seed: NonNegativeInt | None = Field(None, description="As in training unless given.")
+    temperature: NonNegativeFloat | None = Field(default=None, description="As in training unless given; 0 is greedy.")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(default=None, description="As in training unless given.")
+    top_k: Annotated[int, Field(ge=-1)] | None = Field(default=None, description="As in training unless given.")
+    min_p: Fraction | None = Field(default=None, description="As in training unless given.")
+    max_tokens: PositiveInt | None = Field(default=None, description="As in training unless given.")
+    min_tokens: NonNegativeInt | None = Field(default=None, description="As in training unless given.")
+    stop: Strings | None = Field(default=None, description="As in training unless given.")
+    seed: NonNegativeInt | None = Field(default=None, description="As in training unless given.")
 
 
 class AdvantageConfig(Section):
-    mean: Literal["group", "batch", "none"] = Field("group", description="What is subtracted from a reward.")
+    mean: Literal["group", "batch", "none"] = Field(default="group", description="What is subtracted from a reward.")
     std: Literal["group", "batch", "none"] | None = Field(
-        None, description="What the difference is divided by (none for masked, group otherwise, unless given)."
+        default=None, description="What the difference is divided by (none for masked, group otherwise, unless given)."
     )
-    leave_one_out: bool = Field(False, description="Leave a rollout out of its own group's mean (RLOO).")
-    eps: PositiveFloat = Field(1e-6, description="Added to the standard deviation.")
-    function: UserCode | None = Field(None, description="module:function that estimates advantages instead.")
+    leave_one_out: bool = Field(default=False, description="Leave a rollout out of its own group's mean (RLOO).")
+    eps: PositiveFloat = Field(default=1e-6, description="Added to the standard deviation.")
+    function: UserCode | None = Field(default=None, description="module:function that estimates advantages instead.")
 
 
 class RewardConfig(Section):
-    scale: float = Field(1.0, description="Rewards are multiplied by this.")
-    bias: float = Field(0.0, description="Added after scaling.")
+    scale: float = Field(default=1.0, description="Rewards are multiplied by this.")
+    bias: float = Field(default=0.0, description="Added after scaling.")
     clip: Annotated[list[float], Field(min_length=2, max_length=2), BeforeValidator(_clip_bounds)] | None = Field(
-        None, description="Bounds of the reward after scale and bias: [low, high], or one number for both signs."
+        default=None,
+        description="Bounds of the reward after scale and bias: [low, high], or one number for both signs.",
     )
     parts: dict[str, float] = Field(
         default_factory=dict, description="Weight of each named reward part (1 unless given)."
     )
-    function: UserCode | None = Field(None, description="module:function that scores instead of the environment.")
-    timeout_s: PositiveFloat = Field(10.0, description="Seconds a reward may take from when its work starts.")
-    workers: PositiveInt = Field(2, description="Worker processes that run reward code.")
+    function: UserCode | None = Field(
+        default=None, description="module:function that scores instead of the environment."
+    )
+    timeout_s: PositiveFloat = Field(default=10.0, description="Seconds a reward may take from when its work starts.")
+    workers: PositiveInt = Field(default=2, description="Worker processes that run reward code.")
 
 
 class TruncatedConfig(Section):
     type: Literal["keep", "mask", "zero", "overlong"] = Field(
-        "keep", description="What a completion cut at max_tokens counts: as it is, not at all, reward 0, or a penalty."
+        default="keep",
+        description="What a completion cut at max_tokens counts: as it is, not at all, reward 0, or a penalty.",
     )
-    tokens: PositiveInt | None = Field(None, description="overlong: the penalty grows over the last so many tokens.")
-    factor: PositiveFloat | None = Field(None, description="overlong: penalty at max_tokens (1 unless given).")
+    tokens: PositiveInt | None = Field(
+        default=None, description="overlong: the penalty grows over the last so many tokens."
+    )
+    factor: PositiveFloat | None = Field(default=None, description="overlong: penalty at max_tokens (1 unless given).")
 
 
 class GroupsConfig(Section):
     uniform: Literal["refill", "skip", "keep"] | None = Field(
-        None, description="Groups whose rewards are all equal: replaced (refill), left out (skip) or trained on (keep)."
+        default=None,
+        description="Groups whose rewards are all equal: replaced (refill), left out (skip) or trained on (keep).",
     )
-    max_refill: NonNegativeInt = Field(3, description="Batches sampled again at most to replace uniform groups.")
-    filter: UserCode | None = Field(None, description="module:function that says whether a group is kept.")
+    max_refill: NonNegativeInt = Field(
+        default=3, description="Batches sampled again at most to replace uniform groups."
+    )
+    filter: UserCode | None = Field(default=None, description="module:function that says whether a group is kept.")
 
 
 class BufferConfig(Section):
-    easy_threshold: float | None = Field(None, description="Prompts with a mean reward above are easy.")
-    hard_threshold: float | None = Field(None, description="Prompts with a mean reward below are hard.")
-    easy_fraction: Fraction | None = Field(None, description="How often an easy prompt is drawn, relative to others.")
-    hard_fraction: Fraction | None = Field(None, description="How often a hard prompt is drawn, relative to others.")
+    easy_threshold: float | None = Field(default=None, description="Prompts with a mean reward above are easy.")
+    hard_threshold: float | None = Field(default=None, description="Prompts with a mean reward below are hard.")
+    easy_fraction: Fraction | None = Field(
+        default=None, description="How often an easy prompt is drawn, relative to others."
+    )
+    hard_fraction: Fraction | None = Field(
+        default=None, description="How often a hard prompt is drawn, relative to others."
+    )
 
 
 class EvalConfig(Section):
     env: Annotated[list[EnvConfig], Field(min_length=1), BeforeValidator(_env_list)] | None = Field(
-        None, description="Environments to evaluate on, their eval split (those of training unless given)."
+        default=None, description="Environments to evaluate on, their eval split (those of training unless given)."
     )
-    interval: PositiveInt = Field(10, description="Steps between evaluations; the last step is always evaluated.")
-    at_start: bool = Field(True, description="Evaluate before the first step.")
-    num_examples: PositiveInt = Field(64, description="Prompts of one evaluation.")
-    rollouts_per_example: PositiveInt = Field(1, description="Rollouts a prompt.")
+    interval: PositiveInt = Field(
+        default=10, description="Steps between evaluations; the last step is always evaluated."
+    )
+    at_start: bool = Field(default=True, description="Evaluate before the first step.")
+    num_examples: PositiveInt = Field(default=64, description="Prompts of one evaluation.")
+    rollouts_per_example: PositiveInt = Field(default=1, description="Rollouts a prompt.")
     sampling: EvalSamplingConfig = Field(
         default_factory=EvalSamplingConfig, description="What differs from orch.sampling."
     )
-    keep_best: bool = Field(False, description="Keep the checkpoint of the best evaluation.")
-    stop_after: PositiveInt | None = Field(None, description="Stop after so many evaluations without a better one.")
+    keep_best: bool = Field(default=False, description="Keep the checkpoint of the best evaluation.")
+    stop_after: PositiveInt | None = Field(
+        default=None, description="Stop after so many evaluations without a better one."
+    )
 
 
 class ClientConfig(Section):
-    base_url: NonEmpty = Field("http://127.0.0.1:8000/v1", description="Address of a remote engine.")
-    timeout: PositiveFloat = Field(600.0, description="Seconds one request may take.")
-    api_key_var: Name | None = Field(None, description="Environment variable that holds the key.")
+    base_url: NonEmpty = Field(default="http://127.0.0.1:8000/v1", description="Address of a remote engine.")
+    timeout: PositiveFloat = Field(default=600.0, description="Seconds one request may take.")
+    api_key_var: Name | None = Field(default=None, description="Environment variable that holds the key.")
 
 
 class OrchConfig(Section):
     model: OrchModelConfig = Field(
         default_factory=OrchModelConfig, description="The model as the orchestrator names it."
     )
-    output_dir: NonEmpty = Field("./outputs", description="Where rollouts are exchanged; equal to train.output_dir.")
+    output_dir: NonEmpty = Field(
+        default="./outputs", description="Where rollouts are exchanged; equal to train.output_dir."
+    )
     env: Annotated[list[EnvConfig], Field(min_length=1), BeforeValidator(_env_list)] = Field(
         description="The environments trained on."
     )
-    dataset: DatasetConfig | None = Field(None, description="Rows for environments that read a data set.")
-    batch_size: PositiveInt = Field(128, description="Rollouts a step.")
-    rollouts_per_example: PositiveInt = Field(16, description="Rollouts a prompt, the group; divides batch_size.")
-    seq_len: PositiveInt | None = Field(
-        None, description="Longest prompt plus completion (train.sequence_len unless given)."
+    dataset: DatasetConfig | None = Field(default=None, description="Rows for environments that read a data set.")
+    batch_size: PositiveInt = Field(default=128, description="Rollouts a step.")
+    rollouts_per_example: PositiveInt = Field(
+        default=16, description="Rollouts a prompt, the group; divides batch_size."
     )
-    max_steps: PositiveInt | None = Field(None, description="Steps to train; equal to train.max_steps.")
+    seq_len: PositiveInt | None = Field(
+        default=None, description="Longest prompt plus completion (train.sequence_len unless given)."
+    )
+    max_steps: PositiveInt | None = Field(default=None, description="Steps to train; equal to train.max_steps.")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How completions are drawn.")
     weight_sync_interval: NonNegativeInt = Field(
-        1, description="Steps between weight syncs; more than 1 overlaps sampling and training, 0 never syncs."
+        default=1, description="Steps between weight syncs; more than 1 overlaps sampling and training, 0 never syncs."
     )
-    max_async_level: NonNegativeInt = Field(0, description="Steps sampling may run ahead of training.")
+    max_async_level: NonNegativeInt = Field(default=0, description="Steps sampling may run ahead of training.")
     max_off_policy_steps: NonNegativeInt | None = Field(
-        None,
+        default=None,
         description="Older rollouts are dropped (max_async_level + max(weight_sync_interval, 1) - 1 unless given).",
     )
     advantage: Annotated[AdvantageConfig, BeforeValidator(_function_section)] = Field(
@@ -216,6 +247,6 @@ class OrchConfig(Section):
     )
     groups: GroupsConfig = Field(default_factory=GroupsConfig, description="Groups that teach nothing.")
     buffer: BufferConfig = Field(default_factory=BufferConfig, description="Draws easy and hard prompts less often.")
-    eval: EvalConfig | None = Field(None, description="Held-out evaluation; none unless given.")
+    eval: EvalConfig | None = Field(default=None, description="Held-out evaluation; none unless given.")
     client: ClientConfig = Field(default_factory=ClientConfig, description="The way to a remote engine.")
-    deadline_s: PositiveFloat = Field(600.0, description="No wait in the loop is longer than this.")
+    deadline_s: PositiveFloat = Field(default=600.0, description="No wait in the loop is longer than this.")

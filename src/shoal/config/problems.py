@@ -99,7 +99,7 @@ def is_secret(key: str | int) -> bool:
 
 def show(value: Any, path: KeyPath = ()) -> str:
     """A value as it would be written in YAML, short, and never a secret."""
-    if path and is_secret(path[-1]) and value is not None:
+    if path and is_secret(path[-1]) and isinstance(value, str):
         return REDACTED
     try:
         text = json.dumps(redact(value), ensure_ascii=False)
@@ -112,5 +112,5 @@ def show(value: Any, path: KeyPath = ()) -> str:
 def redact(value: Any) -> Any:
     """The same data with the values of secret-looking keys replaced."""
     if isinstance(value, Mapping):
-        return {k: REDACTED if is_secret(k) and v is not None else redact(v) for k, v in value.items()}
+        return {k: REDACTED if is_secret(k) and isinstance(v, str) else redact(v) for k, v in value.items()}
     return [redact(item) for item in value] if isinstance(value, list) else value

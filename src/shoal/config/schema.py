@@ -15,7 +15,7 @@ from shoal.config.train import TrainConfig
 
 
 class RunConfig(Section):
-    train: TrainConfig = Field(description="The trainer.")
+    train: TrainConfig = Field(default_factory=TrainConfig, description="The trainer.")
     infer: InferConfig = Field(default_factory=InferConfig, description="The engine that samples.")
     orch: OrchConfig = Field(description="Environments, batches, sampling and rewards.")
 
@@ -23,7 +23,7 @@ class RunConfig(Section):
 class SftConfig(Section):
     train: TrainConfig = Field(description="The trainer, as in a run; keys only GRPO uses are refused.")
     dataset: DatasetConfig = Field(description="Rows of messages, or of prompt and completion.")
-    batch_size: PositiveInt = Field(16, description="Rows an optimizer step.")
+    batch_size: PositiveInt = Field(default=16, description="Rows an optimizer step.")
 
 
 SECTIONS: dict[str, type[Section]] = {"train": TrainConfig, "infer": InferConfig, "orch": OrchConfig}

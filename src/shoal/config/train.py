@@ -31,94 +31,119 @@ def _sink_list(value: object) -> object:
 
 
 class NoiseConfig(Section):
-    enabled: bool = Field(False, description="Add QeRL noise to the norm weights that sample; training never sees it.")
-    sigma_start: PositiveFloat = Field(5e-2, description="Noise of the first noisy stage.")
-    sigma_end: PositiveFloat = Field(5e-4, description="Noise of the last stage.")
-    num_stages: PositiveInt = Field(10, description="Stages the run is cut into; the first one is without noise.")
+    enabled: bool = Field(
+        default=False, description="Add QeRL noise to the norm weights that sample; training never sees it."
+    )
+    sigma_start: PositiveFloat = Field(default=5e-2, description="Noise of the first noisy stage.")
+    sigma_end: PositiveFloat = Field(default=5e-4, description="Noise of the last stage.")
+    num_stages: PositiveInt = Field(
+        default=10, description="Stages the run is cut into; the first one is without noise."
+    )
 
 
 class WeightBroadcastConfig(Section):
     type: Literal["filesystem", "nccl"] = Field(
-        "filesystem", description="How weights reach the engine in the split layout."
+        default="filesystem", description="How weights reach the engine in the split layout."
     )
 
 
 class RolloutTransportConfig(Section):
     type: Literal["filesystem", "tcp"] = Field(
-        "filesystem", description="How rollouts reach the trainer in the split layout."
+        default="filesystem", description="How rollouts reach the trainer in the split layout."
     )
 
 
 class TrainConfig(Section):
-    model: NonEmpty | None = Field(None, description="Local folder, hub id or GGUF file of the model to train.")
-    output_dir: NonEmpty = Field("./outputs", description="The run directory; everything a run writes lies under it.")
+    model: NonEmpty | None = Field(default=None, description="Local folder, hub id or GGUF file of the model to train.")
+    output_dir: NonEmpty = Field(
+        default="./outputs", description="The run directory; everything a run writes lies under it."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where to train; auto takes a GPU if there is one."
+        default="auto", description="Where to train; auto takes a GPU if there is one."
     )
-    gpus: NonNegativeInt = Field(1, description="Number of GPUs; 0 takes all; without one the CPU is used and said so.")
-    seed: NonNegativeInt = Field(0, description="Seed of everything random in the run.")
+    gpus: NonNegativeInt = Field(
+        default=1, description="Number of GPUs; 0 takes all; without one the CPU is used and said so."
+    )
+    seed: NonNegativeInt = Field(default=0, description="Seed of everything random in the run.")
 
-    max_steps: PositiveInt | None = Field(None, description="Optimizer steps to train; or give epochs.")
-    epochs: PositiveInt | None = Field(None, description="Passes over the prompts; or give max_steps.")
-    per_device_train_batch_size: PositiveInt = Field(1, description="Packed rows in one micro-batch.")
-    sequence_len: PositiveInt = Field(2048, description="Token budget of a packed row; equal to orch.seq_len.")
-    ppo_epochs: PositiveInt = Field(1, description="Passes over the rollouts of a step.")
-    minibatches: PositiveInt = Field(1, description="Optimizer steps the rollouts of a step are split into.")
+    max_steps: PositiveInt | None = Field(default=None, description="Optimizer steps to train; or give epochs.")
+    epochs: PositiveInt | None = Field(default=None, description="Passes over the prompts; or give max_steps.")
+    per_device_train_batch_size: PositiveInt = Field(default=1, description="Packed rows in one micro-batch.")
+    sequence_len: PositiveInt = Field(default=2048, description="Token budget of a packed row; equal to orch.seq_len.")
+    ppo_epochs: PositiveInt = Field(default=1, description="Passes over the rollouts of a step.")
+    minibatches: PositiveInt = Field(default=1, description="Optimizer steps the rollouts of a step are split into.")
 
-    learning_rate: Annotated[float, Field(ge=0, le=1)] = Field(5e-6, description="Peak learning rate.")
+    learning_rate: Annotated[float, Field(ge=0, le=1)] = Field(default=5e-6, description="Peak learning rate.")
     lr_scheduler_type: Literal["constant", "cosine", "linear", "wsd"] = Field(
-        "constant", description="Shape of the learning rate after warm-up."
+        default="constant", description="Shape of the learning rate after warm-up."
     )
-    warmup_steps: NonNegativeInt | None = Field(None, description="Steps of linear warm-up (0 unless given).")
-    warmup_ratio: Fraction | None = Field(None, description="Warm-up as a share of all steps; or give warmup_steps.")
-    final_lr_fraction: Fraction = Field(0.0, description="Share of the learning rate a decaying schedule ends at.")
-    optimizer: Literal["adamw", "adamw_8bit"] = Field("adamw", description="The optimizer.")
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="Decay of the first moment.")
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.999, description="Decay of the second moment.")
-    adam_epsilon: PositiveFloat = Field(1e-8, description="Added to the denominator of the update.")
-    max_grad_norm: PositiveFloat = Field(1.0, description="Gradients are scaled down to this norm.")
-    weight_decay: NonNegativeFloat = Field(0.01, description="Decoupled weight decay of matrices.")
+    warmup_steps: NonNegativeInt | None = Field(default=None, description="Steps of linear warm-up (0 unless given).")
+    warmup_ratio: Fraction | None = Field(
+        default=None, description="Warm-up as a share of all steps; or give warmup_steps."
+    )
+    final_lr_fraction: Fraction = Field(
+        default=0.0, description="Share of the learning rate a decaying schedule ends at."
+    )
+    optimizer: Literal["adamw", "adamw_8bit"] = Field(default="adamw", description="The optimizer.")
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="Decay of the first moment.")
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.999, description="Decay of the second moment.")
+    adam_epsilon: PositiveFloat = Field(default=1e-8, description="Added to the denominator of the update.")
+    max_grad_norm: PositiveFloat = Field(default=1.0, description="Gradients are scaled down to this norm.")
+    weight_decay: NonNegativeFloat = Field(default=0.01, description="Decoupled weight decay of matrices.")
 
     recipe: Literal["auto", "bf16", "fp32", "fp8-hybrid"] = Field(
-        "auto", description="Precision; auto is bf16 on a GPU and fp32 on a CPU."
+        default="auto", description="Precision; auto is bf16 on a GPU and fp32 on a CPU."
     )
     recompute: Literal["auto"] | bool = Field(
-        "auto", description="Recompute activations in backward; auto as the memory plan says."
+        default="auto", description="Recompute activations in backward; auto as the memory plan says."
     )
-    lora: bool = Field(False, description="Train low-rank adapters instead of all weights.")
-    lora_rank: PositiveInt = Field(16, description="Rank of the adapters.")
-    lora_alpha: PositiveInt = Field(32, description="Scale of the adapters: alpha / rank.")
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Dropout in front of the adapters.")
+    lora: bool = Field(default=False, description="Train low-rank adapters instead of all weights.")
+    lora_rank: PositiveInt = Field(default=16, description="Rank of the adapters.")
+    lora_alpha: PositiveInt = Field(default=32, description="Scale of the adapters: alpha / rank.")
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Dropout in front of the adapters."
+    )
     lora_target_modules: Strings | None = Field(
-        None, description="Names of the layers that get an adapter; all linear layers unless given."
+        default=None, description="Names of the layers that get an adapter; all linear layers unless given."
     )
     adapter_path: NonEmpty | None = Field(
-        None, description="Adapter to start from; the KL reference is then this start."
+        default=None, description="Adapter to start from; the KL reference is then this start."
     )
-    qlora_fp8: bool = Field(False, description="Store the frozen base as FP8 E4M3 in blocks of 128; needs lora.")
-    qlora_bnb: bool = Field(False, description="Store the frozen base as NF4, double quantised; needs lora.")
-    qlora_fp4: bool = Field(False, description="Store the frozen base as NVFP4; needs lora.")
+    qlora_fp8: bool = Field(
+        default=False, description="Store the frozen base as FP8 E4M3 in blocks of 128; needs lora."
+    )
+    qlora_bnb: bool = Field(default=False, description="Store the frozen base as NF4, double quantised; needs lora.")
+    qlora_fp4: bool = Field(default=False, description="Store the frozen base as NVFP4; needs lora.")
 
     loss: LossConfig = Field(default_factory=LossConfig, description="The policy loss and its parameters.")
     reference: Literal["auto", "none", "adapter-off", "frozen"] = Field(
-        "auto", description="Where reference log-probs come from; auto is none without a KL term."
+        default="auto", description="Where reference log-probs come from; auto is none without a KL term."
     )
     recompute_old: Literal["auto"] | bool = Field(
-        "auto", description="Whether a forward at the start of a step gives the old log-probs, or the sampler's serve."
+        default="auto",
+        description="Whether a forward at the start of a step gives the old log-probs, or the sampler's serve.",
     )
     noise_scheduler: NoiseConfig = Field(default_factory=NoiseConfig, description="QeRL exploration noise.")
 
-    logging_steps: PositiveInt = Field(1, description="A console line every so many steps; files get every step.")
+    logging_steps: PositiveInt = Field(
+        default=1, description="A console line every so many steps; files get every step."
+    )
     report_to: Annotated[list[Sink], BeforeValidator(_sink_list)] = Field(
         default_factory=list, description="Trackers that also receive the metrics."
     )
-    save_steps: PositiveInt | None = Field(None, description="A checkpoint every so many steps (10 unless given).")
-    save_epochs: PositiveInt | None = Field(None, description="A checkpoint every so many epochs; or give save_steps.")
-    save_seconds: PositiveFloat | None = Field(
-        None, description="A checkpoint every so many seconds; or give save_steps."
+    save_steps: PositiveInt | None = Field(
+        default=None, description="A checkpoint every so many steps (10 unless given)."
     )
-    save_total_limit: PositiveInt = Field(2, description="Newest checkpoints kept.")
-    resume_from_checkpoint: bool = Field(False, description="Continue the run in output_dir; the same as --resume.")
+    save_epochs: PositiveInt | None = Field(
+        default=None, description="A checkpoint every so many epochs; or give save_steps."
+    )
+    save_seconds: PositiveFloat | None = Field(
+        default=None, description="A checkpoint every so many seconds; or give save_steps."
+    )
+    save_total_limit: PositiveInt = Field(default=2, description="Newest checkpoints kept.")
+    resume_from_checkpoint: bool = Field(
+        default=False, description="Continue the run in output_dir; the same as --resume."
+    )
 
     weight_broadcast: WeightBroadcastConfig = Field(
         default_factory=WeightBroadcastConfig, description="Weights on their way to the engine (split layout)."

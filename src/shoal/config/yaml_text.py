@@ -51,40 +51,48 @@ class Document:
     templates: dict[KeyPath, str] = field(default_factory=dict)
 
 
-def parse_yaml(text: str, source: str, environ: Mapping[str, str]) -> Document:
-    """Read `text`; `source` is how messages call it. Every problem is a ConfigError with a line."""
-    loader = CoreLoader(text) if "\0" not in text else None
-    if loader is None:
-        raise ConfigError(f"{source}:{text[: text.index(chr(0))].count(chr(10)) + 1}: holds a NUL byte; is it YAML?")
+@dataclass(frozen=True)
+class Source:
+    """What messages call a text: a file, with the line, or an argument of the command, which has none."""
+
+    name: str
+    has_lines: bool = True
+
+    def at(self, line: int) -> str:
+        return f"{self.name}:{line}" if self.has_lines else self.name
+
+
+def parse_yaml(text: str, source: Source, environ: Mapping[str, str]) -> Document:
+    """Read `text`. Every problem is a ConfigError that names the source and the line."""
+    if "\0" in text:
+        line = text[: text.index("\0")].count("\n") + 1
+        raise ConfigError(f"{source.at(line)}: holds a NUL byte; is it YAML?")
     try:
-        node = loader.get_single_node()
-        return _Builder(source, environ).document(node)
+        return _Builder(source, environ).document(CoreLoader(text).get_single_node())
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_yaml_problem(error, source)) from None
     except yaml.YAMLError as error:
         position = getattr(error, "position", 0)
         line = text[:position].count("\n") + 1 if isinstance(position, int) else 1
-        raise ConfigError(f"{source}:{line}: holds a character YAML does not allow; remove it") from None
+        raise ConfigError(f"{source.at(line)}: holds a character YAML does not allow; remove it") from None
     except RecursionError:
-        raise ConfigError(f"{source}:1: nested too deeply to be a configuration") from None
-    finally:
-        loader.dispose()
+        raise ConfigError(f"{source.at(1)}: nested too deeply to be a configuration") from None
 
 
-def _yaml_problem(error: yaml.MarkedYAMLError, source: str) -> str:
+def _yaml_problem(error: yaml.MarkedYAMLError, source: Source) -> str:
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark is not None else 1
     problem = error.problem or error.context or "cannot be read"
     if "'\\t'" in problem:
-        return f"{source}:{line}: broken YAML: a tab stands where YAML wants spaces; indent with spaces"
+        return f"{source.at(line)}: broken YAML: a tab stands where YAML wants spaces; indent with spaces"
     if "expected a single document" in (error.context or ""):
-        return f"{source}:{line}: broken YAML: holds several documents; keep one and remove the `---`"
+        return f"{source.at(line)}: broken YAML: holds several documents; keep one and remove the `---`"
     context = f" {error.context}" if error.context and error.problem else ""
-    return f"{source}:{line}: broken YAML: {problem}{context}; check indentation, colons and quotes near this line"
+    return f"{source.at(line)}: broken YAML: {problem}{context}; check indentation, colons and quotes near this line"
 
 
 class _Builder:
-    def __init__(self, source: str, environ: Mapping[str, str]) -> None:
+    def __init__(self, source: Source, environ: Mapping[str, str]) -> None:
         self.source = source
         self.environ = environ
         self.lines: dict[KeyPath, int] = {}
@@ -97,7 +105,7 @@ class _Builder:
         return Document(value, self.lines, self.templates)
 
     def fail(self, node: Node, what: str) -> ConfigError:
-        return ConfigError(f"{self.source}:{node.start_mark.line + 1}: {what}")
+        return ConfigError(f"{self.source.at(node.start_mark.line + 1)}: {what}")
 
     def build(self, node: Node, path: KeyPath) -> Any:
         self.count += 1
@@ -165,7 +173,7 @@ def _scalar_value(text: str, tag: str, refuse: Any) -> Any:
         if kind == "int":
             return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
         if kind == "float":
-            return float(text.replace(".inf", "inf").replace(".nan", "nan").replace(".NaN", "nan"))
+            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     except ValueError:
         return (
             text  # an explicit !!int on something else, or thousands of digits: left as text for the schema to refuse

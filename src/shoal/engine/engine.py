@@ -91,7 +91,7 @@ class EmbeddedEngine:
         return finished
 
     def _prefill(self, admitted: Sequence[Running]) -> list[Completion]:
-        """Run each distinct prompt once, write its keys and values into every slot that needs them, draw first tokens."""
+        """Run each distinct prompt once, write its keys and values wherever they are needed, draw first tokens."""
         prompts: list[list[int]] = []
         of_sequence: list[int] = []
         for sequence in admitted:

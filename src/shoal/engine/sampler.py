@@ -1,7 +1,7 @@
 """Drawing one token a row, with its log-prob under exactly the distribution it was drawn from.
 
-The exponential race: token i wins if E_i / p_i is smallest, E_i exponential. The randomness of row b, token i is a hash of
-(request seed, position, i), so a draw depends on nothing else: not on the batch, not on the order of arrival.
+The exponential race: token i wins if E_i / p_i is smallest, E_i exponential. The randomness of row b, token i is a hash
+of (request seed, position, i), so a draw depends on nothing else: not on the batch, not on the order of arrival.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Arithmetic(SingleTurn):
             raise ConfigError(f"arithmetic: level is {level}; levels are 1 to 5")
         self._operations = sorted(set(operations))
         if not self._operations or any(op not in OPERATIONS for op in self._operations):
-            raise ConfigError(f"arithmetic: operations is {operations!r}; choose from + - * (e.g. \"+-\")")
+            raise ConfigError(f'arithmetic: operations is {operations!r}; choose from + - * (e.g. "+-")')
         check_sizes(num_train, num_eval)
         self._level = level
         self._sizes = {"train": num_train, "eval": num_eval}

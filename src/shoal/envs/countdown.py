@@ -16,7 +16,8 @@ from shoal.types import Message, Task
 
 PROMPT = (
     "Using the numbers {numbers}, write an expression that equals {target}. You may use + - * / and brackets, and each "
-    "number at most once. Give the expression inside <answer> and </answer> tags, for example <answer>(1 + 2) * 3</answer>."
+    "number at most once. Give the expression inside <answer> and </answer> tags, for example "
+    "<answer>(1 + 2) * 3</answer>."
 )
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 

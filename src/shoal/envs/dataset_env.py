@@ -9,8 +9,9 @@ from shoal.envs.base import SingleTurn, answer_of
 from shoal.envs.datasets import DatasetSpec, read_splits, to_messages
 from shoal.envs.user_code import load_object
 from shoal.errors import ConfigError
-from shoal.rewards.math_parser import process_results
+from shoal.rewards import math_parser
 from shoal.rewards.numeric import last_number, same_number
+from shoal.rewards.outcome import call
 from shoal.types import Message, Task
 
 Reward = Callable[[Task, Sequence[Message]], Any]
@@ -29,7 +30,7 @@ def numeric(task: Task, messages: Sequence[Message]) -> float:
 
 def math(task: Task, messages: Sequence[Message]) -> float:
     """1 if the \\boxed{}, "answer is" or #### answer equals the expected one as a number or an expression."""
-    return float(process_results(answer_of(messages), str(task.data["answer"]))[0])
+    return float(math_parser.process_results(answer_of(messages), str(task.data["answer"]))[0])
 
 
 GRADERS: dict[str, Reward] = {"math": math, "numeric": numeric, "exact": exact}
@@ -52,13 +53,18 @@ class DatasetEnvironment(SingleTurn):
         self._needed = ("prompt", "answer") if reward in GRADERS else ("prompt",)
         self._system_prompt = system_prompt
         self._splits: dict[str, list[Task]] | None = None
-        # The pool looks at `reward` itself to see whether it must be awaited.
-        self.reward = self._grader
 
     def tasks(self, split: str) -> Sequence[Task]:
         if self._splits is None:
             self._splits = read_splits(self._dataset, self._needed, self._task)
         return self._splits[split]
+
+    def reward(self, task: Task, messages: Sequence[Message]) -> Any:
+        return call(self._grader, task, messages)
+
+    def prepare(self) -> None:
+        if self._grader is math:
+            math_parser.prepare()
 
     def _task(self, row: Mapping[str, Any]) -> Task:
         messages = to_messages(row["prompt"])

@@ -9,7 +9,7 @@ from typing import Any
 from shoal.envs.base import SingleTurn, answer_of, ask
 from shoal.envs.datasets import DatasetSpec, read_splits
 from shoal.errors import ConfigError, DataError
-from shoal.rewards.math_parser import process_results
+from shoal.rewards import math_parser
 from shoal.types import Message, Task
 
 INSTRUCTION = "Think step by step, then give the final number as \\boxed{number}."
@@ -39,8 +39,11 @@ class Gsm8k(SingleTurn):
         return self._splits[split]
 
     def reward(self, task: Task, messages: Sequence[Message]) -> float:
-        correct, _ = process_results(answer_of(messages), str(task.data["answer"]))
+        correct, _ = math_parser.process_results(answer_of(messages), str(task.data["answer"]))
         return float(correct)
+
+    def prepare(self) -> None:
+        math_parser.prepare()
 
     def solution(self, task: Task) -> str:
         return f"{task.data['solution']}\n\\boxed{{{task.data['answer']}}}"

@@ -7,31 +7,38 @@ from __future__ import annotations
 
 import random
 
-ADJECTIVES = """
+_WORD_LISTS = {
+    "adjectives": """
 old new quiet loud warm cold bright dark small tall short long round flat deep soft hard sweet sour dry wet heavy light
 clean dusty empty full early late gentle rough smooth sharp plain proud brave calm clever eager fair fresh golden green
 blue red grey white silver wooden hollow hungry idle kind lazy lonely lucky merry narrow wide odd patient polite quick
 rare rich rusty sleepy slow steady strange strong tidy tiny true weary wild wise young northern southern distant hidden
 broken famous frozen humble little modern noisy pleasant simple sudden tender useful
-""".split()
-NOUNS = """
+""",
+    "nouns": """
 river mill garden window door road bridge forest field mountain valley island harbour boat sailor captain farmer baker
 teacher painter doctor miller tailor child brother sister uncle neighbour traveller stranger king queen cat dog horse
 fox owl crow goose sheep rabbit mouse spider bee fish whale tree oak pine apple pear plum bread butter cheese honey
 kettle lamp candle mirror table chair basket bottle blanket hammer ladder letter book page story song drum violin clock
 bell tower castle cottage kitchen market village city street corner station train wagon wheel engine storm cloud rain
 snow wind shadow morning evening winter summer spring autumn moon star sun fire stone sand shore lake stream meadow
-""".split()
-VERBS = """
+""",
+    "verbs": """
 watches finds follows remembers paints carries visits builds repairs opens closes hears sees likes loves misses keeps
 leaves crosses reaches passes meets greets helps teaches asks answers calls brings sells buys borrows counts cleans
 washes hides guards moves turns lifts drops throws catches holds shares
-""".split()
-PREPOSITIONS = "near under above behind beside beyond past inside outside around against across before after".split()
-DETERMINERS = "the a one that this every another our my your his her".split()
-ADVERBS = """
+""",
+    "prepositions": """
+near under above behind beside beyond past inside outside around against across before after
+""",
+    "determiners": """
+the a one that this every another our my your his her
+""",
+    "adverbs": """
 slowly quickly quietly gladly often always never again today tonight soon early late twice together alone
-""".split()
+""",
+}
+ADJECTIVES, NOUNS, VERBS, PREPOSITIONS, DETERMINERS, ADVERBS = (words.split() for words in _WORD_LISTS.values())
 WORDS = sorted({*ADJECTIVES, *NOUNS, *VERBS, *ADVERBS, *PREPOSITIONS})
 
 

@@ -17,9 +17,11 @@ from shoal.envs.generated import check_sizes, generated_tasks
 from shoal.errors import ConfigError
 from shoal.types import Message, Task
 
-SYSTEM_PROMPT = "Solve the problem. Think first if you need to, then give only the answer inside <answer> and </answer> tags."
+SYSTEM_PROMPT = (
+    "Solve the problem. Think first if you need to, then give only the answer inside <answer> and </answer> tags."
+)
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-ENTRIES = 2**30
+ENTRIES = 20_000  # the most that every task of the package allows
 
 
 class ReasoningGym(SingleTurn):
@@ -28,7 +30,7 @@ class ReasoningGym(SingleTurn):
     def __init__(
         self,
         task: str,
-        num_train: int = 5000,
+        num_train: int = 2000,
         num_eval: int = 200,
         seed: int = 0,
         system_prompt: str = SYSTEM_PROMPT,

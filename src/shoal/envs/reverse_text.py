@@ -66,5 +66,3 @@ class ReverseText(SingleTurn):
     def _draw(self, rng: random.Random) -> tuple[str, Task]:
         text = draw_phrase(rng, *self._bounds)
         return text, self._task(text)
-
-

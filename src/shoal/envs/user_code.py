@@ -38,7 +38,9 @@ def _load_module(module_name: str, name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise ConfigError(f"no module {module_name!r} for {name!r}, neither installed nor in this folder") from error
+            raise ConfigError(
+                f"no module {module_name!r} for {name!r}, neither installed nor in this folder"
+            ) from error
         raise ConfigError(f"{name}: importing it needs {error.name!r}, which is not installed") from error
     except ConfigError:
         raise

@@ -135,12 +135,12 @@ class Packed:
         """Segments as rows of right-padded rectangles: under a causal mask no real token sees the padding."""
         pieces = []
         for gather, scatter in self._layout():
-            parts = (x[0][:, gather].transpose(0, 1) for x in (query, key, value))  # [S, H, L, D]
+            q, k, v = (x[0][:, gather].transpose(0, 1) for x in (query, key, value))  # [S, H, L, D]
             length = gather.shape[1]
             allowed = None
             if shape.window is not None and shape.window < length:
                 allowed = self._window(length, shape.window)
-            out = dense_attention(*parts, allowed, shape)  # [S, H, L, D]
+            out = dense_attention(q, k, v, allowed, shape)  # [S, H, L, D]
             pieces.append(out.transpose(1, 2).flatten(0, 1)[scatter])
         joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)[self._plans["order"]]
         return joined.unsqueeze(0)  # [1, T, H, D]

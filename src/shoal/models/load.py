@@ -41,7 +41,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> nn.Module
         raise
     except Exception as error:
         raise ModelError(f"no model could be loaded from {name!r}: {_first_line(error)}") from error
-    return model.to(device).eval()
+    return model.to(device).eval()  # type: ignore[arg-type]
 
 
 def check_architecture(folder: str) -> None:
@@ -60,7 +60,7 @@ def check_architecture(folder: str) -> None:
 
 
 def eos_token_ids(model: nn.Module | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends an answer: what the model and tokenizer declare, and what the chat template closes a turn with."""
+    """Every id that ends an answer: those the model and tokenizer declare, and the one the chat template ends a turn with."""
     found: list[int] = []
     configs = [getattr(model, "generation_config", None), getattr(model, "config", None)] if model is not None else []
     for source in (*configs, tokenizer):

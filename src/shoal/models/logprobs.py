@@ -64,9 +64,7 @@ def _tile(
     return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
 
-def _kept_mask(
-    kept_ids: Sequence[Sequence[int] | None] | None, vocab_size: int, device: torch.device
-) -> Tensor | None:
+def _kept_mask(kept_ids: Sequence[Sequence[int] | None] | None, vocab_size: int, device: torch.device) -> Tensor | None:
     if kept_ids is None or all(ids is None for ids in kept_ids):
         return None
     mask = torch.zeros(len(kept_ids), vocab_size, dtype=torch.bool)

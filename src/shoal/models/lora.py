@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.errors import ModelError
 
@@ -90,6 +90,6 @@ def as_reference(model: PeftModel) -> Iterator[None]:
             yield
 
 
-def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Name → parameter the optimizer moves, in a fixed order."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.config.train import TrainConfig
 from shoal.errors import HardwareError
 
 
@@ -16,23 +17,31 @@ class Precision:
     notice: str | None = None
 
 
-def choose(recipe: str | None, device: str | None, gpus: int = 1) -> Precision:
-    """fp32 on a CPU, where bf16 is far slower; bf16 on a GPU. A recipe the machine cannot run is refused."""
-    notice = None
-    if device in (None, "auto"):
+def choose(train: TrainConfig) -> Precision:
+    """fp32 on a CPU, where bf16 is far slower; bf16 on a GPU. What the machine cannot do is refused."""
+    device, notice = train.device, None
+    if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cpu" and gpus >= 1:
+        if device == "cpu":
             notice = "no GPU here: running on the CPU"
-    assert device is not None
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise HardwareError(f"train.device: {device} was asked for but this machine has no CUDA device; use cpu")
-    kind = torch.device(device).type
-    if recipe is None:
-        recipe = "bf16" if kind == "cuda" else "fp32"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise HardwareError("train.device: cuda was asked for but this machine has no CUDA device; use cpu")
+    recipe = train.recipe if train.recipe != "auto" else ("bf16" if device == "cuda" else "fp32")
     if recipe == "fp8-hybrid":
-        _refuse_fp8(kind)
+        _refuse_fp8(device)
+    _refuse_unavailable(train)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe]
     return Precision(torch.device(device), dtype, notice)
+
+
+def _refuse_unavailable(train: TrainConfig) -> None:
+    for name in ("qlora_fp8", "qlora_bnb", "qlora_fp4"):
+        if getattr(train, name):
+            raise HardwareError(f"train.{name}: quantised bases are not available in this version; leave it out")
+    if train.optimizer == "adamw_8bit":
+        raise HardwareError("train.optimizer: adamw_8bit is not available in this version; use adamw")
+    if train.gpus > 1 or (train.gpus == 0 and torch.cuda.device_count() > 1):
+        raise HardwareError("train.gpus: several devices are not available in this version; use train.gpus=1")
 
 
 def _refuse_fp8(kind: str) -> None:
@@ -40,5 +49,7 @@ def _refuse_fp8(kind: str) -> None:
         raise HardwareError("train.recipe: fp8-hybrid needs a GPU with FP8 units; on this CPU use train.recipe=fp32")
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < (8, 9):
-        raise HardwareError(f"train.recipe: fp8-hybrid needs compute capability 8.9, this GPU has {major}.{minor}; use bf16")
+        raise HardwareError(
+            f"train.recipe: fp8-hybrid needs compute capability 8.9, this GPU has {major}.{minor}; use bf16"
+        )
     raise HardwareError("train.recipe: fp8-hybrid is not available in this version; use train.recipe=bf16")

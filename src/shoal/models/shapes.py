@@ -97,8 +97,8 @@ def make_model(kind: str, folder: Path, seed: int = 0, dtype: torch.dtype | None
         config, default_dtype = tiny_config(len(tokenizer)), torch.float32
     else:
         config, default_dtype = shape_config(kind), torch.bfloat16
-        config.eos_token_id = tokenizer.eos_token_id
-        config.pad_token_id = tokenizer.pad_token_id
+        config.eos_token_id = SPECIAL.index("<|im_end|>")
+        config.pad_token_id = SPECIAL.index("<|endoftext|>")
     model = AutoModelForCausalLM.from_config(config, dtype=dtype or default_dtype)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)

@@ -128,7 +128,7 @@ def move_into_place(finished: Path, target: Path) -> None:
 
 
 def sweep_folder(folder: Path) -> list[str]:
-    """Remove leftovers of writes that never finished, and put back what was being replaced. Returns the removed names."""
+    """Remove what never got finished, and put back what was being replaced. Returns the removed names."""
     swept = []
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith(REPLACED):

@@ -6,12 +6,13 @@ or loses characters; it never ends a run.
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Protocol, TextIO
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TextIO, cast
 
 from shoal.observability.redact import redact
 from shoal.observability.text import duration, one_line, sanitise, short_number
@@ -41,7 +42,7 @@ class Console(Protocol):
 
     def warn(self, text: str) -> None: ...
 
-    def progress(self, description: str, total: float | None = None) -> contextmanager | object: ...
+    def progress(self, description: str, total: float | None = None) -> AbstractContextManager[Progress]: ...
 
     def closing(self, lines: Sequence[str]) -> None: ...
 
@@ -50,9 +51,10 @@ class Console(Protocol):
 
 def make_console(stream: TextIO | None = None, *, plain: bool | None = None, every: int = 1) -> BaseConsole:
     """The live console if `stream` is a terminal, else the plain one; `every` is logging_steps."""
-    stream = stream or sys.stderr
+    if stream is None:
+        stream = cast("TextIO | None", sys.stdout) or io.StringIO()  # None if it was closed before Python started
     if plain is None:
-        plain = not (hasattr(stream, "isatty") and stream.isatty())
+        plain = not stream.isatty()
     if plain:
         return PlainConsole(stream, every=every)
     from shoal.observability.live import LiveConsole  # rich costs 20 ms that a plain run need not pay
@@ -60,15 +62,48 @@ def make_console(stream: TextIO | None = None, *, plain: bool | None = None, eve
     return LiveConsole(stream, every=every)
 
 
+class SafeStream(io.TextIOBase):
+    """Writes to a stream for as long as that works. A closed pipe mutes it; characters it cannot encode become `?`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._mute = False
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        safe = text.encode(self.encoding, "replace").decode(self.encoding)
+        self._safely(lambda: self._stream.write(safe))
+        return len(text)
+
+    def flush(self) -> None:
+        self._safely(self._stream.flush)
+
+    def _safely(self, act: Callable[[], object]) -> None:
+        if self._mute:
+            return
+        try:
+            act()
+        except (OSError, ValueError):  # nobody is looking any more
+            self._mute = True
+
+
 class BaseConsole:
     """What both consoles share: safe output, the estimate of time left, and the heartbeat thread."""
 
     def __init__(self, stream: TextIO, *, every: int = 1, heartbeat_s: float = HEARTBEAT_S) -> None:
-        self._stream = stream
+        self._stream = SafeStream(stream)
         self._every = max(1, every)
         self._heartbeat_s = heartbeat_s
         self._guard = threading.RLock()
-        self._mute = False
         self._waiting = "the first step"
         self._last_shown = time.monotonic()
         self._stop = threading.Event()
@@ -119,20 +154,11 @@ class BaseConsole:
     def _print(self, text: str) -> None:
         with self._guard:
             self._last_shown = time.monotonic()
-            self._safely(lambda: self._write(text))
+            self._write(text)
 
     def _write(self, text: str) -> None:
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        self._stream.write(f"{text}\n")
         self._stream.flush()
-
-    def _safely(self, write: Callable[[], None]) -> None:
-        if self._mute:
-            return
-        try:
-            write()
-        except (OSError, ValueError):  # a closed pipe or stream: nobody is looking any more
-            self._mute = True
 
     def _beat(self) -> None:
         while not self._stop.wait(min(1.0, self._heartbeat_s / 4)):

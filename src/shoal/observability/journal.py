@@ -107,8 +107,9 @@ class LineWriter:
                 raw = list(file)
             kept = [line for line in raw if (record := _decode(line)) is not None and record.get("step", 0) <= step]
             if len(kept) != len(raw):
-                os.close(self._descriptor)
-                write_atomic(self.path, kept)
+                write_atomic(self.path, kept)  # may fail, so the old descriptor is given up only afterwards
+                stale, self._descriptor = self._descriptor, -1
+                os.close(stale)
                 self._open()
             return len(raw) - len(kept)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich import box
 from rich.console import Console as RichConsole
@@ -20,7 +19,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from shoal.observability.console import BaseConsole, Progress, is_eval_mean, time_shares
+from shoal.observability.console import BaseConsole, Progress, SafeStream, is_eval_mean, time_shares
 from shoal.observability.redact import redact
 from shoal.observability.text import duration, one_line, sanitise, short_number, size, sparkline
 
@@ -38,7 +37,7 @@ class LiveConsole(BaseConsole):
     """`memory`, if given, tells the memory in use in words; by default it is this process's own."""
 
     def __init__(self, stream: TextIO, *, every: int = 1, heartbeat_s: float = 30.0) -> None:
-        self._rich = RichConsole(file=stream, highlight=False)
+        self._rich = RichConsole(file=cast(TextIO, SafeStream(stream)), highlight=False)
         self._live: Live | None = None
         self._title = ""
         self._metrics: dict[str, float] = {}
@@ -52,7 +51,8 @@ class LiveConsole(BaseConsole):
         self._title = one_line(redact(title))
         self._total, self._step = total_steps, first_step
         self._pace.start(first_step)
-        self._safely(self._start_live)
+        self._live = Live(console=self._rich, get_renderable=self.block, refresh_per_second=2, transient=False)
+        self._live.start()
 
     def close(self) -> None:
         super().close()
@@ -102,17 +102,12 @@ class LiveConsole(BaseConsole):
     def _say(self, text: Text) -> None:
         with self._guard:
             self._last_shown = time.monotonic()
-            self._safely(lambda: self._rich.print(text))
-
-    def _start_live(self) -> None:
-        self._live = Live(console=self._rich, get_renderable=self.block, refresh_per_second=2, transient=False)
-        self._live.start()
+            self._rich.print(text)
 
     def _stop_live(self) -> None:
         live, self._live = self._live, None
         if live is not None:
-            with contextlib.suppress(OSError, ValueError):
-                live.stop()
+            live.stop()
 
     def block(self) -> RenderableType:
         """The block as it stands now."""

@@ -1,7 +1,7 @@
 """Each loss and its gradient once more, token by token in float64 with no torch, written from the formulas alone.
 
-Every function takes a Row of plain numbers and returns (loss [T], d loss / d lp [T]); no token's loss depends, through a
-gradient, on another token's log-prob.
+Every function takes a row of plain numbers and returns (loss [T], d loss / d lp [T]); no token's loss has a gradient
+by another token's log-prob.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ def scaled(weight: float, pair: Pair) -> Pair:
 
 def grpo(row: PlainRow, w: np.ndarray, clip_low: float = 0.2, clip_high: float | None = None) -> Result:
     high = clip_low if clip_high is None else clip_high
-    return each_token(
-        row, lambda t: scaled(w[t], surrogate(ratio(row.lp[t] - row.old[t]), row.a[t], clip_low, high))
-    )
+    return each_token(row, lambda t: scaled(w[t], surrogate(ratio(row.lp[t] - row.old[t]), row.a[t], clip_low, high)))
 
 
 def dapo(

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from shoal.algorithms.inputs import LossInputs
-from tests.unit.algorithms.reference import PlainRow
+
+from .reference import PlainRow
 
 GARBAGE = np.array([np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0])
 

@@ -22,7 +22,7 @@ class SAPO(PolicyLoss):
     tau_neg: float = 1.05
 
     def __call__(self, inputs: LossInputs, w: Tensor | None = None) -> TokenLoss:
-        positive = inputs.advantages > 0
-        tau = torch.where(positive, self.tau_pos, self.tau_neg).to(inputs.dtype)
+        negative = torch.full_like(inputs.advantages, self.tau_neg)
+        tau = torch.where(inputs.advantages > 0, self.tau_pos, negative)  # two scalars would round tau to float32
         gate = (4 / tau) * torch.sigmoid(tau * (policy_ratio(inputs) - 1))
         return TokenLoss(inputs.masked(weigh(-gate * inputs.advantages, w)))

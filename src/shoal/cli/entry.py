@@ -1,0 +1,104 @@
+"""Where the `shoal` command starts: the verbs, and the one place where an error becomes a message and an exit code.
+
+Verbs are named by import path and loaded when they are called, so `shoal --help` imports none of them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from shoal.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ShoalError
+
+VERBS = {
+    "grpo": ("shoal.cli.grpo:grpo", "Train with GRPO: one command, one process a device."),
+    "grpo-infer": ("shoal.cli.split:grpo_infer", "Split layout: the inference server."),
+    "grpo-orch": ("shoal.cli.split:grpo_orch", "Split layout: the orchestrator."),
+    "grpo-train": ("shoal.cli.split:grpo_train", "Split layout: the trainer."),
+    "sft": ("shoal.cli.sft:sft", "Train on given completions (supervised)."),
+    "eval": ("shoal.cli.eval:evaluate", "Score a model on an environment."),
+    "envs": ("shoal.cli.envs:app", "List the environments, or show one."),
+    "make-model": ("shoal.cli.make_model:make_model", "Build a small or a random model."),
+    "init": ("shoal.cli.init:init", "Write the example configurations into a folder."),
+    "config-reference": ("shoal.cli.config_reference:config_reference", "Print every configuration key."),
+    "demo": ("shoal.cli.demo:demo", "Train a tiny model on the CPU, end to end."),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; never raises and never shows a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except ShoalError as error:
+        return _complain(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _complain("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader went away (`shoal envs | head`). Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else EXIT_USAGE
+    except Exception as error:
+        from shoal.cli.crash import write_crash_bundle
+
+        bundle = write_crash_bundle(error, arguments)
+        return _complain(f"a bug in Shoal: {type(error).__name__}; the details are in {bundle}", EXIT_BUG)
+
+
+def _overview() -> str:
+    """What `shoal --help` prints. Made here, because loading a parser for it would take most of the time."""
+    width = max(len(name) for name in VERBS)
+    verbs = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in VERBS.items())
+    return (
+        "Usage: shoal COMMAND [ARGS]\n\nPost-train language models with GRPO.\n\n"
+        f"Commands:\n{verbs}\n\nMore about one: shoal COMMAND --help. Version: shoal --version"
+    )
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("--help", "-h"):
+        print(_overview())
+        return EXIT_DONE
+    return _dispatch(arguments)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    from cyclopts import App, CycloptsError
+
+    import shoal
+
+    app = App(
+        name="shoal",
+        help="Post-train language models with GRPO.",
+        version=shoal.__version__,
+        help_flags=["--help", "-h"],
+        help_format="plaintext",
+        suppress_keyboard_interrupt=False,
+        result_action="return_value",
+    )
+    for name, (target, summary) in VERBS.items():
+        app.command(target, name=name, help=summary)
+    try:
+        result = app(arguments, print_error=False, exit_on_error=False)
+    except CycloptsError as error:
+        return _complain(f"{_usage_problem(error)}; see `shoal {_verb(arguments)}--help`", EXIT_USAGE)
+    return result if isinstance(result, int) else EXIT_DONE
+
+
+def _usage_problem(error: Exception) -> str:
+    """Cyclopts' own words, which name the nearest command or flag; the list of all commands is left to --help."""
+    return " ".join(str(error).split()).split(" Available commands:")[0].rstrip(".")
+
+
+def _verb(arguments: list[str]) -> str:
+    return f"{arguments[0]} " if arguments and arguments[0] in VERBS else ""
+
+
+def _complain(message: str, code: int) -> int:
+    from shoal.cli.output import complain
+
+    complain(message)
+    return code

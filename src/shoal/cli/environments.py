@@ -1,0 +1,79 @@
+"""Checks the environments a configuration names, without loading any: ids, argument names, data, findable user code.
+
+Lives with the commands because the configuration may not import the environments.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from shoal.config.orch import EnvConfig, OrchConfig
+from shoal.config.problems import Findings, show
+from shoal.envs.catalogue import BUILT_IN, REASONING_GYM, problem_with
+
+
+def check_environments(orch: OrchConfig, findings: Findings) -> None:
+    lists = [("orch.env", orch.env)]
+    if orch.eval is not None and orch.eval.env is not None:
+        lists.append(("orch.eval.env", orch.eval.env))
+    for key, envs in lists:
+        for index, env in enumerate(envs):
+            problem = environment_problem(env.id, env.args)
+            if problem is not None:
+                part = "id" if environment_problem(env.id) is not None else "args"
+                findings.error(f"{key}.{index}.{part}", *problem)
+            elif env.id == "gsm8k":
+                _check_folder(f"{key}.{index}.args.path", env.args.get("path"), findings)
+    _check_dataset_use(orch, findings)
+
+
+def environment_problem(id: str, args: Mapping[str, Any] | None = None) -> tuple[str, str] | None:
+    """(what, fix) if the environment cannot be had, None otherwise."""
+    problem = problem_with(id, args)
+    if problem is not None:
+        what, _, fix = problem.partition("; ")
+        return what, f"{fix}; `shoal envs` lists them" if fix else "`shoal envs` lists them"
+    if id.startswith(REASONING_GYM):
+        if importlib.util.find_spec("reasoning_gym") is None:
+            return f"{show(id)} needs the package reasoning-gym", "pip install 'shoal[reasoning-gym]'"
+        return None
+    return None if id in BUILT_IN else user_code_problem(id)
+
+
+def user_code_problem(name: str) -> tuple[str, str] | None:
+    """Whether the module of `module:function` or `file.py:function` can be found; it is not imported."""
+    module, _, _ = name.rpartition(":")
+    if module.endswith(".py"):
+        found = Path(module).expanduser().is_file()
+    else:
+        found = PathFinder.find_spec(module.split(".")[0], [*sys.path, str(Path.cwd())]) is not None
+    return (
+        None if found else (f"there is no module {show(module)} for {show(name)}", "install it, or run where it lies")
+    )
+
+
+def _check_folder(key: str, path: object, findings: Findings) -> None:
+    if path is not None and (not isinstance(path, str) or not Path(path).expanduser().exists()):
+        findings.error(key, f"{show(path)} does not exist", "name the folder with train.jsonl and test.jsonl")
+
+
+def _check_dataset_use(orch: OrchConfig, findings: Findings) -> None:
+    takers = [env for env in orch.env if _takes_dataset(env)]
+    if orch.dataset is not None and not takers:
+        what = f"is not used: {', '.join(env.id for env in orch.env)} makes its own tasks"
+        able = ", ".join(info.id for info in BUILT_IN.values() if info.takes_dataset)
+        findings.error("orch.dataset", what, f"remove it, or use one of {able}")
+    for index, env in enumerate(orch.env):
+        if env.id == "dataset" and orch.dataset is None:
+            findings.error(f"orch.env.{index}.id", "'dataset' needs data", "set orch.dataset.path or orch.dataset.name")
+
+
+def _takes_dataset(env: EnvConfig) -> bool:
+    """User code may take one: it is asked when it is loaded."""
+    info = BUILT_IN.get(env.id)
+    return info.takes_dataset if info is not None else not env.id.startswith(REASONING_GYM)

@@ -1,0 +1,86 @@
+"""`shoal grpo`: train, co-located. Reads and checks the configuration, then hands it to shoal.api."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from shoal.cli.environments import check_environments
+from shoal.cli.output import notices, say
+from shoal.cli.run_folder import prepare_folder, write_dry_run
+from shoal.config.checks import check_run
+from shoal.config.load import Loaded, load_run
+from shoal.config.resolve import as_yaml, resolve_run
+from shoal.config.schema import RunConfig
+from shoal.errors import ConfigError
+
+FILE_SUFFIXES = (".yaml", ".yml")
+
+
+def grpo(
+    *tokens: Annotated[str, Parameter(show=True, negative=(), allow_leading_hyphen=False)],
+    train: str | None = None,
+    infer: str | None = None,
+    orch: str | None = None,
+    dry_run: Annotated[bool, Parameter(negative=())] = False,
+    resume: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Train with GRPO.
+
+    shoal grpo run.yaml, or shoal grpo --train train.yaml --infer infer.yaml --orch orch.yaml; then any overrides.
+
+    Parameters
+    ----------
+    tokens
+        A file with the sections train, infer and orch; and overrides such as train.learning_rate=1e-5.
+    train
+        File with the train section.
+    infer
+        File with the infer section.
+    orch
+        File with the orch section.
+    dry_run
+        Check everything, print and write the resolved configuration, and stop.
+    resume
+        Continue the run in train.output_dir.
+    """
+    run, overrides = split_tokens(tokens)
+    parts = {name: file for name, file in (("train", train), ("infer", infer), ("orch", orch)) if file is not None}
+    loaded = _load(run, parts, overrides)
+    findings = check_run(loaded.config)
+    check_environments(loaded.config.orch, findings)
+    findings.raise_errors(loaded.origins)
+    config = resolve_run(loaded.config)
+    resume = resume or config.train.resume_from_checkpoint
+    advice = findings.notice_lines() + prepare_folder(loaded, config, resume)
+    if dry_run:
+        notices(advice)
+        say(as_yaml(config))
+        write_dry_run(Path(config.train.output_dir), as_yaml(config), resume)
+        return
+    from shoal import api
+
+    api.train(config, resume=resume, notices=advice)
+
+
+def _load(run: str | None, parts: dict[str, str], overrides: list[str]) -> Loaded[RunConfig]:
+    if run is not None and parts:
+        given = ", ".join(f"--{name}" for name in parts)
+        raise ConfigError(f"command line: {run}: a file for the whole run excludes {given}; give one or the other")
+    if run is None and not parts and not overrides:
+        raise ConfigError(
+            "command line: no configuration; write shoal grpo run.yaml, or shoal grpo --train T --infer I --orch O "
+            "(`shoal init DIR` writes examples)"
+        )
+    if run is None and parts and (missing := [name for name in ("train", "orch") if name not in parts]):
+        raise ConfigError(f"command line: --{missing[0]}: is required next to --{next(iter(parts))}; name its file")
+    return load_run(run, parts=parts, overrides=overrides)
+
+
+def split_tokens(tokens: tuple[str, ...]) -> tuple[str | None, list[str]]:
+    """The configuration file, if the first token names one, and the overrides."""
+    if tokens and (tokens[0].endswith(FILE_SUFFIXES) or "=" not in tokens[0]):
+        return tokens[0], list(tokens[1:])
+    return None, list(tokens)

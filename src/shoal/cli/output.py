@@ -1,0 +1,45 @@
+"""What the verbs print. Results go to stdout, notices and errors to stderr; nothing reaches a terminal unescaped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from shoal.config.problems import printable
+from shoal.observability.redact import redact
+
+
+def complain(message: str) -> None:
+    """An error: one line, or one line a problem."""
+    lines = redact(message).splitlines() or ["failed"]
+    if len(lines) == 1:
+        _write(f"shoal: error: {lines[0]}")
+        return
+    _write(
+        f"shoal: {sum(not line.startswith('…') for line in lines)} errors or more"
+        if lines[-1].startswith("…")
+        else (f"shoal: {len(lines)} errors")
+    )
+    for line in lines:
+        _write(f"  {line}")
+
+
+def notices(lines: Iterable[str]) -> None:
+    for line in lines:
+        _write(f"notice: {redact(line)}")
+
+
+def say(text: str) -> None:
+    """A result, on stdout. Line breaks are kept."""
+    for line in redact(text).splitlines() or [""]:
+        print(_safe(line, sys.stdout.encoding))
+
+
+def _write(line: str) -> None:
+    print(_safe(line, sys.stderr.encoding), file=sys.stderr)
+
+
+def _safe(line: str, encoding: str | None) -> str:
+    """Escaped, and without what the terminal's encoding lacks (LANG=C has no dashes or ellipses)."""
+    encoding = encoding or "ascii"
+    return printable(line).encode(encoding, errors="backslashreplace").decode(encoding)

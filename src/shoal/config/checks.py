@@ -1,0 +1,210 @@
+"""Judges keys against each other before anything loads: contradictions and inert knobs are errors, advice is a notice.
+
+Called by the CLI, the launcher and the Python surfaces with a validated config. The rules of one section are in
+check_train.py, check_loss.py and check_orch.py; here is what needs two sections, and the entry points.
+"""
+
+from __future__ import annotations
+
+from shoal.config.base import given
+from shoal.config.catalogue import LOSS_CATALOGUE
+from shoal.config.check_loss import check_loss
+from shoal.config.check_orch import check_dataset, check_orch
+from shoal.config.check_train import check_train, model_problem
+from shoal.config.problems import Findings, show
+from shoal.config.schema import InferConfig, OrchConfig, RunConfig, SftConfig, TrainConfig
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+GRPO_ONLY = (
+    "loss", "reference", "recompute_old", "noise_scheduler", "ppo_epochs", "minibatches", "weight_broadcast",
+    "rollout_transport",
+)  # fmt: skip
+
+
+def check_run(config: RunConfig) -> Findings:
+    """Everything that can be said about a co-located run without loading it."""
+    findings = Findings()
+    check_train(config.train, findings)
+    check_loss(config.train, findings, config.orch)
+    check_orch(config.orch, findings)
+    _check_infer(config.infer, findings)
+    _check_models(config, findings)
+    _check_steps(config, findings)
+    _check_lengths(config, findings)
+    _check_adapters(config, findings)
+    _check_colocated(config, findings)
+    _advise_reward(config, findings)
+    return findings
+
+
+def check_section(name: str, section: TrainConfig | InferConfig | OrchConfig) -> Findings:
+    """One process of the split layout; what the others name is compared when they first meet."""
+    findings = Findings()
+    model = section.model.name if isinstance(section, OrchConfig) else section.model
+    if model is None:
+        key = "orch.model.name" if name == "orch" else f"{name}.model"
+        findings.error(key, "is required but not set", "name the model's folder, hub id or GGUF file")
+    if isinstance(section, TrainConfig):
+        check_train(section, findings)
+        check_loss(section, findings)
+    elif isinstance(section, OrchConfig):
+        check_orch(section, findings)
+    else:
+        _check_infer(section, findings)
+    return findings
+
+
+def check_sft(config: SftConfig) -> Findings:
+    findings = Findings()
+    train = config.train
+    for name in given(train, *GRPO_ONLY):
+        findings.error(f"train.{name}", "is not used by supervised training", "remove it")
+    if train.model is None:
+        findings.error("train.model", "is required but not set", "name the model's folder, hub id or GGUF file")
+    if train.max_steps is None and train.epochs is None:
+        findings.error("train.max_steps", "how long to train is not set", "set train.max_steps or train.epochs")
+    check_train(train, findings, supervised=True)
+    check_dataset(config.dataset, "dataset", findings)
+    return findings
+
+
+def _check_models(config: RunConfig, findings: Findings) -> None:
+    named = [("train.model", config.train.model), ("infer.model", config.infer.model)]
+    named = [(key, model) for key, model in [*named, ("orch.model.name", config.orch.model.name)] if model is not None]
+    if not named:
+        findings.error("train.model", "is required but not set", "name the model's folder, hub id or GGUF file")
+        return
+    first_key, first = named[0]
+    if first_key != "train.model" and (problem := model_problem(first)) is not None:
+        findings.error(first_key, *problem)
+    for key, model in named[1:]:
+        if model != first:
+            findings.error(
+                key, f"names another model than {first_key}: {show(model)} and {show(first)}", "make them equal"
+            )
+
+
+def _check_steps(config: RunConfig, findings: Findings) -> None:
+    train, orch = config.train, config.orch
+    if train.max_steps is not None and orch.max_steps is not None and train.max_steps != orch.max_steps:
+        what = f"is {orch.max_steps} but train.max_steps is {train.max_steps}"
+        findings.error("orch.max_steps", what, "make them equal, or leave one out")
+    if train.epochs is not None and train.max_steps is None and orch.max_steps is not None:
+        findings.error("orch.max_steps", f"excludes train.epochs ({train.epochs})", "keep one of the two")
+    steps = train.max_steps or orch.max_steps
+    if steps is None and train.epochs is None:
+        findings.error("train.max_steps", "how long to train is not set", "set train.max_steps or train.epochs")
+    if steps and train.warmup_steps and train.warmup_steps > steps:
+        what = f"is {train.warmup_steps}, more than the {steps} steps of the run"
+        findings.error("train.warmup_steps", what, "lower it, or use train.warmup_ratio")
+    if steps and train.noise_scheduler.enabled and train.noise_scheduler.num_stages > steps:
+        what = f"is {train.noise_scheduler.num_stages} but the run has {steps} steps, so some stages are skipped"
+        findings.notice("train.noise_scheduler.num_stages", what)
+
+
+def run_seq_len(config: RunConfig) -> int:
+    """The context of the run: whichever side names it, else the default."""
+    if config.orch.seq_len is not None:
+        return config.orch.seq_len
+    if config.infer.max_model_len is not None and "sequence_len" not in config.train.model_fields_set:
+        return min(config.infer.max_model_len, config.train.sequence_len)
+    return config.train.sequence_len
+
+
+def _check_lengths(config: RunConfig, findings: Findings) -> None:
+    train, orch, infer = config.train, config.orch, config.infer
+    seq_len = run_seq_len(config)
+    if "sequence_len" in train.model_fields_set and orch.seq_len is not None and train.sequence_len != orch.seq_len:
+        what = f"is {orch.seq_len} but train.sequence_len is {train.sequence_len}"
+        findings.error("orch.seq_len", what, "make them equal, or leave one out")
+    if infer.max_model_len is not None and seq_len > infer.max_model_len:
+        key = "orch.seq_len" if orch.seq_len is not None else "train.sequence_len"
+        what = f"is {seq_len}, longer than infer.max_model_len ({infer.max_model_len})"
+        findings.error(key, what, "lower it or raise infer.max_model_len")
+    _check_max_tokens("orch.sampling.max_tokens", orch.sampling.max_tokens, seq_len, findings)
+    if orch.eval is not None:
+        _check_max_tokens("orch.eval.sampling.max_tokens", orch.eval.sampling.max_tokens, seq_len, findings)
+
+
+def _check_max_tokens(key: str, max_tokens: int | None, seq_len: int, findings: Findings) -> None:
+    if max_tokens is not None and max_tokens >= seq_len:
+        what = f"is {max_tokens}, which leaves no room for a prompt in seq_len ({seq_len})"
+        findings.error(key, what, f"set it below {seq_len}, or raise orch.seq_len")
+
+
+def _check_adapters(config: RunConfig, findings: Findings) -> None:
+    train, infer, model = config.train, config.infer, config.orch.model
+    if not train.lora:
+        inert = [f"infer.{name}" for name in given(infer, "enable_lora", "max_lora_rank") if getattr(infer, name)]
+        inert += [f"orch.model.{name}" for name in given(model, "lora_adapter", "lora_rank", "lora_alpha")]
+        if inert:
+            findings.notice("train.lora", f"is false, so these have no effect: {', '.join(inert)}")
+        return
+    if infer.enable_lora is False:
+        findings.error("infer.enable_lora", "is false but train.lora is true", "make them equal, or leave it out")
+    for name in ("lora_rank", "lora_alpha"):
+        ours, theirs = getattr(train, name), getattr(model, name)
+        if name in train.model_fields_set and theirs is not None and ours != theirs:
+            findings.error(f"orch.model.{name}", f"is {theirs} but train.{name} is {ours}", "make them equal")
+    rank = train.lora_rank if "lora_rank" in train.model_fields_set else model.lora_rank or train.lora_rank
+    if infer.max_lora_rank is not None and rank > infer.max_lora_rank:
+        what = f"is {rank}, over infer.max_lora_rank ({infer.max_lora_rank})"
+        findings.error("train.lora_rank", what, f"lower it or set infer.max_lora_rank={rank}")
+
+
+def _check_infer(infer: InferConfig, findings: Findings) -> None:
+    if infer.host not in LOOPBACK and infer.api_key_var is None:
+        what = f"{show(infer.host)} can be reached from other machines and no key is set"
+        findings.error("infer.host", what, "set infer.api_key_var to an environment variable, or use 127.0.0.1")
+    if infer.engine == "embedded":
+        if infer.engine_args:
+            what = f"the embedded engine takes no further arguments ({', '.join(infer.engine_args)})"
+            findings.error("infer.engine_args", what, "remove them, or set infer.engine to vllm or sglang")
+        if infer.tp > 1:
+            what = f"is {infer.tp}, but the embedded engine does not split a model"
+            findings.error("infer.tp", what, "set it to 1, or set infer.engine to vllm or sglang")
+
+
+def _check_colocated(config: RunConfig, findings: Findings) -> None:
+    """Keys that only the split layout or a remote engine uses are refused where they would do nothing."""
+    train, infer, orch = config.train, config.infer, config.orch
+    for name, section in (("infer", infer), ("orch", orch)):
+        if given(section, "output_dir") and section.output_dir != train.output_dir:
+            what = f"is {show(section.output_dir)} but train.output_dir is {show(train.output_dir)}"
+            findings.error(f"{name}.output_dir", what, "a co-located run has one directory: leave this out")
+    for name in given(train, "weight_broadcast", "rollout_transport"):
+        findings.error(
+            f"train.{name}", "is only used by the split layout", "remove it, or run grpo-train, -infer, -orch"
+        )
+    if infer.engine == "embedded":
+        inert = [f"infer.{name}" for name in given(infer, "host", "port", "api_key_var")]
+        for key in inert + [f"orch.{name}" for name in given(orch, "client")]:
+            findings.error(key, "is not used: the embedded engine runs inside `shoal grpo`", "remove it")
+        _check_embedded_precision(train.recipe, infer.dtype, findings)
+    elif orch.sampling.top_p < 1 or orch.sampling.top_k > 0 or orch.sampling.min_p > 0:
+        what = f"truncated sampling cannot be replayed with infer.engine {infer.engine}, so training would be biased"
+        findings.error("orch.sampling", what, "set top_p 1, top_k -1, min_p 0, or use infer.engine embedded")
+    if train.device == "cpu" and infer.gpu_memory_utilization is not None:
+        findings.error("infer.gpu_memory_utilization", "is not used with train.device cpu", "remove it")
+
+
+def _advise_reward(config: RunConfig, findings: Findings) -> None:
+    reward = config.orch.reward
+    moved = given(reward, "scale", "bias")
+    std = advantage_std(config)
+    if moved and reward.clip is None and std != "none":
+        what = f"cancels out: orch.advantage.std {std} divides by the spread of the rewards"
+        findings.notice(f"orch.reward.{moved[0]}", what)
+
+
+def advantage_std(config: RunConfig) -> str:
+    """What advantages are divided by: as given, else what the loss calls for."""
+    spec = LOSS_CATALOGUE.get(config.train.loss.type)
+    return config.orch.advantage.std or (spec.default_advantage_std if spec is not None else "group")
+
+
+def _check_embedded_precision(recipe: str, dtype: str, findings: Findings) -> None:
+    same = {"bf16": "bfloat16", "fp32": "float32"}
+    if dtype != "auto" and same.get(recipe) != dtype:
+        what = f"is {dtype}, but the embedded engine samples with the trainer's own weights (train.recipe {recipe})"
+        findings.error("infer.dtype", what, "leave it out and set train.recipe")

@@ -1,0 +1,217 @@
+"""Fills in what follows from other keys and writes a configuration down.
+
+`resolve_run` is called once, after checks.py; what it returns is what build.py sees and what config.yaml holds. The
+binding part (faults: resume refuses if it changed) and the difference between two configurations are made here too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import yaml
+
+from shoal.config.base import Section
+from shoal.config.catalogue import LOSS_ALIASES, LOSS_CATALOGUE
+from shoal.config.checks import advantage_std, run_seq_len
+from shoal.config.orch import EvalConfig
+from shoal.config.problems import redact, show
+from shoal.config.schema import InferConfig, OrchConfig, RunConfig, SftConfig, TrainConfig
+from shoal.config.yaml_text import CoreLoader
+
+DEFAULT_SAVE_STEPS = 10
+MAX_NUM_SEQS = 256
+# What a resumed run may not change: it decides which prompts are drawn, how, and what the weights mean.
+BINDING_KEYS = (
+    "train.model", "train.seed", "train.sequence_len", "train.lora", "train.lora_rank", "train.lora_alpha",
+    "train.lora_target_modules", "train.adapter_path", "train.loss.type", "orch.env", "orch.dataset", "orch.batch_size",
+    "orch.rollouts_per_example", "orch.seq_len", "orch.sampling", "orch.reward.function", "orch.reward.parts",
+    "dataset", "batch_size",
+)  # fmt: skip
+
+
+class CoreDumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1 or YAML 1.2 would take for a number, so that every reader sees text."""
+
+
+for _first, _resolvers in CoreLoader.yaml_implicit_resolvers.items():
+    for _tag, _pattern in _resolvers:
+        CoreDumper.add_implicit_resolver(_tag, _pattern, [_first])
+
+
+def resolve_run(config: RunConfig) -> RunConfig:
+    """The same run with every derived default written out. Idempotent."""
+    seq_len = run_seq_len(config)
+    steps = config.train.max_steps or config.orch.max_steps
+    train = _resolve_train(config.train, config)
+    train = _with(train, sequence_len=seq_len, max_steps=steps)
+    orch = _resolve_orch(config, seq_len, train)
+    return _with(config, train=train, infer=_resolve_infer(config, seq_len, train), orch=orch)
+
+
+def resolve_sft(config: SftConfig) -> SftConfig:
+    return _with(config, train=_resolve_saving(config.train))
+
+
+def _with(section: Any, **changes: Any) -> Any:
+    """A copy with these keys; it counts them as set."""
+    return section.model_copy(update=changes) if changes else section
+
+
+def _resolve_saving(train: TrainConfig) -> TrainConfig:
+    changes: dict[str, Any] = {}
+    if train.save_steps is None and train.save_epochs is None and train.save_seconds is None:
+        changes["save_steps"] = DEFAULT_SAVE_STEPS
+    if train.warmup_steps is None and train.warmup_ratio is None:
+        changes["warmup_steps"] = 0
+    return _with(train, **changes)
+
+
+def _resolve_train(train: TrainConfig, config: RunConfig) -> TrainConfig:
+    train = _resolve_saving(train)
+    adapter = config.orch.model
+    changes: dict[str, Any] = {"loss": _resolve_loss(train)}
+    changes["model"] = train.model or config.infer.model or adapter.name
+    for name in ("lora_rank", "lora_alpha"):
+        if name not in train.model_fields_set and getattr(adapter, name) is not None:
+            changes[name] = getattr(adapter, name)
+    if train.reference == "auto":
+        wanted = "adapter-off" if train.lora else "frozen"
+        changes["reference"] = wanted if train.loss.kl.beta > 0 else "none"
+    return _with(train, **changes)
+
+
+def _resolve_loss(train: TrainConfig) -> Any:
+    loss = train.loss
+    if loss.custom:
+        return loss if loss.aggregation else _with(loss, aggregation="token-mean")
+    spec = LOSS_CATALOGUE[loss.type]
+    aggregation = loss.aggregation or spec.aggregation(loss.given_parameters())
+    correction = _with(loss.correction, **loss.correction.resolved_parameters())
+    kl = _with(loss.kl, estimator="k1") if loss.kl.beta > 0 and loss.kl.where == "reward" else loss.kl
+    changes = {"type": LOSS_ALIASES.get(loss.type, loss.type), "aggregation": aggregation, "correction": correction}
+    parameters = loss.resolved_loss_parameters()
+    for param in spec.params:
+        if param.only_with is not None and parameters[param.only_with[0]] != param.only_with[1]:
+            del parameters[param.name]  # inert here; writing it down would make config.yaml be refused
+    return _with(loss, kl=kl, **changes, **parameters)
+
+
+def _resolve_infer(config: RunConfig, seq_len: int, train: TrainConfig) -> InferConfig:
+    infer = config.infer
+    return _with(
+        infer,
+        model=train.model,
+        output_dir=train.output_dir,
+        max_model_len=infer.max_model_len or seq_len,
+        max_num_seqs=infer.max_num_seqs or min(config.orch.batch_size, MAX_NUM_SEQS),
+        enable_lora=train.lora,
+        max_lora_rank=(infer.max_lora_rank or train.lora_rank) if train.lora else infer.max_lora_rank,
+    )
+
+
+def _resolve_orch(config: RunConfig, seq_len: int, train: TrainConfig) -> OrchConfig:
+    orch = config.orch
+    names: dict[str, Any] = {"name": train.model}
+    if train.lora:
+        adapter = orch.model.lora_adapter or "default"
+        names.update(lora_adapter=adapter, lora_rank=train.lora_rank, lora_alpha=train.lora_alpha)
+    std = advantage_std(config)
+    batch_statistics = "batch" in (orch.advantage.mean, std)
+    max_tokens = orch.sampling.max_tokens or max(1, seq_len // 2)
+    seed = train.seed if orch.sampling.seed is None else orch.sampling.seed
+    stale = orch.max_async_level + max(orch.weight_sync_interval, 1) - 1
+    stale_unset = orch.max_off_policy_steps is None and orch.weight_sync_interval > 0
+    return _with(
+        orch,
+        model=_with(orch.model, **names),
+        output_dir=train.output_dir,
+        env=[_with(env, name=env.label) for env in orch.env],
+        seq_len=seq_len,
+        max_steps=train.max_steps or orch.max_steps,
+        sampling=_with(orch.sampling, max_tokens=max_tokens, seed=seed),
+        max_off_policy_steps=stale if stale_unset else orch.max_off_policy_steps,
+        advantage=orch.advantage if orch.advantage.function else _with(orch.advantage, std=std),
+        groups=_with(orch.groups, uniform=orch.groups.uniform or ("keep" if batch_statistics else "refill")),
+        truncated=_resolve_truncated(orch, max_tokens),
+        eval=_resolve_eval(orch, max_tokens, seed),
+    )
+
+
+def _resolve_truncated(orch: OrchConfig, max_tokens: int) -> Any:
+    if orch.truncated.type != "overlong":
+        return orch.truncated
+    tokens = orch.truncated.tokens or max(1, max_tokens // 5)
+    return _with(orch.truncated, tokens=tokens, factor=orch.truncated.factor or 1.0)
+
+
+def _resolve_eval(orch: OrchConfig, max_tokens: int, seed: int) -> EvalConfig | None:
+    if orch.eval is None:
+        return None
+    ours = orch.sampling
+    temperature = ours.temperature if isinstance(ours.temperature, float | int) else ours.temperature.end
+    training = {
+        **{name: getattr(ours, name) for name in ("top_p", "top_k", "min_p", "min_tokens", "stop")},
+        "temperature": temperature, "max_tokens": max_tokens, "seed": seed,
+    }  # fmt: skip
+    unset = {name: value for name, value in training.items() if getattr(orch.eval.sampling, name) is None}
+    envs = [_with(env, name=env.label) for env in orch.eval.env or orch.env]
+    return _with(orch.eval, env=envs, sampling=_with(orch.eval.sampling, **unset))
+
+
+def as_data(config: Section) -> dict[str, Any]:
+    """Plain data under the names of the files; secrets hidden; parameters other losses have left out."""
+    data = config.model_dump(by_alias=True)
+    loss = data.get("train", {}).get("loss")
+    if loss is not None and loss["type"] in LOSS_CATALOGUE:
+        own = {"type", "aggregation", "correction", "kl", *LOSS_CATALOGUE[loss["type"]].defaults}
+        data["train"]["loss"] = {name: value for name, value in loss.items() if name in own}
+    return redact(data)
+
+
+def as_yaml(config: Section) -> str:
+    """The text of config.yaml: loads back to the same configuration."""
+    return yaml.dump(as_data(config), Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat.update(_flatten(item, f"{prefix}.{key}" if prefix else str(key)))
+    return flat
+
+
+def binding_data(config: Section) -> dict[str, Any]:
+    """What a resumed run must have unchanged, flat: key → value."""
+    flat = _flatten(as_data(config))
+    return {
+        key: value
+        for key, value in flat.items()
+        if any(key == bound or key.startswith(bound + ".") for bound in BINDING_KEYS)
+    }
+
+
+def binding_hash(config: Section) -> str:
+    text = json.dumps(binding_data(config), sort_keys=True, ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def difference(old: Section, new: Section) -> dict[str, tuple[Any, Any]]:
+    """Key → (old, new) for everything that is not the same, in the order of the schema."""
+    before, after = _flatten(as_data(old)), _flatten(as_data(new))
+    keys = list(dict.fromkeys([*before, *after]))
+    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
+
+
+def difference_lines(old: Section, new: Section) -> list[str]:
+    return [f"{key}: {show(before)} → {show(after)}" for key, (before, after) in difference(old, new).items()]
+
+
+def forbidden_changes(old: Section, new: Section) -> list[str]:
+    """The changes a resume refuses, as lines."""
+    before, after = binding_data(old), binding_data(new)
+    keys = list(dict.fromkeys([*before, *after]))
+    return [f"{k}: {show(before.get(k))} → {show(after.get(k))}" for k in keys if before.get(k) != after.get(k)]

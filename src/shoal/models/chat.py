@@ -1,0 +1,107 @@
+"""Messages to token ids, and ids to text for people. Ids that were sampled are never turned back into tokens.
+
+A later turn of a conversation is the exact ids so far plus the ids of what the template puts after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from shoal.errors import DataError
+from shoal.types import Message
+
+# Stands for a message's content while the template is rendered; private-use characters no data set contains.
+_MARK = "\ue0f1{}\ue0f2"
+
+
+class Chat:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: Mapping[str, Any] | None = None,
+        system_prompt: str | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._kwargs = dict(template_kwargs or {})
+        self._system_prompt = system_prompt
+        self._special = [token for token in tokenizer.all_special_tokens if token]
+        self.token_text = lru_cache(maxsize=1 << 17)(self._token_text)
+
+    def prepare(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as they are sent, with the run's own system prompt if one was given."""
+        if self._system_prompt is None:
+            return list(messages)
+        rest = [m for m in messages if m.get("role") != "system"]
+        return [{"role": "system", "content": self._system_prompt}, *rest]
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation the model is to answer."""
+        messages = self.prepare(messages)
+        if self._special_in(messages):
+            return self._encode_marked(messages, 0)
+        return self._encode(self._render(messages, True))
+
+    def next_prompt_ids(
+        self, so_far: Sequence[int], messages: Sequence[Message], following: Sequence[Message]
+    ) -> list[int]:
+        """`so_far` ends with the answer that is the last of `messages`; the ids that also hold `following`.
+
+        What the template writes after an answer is found by rendering it with a mark in the answer's place, so nothing
+        the model wrote is tokenised again, and a template that would strip it from history cannot.
+        """
+        messages = self.prepare(messages)
+        tail = self._encode_marked([*messages, *following], len(messages) - 1)
+        if tail and so_far and so_far[-1] == tail[0]:
+            tail = tail[1:]  # the model closed its turn itself
+        return [*so_far, *tail]
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def full_text(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _token_text(self, token_id: int) -> str:
+        return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+
+    def _render(self, messages: Sequence[Message], generation: bool) -> str:
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=generation, **self._kwargs
+                )
+            )
+        except Exception as error:  # Jinja, and whatever a template raises on purpose
+            roles = [m.get("role") for m in messages]
+            raise DataError(f"the chat template refuses messages with the roles {roles}: {error}") from error
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _special_in(self, messages: Sequence[Message]) -> bool:
+        return any(token in str(m.get("content") or "") for m in messages for token in self._special)
+
+    def _encode_marked(self, messages: Sequence[Message], after: int) -> list[int]:
+        """Ids of the rendered messages, with contents encoded as plain text: a special token typed by a user is text.
+
+        `after` > 0 leaves out everything up to and including the content of message `after`.
+        """
+        marked = [{**m, "content": _MARK.format(i)} for i, m in enumerate(messages)]
+        text = self._render(marked, True)
+        ids: list[int] = []
+        first = 0
+        if after > 0:
+            text = text.split(_MARK.format(after), 1)[1]
+            first = after + 1
+        for i in range(first, len(messages)):
+            before, found, text = text.partition(_MARK.format(i))
+            if not found:
+                raise DataError(f"the chat template leaves out or changes message {i} ({messages[i].get('role')})")
+            ids += self._encode(before)
+            content = str(messages[i].get("content") or "")
+            ids += list(self.tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True))
+        return ids + self._encode(text)

@@ -1,0 +1,168 @@
+"""Gathers the groups of a step: dispatches prompts the admission rule allows, judges what comes back, refills.
+
+Every dispatched group is settled exactly once: kept, dropped with a reason, or handed back as a prompt to dispatch
+again. In synchronous mode groups enter training in prompt order, so nothing depends on which finished first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from shoal.algorithms.advantages import judge_group
+from shoal.errors import DeadlineError
+from shoal.orchestrator.admission import Admission
+from shoal.orchestrator.prompts import PromptStream
+from shoal.types import Prompt, RolloutGroup
+
+RunGroup = Callable[[Prompt], Awaitable[RolloutGroup]]
+GOOD_REWARD = 1.0  # a uniform group whose raw reward reaches this is solved, below it is failed
+
+
+class Interruption(Exception):
+    """The run was asked to stop while groups were out."""
+
+
+@dataclass(frozen=True)
+class GroupRules:
+    uniform: Literal["refill", "skip", "keep"] = "refill"
+    max_refill: int = 3  # batches
+    keep: Callable[[RolloutGroup], bool] | None = None  # the user's own filter
+    deadline_s: float = 600.0
+
+
+@dataclass
+class Collected:
+    kept: list[RolloutGroup] = field(default_factory=list)
+    dropped: list[RolloutGroup] = field(default_factory=list)
+
+    @property
+    def all(self) -> list[RolloutGroup]:
+        return [*self.kept, *self.dropped]
+
+
+class Collector:
+    def __init__(self, run_group: RunGroup, stream: PromptStream, admission: Admission, rules: GroupRules) -> None:
+        self._run_group = run_group
+        self._stream = stream
+        self._rules = rules
+        self.admission = admission
+        self._running: dict[asyncio.Task[RolloutGroup], tuple[int, Prompt]] = {}
+        self._ready: list[tuple[int, RolloutGroup]] = []
+        self._dropped: list[RolloutGroup] = []
+        self._again: list[Prompt] = []  # prompts a checkpoint found in flight
+        self._order = 0
+        self._refills_left = 0
+
+    async def collect(self, version: int, stop: asyncio.Event) -> Collected:
+        """The groups of one step: as many as a step takes, fewer only if the refills are spent."""
+        wanted = self.admission.groups_per_step
+        self._refills_left = self._rules.max_refill * wanted
+        self._drop_stale(version)
+        while len(self._ready) < wanted:
+            self._dispatch(version)
+            if not self._running:
+                break
+            await self._settle_some(version, stop)
+        self._dispatch(version)  # whatever may run ahead runs ahead while this step trains
+        if self.admission.synchronous:
+            self._ready.sort(key=lambda item: item[0])
+        taken, self._ready = self._ready[:wanted], self._ready[wanted:]
+        self.admission.forfeit(wanted - len(taken))
+        dropped, self._dropped = self._dropped, []
+        return Collected([group for _, group in taken], dropped)
+
+    def _dispatch(self, version: int) -> None:
+        while self.admission.allows(version):
+            prompt = self._again.pop(0) if self._again else self._stream.next()
+            task = asyncio.ensure_future(self._run_group(prompt))
+            self._running[task] = (self._order, prompt)
+            self._order += 1
+            self.admission.dispatch()
+
+    async def _settle_some(self, version: int, stop: asyncio.Event) -> None:
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            done, _ = await asyncio.wait(
+                [*self._running, stopping], return_when=asyncio.FIRST_COMPLETED, timeout=self._rules.deadline_s
+            )
+        finally:
+            stopping.cancel()
+        if stop.is_set():
+            raise Interruption
+        if not done:
+            waiting = ", ".join(prompt.group_id for _, prompt in list(self._running.values())[:3])
+            raise DeadlineError(
+                f"the loop waited {self._rules.deadline_s:.0f} s for {len(self._running)} groups ({waiting}, …) "
+                "and none finished; raise orch.deadline_s if this is expected"
+            )
+        for task in done:
+            order, _ = self._running.pop(task)  # type: ignore[arg-type]
+            self._settle(order, task.result(), version)  # type: ignore[arg-type]
+
+    def _settle(self, order: int, group: RolloutGroup, version: int) -> None:
+        self._stream.observe(group)
+        group.drop_reason = self._verdict(group, version)
+        if group.drop_reason is None:
+            self.admission.settle(accepted=True)
+            self._ready.append((order, group))
+            return
+        self._dropped.append(group)
+        replaced = self._rules.uniform != "skip" and self._refills_left > 0
+        self._refills_left -= replaced
+        self.admission.settle(accepted=not replaced)
+
+    def _verdict(self, group: RolloutGroup, version: int) -> str | None:
+        """Why the group teaches nothing, or None if it is kept."""
+        if self._is_stale(group, version):
+            return "stale"
+        rewards = group.rewards
+        verdict = judge_group(rewards)
+        if verdict == "too-few-scored":
+            return verdict
+        if verdict != "mixed" and self._rules.uniform != "keep":
+            raw = [r.raw_reward for r in group.rollouts if r.scored and r.raw_reward is not None]
+            return "uniform-good" if min(raw) >= GOOD_REWARD else "uniform-bad"
+        if self._rules.keep is not None and not self._rules.keep(group):
+            return "filtered"
+        return None
+
+    def _is_stale(self, group: RolloutGroup, version: int) -> bool:
+        oldest = min((r.oldest_version for r in group.rollouts if r.turns), default=group.version)
+        return self.admission.is_stale(version, oldest)
+
+    def _drop_stale(self, version: int) -> None:
+        """Ready groups that grew too old while others were trained; checked where they are shipped."""
+        fresh = [(order, group) for order, group in self._ready if not self._is_stale(group, version)]
+        kept = {id(group) for _, group in fresh}
+        for _, group in self._ready:
+            if id(group) not in kept:
+                group.drop_reason = "stale"
+                self._dropped.append(group)
+        self.admission.unaccept(len(self._ready) - len(fresh))
+        self._ready = fresh
+
+    async def cancel(self) -> None:
+        """Take back everything in flight; the prompts are dispatched again when the run continues."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def state(self) -> dict[str, Any]:
+        """Groups that are finished and not trained, and prompts that are out, oldest first."""
+        out = sorted(self._running.values(), key=lambda item: item[0])
+        return {
+            "accepted": self.admission.accepted,
+            "ready": [group for _, group in self._ready],
+            "again": [*(prompt for _, prompt in out), *self._again],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.admission.accepted = state["accepted"]
+        groups = [msgspec.convert(group, RolloutGroup) for group in state["ready"]]
+        self._ready = list(enumerate(groups, start=-len(groups)))
+        self._again = [msgspec.convert(prompt, Prompt) for prompt in state["again"]]

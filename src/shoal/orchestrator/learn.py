@@ -1,0 +1,159 @@
+"""One training step from kept groups: advantages, samples, rows, forward and backward, optimizer.
+
+Torch runs behind `Policy` on the device's thread; here are only arrays and the order of things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from shoal.algorithms.advantages import reward_kl
+from shoal.batching.pack import make_batches
+from shoal.batching.samples import rollout_samples
+from shoal.observability.metrics import Tally
+from shoal.protocols import Policy
+from shoal.types import Batch, Rollout, RolloutGroup, Row, Sample
+
+OnDevice = Callable[..., Awaitable[Any]]
+
+
+class Advantages(Protocol):
+    def estimate(self, groups_rewards: list[list[float]]) -> list[list[float]]: ...
+
+
+@dataclass(frozen=True)
+class LearnSettings:
+    token_budget: int
+    aggregation: str
+    max_tokens: int
+    minibatches: int = 1
+    ppo_epochs: int = 1
+    rows_per_micro_batch: int = 1
+    recompute_old: bool = False
+    needs_reference: bool = False  # the loss has a KL term
+    reward_kl_beta: float = 0.0  # KL folded into the reward instead
+    trains: Callable[[Rollout], bool] = lambda _: True  # false: the rollout's tokens stay out of the loss
+
+
+@dataclass
+class Learned:
+    """`policy_logprobs`: rollout id → log-probs under the weights before this step, at the trained tokens, in order."""
+
+    trained_rollouts: list[str] = field(default_factory=list)
+    trained_tokens: int = 0
+    row_tokens: int = 0
+    skipped: bool = False
+    policy_logprobs: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+class Learner:
+    def __init__(
+        self, policy: Policy, advantages: Advantages, objective: Any, settings: LearnSettings, on_device: OnDevice
+    ) -> None:
+        self._policy = policy
+        self._advantages = advantages
+        self._objective = objective
+        self._settings = settings
+        self._on_device = on_device
+
+    async def learn(self, groups: Sequence[RolloutGroup], tally: Tally) -> Learned:
+        settings = self._settings
+        if settings.reward_kl_beta > 0:
+            await self._fold_kl(groups)
+        self._assign_advantages(groups)
+        samples = [
+            rollout_samples(rollout, train=settings.trains(rollout))
+            for group in groups
+            for rollout in group.rollouts
+            if rollout.scored
+        ]
+        batches = self._batches(samples, settings.minibatches)
+        if not batches:
+            return Learned()
+        await self._annotate(batches)
+        return await self._optimise(batches, tally)
+
+    def _assign_advantages(self, groups: Sequence[RolloutGroup]) -> None:
+        estimates = self._advantages.estimate([group.rewards for group in groups])
+        for group, advantages in zip(groups, estimates, strict=True):
+            scored = [rollout for rollout in group.rollouts if rollout.scored]
+            for rollout, advantage in zip(scored, advantages, strict=True):
+                rollout.advantage = advantage
+
+    def _batches(self, samples: Sequence[Sequence[Sample]], minibatches: int) -> list[Batch]:
+        settings = self._settings
+        return make_batches(
+            samples,
+            token_budget=settings.token_budget,
+            aggregation=settings.aggregation,
+            max_tokens=settings.max_tokens,
+            minibatches=minibatches,
+        )
+
+    async def _fold_kl(self, groups: Sequence[RolloutGroup]) -> None:
+        """r -= beta · Σ k1, from the sampler's log-probs and the reference's, before advantages are estimated."""
+        rollouts = {r.rollout_id: r for group in groups for r in group.rollouts if r.scored}
+        batches = self._batches([rollout_samples(r, advantage=0.0) for r in rollouts.values()], 1)
+        for row in (row for batch in batches for row in batch.rows):
+            (reference,) = await self._on_device(self._policy.reference_logprobs, [row])
+            for index, rollout_id in enumerate(row.rollout_ids):
+                mine = row.loss_mask & (row.sequence_ids == index)
+                rollout = rollouts[rollout_id]
+                assert rollout.reward is not None
+                rollout.reward -= reward_kl(row.sampler_logprobs, reference, mine, self._settings.reward_kl_beta)
+
+    async def _annotate(self, batches: Sequence[Batch]) -> None:
+        """Old and reference log-probs, taken once, before the first optimizer step moves the weights."""
+        for micro in self._micro_batches([row for batch in batches for row in batch.rows]):
+            if self._settings.recompute_old:
+                for row, values in zip(micro, await self._on_device(self._policy.logprobs, micro), strict=True):
+                    row.old_logprobs = values
+            if self._settings.needs_reference:
+                reference = await self._on_device(self._policy.reference_logprobs, micro)
+                for row, values in zip(micro, reference, strict=True):
+                    row.reference_logprobs = values
+
+    async def _optimise(self, batches: Sequence[Batch], tally: Tally) -> Learned:
+        learned = Learned(row_tokens=sum(batch.tokens for batch in batches))
+        for epoch in range(self._settings.ppo_epochs):
+            for number, batch in enumerate(batches):
+                # Where old = sampler, the mismatch can only be seen before the first optimizer step of this step.
+                source = "old" if epoch == 0 and (self._settings.recompute_old or number == 0) else "none"
+                pending = []
+                for micro in self._micro_batches(batch.rows):
+                    pending.append((micro, await self._forward_backward(micro, source)))
+                outcome = await self._on_device(self._policy.optim_step)
+                self._report(pending, outcome, tally, learned, first=epoch == 0)
+        return learned
+
+    async def _forward_backward(self, micro: Sequence[Row], source: str) -> Any:
+        return await self._on_device(self._policy.forward_backward, micro, self._objective, source)
+
+    def _report(self, pending: list[Any], outcome: Any, tally: Tally, learned: Learned, *, first: bool) -> None:
+        for micro, result in pending:
+            metrics, logprobs = result.read()
+            tally.add_all(metrics)
+            if first:
+                for row, values in zip(micro, logprobs, strict=True):
+                    _note_rows(learned, row, values)
+        tally.value("optim/lr", outcome["optim/lr"])
+        tally.add("optim/skipped", outcome["optim/skipped"], 0)
+        if "optim/grad_norm" in outcome:
+            tally.add("optim/grad_norm", outcome["optim/grad_norm"], 1)
+        learned.skipped |= bool(outcome["optim/skipped"])
+
+    def _micro_batches(self, rows: Sequence[Row]) -> list[list[Row]]:
+        size = self._settings.rows_per_micro_batch
+        return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+
+def _note_rows(learned: Learned, row: Row, logprobs: np.ndarray) -> None:
+    for index, rollout_id in enumerate(row.rollout_ids):
+        mine = row.loss_mask & (row.sequence_ids == index)
+        learned.trained_rollouts.append(rollout_id)
+        learned.trained_tokens += int(mine.sum())
+        learned.policy_logprobs[rollout_id] = logprobs[mine]

@@ -1,0 +1,285 @@
+"""The loop: collect, learn, publish, record, save. Everything it touches is a protocol or a plain function.
+
+One step here is one version of the policy. A step that trained nothing (all groups flat) is a step all the same: it is
+recorded, and the next one draws other prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from shoal.errors import EXIT_INTERRUPTED, Interrupted, StoppedByPolicy
+from shoal.observability.console import Console
+from shoal.observability.events import EventLog
+from shoal.observability.metrics import Tally
+from shoal.observability.run_dir import RunDir
+from shoal.observability.spans import Phases, throughput
+from shoal.orchestrator.cadence import EvalCadence, SaveCadence
+from shoal.orchestrator.collect import Collected, Collector, Interruption
+from shoal.orchestrator.evaluate import Evaluator
+from shoal.orchestrator.learn import Learned, Learner, OnDevice
+from shoal.orchestrator.prompts import PromptStream
+from shoal.orchestrator.records import TokenText, rollout_lines, tally_groups
+from shoal.protocols import MetricSink, RolloutEngine, WeightChannel
+
+MAX_NON_FINITE = 3  # steps in a row
+MAX_FLAT = 5  # steps in a row
+LOOP_FILE = "loop.json"
+
+
+class Files(Protocol):
+    """The policy's side of a checkpoint."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def export(self, folder: Path) -> None: ...
+
+
+@dataclass
+class Parts:
+    """What build.py puts together."""
+
+    engine: RolloutEngine
+    weights: WeightChannel
+    collector: Collector
+    stream: PromptStream
+    learner: Learner
+    files: Files
+    evaluator: Evaluator | None
+    run_dir: RunDir
+    events: EventLog
+    console: Console
+    sinks: MetricSink  # writes metrics.jsonl first
+    phases: Phases
+    on_device: OnDevice
+    token_text: TokenText
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    max_steps: int
+    save: SaveCadence
+    evaluation: EvalCadence | None = None
+    save_total_limit: int | None = 2
+    keep_best: bool = False
+    stop_after: int | None = None  # evaluations without a better one
+    sigma_at: Callable[[int], float] | None = None  # QeRL noise of a step
+    next_command: str | None = None
+
+
+@dataclass
+class Progress:
+    """Everything the loop itself remembers between steps."""
+
+    step: int = 0  # steps done = version of the policy
+    non_finite: int = 0
+    flat: int = 0
+    best: float | None = None
+    best_step: int = 0
+    since_best: int = 0
+
+
+class Loop:
+    def __init__(self, parts: Parts, settings: LoopSettings) -> None:
+        self.parts = parts
+        self.settings = settings
+        self.progress = Progress()
+        self._stop = asyncio.Event()
+        self._exit_code = EXIT_INTERRUPTED
+        self._saved_step: int | None = None
+        self._served = ""  # proof of the weights the sampler serves
+        self._boundary: dict[str, Any] = {}  # the state between two steps; what a checkpoint holds
+
+    def interrupt(self, exit_code: int = EXIT_INTERRUPTED) -> None:
+        """Stop at the next safe point, with a checkpoint. Called from a signal handler."""
+        self._exit_code = exit_code
+        self._stop.set()
+
+    async def run(self) -> str:
+        """Train to the end; returns `finished` or `solved`. Raises Interrupted or StoppedByPolicy, state saved."""
+        await self._publish(self.progress.step, started=True)
+        self._boundary = self.state()
+        if self.progress.step == 0:
+            await self._evaluate_at_start()
+        while self.progress.step < self.settings.max_steps:
+            try:
+                outcome = await self._step()
+            except Interruption:
+                outcome = "interrupted"
+            if self._stop.is_set():
+                await self._interrupted()
+            if outcome is not None:
+                return outcome
+        return "finished"
+
+    async def _step(self) -> str | None:
+        """One step; an outcome if it was the last by a rule of its own."""
+        parts, progress = self.parts, self.progress
+        step = parts.events.step = progress.step + 1
+        tally = Tally()
+        parts.console.waiting(f"rollouts of step {step}")
+        collected = await parts.collector.collect(progress.step, self._stop)
+        parts.console.waiting(f"training of step {step}")
+        with parts.phases("train"):
+            learned = await parts.learner.learn(collected.kept, tally)
+        tally_groups(tally, collected.all, collected.kept, progress.step)
+        if self.settings.sigma_at is not None:
+            tally.value("noise/sigma", self.settings.sigma_at(step))
+        progress.step = step
+        await self._publish(step)
+        self._judge(learned, collected)
+        metrics = {**tally.reduce(), **await self._evaluate(step)}
+        self._record(step, metrics, collected, learned)
+        self._boundary = self.state()
+        await self._save_if_due(step)
+        return self._outcome(collected)
+
+    async def _publish(self, version: int, started: bool = False) -> None:
+        """Hand the weights to the sampler, unless it is to keep the ones it has for now."""
+        parts, admission = self.parts, self.parts.collector.admission
+        if admission.syncs_at(version) or (started and admission.interval > 0):
+            with parts.phases("sync"):
+                manifest = await parts.weights.publish(version)
+                self._served = await parts.engine.load(version, {**manifest, "sigma": self._sigma(version)})
+
+    def _sigma(self, version: int) -> float:
+        """Noise of the step that this version samples."""
+        sigma_at = self.settings.sigma_at
+        return sigma_at(version + 1) if sigma_at is not None and version < self.settings.max_steps else 0.0
+
+    async def _evaluate_at_start(self) -> None:
+        metrics = await self._evaluate(0)
+        if metrics:
+            self.parts.sinks.log(0, metrics)
+
+    async def _evaluate(self, step: int) -> dict[str, float]:
+        """Held-out metrics if due, with the noise taken off the sampler meanwhile."""
+        parts, cadence = self.parts, self.settings.evaluation
+        if parts.evaluator is None or cadence is None or not cadence.due(step, self.settings.max_steps):
+            return {}
+        parts.console.waiting(f"evaluation after step {step}")
+        with parts.phases("eval"):
+            sigma = self._sigma(step)
+            if sigma > 0:
+                await parts.engine.load(parts.engine.version, {"sigma": 0.0})
+            metrics, _ = await parts.evaluator.evaluate()
+            if sigma > 0:
+                await parts.engine.load(parts.engine.version, {"sigma": sigma})
+        means = [value for name, value in metrics.items() if name.endswith("/mean")]
+        if means:
+            self._note_best(step, sum(means) / len(means))
+        return metrics
+
+    def _note_best(self, step: int, value: float) -> None:
+        progress = self.progress
+        if progress.best is None or value > progress.best:
+            progress.best, progress.best_step, progress.since_best = value, step, 0
+        else:
+            progress.since_best += 1
+
+    def _judge(self, learned: Learned, collected: Collected) -> None:
+        """Count what must not go on for ever."""
+        progress, events = self.progress, self.parts.events
+        progress.non_finite = progress.non_finite + 1 if learned.skipped else 0
+        if learned.skipped:
+            events.warn(
+                "non-finite", f"step {progress.step}: the gradient is not finite; the optimizer step is skipped"
+            )
+        progress.flat = 0 if learned.trained_rollouts else progress.flat + 1
+        if not learned.trained_rollouts:
+            reasons = sorted({group.drop_reason or "nothing to train" for group in collected.all})
+            events.warn("flat", f"step {progress.step} trained nothing: every group was {', '.join(reasons)}")
+
+    def _outcome(self, collected: Collected) -> str | None:
+        progress, settings = self.progress, self.settings
+        if progress.non_finite >= MAX_NON_FINITE:
+            raise StoppedByPolicy(
+                f"stopped after {MAX_NON_FINITE} steps in a row with non-finite gradients; "
+                "lower train.learning_rate or look at the rewards, then resume from the last checkpoint"
+            )
+        if progress.flat >= MAX_FLAT:
+            reasons = {group.drop_reason for group in collected.all}
+            if reasons == {"uniform-good"}:
+                return "solved"
+            found = ", ".join(sorted(str(reason) for reason in reasons))
+            raise StoppedByPolicy(
+                f"stopped after {MAX_FLAT} steps in a row that trained nothing (groups were {found}); raise the "
+                "temperature or the group size, choose easier prompts, or look at the reward errors"
+            )
+        if settings.stop_after is not None and progress.since_best >= settings.stop_after:
+            self.parts.events.emit("early-stop", f"no better evaluation since step {progress.best_step}")
+            return "finished"
+        return None
+
+    def _record(self, step: int, metrics: dict[str, float], collected: Collected, learned: Learned) -> None:
+        """Rollouts, metrics, then the journal: a step exists once its journal record does."""
+        parts = self.parts
+        times = parts.phases.take()
+        metrics = {**metrics, **times}
+        metrics |= throughput(metrics, learned.row_tokens * bool(learned.trained_rollouts) or None)
+        parts.run_dir.write_rollouts(step, rollout_lines(collected.all, learned.policy_logprobs, parts.token_text))
+        parts.sinks.log(step, metrics)
+        parts.run_dir.append_journal(
+            step,
+            {
+                "version": step,
+                "weights": self._served,
+                "rollout_ids": learned.trained_rollouts,
+                "dropped": {group.prompt.group_id: group.drop_reason for group in collected.dropped},
+                "cursor": parts.stream.state()["positions"],
+            },
+        )
+        parts.console.step(step, metrics)
+
+    async def _save_if_due(self, step: int) -> None:
+        settings = self.settings
+        best = settings.keep_best and self.progress.best_step == step and self.progress.best is not None
+        if best or settings.save.due(step) or step == settings.max_steps:
+            await self.save()
+            if best:
+                self.parts.run_dir.mark_best(step, self.progress.best)
+
+    async def save(self) -> None:
+        """A complete checkpoint of the state after the last step."""
+        parts, step = self.parts, self.progress.step
+        if self._saved_step == step:
+            return
+        with parts.phases("save"), parts.run_dir.checkpoint(step) as folder:
+            await parts.on_device(parts.files.save, folder)
+            (folder / LOOP_FILE).write_bytes(msgspec.json.encode(self._boundary))
+        self._saved_step = step
+        self.settings.save.saved()
+        parts.run_dir.prune_checkpoints(self.settings.save_total_limit)
+        parts.run_dir.write_status(
+            "running", step=step, reason="checkpoint", resumable=True, next_command=self.settings.next_command
+        )
+
+    def state(self) -> dict[str, Any]:
+        parts = self.parts
+        return {
+            "progress": replace(self.progress),
+            "cursor": parts.stream.state(),
+            "collector": parts.collector.state(),
+        }
+
+    async def restore(self, folder: Path) -> None:
+        state = msgspec.json.decode((folder / LOOP_FILE).read_bytes())
+        self.progress = Progress(**state["progress"])
+        self.parts.stream.load_state(state["cursor"])
+        self.parts.collector.load_state(state["collector"])
+        self._saved_step = self.progress.step
+        await self.parts.on_device(self.parts.files.load, folder)
+
+    async def _interrupted(self) -> None:
+        """Save where the last step ended; what was in flight is drawn again, equal, when the run continues."""
+        await self.save()
+        await self.parts.collector.cancel()
+        raise Interrupted(f"interrupted after step {self.progress.step}; the state is saved", self._exit_code)

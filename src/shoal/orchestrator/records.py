@@ -1,0 +1,129 @@
+"""What a step leaves behind about its rollouts: metrics of groups and rewards, and one line a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shoal.batching.samples import rollout_samples
+from shoal.observability.metrics import Tally
+from shoal.types import Rollout, RolloutGroup, Turn
+
+TokenText = Callable[[int], str]
+
+
+def tally_groups(tally: Tally, groups: Sequence[RolloutGroup], kept: Sequence[RolloutGroup], version: int) -> None:
+    """Metrics over every group that finished for this step, discarded ones too."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if not rollouts:
+        return
+    scored = [rollout for rollout in rollouts if rollout.scored]
+    rewards = [float(rollout.reward) for rollout in scored if rollout.reward is not None]
+    tally.mean("reward/mean", rewards)
+    if len(rewards) > 1:
+        tally.value("reward/std", float(np.std(rewards, ddof=1)))
+    tally.mean("reward/raw_mean", [r.raw_reward for r in scored if r.raw_reward is not None])
+    tally.mean("reward/error_frac", [r.status == "error" for r in rollouts])
+    tally.mean("reward/timeout_frac", [r.status == "timeout" for r in rollouts])
+    for name in sorted({name for rollout in scored for name in rollout.parts}):
+        tally.mean(f"reward/part/{name}", [r.parts[name] for r in scored if name in r.parts])
+    _tally_environments(tally, scored)
+    reasons = [group.drop_reason for group in groups]
+    tally.mean("group/all_good_frac", [reason == "uniform-good" for reason in reasons])
+    tally.mean("group/all_bad_frac", [reason == "uniform-bad" for reason in reasons])
+    tally.mean("group/mixed_frac", [len(set(group.rewards)) > 1 for group in groups])
+    tally.value("group/flat", sum(reason in ("uniform-good", "uniform-bad") for reason in reasons))
+    if "stale" in reasons:
+        tally.value("group/stale", reasons.count("stale"))
+    tally.value("batch/rollouts", len(rollouts))
+    tally.value("batch/used", sum(len(group.rewards) for group in kept))
+    _tally_lengths(tally, rollouts)
+    ages = [version - rollout.oldest_version for group in kept for rollout in group.rollouts if rollout.turns]
+    tally.mean("staleness/mean", ages)
+    if ages:
+        tally.max("staleness/max", max(ages))
+
+
+def _tally_environments(tally: Tally, scored: Sequence[Rollout]) -> None:
+    names = sorted({rollout.prompt.env for rollout in scored})
+    if len(names) > 1:
+        for name in names:
+            tally.mean(f"reward/env/{name}", [r.reward or 0.0 for r in scored if r.prompt.env == name])
+
+
+def _tally_lengths(tally: Tally, rollouts: Sequence[Rollout]) -> None:
+    drawn = [rollout for rollout in rollouts if rollout.turns]
+    tally.value("tokens/prompt", sum(len(rollout.turns[0].prompt_ids) for rollout in drawn))
+    tally.value("tokens/completion", sum(rollout.completion_tokens for rollout in drawn))
+    tally.mean("completion/length_mean", [rollout.completion_tokens for rollout in drawn])
+    tally.mean("completion/truncated_frac", [rollout.truncated for rollout in drawn])
+
+
+def rollout_lines(
+    groups: Sequence[RolloutGroup], policy_logprobs: Mapping[str, np.ndarray], token_text: TokenText
+) -> Iterator[dict[str, Any]]:
+    for group in groups:
+        for rollout in group.rollouts:
+            yield _line(group, rollout, policy_logprobs.get(rollout.rollout_id), token_text)
+
+
+def _line(
+    group: RolloutGroup, rollout: Rollout, policy_logprobs: np.ndarray | None, token_text: TokenText
+) -> dict[str, Any]:
+    """Token arrays start after the first prompt, whose text and length stand beside them."""
+    ids, mask, sampler = _answer_tokens(rollout)
+    policy = np.zeros(len(ids))
+    if policy_logprobs is not None and len(policy_logprobs) == int(mask.sum()):
+        policy[mask] = policy_logprobs
+    first = rollout.turns[0] if rollout.turns else None
+    return {
+        "rollout_id": rollout.rollout_id,
+        "prompt_id": rollout.prompt.prompt_id,
+        "group": rollout.prompt.group_id,
+        "env": rollout.prompt.env,
+        "status": rollout.status,
+        "error": rollout.error,
+        "drop_reason": group.drop_reason,
+        "prompt": _as_text(rollout.prompt.messages),
+        "completion": _as_text(rollout.messages[len(rollout.prompt.messages) :], bare=len(rollout.turns) == 1),
+        "reward": rollout.reward,
+        "raw_reward": rollout.raw_reward,
+        "parts": rollout.parts,
+        "advantage": rollout.advantage,
+        "truncated": rollout.truncated,
+        "prompt_tokens": len(first.prompt_ids) if first else 0,
+        "spans": _spans(rollout.turns),
+        "token_ids": ids,
+        "token_texts": [token_text(i) for i in ids],
+        "loss_mask": [int(flag) for flag in mask],
+        "sampler_logprobs": [round(float(x), 5) for x in sampler],
+        "policy_logprobs": [round(float(x), 5) for x in policy] if policy_logprobs is not None else None,
+    }
+
+
+def _answer_tokens(rollout: Rollout) -> tuple[list[int], np.ndarray, np.ndarray]:
+    samples = rollout_samples(rollout, advantage=rollout.advantage or 0.0) if rollout.turns else []
+    if not samples:
+        return [], np.zeros(0, dtype=bool), np.zeros(0)
+    start = len(rollout.turns[0].prompt_ids)
+    ids = [int(i) for n, s in enumerate(samples) for i in s.token_ids[start if n == 0 else 0 :]]
+    mask = np.concatenate([s.loss_mask[start if n == 0 else 0 :] for n, s in enumerate(samples)])
+    sampler = np.concatenate([s.sampler_logprobs[start if n == 0 else 0 :] for n, s in enumerate(samples)])
+    return ids, mask, sampler
+
+
+def _spans(turns: Sequence[Turn]) -> list[list[int]]:
+    """[start, end, version] over the sampled tokens of the whole rollout."""
+    spans, at = [], 0
+    for turn in turns:
+        spans += [[at + span.start, at + span.end, span.version] for span in turn.completion.spans]
+        at += len(turn.completion.token_ids)
+    return spans
+
+
+def _as_text(messages: Sequence[Mapping[str, Any]], bare: bool = False) -> str:
+    if bare and len(messages) == 1:
+        return str(messages[0].get("content") or "")
+    return "\n\n".join(f"[{m.get('role')}] {m.get('content') or ''}" for m in messages)

@@ -1,0 +1,93 @@
+"""Math grading: find the final answer in a completion and compare it with the gold one.
+
+Numbers are compared exactly; anything else by math-verify, whose own timeouts are switched off because they need
+SIGALRM on the main thread. Run it where it can be killed: nasty expressions can take seconds and hundreds of megabytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import lru_cache
+
+from shoal.rewards.numeric import first_number, parse_number, same_number
+
+MAX_ANSWER_CHARS = 2000
+_HASHES = re.compile(r"####[ \t]*([^\n]+)")
+_PHRASE = re.compile(r"\banswer\s*(?:is|:|=)\s*:?\s*([^\n]+)", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?](?:\s|$)")
+
+
+def process_results(completion: str, gold: str) -> tuple[bool, tuple[str | None, str]]:
+    """(correct, (answer, gold answer)). The answer is None, and wrong, if the completion never states one."""
+    gold_answer = extract_answer(gold) or gold.strip()
+    answer = extract_answer(completion)
+    correct = answer is not None and len(answer) <= MAX_ANSWER_CHARS and same_answer(answer, gold_answer)
+    return correct, (answer, gold_answer)
+
+
+def extract_answer(text: str) -> str | None:
+    r"""The last \boxed{…}, else what follows the last ####, else what follows the last "answer is"."""
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return boxed.strip() or None
+    hashes = _HASHES.findall(text)
+    if hashes:
+        return hashes[-1].strip() or None
+    phrases = _PHRASE.findall(text)
+    return _from_sentence(phrases[-1]) if phrases else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last complete \boxed{…} or \fbox{…}, braces balanced."""
+    for start in sorted((m.end() for m in re.finditer(r"\\f?boxed\s*\{|\\fbox\s*\{", text)), reverse=True):
+        depth = 1
+        for position in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if depth == 0:
+                return text[start:position]
+    return None
+
+
+def same_answer(answer: str, gold: str) -> bool:
+    """Equal as numbers, as text, or as expressions."""
+    if same_number(answer, gold):
+        return True
+    if parse_number(answer) is not None and parse_number(gold) is not None:
+        return False
+    if _plain(answer) == _plain(gold):
+        return True
+    return _same_expression(answer, gold)
+
+
+def prepare() -> None:
+    """Import and warm what grading needs, so that no worker pays for it."""
+    _same_expression("x", "x^2")
+
+
+def _from_sentence(text: str) -> str | None:
+    """The number a sentence states ("18 dollars.", "3 + 5 = 8"), else its text up to the full stop."""
+    if parse_number(text) is not None:
+        return text.strip().rstrip(".")
+    sentence = _SENTENCE_END.split(text, maxsplit=1)[0].strip().strip("*").strip()
+    tail = sentence.rsplit("=", 1)[-1]
+    if parse_number(tail) is None and ("\\" in tail or "$" in tail[1:]):
+        return sentence or None  # a formula: leave it whole
+    return first_number(tail) or sentence or None
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\s+", "", text.strip().strip("$").rstrip(".")).casefold()
+
+
+@lru_cache(maxsize=4096)
+def _same_expression(answer: str, gold: str) -> bool:
+    from math_verify import parse, verify  # half a second of imports; most answers are plain numbers
+
+    # It warns about timeouts of 0, which are what is wanted here.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    def read(text: str) -> list:
+        return parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=0)
+
+    return bool(verify(read(gold), read(answer), timeout_seconds=0))

@@ -1,0 +1,221 @@
+"""The judge of a run: sends finished conversations to the reward server and brings scores back.
+
+`start()` forks the server and must be called before threads, CUDA or a model exist; `score` is then called from one
+event loop at a time. It never raises for what a reward does and never waits without a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from shoal.errors import ConfigError, HardwareError
+from shoal.protocols import Environment
+from shoal.rewards.server import START_LIMIT_S, Limits, become_server
+from shoal.rewards.wire import JOB, MAX_JOB_BYTES, MAX_REPLY_BYTES, READY, RESULT, FrameBuffer, pack
+from shoal.rewards.worker import Judging
+from shoal.types import Message, Score
+
+READY_LIMIT_S = 60.0
+CLOSE_LIMIT_S = 5.0
+SPLITS = ("train", "eval")
+
+
+class RewardPool:
+    """Runs `Environment.reward` in worker processes that can be killed. Implements `protocols.Judge`.
+
+    `weights` gives, per environment, the weight of each named reward part (1 where unset); an environment's own
+    `weights` attribute serves where none is given. `keep_env` names secrets that reward code may see after all.
+    """
+
+    def __init__(
+        self,
+        environments: Mapping[str, Environment],
+        *,
+        workers: int = 2,
+        timeout_s: float = 10.0,
+        memory_bytes: int = 2 * 2**30,
+        weights: Mapping[str, Mapping[str, float]] | None = None,
+        keep_env: Sequence[str] = (),
+    ) -> None:
+        if workers < 1 or timeout_s <= 0 or memory_bytes <= 0:
+            raise ConfigError("the reward pool needs at least one worker, a positive timeout and positive memory")
+        self._environments = dict(environments)
+        self._limits = Limits(workers, timeout_s, memory_bytes)
+        own = {name: getattr(env, "weights", None) or {} for name, env in self._environments.items()}
+        self._weights = {**own, **(weights or {})}
+        self._keep_env = set(keep_env).union(*(getattr(env, "keep_env", ()) for env in self._environments.values()))
+        self._pid = 0
+        self._socket: socket.socket | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: dict[int, asyncio.Future[Score]] = {}
+        self._unsent = bytearray()
+        self._replies = FrameBuffer(MAX_REPLY_BYTES)
+        self._last_job = 0
+        self._broken: str | None = "the reward pool is not started"
+
+    def start(self) -> None:
+        """Read every task list and fork the server. Workers inherit both, so any Python object can judge."""
+        if self._pid:
+            raise RuntimeError("the reward pool is already started")
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            raise RuntimeError("start the reward pool before CUDA is used: a forked process cannot share it")
+        tasks = {(name, split): env.tasks(split) for name, env in self._environments.items() for split in SPLITS}
+        judging = Judging(self._environments, tasks, self._weights)
+        ours, theirs = socket.socketpair()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()  # else the child would hold a copy of what is still buffered
+        parent = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            ours.close()
+            become_server(theirs, judging, self._limits, self._keep_env, parent)
+        theirs.close()
+        self._socket = ours
+        self._await_ready(ours)
+        ours.setblocking(False)
+        self._broken = None
+
+    async def score(self, env: str, split: str, index: int, messages: Sequence[Message]) -> Score:
+        body = json.dumps({"env": env, "split": split, "index": index, "messages": list(messages)}).encode()
+        if len(body) > MAX_JOB_BYTES:
+            return Score("error", error=f"a conversation of {len(body):,} bytes; the limit is {MAX_JOB_BYTES:,}")
+        if self._broken is None:
+            self._attach(asyncio.get_running_loop())
+        if self._broken is not None:
+            return Score("error", error=self._broken)
+        self._last_job += 1
+        job, reply = self._last_job, asyncio.get_running_loop().create_future()
+        self._waiting[job] = reply
+        try:
+            self._send(pack(job, JOB, body))
+            # Not wait_for: while training holds the loop a reply may sit in the socket past any deadline.
+            await asyncio.wait({reply}, timeout=self._deadline_s())
+            if not reply.done():
+                self._receive()
+            return reply.result() if reply.done() else Score("error", error="the reward server is silent")
+        finally:
+            self._waiting.pop(job, None)
+
+    async def close(self) -> None:
+        """End the server, its workers and everything they started."""
+        self._detach()
+        self._break("the reward pool is closed")
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        deadline = time.monotonic() + CLOSE_LIMIT_S
+        while self._pid and not _reaped(self._pid):
+            if time.monotonic() > deadline:
+                os.kill(self._pid, signal.SIGKILL)
+            await asyncio.sleep(0.01)
+        self._pid = 0
+
+    def _deadline_s(self) -> float:
+        """All jobs ahead may use their whole time before this one starts."""
+        rounds = math.ceil(len(self._waiting) / self._limits.workers)
+        return rounds * (self._limits.timeout_s + START_LIMIT_S) + START_LIMIT_S
+
+    def _await_ready(self, channel: socket.socket) -> None:
+        channel.settimeout(READY_LIMIT_S)
+        try:
+            data = channel.recv(1 << 10)
+        except TimeoutError:
+            data = b""
+        if not any(frame.kind == READY for frame in self._replies.feed(data)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            self._pid = 0
+            raise HardwareError("the reward server did not start: this system does not let Shoal fork a process")
+
+    def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Listen on this loop; an earlier one (a finished asyncio.run) is forgotten."""
+        if self._loop is loop or self._socket is None:
+            return
+        self._detach()
+        self._waiting.clear()
+        self._loop = loop
+        loop.add_reader(self._socket, self._receive)
+        if self._unsent:
+            loop.add_writer(self._socket, self._flush)
+
+    def _detach(self) -> None:
+        if self._loop is not None and self._socket is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+        self._loop = None
+
+    def _send(self, data: bytes) -> None:
+        self._unsent += data
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._socket is None or self._loop is None:
+            return
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+            self._loop.remove_writer(self._socket)
+        except BlockingIOError:
+            self._loop.add_writer(self._socket, self._flush)
+        except OSError as error:
+            self._break(f"the reward server is gone: {error}")
+
+    def _receive(self) -> None:
+        while self._socket is not None:
+            try:
+                data = self._socket.recv(1 << 18)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._break("the reward server ended")
+                return
+            for frame in self._replies.feed(data):
+                reply = self._waiting.get(frame.job)
+                if frame.kind == RESULT and reply is not None and not reply.done():
+                    reply.set_result(_to_score(frame.body))
+
+    def _break(self, reason: str) -> None:
+        self._detach()
+        self._broken = reason
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_result(Score("error", error=reason))
+
+
+def _to_score(body: bytes) -> Score:
+    """A worker's reply; reward code could have written it, so nothing about it is taken on trust."""
+    try:
+        fields = json.loads(body)
+        status, reward, parts = fields["status"], fields.get("reward"), fields.get("parts") or {}
+        if status not in ("ok", "error", "timeout"):
+            raise ValueError(status)
+        return Score(
+            status,
+            None if reward is None or status != "ok" else float(reward),
+            {str(name): float(part) for name, part in parts.items()},
+            None if status == "ok" else str(fields.get("error")),
+            float(fields.get("seconds", 0.0)),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return Score("error", error="the reward worker sent something that is not a score")
+
+
+def _reaped(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True

@@ -1,0 +1,1 @@
+"""Driving environments against an engine, and the engines behind the RolloutEngine seam."""

@@ -1,0 +1,121 @@
+"""The embedded engine behind the RolloutEngine seam: requests from coroutines, steps on the device's thread.
+
+The trainer uses the same thread, so on one device sampling and training take turns by the step and need no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from typing import Any
+
+import torch
+
+from shoal.engine.engine import EmbeddedEngine
+from shoal.errors import EngineError
+from shoal.types import Completion, Request
+
+# Decode steps between two looks at the queue: few enough that a new request waits milliseconds.
+STEPS_PER_TURN = 16
+
+
+class EmbeddedRolloutEngine:
+    def __init__(self, engine: EmbeddedEngine, device: Executor, noise_seed: int = 0) -> None:
+        self._engine = engine
+        self._device = device
+        self._noise_seed = noise_seed
+        self._answers: dict[str, asyncio.Future[Completion]] = {}
+        self._inbox: list[Request] = []
+        self._pump: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+        self._paused = asyncio.Event()
+        self._paused.set()  # set = running
+
+    @property
+    def version(self) -> int:
+        return self._engine.view.version
+
+    async def generate(self, request: Request) -> Completion:
+        if self._failure is not None:
+            raise EngineError(f"the embedded engine failed earlier: {self._failure}")
+        if request.request_id in self._answers:
+            raise EngineError(f"request {request.request_id} is already running")
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._answers[request.request_id] = answer
+        self._inbox.append(request)
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._run(), name="engine")
+        try:
+            return await answer
+        finally:
+            self._answers.pop(request.request_id, None)
+
+    async def _run(self) -> None:
+        """Step while there is work. A failure ends every request with its reason instead of leaving them waiting."""
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(0)  # whoever asked together is batched together
+        try:
+            while self._inbox or self._engine.busy:
+                await self._paused.wait()
+                requests, self._inbox = self._inbox, []
+                for completion in await loop.run_in_executor(self._device, self._turn, requests):
+                    answer = self._answers.get(completion.request_id)
+                    if answer is not None and not answer.done():
+                        answer.set_result(completion)
+        except Exception as error:
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(EngineError(f"the embedded engine failed: {type(error).__name__}: {error}"))
+            self._failure = error
+
+    def _turn(self, requests: list[Request]) -> list[Completion]:
+        """On the device thread: take the requests, then step until something finishes or the turn is over."""
+        finished = [answer for request in requests if (answer := self._engine.add(request)) is not None]
+        for _ in range(STEPS_PER_TURN):
+            if finished or not self._engine.busy:
+                break
+            finished += self._engine.step()
+        return finished
+
+    async def load(self, version: int, manifest: Mapping[str, Any] | None = None) -> str:
+        """Serve the trainer's current weights as `version`. The manifest may carry the noise of this version."""
+        sigma = float((manifest or {}).get("sigma", 0.0))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._device, self._load, version, sigma)
+
+    def _load(self, version: int, sigma: float) -> str:
+        self._engine.view.refresh(version, sigma, self._noise_seed)
+        # The tensors are the trainer's own (or were copied just now): a few numbers prove which; hashing all costs time.
+        digest = hashlib.blake2b(digest_size=16)
+        with self._engine.view.active():
+            for _, tensor in zip(range(8), self._engine.view.decoder.model.parameters(), strict=False):
+                digest.update(tensor.detach().flatten()[:64].to(torch.float32).cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    async def pause(self) -> None:
+        self._paused.clear()
+
+    async def resume(self) -> None:
+        self._paused.set()
+
+    async def health(self) -> dict[str, Any]:
+        scheduler = self._engine.scheduler
+        return {
+            "ok": self._failure is None,
+            "version": self.version,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting) + len(self._inbox),
+            "generated_tokens": self._engine.generated_tokens,
+        }
+
+    async def close(self) -> None:
+        if self._pump is not None and not self._pump.done():
+            self._pump.cancel()
+            await asyncio.gather(self._pump, return_exceptions=True)
+        self._inbox.clear()
+        self._engine.abort()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.cancel()

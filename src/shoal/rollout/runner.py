@@ -1,0 +1,122 @@
+"""Plays environments against an engine: one group of scored rollouts a prompt.
+
+Knows tokens, episodes and rewards; nothing of advantages, losses or weights. A rollout that fails becomes a counted
+value, never an exception; only a broken engine is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from shoal.errors import EngineError
+from shoal.protocols import Environment, Judge, RolloutEngine
+from shoal.rewards.shaping import RewardShape
+from shoal.types import Message, Prompt, Request, Rollout, RolloutGroup, SamplingParams, Turn
+
+
+class Tokens(Protocol):
+    """What the runner needs of a tokenizer and its chat template; models.chat.Chat is one."""
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]: ...
+
+    def next_prompt_ids(
+        self, so_far: Sequence[int], messages: Sequence[Message], following: Sequence[Message]
+    ) -> list[int]: ...
+
+
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+def _untimed(_: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class RunnerSettings:
+    context_tokens: int  # prompt and completions of a rollout together
+    seed: int = 0
+    shape: RewardShape = field(default_factory=RewardShape)
+
+
+def rollout_seed(run_seed: int, rollout_id: str, turn: int) -> int:
+    """A 63-bit seed from counters alone, so that resuming needs no generator state."""
+    digest = hashlib.blake2b(f"{run_seed}/{rollout_id}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class GroupRunner:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        environments: Mapping[str, Environment],
+        judge: Judge,
+        tokens: Tokens,
+        settings: RunnerSettings,
+    ) -> None:
+        self._engine = engine
+        self._environments = environments
+        self._judge = judge
+        self._tokens = tokens
+        self._settings = settings
+
+    async def run(self, prompt: Prompt, size: int, sampling: SamplingParams, phase: Phase = _untimed) -> RolloutGroup:
+        """`size` rollouts of one prompt, all started together so that the engine reads the prompt once."""
+        version = self._engine.version
+        rollouts = await asyncio.gather(*(self._rollout(prompt, i, sampling, phase) for i in range(size)))
+        return RolloutGroup(prompt, list(rollouts), version)
+
+    async def _rollout(self, prompt: Prompt, index: int, sampling: SamplingParams, phase: Phase) -> Rollout:
+        rollout = Rollout(prompt, index, [])
+        try:
+            with phase("rollout"):
+                await self._play(rollout, sampling)
+        except (EngineError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # the environment is the user's code
+            rollout.status, rollout.error = "error", f"{type(error).__name__}: {error}"
+            return rollout
+        with phase("reward"):
+            await self._score(rollout, sampling)
+        return rollout
+
+    async def _play(self, rollout: Rollout, sampling: SamplingParams) -> None:
+        prompt = rollout.prompt
+        environment = self._environments[prompt.env]
+        episode = environment.start(environment.tasks(prompt.split)[prompt.index])
+        prompt_ids = self._tokens.prompt_ids(episode.messages)
+        while True:
+            room = self._settings.context_tokens - len(prompt_ids)
+            if room < 1:
+                break
+            turn = len(rollout.turns)
+            drawn_with = replace(
+                sampling,
+                max_tokens=min(sampling.max_tokens, room),
+                seed=rollout_seed(self._settings.seed, rollout.rollout_id, turn),
+            )
+            request = Request(f"{prompt.split}:{rollout.rollout_id}/{turn}", prompt_ids, drawn_with)
+            completion = await self._engine.generate(request)
+            rollout.turns.append(Turn(prompt_ids, completion, sampling.temperature))
+            following = await episode.reply(completion.text)
+            rollout.messages = list(episode.messages)
+            if following is None or completion.finish_reason != "stop":
+                break
+            answered = episode.messages[: len(episode.messages) - len(following)]
+            prompt_ids = self._tokens.next_prompt_ids(prompt_ids + completion.token_ids, answered, following)
+
+    async def _score(self, rollout: Rollout, sampling: SamplingParams) -> None:
+        prompt = rollout.prompt
+        score = await self._judge.score(prompt.env, prompt.split, prompt.index, rollout.messages)
+        rollout.reward_s, rollout.parts = score.seconds, score.parts
+        if score.status != "ok":
+            rollout.status, rollout.error = score.status, score.error
+        elif score.reward is None:
+            rollout.status = "excluded"
+        else:
+            rollout.raw_reward = score.reward
+            rollout.reward = self._settings.shape(score.reward, rollout, sampling.max_tokens)

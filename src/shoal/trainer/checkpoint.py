@@ -1,0 +1,54 @@
+"""The policy's files: weights as transformers or PEFT load them, and the rest needed to continue bit for bit.
+
+Writes into a folder it is given; making that folder appear atomically is the run directory's business.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
+
+from shoal.errors import StorageError
+from shoal.models import lora
+from shoal.trainer.policy import TrainedPolicy
+
+STATE_FILE = "trainer.safetensors"
+COUNTS_FILE = "trainer.json"
+
+
+def export_weights(policy: TrainedPolicy, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """A folder that `from_pretrained` of transformers (full) or PEFT (LoRA) loads as it is."""
+    model = policy.decoder.model
+    folder.mkdir(parents=True, exist_ok=True)
+    if hasattr(model, "peft_config"):
+        model.save_pretrained(str(folder), selected_adapters=[lora.TRAINED])  # type: ignore[operator]
+    else:
+        model.save_pretrained(folder)  # type: ignore[operator]
+    tokenizer.save_pretrained(folder)
+
+
+def save_state(policy: TrainedPolicy, folder: Path) -> None:
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in policy.optimizer.state().items()}
+    tensors["rng/cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available() and policy.decoder.device.type == "cuda":
+        tensors["rng/cuda"] = torch.cuda.get_rng_state(policy.decoder.device)
+    save_file(tensors, folder / STATE_FILE)
+    (folder / COUNTS_FILE).write_text(json.dumps({"optimizer_steps": policy.optimizer_steps}), "utf-8")
+
+
+def load_state(policy: TrainedPolicy, folder: Path) -> None:
+    try:
+        tensors = load_file(folder / STATE_FILE)
+        counts = json.loads((folder / COUNTS_FILE).read_text("utf-8"))
+        torch.set_rng_state(tensors.pop("rng/cpu"))
+        cuda = tensors.pop("rng/cuda", None)
+        if cuda is not None and policy.decoder.device.type == "cuda":
+            torch.cuda.set_rng_state(cuda, policy.decoder.device)
+        policy.optimizer.load_state(tensors)
+    except (OSError, ValueError, KeyError) as error:
+        raise StorageError(f"the checkpoint {folder} could not be loaded: {error}") from error
+    policy.optimizer_steps = int(counts["optimizer_steps"])

@@ -1,0 +1,96 @@
+"""Supervised training on given completions. Shares the policy, packing, metrics and checkpoints with GRPO.
+
+The order of rows is a pure function of seed and epoch, so a step number is all there is to resume from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from shoal.algorithms.inputs import LossInputs, Metrics
+from shoal.batching.pack import make_batches
+from shoal.errors import DataError
+from shoal.models.chat import Chat
+from shoal.observability.metrics import Tally
+from shoal.trainer.policy import TrainedPolicy
+from shoal.types import Batch, Sample, Task
+
+
+def cross_entropy(inputs: LossInputs, weights: Tensor) -> tuple[Tensor, Metrics]:
+    """An objective like any other: minus the log-prob of every completion token."""
+    loss = -(inputs.policy_logprobs * weights.to(inputs.dtype)).sum()
+    return loss, {"sft/loss": inputs.token_metric(-inputs.policy_logprobs)}
+
+
+def supervised_samples(tasks: Sequence[Task], chat: Chat, end_id: int, max_tokens: int) -> tuple[list[Sample], int]:
+    """Samples whose loss is on the completion and the token that ends it, and how many rows were too long."""
+    samples = []
+    for number, task in enumerate(tasks):
+        prompt = chat.prompt_ids(task.messages)
+        completion = [*chat.tokenizer.encode(task.data["completion"], add_special_tokens=False), end_id]
+        if len(prompt) + len(completion) <= max_tokens:
+            samples.append(_sample(str(number), prompt, completion))
+    if not samples:
+        raise DataError(f"none of the {len(tasks)} rows fits into train.sequence_len {max_tokens}")
+    return samples, len(tasks) - len(samples)
+
+
+def _sample(name: str, prompt: list[int], completion: list[int]) -> Sample:
+    mask = np.array([False] * len(prompt) + [True] * len(completion))
+    mask[0] = False
+    ones = np.ones(len(mask), dtype=np.float32)
+    zeros = np.zeros(len(mask), dtype=np.float32)
+    ids = np.array([*prompt, *completion], dtype=np.int64)
+    return Sample(name, name, ids, mask, zeros, ones, ones)
+
+
+@dataclass
+class SupervisedSteps:
+    """One optimizer step over `batch_size` samples at a time."""
+
+    policy: TrainedPolicy
+    samples: Sequence[Sample]
+    batch_size: int
+    token_budget: int
+    rows_per_micro_batch: int
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return max(1, len(self.samples) // self.batch_size)
+
+    def step(self, step: int) -> dict[str, float]:
+        """Step `step`, counted from 1; returns its metrics."""
+        tally = Tally()
+        batch = self._batch(step)
+        rows, size = batch.rows, self.rows_per_micro_batch
+        for start in range(0, len(rows), size):
+            metrics, _ = self.policy.forward_backward(rows[start : start + size], cross_entropy, "none").read()
+            tally.add_all(metrics)
+        tally.values(self.policy.optim_step())
+        tally.value("tokens/completion", sum(int(row.loss_mask.sum()) for row in rows))
+        return tally.reduce()
+
+    def _batch(self, step: int) -> Batch:
+        epoch, at = divmod(step - 1, self.steps_per_epoch)
+        order = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self.samples))
+        chosen = [[self.samples[i]] for i in order[at * self.batch_size : (at + 1) * self.batch_size]]
+        (batch,) = make_batches(chosen, token_budget=self.token_budget, aggregation="token-mean", max_tokens=1)
+        return batch
+
+
+def train_supervised(
+    steps: SupervisedSteps, first: int, last: int, after_step: Callable[[int, dict[str, float]], bool]
+) -> int:
+    """Steps first..last; `after_step` records each and says whether to stop. Returns the last step done."""
+    done = first - 1
+    for step in range(first, last + 1):
+        metrics = steps.step(step)
+        done = step
+        if after_step(step, metrics):
+            break
+    return done

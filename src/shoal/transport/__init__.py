@@ -1,0 +1,1 @@
+"""Channels that carry weights to engines and samples to trainers."""

@@ -1,0 +1,69 @@
+"""No pickle, marshal, eval, exec, shell=True, yaml.load or torch.load anywhere in the source: an AST test says so."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "shoal"
+MODULES = sorted(SOURCE.rglob("*.py"))
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
+FORBIDDEN_BUILTINS = {"eval", "exec", "compile", "__import__"}
+FORBIDDEN_ATTRIBUTES = {
+    ("yaml", "load"), ("yaml", "load_all"), ("yaml", "unsafe_load"), ("yaml", "full_load"),
+    ("torch", "load"), ("torch", "save"), ("os", "system"), ("os", "popen"), ("numpy", "load"), ("np", "load"),
+}  # fmt: skip
+FORBIDDEN_KEYWORDS = {("shell", True), ("allow_pickle", True), ("trust_remote_code", True)}
+
+
+def violations(text: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            found += [f"line {node.lineno}: imports {n}" for n in names if n.split(".")[0] in FORBIDDEN_MODULES]
+        if isinstance(node, ast.Call):
+            found += [f"line {node.lineno}: {what}" for what in _call_problems(node)]
+    return found
+
+
+def _call_problems(node: ast.Call) -> list[str]:
+    problems = []
+    function = node.func
+    if isinstance(function, ast.Name) and function.id in FORBIDDEN_BUILTINS:
+        problems.append(f"calls {function.id}")
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        pair = (function.value.id, function.attr)
+        if pair in FORBIDDEN_ATTRIBUTES:
+            problems.append("calls " + ".".join(pair))
+    for keyword in node.keywords:
+        value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+        if (keyword.arg, value) in FORBIDDEN_KEYWORDS:
+            problems.append(f"passes {keyword.arg}={value}")
+    return problems
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_forbidden_call(path: Path):
+    assert violations(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from dill import loads",
+        "eval('1')",
+        "exec('1')",
+        "import yaml; yaml.load('a')",
+        "import torch; torch.load('a')",
+        "import subprocess; subprocess.run('ls', shell=True)",
+        "from transformers import AutoModel; AutoModel.from_pretrained('x', trust_remote_code=True)",
+    ],
+)
+def test_the_check_sees(text: str):
+    assert violations(text)
+
+
+def test_the_check_lets_methods_be():
+    assert violations("model.eval(); re.compile('a')") == []

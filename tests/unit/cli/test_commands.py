@@ -1,0 +1,219 @@
+"""The commands as a user types them: help, dry runs, refusals, exit codes and what they leave on disk."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import main
+from shoal.cli.init import example_files
+from shoal.config.load import load_run
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples" / "grpo"
+THREE = ["grpo"] + [
+    part for name in ("train", "infer", "orch") for part in (f"--{name}", str(EXAMPLES / f"{name}.yaml"))
+]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def timed(*argv: str) -> tuple[float, subprocess.CompletedProcess[str]]:
+    """The best of three, since other work may share the machine."""
+    best, result = float("inf"), None
+    for _ in range(3):
+        start = time.perf_counter()
+        result = subprocess.run([sys.executable, "-m", "shoal", *argv], capture_output=True, text=True, timeout=60)
+        best = min(best, time.perf_counter() - start)
+    assert result is not None
+    return best, result
+
+
+def test_help_is_fast_and_names_the_verbs():
+    seconds, result = timed("--help")
+    assert result.returncode == 0
+    assert all(verb in result.stdout for verb in ("grpo", "sft", "eval", "envs", "make-model", "init"))
+    assert seconds < 0.3
+
+
+def test_dry_run_is_fast():
+    seconds, result = timed(*THREE, "--dry-run")
+    assert result.returncode == 0
+    assert seconds < 1.0
+
+
+@pytest.mark.parametrize("verb", ["grpo", "grpo-infer", "sft", "eval", "envs", "make-model", "init", "demo"])
+def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]):
+    assert main([verb, "--help"]) == 0
+    assert f"shoal {verb}" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == "0.1.0"
+
+
+def test_dry_run_prints_and_writes_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*THREE, "--dry-run", "train.learning_rate=1e-4"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    written = list((tmp_path / "outputs").rglob("*"))
+    assert [path.name for path in written] == ["config.yaml"]
+    assert written[0].read_text() == printed.out
+    assert load_run(str(written[0])).config.train.learning_rate == 1e-4
+
+
+def test_dry_run_may_be_repeated_and_run_from_its_own_output(capsys: pytest.CaptureFixture[str]):
+    assert main([*THREE, "--dry-run"]) == 0
+    first = capsys.readouterr().out
+    assert main(["grpo", "outputs/config.yaml", "--dry-run"]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_notices_go_to_stderr(capsys: pytest.CaptureFixture[str]):
+    assert main([*THREE, "--dry-run", "train.lora=false"]) == 0
+    err = capsys.readouterr().err
+    assert all(line.startswith("notice: ") for line in err.splitlines()) and "train.learning_rate" in err
+
+
+def test_a_used_folder_is_refused_with_the_two_ways_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*THREE, "--dry-run"]) == 0
+    (tmp_path / "outputs" / "status.json").write_text("{}")
+    before = (tmp_path / "outputs" / "config.yaml").read_text()
+    capsys.readouterr()
+    assert main([*THREE, "--dry-run", "train.learning_rate=1e-4"]) == 2
+    err = capsys.readouterr().err
+    assert "--resume" in err and "train.output_dir=" in err
+    assert main([*THREE, "--dry-run", "--resume", "train.learning_rate=1e-4"]) == 0
+    assert "resume changes train.learning_rate: 0.0002 → 0.0001" in capsys.readouterr().err
+    assert (tmp_path / "outputs" / "config.yaml").read_text() == before
+    assert main([*THREE, "--dry-run", "--resume", "train.seed=4"]) == 2
+    assert "train.seed: 0 → 4" in capsys.readouterr().err
+
+
+def test_nothing_to_resume_yet(capsys: pytest.CaptureFixture[str]):
+    assert main([*THREE, "--dry-run", "--resume"]) == 0
+    assert "nothing to resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["train", "infer", "orch"])
+def test_split_commands_are_checked_and_say_what_they_cannot_do(name: str, capsys: pytest.CaptureFixture[str]):
+    file = str(EXAMPLES / f"{name}.yaml")
+    assert main([f"grpo-{name}", file, "--dry-run"]) == 0
+    assert "Qwen/Qwen3-0.6B" in capsys.readouterr().out
+    assert main([f"grpo-{name}", file]) == 2
+    assert "use shoal grpo" in capsys.readouterr().err
+    assert main([f"grpo-{name}", file, f"{name}.nonsense=1", "--dry-run"]) == 2
+    assert f"{name}.nonsense" in capsys.readouterr().err
+
+
+def test_sft_from_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    flags = ["--model", "Qwen/Qwen3-0.6B", "--dataset", "rows.jsonl", "--max-steps", "3", "--output-dir", "1e5"]
+    assert main(["sft", *flags, "batch_size=2", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "batch_size: 2" in out and "max_steps: 3" in out and "output_dir: '1e5'" in out
+    assert (tmp_path / "1e5" / "config.yaml").read_text() == out
+
+
+def test_examples_are_written_and_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["init", "mine"]) == 0
+    folder = tmp_path / "mine" / "grpo"
+    files = [part for name in ("train", "infer", "orch") for part in (f"--{name}", str(folder / f"{name}.yaml"))]
+    assert main(["grpo", *files, "--dry-run"]) == 0
+    capsys.readouterr()
+    assert main(["init", "mine"]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_packaged_examples_are_those_of_the_repository():
+    packaged = example_files()
+    for file in EXAMPLES.glob("*.yaml"):
+        assert packaged[f"grpo/{file.name}"] == file.read_text(encoding="utf-8")
+    assert len(packaged) >= 3
+
+
+def test_envs(capsys: pytest.CaptureFixture[str]):
+    assert main(["envs"]) == 0
+    assert "reverse-text" in capsys.readouterr().out
+    assert main(["envs", "show", "reverse-text"]) == 0
+    assert "<reversed_text>" in capsys.readouterr().out
+    assert main(["envs", "show", "revrese-text"]) == 2
+    assert "reverse-text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["make-model"], "make-model tiny DIR"),
+        (["make-model", "huge", "dir"], "make-model tiny DIR"),
+        (["make-model", "dir", "--shape", "qwen3-0.6"], "qwen3-0.6b"),
+        (["make-model", "tiny", "dir", "--seed", "-1"], "--seed"),
+        (["make-model", "tiny", "dir", "--seed", "x"], "--seed"),
+        (["eval", "Qwen/Qwen3-0.6B", "--env", "nope"], "unknown environment"),
+        (["eval", "./nothing", "--env", "arithmetic"], "does not exist"),
+        (["eval", "Qwen/Qwen3-0.6B", "--env", "arithmetic", "--max-tokens", "0"], "max_tokens"),
+        (["eval", "Qwen/Qwen3-0.6B", "--env", "arithmetic", "--arg", "level"], "key=value"),
+        (["eval", "Qwen/Qwen3-0.6B"], "--env"),
+        (["demo", "--seed", "-3"], "--seed"),
+        (["nonsense"], "nonsense"),
+        (["grpo"], "shoal init"),
+        (["grpo", "run.yaml", "--train", "t.yaml"], "--train"),
+        (["grpo", "--train", "t.yaml"], "--orch"),
+        (["sft"], "sft.yaml"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_commands(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+    assert main(argv) == 2
+    printed = capsys.readouterr()
+    assert says in printed.err and printed.err.startswith("shoal: error: ")
+    assert len(printed.err.splitlines()) == 1 and printed.out == ""
+
+
+def test_a_bug_leaves_a_bundle_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("something inside with canary-777")
+
+    monkeypatch.setattr("shoal.cli.init.example_files", broken)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("SOME_API_KEY", "canary-777")
+    assert main(["init", "there"]) == 70
+    err = capsys.readouterr().err
+    assert "Traceback" not in err and "RuntimeError" in err
+    bundle = next(tmp_path.glob("crash-*.txt"))
+    assert str(bundle) in err
+    text = bundle.read_text()
+    assert "something inside" in text and "Traceback" in text and "canary" not in text
+    assert bundle.stat().st_mode & 0o077 == 0
+
+
+def test_interrupt_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shoal.cli.init.example_files", interrupted)
+    assert main(["init", "there"]) == 130
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    command = f"{sys.executable} -m shoal config-reference | head -1"
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_plain_ascii_terminal():
+    result = subprocess.run(
+        [sys.executable, "-m", "shoal", "grpo", "nope.yaml"],
+        capture_output=True,
+        env={"PATH": "/usr/bin:/bin", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    )
+    assert result.returncode == 2
+    assert result.stderr.decode("ascii").startswith("shoal: error: nope.yaml: no such file")

@@ -1,0 +1,148 @@
+"""Rules across keys: what is an error, what is only a notice, and what the seed's own files give."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal.config.catalogue import CORRECTION_CATALOGUE, LOSS_CATALOGUE
+from shoal.config.checks import check_run
+from shoal.config.load import load_run
+from shoal.config.loss import LOSS_PARAMETERS, CorrectionConfig
+from shoal.config.problems import dotted
+from shoal.config.schema import RunConfig
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "grpo"
+PARTS = {name: str(EXAMPLES / f"{name}.yaml") for name in ("train", "infer", "orch")}
+
+
+def run(*overrides: str) -> RunConfig:
+    return load_run(overrides=["train.model=m", "train.max_steps=8", "orch.env=arithmetic", *overrides]).config
+
+
+def errors(*overrides: str) -> list[str]:
+    return [dotted(problem.path) for problem in check_run(run(*overrides)).errors]
+
+
+def notices(*overrides: str) -> list[str]:
+    return [dotted(problem.path) for problem in check_run(run(*overrides)).notices]
+
+
+def test_the_seed_files_pass_without_a_word():
+    findings = check_run(load_run(parts=PARTS).config)
+    assert findings.errors == [] and findings.notices == []
+
+
+def test_the_seed_files_pass_for_full_fine_tuning_with_notices_only():
+    findings = check_run(load_run(parts=PARTS, overrides=["train.lora=false", "train.recipe=fp32"]).config)
+    assert findings.errors == []
+    assert {dotted(problem.path) for problem in findings.notices} == {"train.learning_rate", "train.lora"}
+
+
+def test_schema_and_catalogue_name_the_same_knobs():
+    knobs = {param.name for spec in LOSS_CATALOGUE.values() for param in spec.params}
+    assert knobs == set(LOSS_PARAMETERS)
+    corrections = {param.name for spec in CORRECTION_CATALOGUE.values() for param in spec.params}
+    assert corrections == set(CorrectionConfig.model_fields) - {"type"}
+
+
+@pytest.mark.parametrize("loss", LOSS_CATALOGUE)
+def test_a_loss_takes_its_own_defaults_and_no_foreign_knob(loss: str):
+    spec = LOSS_CATALOGUE[loss]
+    assert errors(f"train.loss.type={loss}") == []
+    foreign = [name for name in LOSS_PARAMETERS if spec.param(name) is None]
+    values = {"ratio": "none", "ratio_type": "token", "dual_clip": "3"}
+    for name in foreign:
+        assert errors(f"train.loss.type={loss}", f"train.loss.{name}={values.get(name, '0.5')}") == [
+            f"train.loss.{name}"
+        ]
+
+
+@pytest.mark.parametrize("loss", LOSS_CATALOGUE)
+def test_corrections_and_kl_where_they_exist(loss: str):
+    spec = LOSS_CATALOGUE[loss]
+    expected = [] if spec.takes_correction else ["train.loss.correction.type"]
+    assert errors(f"train.loss.type={loss}", "train.loss.correction.type=tis") == expected
+    expected = [] if spec.takes_kl else ["train.loss.kl"]
+    assert errors(f"train.loss.type={loss}", "train.loss.kl.beta=0.01") == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["train.loss.type=my.code:f", "train.loss.clip_low=0.2"], "train.loss.clip_low"),
+        (["train.loss.args={a: 1}"], "train.loss.args"),
+        (["train.loss.type=grpo", "train.loss.correction.cap=3"], "train.loss.correction.cap"),
+        (["train.loss.type=grpo", "train.loss.correction={type: icepop, level: token}"], "train.loss.correction.level"),
+        (["train.loss.type=decoupled", "train.recompute_old=false"], "train.recompute_old"),
+        (["train.loss={type: grpo, kl: {beta: 0.1, in: reward, estimator: k3}}"], "train.loss.kl.estimator"),
+        (["train.loss={type: grpo, kl: {beta: 0.1}}", "train.reference=none"], "train.reference"),
+        (["orch.advantage={mean: batch, leave_one_out: true}"], "orch.advantage.leave_one_out"),
+        (["orch.advantage={std: none, eps: 0.1}"], "orch.advantage.eps"),
+        (["orch.advantage={function: 'a:b', std: none}"], "orch.advantage.function"),
+        (["orch.truncated={type: zero, tokens: 4}"], "orch.truncated.tokens"),
+        (["orch.groups={uniform: skip, max_refill: 1}"], "orch.groups.max_refill"),
+        (["orch.buffer={easy_threshold: 0.2, easy_fraction: 0.1, hard_threshold: 0.8, hard_fraction: 0.1}"],
+         "orch.buffer.easy_threshold"),
+        (["orch.sampling={min_tokens: 40, max_tokens: 20}"], "orch.sampling.min_tokens"),
+        (["orch.sampling.top_k=500"], "orch.sampling.top_k"),
+        (["infer.engine=vllm", "orch.sampling.top_p=0.9"], "orch.sampling"),
+        (["orch.weight_sync_interval=0", "orch.max_off_policy_steps=2"], "orch.max_off_policy_steps"),
+        (["orch.env=[arithmetic, arithmetic]"], "orch.env.1"),
+        (["orch.eval.sampling.max_tokens=4096"], "orch.eval.sampling.max_tokens"),
+        (["orch.reward.scale=0"], "orch.reward.scale"),
+        (["orch.client.base_url=nowhere", "infer.engine=vllm"], "orch.client.base_url"),
+        (["infer.port=9000"], "infer.port"),
+        (["infer.tp=2"], "infer.tp"),
+        (["infer.dtype=float16"], "infer.dtype"),
+        (["train.recipe=bf16", "infer.dtype=float32"], "infer.dtype"),
+        (["train.device=cpu", "infer.gpu_memory_utilization=0.5"], "infer.gpu_memory_utilization"),
+        (["train.device=cpu", "train.gpus=2"], "train.gpus"),
+        (["train.lora=true", "infer.enable_lora=false"], "infer.enable_lora"),
+        (["train.lora=true", "train.lora_target_modules=[]"], "train.lora_target_modules"),
+        (["train.warmup_steps=9"], "train.warmup_steps"),
+        (["train.noise_scheduler={enabled: true, sigma_end: 0.5}"], "train.noise_scheduler.sigma_end"),
+        (["orch.output_dir=./elsewhere"], "orch.output_dir"),
+    ],
+)  # fmt: skip
+def test_refused(overrides: list[str], key: str):
+    assert errors(*overrides) == [key]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.loss={type: grpo, kl: {beta: 0.1, in: reward}}"],
+        ["train.loss={type: grpo, correction: {type: icepop, floor: 0.4}}"],
+        ["orch.rollouts_per_example=1", "orch.advantage={mean: batch, std: batch}"],
+        ["train.recipe=bf16", "infer.dtype=bfloat16"],
+        ["train.loss.type=my_package.losses:mine", "train.loss.args={a: 1}"],
+        ["orch.weight_sync_interval=4", "orch.max_async_level=1"],
+        ["infer.engine=vllm", "infer.port=9000", "infer.tp=2", "infer.engine_args={enforce_eager: true}"],
+        ["orch.env=[arithmetic, {id: arithmetic, name: harder, args: {level: 2}}]"],
+    ],
+)
+def test_accepted(overrides: list[str]):
+    assert errors(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["train.learning_rate=1e-2"], "train.learning_rate"),
+        (["train.loss={type: masked, ratio_type: sequence}"], "train.loss.ratio_type"),
+        (["train.loss.type=grpo", "orch.reward.scale=10"], "orch.reward.scale"),
+        (["train.loss.type=gspo", "train.recompute_old=false"], "train.recompute_old"),
+        (["orch.sampling.top_p=0.9"], "orch.sampling"),
+        (["orch.rollouts_per_example=4"], "orch.rollouts_per_example"),
+        (["orch.weight_sync_interval=4", "orch.max_off_policy_steps=1"], "orch.max_off_policy_steps"),
+        (["train.noise_scheduler.enabled=true"], "train.noise_scheduler.num_stages"),
+    ],
+)
+def test_noticed_not_refused(overrides: list[str], key: str):
+    assert errors(*overrides) == []
+    assert notices(*overrides) == [key]
+
+
+def test_no_notice_where_none_is_due():
+    assert notices("orch.reward.scale=10") == []  # masked divides by no spread
+    assert notices("train.loss.ratio_type=sequence", "orch.sampling.max_tokens=64") == []

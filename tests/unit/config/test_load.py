@@ -1,0 +1,118 @@
+"""Three files, one file, overrides: the same configuration, and messages that say where."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal.config.load import load_run, load_section, load_sft
+from shoal.errors import ConfigError
+
+TRAIN = "model: m\nmax_steps: 3\nlearning_rate: 2e-4\n"
+ORCH = "env:\n  - id: arithmetic\nbatch_size: 8\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.yaml").write_text(TRAIN)
+    (tmp_path / "infer.yaml").write_text("max_lora_rank: 32\n")
+    (tmp_path / "orch.yaml").write_text(ORCH)
+    indent = lambda text: "".join(f"  {line}\n" for line in text.splitlines())  # noqa: E731
+    (tmp_path / "run.yaml").write_text(f"train:\n{indent(TRAIN)}infer:\n  max_lora_rank: 32\norch:\n{indent(ORCH)}")
+    return tmp_path
+
+
+PARTS = {"train": "train.yaml", "infer": "infer.yaml", "orch": "orch.yaml"}
+
+
+def test_three_files_are_one_file(folder: Path):
+    assert load_run(parts=PARTS).config == load_run("run.yaml").config
+
+
+def test_places(folder: Path):
+    assert load_run(parts=PARTS).origins.at(("train", "learning_rate")) == "train.yaml:3"
+    loaded = load_run("run.yaml", overrides=["train.seed=4"])
+    assert loaded.origins.at(("train", "learning_rate")) == "run.yaml:4"
+    assert loaded.origins.at(("train", "seed")) == "command line"
+    assert loaded.origins.at(("orch", "sampling", "top_p")) == "run.yaml:7"
+
+
+def test_overrides(folder: Path):
+    config = load_run(
+        "run.yaml",
+        overrides=[
+            "train.learning_rate=1e-5",
+            "orch.sampling.stop=[a, b]",
+            "orch.sampling.temperature={start: 1, end: 0.5}",
+            "orch.env.0.args.level=2",
+            "orch.env.1.id=gsm8k",
+            "train.loss.kl.in=reward",
+            "train.report_to=wandb",
+        ],
+    ).config
+    assert config.train.learning_rate == 1e-5
+    assert config.orch.sampling.stop == ["a", "b"]
+    assert config.orch.sampling.temperature.end == 0.5  # type: ignore[union-attr]
+    assert [env.id for env in config.orch.env] == ["arithmetic", "gsm8k"]
+    assert config.orch.env[0].args == {"level": 2}
+    assert config.train.loss.kl.where == "reward"
+    assert config.train.report_to == ["wandb"]
+
+
+def test_a_run_from_overrides_alone():
+    config = load_run(overrides=["train.model=m", "train.max_steps=1", "orch.env=arithmetic"]).config
+    assert config.orch.env[0].id == "arithmetic"
+
+
+def test_short_forms(folder: Path):
+    orch = load_run("run.yaml", overrides=["orch.truncated=zero", "orch.reward={clip: 2}"]).config.orch
+    assert orch.truncated.type == "zero"
+    assert orch.reward.clip == [-2.0, 2.0]
+    orch = load_run("run.yaml", overrides=["orch.truncated={tokens: 8}", "orch.advantage=my.code:f"]).config.orch
+    assert orch.truncated.type == "overlong" and orch.truncated.tokens == 8
+    assert orch.advantage.function == "my.code:f"
+    assert load_run("run.yaml", overrides=["infer.tensor_parallel_size=2"]).config.infer.tp == 2
+
+
+def test_all_problems_are_told_at_once_on_one_screen(folder: Path):
+    with pytest.raises(ConfigError) as caught:
+        load_run("run.yaml", overrides=["train.a=1", "orch.b=2", "infer.port=x"])
+    assert [line.split(": ")[1] for line in str(caught.value).splitlines()] == ["train.a", "infer.port", "orch.b"]
+    with pytest.raises(ConfigError) as caught:
+        load_run("run.yaml", overrides=[f"train.a{i}=1" for i in range(40)])
+    assert len(str(caught.value).splitlines()) == 13
+    assert str(caught.value).splitlines()[-1] == "… and 28 more"
+
+
+def test_private_values_stay_private(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_VALUE", "canary-93")
+    (folder / "train.yaml").write_text("max_steps: ${MY_VALUE}\nlora_rank: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        load_run(parts=PARTS)
+    assert "canary-93" not in str(caught.value) and "${MY_VALUE}" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load_run("run.yaml", overrides=["orch.api_key=canary-93"])
+    assert "canary-93" not in str(caught.value) and "orch.api_key" in str(caught.value)
+
+
+def test_one_section(folder: Path):
+    loaded = load_section("infer", "infer.yaml", ["infer.port=9"])
+    assert (loaded.config.port, loaded.config.max_lora_rank) == (9, 32)
+    with pytest.raises(ConfigError, match=r"infer\.yaml:1: infer\.prot: unknown key .*`port`"):
+        (folder / "infer.yaml").write_text("prot: 3\n")
+        load_section("infer", "infer.yaml")
+    with pytest.raises(ConfigError, match="is not a section"):
+        load_section("infer", "orch.yaml", ["train.seed=1"])
+
+
+def test_sft(folder: Path):
+    config = load_sft(None, ["train.model=m", "train.max_steps=2", "dataset.path=d.jsonl", "batch_size=4"]).config
+    assert (config.dataset.path, config.batch_size) == ("d.jsonl", 4)
+
+
+@pytest.mark.parametrize("name", ["nope.yaml", ".", "latin1.yaml"])
+def test_files_that_are_none(folder: Path, name: str):
+    (folder / "latin1.yaml").write_bytes(b"a: 1\nb: \xe9\n")
+    with pytest.raises(ConfigError) as caught:
+        load_run(name)
+    assert name in str(caught.value)

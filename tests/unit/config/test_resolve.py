@@ -1,0 +1,126 @@
+"""Derived defaults, the text of config.yaml, and what a resume may change."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal.config.catalogue import LOSS_CATALOGUE
+from shoal.config.checks import check_run
+from shoal.config.load import load_run
+from shoal.config.resolve import as_yaml, binding_hash, difference, forbidden_changes, resolve_run
+from shoal.config.schema import RunConfig
+
+
+def run(*overrides: str) -> RunConfig:
+    config = load_run(overrides=["train.model=m", "train.max_steps=8", "orch.env=arithmetic", *overrides]).config
+    assert check_run(config).errors == []
+    return resolve_run(config)
+
+
+def test_what_follows_from_other_keys():
+    config = run("train.sequence_len=512", "orch.batch_size=32", "train.seed=5", "orch.weight_sync_interval=3")
+    assert config.orch.seq_len == config.infer.max_model_len == 512
+    assert config.orch.sampling.max_tokens == 256
+    assert config.orch.sampling.seed == 5
+    assert config.orch.max_off_policy_steps == 2
+    assert config.infer.max_num_seqs == 32
+    assert config.infer.model == config.orch.model.name == "m"
+    assert config.orch.max_steps == 8
+    assert config.train.save_steps == 10
+
+
+def test_the_other_side_may_name_it():
+    config = load_run(
+        overrides=["orch.model.name=m", "orch.max_steps=8", "orch.env=arithmetic", "orch.seq_len=128"]
+    ).config
+    resolved = resolve_run(config)
+    assert (resolved.train.model, resolved.train.max_steps, resolved.train.sequence_len) == ("m", 8, 128)
+
+
+def test_defaults_of_the_loss():
+    masked, grpo = run(), run("train.loss.type=ppo")
+    assert (masked.orch.advantage.std, grpo.orch.advantage.std) == ("none", "group")
+    assert masked.train.loss.token_mask_high == 8.0
+    assert grpo.train.loss.type == "grpo"
+    assert (grpo.train.loss.clip_low, grpo.train.loss.clip_high) == (0.2, 0.2)
+    assert run("train.loss={type: grpo, clip_low: 0.1}").train.loss.clip_high == 0.1
+    assert run("train.loss.type=gspo").train.loss.aggregation == "seq-mean-token-mean"
+    assert run("train.loss.ratio_type=sequence").train.loss.aggregation == "seq-mean-token-mean"
+
+
+def test_reference_and_kl():
+    assert run().train.reference == "none"
+    assert run("train.loss={type: grpo, kl: {beta: 0.1}}").train.reference == "frozen"
+    assert run("train.lora=true", "train.loss={type: grpo, kl: {beta: 0.1}}").train.reference == "adapter-off"
+    assert run("train.loss={type: grpo, kl: {beta: 0.1, in: reward}}").train.loss.kl.estimator == "k1"
+
+
+def test_groups_and_truncation():
+    assert run().orch.groups.uniform == "refill"
+    assert run("orch.advantage.std=batch").orch.groups.uniform == "keep"
+    truncated = run("orch.truncated=overlong", "orch.sampling.max_tokens=50").orch.truncated
+    assert (truncated.tokens, truncated.factor) == (10, 1.0)
+
+
+def test_evaluation_takes_what_training_has():
+    evaluation = run("orch.eval={sampling: {temperature: 0}}", "orch.sampling.max_tokens=50").orch.eval
+    assert evaluation is not None and evaluation.env is not None
+    assert [env.id for env in evaluation.env] == ["arithmetic"]
+    assert (evaluation.sampling.temperature, evaluation.sampling.max_tokens) == (0, 50)
+    assert evaluation.sampling.top_k == -1
+
+
+def test_env_names_fit_in_file_names():
+    assert run("orch.env=reasoning-gym:chain_sum").orch.env[0].name == "reasoning-gym-chain_sum"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [[f"train.loss.type={loss}"] for loss in LOSS_CATALOGUE]
+    + [
+        ["train.lora=true", "orch.eval={}", "train.loss={type: grpo, kl: {beta: 0.1}, correction: {type: tis}}"],
+        ["orch.weight_sync_interval=0", "train.loss.type=my.code:f"],
+        ["orch.advantage=my.code:f", "orch.sampling.temperature={start: 1, end: 0.5}", "orch.truncated=overlong"],
+        ["orch.advantage={mean: batch, std: batch}", "orch.env=reasoning-gym:chain_sum"],
+        ["orch.sampling.stop=['1e-5', 'on', '~', '0x10', '']".replace(", ''", "")],
+        ["infer.engine=vllm", "infer.tp=2", "train.loss={type: grpo, kl: {beta: 0.1, in: reward}}"],
+    ],
+    ids=str,
+)
+def test_config_yaml_runs_again_unchanged(overrides: list[str], tmp_path: Path):
+    config = run(*overrides)
+    file = tmp_path / "config.yaml"
+    file.write_text(as_yaml(config))
+    again = load_run(str(file)).config
+    assert check_run(again).errors == []
+    assert resolve_run(again) == config
+    assert as_yaml(resolve_run(again)) == as_yaml(config)
+
+
+def test_secrets_are_not_written_down():
+    text = as_yaml(run("orch.env={id: 'my:env', args: {api_key: canary-1, max_tokens: 5, hf_token: canary-2}}"))
+    assert "canary" not in text and "max_tokens: 5" in text and "api_key: '[hidden]'" in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["train.seed=1", "train.model=x", "orch.batch_size=64", "orch.rollouts_per_example=8", "orch.env=gsm8k",
+     "orch.sampling.temperature=0.9", "train.loss.type=grpo", "train.lora=true"],
+)  # fmt: skip
+def test_a_resume_may_not_change(change: str):
+    assert forbidden_changes(run(), run(change))
+    assert binding_hash(run()) != binding_hash(run(change))
+
+
+@pytest.mark.parametrize(
+    "change", ["train.learning_rate=1e-6", "train.max_steps=9", "train.save_steps=2", "orch.eval={}"]
+)
+def test_a_resume_may_change(change: str):
+    assert forbidden_changes(run(), run(change)) == []
+    assert binding_hash(run()) == binding_hash(run(change))
+    assert difference(run(), run(change))
+
+
+def test_difference_names_old_and_new():
+    assert difference(run(), run("train.learning_rate=1e-6")) == {"train.learning_rate": (5e-6, 1e-6)}
+    assert difference(run(), run()) == {}

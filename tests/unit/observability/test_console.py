@@ -1,0 +1,223 @@
+"""Both consoles, the words they use, and their patience with bad streams."""
+
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.observability.console import Pace, PlainConsole, make_console, step_line
+from shoal.observability.live import LiveConsole, host_memory
+from shoal.observability.text import duration, one_line, sanitise, short_number, size, sparkline
+
+METRICS = {
+    "reward/mean": 0.42,
+    "reward/std": 0.31,
+    "reward/part/acc": 0.4,
+    "reward/part/fmt": 0.98,
+    "batch/rollouts": 128,
+    "batch/used": 96,
+    "group/flat": 4,
+    "group/mixed_frac": 0.75,
+    "group/all_good_frac": 0.2,
+    "completion/length_mean": 612.4,
+    "completion/truncated_frac": 0.03,
+    "mismatch/k3": 1.2e-3,
+    "policy/entropy": 0.31,
+    "optim/grad_norm": 0.8,
+    "optim/lr": 1e-5,
+    "staleness/max": 1,
+    "throughput/rollout_tok_s": 41_000,
+    "time/step": 100.0,
+    "time/rollout": 62.0,
+    "time/reward": 3.0,
+    "time/train": 28.0,
+    "time/sync": 2.0,
+    "time/idle": 5.0,
+}
+
+
+def test_the_line_worth_having() -> None:
+    assert step_line(12, 200, METRICS, left_s=4320) == (
+        "step 12/200  reward 0.420 ±.31 (acc .40 fmt .98)  used 96/128, 4 groups flat  len 612 trunc 3%  "
+        "k3 1.2e-3 ent .31 gn .80  stale 1  41k tok/s  gen 62% rew 3% train 28% sync 2% idle 5%  eta 1h12"
+    )
+
+
+def test_what_was_not_measured_is_not_mentioned() -> None:
+    assert step_line(1, 2, {}) == "step 1/2"
+    assert step_line(2, 2, {"eval/a/mean": 0.5}, left_s=3) == "step 2/2  eval a 0.500"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.31, ".31"),
+        (-0.5, "-.50"),
+        (1.234, "1.23"),
+        (612.4, "612"),
+        (9999.0, "9999"),
+        (41_000, "41k"),
+        (1.2e6, "1.2M"),
+        (1.2e-3, "1.2e-3"),
+        (3e-12, "3.0e-12"),
+        (float("nan"), "nan"),
+        (2.5e9, "2.5G"),
+    ],
+)
+def test_short_numbers(value: float, text: str) -> None:
+    assert short_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (59.4, "59s"), (185, "3m05"), (4320, "1h12"), (183_600, "2d03h"), (float("inf"), "?")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_sparkline_and_size() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1, float("nan"), 1]) == "▁ ▁"
+    assert sparkline([]) == ""
+    assert sparkline(range(100), width=3) == "▁▅█" or len(sparkline(range(100), width=3)) == 3
+    assert (size(512), size(3 * 1024**2), size(1.5 * 1024**3)) == ("512 B", "3 MiB", "1.5 GiB")
+    assert host_memory().endswith(" host")
+
+
+@pytest.mark.parametrize(
+    ("raw", "safe"),
+    [
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b]0;title\x07after", "after"),
+        ("\x1b]8;;http://x\x1b\\link", "link"),
+        ("a\x07b\x00c\rd", "a\ufffdb\ufffdc\ufffdd"),
+        ("right\u202eleft", "right\ufffdleft"),
+        ("\x9b31m", "\ufffd31m"),
+        ("lone \ud800", "lone \ufffd"),
+        ("keeps\nlines\tand né 🐟", "keeps\nlines\tand né 🐟"),
+    ],
+)
+def test_sanitise(raw: str, safe: str) -> None:
+    assert sanitise(raw) == safe
+
+
+@given(st.text())
+def test_sanitised_text_cannot_act_on_a_terminal(text: str) -> None:
+    safe = sanitise(text + "\x1b" + text)
+    assert not [c for c in safe if (ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160]
+    assert sanitise(safe) == safe
+
+
+def test_one_line_is_short() -> None:
+    assert one_line("a\n b\t c") == "a b c"
+    assert len(one_line("x" * 500)) == 200
+
+
+def test_plain_console_prints_a_line_a_step_and_obeys_every() -> None:
+    stream = io.StringIO()
+    console = make_console(stream, every=2)
+    assert isinstance(console, PlainConsole)
+    console.begin("tiny on reverse-text", 5)
+    for step in range(1, 6):
+        console.step(step, METRICS)
+    console.warn("odd \x1b[2J text")
+    console.closing(["reward .3 → .8"])
+    console.close()
+    lines = stream.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines[1:5]] == ["step 1/5", "step 2/5", "step 4/5", "step 5/5"]
+    assert lines[5:] == ["warning: odd  text", "reward .3 → .8"]
+
+
+def test_heartbeat_says_what_is_waited_for() -> None:
+    stream = io.StringIO()
+    console = PlainConsole(stream, heartbeat_s=0.05)
+    console.begin("x", 10)
+    console.step(3, {})
+    console.waiting("the reward of 4 rollouts")
+    deadline = time.monotonic() + 5
+    while "waiting for the reward" not in stream.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    console.close()
+    assert "… step 3/10 done, waiting for the reward of 4 rollouts" in stream.getvalue()
+
+
+class Closed(io.StringIO):
+    def write(self, _: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("kind", [PlainConsole, LiveConsole])
+def test_a_closed_stream_silences_the_console_only(kind: type) -> None:
+    console = kind(Closed())
+    console.begin("x", 2)
+    console.step(1, METRICS)
+    console.warn("still here")
+    with console.progress("loading", 10) as bar:
+        bar.advance(10)
+    console.closing(["done"])
+    console.close()
+
+
+def test_an_ascii_stream_loses_characters_not_the_run() -> None:
+    raw = io.BytesIO()
+    console = PlainConsole(io.TextIOWrapper(raw, encoding="ascii"))
+    console.step(1, METRICS)
+    console.close()
+    assert b"reward 0.420 ?.31" in raw.getvalue()
+
+
+def test_progress_lines() -> None:
+    stream = io.StringIO()
+    console = PlainConsole(stream)
+    with console.progress("loading weights", 4) as bar:
+        for _ in range(4):
+            bar.advance()
+    console.close()
+    assert stream.getvalue().splitlines() == ["loading weights", "loading weights: done in 0s"]
+
+
+def test_live_block_holds_what_matters() -> None:
+    stream = io.StringIO()
+    console = LiveConsole(stream)
+    console.begin("tiny [bold]on[/bold] reverse-text", 200)
+    for step, reward in enumerate([0.1, 0.2, 0.42], start=1):
+        console.step(step, {**METRICS, "reward/mean": reward, "eval/reverse-text/mean": reward})
+    console.waiting("rollouts")
+    console.note("a note [red]as it is[/red] \x1b[31m")
+    console._rich.width = 100
+    console._rich.print(console.block())
+    console.closing(["all done"])
+    console.close()
+    text = stream.getvalue()
+    for words in (
+        "3/200",
+        "▁▃█",
+        "mixed 75%",
+        "k3 1.2e-3",
+        "lr 1.0e-5",
+        "41k tok/s",
+        "gen 62%",
+        "0.100 → 0.420",
+        "host",
+    ):
+        assert words in text, words
+    assert "a note [red]as it is[/red]" in text
+    assert "[bold]on[/bold]" in text
+    assert text.rstrip().endswith("all done")
+
+
+def test_pace_estimates_time_left() -> None:
+    clock = iter([0.0, 0.0, 10.0, 20.0])
+    pace = Pace(lambda: next(clock))
+    pace.start(5)
+    assert pace.left(10) is None
+    pace.step(6)
+    assert pace.left(10) == 40.0
+    pace.step(7)
+    assert pace.left(10) == 30.0

@@ -1,0 +1,188 @@
+"""The static report: right numbers, inert text, bounded size, nothing from outside."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.errors import ConfigError
+from shoal.observability.journal import read_lines
+from shoal.observability.run_dir import RunDir, rollouts_path
+from shoal.report import collect_overview, collect_rollouts, render_report, rollout_steps, write_report
+from shoal.report.page import choose_rollouts, spread
+
+from .synthetic_run import make_run
+
+NASTY = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)><!-- <style>& \u2028 \ud800'
+
+
+class Page(HTMLParser):
+    """Collects what a browser would run, style, parse as data, or fetch."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.scripts: list[str] = []
+        self.styles: list[str] = []
+        self.data: dict[str, str] = {}
+        self.policy = ""
+        self.addresses: list[str] = []
+        self.handlers: list[str] = []
+        self._inside: tuple[str, dict[str, str | None]] = ("", {})
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = dict(attrs)
+        self._inside = (tag, attributes)
+        if attributes.get("http-equiv") == "Content-Security-Policy":
+            self.policy = attributes["content"] or ""
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_data(self, data: str) -> None:
+        tag, attributes = self._inside
+        if tag == "script" and attributes.get("type") == "application/json":
+            self.data[attributes["id"] or ""] = data
+        elif tag == "script":
+            self.scripts.append(data)
+        elif tag == "style":
+            self.styles.append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ("", {})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "demo", steps=12)
+
+
+def test_overview_holds_the_numbers_of_the_files(run: Path) -> None:
+    overview = collect_overview(run)
+    lines = list(read_lines(run / "metrics.jsonl"))
+    assert overview["steps"] == list(range(1, 13))
+    assert overview["series"]["reward/mean"] == [line["reward/mean"] for line in lines]
+    assert [
+        step for step, v in zip(overview["steps"], overview["series"]["eval/reverse-text/mean"], strict=True) if v
+    ] == [1, 10]
+    assert overview["run"]["name"] == "demo" and overview["run"]["state"] == "finished"
+    assert overview["catalogue"]["eval/reverse-text/mean"]["meaning"] == "Mean held-out reward of an environment."
+    assert "learning_rate" in overview["config"]
+    assert [event["kind"] for event in overview["events"]] == ["start", "mismatch"]
+    json.dumps(overview, allow_nan=False)
+
+
+def test_rollouts_are_grouped_and_show_the_completion_only(run: Path) -> None:
+    groups = collect_rollouts(run, 12)
+    assert [len(group["rollouts"]) for group in groups] == [8, 8, 8, 8]
+    assert [group["drop_reason"] for group in groups] == [None, None, None, "uniform-good"]
+    failed = groups[1]["rollouts"][5]
+    assert (failed["status"], failed["reward"], failed["advantage"]) == ("timeout", None, None)
+    rollout = groups[0]["rollouts"][0]
+    assert "".join(rollout["tokens"]["text"]) == rollout["completion"]
+    assert all(rollout["tokens"]["mask"]) and rollout["tokens"]["count"] == len(rollout["tokens"]["text"])
+    stored = next(read_lines(rollouts_path(run, 12)))
+    assert rollout["tokens"]["sampler"] == [round(v, 4) for v in stored["sampler_logprobs"][stored["prompt_tokens"] :]]
+
+
+def test_page_is_one_file_that_runs_only_its_own_scripts(run: Path) -> None:
+    path = write_report(run)
+    page = Page(path.read_text())
+    assert path == run / "report.html"
+    assert len(page.scripts) == 5 and len(page.styles) == 2 and page.handlers == []
+    assert [address for address in page.addresses if not address.startswith("#")] == []
+    for text in (*page.scripts, *page.styles):
+        assert base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() in page.policy
+    assert "default-src 'none'" in page.policy and "unsafe" not in page.policy
+    assert sorted(page.data) == sorted(["overview", *(f"rollouts-{step}" for step in range(1, 13))])
+    assert json.loads(page.data["rollouts-3"]) == collect_rollouts(run, 3)
+    assert json.loads(page.data["overview"])["left_out"] == {"steps": [], "partly": {}}
+
+
+def test_markup_in_text_stays_text(tmp_path: Path) -> None:
+    with RunDir.create(tmp_path / "run", f"key: {NASTY.encode(errors='replace').decode()}\n", {}) as run_dir:
+        run_dir.append_metrics(1, {"reward/mean": 0.5, "optim/grad_norm": float("nan")})
+        run_dir.append_event({"step": 1, "kind": NASTY, "message": NASTY, "time": 0.0})
+        row = {"rollout_id": NASTY, "group": NASTY, "prompt": NASTY, "completion": NASTY, "status": NASTY}
+        run_dir.write_rollouts(1, [{**row, "parts": {NASTY: 1.0}, "token_texts": [NASTY], "loss_mask": [1]}])
+        run_dir.write_status("failed", step=1, reason=NASTY, resumable=True)
+    html = render_report(tmp_path / "run").decode()
+    page = Page(html)
+    assert len(page.scripts) == 5 and page.handlers == [] and "owned" not in "".join(page.scripts)
+    assert not [text for text in page.data.values() if re.search("[<>&]", text)]
+    assert json.loads(page.data["rollouts-1"])[0]["rollouts"][0]["completion"] == NASTY.replace("\ud800", "\ufffd")
+    assert json.loads(page.data["overview"])["series"]["optim/grad_norm"] == [None]
+    assert "innerHTML" not in "".join(page.scripts[1:])
+
+
+def test_run_name_is_escaped(tmp_path: Path) -> None:
+    make_run(tmp_path / "<b>&name", steps=1, groups=1, size=2)
+    assert "<title>&lt;b&gt;&amp;name · Shoal</title>" in write_report(tmp_path / "<b>&name").read_text()
+
+
+def test_size_limit_leaves_steps_out_and_says_which(run: Path) -> None:
+    whole = len(render_report(run))
+    limit = whole - 150_000
+    html = render_report(run, limit_bytes=limit)
+    assert len(html) <= limit
+    page = Page(html.decode())
+    left_out = json.loads(page.data["overview"])["left_out"]
+    kept = {int(name.removeprefix("rollouts-")) for name in page.data if name != "overview"}
+    assert left_out["steps"] and {1, 12} <= kept
+    assert kept | set(left_out["steps"]) == set(range(1, 13)) and not kept & set(left_out["steps"])
+    for step, count in left_out["partly"].items():
+        assert len(json.loads(page.data[f"rollouts-{step}"])) == 4 - count
+
+
+def test_no_room_at_all_still_gives_a_page(run: Path) -> None:
+    chosen = choose_rollouts(run, 10)
+    assert chosen.texts == {} and chosen.missing == rollout_steps(run)
+
+
+@given(st.lists(st.integers(1, 10_000), unique=True, max_size=200).map(sorted))
+def test_spread_is_a_permutation_that_covers_the_run(steps: list[int]) -> None:
+    order = spread(steps)
+    assert sorted(order) == steps
+    if len(steps) > 2:
+        assert order[:2] == [steps[-1], steps[0]]
+        beginning = sorted(steps.index(step) for step in order[:9])
+        assert max(b - a for a, b in itertools.pairwise(beginning)) <= len(steps) // 4 + 1
+
+
+def test_unfinished_runs_are_readable(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run", "", {})
+    overview = collect_overview(run_dir.path)
+    assert overview["run"]["state"] == "running" and overview["steps"] == []
+    run_dir.append_metrics(1, {"reward/mean": 0.5})
+    with (run_dir.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')
+    run_dir.close()
+    (run_dir.path / "config.yaml").unlink()
+    overview = collect_overview(run_dir.path)
+    assert overview["run"]["state"] == "killed" and overview["steps"] == [1] and overview["config"] == ""
+    assert write_report(run_dir.path).stat().st_size > 50_000
+
+
+def test_not_a_run_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a run directory"):
+        write_report(tmp_path)
+
+
+def test_reading_and_watching_need_no_torch() -> None:
+    code = (
+        "import sys, shoal.report, shoal.observability.run_dir, shoal.observability.live, shoal.observability.sinks,"
+        "shoal.observability.watchdog, shoal.observability.logs\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
