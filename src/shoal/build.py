@@ -118,6 +118,8 @@ def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None) -> M
     chat = Chat(load_tokenizer(train.model), **(chat_options or {}))
     torch.manual_seed(train.seed)
     model = load_model(train.model, precision.dtype, precision.device)
+    if precision.device.type == "cpu":
+        precisions.limit_threads(sum(p.numel() for p in model.parameters()))
     ends = eos_token_ids(model, chat.tokenizer)
     layers = Decoder(model).verify()
     if train.lora:

@@ -29,7 +29,10 @@ GENERATED = {
     "reasoning-gym:chain_sum": {},
     "reasoning-gym:spell_backward": {"max_word_len": 6},
 }
-GSM8K_ROWS = [{"question": f"What is {n} plus {n}?", "answer": f"It is <<{n}+{n}={2 * n}>>{2 * n}.\n#### {2 * n:,}"} for n in range(900, 940)]
+GSM8K_ROWS = [
+    {"question": f"What is {n} plus {n}?", "answer": f"It is <<{n}+{n}={2 * n}>>{2 * n}.\n#### {2 * n:,}"}
+    for n in range(900, 940)
+]
 DATASET_ROWS = [{"prompt": f"Say {n}.", "answer": str(n)} for n in range(40)]
 
 
@@ -128,7 +131,9 @@ def test_the_known_solution_earns_the_full_reward(environment):
             assert reward_of(environment, task, environment.solution(task)) == 1.0
 
 
-@pytest.mark.parametrize("answer", ["", " ", "I do not know.", "</answer><answer>", "\\boxed{", "\0\x1b[31m", "9" * 5000])
+@pytest.mark.parametrize(
+    "answer", ["", " ", "I do not know.", "</answer><answer>", "\\boxed{", "\0\x1b[31m", "9" * 5000]
+)
 def test_a_useless_answer_earns_no_full_reward_and_raises_nothing(environment, answer):
     for task in environment.tasks("eval")[:5]:
         reward = reward_of(environment, task, answer)
@@ -157,6 +162,8 @@ def test_tasks_are_the_same_in_another_process():
     outputs = []
     for hash_seed in ("1", "2"):
         env = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        outputs.append(subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True))
+        outputs.append(
+            subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        )
     assert outputs[0].stdout == outputs[1].stdout
     assert len(set(outputs[0].stdout.split())) == 2 * len(GENERATED)

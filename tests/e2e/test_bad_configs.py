@@ -122,6 +122,7 @@ CASES = [
     typo("unknown environment", "id: arithmetic", "id: aritmetic", "run.yaml:14", "orch.env.0.id", "aritmetic", "arithmetic"),
     typo("environment argument", "- id: arithmetic", "- {id: arithmetic, args: {levle: 2}}", "run.yaml:14", "orch.env.0.args", "levle", "level"),
     typo("missing user module", "id: arithmetic", "id: no_such_module_here:env", "run.yaml:14", "orch.env.0.id", "no_such_module_here"),
+    typo("missing loss module", "type: grpo", "type: no_such_module_here:loss", "run.yaml:9", "train.loss.type", "no_such_module_here", "install"),
     train("unknown sink", "  report_to: wandbb", "run.yaml:7", "train.report_to", "wandbb", "`wandb`"),
     typo("unknown model", "./model", "./modle", "run.yaml:2", "train.model", "./modle", "does not exist", "make-model"),
     train("unknown optimizer", "  optimizer: adam", "run.yaml:7", "train.optimizer", '"adam"', "adamw"),

@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.config.orch import EnvConfig, OrchConfig
 from shoal.config.problems import Findings, show
+from shoal.config.schema import RunConfig
 from shoal.envs.catalogue import BUILT_IN, REASONING_GYM, problem_with
 
 
@@ -30,6 +31,21 @@ def check_environments(orch: OrchConfig, findings: Findings) -> None:
             elif env.id == "gsm8k":
                 _check_folder(f"{key}.{index}.args.path", env.args.get("path"), findings)
     _check_dataset_use(orch, findings)
+
+
+def check_user_code(config: RunConfig, findings: Findings) -> None:
+    """The other places where module:function may stand."""
+    orch = config.orch
+    named = {
+        "train.loss.type": config.train.loss.type if config.train.loss.custom else None,
+        "orch.advantage.function": orch.advantage.function,
+        "orch.reward.function": orch.reward.function,
+        "orch.groups.filter": orch.groups.filter,
+    }
+    for key, name in named.items():
+        problem = user_code_problem(name) if name is not None else None
+        if problem is not None:
+            findings.error(key, *problem)
 
 
 def environment_problem(id: str, args: Mapping[str, Any] | None = None) -> tuple[str, str] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from pydantic import ValidationError
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 from shoal.cli.environments import environment_problem
 from shoal.cli.output import say
 from shoal.config.check_train import model_problem
-from shoal.config.problems import Findings, Origins
+from shoal.config.problems import Findings, Origins, show
 from shoal.config.yaml_text import Source, parse_yaml
 from shoal.errors import ConfigError
 
@@ -59,6 +60,8 @@ def evaluate(
     for key, problem in (("model", model_problem(model)), ("--env", environment_problem(env))):
         if problem is not None:
             findings.error(key, *problem)
+    if adapter is not None and not (Path(adapter).expanduser() / "adapter_config.json").is_file():
+        findings.error("--adapter", f"{show(adapter)} holds no adapter_config.json", "name a folder that PEFT wrote")
     findings.raise_errors(Origins(default="command line"))
     env_args = dict(_argument(text) for text in args)
     from shoal import api
@@ -68,7 +71,7 @@ def evaluate(
         say(f"{name}: {value:.4g}")
 
 
-def _checked(**settings: object) -> dict[str, object]:
+def _checked(**settings: Any) -> dict[str, Any]:
     """The same ranges as in a configuration file."""
     from shoal.config.orch import EvalConfig, EvalSamplingConfig
     from shoal.config.problems import render

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from shoal.cli.environments import check_environments
+from shoal.cli.environments import check_environments, check_user_code
 from shoal.cli.output import notices, say
 from shoal.cli.run_folder import prepare_folder, write_dry_run
 from shoal.config.checks import check_run
@@ -51,6 +51,7 @@ def grpo(
     loaded = _load(run, parts, overrides)
     findings = check_run(loaded.config)
     check_environments(loaded.config.orch, findings)
+    check_user_code(loaded.config, findings)
     findings.raise_errors(loaded.origins)
     config = resolve_run(loaded.config)
     resume = resume or config.train.resume_from_checkpoint

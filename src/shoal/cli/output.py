@@ -15,11 +15,8 @@ def complain(message: str) -> None:
     if len(lines) == 1:
         _write(f"shoal: error: {lines[0]}")
         return
-    _write(
-        f"shoal: {sum(not line.startswith('…') for line in lines)} errors or more"
-        if lines[-1].startswith("…")
-        else (f"shoal: {len(lines)} errors")
-    )
+    shown = [line for line in lines if not line.startswith("…")]
+    _write(f"shoal: {len(shown)}{' of several' if len(shown) < len(lines) else ''} errors:")
     for line in lines:
         _write(f"  {line}")
 

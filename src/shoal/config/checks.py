@@ -15,6 +15,14 @@ from shoal.config.problems import Findings, show
 from shoal.config.schema import InferConfig, OrchConfig, RunConfig, SftConfig, TrainConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Keys that only a vLLM or SGLang server obeys, and what the embedded engine does instead.
+SERVER_ONLY = {
+    "tp": "a model is not split",
+    "dp": "there is one engine a training process, see train.gpus",
+    "max_loras": "it serves the adapter that is trained",
+    "enable_prefix_caching": "a group's prompt is always computed once",
+    "kv_cache_dtype": "the cache has the precision of train.recipe",
+}
 GRPO_ONLY = (
     "loss", "reference", "recompute_old", "noise_scheduler", "ppo_epochs", "minibatches", "weight_broadcast",
     "rollout_transport",
@@ -160,9 +168,9 @@ def _check_infer(infer: InferConfig, findings: Findings) -> None:
         if infer.engine_args:
             what = f"the embedded engine takes no further arguments ({', '.join(infer.engine_args)})"
             findings.error("infer.engine_args", what, "remove them, or set infer.engine to vllm or sglang")
-        if infer.tp > 1:
-            what = f"is {infer.tp}, but the embedded engine does not split a model"
-            findings.error("infer.tp", what, "set it to 1, or set infer.engine to vllm or sglang")
+        for name in given(infer, *SERVER_ONLY):
+            what = f"{show(getattr(infer, name))} cannot be had from the embedded engine ({SERVER_ONLY[name]})"
+            findings.error(f"infer.{name}", what, "leave it out, or set infer.engine to vllm or sglang")
 
 
 def _check_colocated(config: RunConfig, findings: Findings) -> None:

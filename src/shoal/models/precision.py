@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 
 from shoal.config.train import TrainConfig
 from shoal.errors import HardwareError
+
+
+SMALL_MODEL_PARAMETERS = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,15 @@ def choose(train: TrainConfig) -> Precision:
     _refuse_unavailable(train)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe]
     return Precision(torch.device(device), dtype, notice)
+
+
+def limit_threads(parameters: int) -> None:
+    """Small models run on one thread: their operations are shorter than waking a second one takes.
+
+    Called on the device's thread, before it computes anything; OMP_NUM_THREADS, if set, is obeyed instead.
+    """
+    if "OMP_NUM_THREADS" not in os.environ and parameters < SMALL_MODEL_PARAMETERS:
+        torch.set_num_threads(1)
 
 
 def _refuse_unavailable(train: TrainConfig) -> None:

@@ -74,7 +74,8 @@ class Misbehaving(SingleTurn):
     def escape(self):
         """A grandchild in a session of its own, whose parent ends."""
         self.note()
-        script = f"import os, pathlib, time; pathlib.Path({str(self.folder)!r}, f'pid-{{os.getpid()}}').touch(); time.sleep(600)"
+        touch = f"pathlib.Path({str(self.folder)!r}, f'pid-{{os.getpid()}}').touch()"
+        script = f"import os, pathlib, time; {touch}; time.sleep(600)"
         subprocess.Popen(["sh", "-c", f'setsid {sys.executable} -c "$0" & exit 0', script])
         while len(list(self.folder.iterdir())) < 2:
             time.sleep(0.01)
@@ -170,7 +171,10 @@ class Async(SingleTurn):
 @pytest.fixture
 def pool(tmp_path):
     pool = RewardPool(
-        {"bad": Misbehaving(tmp_path), "async": Async()}, workers=1, timeout_s=TIMEOUT_S, memory_bytes=2**30
+        {"bad": Misbehaving(tmp_path), "async": Async()},  # pyright: ignore[reportArgumentType]
+        workers=1,
+        timeout_s=TIMEOUT_S,
+        memory_bytes=2**30,
     )
     pool.start()
     yield pool
@@ -325,7 +329,13 @@ def test_many_jobs_on_several_workers(tmp_path):
 
 
 def test_secrets_do_not_reach_rewards(tmp_path, monkeypatch):
-    for name in ("SHOAL_TEST_API_KEY", "SHOAL_TEST_TOKEN", "SHOAL_TEST_SECRET", "SHOAL_TEST_PASSWORD", "SHOAL_TEST_PLAIN"):
+    for name in (
+        "SHOAL_TEST_API_KEY",
+        "SHOAL_TEST_TOKEN",
+        "SHOAL_TEST_SECRET",
+        "SHOAL_TEST_PASSWORD",
+        "SHOAL_TEST_PLAIN",
+    ):
         monkeypatch.setenv(name, "1")
     pool = RewardPool({"bad": Misbehaving(tmp_path)}, keep_env=["SHOAL_TEST_TOKEN"])
     pool.start()
@@ -340,7 +350,9 @@ def test_close_ends_every_process_and_later_jobs_are_errors(tmp_path):
     pool.start()
 
     async def run():
-        job = asyncio.create_task(pool.score("bad", "train", 0, [{"role": "assistant", "content": "fork_many_and_hang"}]))
+        job = asyncio.create_task(
+            pool.score("bad", "train", 0, [{"role": "assistant", "content": "fork_many_and_hang"}])
+        )
         while len(noted_pids(tmp_path)) < 21:
             await asyncio.sleep(0.02)
         await pool.close()

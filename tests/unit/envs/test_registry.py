@@ -1,0 +1,232 @@
+"""Loading environments by id: built in, from a package, from the user's own code; and what is said when it fails."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.envs.catalogue import BUILT_IN, problem_with
+from shoal.envs.datasets import DatasetSpec
+from shoal.envs.registry import load_environment
+from shoal.envs.user_code import load_object
+from shoal.errors import ConfigError
+
+USER_CODE = """
+from shoal.envs import SingleTurn, ask
+
+class Mine(SingleTurn):
+    def __init__(self, size=2, dataset=None):
+        self.size, self.dataset = size, dataset
+    def tasks(self, split):
+        return [ask(f"{split} {n}") for n in range(self.size)]
+    def reward(self, task, messages):
+        return 1.0
+
+def make(size):
+    return Mine(size)
+
+class Plain:
+    def tasks(self, split):
+        return [ask("x")]
+    def reward(self, task, messages):
+        return 0.0
+
+class Item:
+    prompt = "Say hi."
+    def get_reward(self, completion):
+        return float(completion == "hi")
+
+an_object = Mine(7)
+an_item = Item()
+items = [Item(), Item()]
+splits = {"train": [Item()], "eval": [Item(), Item()]}
+not_an_environment = 3
+promptless = type("Promptless", (), {"get_reward": lambda self, completion: 1})()
+
+def breaks():
+    raise OSError("no disk")
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    (tmp_path / "my_shoal_env.py").write_text(USER_CODE)
+    (tmp_path / "my_broken_env.py").write_text("1 / 0")
+    (tmp_path / "my_needy_env.py").write_text("import not_installed_at_all")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield "my_shoal_env"
+    for name in ("my_shoal_env", "my_broken_env", "my_needy_env", "shoal_user_my_shoal_env"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("id", list(BUILT_IN))
+def test_the_catalogue_matches_the_code(id):
+    info = BUILT_IN[id]
+    parameters = dict(inspect.signature(load_object(info.target)).parameters)
+    assert (parameters.pop("dataset", None) is not None) == info.takes_dataset
+    assert list(parameters) == list(info.args)
+    for name, arg in info.args.items():
+        assert parameters[name].default == arg.default or arg.default == "…", name
+
+
+def test_the_catalogue_is_light():
+    program = (
+        "import sys, shoal.envs.catalogue\n"
+        "heavy = 'torch', 'transformers', 'datasets', 'sympy', 'reasoning_gym', 'pyarrow'\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "id, args, words",
+    [
+        ("reverse_text", {}, "unknown environment 'reverse_text'; nearest is 'reverse-text'"),
+        ("gsm-8k", {}, "nearest is 'gsm8k'"),
+        ("reasoning-gim", {}, "reasoning-gym:<task>"),
+        ("zzz", {}, "built in are reverse-text"),
+        ("verifiers", {}, "unknown environment"),
+        ("arithmetic", {"levl": 2}, "no argument 'levl'; nearest is 'level'"),
+        ("reasoning-gym:", {}, "name a task"),
+    ],
+)
+def test_unknown_names_are_explained_without_loading(id, args, words):
+    assert words in (problem_with(id, args) or "")
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_environment(id, args)
+
+
+def test_known_names_have_no_problem():
+    for id in (*BUILT_IN, "reasoning-gym:chain_sum", "my.module:Thing"):
+        assert problem_with(id) is None
+
+
+def test_names():
+    assert load_environment("arithmetic").name == "arithmetic"
+    assert load_environment("arithmetic", name="sums").name == "sums"
+
+
+@pytest.mark.parametrize(
+    "attribute, args, train, held_out",
+    [
+        ("Mine", {}, 2, 2),
+        ("Mine", {"size": 5}, 5, 5),
+        ("make", {"size": 4}, 4, 4),
+        ("Plain", {}, 1, 1),
+        ("an_object", {}, 7, 7),
+        ("an_item", {}, 1, 0),
+        ("items", {}, 2, 0),
+        ("splits", {}, 1, 2),
+    ],
+)
+@pytest.mark.parametrize("module", ["my_shoal_env", "my_shoal_env.py"])
+def test_user_code(user_module, module, attribute, args, train, held_out):
+    environment = load_environment(f"{module}:{attribute}", args, name="mine")
+    assert environment.name == "mine"
+    assert (len(environment.tasks("train")), len(environment.tasks("eval"))) == (train, held_out)
+    task = environment.tasks("train")[0]
+    assert environment.start(task).messages == task.messages
+    score = environment.reward(task, [{"role": "assistant", "content": "hi"}])
+    assert score == (0.0 if attribute == "Plain" else 1.0)
+
+
+@pytest.mark.parametrize(
+    "id, args, words",
+    [
+        ("my_shoal_env:Mien", {}, "nearest is 'Mine'"),
+        ("my_shoal_env:Mine", {"sise": 1}, "unexpected keyword argument 'sise'"),
+        ("my_shoal_env:make", {}, "missing a required argument: 'size'"),
+        ("my_shoal_env:an_object", {"size": 1}, "takes neither args nor a dataset"),
+        ("my_shoal_env:not_an_environment", {}, "is an int, not an environment"),
+        ("my_shoal_env:promptless", {}, "has no prompt"),
+        ("my_shoal_env:breaks", {}, "OSError: no disk"),
+        ("my_broken_env:x", {}, "importing it raised ZeroDivisionError"),
+        ("my_needy_env:x", {}, "needs 'not_installed_at_all'"),
+        ("my_absent_env:x", {}, "no module 'my_absent_env'"),
+        ("absent.py:x", {}, "no such file"),
+        ("my_shoal_env:", {}, "write module:attribute"),
+    ],
+)
+def test_user_code_that_cannot_be_used(user_module, id, args, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_environment(id, args)
+
+
+def test_datasets_reach_who_takes_them(user_module):
+    spec = DatasetSpec(path="rows.jsonl")
+    assert load_environment("my_shoal_env:Mine", dataset=spec).dataset is spec  # type: ignore[attr-defined]
+    for id in ("my_shoal_env:make", "arithmetic", "reasoning-gym:chain_sum"):
+        with pytest.raises(ConfigError, match="takes no dataset"):
+            load_environment(id, dataset=spec)
+    with pytest.raises(ConfigError, match="needs a dataset"):
+        load_environment("dataset")
+
+
+def test_the_dataset_environment_grades_in_four_ways(user_module):
+    Path("grade.py").write_text("async def grade(task, messages):\n    return {'given': float(task.data['answer'])}\n")
+    Path("rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n{"prompt": "1 + 2?", "answer": "3"}\n')
+    spec = DatasetSpec(path="rows.jsonl")
+    say = lambda text: [{"role": "assistant", "content": text}]  # noqa: E731
+    for reward, answer, expected in [
+        ("exact", " 2 ", 1.0),
+        ("exact", "= 2", 0.0),
+        ("numeric", "= 2", 1.0),
+        ("math", "\\boxed{4/2}", 1.0),
+        ("grade.py:grade", "", {"given": 2.0}),
+    ]:
+        environment = load_environment("dataset", {"reward": reward, "system_prompt": "Be short."}, dataset=spec)
+        task = environment.tasks("train")[0]
+        assert task.messages[0] == {"role": "system", "content": "Be short."}
+        assert environment.reward(task, say(answer)) == expected
+    with pytest.raises(ConfigError, match="unknown reward 'fuzzy'"):
+        load_environment("dataset", {"reward": "fuzzy"}, dataset=spec)
+
+
+def test_reasoning_gym_tasks_by_name():
+    with pytest.raises(ConfigError, match="nearest is 'chain_sum'"):
+        load_environment("reasoning-gym:chain_sun")
+    with pytest.raises(ConfigError, match="max_terms"):
+        load_environment("reasoning-gym:chain_sum", {"max_terms": 0})
+    with pytest.raises(ConfigError, match="no_such_option"):
+        load_environment("reasoning-gym:chain_sum", {"no_such_option": 0})
+
+
+def test_reasoning_gym_missing_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(ConfigError, match=re.escape("pip install 'shoal[reasoning-gym]'")):
+        load_environment("reasoning-gym:chain_sum")
+
+
+DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
+
+
+def test_the_documentation_lists_every_environment_and_argument():
+    text = DOCS.read_text()
+    for info in BUILT_IN.values():
+        section = text.split(f"### `{info.id}`", 1)[1].split("\n### ", 1)[0].split("\n## ", 1)[0]
+        rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", section, re.MULTILINE))
+        assert rows == {
+            name: "built-in" if arg.default == "…" else _shown(arg.default) for name, arg in info.args.items()
+        }
+        assert info.description in section.replace("\n", " ")
+
+
+def _shown(default) -> str:
+    return "unset" if default is None else f"`{default}`"
+
+
+def test_the_documentation_starts_with_an_environment_that_works(tmp_path, monkeypatch):
+    code = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    assert code is not None and len(code[1].strip().splitlines()) <= 12
+    monkeypatch.chdir(tmp_path)
+    Path("capitals.py").write_text(code[1])
+    environment = load_environment("capitals.py:Capitals")
+    task = environment.tasks("train")[0]
+    assert environment.reward(task, [{"role": "assistant", "content": f"It is {task.data['answer']}!"}]) == 1.0
+    assert environment.reward(task, [{"role": "assistant", "content": "No idea."}]) == 0.0
