@@ -21,6 +21,7 @@ from shoal.observability.events import EventLog
 from shoal.observability.logs import setup_logging, stop_logging
 from shoal.observability.run_dir import RunDir, read_status
 from shoal.observability.spans import Phases, throughput
+from shoal.observability.watchdog import Watchdog
 from shoal.types import Task
 
 
@@ -49,7 +50,9 @@ def train(config: RunConfig, *, resume: bool = False, notices: Sequence[str] = (
 async def _train(
     config: RunConfig, prepared: build.Prepared, run_dir: RunDir, events: EventLog, console: BaseConsole
 ) -> tuple[str, int]:
-    assembled = build.assemble(config, prepared, run_dir, events, console, _resume_command(config))
+    watchdog = Watchdog(run_dir.logs, events, stall_s=config.orch.deadline_s).start()
+    watching = build.Watching(run_dir, events, console, watchdog)
+    assembled = build.assemble(config, prepared, watching, _resume_command(config))
     loop = assembled.loop
     try:
         checkpoint = run_dir.newest_good_checkpoint()
@@ -71,6 +74,7 @@ async def _train(
         await loop.save()
         raise
     finally:
+        watchdog.close()
         await assembled.close()
 
 

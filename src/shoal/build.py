@@ -26,6 +26,7 @@ from shoal.observability.events import EventLog
 from shoal.observability.run_dir import RunDir
 from shoal.observability.sinks import Sinks, TrackerRun, check_sinks, open_sinks
 from shoal.observability.spans import Phases
+from shoal.observability.watchdog import Watchdog
 from shoal.orchestrator import cadence
 from shoal.orchestrator.admission import Admission
 from shoal.orchestrator.collect import Collector, GroupRules
@@ -59,6 +60,10 @@ class Prepared:
 
 def prepare(config: RunConfig) -> Prepared:
     orch = config.orch
+    if config.infer.engine != "embedded":
+        raise ConfigError(
+            f"infer.engine: {config.infer.engine} is not available in this version; use infer.engine=embedded"
+        )
     check_sinks(config.train.report_to)
     environments = {env.label: _environment(env, orch.dataset) for env in orch.env}
     for env in (orch.eval.env or []) if orch.eval is not None else []:
@@ -291,12 +296,20 @@ class Assembled:
         self.sinks.close()
 
 
-def assemble(
-    config: RunConfig, prepared: Prepared, run_dir: RunDir, events: EventLog, console: Console, next_command: str
-) -> Assembled:
+@dataclass
+class Watching:
+    """Where a run is written and who is told about it."""
+
+    run_dir: RunDir
+    events: EventLog
+    console: Console
+    watchdog: Watchdog
+
+
+def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_command: str) -> Assembled:
     from shoal.transport.in_process import InProcessWeights
 
-    train, orch = config.train, config.orch
+    train, orch, console = config.train, config.orch, watching.console
     with console.progress(f"loading {train.model}"):
         sampler = make_sampler(config, prepared)
     model = sampler.model
@@ -321,10 +334,11 @@ def assemble(
         learner=_learner(config, policy, sampler),
         files=files,
         evaluator=_evaluator(orch, prepared.environments, sampler.runner, model.chat) if orch.eval else None,
-        run_dir=run_dir,
-        events=events,
+        run_dir=watching.run_dir,
+        events=watching.events,
         console=console,
-        sinks=_sinks(config, run_dir, events),
+        watchdog=watching.watchdog,
+        sinks=_sinks(config, watching.run_dir, watching.events),
         phases=phases,
         on_device=sampler.on_device,
         token_text=model.chat.token_text,

@@ -99,7 +99,9 @@ class Completion:
     spans: list[Span]
     finish_reason: FinishReason
     text: str = ""
-    kept_ids: list[list[int]] | None = None  # per token, the ids left by top-p/top-k/min-p; None = the whole vocabulary
+    # Per token, what it could be drawn from: the ids left by top-p/top-k/min-p; or ~id for each id that was not allowed
+    # (min_tokens); or nothing, the whole vocabulary. None = the whole vocabulary for every token.
+    kept_ids: list[list[int]] | None = None
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):

@@ -64,7 +64,8 @@ class EmbeddedEngine:
         limit = min(request.sampling.max_tokens, room)
         if not request.prompt_ids or limit < 1:
             return Completion(request.request_id, [], [], [], "length")
-        self.scheduler.waiting.append(Running(request, limit, kept_ids=[] if request.sampling.truncated else None))
+        narrowed = request.sampling.truncated or request.sampling.min_tokens > 0
+        self.scheduler.waiting.append(Running(request, limit, kept_ids=[] if narrowed else None))
         return None
 
     def abort(self) -> list[Completion]:
@@ -139,7 +140,7 @@ class EmbeddedEngine:
         """`logits` has one row a sequence, in the same order."""
         slots = np.array([s.slot for s in sequences])
         counts = self._tensor(np.array([len(s.token_ids) for s in sequences], dtype=np.int64))
-        truncated = any(s.kept_ids is not None for s in sequences)
+        truncated = any(s.request.sampling.truncated for s in sequences)
         drawn = draw(logits, self.sampling[self._tensor(slots)], counts, self._banned(sequences, logits), truncated)
         return self._retire(sequences, drawn)
 
@@ -150,17 +151,27 @@ class EmbeddedEngine:
             return None
         banned = torch.zeros_like(logits, dtype=torch.bool)
         for i in early:
-            banned[i, list(self._eos | set(sequences[i].request.sampling.stop_token_ids))] = True
+            banned[i, self._ends(sequences[i])] = True
         return banned
+
+    def _ends(self, sequence: Running) -> list[int]:
+        return sorted(self._eos | set(sequence.request.sampling.stop_token_ids))
+
+    def _allowed(self, sequence: Running, kept: list[int] | None) -> list[int]:
+        """What the next token of the sequence is drawn from, as `Completion.kept_ids` spells it."""
+        ids = [i for i in kept or () if i >= 0]
+        if not ids and len(sequence.token_ids) < sequence.request.sampling.min_tokens:
+            return [~i for i in self._ends(sequence)]
+        return ids
 
     def _retire(self, sequences: Sequence[Running], drawn: Drawn) -> list[Completion]:
         token_ids, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
         kept = drawn.kept.tolist() if drawn.kept is not None else None
         finished = []
         for row, sequence in enumerate(sequences):
+            if sequence.kept_ids is not None:
+                sequence.kept_ids.append(self._allowed(sequence, kept[row] if kept is not None else None))
             sequence.append(token_ids[row], logprobs[row], self.view.version)
-            if kept is not None and sequence.kept_ids is not None:
-                sequence.kept_ids.append([i for i in kept[row] if i >= 0])
             self._last[sequence.slot] = token_ids[row]
             reason = self._finish_reason(sequence)
             if reason is not None:

@@ -14,6 +14,9 @@ from shoal.types import Message, Task
 # Per level: smallest operand, largest operand, how many operands.
 LEVELS = {1: (0, 9, 2), 2: (10, 99, 2), 3: (100, 999, 2), 4: (10, 99, 3), 5: (10, 999, 4)}
 OPERATIONS = "+-*"
+# Eleven wordings were tried on SmolLM2-135M-Instruct (64 to 320 samples each, temperature 1): this one was right in
+# 0.20 to 0.22, one more in 0.18 to 0.20, the plain question in 0.13. The two best differ by less than the noise.
+PROMPT = "Compute {} and write only the result."
 
 
 class Arithmetic(SingleTurn):
@@ -57,7 +60,7 @@ class Arithmetic(SingleTurn):
         # a + b and b + a are the same question, so they fall into the same split.
         commutes = len(set(operators)) == 1 and operators[0] != "-"
         key = f"{operators[0]} {sorted(operands)}" if commutes else text
-        return key, ask(f"What is {text}?", answer=evaluate(operands, operators))
+        return key, ask(PROMPT.format(text), answer=evaluate(operands, operators))
 
 
 def evaluate(operands: Sequence[int], operators: Sequence[str]) -> int:

@@ -169,10 +169,11 @@ class Packed:
         return torch.as_tensor(array, dtype=torch.long).to(self.device)
 
     def _window(self, length: int, window: int) -> Tensor:
-        if ("window", window) not in self._plans:
+        key = ("window", window, length)  # the rectangles of a prefill differ in length
+        if key not in self._plans:
             distance = torch.arange(length, device=self.device)[:, None] - torch.arange(length, device=self.device)
-            self._plans["window", window] = (distance >= 0) & (distance < window)
-        return self._plans["window", window]
+            self._plans[key] = (distance >= 0) & (distance < window)
+        return self._plans[key]
 
 
 @dataclass

@@ -60,7 +60,7 @@ def check_architecture(folder: str) -> None:
 
 
 def eos_token_ids(model: nn.Module | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends an answer: those the model and tokenizer declare, and the one the chat template ends a turn with."""
+    """Every id that ends an answer: those the model and tokenizer declare, and the chat template's end of a turn."""
     found: list[int] = []
     configs = [getattr(model, "generation_config", None), getattr(model, "config", None)] if model is not None else []
     for source in (*configs, tokenizer):

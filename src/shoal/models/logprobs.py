@@ -65,12 +65,14 @@ def _tile(
 
 
 def _kept_mask(kept_ids: Sequence[Sequence[int] | None] | None, vocab_size: int, device: torch.device) -> Tensor | None:
-    if kept_ids is None or all(ids is None for ids in kept_ids):
+    """What each token could be drawn from: kept ids, or all but banned ones (~id), or everything."""
+    if kept_ids is None or not any(kept_ids):
         return None
     mask = torch.zeros(len(kept_ids), vocab_size, dtype=torch.bool)
     for row, ids in enumerate(kept_ids):
-        if ids is None:
+        if not ids or ids[0] < 0:
             mask[row] = True
+            mask[row, [~i for i in ids or ()]] = False
         else:
             mask[row, list(ids)] = True
     return mask.to(device)

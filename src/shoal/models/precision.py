@@ -10,7 +10,6 @@ import torch
 from shoal.config.train import TrainConfig
 from shoal.errors import HardwareError
 
-
 SMALL_MODEL_PARAMETERS = 20_000_000
 
 

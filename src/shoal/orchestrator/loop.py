@@ -20,6 +20,7 @@ from shoal.observability.events import EventLog
 from shoal.observability.metrics import Tally
 from shoal.observability.run_dir import RunDir
 from shoal.observability.spans import Phases, throughput
+from shoal.observability.watchdog import Watchdog
 from shoal.orchestrator.cadence import EvalCadence, SaveCadence
 from shoal.orchestrator.collect import Collected, Collector, Interruption
 from shoal.orchestrator.evaluate import Evaluator
@@ -57,6 +58,7 @@ class Parts:
     run_dir: RunDir
     events: EventLog
     console: Console
+    watchdog: Watchdog
     sinks: MetricSink  # writes metrics.jsonl first
     phases: Phases
     on_device: OnDevice
@@ -125,9 +127,9 @@ class Loop:
         parts, progress = self.parts, self.progress
         step = parts.events.step = progress.step + 1
         tally = Tally()
-        parts.console.waiting(f"rollouts of step {step}")
+        self._doing(f"rollouts of step {step}")
         collected = await parts.collector.collect(progress.step, self._stop)
-        parts.console.waiting(f"training of step {step}")
+        self._doing(f"training of step {step}")
         with parts.phases("train"):
             learned = await parts.learner.learn(collected.kept, tally)
         tally_groups(tally, collected.all, collected.kept, progress.step)
@@ -141,6 +143,11 @@ class Loop:
         self._boundary = self.state()
         await self._save_if_due(step)
         return self._outcome(collected)
+
+    def _doing(self, what: str) -> None:
+        """Progress was made, and this comes next: heartbeats and stall reports name it."""
+        self.parts.console.waiting(what)
+        self.parts.watchdog.beat(what)
 
     async def _publish(self, version: int, started: bool = False) -> None:
         """Hand the weights to the sampler, unless it is to keep the ones it has for now."""
@@ -165,7 +172,7 @@ class Loop:
         parts, cadence = self.parts, self.settings.evaluation
         if parts.evaluator is None or cadence is None or not cadence.due(step, self.settings.max_steps):
             return {}
-        parts.console.waiting(f"evaluation after step {step}")
+        self._doing(f"evaluation after step {step}")
         with parts.phases("eval"):
             sigma = self._sigma(step)
             if sigma > 0:

@@ -32,8 +32,8 @@ SPLITS = ("train", "eval")
 class RewardPool:
     """Runs `Environment.reward` in worker processes that can be killed. Implements `protocols.Judge`.
 
-    `weights` gives, per environment, the weight of each named reward part (1 where unset); an environment's own
-    `weights` attribute serves where none is given. `keep_env` names secrets that reward code may see after all.
+    `weights` gives, per environment, the weight of each named reward part; where it is silent the environment's own
+    attribute `weights` speaks, else 1. `keep_env` names secrets that reward code may see after all.
     """
 
     def __init__(
@@ -50,8 +50,11 @@ class RewardPool:
             raise ConfigError("the reward pool needs at least one worker, a positive timeout and positive memory")
         self._environments = dict(environments)
         self._limits = Limits(workers, timeout_s, memory_bytes)
-        own = {name: getattr(env, "weights", None) or {} for name, env in self._environments.items()}
-        self._weights = {**own, **(weights or {})}
+        given = weights or {}
+        self._weights = {
+            name: {**(getattr(env, "weights", None) or {}), **given.get(name, {})}
+            for name, env in self._environments.items()
+        }
         self._keep_env = set(keep_env).union(*(getattr(env, "keep_env", ()) for env in self._environments.values()))
         self._pid = 0
         self._socket: socket.socket | None = None

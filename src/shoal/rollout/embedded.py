@@ -87,7 +87,7 @@ class EmbeddedRolloutEngine:
 
     def _load(self, version: int, sigma: float) -> str:
         self._engine.view.refresh(version, sigma, self._noise_seed)
-        # The tensors are the trainer's own (or were copied just now): a few numbers prove which; hashing all costs time.
+        # The tensors are the trainer's own (or were copied just now): a few numbers prove which.
         digest = hashlib.blake2b(digest_size=16)
         with self._engine.view.active():
             for _, tensor in zip(range(8), self._engine.view.decoder.model.parameters(), strict=False):

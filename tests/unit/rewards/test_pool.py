@@ -425,7 +425,14 @@ def test_no_process_outlives_a_killed_parent(tmp_path):
     assert all_gone(pids, within_s=5)
 
 
-def test_named_rewards_are_weighted_and_none_excludes(tmp_path):
+def test_given_weights_come_before_the_environments_own(tmp_path):
+    pool = RewardPool({"bad": Misbehaving(tmp_path)}, weights={"bad": {"plain": 2.0}})
+    pool.start()
+    assert ask_pool(pool, "parts")[0].reward == 2.0 * 0.5 + 10.0 * 0.25
+    asyncio.run(pool.close())
+
+
+def test_named_rewards_are_weighted_and_none_excludes():
     class Both(SingleTurn):
         rewards = NamedRewards(correct=lambda task, messages: 1, short=(lambda task, messages: 0.5, 0.2))
         weights = rewards.weights

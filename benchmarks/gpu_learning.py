@@ -1,0 +1,77 @@
+"""Learning on one GPU, through the command line: SmolLM2 on arithmetic, and the quickstart's shape for ten steps.
+
+    python benchmarks/gpu_learning.py SMOLLM2.gguf OUT_DIR
+
+Writes OUT_DIR/smollm2_arithmetic.json and OUT_DIR/quickstart_shape.json with every step's metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from machine import write_result
+
+KEEP = ("reward/mean", "eval/arithmetic/mean", "mismatch/k3", "policy/entropy", "optim/grad_norm", "time/step",
+        "time/rollout", "time/train", "throughput/rollout_tok_s", "throughput/train_tok_s", "completion/length_mean",
+        "completion/truncated_frac", "group/mixed_frac", "masked", "noise/sigma")  # fmt: skip
+
+
+def shoal(*arguments: str) -> float:
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-m", "shoal", *arguments], check=True)
+    return time.monotonic() - start
+
+
+def curve(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return [{"step": line["step"], **{k: round(line[k], 6) for k in KEEP if k in line}} for line in lines]
+
+
+def smollm2(model: str, out: Path, work: Path) -> None:
+    run = work / "smollm2"
+    arguments = [
+        f"train.model={model}", f"train.output_dir={run}", "train.max_steps=200", "train.learning_rate=5e-6",
+        "train.sequence_len=512", "train.per_device_train_batch_size=16", "train.loss.type=grpo",
+        "train.save_seconds=100000", "orch.env=[{id: arithmetic}]",
+        "orch.batch_size=256", "orch.rollouts_per_example=16",
+        "orch.sampling.max_tokens=24", "orch.eval={interval: 20, num_examples: 200}",
+    ]  # fmt: skip
+    seconds = shoal("grpo", *arguments)
+    points = curve(run)
+    held_out = [p["eval/arithmetic/mean"] for p in points if "eval/arithmetic/mean" in p]
+    write_result(
+        out / "smollm2_arithmetic.json",
+        {"command": ["shoal", "grpo", *arguments], "seconds": seconds, "held_out": held_out, "steps": points},
+    )
+    print(f"smollm2: held out {held_out[0]:.3f} -> {held_out[-1]:.3f} in {seconds:.0f} s")
+
+
+def quickstart(out: Path, work: Path) -> None:
+    model = work / "qwen3-0.6b"
+    shoal("make-model", str(model), "--shape", "qwen3-0.6b")
+    results = {}
+    for kind, extra in {"lora": [], "full": ["train.lora=false", "train.learning_rate=1e-6"]}.items():
+        run = work / f"quickstart-{kind}"
+        arguments = [
+            "--train", "examples/grpo/train.yaml", "--infer", "examples/grpo/infer.yaml", "--orch",
+            "examples/grpo/orch.yaml", f"train.model={model}", f"infer.model={model}", f"orch.model.name={model}",
+            "train.recipe=bf16", f"train.output_dir={run}", "train.max_steps=10", "orch.max_steps=10", *extra,
+        ]  # fmt: skip
+        seconds = shoal("grpo", *arguments)
+        results[kind] = {"command": ["shoal", "grpo", *arguments], "seconds": seconds, "steps": curve(run)}
+        print(f"quickstart {kind}: {seconds:.0f} s")
+    write_result(out / "quickstart_shape.json", results)
+
+
+if __name__ == "__main__":
+    gguf, out_dir = sys.argv[1], Path(sys.argv[2])
+    work_dir = Path("/tmp/shoal-gpu")
+    shutil.rmtree(work_dir, ignore_errors=True)
+    smollm2(gguf, out_dir, work_dir)
+    quickstart(out_dir, work_dir)

@@ -1,0 +1,125 @@
+"""Small random models of every architecture the tests cover: two layers, a vocabulary of the character tokenizer.
+
+Weights are drawn large enough that greedy text does not fall into a loop, so that a wrong mask, position or cache entry
+shows in the tokens. Windows are shorter than the prompts, and soft-caps low enough to bend what they cap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from shoal.models.decoder import Decoder, LayerShape
+from shoal.models.lora import LoraSettings, attach
+from shoal.models.shapes import tiny_tokenizer
+
+# As Shoal does itself for models this small; results then do not depend on how many cores the machine has.
+torch.set_num_threads(1)
+
+TOKENIZER = tiny_tokenizer()
+VOCABULARY = len(TOKENIZER)
+EOS = 2  # <|im_end|>
+WINDOW = 12
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+_GEMMA: dict[str, Any] = {"sliding_window": WINDOW, "query_pre_attn_scalar": 32}
+_MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_SHAPE, head_dim=32),
+    "llama-tied": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**_SHAPE),
+    "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32),
+    "mistral": lambda: MistralConfig(**_SHAPE, head_dim=32, sliding_window=WINDOW),
+    "gemma2": lambda: Gemma2Config(
+        **_SHAPE, **_GEMMA, **_MIXED, head_dim=32, attn_logit_softcapping=2.0, final_logit_softcapping=5.0
+    ),
+    "gemma3": lambda: Gemma3TextConfig(**_SHAPE, **_GEMMA, **_MIXED, head_dim=32),
+}
+ARCHITECTURES = tuple(CONFIGS)
+
+
+def small_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    """A Hugging Face model with seeded random weights; `overrides` change its config."""
+    config = CONFIGS[name]()
+    for key, value in overrides.items():
+        setattr(config, key, value)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return randomise(model, seed).to(dtype).eval()
+
+
+@torch.no_grad()
+def randomise(model: Any, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    gemma = "gemma" in model.config.model_type
+    for name, parameter in model.named_parameters():
+        mean, std = (0.0, 0.25) if parameter.ndim >= 2 else (1.0, 0.1)
+        if gemma and "embed_tokens" in name:
+            std = 0.02  # Gemma multiplies embeddings by sqrt(hidden): larger ones would only repeat themselves
+        if gemma and name == "model.norm.weight":
+            mean = 6.0
+        if name.endswith(".bias"):
+            mean = 6.0
+        parameter.copy_(mean + std * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def small_decoder(name: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
+    """A verified decoder, ready to sample and train."""
+    return as_decoder(small_model(name, seed, dtype))
+
+
+def as_decoder(model: Any) -> Decoder:
+    decoder = Decoder(model)
+    decoder.verify()
+    return decoder
+
+
+def layer_shapes(decoder: Decoder) -> dict[int, LayerShape]:
+    return Decoder(decoder.inner).verify()
+
+
+def lora_decoder(name: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Decoder:
+    """The same under LoRA, with an adapter that is not zero (peft starts with B = 0, which changes nothing)."""
+    decoder = small_decoder(name, seed, dtype)
+    torch.manual_seed(seed)
+    wrapped = Decoder(attach(decoder.model, LoraSettings(**{"rank": 4, "alpha": 8, **settings})))
+    if settings.get("adapter_path") is None:
+        shake_adapter(wrapped, seed)
+    return wrapped
+
+
+@torch.no_grad()
+def shake_adapter(decoder: Decoder, seed: int, std: float = 0.1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in (p for p in decoder.model.parameters() if p.requires_grad):
+        parameter.add_((std * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype))
+
+
+def random_prompts(seed: int, *lengths: int) -> list[list[int]]:
+    """Ids without special tokens, one prompt a length."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(14, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
