@@ -17,6 +17,7 @@ from shoal.config.orch import DatasetConfig, EnvConfig, EvalConfig, OrchConfig, 
 from shoal.config.resolve import as_data, as_yaml, binding_data, resolve_run
 from shoal.config.schema import RunConfig
 from shoal.config.train import TrainConfig
+from shoal.envs.catalogue import BUILT_IN, REASONING_GYM
 from shoal.envs.datasets import DatasetSpec, fingerprint
 from shoal.envs.registry import load_environment
 from shoal.envs.user_code import load_object
@@ -86,7 +87,9 @@ def prepare(config: RunConfig) -> Prepared:
 
 def _environment(env: EnvConfig, dataset: DatasetConfig | None) -> Environment:
     spec = None
-    if dataset is not None:
+    # Environments that make their own tasks stand beside one that reads the data set.
+    makes_its_own = env.id.startswith(REASONING_GYM) or (env.id in BUILT_IN and not BUILT_IN[env.id].takes_dataset)
+    if dataset is not None and not makes_its_own:
         spec = DatasetSpec(dataset.path, dataset.name, dataset.split, dataset.columns, dataset.max_rows)
     return load_environment(env.id, env.args, env.label, spec)
 

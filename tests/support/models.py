@@ -1,7 +1,7 @@
 """Small random models of every architecture the tests cover: two layers, a vocabulary of the character tokenizer.
 
-Weights are drawn large enough that greedy text does not fall into a loop, so that a wrong mask, position or cache entry
-shows in the tokens. Windows are shorter than the prompts, and soft-caps low enough to bend what they cap.
+Windows are shorter than the prompts of the tests, and soft-caps low enough to bend what they cap, so that a reading of
+the model that ignores either is found out.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from transformers import (
 
 from shoal.models.decoder import Decoder, LayerShape
 from shoal.models.lora import LoraSettings, attach
-from shoal.models.shapes import tiny_tokenizer
+from shoal.models.shapes import character_tokenizer
 
 # As Shoal does itself for models this small; results then do not depend on how many cores the machine has.
 torch.set_num_threads(1)
 
-TOKENIZER = tiny_tokenizer()
+TOKENIZER = character_tokenizer()
 VOCABULARY = len(TOKENIZER)
 EOS = 2  # <|im_end|>
 WINDOW = 12
@@ -55,34 +55,44 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32),
     "mistral": lambda: MistralConfig(**_SHAPE, head_dim=32, sliding_window=WINDOW),
     "gemma2": lambda: Gemma2Config(
-        **_SHAPE, **_GEMMA, **_MIXED, head_dim=32, attn_logit_softcapping=2.0, final_logit_softcapping=5.0
+        **_SHAPE, **_GEMMA, **_MIXED, head_dim=32, attn_logit_softcapping=4.0, final_logit_softcapping=5.0
     ),
     "gemma3": lambda: Gemma3TextConfig(**_SHAPE, **_GEMMA, **_MIXED, head_dim=32),
 }
 ARCHITECTURES = tuple(CONFIGS)
 
 
-def small_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
-    """A Hugging Face model with seeded random weights; `overrides` change its config."""
+def small_model(
+    name: str, seed: int = 0, dtype: torch.dtype = torch.float32, wild: bool = False, **overrides: Any
+) -> Any:
+    """A Hugging Face model with seeded random weights; `overrides` change its config.
+
+    `wild` weights are so large that greedy text does not fall into a loop, and rounding grows on its way through them.
+    Others are of the size training gives them, where log-probs are good to six digits.
+    """
     config = CONFIGS[name]()
     for key, value in overrides.items():
         setattr(config, key, value)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return randomise(model, seed).to(dtype).eval()
+    return randomise(model, seed, wild).to(dtype).eval()
 
 
 @torch.no_grad()
-def randomise(model: Any, seed: int) -> Any:
+def randomise(model: Any, seed: int, wild: bool = False) -> Any:
     generator = torch.Generator().manual_seed(seed)
     gemma = "gemma" in model.config.model_type
     for name, parameter in model.named_parameters():
-        mean, std = (0.0, 0.25) if parameter.ndim >= 2 else (1.0, 0.1)
+        mean, std = (0.0, 0.25 if wild else 0.1) if parameter.ndim >= 2 else (1.0, 0.1)
+        if gemma and not wild:
+            mean = 0.0  # Gemma's norms multiply by 1 + weight
         if gemma and "embed_tokens" in name:
-            std = 0.02  # Gemma multiplies embeddings by sqrt(hidden): larger ones would only repeat themselves
+            std = 0.01 if wild else 0.03  # Gemma multiplies embeddings by sqrt(hidden): large ones only repeat themselves
         if gemma and name == "model.norm.weight":
-            mean = 6.0
+            mean = 12.0 if wild else 3.0
+        if wild and name.endswith(("q_norm.weight", "k_norm.weight")):
+            mean = 2.0  # sharp attention: what is looked at decides the next token
         if name.endswith(".bias"):
-            mean = 6.0
+            mean = 0.0
         parameter.copy_(mean + std * torch.randn(parameter.shape, generator=generator))
     return model
 
@@ -99,7 +109,7 @@ def as_decoder(model: Any) -> Decoder:
 
 
 def layer_shapes(decoder: Decoder) -> dict[int, LayerShape]:
-    return Decoder(decoder.inner).verify()
+    return decoder.verify()
 
 
 def lora_decoder(name: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Decoder:

@@ -27,9 +27,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; special tokens, task tags and role names are single tokens."""
+def character_tokenizer(size: int | None = None) -> PreTrainedTokenizerFast:
+    """One token a character; special tokens, task tags and role names are single tokens.
+
+    `size` fills the vocabulary up with made-up words, so that whatever a model of that size samples reads as something.
+    """
     words = [*SPECIAL, *TAGS, *ROLES, *CHARACTERS]
+    words += [f" w{i}" for i in range(len(words), size or 0)]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     # A role name is one token only where it names a role: right after the token that opens a turn.
     roles = "|".join(ROLES)
@@ -91,12 +95,13 @@ SHAPES = ("qwen3-0.6b", "qwen2.5-0.5b", "qwen2.5-7b")
 
 def make_model(kind: str, folder: Path, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:
     """Write model and tokenizer into `folder`; `kind` is "tiny" or one of SHAPES."""
-    tokenizer = tiny_tokenizer()
     torch.manual_seed(seed)
     if kind == "tiny":
+        tokenizer = character_tokenizer()
         config, default_dtype = tiny_config(len(tokenizer)), torch.float32
     else:
         config, default_dtype = shape_config(kind), torch.bfloat16
+        tokenizer = character_tokenizer(config.vocab_size)
         config.eos_token_id = SPECIAL.index("<|im_end|>")
         config.pad_token_id = SPECIAL.index("<|endoftext|>")
     model = AutoModelForCausalLM.from_config(config, dtype=dtype or default_dtype)

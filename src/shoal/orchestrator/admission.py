@@ -57,7 +57,7 @@ class Admission:
             self.accepted += self.group
 
     def unaccept(self, groups: int) -> None:
-        """Groups that were kept and are dropped after all (stale)."""
+        """Room handed back: groups kept and dropped after all (stale), or given up and made up for by others."""
         self.accepted -= groups * self.group
 
     def forfeit(self, groups: int) -> None:

@@ -53,28 +53,36 @@ class Collector:
         self.admission = admission
         self._running: dict[asyncio.Task[RolloutGroup], tuple[int, Prompt]] = {}
         self._ready: list[tuple[int, RolloutGroup]] = []
-        self._dropped: list[RolloutGroup] = []
+        self._settled: list[tuple[int, RolloutGroup]] = []  # in this step, kept or not
         self._again: list[Prompt] = []  # prompts a checkpoint found in flight
         self._order = 0
         self._refills_left = 0
+        self._given_up = 0  # groups dropped in this step and not replaced
 
     async def collect(self, version: int, stop: asyncio.Event) -> Collected:
         """The groups of one step: as many as a step takes, fewer only if the refills are spent."""
         wanted = self.admission.groups_per_step
-        self._refills_left = self._rules.max_refill * wanted
-        self._drop_stale(version)
+        self._refills_left, self._given_up = self._rules.max_refill * wanted, 0
+        stale = self._drop_stale(version)
         while len(self._ready) < wanted:
             self._dispatch(version)
             if not self._running:
                 break
             await self._settle_some(version, stop)
-        self._dispatch(version)  # whatever may run ahead runs ahead while this step trains
         if self.admission.synchronous:
             self._ready.sort(key=lambda item: item[0])
         taken, self._ready = self._ready[:wanted], self._ready[wanted:]
-        self.admission.forfeit(wanted - len(taken))
-        dropped, self._dropped = self._dropped, []
-        return Collected([group for _, group in taken], dropped)
+        # A group given up used up its room; where one that ran ahead took its place, a later step gets that room.
+        self.admission.unaccept(self._given_up - (wanted - len(taken)))
+        self._dispatch(version)  # whatever may run ahead runs ahead while this step trains
+        return Collected([group for _, group in taken], [*stale, *self._take_dropped()])
+
+    def _take_dropped(self) -> list[RolloutGroup]:
+        """What this step dropped, and the buffer's lesson of all it saw, in the order of dispatch."""
+        settled, self._settled = sorted(self._settled, key=lambda item: item[0]), []
+        for _, group in settled:
+            self._stream.observe(group)
+        return [group for _, group in settled if group.drop_reason is not None]
 
     def _dispatch(self, version: int) -> None:
         while self.admission.allows(version):
@@ -105,15 +113,15 @@ class Collector:
             self._settle(order, task.result(), version)  # type: ignore[arg-type]
 
     def _settle(self, order: int, group: RolloutGroup, version: int) -> None:
-        self._stream.observe(group)
         group.drop_reason = self._verdict(group, version)
+        self._settled.append((order, group))
         if group.drop_reason is None:
             self.admission.settle(accepted=True)
             self._ready.append((order, group))
             return
-        self._dropped.append(group)
         replaced = self._rules.uniform != "skip" and self._refills_left > 0
         self._refills_left -= replaced
+        self._given_up += not replaced
         self.admission.settle(accepted=not replaced)
 
     def _verdict(self, group: RolloutGroup, version: int) -> str | None:
@@ -135,16 +143,18 @@ class Collector:
         oldest = min((r.oldest_version for r in group.rollouts if r.turns), default=group.version)
         return self.admission.is_stale(version, oldest)
 
-    def _drop_stale(self, version: int) -> None:
+    def _drop_stale(self, version: int) -> list[RolloutGroup]:
         """Ready groups that grew too old while others were trained; checked where they are shipped."""
-        fresh = [(order, group) for order, group in self._ready if not self._is_stale(group, version)]
-        kept = {id(group) for _, group in fresh}
-        for _, group in self._ready:
-            if id(group) not in kept:
+        fresh, stale = [], []
+        for order, group in self._ready:
+            if self._is_stale(group, version):
                 group.drop_reason = "stale"
-                self._dropped.append(group)
-        self.admission.unaccept(len(self._ready) - len(fresh))
+                stale.append(group)
+            else:
+                fresh.append((order, group))
+        self.admission.unaccept(len(stale))
         self._ready = fresh
+        return stale
 
     async def cancel(self) -> None:
         """Take back everything in flight; the prompts are dispatched again when the run continues."""

@@ -65,15 +65,17 @@ class Evaluator:
 
 
 def summarise(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """By raw rewards throughout: what training does to a reward is no part of how good an answer is."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [rollout.raw_reward for rollout in rollouts if rollout.scored and rollout.raw_reward is not None]
+    by_group = [[r.raw_reward for r in g.rollouts if r.scored and r.raw_reward is not None] for g in groups]
+    rewards = [reward for group in by_group for reward in group]
     result = {"error_frac": 1 - len(rewards) / len(rollouts)}
     if rewards:
         result["mean"] = float(np.mean(rewards))
     if len(rewards) > 1:
         result["std"] = float(np.std(rewards, ddof=1))
     if max(len(group.rollouts) for group in groups) > 1:
-        result["pass_at_k"] = float(np.mean([any(r >= 1 for r in group.rewards) for group in groups]))
+        result["pass_at_k"] = float(np.mean([any(r >= 1 for r in group) for group in by_group]))
     result["length_mean"] = float(np.mean([rollout.completion_tokens for rollout in rollouts]))
     result["truncated_frac"] = float(np.mean([rollout.truncated for rollout in rollouts]))
     return result

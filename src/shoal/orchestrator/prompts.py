@@ -78,18 +78,19 @@ class PromptStream:
     def next(self) -> Prompt:
         name = self._next_environment()
         size = len(self._environments[name].tasks("train"))
-        unfit = 0
-        for passed in range(2 * size + 1):
+        passed, unfit = 0, set()
+        while True:
             prompt = self._draw(name)
             if not self._fits(prompt.messages):
                 self.cursor.set_aside += 1
-                unfit += 1
-                if unfit >= size:
+                unfit.add(prompt.index)
+                if len(unfit) == size:
                     raise DataError(f"no prompt of {name} fits: prompt plus sampling.max_tokens exceeds orch.seq_len")
             elif passed >= size or self._wanted(prompt):
                 break
             else:
                 self.cursor.passed_over += 1
+                passed += 1
         self.cursor.drawn[name] += 1
         return prompt
 

@@ -21,11 +21,14 @@ class Letters(SingleTurn):
 
     def __init__(self, size: int, name: str = "letters", long: Sequence[int] = (), size_eval: int = 0) -> None:
         self.name = name
-        self._sizes = {"train": size, "eval": size_eval}
-        self._long = set(long)
+        sizes = {"train": size, "eval": size_eval}
+        self._tasks = {
+            split: [ask(f"{split} {i}" + "x" * 100 * (i in long), answer=i) for i in range(count)]
+            for split, count in sizes.items()
+        }
 
     def tasks(self, split: str) -> Sequence[Task]:
-        return [ask(f"{split} {i}" + "x" * 100 * (i in self._long), answer=i) for i in range(self._sizes[split])]
+        return self._tasks[split]
 
     def reward(self, task: Task, messages: Sequence[Message]) -> float:
         return 0.0
@@ -72,25 +75,20 @@ class ShuffledRunner:
     """Answers each prompt after a random number of turns of the event loop, so groups finish in any order."""
 
     rewards: Rewards
-    admission: Admission
     seed: int = 0
     slowest: int = 12
     version: int = 0  # what the sampler serves; the test syncs it as the loop would
     dispatched: list[Prompt] = field(default_factory=list)
     finished: list[Prompt] = field(default_factory=list)
-    most_ahead: int = 0  # rollouts kept or out, at the fullest moment
-    out: int = 0
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
 
     async def __call__(self, prompt: Prompt) -> RolloutGroup:
         self.dispatched.append(prompt)
-        self.out += 1
         drawn_with = self.version
         for _ in range(self._random.randrange(self.slowest) + 1):
             await asyncio.sleep(0)
-        self.out -= 1
         self.finished.append(prompt)
         return make_group(prompt, self.rewards(prompt), drawn_with)
 
@@ -98,7 +96,7 @@ class ShuffledRunner:
 def make_collector(
     rewards: Rewards, admission: Admission, rules: GroupRules | None = None, seed: int = 0, size: int = 1000
 ) -> tuple[Collector, ShuffledRunner]:
-    runner = ShuffledRunner(rewards, admission, seed)
+    runner = ShuffledRunner(rewards, seed)
     return Collector(runner, make_stream(size), admission, rules or GroupRules()), runner
 
 
