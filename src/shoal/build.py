@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,14 +204,16 @@ def make_objective(train: TrainConfig) -> Any:
 
     loss = train.loss
     if loss.custom:
-        return Objective(CustomLoss(load_object(loss.type), name=loss.type))
+        policy_loss = CustomLoss(partial(load_object(loss.type), **loss.args), name=loss.type)
+    else:
+        policy_loss = LOSSES[loss.type](**loss.resolved_loss_parameters())
     correction = None
     if loss.correction.type != "none":
         correction = CORRECTIONS[loss.correction.type](**loss.correction.resolved_parameters())
     kl = None
     if loss.kl.beta > 0 and loss.kl.where == "loss":
         kl = KLPenalty(loss.kl.beta, loss.kl.estimator)
-    return Objective(LOSSES[loss.type](**loss.resolved_loss_parameters()), correction, kl)
+    return Objective(policy_loss, correction, kl)
 
 
 def recomputes_old(train: TrainConfig, objective: Any, fp32: bool, remote: bool) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.engines import ask, make_engine, run
-from support.models import ARCHITECTURES, EOS, lora_decoder, random_prompts, small_decoder
+from support.models import ARCHITECTURES, EOS, VOCABULARY, lora_decoder, random_prompts, small_decoder
 from support.training import as_rollout, grpo, make_policy, one_turn, rows_of
 
 from shoal.models.decoder import Decoder
@@ -20,6 +20,9 @@ SETTINGS = {
     "top-p": {"top_p": 0.7},
     "top-k": {"top_k": 5, "temperature": 1.3},
     "min-p": {"min_p": 0.1, "temperature": 0.8},
+    "min tokens": {"min_tokens": 20, "temperature": 1.5},
+    "min tokens, cut": {"min_tokens": 20, "top_p": 0.9},
+    "min tokens, all kept": {"min_tokens": 20, "top_k": VOCABULARY, "temperature": 1.5},
     "all three": {"top_p": 0.9, "top_k": 20, "min_p": 0.02, "temperature": 1.2},
 }
 

@@ -40,6 +40,9 @@ def _check_custom(loss: LossConfig, findings: Findings) -> None:
     for name in loss.given_parameters():
         what = f"is a parameter of built-in losses, not of {show(loss.type)}"
         findings.error(f"train.loss.{name}", what, "put the arguments of your own loss under train.loss.args")
+    if loss.correction.type != "none":
+        what = f"a loss of your own gets no correction weight, so {loss.correction.type} would do nothing"
+        findings.error("train.loss.correction.type", what, "remove it, and weigh by the log-probs the loss is given")
 
 
 def _check_parameters(loss: LossConfig, spec: LossSpec, findings: Findings) -> None:

@@ -30,6 +30,10 @@ class EngineSettings:
     prefill_tokens: int = 8192  # prompt tokens of one prefill
     eos_token_ids: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.slots % ROW_MULTIPLE:  # a smaller batch would round differently, and results depend on company
+            raise ValueError(f"slots must be a multiple of {ROW_MULTIPLE}, not {self.slots}")
+
 
 class EmbeddedEngine:
     """`detokenize` turns ids into text with special tokens left out; stop strings and `Completion.text` need it."""
@@ -184,7 +188,7 @@ class EmbeddedEngine:
     def _finish_reason(self, sequence: Running) -> FinishReason | None:
         sampling = sequence.request.sampling
         newest = sequence.token_ids[-1]
-        if len(sequence.token_ids) > sampling.min_tokens or sampling.min_tokens == 0:
+        if len(sequence.token_ids) >= sampling.min_tokens:
             if newest in self._eos or newest in sampling.stop_token_ids:
                 return "stop"
             if sampling.stop:

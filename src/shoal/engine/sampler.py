@@ -79,6 +79,7 @@ def _truncate(logprobs: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     limit = torch.where(state.top_k > 0, state.top_k, width)
     keep &= torch.arange(width, device=top.device)[None] < limit[:, None]
     keep &= probs >= state.min_p[:, None] * probs[:, :1]
+    keep &= ~torch.isneginf(top)  # banned ids rank last, and a wide top-k reaches them
     keep[:, 0] = True
     # A row that asked for no truncation shares the batch with one that did; it stays whole.
     whole = (state.top_p >= 1) & (state.top_k <= 0) & (state.min_p <= 0)

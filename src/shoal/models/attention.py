@@ -88,7 +88,8 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor |
         length = query.shape[2]
         allowed = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
     scores = scores.masked_fill(~allowed, float("-inf"))
-    return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype), value)
+    shares = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return torch.matmul(shares.to(value.dtype), value)
 
 
 @dataclass

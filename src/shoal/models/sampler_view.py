@@ -28,6 +28,7 @@ class SamplerView:
         self._slot = False
         self._noisy: dict[nn.Module, Tensor] = {}
         self.version = 0
+        self._copied: int | None = None  # the version in the snapshot
         self.decoder = trained
         if mode == "snapshot" and hasattr(trained.model, "peft_config"):
             lora.add_slot(trained.model, lora.SAMPLER)  # type: ignore[arg-type]
@@ -42,13 +43,13 @@ class SamplerView:
 
     @torch.no_grad()
     def refresh(self, version: int, sigma: float = 0.0, seed: int = 0) -> None:
-        """Serve the trainer's current weights as `version`, with noise of that sigma drawn from (seed, version)."""
-        if self._slot:
-            lora.copy_slot(self._trained.model, lora.TRAINED, lora.SAMPLER)  # type: ignore[arg-type]
-        elif self.decoder is not self._trained:
-            for target, source in zip(self.decoder.model.parameters(), self._trained.model.parameters(), strict=True):
-                target.copy_(source)
-        self.version = version
+        """Serve the trainer's current weights as `version`, with noise of that sigma drawn from (seed, version).
+
+        A version that is served already keeps its weights, whatever the trainer did since; only the noise changes.
+        """
+        if version != self._copied:
+            self._copy_weights()
+        self.version = self._copied = version
         self._noisy = {}
         if sigma > 0:
             generator = torch.Generator().manual_seed((seed * 1_000_003 + version) % (1 << 63))
@@ -56,6 +57,13 @@ class SamplerView:
                 weight: Tensor = norm.weight  # type: ignore[assignment]
                 noise = torch.randn(weight.shape, generator=generator) * sigma
                 self._noisy[norm] = (weight.float().cpu() + noise).to(weight.device, weight.dtype)
+
+    def _copy_weights(self) -> None:
+        if self._slot:
+            lora.copy_slot(self._trained.model, lora.TRAINED, lora.SAMPLER)  # type: ignore[arg-type]
+        elif self.decoder is not self._trained:
+            for target, source in zip(self.decoder.model.parameters(), self._trained.model.parameters(), strict=True):
+                target.copy_(source)
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ class Admission:
     interval: int = 1  # N; 0 = weights are never synced, so nothing goes stale
     async_level: int = 0  # O
     max_off_policy_steps: int | None = None
-    accepted: int = 0  # rollouts kept for training so far, and those given up for good
+    accepted: int = 0  # rollouts kept for training so far, and those dropped without a replacement
     running: int = 0  # rollouts dispatched and not settled
 
     @property
@@ -59,7 +59,3 @@ class Admission:
     def unaccept(self, groups: int) -> None:
         """Room handed back: groups kept and dropped after all (stale), or given up and made up for by others."""
         self.accepted -= groups * self.group
-
-    def forfeit(self, groups: int) -> None:
-        """Room that will not be used: the step goes on with fewer groups."""
-        self.accepted += groups * self.group

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,8 +82,10 @@ class Progress:
     """Everything the loop itself remembers between steps."""
 
     step: int = 0  # steps done = version of the policy
+    evaluated_start: bool = False
     non_finite: int = 0
     flat: int = 0
+    flat_reasons: list[str] = field(default_factory=list)  # why groups were dropped in those flat steps
     best: float | None = None
     best_step: int = 0
     since_best: int = 0
@@ -98,6 +100,7 @@ class Loop:
         self._exit_code = EXIT_INTERRUPTED
         self._saved_step: int | None = None
         self._served = ""  # proof of the weights the sampler serves
+        self._served_sigma = 0.0  # and the noise on them
         self._boundary: dict[str, Any] = {}  # the state between two steps; what a checkpoint holds
 
     def interrupt(self, exit_code: int = EXIT_INTERRUPTED) -> None:
@@ -108,9 +111,8 @@ class Loop:
     async def run(self) -> str:
         """Train to the end; returns `finished` or `solved`. Raises Interrupted or StoppedByPolicy, state saved."""
         await self._publish(self.progress.step, started=True)
+        await self._evaluate_at_start()
         self._boundary = self.state()
-        if self.progress.step == 0:
-            await self._evaluate_at_start()
         while self.progress.step < self.settings.max_steps:
             try:
                 outcome = await self._step()
@@ -119,6 +121,7 @@ class Loop:
             if self._stop.is_set():
                 await self._interrupted()
             if outcome is not None:
+                await self.save()  # with more steps, or other prompts, it may go on from here
                 return outcome
         return "finished"
 
@@ -134,7 +137,7 @@ class Loop:
             learned = await parts.learner.learn(collected.kept, tally)
         tally_groups(tally, collected.all, collected.kept, progress.step)
         if self.settings.sigma_at is not None:
-            tally.value("noise/sigma", self.settings.sigma_at(step))
+            tally.value("noise/sigma", self._served_sigma)
         progress.step = step
         await self._publish(step)
         self._judge(learned, collected)
@@ -142,7 +145,7 @@ class Loop:
         self._record(step, metrics, collected, learned)
         self._boundary = self.state()
         await self._save_if_due(step)
-        return self._outcome(collected)
+        return self._outcome()
 
     def _doing(self, what: str) -> None:
         """Progress was made, and this comes next: heartbeats and stall reports name it."""
@@ -153,9 +156,10 @@ class Loop:
         """Hand the weights to the sampler, unless it is to keep the ones it has for now."""
         parts, admission = self.parts, self.parts.collector.admission
         if admission.syncs_at(version) or (started and admission.interval > 0):
+            self._served_sigma = self._sigma(version)
             with parts.phases("sync"):
                 manifest = await parts.weights.publish(version)
-                self._served = await parts.engine.load(version, {**manifest, "sigma": self._sigma(version)})
+                self._served = await parts.engine.load(version, {**manifest, "sigma": self._served_sigma})
 
     def _sigma(self, version: int) -> float:
         """Noise of the step that this version samples."""
@@ -163,7 +167,10 @@ class Loop:
         return sigma_at(version + 1) if sigma_at is not None and version < self.settings.max_steps else 0.0
 
     async def _evaluate_at_start(self) -> None:
+        if self.progress.step > 0 or self.progress.evaluated_start:
+            return
         metrics = await self._evaluate(0)
+        self.progress.evaluated_start = True
         if metrics:
             self.parts.sinks.log(0, metrics)
 
@@ -174,12 +181,11 @@ class Loop:
             return {}
         self._doing(f"evaluation after step {step}")
         with parts.phases("eval"):
-            sigma = self._sigma(step)
-            if sigma > 0:
+            if self._served_sigma > 0:
                 await parts.engine.load(parts.engine.version, {"sigma": 0.0})
             metrics, _ = await parts.evaluator.evaluate()
-            if sigma > 0:
-                await parts.engine.load(parts.engine.version, {"sigma": sigma})
+            if self._served_sigma > 0:
+                await parts.engine.load(parts.engine.version, {"sigma": self._served_sigma})
         means = [value for name, value in metrics.items() if name.endswith("/mean")]
         if means:
             self._note_best(step, sum(means) / len(means))
@@ -200,12 +206,15 @@ class Loop:
             events.warn(
                 "non-finite", f"step {progress.step}: the gradient is not finite; the optimizer step is skipped"
             )
-        progress.flat = 0 if learned.trained_rollouts else progress.flat + 1
-        if not learned.trained_rollouts:
-            reasons = sorted({group.drop_reason or "nothing to train" for group in collected.all})
-            events.warn("flat", f"step {progress.step} trained nothing: every group was {', '.join(reasons)}")
+        if learned.trained_rollouts:
+            progress.flat, progress.flat_reasons = 0, []
+            return
+        reasons = {group.drop_reason or "nothing to train" for group in collected.all}
+        events.warn("flat", f"step {progress.step} trained nothing: every group was {', '.join(sorted(reasons))}")
+        progress.flat += 1
+        progress.flat_reasons = sorted(reasons.union(progress.flat_reasons))
 
-    def _outcome(self, collected: Collected) -> str | None:
+    def _outcome(self) -> str | None:
         progress, settings = self.progress, self.settings
         if progress.non_finite >= MAX_NON_FINITE:
             raise StoppedByPolicy(
@@ -213,13 +222,12 @@ class Loop:
                 "lower train.learning_rate or look at the rewards, then resume from the last checkpoint"
             )
         if progress.flat >= MAX_FLAT:
-            reasons = {group.drop_reason for group in collected.all}
-            if reasons == {"uniform-good"}:
+            if progress.flat_reasons == ["uniform-good"]:
                 return "solved"
-            found = ", ".join(sorted(str(reason) for reason in reasons))
             raise StoppedByPolicy(
-                f"stopped after {MAX_FLAT} steps in a row that trained nothing (groups were {found}); raise the "
-                "temperature or the group size, choose easier prompts, or look at the reward errors"
+                f"stopped after {MAX_FLAT} steps in a row that trained nothing (groups were "
+                f"{', '.join(progress.flat_reasons)}); raise the temperature or the group size, choose easier prompts, "
+                "or look at the reward errors"
             )
         if settings.stop_after is not None and progress.since_best >= settings.stop_after:
             self.parts.events.emit("early-stop", f"no better evaluation since step {progress.best_step}")
@@ -257,8 +265,9 @@ class Loop:
     async def save(self) -> None:
         """A complete checkpoint of the state after the last step."""
         parts, step = self.parts, self.progress.step
-        if self._saved_step == step:
-            return
+        boundary = self._boundary.get("progress")
+        if self._saved_step == step or boundary is None or boundary.step != step:
+            return  # or it failed between the optimizer and the record: that step is computed again
         with parts.phases("save"), parts.run_dir.checkpoint(step) as folder:
             await parts.on_device(parts.files.save, folder)
             (folder / LOOP_FILE).write_bytes(msgspec.json.encode(self._boundary))

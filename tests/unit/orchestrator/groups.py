@@ -1,4 +1,4 @@
-"""Small worlds for the loop's tests: letters as tasks, groups with given rewards, and a runner that finishes in any order."""
+"""Parts for the loop's tests: letters as tasks, groups with given rewards, a runner that finishes in any order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def fits(messages: Sequence[Message]) -> bool:
     return len(messages[-1]["content"]) < 50
 
 
-def make_stream(size: int = 1000, seed: int = 0, buffer: Buffer | None = None, long: Sequence[int] = ()) -> PromptStream:
+def make_stream(
+    size: int = 1000, seed: int = 0, buffer: Buffer | None = None, long: Sequence[int] = ()
+) -> PromptStream:
     return PromptStream({"letters": Letters(size, long=long)}, {"letters": 1.0}, seed, fits, buffer)
 
 
@@ -58,7 +60,9 @@ def make_prompt(index: int = 0, epoch: int = 0, env: str = "letters") -> Prompt:
     return Prompt(env, index, [{"role": "user", "content": f"train {index}"}], "train", epoch)
 
 
-def make_group(prompt: Prompt, rewards: Sequence[float | None], version: int = 0, turn: Turn | None = None) -> RolloutGroup:
+def make_group(
+    prompt: Prompt, rewards: Sequence[float | None], version: int = 0, turn: Turn | None = None
+) -> RolloutGroup:
     """One rollout a reward; None is a rollout whose reward failed."""
     rollouts = []
     for index, reward in enumerate(rewards):

@@ -72,5 +72,5 @@ def test_saving_by_seconds():
 
 def test_evaluating_on_the_interval_and_at_the_last_step():
     cadence = EvalCadence(interval=4)
-    assert [step for step in range(0, 11) if cadence.due(step, 10)] == [0, 4, 8, 10]
+    assert [step for step in range(11) if cadence.due(step, 10)] == [0, 4, 8, 10]
     assert not EvalCadence(interval=4, at_start=False).due(0, 10)

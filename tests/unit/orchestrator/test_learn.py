@@ -97,7 +97,9 @@ def test_minibatches_times_epochs_optimizer_steps():
     learned, metrics = learn(learner, [group_of(i, [0.0, 1.0]) for i in range(4)])
     assert policy.optim_steps == 6
     assert [call.optim_steps_before for call in policy.calls] == list(range(6))
-    assert [call.weight for call in policy.calls] == pytest.approx([1.0] * 6), "each optimizer step is a mean of its own"
+    assert [call.weight for call in policy.calls] == pytest.approx([1.0] * 6), (
+        "each optimizer step is a mean of its own"
+    )
     assert policy.calls[0].rollout_ids == policy.calls[2].rollout_ids != policy.calls[1].rollout_ids
     assert len(learned.trained_rollouts) == len(set(learned.trained_rollouts)) == 8, "listed once, whatever the epochs"
     assert metrics["optim/skipped"] == 0
@@ -183,7 +185,9 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_told():
         return slope
 
     learner = make_learner(policy, MEAN_ONLY, broken, minibatches=2)
-    learned, metrics = learn(learner, [group_of(0, [0.0, 1.0], [make_turn([3]), make_turn([4])]), group_of(1, [0.0, 1.0])])
+    learned, metrics = learn(
+        learner, [group_of(0, [0.0, 1.0], [make_turn([3]), make_turn([4])]), group_of(1, [0.0, 1.0])]
+    )
     assert learned.skipped and metrics["optim/skipped"] == 1
     assert np.isfinite(policy.theta).all() and policy.theta[4] > 0, "the finite minibatch was trained"
 

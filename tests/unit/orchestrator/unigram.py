@@ -91,9 +91,7 @@ async def on_device(function: Any, *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def make_learner(
-    policy: UnigramPolicy, advantages: Any, objective: Any = reinforce, **settings: Any
-) -> Learner:
+def make_learner(policy: UnigramPolicy, advantages: Any, objective: Any = reinforce, **settings: Any) -> Learner:
     chosen = LearnSettings(**{"token_budget": 8, "aggregation": "token-mean", "max_tokens": 4, **settings})
     return Learner(policy, advantages, objective, chosen, on_device)
 

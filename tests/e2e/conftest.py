@@ -1,0 +1,79 @@
+"""One warm Python and one warmed-up tiny model for all end-to-end tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .helpers.processes import WarmPython
+from .helpers.runs import REVERSE_ARGS, SUM_ARGS, Run, base_config
+
+WARM_UP = ["train.learning_rate=3e-3", "train.sequence_len=128", "batch_size=32", "train.save_steps=1000"]
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmPython]:
+    python = WarmPython()
+    yield python
+    python.close()
+
+
+@pytest.fixture(scope="session")
+def raw_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's tiny model made tinier, random weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from shoal.models.shapes import character_tokenizer, tiny_config
+
+    folder = tmp_path_factory.mktemp("models") / "raw"
+    tokenizer = character_tokenizer()
+    config = tiny_config(len(tokenizer))
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 64, 128, 2
+    config.layer_types = ["full_attention"] * 2
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tasks_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Solved tasks of the two environments the tests train on."""
+    from shoal.envs.registry import load_environment
+
+    file = tmp_path_factory.mktemp("data") / "tasks.jsonl"
+    with file.open("w") as lines:
+        for name, args in (("reverse-text", REVERSE_ARGS), ("arithmetic", SUM_ARGS)):
+            environment: Any = load_environment(name, args)
+            for task in environment.tasks("train"):
+                answer = {"role": "assistant", "content": environment.solution(task)}
+                lines.write(json.dumps({"messages": [*task.messages, answer]}) + "\n")
+    return file
+
+
+@pytest.fixture(scope="session")
+def model(warm: WarmPython, raw_model: Path, tasks_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """After a few supervised steps: right often enough that most groups are mixed."""
+    folder = tmp_path_factory.mktemp("warm-up")
+    arguments = ["--model", str(raw_model), "--dataset", str(tasks_file), "--output-dir", "out", "--max-steps", "60"]
+    command = warm.run(["sft", *arguments, *WARM_UP], folder)
+    assert command.wait() == 0, command.text()
+    return folder / "out" / "final"
+
+
+@pytest.fixture
+def new_run(warm: WarmPython, model: Path, tmp_path: Path) -> Callable[..., Run]:
+    """new_run(name, train={...}, orch={...}): a folder with run.yaml, nothing started yet."""
+
+    def make(name: str = "run", **sections: dict[str, Any]) -> Run:
+        config = base_config(model)
+        for section, values in sections.items():
+            config.setdefault(section, {}).update(values)
+        return Run(tmp_path / name, warm).write(config)
+
+    return make

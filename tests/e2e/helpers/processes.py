@@ -1,0 +1,161 @@
+"""Starting the real command, in a process of its own: fresh, or forked from a Python that is already warm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 120.0  # far more than any command of these tests takes on a busy machine
+HERE = Path(__file__).parent
+USER_CODE = HERE / "user_code"
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Offline, one thread, the tests' own modules on the path; nothing else of this process's settings for torch."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "PYTEST"))}
+    return {**kept, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(USER_CODE), **changes}
+
+
+@dataclass
+class Command:
+    """A started command: its process id, what it printed, and how it ended."""
+
+    pid: int
+    output: Path
+    _poll: Callable[[], int | None]
+
+    def running(self) -> bool:
+        return self._poll() is None
+
+    def wait(self, limit_s: float = LIMIT_S) -> int:
+        """The exit code; minus the signal's number if one ended it."""
+        wait_until(lambda: self._poll() is not None, limit_s, f"the end of process {self.pid}: {self.text()[-2000:]}")
+        code = self._poll()
+        assert code is not None
+        return code
+
+    def send(self, number: int) -> None:
+        if self.running():
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
+        self.wait(10)
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+
+def wait_until(done: Callable[[], Any], limit_s: float, what: str, pause_s: float = 0.002) -> None:
+    deadline = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {limit_s:.0f} s for {what}")
+        time.sleep(pause_s)
+
+
+def start_fresh(arguments: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None) -> Command:
+    """`python -m shoal …` as a user would start it."""
+    output = cwd / f"output-{time.monotonic_ns()}.txt"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shoal", *arguments],
+            cwd=cwd, env=dict(env or environment()), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            start_new_session=True,
+        )  # fmt: skip
+    return Command(process.pid, output, process.poll)
+
+
+@dataclass
+class WarmPython:
+    """Forks commands from one process that has everything imported; see warm_python.py."""
+
+    _numbers: Any = field(default_factory=count)
+    _pids: dict[int, int] = field(default_factory=dict)  # number of the command → process id
+    _running: dict[int, int] = field(default_factory=dict)  # process id → number of the command
+    _codes: dict[int, int] = field(default_factory=dict)  # number of the command → exit code
+    _ready: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "warm_python.py")],
+            env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        )  # fmt: skip
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            answer = json.loads(line)
+            if "started" in answer:
+                self._running[answer["pid"]] = answer["started"]
+                self._pids[answer["started"]] = answer["pid"]
+            elif "ended" in answer:
+                self._codes[self._running.pop(answer["ended"])] = answer["code"]
+            else:
+                self._ready.set()
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        kill_at: tuple[str, int] | None = None,
+    ) -> Command:
+        assert self._ready.wait(LIMIT_S), "the warm Python did not start"
+        number = next(self._numbers)
+        output = cwd / f"output-{time.monotonic_ns()}.txt"
+        request = {
+            "number": number, "argv": list(arguments), "cwd": str(cwd), "env": dict(env or environment()),
+            "output": str(output), "kill_at": kill_at,
+        }  # fmt: skip
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        wait_until(lambda: number in self._pids, LIMIT_S, "the start of a command")
+        return Command(self._pids[number], output, lambda: self._codes.get(number))
+
+    def run(self, arguments: Sequence[str], cwd: Path, **options: Any) -> Command:
+        command = self.start(arguments, cwd, **options)
+        command.wait()
+        return command
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+
+
+def children_of(pid: int) -> list[int]:
+    """Every process below `pid`, from /proc."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, queue = [], [pid]
+    while queue:
+        below = parents.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

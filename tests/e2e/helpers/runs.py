@@ -1,0 +1,124 @@
+"""Run directories in tests: the run most tests start from, what it left behind, and whether two runs are the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .processes import Command, WarmPython
+
+REVERSE_ARGS = {"system_prompt": "Reverse.", "min_len": 3, "max_len": 6, "num_train": 200, "num_eval": 20}
+SUM_ARGS = {"num_train": 200, "num_eval": 20}
+
+
+def base_config(model: Path) -> dict[str, Any]:
+    """Four steps of sixteen rollouts: about a second of work."""
+    return {
+        "train": {
+            "model": str(model), "output_dir": "out", "max_steps": 4, "learning_rate": 2e-4, "sequence_len": 128,
+            "save_steps": 2, "loss": {"type": "grpo"},
+        },
+        "orch": {
+            "env": [{"id": "reverse-text", "args": REVERSE_ARGS}],
+            "batch_size": 16, "rollouts_per_example": 4, "sampling": {"max_tokens": 10},
+        },
+    }  # fmt: skip
+
+
+@dataclass
+class Run:
+    """One run directory and the folder its command is started in."""
+
+    folder: Path
+    warm: WarmPython
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "out"
+
+    def grpo(self, *arguments: str, **options: Any) -> Command:
+        """`shoal grpo run.yaml …` to its end."""
+        return self.warm.run(["grpo", "run.yaml", *arguments], self.folder, **options)
+
+    def start(self, *arguments: str, **options: Any) -> Command:
+        return self.warm.start(["grpo", "run.yaml", *arguments], self.folder, **options)
+
+    def status(self) -> dict[str, Any]:
+        return json.loads((self.path / "status.json").read_text())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Without what the clock decides."""
+        timed = ("time/", "throughput/")
+        lines = self.lines("metrics.jsonl")
+        return [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines]
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [line for line in self.metrics() if line["step"] > 0]
+
+    def journal(self) -> list[dict[str, Any]]:
+        return self.lines("journal.jsonl")
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.lines("events.jsonl") if event["kind"] == kind]
+
+    def rollouts(self) -> list[dict[str, Any]]:
+        """All rollouts of the run, each with the step it was recorded in."""
+        files = sorted((self.path / "rollouts").glob("step_*.jsonl"))
+        return [
+            {"step": int(file.stem.removeprefix("step_")), **json.loads(line)}
+            for file in files
+            for line in file.read_text().splitlines()
+        ]
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.path / name).read_text().splitlines()]
+
+    def checkpoints(self) -> list[int]:
+        found = (self.path / "checkpoints").glob("step_*")
+        return sorted(int(folder.name.removeprefix("step_")) for folder in found)
+
+    def write(self, config: dict[str, Any]) -> Run:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        return self
+
+
+def hash_of(file: Path) -> str:
+    return hashlib.blake2b(file.read_bytes()).hexdigest()
+
+
+def fingerprint(run: Run) -> dict[str, Any]:
+    """Everything about a run that killing and resuming it must not change."""
+    return {
+        "metrics": run.metrics(),
+        "journal": run.journal(),
+        "rollouts": {file.name: hash_of(file) for file in sorted((run.path / "rollouts").iterdir())},
+        "weights": {file.name: hash_of(file) for file in sorted((run.path / "final").iterdir())},
+        "optimizer": hash_of(run.path / "checkpoints" / f"step_{run.checkpoints()[-1]:06d}" / "trainer.safetensors"),
+    }
+
+
+def assert_same_run(run: Run, wanted: dict[str, Any]) -> None:
+    found = fingerprint(run)
+    for name, value in wanted.items():
+        assert found[name] == value, f"{name} of {run.path} differs"
+
+
+def assert_trained_once(run: Run, steps: int) -> None:
+    """Every step once, in order; no rollout in two of them."""
+    journal = run.journal()
+    assert [record["step"] for record in journal] == list(range(1, steps + 1))
+    counts = Counter(rollout_id for record in journal for rollout_id in record["rollout_ids"])
+    assert counts and max(counts.values()) == 1, counts.most_common(3)
+
+
+def overrides(**values: Any) -> Sequence[str]:
+    """train__max_steps=6 → train.max_steps=6; values as YAML flow."""
+    return [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in values.items()]

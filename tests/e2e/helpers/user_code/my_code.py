@@ -1,0 +1,90 @@
+"""Code as a user would write it, found through PYTHONPATH: environments, rewards, losses, advantages, filters."""
+
+from __future__ import annotations
+
+import os
+import time
+from difflib import SequenceMatcher
+
+from shoal.envs.base import MultiTurn, SingleTurn, answer_of, ask
+
+WORDS = ("tide", "kelp", "reef", "foam", "gull", "sand", "crab", "salt", "wave", "rock")
+
+
+class TwoWords(MultiTurn):
+    """Reverse a word, then another; half of the reward each."""
+
+    max_turns = 2
+
+    def tasks(self, split):
+        return [ask(first, system="Reverse.", second=second) for first in WORDS for second in WORDS if first != second]
+
+    async def reply(self, task, messages):
+        return task.data["second"]
+
+    def reward(self, task, messages):
+        answers = [m["content"] for m in messages if m["role"] == "assistant"]
+        words = [task.messages[-1]["content"], task.data["second"]]
+        scores = [likeness(answer, word) for answer, word in zip(answers, words, strict=False)]
+        return {"first": scores[0] / 2, "second": (scores[1] if len(scores) > 1 else 0.0) / 2}
+
+
+class Solved(SingleTurn):
+    """Whatever is answered is right, or wrong."""
+
+    def __init__(self, right: bool = True) -> None:
+        self._right = right
+
+    def tasks(self, split):
+        return [ask(f"{word}?", system="Reverse.") for word in WORDS]
+
+    def reward(self, task, messages):
+        return float(self._right)
+
+
+def likeness(answer: str, word: str) -> float:
+    found = answer.split("<reversed_text>")[-1].split("</reversed_text>")[0]
+    return SequenceMatcher(None, found, word[::-1]).ratio()
+
+
+def flaky_reward(task, messages):
+    """Decided by the prompt's first letter: a tenth each hangs, raises, ends its process or says nothing."""
+    kind = ord(task.data["answer"][-1]) % 10
+    if kind == 0:
+        time.sleep(3600)
+    if kind == 1:
+        raise ValueError("this prompt cannot be judged")
+    if kind == 2:
+        os._exit(3)
+    if kind == 3:
+        return None
+    return likeness(answer_of(messages), task.data["answer"][::-1])
+
+
+def slow_reward(task, messages):
+    time.sleep(0.3)
+    return likeness(answer_of(messages), task.data["answer"][::-1])
+
+
+def hanging_reward(task, messages):
+    time.sleep(3600)
+
+
+_calls = 0
+
+
+def nan_loss(inputs, at=()):
+    """Policy gradient, not a number at the calls named in `at` (at every call if none is)."""
+    global _calls
+    _calls += 1
+    loss = -inputs.policy_logprobs * inputs.advantages
+    return loss * float("nan") if _calls in at or not at else loss
+
+
+def best_minus_rest(groups_rewards):
+    """The best rollouts of a group get 1, the others -1."""
+    return [[1.0 if reward == max(group) else -1.0 for reward in group] for group in groups_rewards]
+
+
+def not_too_good(group):
+    return sum(group.rewards) / len(group.rewards) < 0.3

@@ -1,0 +1,114 @@
+"""A Python that has imported what the commands import and forks one process a command: the same code without the wait.
+
+Run as a script by `processes.WarmPython`, one JSON request a line on stdin; answers are JSON lines on stdout. A request
+may name a place (`shoal.observability.atomic.fault`) and how often it is passed before the process kills itself there,
+as a power cut would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import shoal.api
+import shoal.build
+import shoal.engine.engine
+import shoal.models.lora
+import shoal.models.sampler_view
+import shoal.rollout.embedded
+import shoal.rollout.runner
+import shoal.trainer.checkpoint
+import shoal.trainer.sft
+import shoal.transport.in_process
+from shoal.algorithms.losses import LOSSES
+from shoal.cli import main
+from shoal.observability import atomic
+
+assert LOSSES  # imported for its weight alone, like everything above
+
+
+def serve() -> None:
+    """Fork until stdin ends. Returns only in a child, which then runs its command."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writing)
+    say({"ready": True})
+    pending = b""
+    while True:
+        ready, _, _ = select.select([0, reading], [], [])
+        if reading in ready:
+            os.read(reading, 1 << 10)
+            report_ends()
+        if 0 in ready:
+            data = os.read(0, 1 << 16)
+            if not data:
+                os._exit(0)
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                request = json.loads(line)
+                pid = os.fork()
+                if pid == 0:
+                    os.close(reading)
+                    os.close(writing)
+                    become(request)
+                    return
+                say({"started": request["number"], "pid": pid})
+
+
+def report_ends() -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        say({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+
+
+def say(answer: dict[str, Any]) -> None:
+    os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+def become(request: dict[str, Any]) -> None:
+    """Be as a process the command line started: own session, folder, environment, output, signals."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.path[1:1] = [folder for folder in request["env"].get("PYTHONPATH", "").split(os.pathsep) if folder]
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.argv = ["shoal", *request["argv"]]
+    if request.get("kill_at"):
+        atomic.set_fault_hook(die_at(*request["kill_at"]))
+
+
+def die_at(place: str, times: int) -> Any:
+    passed: Counter[str] = Counter()
+
+    def hook(name: str) -> None:
+        passed[name] += 1
+        if name == place and passed[name] == times:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return hook
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path.cwd())  # not this folder: its modules are the tests'
+    serve()
+    sys.exit(main(sys.argv[1:]))

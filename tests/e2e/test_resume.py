@@ -1,0 +1,202 @@
+"""A killed run continues: bit for bit the undisturbed one where that is promised, and never a rollout trained twice.
+
+The undisturbed run is a fresh process; killed and resumed ones are forked from a warm Python, so that even the order of
+hashes differs between the two.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .helpers.processes import WarmPython, start_fresh, wait_until
+from .helpers.runs import Run, assert_same_run, assert_trained_once, base_config, fingerprint
+
+STEPS = 6
+KILLED = -9
+PARALLEL = 2
+Place = tuple[str, int]  # of shoal.observability.atomic.fault, and the how many-th time
+
+# In the order in which a run passes them.
+PLACES: list[Place] = [
+    ("written:config.yaml", 1),  # before the folder counts as used
+    ("written:status.json", 1),
+    ("appended:metrics.jsonl", 1),  # the evaluation before step 1
+    ("written:step_000001.jsonl", 1),  # between the optimizer and the record of step 1
+    ("appended:metrics.jsonl", 2),
+    ("appended:journal.jsonl", 1),  # step 1 is recorded, no checkpoint yet
+    ("checkpoint:files", 1),  # the checkpoint of step 2, stage by stage
+    ("written:manifest.json", 1),
+    ("checkpoint:manifest", 1),
+    ("folder:synced", 1),
+    ("written:status.json", 2),  # the checkpoint is there, the status is not
+    ("appended:journal.jsonl", 3),
+    ("checkpoint:files", 2),
+    ("appended:journal.jsonl", 6),  # the last step is recorded, its checkpoint is not
+    ("prune:renamed", 1),  # the third checkpoint puts the first one out
+    ("folder:synced", 4),  # the export of final/
+    ("written:status.json", 5),  # everything is done but not said
+]
+# One run killed again and again, also while it tidies up after the last kill.
+CHAIN: list[Place] = [
+    ("appended:journal.jsonl", 1),
+    ("written:metrics.jsonl", 1),  # cutting back
+    ("checkpoint:manifest", 1),
+    ("appended:journal.jsonl", 3),
+    ("written:journal.jsonl", 1),
+    ("written:step_000004.jsonl", 1),
+    ("folder:synced", 1),
+    ("written:step_000006.jsonl", 1),
+    ("folder:synced", 2),
+]
+
+
+def six_steps(folder: Path, warm: WarmPython, model: Path, **changes: dict[str, Any]) -> Run:
+    """Six steps, three checkpoints of which two are kept, evaluations at 0, 3 and 6."""
+    config = base_config(model)
+    config["train"] |= {"max_steps": STEPS, **changes.get("train", {})}
+    config["orch"] |= {"eval": {"interval": 3, "num_examples": 4}, **changes.get("orch", {})}
+    return Run(folder, warm).write(config)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython, model: Path) -> dict[str, Any]:
+    run = six_steps(tmp_path_factory.mktemp("undisturbed"), warm, model)
+    command = start_fresh(["grpo", "run.yaml"], run.folder)
+    assert command.wait() == 0, command.text()
+    assert_trained_once(run, STEPS)
+    return fingerprint(run)
+
+
+def finish(run: Run) -> None:
+    command = run.grpo("--resume")
+    assert command.wait() == 0, command.text()
+    assert run.status()["state"] == "finished" and run.status()["step"] == STEPS
+    assert_trained_once(run, STEPS)
+
+
+def each(cases: Iterable[Any], check: Callable[[Any], None]) -> None:
+    """Some at a time; all failures are told, not only the first."""
+    cases = list(cases)
+
+    def attempt(case: Any) -> str | None:
+        try:
+            check(case)
+        except AssertionError as error:
+            return f"{case}: {error}"
+        return None
+
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        failures = [told for told in pool.map(attempt, cases) if told is not None]
+    assert not failures, "\n\n".join(failures)
+
+
+def test_killed_at_every_stage(tmp_path: Path, warm: WarmPython, model: Path, undisturbed: dict[str, Any]):
+    def check(place: Place) -> None:
+        run = six_steps(tmp_path / f"{place[0].replace(':', '-')}-{place[1]}", warm, model)
+        assert run.start(kill_at=place).wait() == KILLED, "the place was passed"
+        finish(run)
+        assert_same_run(run, undisturbed)
+
+    each(PLACES, check)
+
+
+def test_killed_again_and_again(tmp_path: Path, warm: WarmPython, model: Path, undisturbed: dict[str, Any]):
+    run = six_steps(tmp_path, warm, model)
+    for number, place in enumerate(CHAIN):
+        arguments = ["--resume"] if number else []
+        assert run.start(*arguments, kill_at=place).wait() == KILLED, place
+    finish(run)
+    assert_same_run(run, undisturbed)
+
+
+def test_killed_at_any_moment(tmp_path: Path, warm: WarmPython, model: Path, undisturbed: dict[str, Any]):
+    """Rollouts, rewards, backward, loading: wherever the clock finds it. Each run is killed twice."""
+    rng = random.Random(20)
+
+    def kill(run: Run, arguments: Sequence[str], after_s: float) -> None:
+        command = run.start(*arguments)
+        wait_until(lambda: (run.path / "status.json").exists() or not command.running(), 60, "the run directory")
+        time.sleep(after_s)
+        command.kill()
+
+    def check(delays: tuple[float, float]) -> None:
+        run = six_steps(tmp_path / f"after-{delays[0]:.3f}", warm, model)
+        kill(run, [], delays[0])
+        kill(run, ["--resume"], delays[1])
+        finish(run)
+        assert_same_run(run, undisturbed)
+
+    each([(rng.uniform(0, 1.6), rng.uniform(0, 1.2)) for _ in range(6)], check)
+
+
+def test_killed_with_adapters(tmp_path: Path, warm: WarmPython, model: Path):
+    changes = {"train": {"lora": True, "lora_rank": 4, "learning_rate": 2e-3, "lora_dropout": 0.1}}
+    whole = six_steps(tmp_path / "whole", warm, model, **changes)
+    assert whole.grpo().wait() == 0
+    wanted = fingerprint(whole)
+
+    def check(place: Place) -> None:
+        run = six_steps(tmp_path / f"cut-{place[1]}", warm, model, **changes)
+        assert run.start(kill_at=place).wait() == KILLED
+        finish(run)
+        assert_same_run(run, wanted)
+
+    each([("appended:journal.jsonl", 3), ("appended:journal.jsonl", 5)], check)
+
+
+@pytest.mark.parametrize(
+    ("interval", "level"),
+    [(2, 0), (0, 0), (1, 1)],
+)
+def test_modes_that_run_ahead_lose_nothing_and_train_nothing_twice(
+    tmp_path: Path, warm: WarmPython, model: Path, interval: int, level: int
+):
+    changes = {"orch": {"weight_sync_interval": interval, "max_async_level": level}}
+    run = six_steps(tmp_path, warm, model, **changes)
+    for number, place in enumerate([("appended:journal.jsonl", 3), ("checkpoint:manifest", 1), ("folder:synced", 2)]):
+        assert run.start(*(["--resume"] if number else []), kill_at=place).wait() == KILLED, place
+    finish(run)
+    recorded = [rollout["rollout_id"] for rollout in run.rollouts()]
+    assert len(recorded) == len(set(recorded)), "a rollout is recorded in one step only"
+    assert all(step["batch/used"] == 16 for step in run.steps())
+    limit = max(interval, 1) + level - 1 if interval else STEPS
+    assert all(step["staleness/max"] <= limit for step in run.steps())
+
+
+def test_killed_supervised_training(warm: WarmPython, raw_model: Path, tasks_file: Path, tmp_path: Path):
+    """Six supervised steps: killed twice and continued, equal to the undisturbed run."""
+
+    def arguments(name: str) -> list[str]:
+        flags = ["--model", str(raw_model), "--dataset", str(tasks_file), "--output-dir", name, "--max-steps", "6"]
+        return ["sft", *flags, "train.save_steps=2", "train.learning_rate=1e-3", "batch_size=16"]
+
+    def found(name: str) -> tuple[Any, ...]:
+        run = Run(tmp_path, warm)
+        folder = tmp_path / name
+        weights = (folder / "final" / "model.safetensors").read_bytes()
+        lines = [line for line in _lines(folder / "metrics.jsonl")]
+        return run.lines(f"../{name}/journal.jsonl"), lines, weights
+
+    (tmp_path / "out").mkdir()
+    whole = warm.run(arguments("whole"), tmp_path)
+    assert whole.wait() == 0, whole.text()
+    assert warm.run(arguments("cut"), tmp_path, kill_at=("appended:journal.jsonl", 3)).wait() == KILLED
+    assert warm.run([*arguments("cut"), "--resume"], tmp_path, kill_at=("checkpoint:manifest", 1)).wait() == KILLED
+    resumed = warm.run([*arguments("cut"), "--resume"], tmp_path)
+    assert resumed.wait() == 0, resumed.text()
+    assert found("cut") == found("whole")
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    import json
+
+    timed = ("time/", "throughput/")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines]

@@ -1,0 +1,256 @@
+"""Every outcome a request can have, and what the engine does with its slots and its prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.engines import ask, detokenize, greedy, make_engine, run
+from support.models import EOS, random_prompts, small_decoder, small_model
+from support.statistics import chi_square_p
+from torch import Tensor
+
+from shoal.engine.engine import EngineSettings
+from shoal.models.attention import Context, Packed
+from shoal.models.decoder import Decoder
+from shoal.models.sampler_view import SamplerView
+from shoal.types import Span
+
+DECODER = small_decoder()
+(PROMPT,) = random_prompts(0, 10)
+
+
+class CountingDecoder(Decoder):
+    """Counts the tokens that go through the model, prompts and single steps apart."""
+
+    prefilled = 0
+    decoded = 0
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
+        if isinstance(context, Packed):
+            self.prefilled += input_ids.numel()
+        else:
+            self.decoded += input_ids.numel()
+        return super().hidden(input_ids, position_ids, context)
+
+
+def counting_engine(**settings):
+    decoder = CountingDecoder(DECODER.model)
+    engine = make_engine(decoder, **settings)
+    decoder.prefilled = decoder.decoded = 0
+    return decoder, engine
+
+
+def one(engine, prompt=PROMPT, **sampling):
+    return run(engine, [ask("r", prompt, **sampling)])["r"]
+
+
+@pytest.fixture(scope="module")
+def free():
+    """A completion of 20 plain characters that nothing ended; its seed is kept in the request id."""
+    for seed in range(1000):
+        answer = one(make_engine(DECODER), max_tokens=20, seed=seed)
+        if min(answer.token_ids) >= 14 and len(set(answer.token_ids[:8])) == 8:
+            answer.request_id = str(seed)
+            return answer
+    pytest.fail("every completion holds a special token")
+
+
+# How a completion ends
+
+
+def test_length_is_the_end_unless_something_else_is() -> None:
+    answer = one(make_engine(DECODER), max_tokens=20)
+    assert answer.finish_reason == "length" and len(answer.token_ids) == len(answer.logprobs) == 20
+    assert answer.spans == [Span(0, 20, 0)] and answer.kept_ids is None
+    assert answer.text == detokenize(answer.token_ids)
+    assert all(value < 0 for value in answer.logprobs)
+
+
+def test_one_token() -> None:
+    answer = one(make_engine(DECODER), max_tokens=1)
+    assert answer.finish_reason == "length" and len(answer.token_ids) == 1
+
+
+def test_an_end_token_is_kept_and_ends_the_completion(free) -> None:
+    seed, end = int(free.request_id), free.token_ids[6]
+    for engine, sampling in (
+        (make_engine(DECODER, eos_token_ids=(end,)), {"max_tokens": 20}),
+        (make_engine(DECODER), {"max_tokens": 20, "stop_token_ids": (end,)}),
+        (make_engine(DECODER), {"max_tokens": 7, "stop_token_ids": (end,)}),  # an end on the last token allowed
+    ):
+        answer = one(engine, seed=seed, **sampling)
+        assert answer.token_ids == free.token_ids[:7] and answer.finish_reason == "stop"
+
+
+def test_a_special_end_token_is_not_in_the_text() -> None:
+    engine = make_engine(DECODER, eos_token_ids=(EOS,))
+    for seed in range(60):
+        answer = one(engine, seed=seed, max_tokens=40)
+        if answer.finish_reason == "stop":
+            assert answer.token_ids[-1] == EOS and answer.text == detokenize(answer.token_ids[:-1])
+            assert EOS not in answer.token_ids[:-1]
+            return
+    pytest.fail("no completion ended by itself")
+
+
+def test_a_stop_string_ends_the_text_before_it_and_keeps_the_tokens(free) -> None:
+    stop = free.text[5:7]  # across two tokens: every token is a character
+    answer = one(make_engine(DECODER), max_tokens=20, stop=("never in it", stop), seed=int(free.request_id))
+    assert answer.finish_reason == "stop"
+    assert answer.token_ids == free.token_ids[:7] and answer.text == free.text[:5]
+    assert answer.logprobs == free.logprobs[:7]
+
+
+def test_the_earliest_of_two_stop_strings_cuts_the_text(free) -> None:
+    answer = one(make_engine(DECODER), stop=(free.text[4], free.text[3:5]), seed=int(free.request_id))
+    assert answer.token_ids == free.token_ids[:5] and answer.text == free.text[:3]
+
+
+@pytest.mark.parametrize("min_tokens", (1, 4, 7))
+def test_min_tokens_holds_off_every_end(min_tokens: int) -> None:
+    """All ids but one end the completion, so it ends as soon as it may."""
+    ends = tuple(i for i in range(DECODER.vocab_size) if i != 50)
+    answer = one(make_engine(DECODER), min_tokens=min_tokens, max_tokens=20, stop_token_ids=ends, seed=1)
+    assert answer.token_ids[:min_tokens] == [50] * min_tokens
+    assert answer.logprobs[:min_tokens] == [0.0] * min_tokens, "nothing else could be drawn"
+    assert answer.finish_reason == "stop" and len(answer.token_ids) == min_tokens + 1
+
+
+def test_min_tokens_and_stop_strings(free) -> None:
+    for min_tokens, tokens in ((0, 4), (4, 4), (5, 5), (9, 9)):
+        sampling = {"stop": (free.text[3],), "min_tokens": min_tokens, "seed": int(free.request_id)}
+        answer = one(make_engine(DECODER), max_tokens=20, **sampling)
+        assert answer.token_ids == free.token_ids[:tokens] and answer.finish_reason == "stop"
+        assert answer.text == free.text[:3]
+
+
+# Prompts and the context
+
+
+def test_prompts_at_the_border_of_the_context() -> None:
+    engine = make_engine(DECODER, context_tokens=32)
+    prompts = dict(zip(("fits", "one left", "full", "over"), random_prompts(1, 20, 31, 32, 50), strict=True))
+    answers = run(engine, [ask(name, prompt, max_tokens=16) for name, prompt in prompts.items()])
+    assert {name: len(answer.token_ids) for name, answer in answers.items()} == {
+        "fits": 12, "one left": 1, "full": 0, "over": 0,
+    }  # fmt: skip
+    assert {answer.finish_reason for answer in answers.values()} == {"length"}
+    assert answers["over"].spans == [] and answers["over"].text == ""
+
+
+def test_an_empty_prompt_is_answered_with_nothing() -> None:
+    answer = one(make_engine(DECODER), prompt=[])
+    assert (answer.token_ids, answer.logprobs, answer.finish_reason) == ([], [], "length")
+
+
+def test_a_prompt_longer_than_the_prefill_budget() -> None:
+    prompts = random_prompts(2, 100, 3, 90)
+    assert greedy(DECODER, prompts, 10, prefill_tokens=16) == greedy(DECODER, prompts, 10)
+
+
+def test_the_cache_ends_where_the_context_does() -> None:
+    """Prompt and completion fill the context to the last token, across a border of padded keys."""
+    (prompt,) = random_prompts(3, 120)
+    engine = make_engine(DECODER, context_tokens=130)
+    assert len(one(engine, prompt=prompt, max_tokens=50).token_ids) == 10
+
+
+# Slots
+
+
+def test_a_group_s_prompt_is_prefilled_once() -> None:
+    decoder, engine = counting_engine(slots=16)
+    (prompt, other) = random_prompts(4, 24, 16)
+    answers = run(engine, [ask(f"{i}", prompt, seed=i, max_tokens=5) for i in range(8)])
+    assert decoder.prefilled == 24 and len({tuple(a.token_ids) for a in answers.values()}) > 1
+    assert decoder.decoded == 4 * 8, "the first token comes from the prefill"
+    decoder.prefilled = 0
+    run(engine, [ask(f"{p[0]}/{i}", p, max_tokens=2) for p in (prompt, other) for i in range(8)])
+    assert decoder.prefilled == 24 + 16
+
+
+def test_more_requests_than_slots() -> None:
+    decoder, engine = counting_engine(slots=8)
+    lengths = [1 + 5 * i % 17 for i in range(30)]
+    answers = run(engine, [ask(f"{i}", PROMPT, seed=i, max_tokens=n) for i, n in enumerate(lengths)])
+    assert [len(answers[f"{i}"].token_ids) for i in range(30)] == lengths
+    assert engine.generated_tokens == sum(lengths)
+    # Slots are refilled as they fall free: a batch that waited for its longest would take far more steps.
+    in_fours = sum(max(lengths[i : i + 8]) for i in range(0, 30, 8))
+    assert decoder.decoded / 8 < in_fours
+
+
+def test_the_batch_shrinks_when_few_are_left() -> None:
+    decoder, engine = counting_engine(slots=64)
+    requests = [ask(f"{i}", PROMPT, seed=i, max_tokens=2) for i in range(63)]
+    requests.append(ask("long", PROMPT, seed=99, max_tokens=40))
+    answers = run(engine, requests)
+    # One step of 64 rows, then the lone sequence moves down and decodes in the smallest batch.
+    assert decoder.decoded == 64 + 38 * 8
+    assert answers["long"] == run(make_engine(DECODER), requests[-1:])["long"]
+
+
+def test_abort_returns_what_was_drawn() -> None:
+    engine = make_engine(DECODER, slots=8)
+    for i in range(10):
+        assert engine.add(ask(f"{i}", PROMPT, seed=i, max_tokens=30, top_k=5)) is None
+    for _ in range(3):
+        engine.step()
+    dropped = {completion.request_id: completion for completion in engine.abort()}
+    assert not engine.busy and len(dropped) == 10
+    assert {len(completion.token_ids) for completion in dropped.values()} == {4, 0}
+    assert {completion.finish_reason for completion in dropped.values()} == {"abort"}
+    for completion in dropped.values():
+        assert completion.kept_ids is not None and len(completion.kept_ids) == len(completion.token_ids)
+    assert len(one(engine, max_tokens=5).token_ids) == 5, "and the engine goes on"
+
+
+def test_slots_come_in_multiples_of_the_row_padding() -> None:
+    with pytest.raises(ValueError, match="multiple of 8"):
+        EngineSettings(slots=3)
+
+
+# What is reported
+
+
+def test_spans_carry_the_version_that_drew_each_token() -> None:
+    view = SamplerView(DECODER)
+    engine = make_engine(DECODER, view)
+    engine.add(ask("r", PROMPT, max_tokens=9))
+    engine.step()
+    view.refresh(3)
+    engine.step()
+    engine.step()
+    view.refresh(4)
+    (answer,) = run(engine, []).values()
+    assert answer.spans == [Span(0, 2, 0), Span(2, 4, 3), Span(4, 9, 4)]
+
+
+@pytest.mark.parametrize("temperature", (1.0, 0.6))
+@torch.no_grad()
+def test_chi_square_of_first_and_second_tokens(temperature: float) -> None:
+    """Through the engine, against the model's own forward: first tokens, then second ones after the commonest first."""
+    model = small_model("qwen3", seed=5)
+    reference = small_model("qwen3", seed=5)
+    decoder = Decoder(model)
+    requests = [
+        ask(f"{i}", PROMPT, seed=7_000_000 + i, max_tokens=2, temperature=temperature) for i in range(4000)
+    ]
+    answers = list(run(make_engine(decoder, slots=512), requests).values())
+
+    def distribution(ids: list[int]) -> np.ndarray:
+        return torch.softmax(reference(torch.tensor([ids])).logits[0, -1].double() / temperature, -1).numpy()
+
+    first = np.array([answer.token_ids[0] for answer in answers])
+    counts = np.bincount(first, minlength=decoder.vocab_size)
+    assert chi_square_p(counts, distribution(PROMPT)) > 1e-3
+    commonest = int(counts.argmax())
+    second = np.array([answer.token_ids[1] for answer in answers if answer.token_ids[0] == commonest])
+    assert chi_square_p(np.bincount(second, minlength=decoder.vocab_size), distribution([*PROMPT, commonest])) > 1e-3
+
+
+def test_kept_ids_hold_the_drawn_token_and_have_the_asked_size() -> None:
+    answer = one(make_engine(DECODER), top_k=6, max_tokens=12)
+    assert answer.kept_ids is not None and [len(ids) for ids in answer.kept_ids] == [6] * 12
+    assert all(token in ids for token, ids in zip(answer.token_ids, answer.kept_ids, strict=True))
