@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from shoal.config.catalogue import ADVANTAGE_EPS, STATISTICS
+from shoal.config.catalogue import ADVANTAGE_EPS, STATISTICS, keeps_uniform
 
 Statistic = Literal["group", "batch", "none"]
 GroupVerdict = Literal["mixed", "uniform-good", "uniform-bad", "too-few-scored"]
@@ -62,8 +62,8 @@ class Normaliser:
 
     @property
     def keeps_uniform(self) -> bool:
-        """True if a uniform group takes part: it moves batch statistics. A group std would divide it by eps."""
-        return "batch" in (self.mean, self.std) and self.std != "group"
+        """True if a uniform group takes part."""
+        return keeps_uniform(self.mean, self.std)
 
     def estimate(self, groups_rewards: list[list[float]]) -> list[list[float]]:
         """One advantage a reward, in the same nesting."""

@@ -19,6 +19,11 @@ STATISTICS = ("group", "batch", "none")  # what an advantage's mean and std are 
 ADVANTAGE_EPS = 1e-6
 
 
+def keeps_uniform(mean: str, std: str) -> bool:
+    """Whether groups of equal rewards take part: they move batch statistics. A group std would divide them by eps."""
+    return "batch" in (mean, std) and std != "group"
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """One knob. `default` None means unset, unless `same_as` names the knob whose value it then takes."""

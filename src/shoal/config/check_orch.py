@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shoal.config.base import given
+from shoal.config.catalogue import keeps_uniform
 from shoal.config.fields import nearest
 from shoal.config.orch import AdvantageConfig, DatasetConfig, OrchConfig, TemperatureSchedule
 from shoal.config.problems import Findings, show
@@ -87,10 +88,19 @@ def _check_advantage(orch: OrchConfig, findings: Findings) -> None:
         findings.error("orch.advantage.leave_one_out", what, "set mean to group, or leave_one_out to false")
     if advantage.std == "none" and given(advantage, "eps"):
         findings.error("orch.advantage.eps", "is not used with std none", "remove it")
-    batch = "batch" in (advantage.mean, advantage.std)
-    if batch and orch.groups.uniform in ("refill", "skip"):
-        what = f"is {orch.groups.uniform}, but batch statistics keep groups whose rewards are all equal"
+    if advantage.std is not None:
+        check_uniform(orch, advantage.std, findings)
+
+
+def check_uniform(orch: OrchConfig, std: str, findings: Findings) -> None:
+    """`std` as the run has it; the loss decides where orch.advantage.std is not given."""
+    mean, uniform = orch.advantage.mean, orch.groups.uniform
+    if keeps_uniform(mean, std) and uniform in ("refill", "skip"):
+        what = f"is {uniform}, but batch statistics keep groups whose rewards are all equal"
         findings.error("orch.groups.uniform", what, "leave it out, or use group statistics in orch.advantage")
+    if uniform == "keep" and std == "group" and mean != "group":
+        what = f"is keep, but with orch.advantage.mean {mean} equal rewards would be divided by their spread, zero"
+        findings.error("orch.groups.uniform", what, "leave it out, or set orch.advantage.std to batch or none")
 
 
 def _check_reward(orch: OrchConfig, findings: Findings) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from shoal.config.base import given
 from shoal.config.catalogue import LOSS_CATALOGUE
 from shoal.config.check_loss import check_loss
-from shoal.config.check_orch import check_dataset, check_orch
+from shoal.config.check_orch import check_dataset, check_orch, check_uniform
 from shoal.config.check_train import check_train, model_problem
 from shoal.config.problems import Findings, show
 from shoal.config.schema import InferConfig, OrchConfig, RunConfig, SftConfig, TrainConfig
@@ -36,6 +36,8 @@ def check_run(config: RunConfig) -> Findings:
     check_loss(config.train, findings, config.orch)
     check_orch(config.orch, findings)
     _check_infer(config.infer, findings)
+    if config.orch.advantage.std is None:
+        check_uniform(config.orch, advantage_std(config), findings)
     _check_models(config, findings)
     _check_steps(config, findings)
     _check_lengths(config, findings)

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from shoal.config.base import Section
-from shoal.config.catalogue import LOSS_ALIASES, LOSS_CATALOGUE
+from shoal.config.catalogue import LOSS_ALIASES, LOSS_CATALOGUE, keeps_uniform
 from shoal.config.checks import advantage_std, run_seq_len
 from shoal.config.orch import EvalConfig
 from shoal.config.problems import redact, show
@@ -118,7 +118,7 @@ def _resolve_orch(config: RunConfig, seq_len: int, train: TrainConfig) -> OrchCo
         adapter = orch.model.lora_adapter or "default"
         names.update(lora_adapter=adapter, lora_rank=train.lora_rank, lora_alpha=train.lora_alpha)
     std = advantage_std(config)
-    batch_statistics = "batch" in (orch.advantage.mean, std)
+    uniform = "keep" if keeps_uniform(orch.advantage.mean, std) else "refill"
     max_tokens = orch.sampling.max_tokens or max(1, seq_len // 2)
     seed = train.seed if orch.sampling.seed is None else orch.sampling.seed
     stale = orch.max_async_level + max(orch.weight_sync_interval, 1) - 1
@@ -133,7 +133,7 @@ def _resolve_orch(config: RunConfig, seq_len: int, train: TrainConfig) -> OrchCo
         sampling=_with(orch.sampling, max_tokens=max_tokens, seed=seed),
         max_off_policy_steps=stale if stale_unset else orch.max_off_policy_steps,
         advantage=orch.advantage if orch.advantage.function else _with(orch.advantage, std=std),
-        groups=_with(orch.groups, uniform=orch.groups.uniform or ("keep" if batch_statistics else "refill")),
+        groups=_with(orch.groups, uniform=orch.groups.uniform or uniform),
         truncated=_resolve_truncated(orch, max_tokens),
         eval=_resolve_eval(orch, max_tokens, seed),
     )

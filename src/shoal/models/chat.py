@@ -18,6 +18,13 @@ from shoal.types import Message
 _MARK = "\ue0f1{}\ue0f2"
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Every token that is no text: those the tokenizer has a name for, and those only marked as special."""
+    found = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return found | {str(token.content): int(i) for i, token in added.items() if token.special}
+
+
 class Chat:
     def __init__(
         self,
@@ -28,7 +35,7 @@ class Chat:
         self.tokenizer = tokenizer
         self._kwargs = dict(template_kwargs or {})
         self._system_prompt = system_prompt
-        self._special = [token for token in tokenizer.all_special_tokens if token]
+        self._special = [token for token in special_tokens(tokenizer) if token]
         self.token_text = lru_cache(maxsize=1 << 17)(self._token_text)
 
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
@@ -95,13 +102,17 @@ class Chat:
         ids: list[int] = []
         first = 0
         if after > 0:
-            text = text.split(_MARK.format(after), 1)[1]
+            _, text = self._split_at(text, messages, after)
             first = after + 1
         for i in range(first, len(messages)):
-            before, found, text = text.partition(_MARK.format(i))
-            if not found:
-                raise DataError(f"the chat template leaves out or changes message {i} ({messages[i].get('role')})")
+            before, text = self._split_at(text, messages, i)
             ids += self._encode(before)
             content = str(messages[i].get("content") or "")
             ids += list(self.tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True))
         return ids + self._encode(text)
+
+    def _split_at(self, text: str, messages: Sequence[Message], index: int) -> tuple[str, str]:
+        before, found, rest = text.partition(_MARK.format(index))
+        if not found:
+            raise DataError(f"the chat template leaves out or changes message {index} ({messages[index].get('role')})")
+        return before, rest

@@ -92,19 +92,22 @@ class Decoder:
 
     @torch.no_grad()
     def verify(self) -> dict[int, LayerShape]:
-        """Compare with the model's own forward on a short probe; returns the KV shape of each layer."""
-        length = 24
-        ids = torch.arange(length, device=self.device)[None] * 7 % self.vocab_size
-        positions = torch.arange(length, device=self.device)[None]
+        """Compare with the model's own forward on a short probe; returns the KV shape of each layer.
+
+        Two sequences, packed here and apart there: a model that carries a state from token to token is found out.
+        """
+        length = 12
+        ids = torch.arange(2 * length, device=self.device).view(2, length) * 7 % self.vocab_size
+        positions = torch.arange(length, device=self.device).repeat(2)[None]
         training = self.model.training
         self.model.eval()
         try:
             self.inner.set_attn_implementation("eager")  # type: ignore[operator]
-            expected = self.inner(input_ids=ids, use_cache=False).logits[0]
+            expected = self.inner(input_ids=ids, use_cache=False).logits.flatten(0, 1)
         finally:
             self.inner.set_attn_implementation(ATTENTION)  # type: ignore[operator]
-        recorder = _Recorder(self.pack(np.array([0, length])))
-        actual = self.logits(self.hidden(ids, positions, recorder))[0]
+        recorder = _Recorder(self.pack(np.array([0, length, 2 * length])))
+        actual = self.logits(self.hidden(ids.view(1, -1), positions, recorder))[0]
         self.model.train(training)
         layers = recorder.layers
         if len(layers) != self.config.num_hidden_layers:

@@ -12,8 +12,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from shoal.errors import ModelError
+from shoal.models.chat import special_tokens
 
-_REFUSED_LAYERS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "ssm"}
+# What the attention function computes. Chunks, convolutions and states that are carried along it does not.
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -54,7 +56,7 @@ def check_architecture(folder: str) -> None:
         raise ModelError(f"{architecture} is a multimodal model; Shoal trains text decoders only")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{architecture} is an encoder-decoder; Shoal trains decoders only")
-    kinds = set(getattr(config, "layer_types", None) or []) & _REFUSED_LAYERS
+    kinds = set(getattr(config, "layer_types", None) or []) - _KNOWN_LAYERS
     if kinds:
         raise ModelError(f"{architecture} has {', '.join(sorted(kinds))} layers, which Shoal cannot sample")
 
@@ -81,7 +83,7 @@ def _turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     tail = text.rsplit(mark, 1)[-1]
     ids = tokenizer.encode(tail, add_special_tokens=False) if tail else []
-    return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
+    return ids[0] if ids and ids[0] in special_tokens(tokenizer).values() else None
 
 
 def _locate(name: str) -> tuple[str, str | None]:
@@ -94,7 +96,7 @@ def _locate(name: str) -> tuple[str, str | None]:
             if len(files) == 1:
                 return str(path), files[0].name
             raise ModelError(f"{name!r} holds no config.json and not exactly one .gguf file")
-        if "auto_map" in json.loads((path / "config.json").read_text("utf-8")):
+        if "auto_map" in _read_config(path / "config.json"):
             raise ModelError(f"{name!r} brings its own code (auto_map), which Shoal does not run")
         return str(path), None
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
@@ -102,6 +104,13 @@ def _locate(name: str) -> tuple[str, str | None]:
     if os.environ.get("HF_HUB_OFFLINE") == "1" and not _cached(name):
         raise ModelError(f"{name!r} is not a folder here, and HF_HUB_OFFLINE=1 forbids asking the hub for it")
     return name, None
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text("utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{str(file)!r} is not a model's config: {_first_line(error)}") from error
 
 
 def _cached(name: str) -> bool:

@@ -41,7 +41,8 @@ def attach(model: nn.Module, settings: LoraSettings) -> PeftModel:
         task_type="CAUSAL_LM",
     )
     try:
-        return get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[return-value,arg-type]
+        # PEFT leaves new layers in training mode, and a sampler must not drop anything out.
+        return get_peft_model(model, config, autocast_adapter_dtype=False).eval()  # type: ignore[return-value,arg-type]
     except ValueError as error:
         raise ModelError(f"train.lora_target_modules {targets!r} match no layer of {type(model).__name__}") from error
 
@@ -52,7 +53,7 @@ def _from_adapter(model: nn.Module, folder: str) -> PeftModel:
     wrapped = PeftModel.from_pretrained(model, folder, is_trainable=True, autocast_adapter_dtype=False)  # type: ignore[arg-type]
     wrapped.load_adapter(folder, REFERENCE, is_trainable=False, autocast_adapter_dtype=False)
     wrapped.set_adapter(TRAINED)
-    return wrapped
+    return wrapped.eval()
 
 
 def add_slot(model: PeftModel, name: str) -> None:
@@ -60,6 +61,7 @@ def add_slot(model: PeftModel, name: str) -> None:
     model.add_adapter(name, model.peft_config[TRAINED], autocast_adapter_dtype=False)
     copy_slot(model, TRAINED, name)
     model.set_adapter(TRAINED)
+    model.eval()
 
 
 @torch.no_grad()

@@ -58,6 +58,9 @@ def test_reference_and_kl():
 def test_groups_and_truncation():
     assert run().orch.groups.uniform == "refill"
     assert run("orch.advantage.std=batch").orch.groups.uniform == "keep"
+    assert run("orch.advantage.mean=batch").orch.groups.uniform == "keep"  # masked: no std
+    for divides_by_its_own_spread in (["train.loss.type=grpo"], ["orch.advantage.std=group"]):
+        assert run("orch.advantage.mean=batch", *divides_by_its_own_spread).orch.groups.uniform == "refill"
     truncated = run("orch.truncated=overlong", "orch.sampling.max_tokens=50").orch.truncated
     assert (truncated.tokens, truncated.factor) == (10, 1.0)
 

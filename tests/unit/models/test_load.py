@@ -1,0 +1,180 @@
+"""What loads, what is refused by name and with which words; which ids end an answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import CONFIGS, EOS, TOKENIZER, VOCABULARY, randomise, small_model
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    CohereConfig,
+    FalconH1Config,
+    Gemma3Config,
+    GptOssConfig,
+    GraniteConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    MambaConfig,
+    PreTrainedConfig,
+    Qwen2VLConfig,
+    Qwen3NextConfig,
+    T5Config,
+)
+
+from shoal.errors import ModelError
+from shoal.models.decoder import Decoder
+from shoal.models.load import eos_token_ids, load_model, load_tokenizer
+from shoal.models.shapes import character_tokenizer
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": EOS, "pad_token_id": 0, "bos_token_id": None,
+}  # fmt: skip
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "num_experts_per_tok": 1}
+MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+
+# What the config alone gives away: refused before any weights are read.
+BY_CONFIG: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "mamba": (lambda: MambaConfig(**SHAPE), "linear_attention layers"),
+    "qwen3-next": (lambda: Qwen3NextConfig(**SHAPE, **LINEAR), "linear_attention layers"),
+    "lfm2": (lambda: Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]), "conv layers"),
+    "falcon-h1": (lambda: FalconH1Config(**SHAPE, **MAMBA), "hybrid layers"),
+    "llama4": (lambda: Llama4TextConfig(**SHAPE), "chunked_attention layers"),
+    "qwen2-vl": (Qwen2VLConfig, "multimodal"),
+    "gemma3 with pictures": (Gemma3Config, "multimodal"),
+    "t5": (T5Config, "encoder-decoder"),
+}
+# What only running the model shows: refused before anything is sampled.
+BY_PROBE: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "gpt-oss": (lambda: GptOssConfig(**SHAPE, head_dim=16, num_local_experts=2, num_experts_per_tok=1), "sinks"),
+    "granite": (lambda: GraniteConfig(**SHAPE, logits_scaling=4.0), "differs from its own forward"),
+    "cohere": (lambda: CohereConfig(**SHAPE), "differs from its own forward"),
+    "bloom": (lambda: BloomConfig(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4), "do not use plain"),
+}
+
+
+def load(folder: Path) -> Any:
+    return load_model(str(folder), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", BY_CONFIG)
+def test_refused_by_name_from_the_config(name: str, tmp_path: Path) -> None:
+    make, said = BY_CONFIG[name]
+    config = make()
+    config.architectures = ["TheirModel"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"TheirModel .*{said}"):
+        load(tmp_path)  # there are no weights: it must not come to them
+
+
+@pytest.mark.parametrize("name", BY_PROBE)
+def test_refused_by_name_from_a_probe(name: str, tmp_path: Path) -> None:
+    make, said = BY_PROBE[name]
+    model = AutoModelForCausalLM.from_config(make())
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=said) as refused:
+        Decoder(load(tmp_path)).verify()
+    assert type(model).__name__.removesuffix("ForCausalLM") in str(refused.value)
+
+
+def test_a_state_carried_across_sequences_is_found_by_the_probe() -> None:
+    """Falcon-H1 has attention in every layer and a recurrent state beside it; its config is not asked here."""
+    model = randomise(AutoModelForCausalLM.from_config(FalconH1Config(**SHAPE, **MAMBA)), seed=0)
+    with pytest.raises(ModelError, match="FalconH1ForCausalLM: .* differs"):
+        Decoder(model).verify()
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_folder_loads_in_the_asked_dtype(architecture: str, tmp_path: Path) -> None:
+    model = small_model(architecture)
+    model.save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = load_model(str(tmp_path), dtype, torch.device("cpu"))
+        assert not loaded.training and {p.dtype for p in loaded.parameters()} == {dtype}
+        for (name, ours), theirs in zip(model.named_parameters(), loaded.parameters(), strict=True):
+            assert torch.equal(ours.to(dtype), theirs), name
+
+
+def test_code_in_a_folder_is_never_run(tmp_path: Path) -> None:
+    small_model("llama").save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "evil.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    for attempt in (load, lambda folder: load_tokenizer(str(folder))):
+        with pytest.raises(ModelError, match="auto_map"):
+            attempt(tmp_path)
+
+
+@pytest.mark.parametrize("name", ("/no/such/folder", "./nowhere", "~/nowhere-at-all", "a/b/c"))
+def test_a_missing_folder(name: str) -> None:
+    for attempt in (load_tokenizer, lambda n: load_model(n, torch.float32, torch.device("cpu"))):
+        with pytest.raises(ModelError, match="does not exist"):
+            attempt(name)
+
+
+def test_a_hub_id_is_not_asked_for_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE=1 forbids"):
+        load_tokenizer("nobody/nothing-of-the-kind")
+
+
+def test_folders_with_something_else_in_them(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config.json and not exactly one .gguf"):
+        load(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"not a GGUF file at all")
+    for name in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(ModelError, match="no model could be loaded from"):
+            load(name)
+        with pytest.raises(ModelError, match="no tokenizer could be loaded from"):
+            load_tokenizer(str(name))
+    (tmp_path / "other.gguf").write_bytes(b"")
+    with pytest.raises(ModelError, match="not exactly one"):
+        load(tmp_path)
+
+
+def test_broken_weights_and_configs(tmp_path: Path) -> None:
+    small_model("llama").save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    with pytest.raises(ModelError, match="no model could be loaded from"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(ModelError, match="no model could be loaded from"):
+        load(tmp_path)
+    for text in ("{", "[1]", "7"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelError, match="is not a model's config"):
+            load(tmp_path)
+
+
+def test_a_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
+    small_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="no tokenizer could be loaded"):
+        load_tokenizer(str(tmp_path))
+    bare = character_tokenizer()
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="no chat template"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_every_declared_end_and_the_template_s_own() -> None:
+    model, tokenizer = small_model("llama"), character_tokenizer()
+    assert eos_token_ids(model, tokenizer) == (EOS,)
+    tokenizer.eos_token = "<|endoftext|>"  # the tokenizer says one thing, the template ends turns with another
+    assert eos_token_ids(None, tokenizer) == (0, EOS)
+    model.generation_config.eos_token_id = [5, 7]
+    assert eos_token_ids(model, tokenizer) == (0, EOS, 5, 7)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
+    assert eos_token_ids(None, tokenizer) == (0,), "a line break ends no answer"
+    tokenizer.eos_token = None
+    with pytest.raises(ModelError, match="end-of-sequence"):
+        eos_token_ids(None, tokenizer)
