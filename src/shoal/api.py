@@ -5,17 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal import build
+from shoal.config.load import load_run, load_sft
 from shoal.config.orch import EvalConfig, EvalSamplingConfig
 from shoal.config.resolve import as_yaml, binding_data
 from shoal.config.schema import RunConfig, SftConfig
 from shoal.envs.datasets import DatasetSpec, read_splits, to_messages
-from shoal.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, DataError, Interrupted, ShoalError, StoppedByPolicy
+from shoal.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    ConfigError,
+    DataError,
+    Interrupted,
+    ShoalError,
+    StoppedByPolicy,
+)
 from shoal.observability.console import BaseConsole, make_console
 from shoal.observability.events import EventLog
 from shoal.observability.logs import setup_logging, stop_logging
@@ -28,17 +38,21 @@ from shoal.types import Task
 def train(config: RunConfig, *, resume: bool = False, notices: Sequence[str] = ()) -> Path:
     """Run GRPO to the end, from the start or from the newest good checkpoint. Returns the run directory."""
     path = Path(config.train.output_dir)
-    if resume and _already_done(path, config.train.max_steps):
+    if resume and _already_done(path, config):
         return path
     prepared = build.prepare(config)
+    command = _resume_command(config)
     try:
-        with build.open_run_dir(config, prepared, resume) as run_dir, _console(config.train.logging_steps) as console:
+        with (
+            build.open_run_dir(config, prepared, resume, command) as run_dir,
+            _console(config.train.logging_steps) as console,
+        ):
             handler = setup_logging(run_dir.logs, "grpo")
             try:
                 events = EventLog(run_dir, console)
                 for notice in notices:
                     console.note(f"note: {notice}")
-                _record_end(run_dir, lambda: asyncio.run(_train(config, prepared, run_dir, events, console)))
+                _record_end(run_dir, command, lambda: asyncio.run(_train(config, prepared, run_dir, events, console)))
                 _write_report(run_dir.path, events)
             finally:
                 stop_logging(handler)
@@ -75,12 +89,12 @@ async def _train(
         raise
     finally:
         watchdog.close()
+        await loop.parts.collector.cancel()
         await assembled.close()
 
 
-def _record_end(run_dir: RunDir, work: Callable[[], tuple[str, int]]) -> None:
-    """status.json says how it ended, whatever happened."""
-    command = f"shoal grpo {run_dir.path / 'config.yaml'} --resume"
+def _record_end(run_dir: RunDir, command: str, work: Callable[[], tuple[str, int]]) -> None:
+    """status.json says how it ended, whatever happened; `command` is how to go on."""
 
     def write(state: Any, reason: str, resumable: bool, step: int | None = None) -> None:
         at = run_dir.status.get("step", 0) if step is None else step
@@ -97,7 +111,10 @@ def _record_end(run_dir: RunDir, work: Callable[[], tuple[str, int]]) -> None:
         write("stopped", str(error), True)
         raise
     except KeyboardInterrupt:
-        write("interrupted", "interrupted twice; continue from the last checkpoint", True)
+        write("interrupted", "interrupted before the first step; nothing is lost", True)
+        raise
+    except ConfigError:
+        run_dir.free_if_untouched()
         raise
     except BaseException as error:
         with contextlib.suppress(ShoalError):  # the disk may be what failed
@@ -106,19 +123,22 @@ def _record_end(run_dir: RunDir, work: Callable[[], tuple[str, int]]) -> None:
     write("solved" if outcome == "solved" else "finished", f"{outcome} after step {step}", False, step)
 
 
-def _already_done(path: Path, max_steps: int | None) -> bool:
-    """A finished run says so; one whose max_steps was raised since goes on."""
-    if not (path / "status.json").exists():
+def _already_done(path: Path, config: RunConfig | SftConfig) -> bool:
+    """A finished run says so; one that was given more steps or epochs since goes on."""
+    status = read_status(path) if (path / "status.json").exists() else {}
+    if status.get("state") not in ("finished", "solved"):
         return False
-    status = read_status(path)
-    done = status.get("state") in ("finished", "solved") and (max_steps is None or status.get("step", 0) >= max_steps)
-    if done:
+    load = load_run if isinstance(config, RunConfig) else load_sft
+    earlier, now = load(str(path / "config.yaml")).config.train, config.train
+    longer = (now.max_steps or 0) > (earlier.max_steps or 0) or (now.epochs or 0) > (earlier.epochs or 0)
+    if not longer:
         print(f"{path}: this run is {status['state']} at step {status['step']}; nothing is left to do")
-    return done
+    return not longer
 
 
-def _resume_command(config: RunConfig) -> str:
-    return f"shoal grpo {Path(config.train.output_dir) / 'config.yaml'} --resume"
+def _resume_command(config: RunConfig | SftConfig) -> str:
+    verb = "grpo" if isinstance(config, RunConfig) else "sft"
+    return f"shoal {verb} {shlex.quote(str(Path(config.train.output_dir) / 'config.yaml'))} --resume"
 
 
 def _on_signals(interrupt: Callable[[int], None]) -> None:
@@ -158,19 +178,19 @@ def _write_report(path: Path, events: EventLog) -> None:
 def sft(config: SftConfig, *, resume: bool = False) -> Path:
     """Supervised training; the result is in `final/` of the run directory."""
     path = Path(config.train.output_dir)
-    if resume and _already_done(path, config.train.max_steps):
+    if resume and _already_done(path, config):
         return path
     tasks = _supervised_tasks(config)
-    run_dir = (
-        RunDir.resume(path)
-        if resume and (path / "status.json").exists()
-        else RunDir.create(path, as_yaml(config), binding_data(config))
-    )
+    command = _resume_command(config)
+    if resume and (path / "status.json").exists():
+        run_dir = RunDir.resume(path)
+        run_dir.reopen(as_yaml(config), binding_data(config), command)
+    else:
+        run_dir = RunDir.create(path, as_yaml(config), binding_data(config))
     with run_dir, _console(config.train.logging_steps) as console:
-        run_dir.check_binding(binding_data(config))
         handler = setup_logging(run_dir.logs, "sft")
         try:
-            _record_end(run_dir, lambda: _sft(config, tasks, run_dir, console))
+            _record_end(run_dir, command, lambda: _sft(config, tasks, run_dir, console))
         finally:
             stop_logging(handler)
     return path

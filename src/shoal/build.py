@@ -494,12 +494,11 @@ def binding(config: RunConfig, prepared: Prepared) -> dict[str, Any]:
     return {**binding_data(config), "data": prepared.data_fingerprint}
 
 
-def open_run_dir(config: RunConfig, prepared: Prepared, resume: bool) -> RunDir:
+def open_run_dir(config: RunConfig, prepared: Prepared, resume: bool, next_command: str) -> RunDir:
     path = Path(config.train.output_dir)
     if resume and (path / "status.json").exists():
         run_dir = RunDir.resume(path)
-        run_dir.check_binding(binding(config, prepared))
-        run_dir.write_config(as_yaml(config))
+        run_dir.reopen(as_yaml(config), binding(config, prepared), next_command)
         return run_dir
     if resume and path.exists() and any(path.glob("checkpoints/*")):
         raise ConfigError(f"{path} holds checkpoints but no status.json; it is not a run directory of Shoal")

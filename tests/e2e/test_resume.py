@@ -61,7 +61,7 @@ def six_steps(folder: Path, warm: WarmPython, model: Path, **changes: dict[str, 
     """Six steps, three checkpoints of which two are kept, evaluations at 0, 3 and 6."""
     config = base_config(model)
     config["train"] |= {"max_steps": STEPS, **changes.get("train", {})}
-    config["orch"] |= {"eval": {"interval": 3, "num_examples": 4}, **changes.get("orch", {})}
+    config["orch"] |= {"batch_size": 8, "eval": {"interval": 3, "num_examples": 2}, **changes.get("orch", {})}
     return Run(folder, warm).write(config)
 
 
@@ -165,7 +165,7 @@ def test_modes_that_run_ahead_lose_nothing_and_train_nothing_twice(
     finish(run)
     recorded = [rollout["rollout_id"] for rollout in run.rollouts()]
     assert len(recorded) == len(set(recorded)), "a rollout is recorded in one step only"
-    assert all(step["batch/used"] == 16 for step in run.steps())
+    assert all(step["batch/used"] == 8 for step in run.steps())
     limit = max(interval, 1) + level - 1 if interval else STEPS
     assert all(step["staleness/max"] <= limit for step in run.steps())
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from shoal.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ShoalError
+
+if TYPE_CHECKING:
+    from cyclopts import App
 
 VERBS = {
     "grpo": ("shoal.cli.grpo:grpo", "Train with GRPO: one command, one process a device."),
@@ -65,8 +69,9 @@ def _run(arguments: list[str]) -> int:
     return _dispatch(arguments)
 
 
-def _dispatch(arguments: list[str]) -> int:
-    from cyclopts import App, CycloptsError
+def make_app() -> App:
+    """The parser of all verbs; none of them is imported yet."""
+    from cyclopts import App
 
     import shoal
 
@@ -81,8 +86,14 @@ def _dispatch(arguments: list[str]) -> int:
     )
     for name, (target, summary) in VERBS.items():
         app.command(target, name=name, help=summary)
+    return app
+
+
+def _dispatch(arguments: list[str]) -> int:
+    from cyclopts import CycloptsError
+
     try:
-        result = app(arguments, print_error=False, exit_on_error=False)
+        result = make_app()(arguments, print_error=False, exit_on_error=False)
     except CycloptsError as error:
         return _complain(f"{_usage_problem(error)}; see `shoal {_verb(arguments)}--help`", EXIT_USAGE)
     return result if isinstance(result, int) else EXIT_DONE

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from shoal.engine.cache import PrefillWriter, SlotCache
-from shoal.engine.sampler import Drawn, SamplingState, draw
+from shoal.engine.graphs import WINDOW, DecodeGraphs, supported
+from shoal.engine.sampler import SamplingState, draw
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.scheduler import Sequence as Running
 from shoal.models.attention import KEY_MULTIPLE, ROW_MULTIPLE, Decode, Packed, round_up
@@ -29,6 +30,7 @@ class EngineSettings:
     context_tokens: int = 2048  # prompt and completion together
     prefill_tokens: int = 8192  # prompt tokens of one prefill
     eos_token_ids: tuple[int, ...] = ()
+    graphs: bool = True  # decode in CUDA graphs where the device and the model allow it
 
     def __post_init__(self) -> None:
         if self.slots % ROW_MULTIPLE:  # a smaller batch would round differently, and results depend on company
@@ -56,7 +58,14 @@ class EmbeddedEngine:
         self.sampling = SamplingState.allocate(settings.slots, self.device)
         self._last = np.zeros(settings.slots, dtype=np.int64)
         self._eos = set(settings.eos_token_ids)
+        self._end_ids = np.array(sorted(self._eos), dtype=np.int64)
+        self._graphs = self._make_graphs()
         self.generated_tokens = 0
+
+    def _make_graphs(self) -> DecodeGraphs | None:
+        if not self.settings.graphs or not supported(self.view.decoder, self.cache):
+            return None
+        return DecodeGraphs(self.view, self.cache, self.sampling)
 
     @property
     def busy(self) -> bool:
@@ -128,17 +137,22 @@ class EmbeddedEngine:
         return PrefillWriter(self.cache, *(self._tensor(np.concatenate(x)) for x in (tokens, slots, positions)))
 
     def _decode(self) -> list[Completion]:
+        """One token for every running sequence, or a window of them where graphs do it."""
         rows = self.scheduler.rows
         running = list(self.scheduler.running.values())
+        slots = np.array([s.slot for s in running])
         positions = np.zeros(rows, dtype=np.int64)
-        for sequence in running:
-            positions[sequence.slot] = sequence.length - 1
+        positions[slots] = [s.length - 1 for s in running]
+        if self._graphs is not None and all(s.kept_ids is None for s in running):
+            counts = np.zeros(rows, dtype=np.int64)
+            counts[slots] = [len(s.token_ids) for s in running]
+            steps = min(WINDOW, max(s.limit - len(s.token_ids) for s in running))
+            ids, logprobs = self._graphs.run(self._last[:rows], positions, counts, steps)
+            return self._retire(running, ids[:, slots], logprobs[:, slots])
         context = Decode(self.cache, self._tensor(positions), round_up(int(positions.max()) + 1, KEY_MULTIPLE))
-        hidden = self.view.decoder.hidden(
-            self._tensor(self._last[:rows])[:, None], context.positions[:, None], context
-        )[:, 0]
-        logits = self.view.decoder.logits(hidden)
-        return self._draw(running, logits[self._tensor(np.array([s.slot for s in running]))])
+        tokens = self._tensor(self._last[:rows])
+        hidden = self.view.decoder.hidden(tokens[:, None], context.positions[:, None], context)[:, 0]
+        return self._draw(running, self.view.decoder.logits(hidden)[self._tensor(slots)])
 
     def _draw(self, sequences: Sequence[Running], logits: Tensor) -> list[Completion]:
         """`logits` has one row a sequence, in the same order."""
@@ -146,7 +160,8 @@ class EmbeddedEngine:
         counts = self._tensor(np.array([len(s.token_ids) for s in sequences], dtype=np.int64))
         truncated = any(s.request.sampling.truncated for s in sequences)
         drawn = draw(logits, self.sampling[self._tensor(slots)], counts, self._banned(sequences, logits), truncated)
-        return self._retire(sequences, drawn)
+        self._keep(sequences, drawn.kept)
+        return self._retire(sequences, drawn.token_ids[None].cpu().numpy(), drawn.logprobs[None].cpu().numpy())
 
     def _banned(self, sequences: Sequence[Running], logits: Tensor) -> Tensor | None:
         """Ends are not allowed before min_tokens."""
@@ -168,35 +183,53 @@ class EmbeddedEngine:
             return [~i for i in self._ends(sequence)]
         return ids
 
-    def _retire(self, sequences: Sequence[Running], drawn: Drawn) -> list[Completion]:
-        token_ids, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
-        kept = drawn.kept.tolist() if drawn.kept is not None else None
-        finished = []
-        for row, sequence in enumerate(sequences):
+    def _keep(self, sequences: Sequence[Running], kept: Tensor | None) -> None:
+        """Note what each next token is drawn from, where that is not the whole vocabulary."""
+        rows = kept.tolist() if kept is not None else [None] * len(sequences)
+        for sequence, ids in zip(sequences, rows, strict=True):
             if sequence.kept_ids is not None:
-                sequence.kept_ids.append(self._allowed(sequence, kept[row] if kept is not None else None))
-            sequence.append(token_ids[row], logprobs[row], self.view.version)
-            self._last[sequence.slot] = token_ids[row]
+                sequence.kept_ids.append(self._allowed(sequence, ids))
+
+    def _retire(self, sequences: Sequence[Running], ids: np.ndarray, logprobs: np.ndarray) -> list[Completion]:
+        """Take what was drawn, [steps, sequences], up to each sequence's end; whatever follows it is dropped."""
+        steps = len(ids)
+        ends = np.isin(ids, self._end_ids)
+        first_end = np.where(ends.any(0), ends.argmax(0) + 1, steps + 1)
+        columns, values = ids.T.tolist(), logprobs.T.tolist()
+        finished = []
+        for column, sequence in enumerate(sequences):
+            taken = min(steps, int(first_end[column]), sequence.limit - len(sequence.token_ids))
+            if sequence.request.sampling.stop or sequence.request.sampling.stop_token_ids:
+                taken = self._until_stop(sequence, columns[column][:taken])
+            sequence.extend(columns[column][:taken], values[column][:taken], self.view.version)
+            self._last[sequence.slot] = sequence.token_ids[-1]
+            self.generated_tokens += taken
             reason = self._finish_reason(sequence)
             if reason is not None:
                 self.scheduler.retire(sequence)
                 text = self.detokenize(sequence.token_ids) if sequence.text is None else sequence.text
                 finished.append(sequence.completion(reason, text))
-        self.generated_tokens += len(sequences)
         return finished
 
+    def _until_stop(self, sequence: Running, token_ids: list[int]) -> int:
+        """How many of the tokens are taken: up to the first that is, or completes, a stop of this request."""
+        sampling, so_far = sequence.request.sampling, sequence.token_ids
+        for taken in range(1, len(token_ids) + 1):
+            if len(so_far) + taken < sampling.min_tokens:
+                continue
+            if token_ids[taken - 1] in sampling.stop_token_ids:
+                return taken
+            text = self.detokenize(so_far + token_ids[:taken]) if sampling.stop else ""
+            cuts = [text.find(stop) for stop in sampling.stop if stop in text]
+            if cuts:
+                sequence.text = text[: min(cuts)]
+                return taken
+        return len(token_ids)
+
     def _finish_reason(self, sequence: Running) -> FinishReason | None:
-        sampling = sequence.request.sampling
         newest = sequence.token_ids[-1]
-        if len(sequence.token_ids) >= sampling.min_tokens:
-            if newest in self._eos or newest in sampling.stop_token_ids:
-                return "stop"
-            if sampling.stop:
-                text = self.detokenize(sequence.token_ids)
-                cuts = [text.find(stop) for stop in sampling.stop if stop in text]
-                if cuts:
-                    sequence.text = text[: min(cuts)]
-                    return "stop"
+        if sequence.text is not None or newest in self._eos or newest in sequence.request.sampling.stop_token_ids:
+            return "stop"
         return "length" if len(sequence.token_ids) >= sequence.limit else None
 
     def _set_sampling(self, admitted: Sequence[Running]) -> None:

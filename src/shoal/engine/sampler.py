@@ -92,14 +92,18 @@ def _truncate(logprobs: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
 
 def exponential(seeds: Tensor, positions: Tensor, width: int) -> Tensor:
     """[B, width] unit exponentials, a pure function of (seed, position, column)."""
-    key = _mix64(seeds + positions * 0x9E3779B97F4A7C1)
-    low = (key & 0xFFFFFFFF).to(torch.int32) if key.dtype != torch.int64 else _low32(key)
-    high = _low32(key >> 32)
+    low, high = hash_keys(seeds, positions)
     column = torch.arange(width, dtype=torch.int32, device=seeds.device)
     bits = _mix32(_mix32(column[None] * -1640531535 + low[:, None]) ^ high[:, None])
     # A uniform in (0, 1) whose small values are fine-grained, so that unlikely tokens get their exact chance.
     uniform = ((bits.to(torch.int64) & 0xFFFFFFFF).to(torch.float32) + 0.5) * (1 / 4294967296)
     return -torch.log1p(-uniform.clamp(max=1 - 6e-8))
+
+
+def hash_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Two int32 keys a row that everything random about one draw comes from."""
+    key = _mix64(seeds + positions * 0x9E3779B97F4A7C1)
+    return _low32(key), _low32(key >> 32)
 
 
 def _low32(x: Tensor) -> Tensor:

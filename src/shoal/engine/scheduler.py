@@ -32,14 +32,15 @@ class Sequence:
         """Tokens of the sequence, the newest of which is not in the cache yet."""
         return len(self.request.prompt_ids) + len(self.token_ids)
 
-    def append(self, token_id: int, logprob: float, version: int) -> None:
+    def extend(self, token_ids: list[int], logprobs: list[float], version: int) -> None:
         at = len(self.token_ids)
-        self.token_ids.append(token_id)
-        self.logprobs.append(logprob)
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        end = len(self.token_ids)
         if self.spans and self.spans[-1].version == version:
-            self.spans[-1] = Span(self.spans[-1].start, at + 1, version)
+            self.spans[-1] = Span(self.spans[-1].start, end, version)
         else:
-            self.spans.append(Span(at, at + 1, version))
+            self.spans.append(Span(at, end, version))
 
     def completion(self, reason: FinishReason, text: str) -> Completion:
         return Completion(

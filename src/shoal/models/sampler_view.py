@@ -26,7 +26,8 @@ class SamplerView:
     def __init__(self, trained: Decoder, mode: Mode = "shared") -> None:
         self._trained = trained
         self._slot = False
-        self._noisy: dict[nn.Module, Tensor] = {}
+        self._noisy: dict[nn.Module, Tensor] = {}  # allocated once: captured graphs read these very tensors
+        self.noisy = False
         self.version = 0
         self._copied: int | None = None  # the version in the snapshot
         self.decoder = trained
@@ -50,13 +51,14 @@ class SamplerView:
         if version != self._copied:
             self._copy_weights()
         self.version = self._copied = version
-        self._noisy = {}
-        if sigma > 0:
+        self.noisy = sigma > 0
+        if self.noisy:
             generator = torch.Generator().manual_seed((seed * 1_000_003 + version) % (1 << 63))
             for norm in noisy_norms(self.decoder.inner):
                 weight: Tensor = norm.weight  # type: ignore[assignment]
                 noise = torch.randn(weight.shape, generator=generator) * sigma
-                self._noisy[norm] = (weight.float().cpu() + noise).to(weight.device, weight.dtype)
+                buffer = self._noisy.setdefault(norm, torch.empty_like(weight, requires_grad=False))
+                buffer.copy_(weight.float().cpu() + noise)
 
     def _copy_weights(self) -> None:
         if self._slot:
@@ -65,10 +67,18 @@ class SamplerView:
             for target, source in zip(self.decoder.model.parameters(), self._trained.model.parameters(), strict=True):
                 target.copy_(source)
 
+    def served_tensors(self) -> Iterator[Tensor]:
+        """The parameters the sampler reads; other adapter slots of the same model are left out."""
+        others = {lora.TRAINED, lora.REFERENCE, lora.SAMPLER} - {lora.SAMPLER if self._slot else lora.TRAINED}
+        for name, parameter in self.decoder.model.named_parameters():
+            if "lora_" not in name or not others & set(name.split(".")):
+                yield parameter
+
     @contextmanager
     def active(self) -> Iterator[None]:
-        clean = {norm: norm.weight.data for norm in self._noisy}  # type: ignore[union-attr]
-        for norm, weight in self._noisy.items():
+        noisy = self._noisy if self.noisy else {}
+        clean = {norm: norm.weight.data for norm in noisy}  # type: ignore[union-attr]
+        for norm, weight in noisy.items():
             norm.weight.data = weight  # type: ignore[union-attr,assignment]
         try:
             if self._slot:

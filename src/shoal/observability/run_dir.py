@@ -94,6 +94,22 @@ class RunDir:
             details = "; ".join(f"{key} was {self.binding.get(key)!r}, is {wanted.get(key)!r}" for key in changed)
             raise ConfigError(f"{self.path} cannot be resumed with other settings: {details}")
 
+    def reopen(self, resolved_config_text: str, binding: Mapping[str, Any], next_command: str) -> None:
+        """Go on with the run: it must be the same one; the status says so before the configuration changes."""
+        try:
+            self.check_binding(binding)
+            at = self.status.get("step", 0)
+            self.write_status("running", step=at, reason="resumed", resumable=True, next_command=next_command)
+            self.write_config(resolved_config_text)
+        except BaseException:
+            self.close()
+            raise
+
+    def free_if_untouched(self) -> None:
+        """A run that was refused before its first step never was: the folder may be used again."""
+        if self.status.get("reason") == "started" and not self.checkpoints.steps():
+            remove_quietly(self.path / "status.json")
+
     def write_config(self, resolved_config_text: str) -> None:
         write_config(self.path, resolved_config_text)
 

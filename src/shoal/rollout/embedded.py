@@ -86,13 +86,12 @@ class EmbeddedRolloutEngine:
         return await loop.run_in_executor(self._device, self._load, version, sigma)
 
     def _load(self, version: int, sigma: float) -> str:
-        self._engine.view.refresh(version, sigma, self._noise_seed)
-        # The tensors are the trainer's own (or were copied just now): a few numbers prove which.
-        digest = hashlib.blake2b(digest_size=16)
-        with self._engine.view.active():
-            for _, tensor in zip(range(8), self._engine.view.decoder.model.parameters(), strict=False):
-                digest.update(tensor.detach().flatten()[:64].to(torch.float32).cpu().numpy().tobytes())
-        return digest.hexdigest()
+        view = self._engine.view
+        view.refresh(version, sigma, self._noise_seed)
+        # A few numbers of every tensor the sampler reads: a step moves them all, and hashing the rest costs time.
+        with view.active():
+            numbers = torch.cat([tensor.detach().flatten()[:32].float() for tensor in view.served_tensors()])
+            return hashlib.blake2b(numbers.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
     async def pause(self) -> None:
         self._paused.clear()
@@ -115,7 +114,8 @@ class EmbeddedRolloutEngine:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
         self._inbox.clear()
-        self._engine.abort()
+        # On the device's thread, behind the turn that may still be running there.
+        await asyncio.get_running_loop().run_in_executor(self._device, self._engine.abort)
         for answer in self._answers.values():
             if not answer.done():
                 answer.cancel()

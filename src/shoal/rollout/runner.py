@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from shoal.errors import EngineError
+from shoal.errors import DataError, EngineError
 from shoal.protocols import Environment, Judge, RolloutEngine
 from shoal.rewards.shaping import RewardShape
 from shoal.types import Message, Prompt, Request, Rollout, RolloutGroup, SamplingParams, Turn
@@ -91,6 +91,8 @@ class GroupRunner:
         prompt_ids = self._tokens.prompt_ids(episode.messages)
         while True:
             room = self._settings.context_tokens - len(prompt_ids)
+            if room < 1 and not rollout.turns:
+                raise DataError(f"the prompt takes {len(prompt_ids)} of {self._settings.context_tokens} context tokens")
             if room < 1:
                 break
             turn = len(rollout.turns)

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
@@ -49,6 +50,6 @@ def load_state(policy: TrainedPolicy, folder: Path) -> None:
         if cuda is not None and policy.decoder.device.type == "cuda":
             torch.cuda.set_rng_state(cuda, policy.decoder.device)
         policy.optimizer.load_state(tensors)
-    except (OSError, ValueError, KeyError) as error:
+        policy.optimizer_steps = int(counts["optimizer_steps"])
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise StorageError(f"the checkpoint {folder} could not be loaded: {error}") from error
-    policy.optimizer_steps = int(counts["optimizer_steps"])

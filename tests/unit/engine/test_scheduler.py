@@ -87,8 +87,8 @@ def test_every_request_runs_in_one_slot_of_its_own(slots: int, script: list[tupl
 
 def test_a_sequence_keeps_its_spans() -> None:
     sequence = Sequence(Request("r", [1, 2], SamplingParams()), 9)
-    for token, version in ((5, 0), (6, 0), (7, 2), (8, 2), (9, 3)):
-        sequence.append(token, -0.5, version)
+    for tokens, version in (([5], 0), ([6], 0), ([7, 8], 2), ([9], 3)):
+        sequence.extend(tokens, [-0.5] * len(tokens), version)
     assert sequence.spans == [Span(0, 2, 0), Span(2, 4, 2), Span(4, 5, 3)]
     assert sequence.length == 7
     completion = sequence.completion("stop", "text")

@@ -1,4 +1,4 @@
-"""Triton kernels of the decode step. Imported only where Triton is; each has a plain torch equal it is tested against."""
+"""Triton kernels of the decode step, imported only where Triton is; each has a plain torch equal it is tested against."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ The new token's key and value are written by the same kernel that reads the rest
 is no second pass and no hazard. Partial results of the splits are joined by a second, small kernel.
 """
 
+# pyright: reportCallIssue=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import torch

@@ -3,6 +3,7 @@
 The hash is that of engine/sampler.py, so a draw has the same randomness here and there; rounding apart, the same token.
 """
 
+# pyright: reportCallIssue=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import torch

@@ -1,0 +1,277 @@
+"""Every RolloutEngine keeps the contract of `protocols.RolloutEngine`.
+
+To add an engine: write a function that serves the given model and yields a `Served`, and name it in SERVERS. The suite
+compares with plain transformers on the same weights, so it needs no engine to compare with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.engines import ask, make_engine
+from support.models import EOS, TOKENIZER, as_decoder, random_prompts, small_model
+
+from shoal.models.sampler_view import SamplerView
+from shoal.protocols import RolloutEngine
+from shoal.rollout.embedded import EmbeddedRolloutEngine
+from shoal.types import Completion, Request, Span
+
+CONTEXT_TOKENS = 96
+SHORT, LONG = random_prompts(3, 6, 40)
+
+
+@dataclass
+class Served:
+    """An engine that serves version 0 of a model with end token EOS and a context of CONTEXT_TOKENS."""
+
+    engine: RolloutEngine
+    # Makes these weights version N wherever the engine looks for them; what it returns is what `load` takes.
+    publish: Callable[[int, Mapping[str, torch.Tensor]], Awaitable[Mapping[str, Any] | None]]
+
+
+@asynccontextmanager
+async def embedded(model: Any) -> AsyncIterator[Served]:
+    decoder = as_decoder(model)
+    with ThreadPoolExecutor(1) as device:
+        view = SamplerView(decoder)
+        inner = make_engine(decoder, view, slots=16, context_tokens=CONTEXT_TOKENS, eos_token_ids=(EOS,))
+        engine = EmbeddedRolloutEngine(inner, device)
+
+        def write(weights: Mapping[str, torch.Tensor]) -> None:
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(weights[name])
+
+        async def publish(version: int, weights: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+            await asyncio.get_running_loop().run_in_executor(device, write, weights)
+            return {"version": version}
+
+        try:
+            yield Served(engine, publish)
+        finally:
+            await engine.close()
+
+
+SERVERS: dict[str, Callable[[Any], AbstractAsyncContextManager[Served]]] = {"embedded": embedded}
+
+
+@dataclass
+class Bench:
+    """One kind of engine, the model it is to serve, and that model in plain transformers."""
+
+    serve: Callable[[Any], AbstractAsyncContextManager[Served]]
+    model: Any
+    reference: Any
+
+    def run(self, test: Callable[[Served], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with self.serve(self.model) as served:
+                await test(served)
+
+        asyncio.run(main())
+
+    @torch.no_grad()
+    def logprobs(self, prompt: list[int], answer: list[int], temperature: float = 1.0) -> np.ndarray:
+        logits = self.reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].double()
+        return torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(answer)[:, None])[:, 0].numpy()
+
+
+@pytest.fixture(params=SERVERS)
+def bench(request: pytest.FixtureRequest) -> Bench:
+    model = small_model("qwen3", seed=8)
+    return Bench(SERVERS[request.param], model, copy.deepcopy(model))
+
+
+async def draw(served: Served, *requests: Request) -> list[Completion]:
+    return await asyncio.gather(*(served.engine.generate(request) for request in requests))
+
+
+def assert_well_formed(completion: Completion, request: Request) -> None:
+    ids = completion.token_ids
+    assert completion.request_id == request.request_id
+    assert len(ids) == len(completion.logprobs) <= request.sampling.max_tokens
+    assert all(isinstance(i, int) and i >= 0 for i in ids)
+    assert all(isinstance(value, float) and value <= 0 for value in completion.logprobs)
+    assert completion.finish_reason in ("stop", "length", "abort")
+    edges = [edge for span in completion.spans for edge in (span.start, span.end)]
+    if ids:
+        assert edges[0] == 0 and edges[-1] == len(ids) and edges[1:-1:2] == edges[2:-1:2], "spans tile the tokens"
+    if completion.finish_reason == "stop" and not request.sampling.stop:
+        assert ids[-1] == EOS or ids[-1] in request.sampling.stop_token_ids
+
+
+def test_it_is_one(bench: Bench) -> None:
+    async def check(served: Served) -> None:
+        assert isinstance(served.engine, RolloutEngine) and served.engine.version == 0
+
+    bench.run(check)
+
+
+def test_every_completion_is_well_formed(bench: Bench) -> None:
+    requests = [
+        ask(f"{i}", (SHORT, LONG)[i % 2], seed=i, temperature=(0.0, 0.7, 1.0)[i % 3], max_tokens=1 + 3 * i)
+        for i in range(20)
+    ]
+
+    async def check(served: Served) -> None:
+        for request, completion in zip(requests, await draw(served, *requests), strict=True):
+            assert_well_formed(completion, request)
+            assert completion.text == TOKENIZER.decode(completion.token_ids, skip_special_tokens=True)
+
+    bench.run(check)
+
+
+def test_greedy_is_transformers_greedy(bench: Bench) -> None:
+    async def check(served: Served) -> None:
+        for prompt in (SHORT, LONG):
+            (answer,) = await draw(served, ask("r", prompt, temperature=0.0, max_tokens=20))
+            ids = torch.tensor([prompt])
+            out = bench.reference.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
+            assert answer.token_ids == out[0, len(prompt) :].tolist()
+
+    bench.run(check)
+
+
+@pytest.mark.parametrize("temperature", (1.0, 0.6, 1.5))
+def test_logprobs_are_those_of_the_distribution_drawn_from(bench: Bench, temperature: float) -> None:
+    async def check(served: Served) -> None:
+        requests = [ask(f"{i}", LONG, seed=i, temperature=temperature, max_tokens=20) for i in range(4)]
+        for answer in await draw(served, *requests):
+            expected = bench.logprobs(LONG, answer.token_ids, temperature)
+            np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=1e-4)
+
+    bench.run(check)
+
+
+def test_what_was_kept_is_said_or_nothing_was_cut(bench: Bench) -> None:
+    """Training on a truncated distribution needs the kept ids; an engine that cannot give them says None."""
+
+    async def check(served: Served) -> None:
+        (answer,) = await draw(served, ask("r", SHORT, top_k=4, max_tokens=12))
+        if answer.kept_ids is not None:
+            assert all(len(ids) == 4 for ids in answer.kept_ids)
+            assert all(token in ids for token, ids in zip(answer.token_ids, answer.kept_ids, strict=True))
+        (whole,) = await draw(served, ask("w", SHORT, max_tokens=12))
+        assert whole.kept_ids is None
+
+    bench.run(check)
+
+
+def test_a_seed_decides(bench: Bench) -> None:
+    async def check(served: Served) -> None:
+        requests = [ask(f"{i}", SHORT, seed=s, max_tokens=20) for i, s in enumerate((1, 1, 2, 3))]
+        first, again, *others = [answer.token_ids for answer in await draw(served, *requests)]
+        assert first == again and first not in others and others[0] != others[1]
+
+    bench.run(check)
+
+
+def test_limits_and_ends(bench: Bench) -> None:
+    async def check(served: Served) -> None:
+        (free,) = await draw(served, ask("free", SHORT, max_tokens=20, seed=5))
+        stop = free.token_ids[3]
+        one, stopped, full, over = await draw(
+            served,
+            ask("one", SHORT, max_tokens=1, seed=5),
+            ask("stopped", SHORT, max_tokens=20, seed=5, stop_token_ids=(stop,)),
+            ask("full", random_prompts(0, CONTEXT_TOKENS - 1)[0], max_tokens=20),
+            ask("over", random_prompts(0, CONTEXT_TOKENS + 10)[0], max_tokens=20),
+        )
+        assert one.token_ids == free.token_ids[:1]
+        assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+        assert stopped.finish_reason == "stop"
+        assert len(full.token_ids) == 1
+        assert (over.token_ids, over.finish_reason) == ([], "length")
+
+    bench.run(check)
+
+
+def test_stop_strings_cut_the_text_and_not_the_tokens(bench: Bench) -> None:
+    async def check(served: Served) -> None:
+        for seed in range(20):
+            (free,) = await draw(served, ask("free", SHORT, max_tokens=12, seed=seed))
+            if len(free.text) == 12 and free.text.index(free.text[6:8]) == 6:
+                break
+        (answer,) = await draw(served, ask("r", SHORT, max_tokens=12, seed=seed, stop=(free.text[6:8],)))
+        assert answer.finish_reason == "stop" and answer.text == free.text[:6]
+        assert answer.token_ids == free.token_ids[:8]
+
+    bench.run(check)
+
+
+def test_min_tokens(bench: Bench) -> None:
+    async def check(served: Served) -> None:
+        requests = [ask(f"{i}", SHORT, seed=i, min_tokens=30, max_tokens=60) for i in range(16)]
+        answers = await draw(served, *requests)
+        assert all(EOS not in answer.token_ids[:30] and len(answer.token_ids) >= 30 for answer in answers)
+
+    bench.run(check)
+
+
+def test_many_at_once_are_all_answered(bench: Bench) -> None:
+    async def check(served: Served) -> None:
+        requests = [ask(f"{i}", (SHORT, LONG)[i % 2], seed=i, max_tokens=1 + i % 9) for i in range(70)]
+        answers = await draw(served, *requests)
+        assert [answer.request_id for answer in answers] == [request.request_id for request in requests]
+
+    bench.run(check)
+
+
+def test_a_new_version(bench: Bench) -> None:
+    """New weights: another version, another hash, other log-probs; the same again is the same hash."""
+    other = small_model("qwen3", seed=9)
+
+    async def check(served: Served) -> None:
+        first = await served.engine.load(0)
+        (before,) = await draw(served, ask("r", SHORT, temperature=0.0))
+        manifest = await served.publish(7, dict(other.named_parameters()))
+        second = await served.engine.load(7, manifest)
+        assert second != first and await served.engine.load(7, manifest) == second
+        assert served.engine.version == 7
+        (after,) = await draw(served, ask("r", SHORT, temperature=0.0))
+        assert after.spans == [Span(0, len(after.token_ids), 7)] and before.spans[0].version == 0
+        bench.reference = other
+        expected = bench.logprobs(SHORT, after.token_ids)
+        np.testing.assert_allclose(after.logprobs, expected, rtol=0, atol=1e-4)
+
+    bench.run(check)
+
+
+def test_a_pause_holds_everything_and_versions_may_change_in_it(bench: Bench) -> None:
+    async def check(served: Served) -> None:
+        await served.engine.pause()
+        call = asyncio.create_task(served.engine.generate(ask("r", SHORT, max_tokens=8)))
+        done, _ = await asyncio.wait([call], timeout=0.2)
+        assert not done, "nothing is drawn in a pause"
+        await served.engine.load(3, await served.publish(3, dict(bench.reference.named_parameters())))
+        await served.engine.resume()
+        answer = await asyncio.wait_for(call, 30)
+        assert answer.spans == [Span(0, len(answer.token_ids), 3)]
+
+    bench.run(check)
+
+
+def test_health(bench: Bench) -> None:
+    async def check(served: Served) -> None:
+        health = await served.engine.health()
+        assert health["ok"] is True and health["version"] == served.engine.version
+
+    bench.run(check)
+
+
+def test_closing_twice_does_no_harm(bench: Bench) -> None:
+    async def check(served: Served) -> None:
+        await draw(served, ask("r", SHORT))
+        await served.engine.close()
+        await served.engine.close()
+
+    bench.run(check)

@@ -1,0 +1,127 @@
+"""Things that go wrong inside a run: gradients that are no numbers, rewards that fail, flat prompts, orphans."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from .helpers.processes import alive, children_of, wait_until
+from .helpers.runs import REVERSE_ARGS, Run, assert_trained_once
+
+NewRun = Callable[..., Run]
+
+
+def weights(folder: Path) -> dict:
+    from safetensors.numpy import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_gradients_that_are_no_numbers_stop_the_run_with_its_state_saved(new_run: NewRun, model: Path):
+    run = new_run(train={"max_steps": 9, "save_steps": 50, "loss": {"type": "my_code:nan_loss"}})
+    command = run.grpo()
+    assert command.wait() == 3, command.text()
+    assert "3 steps in a row with non-finite gradients" in command.text()
+    assert [step["optim/skipped"] for step in run.steps()] == [1, 1, 1]
+    assert all("optim/grad_norm" not in step and step["policy/loss"] == "nan" for step in run.steps())
+    assert [event["step"] for event in run.events("non-finite")] == [1, 2, 3]
+    status = run.status()
+    assert status["state"] == "stopped" and status["resumable"] and status["step"] == 3
+    assert run.checkpoints() == [3] and not (run.path / "final").exists()
+    saved, start = weights(run.path / "checkpoints" / "step_000003" / "weights"), weights(model)
+    assert all((saved[name] == start[name]).all() for name in start), "no weight was touched"
+
+
+def test_one_bad_gradient_is_skipped_and_counted(new_run: NewRun):
+    """Arguments reach the user's loss, too: it fails at its third call only."""
+    loss = {"type": "my_code:nan_loss", "args": {"at": [3]}}
+    run = new_run(train={"loss": loss, "sequence_len": 512})
+    command = run.grpo()
+    assert command.wait() == 0, command.text()
+    assert sum(step["optim/skipped"] for step in run.steps()) == 1
+    (event,) = run.events("non-finite")
+    assert next(step["step"] for step in run.steps() if step["optim/skipped"]) == event["step"]
+    final = weights(run.path / "final")
+    assert all(abs(tensor).max() < 100 for tensor in final.values()), "finite, all of them"
+
+
+def test_rewards_that_fail_exclude_their_rollouts_and_training_goes_on(new_run: NewRun):
+    env = [{"id": "reverse-text", "args": {**REVERSE_ARGS, "num_train": 60}}]
+    reward = {"function": "my_code:flaky_reward", "timeout_s": 0.3, "workers": 4}
+    run = new_run(orch={"env": env, "reward": reward, "batch_size": 24})
+    command = run.grpo()
+    assert command.wait() == 0, command.text()
+    assert_trained_once(run, 4)
+    rollouts = run.rollouts()
+    statuses = Counter(rollout["status"] for rollout in rollouts)
+    assert {"ok", "error", "timeout", "excluded"} <= set(statuses), statuses
+    for rollout in rollouts:
+        assert (rollout["reward"] is not None) == (rollout["status"] == "ok")
+        assert rollout["status"] not in ("error", "timeout") or rollout["error"]
+    errors = {rollout["error"].split(":")[0] for rollout in rollouts if rollout["status"] == "error"}
+    assert any("ValueError" in error for error in errors) and any("ended its process" in error for error in errors)
+    trained = {rollout_id for record in run.journal() for rollout_id in record["rollout_ids"]}
+    assert trained == {r["rollout_id"] for r in rollouts if r["status"] == "ok" and r["drop_reason"] is None}
+    for step in run.steps():
+        of_step = [rollout["status"] for rollout in rollouts if rollout["step"] == step["step"]]
+        assert step["reward/error_frac"] == of_step.count("error") / len(of_step)
+        assert step["reward/timeout_frac"] == of_step.count("timeout") / len(of_step)
+    dropped = {reason for record in run.journal() for reason in record["dropped"].values()}
+    assert "too-few-scored" in dropped
+
+
+def test_solved_prompts_end_the_run_well(new_run: NewRun):
+    run = new_run(train={"max_steps": 9}, orch={"env": [{"id": "my_code:Solved"}], "groups": {"max_refill": 0}})
+    command = run.grpo()
+    assert command.wait() == 0, command.text()
+    status = run.status()
+    assert status["state"] == "solved" and status["step"] == 5 and not status["resumable"]
+    assert (run.path / "final" / "model.safetensors").exists()
+    assert [record["rollout_ids"] for record in run.journal()] == [[]] * 5, "steps that train nothing are recorded"
+    assert len(run.events("flat")) == 5
+    again = run.grpo("--resume")
+    assert again.wait() == 0 and "solved at step 5" in again.text(), again.text()
+    assert len(run.journal()) == 5
+
+
+def test_hopeless_prompts_stop_the_run(new_run: NewRun):
+    env = [{"id": "my_code:Solved", "args": {"right": False}}]
+    run = new_run(train={"max_steps": 9}, orch={"env": env, "groups": {"max_refill": 0}})
+    command = run.grpo()
+    assert command.wait() == 3, command.text()
+    assert "5 steps in a row that trained nothing (groups were uniform-bad)" in command.text()
+    assert run.status()["state"] == "stopped" and run.checkpoints()[-1] == 5
+
+
+def test_a_killed_run_leaves_no_process_behind(new_run: NewRun):
+    """Rewards hang in worker processes of their own; when the parent is killed they are gone within five seconds."""
+    run = new_run(orch={"reward": {"function": "my_code:hanging_reward", "timeout_s": 300, "workers": 3}})
+    command = run.start()
+    # The server and its three workers, all at work.
+    wait_until(lambda: len(children_of(command.pid)) >= 4 or not command.running(), 60, "the reward workers")
+    children = children_of(command.pid)
+    command.send(signal.SIGKILL)
+    started = time.monotonic()
+    wait_until(lambda: not any(alive(pid) for pid in children), 5, "the end of the reward workers")
+    assert time.monotonic() - started < 5 and command.wait(5) == -9
+
+
+def test_a_wait_past_the_deadline_stops_the_run(new_run: NewRun):
+    run = new_run(orch={"reward": {"function": "my_code:hanging_reward", "timeout_s": 300}, "deadline_s": 1.0})
+    command = run.grpo()
+    assert command.wait() == 3, command.text()
+    assert "the loop waited 1 s for 4 groups (reverse-text/" in command.text()
+    assert "never retrieved" not in command.text() and "Traceback" not in command.text()
+    assert run.status()["state"] == "stopped" and run.status()["resumable"]
+
+
+def test_an_engine_without_memory_for_one_context_is_refused_before_training(new_run: NewRun):
+    """What this machine cannot do is said with the setting that would work; exit 2, and nothing was trained."""
+    run = new_run(train={"recipe": "fp8-hybrid"})
+    command = run.grpo()
+    assert command.wait() == 2, command.text()
+    assert "train.recipe: fp8-hybrid" in command.text() and "train.recipe=fp32" in command.text()
+    assert not (run.path / "checkpoints").exists() or not run.checkpoints()

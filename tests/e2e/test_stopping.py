@@ -1,0 +1,220 @@
+"""Stopping and starting again: signals, finished runs, refusals, locks, damaged checkpoints; exit codes and status.json."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .helpers.processes import Command, WarmPython, alive, children_of, wait_until
+from .helpers.runs import Run, assert_same_run, assert_trained_once, fingerprint, hash_of
+
+NewRun = Callable[..., Run]
+SLOW = {"batch_size": 8, "reward": {"function": "my_code:slow_reward"}}
+
+
+def wait_for_steps(run: Run, steps: int, command: Command) -> None:
+    def reached() -> bool:
+        file = run.path / "journal.jsonl"
+        return not command.running() or (file.exists() and file.read_bytes().count(b"\n") >= steps)
+
+    wait_until(reached, 60, f"step {steps} of {run.path}")
+    assert command.running(), command.text()
+
+
+def contents(run: Run) -> dict[str, str]:
+    """Hashes of all that tells the history of a run."""
+    files = [file for file in run.path.rglob("*") if file.is_file() and "logs" not in file.parts]
+    return {str(file.relative_to(run.path)): hash_of(file) for file in files if file.name != "run.lock"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython, model: Path) -> Run:
+    """A finished run of four steps; tests that change it take a copy."""
+    from .helpers.runs import base_config
+
+    run = Run(tmp_path_factory.mktemp("finished"), warm).write(base_config(model))
+    command = run.grpo()
+    assert command.wait() == 0, command.text()
+    return run
+
+
+@pytest.fixture
+def copy_of_finished(finished: Run, tmp_path: Path) -> Run:
+    shutil.copytree(finished.folder, tmp_path / "copy")
+    return Run(tmp_path / "copy", finished.warm)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_the_next_command_continues(new_run: NewRun, number: int, code: int):
+    whole = new_run("whole", orch=SLOW)
+    running = whole.start()
+    run = new_run("cut", orch=SLOW)
+    command = run.start()
+    wait_for_steps(run, 2, command)
+    command.send(number)
+    assert command.wait(30) == code, command.text()
+    status = run.status()
+    assert status["state"] == "interrupted" and status["resumable"] and "saved" in status["reason"]
+    assert status["step"] == len(run.journal()) == run.checkpoints()[-1] >= 2
+    assert not (run.path / "final").exists()
+    program, *arguments = shlex.split(status["next_command"])
+    assert program == "shoal" and "--resume" in arguments
+    resumed = run.warm.run(arguments, run.folder)
+    assert resumed.wait() == 0, resumed.text()
+    assert run.status()["state"] == "finished" and run.status()["next_command"] is None
+    assert len(run.events("resume")) == 1
+    assert running.wait() == 0
+    assert_trained_once(run, 4)
+    assert_same_run(run, {key: value for key, value in fingerprint(whole).items()})
+
+
+def test_a_second_signal_ends_it_at_once(new_run: NewRun):
+    """The first one waits for an evaluation whose rewards hang; the second does not, and leaves nobody behind."""
+    held_out = {"num_examples": 2, "interval": 2}
+    run = new_run(orch={"reward": {"function": "my_code:hanging_reward", "timeout_s": 120}, "eval": held_out})
+    command = run.start()
+    wait_until(lambda: len(children_of(command.pid)) >= 2 or not command.running(), 60, "the reward workers")
+    time.sleep(0.5)
+    children = children_of(command.pid)
+    command.send(signal.SIGINT)
+    time.sleep(0.5)
+    assert command.running(), command.text()
+    started = time.monotonic()
+    command.send(signal.SIGINT)
+    assert command.wait(10) == 130 and time.monotonic() - started < 3
+    wait_until(lambda: not any(alive(pid) for pid in children), 5, "the end of the reward workers")
+    resumed = run.grpo("--resume", "orch.reward.timeout_s=0.2", "train.max_steps=1")
+    assert resumed.wait() in (0, 3), resumed.text()
+
+
+def test_a_signal_while_the_model_loads(new_run: NewRun):
+    run = new_run(train={"max_steps": 2})
+    command = run.start()
+    wait_until(lambda: "loading" in command.text() or not command.running(), 60, "the model to load")
+    command.send(signal.SIGINT)
+    assert command.wait(30) == 130, command.text()
+    assert run.status()["state"] == "interrupted" and run.status()["resumable"]
+    resumed = run.grpo("--resume")
+    assert resumed.wait() == 0, resumed.text()
+    assert_trained_once(run, 2)
+
+
+def test_resuming_a_finished_run_says_so_and_changes_nothing(finished: Run):
+    before = contents(finished)
+    command = finished.grpo("--resume")
+    assert command.wait() == 0
+    assert "finished at step 4" in command.text() and "nothing is left to do" in command.text()
+    assert contents(finished) == before
+
+
+def test_a_used_directory_is_refused_without_resume(finished: Run):
+    before = contents(finished)
+    command = finished.grpo()
+    assert command.wait() == 2
+    assert "already holds a run" in command.text() and "--resume" in command.text()
+    assert contents(finished) == before
+
+
+def test_more_steps_continue_a_finished_run(copy_of_finished: Run):
+    run = copy_of_finished
+    before = run.metrics()
+    weights = hash_of(run.path / "final" / "model.safetensors")
+    command = run.grpo("--resume", "train.max_steps=6", "train.learning_rate=1e-4")
+    assert command.wait() == 0, command.text()
+    assert "train.max_steps: 4 → 6" in command.text() and "learning_rate" in command.text()
+    assert_trained_once(run, 6)
+    assert run.metrics()[: len(before)] == before
+    assert [step["optim/lr"] for step in run.steps()] == [2e-4] * 4 + [1e-4] * 2
+    assert run.status()["step"] == 6 and hash_of(run.path / "final" / "model.safetensors") != weights
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ("train.seed=7", "train.seed"),
+        ("train.model={raw}", "train.model"),
+        ("orch.env=[{{id: arithmetic}}]", "orch.env"),
+        ("orch.sampling.temperature=0.5", "orch.sampling.temperature"),
+        ("orch.batch_size=32", "orch.batch_size"),
+        ("train.loss={{type: dapo}}", "train.loss.type"),
+        ("train.lora=true", "train.lora"),
+    ],
+)
+def test_another_run_cannot_be_continued_in_the_same_place(finished: Run, raw_model: Path, change: str, names: str):
+    before = contents(finished)
+    command = finished.grpo("--resume", "train.max_steps=6", change.format(raw=raw_model))
+    assert command.wait() == 2, command.text()
+    assert names in command.text() and "resume" in command.text()
+    assert contents(finished) == before
+
+
+def test_changed_data_cannot_be_continued(new_run: NewRun):
+    """The same name with other rows in it: the fingerprint of the data tells."""
+    run = new_run(orch={"env": [{"id": "dataset"}], "dataset": {"path": "rows"}}, train={"max_steps": 2})
+    (run.folder / "rows").mkdir()
+    rows = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(9)]
+    file = run.folder / "rows" / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first = run.grpo()
+    assert first.wait() in (0, 3), first.text()
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
+    second = run.grpo("--resume", "train.max_steps=9")
+    assert second.wait() == 2 and "data" in second.text(), second.text()
+
+
+def test_a_locked_directory_names_its_holder(new_run: NewRun):
+    run = new_run(train={"max_steps": 500}, orch=SLOW)
+    holder = run.start()
+    wait_for_steps(run, 1, holder)
+    other = run.grpo("--resume")
+    assert other.wait() == 5, other.text()
+    assert f"process {holder.pid}" in other.text()
+    steps = len(run.journal())
+    wait_for_steps(run, steps + 2, holder)
+    holder.kill()
+    assert run.grpo("--resume", f"train.max_steps={len(run.journal())}").wait() == 0, "the lock died with its holder"
+
+
+def damage_flip(checkpoint: Path) -> None:
+    file = checkpoint / "trainer.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data)
+
+
+def damage_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_flip, damage_manifest])
+def test_a_damaged_checkpoint_is_passed_over(copy_of_finished: Run, damage: Callable[[Path], None]):
+    run = copy_of_finished
+    before: list[dict[str, Any]] = run.metrics()
+    assert run.checkpoints() == [2, 4]
+    damage(run.path / "checkpoints" / "step_000004")
+    command = run.grpo("--resume", "train.max_steps=5")
+    assert command.wait() == 0, command.text()
+    (event,) = run.events("checkpoint")
+    assert "step_000004" in event["message"] and "passed over" in event["message"]
+    assert [event["step"] for event in run.events("resume")] == [2]
+    assert_trained_once(run, 5)
+    assert run.metrics()[:4] == before, "steps 3 and 4 were computed again, equal"
+
+
+def test_without_a_good_checkpoint_it_is_a_storage_error(copy_of_finished: Run):
+    run = copy_of_finished
+    for step in run.checkpoints():
+        damage_flip(run.path / "checkpoints" / f"step_{step:06d}")
+    journal = run.journal()
+    command = run.grpo("--resume", "train.max_steps=5")
+    assert command.wait() == 4, command.text()
+    assert "no checkpoint is good" in command.text()
+    assert run.journal() == journal, "nothing was thrown away"

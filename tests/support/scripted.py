@@ -1,0 +1,45 @@
+"""An engine that says what it is told to, in ids of a real tokenizer: for tests of what happens around sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from support.models import EOS, TOKENIZER
+
+from shoal.types import Completion, FinishReason, Request, Span
+
+# Request → what is answered to it: the text and how it ended, or an exception to raise.
+Script = Callable[[Request], tuple[str, FinishReason] | Exception]
+
+
+class ScriptedEngine:
+    """Implements RolloutEngine. Keeps every request it was sent."""
+
+    def __init__(self, script: Script, version: int = 0) -> None:
+        self._script = script
+        self.version = version
+        self.requests: list[Request] = []
+
+    async def generate(self, request: Request) -> Completion:
+        self.requests.append(request)
+        said = self._script(request)
+        if isinstance(said, Exception):
+            raise said
+        text, reason = said
+        ids = [*TOKENIZER.encode(text, add_special_tokens=False), *([EOS] if reason == "stop" else [])]
+        spans = [Span(0, len(ids), self.version)]
+        return Completion(request.request_id, ids, [-0.5] * len(ids), spans, reason, text)
+
+    async def load(self, version: int, manifest: Mapping[str, Any] | None = None) -> str:
+        self.version = version
+        return f"script-{version}"
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def health(self) -> dict[str, Any]:
+        return {"ok": True, "version": self.version}
+
+    async def close(self) -> None: ...

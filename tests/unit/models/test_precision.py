@@ -1,0 +1,73 @@
+"""Which dtype and device a run gets, and what is refused with a setting that works. On a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.config.train import TrainConfig
+from shoal.errors import HardwareError
+from shoal.models.precision import SMALL_MODEL_PARAMETERS, choose
+
+
+def train(**fields: Any) -> TrainConfig:
+    return TrainConfig.model_validate({"model": "m", **fields})
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+def test_fp32_on_a_cpu_and_bf16_if_asked() -> None:
+    chosen = choose(train())
+    assert (chosen.device.type, chosen.dtype) == ("cpu", torch.float32)
+    assert chosen.notice is not None and "no GPU" in chosen.notice
+    chosen = choose(train(device="cpu", recipe="bf16"))
+    assert (chosen.dtype, chosen.notice) == (torch.bfloat16, None)
+
+
+def test_bf16_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert (choose(train()).device.type, choose(train()).dtype) == ("cuda", torch.bfloat16)
+    assert choose(train(recipe="fp32")).dtype == torch.float32
+    assert choose(train(device="cpu")).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"device": "cuda"}, "use cpu"),
+        ({"recipe": "fp8-hybrid"}, "use train.recipe=fp32"),
+        ({"optimizer": "adamw_8bit"}, "use adamw"),
+        ({"qlora_bnb": True, "lora": True}, "leave it out"),
+        ({"gpus": 4}, "use train.gpus=1"),
+    ],
+    ids=str,
+)
+def test_what_this_machine_cannot_do(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(HardwareError, match=said):
+        choose(train(**fields))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "threads", "expected"),
+    [(1000, None, "1"), (SMALL_MODEL_PARAMETERS, None, "many"), (1000, "2", "2")],
+    ids=("small", "large", "the user's word"),
+)
+def test_small_models_run_on_one_thread(parameters: int, threads: str | None, expected: str) -> None:
+    """In a process of its own, since the number of threads is the process's."""
+    program = (
+        "import torch; torch.set_num_threads(3)\n" if threads is None else "import torch\n"
+    ) + f"from shoal.models.precision import limit_threads; limit_threads({parameters}); print(torch.get_num_threads())"
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    env |= {"OMP_NUM_THREADS": threads} if threads is not None else {}
+    out = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == ("3" if expected == "many" else expected)

@@ -1,0 +1,163 @@
+"""The embedded engine behind its seam: batching, cancelling, failing, and weights that change under way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from support.engines import ask, make_engine
+from support.models import EOS, VOCABULARY, lora_decoder, random_prompts, shake_adapter, small_decoder
+from torch import Tensor
+
+from shoal.errors import EngineError
+from shoal.models.attention import Context, Packed
+from shoal.models.decoder import Decoder
+from shoal.models.sampler_view import SamplerView
+from shoal.rollout.embedded import EmbeddedRolloutEngine
+
+PROMPTS = random_prompts(0, 10, 20, 15)
+
+
+class CountingDecoder(Decoder):
+    prefilled = 0
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
+        self.prefilled += input_ids.numel() if isinstance(context, Packed) else 0
+        return super().hidden(input_ids, position_ids, context)
+
+
+@pytest.fixture
+def device() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def make(device: ThreadPoolExecutor, decoder: Decoder | None = None, **settings: Any) -> EmbeddedRolloutEngine:
+    return EmbeddedRolloutEngine(make_engine(decoder or small_decoder(), **settings), device)
+
+
+def test_calls_made_together_share_a_prefill(device: ThreadPoolExecutor) -> None:
+    decoder = CountingDecoder(small_decoder().model)
+    engine = make(device, decoder, slots=32)
+    decoder.prefilled = 0
+
+    async def groups() -> None:
+        requests = [ask(f"{g}/{i}", PROMPTS[g], seed=i, max_tokens=4) for g in range(3) for i in range(8)]
+        answers = await asyncio.gather(*(engine.generate(request) for request in requests))
+        assert [a.request_id for a in answers] == [r.request_id for r in requests]
+
+    asyncio.run(groups())
+    assert decoder.prefilled == 48, "45 tokens of three prompts, padded to whole rows"
+
+
+def test_a_request_id_runs_once_at_a_time(device: ThreadPoolExecutor) -> None:
+    engine = make(device)
+
+    async def twice() -> None:
+        results = await asyncio.gather(
+            *(engine.generate(ask("same", PROMPTS[0])) for _ in range(2)), return_exceptions=True
+        )
+        assert sum(isinstance(result, EngineError) for result in results) == 1
+        assert len((await engine.generate(ask("same", PROMPTS[0]))).token_ids) == 16, "and again when it is done"
+
+    asyncio.run(twice())
+
+
+def test_a_cancelled_call_leaves_the_others_alone(device: ThreadPoolExecutor) -> None:
+    engine = make(device)
+
+    async def cancel_one() -> None:
+        calls = [asyncio.create_task(engine.generate(ask(f"{i}", PROMPTS[0], seed=i, max_tokens=60))) for i in range(3)]
+        await asyncio.sleep(0.01)
+        calls[1].cancel()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(results[1], asyncio.CancelledError)
+        assert [len(r.token_ids) for r in (results[0], results[2]) if not isinstance(r, BaseException)] == [60, 60]
+        assert (await engine.health())["ok"]
+
+    asyncio.run(cancel_one())
+
+
+def test_a_failure_ends_every_request_with_its_reason(device: ThreadPoolExecutor) -> None:
+    engine = make(device)
+
+    async def fail() -> None:
+        bad = ask("bad", [VOCABULARY + 5])  # no such token: the embedding raises
+        results = await asyncio.gather(
+            engine.generate(bad), engine.generate(ask("good", PROMPTS[0])), return_exceptions=True
+        )
+        assert all(isinstance(r, EngineError) and "IndexError" in str(r) for r in results)
+        assert (await engine.health())["ok"] is False
+        with pytest.raises(EngineError, match="failed earlier"):
+            await engine.generate(ask("later", PROMPTS[0]))
+
+    asyncio.run(fail())
+
+
+def test_closing_ends_what_is_running(device: ThreadPoolExecutor) -> None:
+    engine = make(device, context_tokens=512)
+
+    async def close() -> None:
+        call = asyncio.create_task(engine.generate(ask("r", PROMPTS[0], max_tokens=400)))
+        await asyncio.sleep(0.02)
+        await engine.close()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        health = await engine.health()
+        assert (health["running"], health["waiting"]) == (0, 0)
+
+    asyncio.run(close())
+
+
+def test_health_counts(device: ThreadPoolExecutor) -> None:
+    engine = make(device, slots=8)
+
+    async def count() -> None:
+        await asyncio.gather(*(engine.generate(ask(f"{i}", PROMPTS[0], max_tokens=5)) for i in range(12)))
+        assert await engine.health() == {
+            "ok": True, "version": 0, "running": 0, "waiting": 0, "generated_tokens": 60,
+        }  # fmt: skip
+
+    asyncio.run(count())
+
+
+@pytest.mark.parametrize("mode", ("shared", "snapshot"))
+@pytest.mark.parametrize("make_decoder", (small_decoder, lora_decoder), ids=("full", "lora"))
+def test_the_hash_tells_which_weights_are_served(make_decoder: Any, mode: Any, device: ThreadPoolExecutor) -> None:
+    decoder = make_decoder()
+    view = SamplerView(decoder, mode)
+    engine = EmbeddedRolloutEngine(make_engine(view.decoder, view), device, noise_seed=4)
+
+    async def hashes() -> None:
+        first = await engine.load(1)
+        assert await engine.load(1) == first
+        noisy = await engine.load(1, {"sigma": 0.1})
+        assert noisy != first and await engine.load(1) == first
+        shake_adapter(decoder, seed=1)
+        second = await engine.load(2)
+        assert second != first and await engine.load(2) == second
+
+    asyncio.run(hashes())
+
+
+def test_a_change_in_the_last_layer_alone_changes_the_hash(device: ThreadPoolExecutor) -> None:
+    decoder = small_decoder()
+    engine = make(device, decoder)
+    before = asyncio.run(engine.load(1))
+    with torch.no_grad():
+        decoder.inner.lm_head.weight[0, 0] += 1  # type: ignore[union-attr,index]
+    assert asyncio.run(engine.load(2)) != before
+
+
+def test_noise_comes_from_the_manifest_and_the_run_s_seed(device: ThreadPoolExecutor) -> None:
+    async def sample(sigma: float, seed: int) -> list[float]:
+        engine = EmbeddedRolloutEngine(make_engine(small_decoder(), eos_token_ids=(EOS,)), device, noise_seed=seed)
+        await engine.load(3, {"sigma": sigma})
+        return (await engine.generate(ask("r", PROMPTS[0]))).logprobs
+
+    plain, one, again, other = (asyncio.run(sample(s, n)) for s, n in ((0, 0), (0.1, 0), (0.1, 0), (0.1, 1)))
+    assert one == again and one != plain and other not in (one, plain)

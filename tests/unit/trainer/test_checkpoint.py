@@ -1,0 +1,106 @@
+"""A policy saved and loaded continues bit for bit; what cannot be loaded is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import TOKENIZER, lora_decoder, small_decoder
+from support.training import grpo, make_policy, pack, random_samples, weights
+
+from shoal.errors import StorageError
+from shoal.models.sampler_view import SamplerView
+from shoal.trainer.checkpoint import COUNTS_FILE, STATE_FILE, export_weights, load_state, save_state
+from shoal.trainer.policy import TrainedPolicy
+from shoal.trainer.schedule import Schedule
+
+ROWS = pack(random_samples(0, (4, 8), (10, 6))).rows
+MAKERS = {
+    "full": small_decoder,
+    "lora": lora_decoder,
+    "lora with dropout": lambda **kw: lora_decoder(dropout=0.3, **kw),
+}
+
+
+def make(maker: str, dtype: torch.dtype) -> TrainedPolicy:
+    return make_policy(MAKERS[maker](dtype=dtype), Schedule(1e-2, 8, "cosine"))
+
+
+def train(policy: TrainedPolicy, steps: int) -> list[dict[str, float]]:
+    outcomes = []
+    for _ in range(steps):
+        policy.forward_backward(ROWS, grpo())
+        outcomes.append(policy.optim_step())
+    return outcomes
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_loaded_policy_continues_bit_for_bit(maker: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    undisturbed = make(maker, dtype)
+    torch.manual_seed(2)
+    train(undisturbed, 3)
+    save_state(undisturbed, tmp_path)
+    expected = train(undisturbed, 3)
+
+    torch.manual_seed(1)
+    resumed = make(maker, dtype)
+    torch.manual_seed(999)
+    load_state(resumed, tmp_path)
+    assert resumed.optimizer_steps == 3
+    assert train(resumed, 3) == expected
+    for (name, one), other in zip(weights(undisturbed.decoder).items(), weights(resumed.decoder).values(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_loading_writes_into_the_tensors_that_are_there(tmp_path: Path) -> None:
+    policy = make("full", torch.float32)
+    save_state(policy, tmp_path)
+    other = make("full", torch.float32)
+    pointers = [p.data_ptr() for p in other.decoder.model.parameters()]
+    train(other, 1)
+    load_state(other, tmp_path)
+    assert [p.data_ptr() for p in other.decoder.model.parameters()] == pointers
+    assert all(torch.equal(value, weights(policy.decoder)[name]) for name, value in weights(other.decoder).items())
+
+
+def spoil(folder: Path, how: str) -> None:
+    file = folder / (COUNTS_FILE if how == "counts" else STATE_FILE)
+    if how == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[: 10 if how == "counts" else 1000])
+
+
+@pytest.mark.parametrize("how", ("missing", "cut", "counts"))
+def test_a_checkpoint_that_cannot_be_read(how: str, tmp_path: Path) -> None:
+    policy = make("full", torch.float32)
+    save_state(policy, tmp_path)
+    spoil(tmp_path, how)
+    with pytest.raises(StorageError, match="could not be loaded"):
+        load_state(policy, tmp_path)
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    save_state(make("full", torch.float32), tmp_path)
+    with pytest.raises(StorageError, match="another model"):
+        load_state(make("lora", torch.float32), tmp_path)
+
+
+def test_an_export_holds_the_trained_adapter_alone(tmp_path: Path) -> None:
+    """Other slots (the sampler's, the reference's) are no business of whoever loads it."""
+    policy = make("lora", torch.float32)
+    SamplerView(policy.decoder, "snapshot")
+    export_weights(policy, TOKENIZER, tmp_path)
+    assert (tmp_path / "adapter_config.json").exists() and (tmp_path / "tokenizer_config.json").exists()
+    assert not [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert not list(tmp_path.rglob("*.bin")) and not list(tmp_path.rglob("*.pt")), "safetensors only"
+
+
+def test_an_export_of_a_full_model_has_no_adapter(tmp_path: Path) -> None:
+    export_weights(make("full", torch.float32), TOKENIZER, tmp_path)
+    names: set[Any] = {path.name for path in tmp_path.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names and "adapter_config.json" not in names

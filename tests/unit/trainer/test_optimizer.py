@@ -1,0 +1,140 @@
+"""AdamW with fp32 masters: against the formula, and what bf16 parameters would lose without it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shoal.trainer.optimizer import AdamSettings, MasterAdamW
+
+SETTINGS = AdamSettings(beta1=0.8, beta2=0.95, epsilon=1e-6, weight_decay=0.1)
+
+
+def make_parameters(dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"matrix": (3, 4), "norm": (4,), "other": (2, 2)}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()
+    }
+
+
+def give_gradient(parameters: dict[str, nn.Parameter], seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """Through the autograd engine, as in training: hooks see it."""
+    generator = torch.Generator().manual_seed(seed)
+    wanted = {n: scale * torch.randn(p.shape, generator=generator) for n, p in parameters.items()}
+    sum((p.float() * wanted[n].to(p.dtype).float()).sum() for n, p in parameters.items()).backward()  # type: ignore[union-attr]
+    return {n: g.to(parameters[n].dtype).double() for n, g in wanted.items()}
+
+
+def adamw_by_hand(weight: np.ndarray, grads: list[np.ndarray], rates: list[float], decay: float) -> np.ndarray:
+    first, second, s = np.zeros_like(weight), np.zeros_like(weight), SETTINGS
+    for t, (g, rate) in enumerate(zip(grads, rates, strict=True), start=1):
+        weight = weight * (1 - rate * decay)
+        first, second = s.beta1 * first + (1 - s.beta1) * g, s.beta2 * second + (1 - s.beta2) * g * g
+        corrected = np.sqrt(second / (1 - s.beta2**t)) + s.epsilon
+        weight = weight - rate * first / (1 - s.beta1**t) / corrected
+    return weight
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_three_steps_by_hand_with_decay_on_matrices_only(dtype: torch.dtype) -> None:
+    parameters = make_parameters(dtype)
+    start = {name: p.detach().double().numpy().copy() for name, p in parameters.items()}
+    optimizer = MasterAdamW(parameters, SETTINGS)
+    rates, grads = [0.1, 0.05, 0.2], []
+    for seed, rate in enumerate(rates):
+        grads.append(give_gradient(parameters, seed))
+        optimizer.step(rate)
+        optimizer.zero_grad()
+    for name, master in optimizer.masters.items():
+        decay = SETTINGS.weight_decay if name != "norm" else 0.0
+        expected = adamw_by_hand(start[name], [g[name].numpy() for g in grads], rates, decay)
+        assert master.dtype == torch.float32
+        np.testing.assert_allclose(master.detach().numpy(), expected, rtol=0, atol=2e-6)
+        assert torch.equal(parameters[name], master.to(dtype))
+
+
+def test_small_updates_gather_in_the_master() -> None:
+    """Near 1 a bf16 number moves in steps of 1/128; updates of 1e-4 would all be lost."""
+    parameter = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    optimizer = MasterAdamW({"w": parameter}, AdamSettings(weight_decay=0.0))
+    naive = torch.ones((), dtype=torch.bfloat16)
+    for _ in range(100):
+        parameter.sum().backward()
+        optimizer.step(1e-4)
+        optimizer.zero_grad()
+        naive = naive - torch.tensor(1e-4, dtype=torch.bfloat16)
+    assert naive.item() == 1.0
+    np.testing.assert_allclose(optimizer.masters["w"], 0.99, atol=1e-5)
+    assert (parameter == torch.tensor(0.99, dtype=torch.bfloat16)).all()
+
+
+def test_small_gradients_gather_in_the_master() -> None:
+    parameter = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    optimizer = MasterAdamW({"w": parameter}, AdamSettings())
+    (parameter * 256).sum().backward()
+    for _ in range(100):
+        (parameter * 0.5).sum().backward()  # 256 + 0.5 is 256 in bf16
+    assert parameter.grad is None
+    grad = optimizer.masters["w"].grad
+    assert grad is not None and grad.dtype == torch.float32 and (grad == 306).all()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_parameters_are_written_in_place(dtype: torch.dtype) -> None:
+    parameters = make_parameters(dtype)
+    before = {name: (p.data_ptr(), p.detach().clone()) for name, p in parameters.items()}
+    optimizer = MasterAdamW(parameters, SETTINGS)
+    give_gradient(parameters, 0)
+    optimizer.step(0.1)
+    for name, parameter in parameters.items():
+        assert parameter.data_ptr() == before[name][0] and not torch.equal(parameter, before[name][1])
+        assert (optimizer.masters[name] is parameter) == (dtype == torch.float32), "an fp32 parameter is its own master"
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_clipping(dtype: torch.dtype) -> None:
+    parameters = make_parameters(dtype)
+    optimizer = MasterAdamW(parameters, SETTINGS)
+    grads = give_gradient(parameters, 1)
+    norm = np.sqrt(sum(float((g**2).sum()) for g in grads.values()))
+    assert float(optimizer.clip(10 * norm)) == pytest.approx(norm, rel=1e-6)
+    for name, grad in grads.items():
+        np.testing.assert_allclose(optimizer.masters[name].grad, grad, rtol=1e-6)  # type: ignore[arg-type]
+    assert float(optimizer.clip(norm / 4)) == pytest.approx(norm, rel=1e-6), "the norm before clipping is returned"
+    for name, grad in grads.items():
+        np.testing.assert_allclose(optimizer.masters[name].grad, grad / 4, rtol=1e-5)  # type: ignore[arg-type]
+    optimizer.zero_grad()
+    assert float(optimizer.clip(1.0)) == 0.0
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
+    one = MasterAdamW(make_parameters(dtype), SETTINGS)
+    for seed in range(3):
+        give_gradient(one.parameters, seed)
+        one.step(0.01)
+        one.zero_grad()
+    saved = {name: tensor.clone() for name, tensor in one.state().items()}
+    other = MasterAdamW(make_parameters(dtype), SETTINGS)
+    pointers = {name: p.data_ptr() for name, p in other.parameters.items()}
+    other.load_state(saved)
+    assert {name: p.data_ptr() for name, p in other.parameters.items()} == pointers
+    for seed in range(3, 6):
+        for optimizer in (one, other):
+            give_gradient(optimizer.parameters, seed)
+            optimizer.step(0.01)
+            optimizer.zero_grad()
+    first, second = one.state(), other.state()
+    assert first.keys() == second.keys() and len(first) == 4 * 3
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(one.parameters[name], other.parameters[name]) for name in one.parameters)
+
+
+def test_state_of_another_model_is_refused() -> None:
+    saved = MasterAdamW(make_parameters(torch.float32), SETTINGS).state()
+    few = {name: p for name, p in make_parameters(torch.float32).items() if name != "other"}
+    with pytest.raises(ValueError, match="another model"):
+        MasterAdamW(few, SETTINGS).load_state(saved)

@@ -1,0 +1,47 @@
+"""Learning rates, computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from shoal.trainer.schedule import Kind, Schedule
+
+
+def rates(kind: Kind, steps: int, warmup: int = 0, final: float = 0.0) -> list[float]:
+    schedule = Schedule(1.0, steps, kind, warmup, final)
+    return [schedule(step) for step in range(1, steps + 1)]
+
+
+def test_constant() -> None:
+    assert rates("constant", 4) == [1, 1, 1, 1]
+    assert rates("constant", 5, warmup=4) == [0.25, 0.5, 0.75, 1, 1]
+
+
+def test_linear_ends_at_its_floor() -> None:
+    assert rates("linear", 4) == pytest.approx([0.75, 0.5, 0.25, 0])
+    assert rates("linear", 6, warmup=2, final=0.2) == pytest.approx([0.5, 1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_cosine() -> None:
+    r = math.sqrt(0.5)
+    assert rates("cosine", 4) == pytest.approx([(1 + r) / 2, 0.5, (1 - r) / 2, 0])
+    assert rates("cosine", 4, warmup=2, final=0.1) == pytest.approx([0.5, 1, 0.55, 0.1])
+
+
+def test_wsd_is_flat_then_falls_over_the_last_fifth() -> None:
+    assert rates("wsd", 10) == pytest.approx([1] * 8 + [0.5, 0])
+    assert rates("wsd", 10, warmup=2, final=0.4) == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 1, 0.7, 0.4])
+    assert rates("wsd", 5, warmup=5) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1]), "warm-up may take the whole run"
+
+
+@pytest.mark.parametrize("kind", ("linear", "cosine", "wsd"))
+def test_past_the_end_the_floor_holds(kind: Kind) -> None:
+    assert Schedule(2.0, 10, kind, 1, 0.25)(1000) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("kind", ("constant", "linear", "cosine", "wsd"))
+def test_the_peak_is_never_passed_and_warmup_rises(kind: Kind) -> None:
+    found = rates(kind, 50, warmup=7, final=0.1)
+    assert found[:7] == sorted(found[:7]) and max(found) == found[6] == 1 and min(found[7:]) >= 0.1

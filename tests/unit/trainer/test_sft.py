@@ -1,0 +1,117 @@
+"""Supervised training: the loss is on the completion and its end, and it falls."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.models import EOS, TOKENIZER, small_decoder, small_model
+from support.training import make_policy, weights
+
+from shoal.errors import DataError
+from shoal.models.chat import Chat
+from shoal.trainer.schedule import Schedule
+from shoal.trainer.sft import SupervisedSteps, supervised_samples, train_supervised
+from shoal.types import Sample, Task
+
+CHAT = Chat(TOKENIZER)
+WORDS = ("one", "two", "three", "four", "five", "six")
+TASKS = [Task([{"role": "user", "content": f"Write {word}."}], {"completion": word}) for word in WORDS]
+
+
+def samples() -> list[Sample]:
+    return supervised_samples(TASKS, CHAT, EOS, 100)[0]
+
+
+def make_steps(batch_size: int = 3) -> SupervisedSteps:
+    policy = make_policy(small_decoder(), Schedule(3e-3, 100))
+    return SupervisedSteps(policy, samples(), batch_size, token_budget=100, rows_per_micro_batch=1, seed=0)
+
+
+def test_the_mask_is_on_the_completion_and_its_end() -> None:
+    for task, sample in zip(TASKS, samples(), strict=True):
+        prompt = CHAT.prompt_ids(task.messages)
+        assert sample.token_ids[: len(prompt)].tolist() == prompt
+        assert not sample.loss_mask[: len(prompt)].any() and sample.loss_mask[len(prompt) :].all()
+        trained = sample.token_ids[sample.loss_mask].tolist()
+        assert trained[-1] == EOS and CHAT.text(trained) == task.data["completion"]
+        assert trained.count(EOS) == 1 and (sample.temperatures == 1).all()
+
+
+def test_rows_that_are_too_long_are_counted() -> None:
+    lengths = [sample.tokens for sample in samples()]
+    kept, dropped = supervised_samples(TASKS, CHAT, EOS, min(lengths))
+    assert len(kept) == lengths.count(min(lengths)) and dropped == len(TASKS) - len(kept)
+    with pytest.raises(DataError, match=r"none of the 6 rows fits into train.sequence_len 5"):
+        supervised_samples(TASKS, CHAT, EOS, 5)
+
+
+@torch.no_grad()
+def test_the_loss_is_transformers_own() -> None:
+    """Labels of -100 on everything else, averaged over the trained tokens of the step."""
+    steps = make_steps(batch_size=6)
+    reference, total, count = small_model("qwen3"), 0.0, 0
+    for sample in samples():
+        ids = torch.tensor(sample.token_ids)[None]
+        labels = torch.where(torch.tensor(sample.loss_mask)[None], ids, -100)
+        size = int(sample.loss_mask.sum())
+        total, count = total + float(reference(ids, labels=labels).loss) * size, count + size
+    with torch.enable_grad():
+        metrics = steps.step(1)
+    assert metrics["sft/loss"] == pytest.approx(total / count, abs=1e-5)
+    assert metrics["tokens/completion"] == count
+    assert {"optim/lr", "optim/grad_norm", "optim/skipped"} <= set(metrics)
+
+
+def test_it_learns_by_heart() -> None:
+    steps, losses = make_steps(batch_size=6), []
+
+    def note(step: int, metrics: dict[str, float]) -> bool:
+        losses.append(metrics["sft/loss"])
+        return metrics["sft/loss"] < 0.05
+
+    done = train_supervised(steps, 1, 100, note)
+    assert done == len(losses) < 100, "after_step stops it"
+    assert losses[0] > 3 and losses[-1] < 0.05
+
+
+def test_every_epoch_takes_every_sample_in_another_order() -> None:
+    steps = make_steps(batch_size=2)
+    assert steps.steps_per_epoch == 3
+    orders = []
+    for epoch in range(2):
+        seen: list[str] = []
+        for step in range(3):
+            seen += [i for row in steps._batch(epoch * 3 + step + 1).rows for i in row.rollout_ids]
+        assert sorted(seen) == sorted(sample.rollout_id for sample in samples())
+        orders.append(seen)
+    assert orders[0] != orders[1]
+
+
+def test_a_step_number_is_all_there_is_to_resume_from() -> None:
+    whole, late = make_steps(), make_steps()
+    for step in range(1, 6):
+        whole.step(step)
+        if step <= 3:
+            late.step(step)
+    other = SupervisedSteps(late.policy, samples(), late.batch_size, 100, 1, seed=0)
+    for step in (4, 5):
+        other.step(step)
+    ours, theirs = weights(whole.policy.decoder), weights(late.policy.decoder)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_packing_and_micro_batches_do_not_change_the_step() -> None:
+    found = []
+    for budget, rows in ((40, 1), (40, 3), (1000, 1)):
+        policy = make_policy(small_decoder(dtype=torch.float64), Schedule(3e-3, 100))
+        SupervisedSteps(policy, samples(), 6, budget, rows, seed=0).step(1)
+        found.append(np.concatenate([w.flatten().numpy() for w in weights(policy.decoder).values()]))
+    for other in found[1:]:
+        np.testing.assert_allclose(found[0], other, rtol=0, atol=1e-8)
+
+
+def test_fewer_samples_than_a_batch() -> None:
+    steps = make_steps(batch_size=50)
+    assert steps.steps_per_epoch == 1
+    assert steps.step(1)["tokens/completion"] == sum(int(s.loss_mask.sum()) for s in samples())
