@@ -98,7 +98,7 @@ def hf_generate(decoder: Decoder, count: int) -> dict[str, Any]:
 
 
 def parity(decoder: Decoder, layers: Any) -> dict[str, float]:
-    """The same requests in graphs and eagerly: how often the tokens agree, and how far log-probs differ where they do."""
+    """The same requests in graphs and eagerly: how long the tokens agree, and how far log-probs differ."""
     work = requests(16, decoder.vocab_size)
     results = []
     for graphs in (True, False):

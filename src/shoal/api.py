@@ -111,7 +111,7 @@ def _record_end(run_dir: RunDir, command: str, work: Callable[[], tuple[str, int
         write("stopped", str(error), True)
         raise
     except KeyboardInterrupt:
-        write("interrupted", "interrupted before the first step; nothing is lost", True)
+        write("interrupted", "interrupted while it was loading; nothing is lost", True)
         raise
     except ConfigError:
         run_dir.free_if_untouched()

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.engines import ask, make_engine
-from support.models import EOS, TOKENIZER, as_decoder, random_prompts, small_model
 
 from shoal.models.sampler_view import SamplerView
 from shoal.protocols import RolloutEngine
 from shoal.rollout.embedded import EmbeddedRolloutEngine
 from shoal.types import Completion, Request, Span
+from support.engines import ask, make_engine
+from support.models import EOS, TOKENIZER, as_decoder, random_prompts, small_model
 
 CONTEXT_TOKENS = 96
 SHORT, LONG = random_prompts(3, 6, 40)

@@ -118,10 +118,13 @@ def test_a_wait_past_the_deadline_stops_the_run(new_run: NewRun):
     assert run.status()["state"] == "stopped" and run.status()["resumable"]
 
 
-def test_an_engine_without_memory_for_one_context_is_refused_before_training(new_run: NewRun):
-    """What this machine cannot do is said with the setting that would work; exit 2, and nothing was trained."""
+def test_what_the_machine_cannot_do_is_refused_and_the_folder_stays_free(new_run: NewRun):
+    """Exit 2 with the setting that would work; with it, the same command runs, as if nothing had been."""
     run = new_run(train={"recipe": "fp8-hybrid"})
     command = run.grpo()
     assert command.wait() == 2, command.text()
     assert "train.recipe: fp8-hybrid" in command.text() and "train.recipe=fp32" in command.text()
-    assert not (run.path / "checkpoints").exists() or not run.checkpoints()
+    assert not (run.path / "status.json").exists()
+    command = run.grpo("train.recipe=fp32")
+    assert command.wait() == 0, command.text()
+    assert_trained_once(run, 4)

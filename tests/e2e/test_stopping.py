@@ -95,6 +95,23 @@ def test_a_second_signal_ends_it_at_once(new_run: NewRun):
     assert resumed.wait() in (0, 3), resumed.text()
 
 
+def test_interrupted_supervised_training_continues(warm: WarmPython, raw_model: Path, tasks_file: Path, tmp_path: Path):
+    run = Run(tmp_path, warm)
+    flags = ["--model", str(raw_model), "--dataset", str(tasks_file), "--output-dir", "out", "--max-steps", "40"]
+    command = warm.start(["sft", *flags, "train.save_steps=1000"], tmp_path)
+    wait_for_steps(run, 3, command)
+    command.send(signal.SIGINT)
+    assert command.wait(30) == 130, command.text()
+    status = run.status()
+    assert status["state"] == "interrupted" and run.checkpoints() == [status["step"]]
+    program, *arguments = shlex.split(status["next_command"])
+    assert (program, arguments[0]) == ("shoal", "sft")
+    resumed = warm.run(arguments, tmp_path)
+    assert resumed.wait() == 0, resumed.text()
+    assert [record["step"] for record in run.journal()] == list(range(1, 41))
+    assert run.status()["state"] == "finished"
+
+
 def test_a_signal_while_the_model_loads(new_run: NewRun):
     run = new_run(train={"max_steps": 2})
     command = run.start()
@@ -174,6 +191,7 @@ def test_a_locked_directory_names_its_holder(new_run: NewRun):
     run = new_run(train={"max_steps": 500}, orch=SLOW)
     holder = run.start()
     wait_for_steps(run, 1, holder)
+    assert run.status()["state"] == "running"
     other = run.grpo("--resume")
     assert other.wait() == 5, other.text()
     assert f"process {holder.pid}" in other.text()
@@ -181,6 +199,16 @@ def test_a_locked_directory_names_its_holder(new_run: NewRun):
     wait_for_steps(run, steps + 2, holder)
     holder.kill()
     assert run.grpo("--resume", f"train.max_steps={len(run.journal())}").wait() == 0, "the lock died with its holder"
+
+
+def test_a_resumed_run_says_that_it_is_running(copy_of_finished: Run):
+    run = copy_of_finished
+    command = run.start("--resume", "train.max_steps=500")
+    wait_for_steps(run, 5, command)
+    assert run.status()["state"] == "running" and run.status()["resumable"]
+    command.kill()
+    command = run.grpo("--resume", "train.max_steps=500", kill_at=("appended:journal.jsonl", 1))
+    assert command.wait() == -9, "a killed run is not taken for the finished one it was before"
 
 
 def damage_flip(checkpoint: Path) -> None:

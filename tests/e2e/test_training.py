@@ -110,7 +110,9 @@ def test_evaluating_the_final_model_equals_the_last_evaluation_of_the_run(new_ru
     held_out = {"interval": 2, "num_examples": 8, "sampling": {"temperature": 0.0}}
     run = new_run(orch={"eval": held_out})
     assert run.grpo().wait() == 0
-    evaluated = {line["step"]: line["eval/reverse-text/mean"] for line in run.metrics() if "eval/reverse-text/mean" in line}
+    evaluated = {
+        line["step"]: line["eval/reverse-text/mean"] for line in run.metrics() if "eval/reverse-text/mean" in line
+    }
     assert sorted(evaluated) == [0, 2, 4]
     arguments = ["out/final", "--env", "reverse-text", "--num-examples", "8", "--max-tokens", "10"]
     command = run.warm.run(["eval", *arguments, *(f"--arg={k}={v}" for k, v in REVERSE_ARGS.items())], run.folder)
@@ -121,7 +123,9 @@ def test_evaluating_the_final_model_equals_the_last_evaluation_of_the_run(new_ru
 def test_minibatches_epochs_and_kl(new_run: NewRun):
     """The optimizer is stepped minibatches × epochs times; the KL to the start is 0 before the first step only."""
     loss = {"type": "grpo", "kl": {"beta": 0.05}}
-    run = new_run(train={"minibatches": 2, "ppo_epochs": 2, "max_steps": 3, "loss": loss, "lr_scheduler_type": "linear"})
+    run = new_run(
+        train={"minibatches": 2, "ppo_epochs": 2, "max_steps": 3, "loss": loss, "lr_scheduler_type": "linear"}
+    )
     command = run.grpo()
     assert command.wait() == 0, command.text()
     assert_trained_once(run, 3)

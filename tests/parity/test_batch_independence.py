@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import ask, make_engine, run
-from support.models import ARCHITECTURES, EOS, lora_decoder, random_prompts, small_decoder
 
 from shoal.models.decoder import Decoder
 from shoal.types import Completion, Request
+from support.engines import ask, make_engine, run
+from support.models import ARCHITECTURES, EOS, lora_decoder, random_prompts, small_decoder
 
 # Below one padded block of keys, across its border, and beyond it.
 LENGTHS = (1, 3, 8, 13, 30, 50, 63, 64, 65, 90)
@@ -27,9 +27,7 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 
 def requests() -> list[Request]:
     prompts = random_prompts(9, *LENGTHS)
-    return [
-        ask(f"{i}", prompt, seed=1000 + i, **SAMPLING[i % len(SAMPLING)]) for i, prompt in enumerate(prompts * 3)
-    ]
+    return [ask(f"{i}", prompt, seed=1000 + i, **SAMPLING[i % len(SAMPLING)]) for i, prompt in enumerate(prompts * 3)]
 
 
 def answers_of(decoder: Decoder, asked: list[Request], **settings: Any) -> dict[str, Completion]:
@@ -89,7 +87,11 @@ ALONE = {r.request_id: answers_of(PLAIN, [r])[r.request_id] for r in requests()}
 def test_any_company(chosen: list[int], slots: int, prefill_tokens: int, context_tokens: int) -> None:
     everything = requests()
     found = answers_of(
-        PLAIN, [everything[i] for i in chosen], slots=slots, prefill_tokens=prefill_tokens, context_tokens=context_tokens
+        PLAIN,
+        [everything[i] for i in chosen],
+        slots=slots,
+        prefill_tokens=prefill_tokens,
+        context_tokens=context_tokens,
     )
     assert len(found) == len(chosen)
     assert_equal(found, ALONE)

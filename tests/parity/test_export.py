@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
-from support.models import ARCHITECTURES, TOKENIZER, as_decoder, lora_decoder, small_decoder, small_model
-from support.training import grpo, make_policy, pack, random_samples
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shoal.models.lora import LoraSettings, attach
 from shoal.models.decoder import Decoder
+from shoal.models.lora import LoraSettings, attach
 from shoal.trainer.checkpoint import export_weights
 from shoal.trainer.policy import TrainedPolicy
+from support.models import ARCHITECTURES, TOKENIZER, as_decoder, lora_decoder, small_decoder, small_model
+from support.training import grpo, make_policy, pack, random_samples
 
 SAMPLES = random_samples(0, (5, 20), (30, 9))
 
 
 @torch.no_grad()
 def plain_logprobs(model: Any) -> dict[str, np.ndarray]:
-    """Transformers alone, one sequence at a time."""
+    """Transformers alone, one sequence at a time. Loaded as "eager": its default may leave soft-caps out."""
     found = {}
     for (sample,) in SAMPLES:
         ids = torch.tensor(sample.token_ids)
@@ -58,7 +58,7 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray], atol: 
 def test_a_full_model_in_transformers(architecture: str, tmp_path: Path) -> None:
     policy = trained(small_decoder(architecture))
     export_weights(policy, TOKENIZER, tmp_path)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     assert_same(policy_logprobs(policy), plain_logprobs(loaded))
     for (name, ours), theirs in zip(policy.decoder.model.named_parameters(), loaded.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
@@ -76,12 +76,23 @@ def test_a_bf16_model_in_transformers(tmp_path: Path) -> None:
 def test_an_adapter_in_peft(architecture: str, tmp_path: Path) -> None:
     """The base comes from a folder, as in a run, so the adapter knows where to find it."""
     small_model(architecture).save_pretrained(tmp_path / "base")
-    base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    base: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", dtype=torch.float32, attn_implementation="eager"
+    )
     policy = trained(Decoder(attach(as_decoder(base).model, LoraSettings(rank=4))))
     export_weights(policy, TOKENIZER, tmp_path / "final")
     ours = policy_logprobs(policy)
-    assert_same(ours, plain_logprobs(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)))
-    again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    assert_same(
+        ours,
+        plain_logprobs(
+            AutoPeftModelForCausalLM.from_pretrained(
+                tmp_path / "final", dtype=torch.float32, attn_implementation="eager"
+            )
+        ),
+    )
+    again: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", dtype=torch.float32, attn_implementation="eager"
+    )
     bare = plain_logprobs(again)
     merged = PeftModel.from_pretrained(again, str(tmp_path / "final")).merge_and_unload()
     assert_same(ours, plain_logprobs(merged), atol=2e-5)
@@ -93,6 +104,8 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "Hello <answer>"}]
     assert loaded.chat_template == TOKENIZER.chat_template
-    assert loaded.apply_chat_template(messages, tokenize=False) == TOKENIZER.apply_chat_template(messages, tokenize=False)
+    assert loaded.apply_chat_template(messages, tokenize=False) == TOKENIZER.apply_chat_template(
+        messages, tokenize=False
+    )
     assert loaded.encode("Hello <answer>") == TOKENIZER.encode("Hello <answer>")
     assert loaded.eos_token_id == TOKENIZER.eos_token_id

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import ask, greedy, make_engine, run
-from support.models import ARCHITECTURES, WINDOW, as_decoder, random_prompts, small_model
 from torch import Tensor
 
 from shoal.models.decoder import Decoder
+from support.engines import ask, greedy, make_engine, run
+from support.models import ARCHITECTURES, WINDOW, as_decoder, random_prompts, small_model
 
 TOKENS = 32
 # Shorter than the sliding window, longer than it, and longer than one multiple of padded keys.
@@ -96,8 +96,8 @@ def test_logits_are_those_of_the_whole_forward(architecture: str) -> None:
 def test_windows_and_caps_are_felt(architecture: str, without: dict[str, Any]) -> None:
     """Without this the parity tests above could pass for a reading that ignores both."""
     (prompt,) = random_prompts(1, 40)
-    changed = small_model(architecture, wild=True, **without)(torch.tensor([prompt])).logits
-    assert (changed - small_model(architecture, wild=True)(torch.tensor([prompt])).logits).abs().max() > 0.05
+    one, other = (plain(small_model(architecture, wild=True, **config)) for config in ({}, without))
+    assert (one(torch.tensor([prompt])).logits - other(torch.tensor([prompt])).logits).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("architecture", ("qwen3", "gemma2"))
@@ -106,9 +106,7 @@ def test_greedy_text_does_not_depend_on_when_a_request_starts(architecture: str)
     model = small_model(architecture, wild=True)
     reference = plain(model)
     prompts = random_prompts(4, *range(3, 63, 3))
-    requests = [
-        ask(str(i), prompt, temperature=0.0, max_tokens=3 + 7 * i % 30) for i, prompt in enumerate(prompts)
-    ]
+    requests = [ask(str(i), prompt, temperature=0.0, max_tokens=3 + 7 * i % 30) for i, prompt in enumerate(prompts)]
     answers = run(make_engine(as_decoder(model), slots=16, prefill_tokens=80), requests)
     for i, request in enumerate(requests):
         assert answers[str(i)].token_ids == generate(reference, prompts[i], request.sampling.max_tokens)

@@ -10,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.models import ARCHITECTURES, lora_decoder, small_decoder, small_model
-from support.training import by_rollout, gradients, grpo, make_policy, pack, random_samples
 
 from shoal.algorithms.losses.reinforce import Reinforce
 from shoal.algorithms.objective import Objective
@@ -19,6 +17,8 @@ from shoal.models import logprobs
 from shoal.models.decoder import Decoder
 from shoal.trainer.policy import TrainedPolicy
 from shoal.types import Row, Sample
+from support.models import ARCHITECTURES, lora_decoder, small_decoder, small_model
+from support.training import by_rollout, gradients, grpo, make_policy, pack, random_samples
 
 # Prompts and completions around and beyond the sliding window of 12.
 SHAPES = ((3, 5), (20, 9), (1, 30), (12, 1), (8, 14), (2, 2))

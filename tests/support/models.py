@@ -101,7 +101,9 @@ def randomise(model: Any, seed: int, wild: bool = False) -> Any:
         if gemma and not wild:
             mean = 0.0  # Gemma's norms multiply by 1 + weight
         if gemma and "embed_tokens" in name:
-            std = 0.01 if wild else 0.03  # Gemma multiplies embeddings by sqrt(hidden): large ones only repeat themselves
+            std = (
+                0.01 if wild else 0.03
+            )  # Gemma multiplies embeddings by sqrt(hidden): large ones only repeat themselves
         if gemma and name == "model.norm.weight":
             mean = 12.0 if wild else 3.0
         if wild and name.endswith(("q_norm.weight", "k_norm.weight")):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from support.models import EOS, TOKENIZER
-
 from shoal.types import Completion, FinishReason, Request, Span
+from support.models import EOS, TOKENIZER
 
 # Request → what is answered to it: the text and how it ended, or an exception to raise.
 Script = Callable[[Request], tuple[str, FinishReason] | Exception]

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.models import VOCABULARY
 
 from shoal.algorithms.losses import LOSSES
 from shoal.algorithms.objective import Objective
@@ -19,6 +18,7 @@ from shoal.trainer.optimizer import AdamSettings, MasterAdamW
 from shoal.trainer.policy import Reference, TrainedPolicy
 from shoal.trainer.schedule import Schedule
 from shoal.types import Batch, Completion, Prompt, Rollout, Row, Sample, Turn
+from support.models import VOCABULARY
 
 
 def make_policy(

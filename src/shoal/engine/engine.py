@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from shoal.engine.cache import PrefillWriter, SlotCache
-from shoal.engine.graphs import WINDOW, DecodeGraphs, supported
+from shoal.engine.fused import make_fused
+from shoal.engine.graphs import WINDOW, DecodeGraphs
+from shoal.engine.kernel_context import supported
 from shoal.engine.sampler import SamplingState, draw
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.scheduler import Sequence as Running
@@ -31,6 +33,7 @@ class EngineSettings:
     prefill_tokens: int = 8192  # prompt tokens of one prefill
     eos_token_ids: tuple[int, ...] = ()
     graphs: bool = True  # decode in CUDA graphs where the device and the model allow it
+    fused: bool = True  # and in few kernels where the model's family is known
 
     def __post_init__(self) -> None:
         if self.slots % ROW_MULTIPLE:  # a smaller batch would round differently, and results depend on company
@@ -50,6 +53,8 @@ class EmbeddedEngine:
         self.view = view
         self.settings = settings
         self.detokenize = detokenize
+        self.layers = layers
+        self.path = "eager"  # how tokens are decoded, for people
         decoder = view.decoder
         self.device = decoder.device
         length = round_up(settings.context_tokens, KEY_MULTIPLE)
@@ -63,9 +68,13 @@ class EmbeddedEngine:
         self.generated_tokens = 0
 
     def _make_graphs(self) -> DecodeGraphs | None:
-        if not self.settings.graphs or not supported(self.view.decoder, self.cache):
+        """Graphs where the kernels can decode this model; in few kernels where its family is known and parity holds."""
+        decoder = self.view.decoder
+        if not self.settings.graphs or not supported(decoder, self.cache):
             return None
-        return DecodeGraphs(self.view, self.cache, self.sampling)
+        fused = make_fused(decoder, self.layers, self.cache) if self.settings.fused else None
+        self.path = "graphs, fused" if fused is not None else "graphs"
+        return DecodeGraphs(self.view, self.cache, self.sampling, fused)
 
     @property
     def busy(self) -> bool:

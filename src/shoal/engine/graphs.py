@@ -7,67 +7,27 @@ steps, adapters and new noise; one is captured for each batch size, when it is f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
-from torch import Tensor
 
-from shoal.engine import kernels
 from shoal.engine.cache import SlotCache
+from shoal.engine.fused import FusedDecode
+from shoal.engine.kernel_context import KernelDecode
 from shoal.engine.sampler import SamplingState, hash_keys
-from shoal.models.attention import Shape
-from shoal.models.decoder import Decoder
 from shoal.models.sampler_view import SamplerView
 
 WINDOW = 8  # decode steps between two looks at what finished
 PROGRAMS = 512  # attention programs that fill the device; contexts are split until there are about so many
 
 
-@dataclass
-class KernelDecode:
-    """Decode mode with the Triton kernel: every row looks at its own length, whatever the batch's longest."""
-
-    cache: SlotCache
-    positions: Tensor  # [B]
-    splits: int = 1
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
-        from shoal.engine.kernels.attention import decode_attention
-
-        out = decode_attention(
-            query[:, :, 0],
-            key[:, :, 0].contiguous(),
-            value[:, :, 0].contiguous(),
-            self.cache.keys[layer],
-            self.cache.values[layer],
-            self.positions,
-            shape.scale,
-            shape.window,
-            shape.softcap,
-            self.splits,
-        )
-        return out.unsqueeze(1)  # [B, 1, H, D]
-
-
-def supported(decoder: Decoder, cache: SlotCache) -> bool:
-    """Whether the kernels can decode this model on this device."""
-    if not kernels.available(decoder.device.type == "cuda"):
-        return False
-    from shoal.engine.kernels.attention import supports
-
-    heads = decoder.config.num_attention_heads
-    shapes = (
-        (k.shape[1], k.shape[3], v.shape[3]) for k, v in zip(cache.keys.values(), cache.values.values(), strict=True)
-    )
-    return all(supports(heads, kv_heads, key_dim, value_dim) for kv_heads, key_dim, value_dim in shapes)
-
-
 class DecodeGraphs:
     """`run` decodes rows 0..rows-1 for several steps and returns what each drew."""
 
-    def __init__(self, view: SamplerView, cache: SlotCache, sampling: SamplingState) -> None:
+    def __init__(
+        self, view: SamplerView, cache: SlotCache, sampling: SamplingState, fused: FusedDecode | None = None
+    ) -> None:
         self._view = view
+        self._fused = fused
         self._cache = cache
         self._sampling = sampling
         slots, device = cache.slots, view.decoder.device
@@ -122,8 +82,11 @@ class DecodeGraphs:
 
         decoder = self._view.decoder
         tokens, positions, counts = self._tokens[:rows], self._positions[:rows], self._counts[:rows]
-        context = KernelDecode(self._cache, positions, self._splits(rows))
-        hidden = decoder.hidden(tokens[:, None], positions[:, None], context)[:, 0]
+        if self._fused is not None:
+            hidden = self._fused.hidden(tokens, positions, self._cache, self._splits(rows))
+        else:
+            context = KernelDecode(self._cache, positions, self._splits(rows))
+            hidden = decoder.hidden(tokens[:, None], positions[:, None], context)[:, 0]
         low, high = hash_keys(self._sampling.seeds[:rows], counts)
         ids, logprobs = draw_tokens(decoder.logits(hidden), low, high, self._sampling.temperatures[:rows])
         self._ids[:, :rows].index_copy_(0, self._cursor, ids[None])

@@ -18,11 +18,12 @@ from shoal.models.attention import ATTENTION, Context, Packed, Shape
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Keys and values of one layer: heads and head sizes, as the model itself produced them."""
+    """Keys and values of one layer, heads and head sizes, and how it attends: as the model itself asked for it."""
 
     heads: int
     key_dim: int
     value_dim: int
+    attention: Shape | None = field(default=None, compare=False)
 
     @property
     def numbers_per_token(self) -> int:
@@ -37,7 +38,7 @@ class _Recorder:
     layers: dict[int, LayerShape] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
-        self.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        self.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], shape)
         return self.inner.attend(layer, query, key, value, shape)
 
 

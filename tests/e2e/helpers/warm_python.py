@@ -16,16 +16,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import shoal.api
-import shoal.build
-import shoal.engine.engine
-import shoal.models.lora
-import shoal.models.sampler_view
-import shoal.rollout.embedded
-import shoal.rollout.runner
-import shoal.trainer.checkpoint
-import shoal.trainer.sft
-import shoal.transport.in_process
 from shoal.algorithms.losses import LOSSES
 from shoal.cli import main
 from shoal.observability import atomic

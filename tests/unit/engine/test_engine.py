@@ -5,9 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.engines import ask, detokenize, greedy, make_engine, run
-from support.models import EOS, random_prompts, small_decoder, small_model
-from support.statistics import chi_square_p
 from torch import Tensor
 
 from shoal.engine.engine import EngineSettings
@@ -15,6 +12,9 @@ from shoal.models.attention import Context, Packed
 from shoal.models.decoder import Decoder
 from shoal.models.sampler_view import SamplerView
 from shoal.types import Span
+from support.engines import ask, detokenize, greedy, make_engine, run
+from support.models import EOS, random_prompts, small_decoder, small_model
+from support.statistics import chi_square_p
 
 DECODER = small_decoder()
 (PROMPT,) = random_prompts(0, 10)
@@ -234,9 +234,7 @@ def test_chi_square_of_first_and_second_tokens(temperature: float) -> None:
     model = small_model("qwen3", seed=5)
     reference = small_model("qwen3", seed=5)
     decoder = Decoder(model)
-    requests = [
-        ask(f"{i}", PROMPT, seed=7_000_000 + i, max_tokens=2, temperature=temperature) for i in range(4000)
-    ]
+    requests = [ask(f"{i}", PROMPT, seed=7_000_000 + i, max_tokens=2, temperature=temperature) for i in range(4000)]
     answers = list(run(make_engine(decoder, slots=512), requests).values())
 
     def distribution(ids: list[int]) -> np.ndarray:

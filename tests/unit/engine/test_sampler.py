@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.statistics import chi_square_p, independence_p
 from torch import Tensor
 
 from shoal.engine.sampler import MAX_KEPT, Drawn, SamplingState, draw, exponential
+from support.statistics import chi_square_p, independence_p
 
 LOGITS = torch.randn(40, generator=torch.Generator().manual_seed(0)) * 2
 
@@ -105,7 +105,9 @@ def test_randomness_is_a_function_of_seed_position_and_column_alone() -> None:
     seeds, positions = torch.tensor([3, 1 << 62, 3]), torch.tensor([5, 0, 6])
     all_at_once = exponential(seeds, positions, 100)
     for i in range(3):
-        torch.testing.assert_close(exponential(seeds[i : i + 1], positions[i : i + 1], 40)[0], all_at_once[i, :40], rtol=0, atol=0)
+        torch.testing.assert_close(
+            exponential(seeds[i : i + 1], positions[i : i + 1], 40)[0], all_at_once[i, :40], rtol=0, atol=0
+        )
     assert not torch.equal(all_at_once[0], all_at_once[2])
 
 

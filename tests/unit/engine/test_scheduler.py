@@ -48,7 +48,7 @@ def test_compaction_moves_the_high_into_the_holes() -> None:
     scheduler = Scheduler(slots=32, prefill_tokens=1000)
     waiting(scheduler, *([n] for n in range(20)))
     scheduler.admit()
-    for slot in (*range(0, 5), *range(8, 16), 17, 19):
+    for slot in (*range(5), *range(8, 16), 17, 19):
         scheduler.retire(scheduler.running[slot])
     assert scheduler.compaction() == [(16, 0), (18, 1)]
     assert {slot: s.request.request_id for slot, s in scheduler.running.items()} == {

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
-from support.models import small_decoder, small_model
 from torch import Tensor, nn
 
 from shoal.engine.cache import PrefillWriter, SlotCache
 from shoal.errors import ModelError
 from shoal.models.attention import Decode, Packed, Shape, round_up, shoal_attention
 from shoal.models.decoder import LayerShape
+from support.models import small_decoder, small_model
 
 HEADS, KV_HEADS, DIM = 4, 2, 6
 LENGTHS = (5, 1, 9, 3)
@@ -31,14 +33,15 @@ def random_qkv(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(LENGTHS)
     return tuple(
-        torch.randn(1, heads, tokens, DIM, generator=generator, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS)
+        torch.randn(1, heads, tokens, DIM, generator=generator, dtype=torch.float64)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
     )  # type: ignore[return-value]
 
 
 def written_out(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> np.ndarray:
     """[T, H, D]: each token looks at its own segment, up to itself and no further back than the window."""
     out = np.zeros((query.shape[2], HEADS, DIM))
-    for start, end in zip(STARTS[:-1], STARTS[1:], strict=True):
+    for start, end in pairwise(STARTS):
         for t in range(start, end):
             first = start if shape.window is None else max(start, t - shape.window + 1)
             for head in range(HEADS):
@@ -73,12 +76,15 @@ def test_prefill_then_decode(name: str) -> None:
         torch.tensor(np.concatenate([np.full(n, slot) for slot, _, n in known])),
         torch.tensor(np.concatenate([np.arange(n) for *_, n in known])),
     )
-    out = Packed(starts, CPU, writer).attend(0, query[:, :, tokens], key[:, :, tokens], value[:, :, tokens], SHAPES[name])
+    out = Packed(starts, CPU, writer).attend(
+        0, query[:, :, tokens], key[:, :, tokens], value[:, :, tokens], SHAPES[name]
+    )
     np.testing.assert_allclose(out[0], expected[tokens], rtol=0, atol=1e-12)
 
     last = torch.tensor(STARTS[1:] - 1)
     context = Decode(cache, torch.tensor([n - 1 for n in LENGTHS]), 12)
-    out = context.attend(0, *(x[0, :, last].transpose(0, 1)[:, :, None] for x in (query, key, value)), SHAPES[name])
+    q, k, v = (x[0, :, last].transpose(0, 1)[:, :, None] for x in (query, key, value))
+    out = context.attend(0, q, k, v, SHAPES[name])
     np.testing.assert_allclose(out[:, 0], expected[last], rtol=0, atol=1e-12)
 
 
@@ -111,8 +117,10 @@ def test_round_up() -> None:
 
 
 def test_verify_reports_the_shape_of_every_layer() -> None:
-    assert small_decoder("qwen3").verify() == dict.fromkeys(range(2), LayerShape(2, 32, 32))
-    assert small_decoder("qwen2").verify() == dict.fromkeys(range(2), LayerShape(2, 16, 16))
+    for architecture, dim in (("qwen3", 32), ("qwen2", 16)):
+        layers = small_decoder(architecture).verify()
+        assert {i: (s.heads, s.key_dim, s.value_dim) for i, s in layers.items()} == {0: (2, dim, dim), 1: (2, dim, dim)}
+        assert layers[0].numbers_per_token == 4 * dim
 
 
 def test_verify_leaves_the_model_as_it_was() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIGS, EOS, TOKENIZER, VOCABULARY, randomise, small_model
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -31,13 +30,18 @@ from shoal.errors import ModelError
 from shoal.models.decoder import Decoder
 from shoal.models.load import eos_token_ids, load_model, load_tokenizer
 from shoal.models.shapes import character_tokenizer
+from support.models import CONFIGS, EOS, TOKENIZER, VOCABULARY, randomise, small_model
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": EOS, "pad_token_id": 0, "bos_token_id": None,
 }  # fmt: skip
-LINEAR = {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "num_experts_per_tok": 1}
-MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+}
+MAMBA: dict[str, Any] = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 
 # What the config alone gives away: refused before any weights are read.
 BY_CONFIG: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
@@ -86,7 +90,7 @@ def test_refused_by_name_from_a_probe(name: str, tmp_path: Path) -> None:
 def test_a_state_carried_across_sequences_is_found_by_the_probe() -> None:
     """Falcon-H1 has attention in every layer and a recurrent state beside it; its config is not asked here."""
     model = randomise(AutoModelForCausalLM.from_config(FalconH1Config(**SHAPE, **MAMBA)), seed=0)
-    with pytest.raises(ModelError, match="FalconH1ForCausalLM: .* differs"):
+    with pytest.raises(ModelError, match=r"FalconH1ForCausalLM: .* differs"):
         Decoder(model).verify()
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models import ARCHITECTURES, as_decoder, lora_decoder, shake_adapter, small_decoder, small_model
-from support.training import grpo, make_policy, pack, random_samples, weights
 
 from shoal.errors import ModelError
 from shoal.models import lora
 from shoal.models.decoder import Decoder
 from shoal.models.lora import LoraSettings, attach, trained_parameters
 from shoal.trainer.policy import Reference
+from support.models import ARCHITECTURES, as_decoder, lora_decoder, shake_adapter, small_decoder, small_model
+from support.training import grpo, make_policy, pack, random_samples, weights
 
 SAMPLES = random_samples(0, (4, 8), (10, 6))
 ROWS = pack(SAMPLES).rows
@@ -42,7 +42,10 @@ def test_a_fresh_adapter_changes_nothing_and_covers_every_linear_layer_but_the_h
 
 def test_chosen_layers_alone() -> None:
     decoder = lora_decoder(target_modules=("q_proj", "v_proj"))
-    assert {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in trained_parameters(decoder.model)} == {"q_proj", "v_proj"}
+    assert {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in trained_parameters(decoder.model)} == {
+        "q_proj",
+        "v_proj",
+    }
     with pytest.raises(ModelError, match=r"lora_target_modules \['nowhere'\] match no layer of Qwen3ForCausalLM"):
         lora_decoder(target_modules=("nowhere",))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.engines import ask, make_engine, run
-from support.models import lora_decoder, random_prompts, small_decoder
-from support.training import grpo, make_policy, pack, random_samples, weights
 
 from shoal.models.decoder import Decoder
 from shoal.models.sampler_view import SamplerView, noisy_norms
+from support.engines import ask, make_engine, run
+from support.models import lora_decoder, random_prompts, small_decoder
+from support.training import grpo, make_policy, pack, random_samples, weights
 
 ROWS = pack(random_samples(0, (4, 8), (10, 6))).rows
 (PROMPT,) = random_prompts(0, 12)

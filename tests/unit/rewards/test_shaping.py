@@ -10,7 +10,8 @@ from shoal.types import Completion, FinishReason, Prompt, Rollout, Turn
 
 def rollout(tokens: int, reason: FinishReason = "stop", earlier: int = 0) -> Rollout:
     turns = []
-    for size, how in ((earlier, "stop"), (tokens, reason)):
+    answers: tuple[tuple[int, FinishReason], ...] = ((earlier, "stop"), (tokens, reason))
+    for size, how in answers:
         if size:
             turns.append(Turn([1], Completion("r", [5] * size, [-1.0] * size, [], how)))
     return Rollout(Prompt("env", 0, []), 0, turns)
@@ -43,9 +44,7 @@ def test_mask_keeps_the_reward_and_leaves_the_tokens_out() -> None:
     assert not shape.trains(CUT) and shape.trains(WHOLE)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "penalty"), ((50, 0), (80, 0), (81, 0.05), (90, 0.5), (100, 1), (140, 1)), ids=str
-)
+@pytest.mark.parametrize(("tokens", "penalty"), ((50, 0), (80, 0), (81, 0.05), (90, 0.5), (100, 1), (140, 1)), ids=str)
 def test_overlong_grows_over_the_last_tokens(tokens: int, penalty: float) -> None:
     shape = RewardShape(truncated="overlong", overlong_tokens=20, overlong_factor=1.0)
     assert shape(0.7, rollout(tokens), 100) == pytest.approx(0.7 - penalty)

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import ask, make_engine
-from support.models import EOS, VOCABULARY, lora_decoder, random_prompts, shake_adapter, small_decoder
 from torch import Tensor
 
 from shoal.errors import EngineError
@@ -18,6 +16,8 @@ from shoal.models.attention import Context, Packed
 from shoal.models.decoder import Decoder
 from shoal.models.sampler_view import SamplerView
 from shoal.rollout.embedded import EmbeddedRolloutEngine
+from support.engines import ask, make_engine
+from support.models import EOS, VOCABULARY, lora_decoder, random_prompts, shake_adapter, small_decoder
 
 PROMPTS = random_prompts(0, 10, 20, 15)
 

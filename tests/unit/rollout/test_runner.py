@@ -10,9 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from support.engines import make_engine
-from support.models import EOS, TOKENIZER, small_decoder
-from support.scripted import Script, ScriptedEngine
 
 from shoal.batching.samples import rollout_samples
 from shoal.envs import MultiTurn, SingleTurn, answer_of, ask
@@ -24,6 +21,9 @@ from shoal.rewards.shaping import RewardShape
 from shoal.rollout.embedded import EmbeddedRolloutEngine
 from shoal.rollout.runner import GroupRunner, RunnerSettings, rollout_seed
 from shoal.types import Message, Prompt, RolloutGroup, SamplingParams, Task
+from support.engines import make_engine
+from support.models import EOS, TOKENIZER, small_decoder
+from support.scripted import Script, ScriptedEngine
 
 CHAT = Chat(TOKENIZER)
 KINDS = ("plain", "none", "raises", "hangs", "not a number", "start raises", "long")

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import TOKENIZER, lora_decoder, small_decoder
-from support.training import grpo, make_policy, pack, random_samples, weights
 
 from shoal.errors import StorageError
 from shoal.models.sampler_view import SamplerView
 from shoal.trainer.checkpoint import COUNTS_FILE, STATE_FILE, export_weights, load_state, save_state
 from shoal.trainer.policy import TrainedPolicy
 from shoal.trainer.schedule import Schedule
+from support.models import TOKENIZER, lora_decoder, small_decoder
+from support.training import grpo, make_policy, pack, random_samples, weights
 
 ROWS = pack(random_samples(0, (4, 8), (10, 6))).rows
 MAKERS = {

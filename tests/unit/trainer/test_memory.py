@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from support.models import layer_shapes, small_decoder
 
 from shoal.errors import HardwareError
 from shoal.trainer.memory import CPU_SHARE, engine_slots
+from support.models import layer_shapes, small_decoder
 
 DECODER = small_decoder()
 LAYERS = layer_shapes(DECODER)

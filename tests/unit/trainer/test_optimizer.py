@@ -15,9 +15,7 @@ SETTINGS = AdamSettings(beta1=0.8, beta2=0.95, epsilon=1e-6, weight_decay=0.1)
 def make_parameters(dtype: torch.dtype) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     shapes = {"matrix": (3, 4), "norm": (4,), "other": (2, 2)}
-    return {
-        name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()
-    }
+    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()}
 
 
 def give_gradient(parameters: dict[str, nn.Parameter], seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The policy: what a step does, what a step that must not be taken leaves alone, and minibatches against one snapshot."""
+"""The policy: what a step does, what a step not taken leaves alone, and minibatches against one snapshot."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models import lora_decoder, small_decoder
-from support.training import gradients, grpo, make_policy, pack, random_samples, weights
 
 from shoal.algorithms.inputs import LossInputs, Metrics
 from shoal.models.decoder import Decoder
 from shoal.trainer.policy import Reference, TrainedPolicy, loss_inputs, spread_over_rows
 from shoal.trainer.schedule import Schedule
+from support.models import lora_decoder, small_decoder
+from support.training import gradients, grpo, make_policy, pack, random_samples, weights
 
 SAMPLES = random_samples(0, (4, 8), (10, 6), (2, 12), (7, 3))
 ROWS = pack(SAMPLES).rows
@@ -85,7 +85,7 @@ def test_the_norm_reported_is_the_one_before_clipping() -> None:
 
 
 def test_minibatches_against_one_old_snapshot() -> None:
-    """The old policy is taken once; after the first minibatch the ratio has moved away from 1, in the second it shows."""
+    """The old policy is taken once; after the first minibatch the ratio has left 1, and in the second it shows."""
     policy = make_policy(small_decoder(), Schedule(3e-2, 10))
     first, second = pack(SAMPLES[:2]), pack(SAMPLES[2:])
     for row in (*first.rows, *second.rows):
@@ -122,7 +122,9 @@ def test_values_return_to_their_tokens() -> None:
     rows = pack(SAMPLES, 20).rows
     count = sum(int(row.loss_mask.sum()) for row in rows)
     spread = spread_over_rows(rows, torch.arange(1, count + 1))
-    assert np.concatenate([values[row.loss_mask] for row, values in zip(rows, spread, strict=True)]).tolist() == list(range(1, count + 1))
+    assert np.concatenate([values[row.loss_mask] for row, values in zip(rows, spread, strict=True)]).tolist() == list(
+        range(1, count + 1)
+    )
     assert all((values[~row.loss_mask] == 0).all() for row, values in zip(rows, spread, strict=True))
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.models import EOS, TOKENIZER, small_decoder, small_model
-from support.training import make_policy, weights
 
 from shoal.errors import DataError
 from shoal.models.chat import Chat
 from shoal.trainer.schedule import Schedule
 from shoal.trainer.sft import SupervisedSteps, supervised_samples, train_supervised
 from shoal.types import Sample, Task
+from support.models import EOS, TOKENIZER, small_decoder, small_model
+from support.training import make_policy, weights
 
 CHAT = Chat(TOKENIZER)
 WORDS = ("one", "two", "three", "four", "five", "six")

@@ -1,4 +1,4 @@
-"""Triton kernels of the decode step, imported only where Triton is; each has a plain torch equal it is tested against."""
+"""Triton kernels of the decode step, imported only where Triton is; each is tested against a plain torch equal."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MIN_HEADS = 16  # a tensor-core tile has at least 16 rows; heads are padded up t
 def _attend(
     query, new_key, new_value, keys, values, positions, out, partial_max, partial_sum,
     scale, window, softcap,
-    stride_slot, stride_head, stride_query,
+    stride_slot, stride_head, stride_query, stride_new,
     LENGTH: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -71,8 +71,8 @@ def _attend(
         top = higher
     if split == 0:
         # The token itself: seen by every query, stored for those to come.
-        k_new = tl.load(new_key + (row * heads + head) * DIM + dims)
-        v_new = tl.load(new_value + (row * heads + head) * DIM + dims)
+        k_new = tl.load(new_key + row * stride_new + head * DIM + dims)
+        v_new = tl.load(new_value + row * stride_new + head * DIM + dims)
         tl.store(keys + base + position * DIM + dims, k_new)
         tl.store(values + base + position * DIM + dims, v_new)
         score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None], 1) * scale
@@ -110,7 +110,7 @@ def _join(partial, partial_max, partial_sum, out, DIM: tl.constexpr, SPLITS: tl.
 
 def decode_attention(
     query: Tensor,  # [B, H, D], rows may be strided
-    new_key: Tensor,  # [B, Hkv, D] contiguous
+    new_key: Tensor,  # [B, Hkv, D], rows may be strided, as those of new_value
     new_value: Tensor,
     keys: Tensor,  # [slots, Hkv, length, D], written at `positions`
     values: Tensor,
@@ -132,7 +132,7 @@ def decode_attention(
     _attend[(batch, kv_heads, splits)](
         query, new_key, new_value, keys, values, positions, partial, tops, sums,
         scale, window or 0, softcap or 0.0,
-        keys.stride(0), keys.stride(1), query.stride(0),
+        keys.stride(0), keys.stride(1), query.stride(0), new_key.stride(0),
         LENGTH=length, DIM=dim, HEADS=group, PADDED=max(MIN_HEADS, triton.next_power_of_2(group)),
         BLOCK=16 if exact else BLOCK_KEYS, SPLITS=splits, WINDOWED=window is not None, CAPPED=softcap is not None,
         EXACT=exact, num_warps=4,
