@@ -321,6 +321,8 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
     model = sampler.model
     if model.precision.notice:
         console.note(model.precision.notice)
+    if sampler.engine.path != "eager":
+        console.note(f"rollouts: {sampler.engine.path}")
     stream = _stream(orch, prepared, model.chat)
     steps = total_steps(config, len(stream))
     policy = sampler.device.submit(make_policy, train, model, steps).result()

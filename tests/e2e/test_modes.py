@@ -1,4 +1,4 @@
-"""Ways to run: windows and running ahead, noise, several environments, several turns, user code, sampling, truncation."""
+"""Ways to run: windows and running ahead, noise, several environments or turns, user code, sampling, truncation."""
 
 from __future__ import annotations
 

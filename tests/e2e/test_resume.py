@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from .helpers.processes import WarmPython, start_fresh, wait_until
-from .helpers.runs import Run, assert_same_run, assert_trained_once, base_config, fingerprint
+from .helpers.runs import Run, assert_same_run, assert_trained_once, base_config, fingerprint, hash_of
 
 STEPS = 6
 KILLED = -9
@@ -178,13 +178,9 @@ def test_killed_supervised_training(warm: WarmPython, raw_model: Path, tasks_fil
         return ["sft", *flags, "train.save_steps=2", "train.learning_rate=1e-3", "batch_size=16"]
 
     def found(name: str) -> tuple[Any, ...]:
-        run = Run(tmp_path, warm)
-        folder = tmp_path / name
-        weights = (folder / "final" / "model.safetensors").read_bytes()
-        lines = [line for line in _lines(folder / "metrics.jsonl")]
-        return run.lines(f"../{name}/journal.jsonl"), lines, weights
+        run = Run(tmp_path, warm, name)
+        return run.journal(), run.metrics(), hash_of(run.path / "final" / "model.safetensors")
 
-    (tmp_path / "out").mkdir()
     whole = warm.run(arguments("whole"), tmp_path)
     assert whole.wait() == 0, whole.text()
     assert warm.run(arguments("cut"), tmp_path, kill_at=("appended:journal.jsonl", 3)).wait() == KILLED
@@ -192,11 +188,3 @@ def test_killed_supervised_training(warm: WarmPython, raw_model: Path, tasks_fil
     resumed = warm.run([*arguments("cut"), "--resume"], tmp_path)
     assert resumed.wait() == 0, resumed.text()
     assert found("cut") == found("whole")
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    import json
-
-    timed = ("time/", "throughput/")
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines]

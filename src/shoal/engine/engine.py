@@ -72,8 +72,8 @@ class EmbeddedEngine:
         decoder = self.view.decoder
         if not self.settings.graphs or not supported(decoder, self.cache):
             return None
-        fused = make_fused(decoder, self.layers, self.cache) if self.settings.fused else None
-        self.path = "graphs, fused" if fused is not None else "graphs"
+        fused, why = make_fused(decoder, self.layers, self.cache) if self.settings.fused else (None, "as asked")
+        self.path = f"CUDA graphs, {'' if fused is not None else 'the modules decode: '}{why}"
         return DecodeGraphs(self.view, self.cache, self.sampling, fused)
 
     @property

@@ -136,12 +136,15 @@ class FusedDecode:
         return layer.module.mlp.down_proj(swiglu(F.linear(x, layer.gate_up)))
 
 
-def make_fused(decoder: Decoder, shapes: dict[int, LayerShape], cache: SlotCache) -> FusedDecode | None:
-    """The fused path if the model is of a known family and both paths agree on it; None otherwise."""
+def make_fused(decoder: Decoder, shapes: dict[int, LayerShape], cache: SlotCache) -> tuple[FusedDecode | None, str]:
+    """The fused path if the model is of a known family and both paths agree on it; and the reason in words."""
     if not _fits(decoder):
-        return None
+        return None, f"{decoder.name} as loaded has no fused path"
     fused = FusedDecode(decoder, shapes)
-    return fused if _agrees(decoder, fused, cache) else None
+    gap = _gap(decoder, fused, cache)
+    if not gap < TOLERANCE[decoder.dtype.itemsize < 4]:
+        return None, f"the fused path differs from {decoder.name}'s own by {gap:.1e}"
+    return fused, f"fused, {gap:.0e} from {decoder.name}'s own"
 
 
 def _fits(decoder: Decoder) -> bool:
@@ -160,8 +163,8 @@ def _fits(decoder: Decoder) -> bool:
 
 
 @torch.no_grad()
-def _agrees(decoder: Decoder, fused: FusedDecode, cache: SlotCache) -> bool:
-    """Eight rows at different positions of the empty cache through both paths; the cache is emptied again."""
+def _gap(decoder: Decoder, fused: FusedDecode, cache: SlotCache) -> float:
+    """Relative gap of hidden states: eight rows at different positions of the empty cache; it is emptied again."""
     rows = min(8, cache.slots)
     device = decoder.device
     tokens = torch.arange(rows, device=device) * 13 % decoder.vocab_size
@@ -170,5 +173,4 @@ def _agrees(decoder: Decoder, fused: FusedDecode, cache: SlotCache) -> bool:
     actual = fused.hidden(tokens, positions, cache, 1)
     for tensor in (*cache.keys.values(), *cache.values.values()):
         tensor[:rows] = 0
-    gap = (actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-9)
-    return bool(gap < TOLERANCE[decoder.dtype.itemsize < 4])
+    return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-9))

@@ -34,6 +34,11 @@ class EmbeddedRolloutEngine:
         self._paused.set()  # set = running
 
     @property
+    def path(self) -> str:
+        """How tokens are decoded, in words."""
+        return self._engine.path
+
+    @property
     def version(self) -> int:
         return self._engine.view.version
 

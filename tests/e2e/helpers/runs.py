@@ -38,10 +38,11 @@ class Run:
 
     folder: Path
     warm: WarmPython
+    name: str = "out"
 
     @property
     def path(self) -> Path:
-        return self.folder / "out"
+        return self.folder / self.name
 
     def grpo(self, *arguments: str, **options: Any) -> Command:
         """`shoal grpo run.yaml …` to its end."""

@@ -13,14 +13,19 @@ import select
 import signal
 import sys
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from shoal.algorithms.losses import LOSSES
 from shoal.cli import main
 from shoal.observability import atomic
 
-assert LOSSES  # imported for its weight alone, like everything above
+# What `shoal grpo`, `sft` and `eval` import when they start to work.
+HEAVY = (
+    "shoal.api", "shoal.build", "shoal.engine.engine", "shoal.models.lora", "shoal.models.sampler_view",
+    "shoal.rollout.embedded", "shoal.rollout.runner", "shoal.trainer.checkpoint", "shoal.trainer.sft",
+    "shoal.transport.in_process", "shoal.algorithms.losses", "transformers.models.qwen3.modeling_qwen3",
+)  # fmt: skip
 
 
 def serve() -> None:
@@ -100,5 +105,7 @@ def die_at(place: str, times: int) -> Any:
 
 if __name__ == "__main__":
     sys.path[0] = str(Path.cwd())  # not this folder: its modules are the tests'
+    for module in HEAVY:
+        import_module(module)
     serve()
     sys.exit(main(sys.argv[1:]))

@@ -50,9 +50,11 @@ def _rotate(
     if NORMED:
         wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
         scale = tl.rsqrt((tl.sum(wide_low * wide_low, 0) + tl.sum(wide_high * wide_high, 0)) / DIM + eps)
-        gain = q_weight if head < QUERY_HEADS else k_weight
-        low = tl.load(gain + half) * (wide_low * scale).to(low.dtype)
-        high = tl.load(gain + HALF + half) * (wide_high * scale).to(high.dtype)
+        query = head < QUERY_HEADS
+        gain_low = tl.where(query, tl.load(q_weight + half), tl.load(k_weight + half))
+        gain_high = tl.where(query, tl.load(q_weight + HALF + half), tl.load(k_weight + HALF + half))
+        low = gain_low * (wide_low * scale).to(low.dtype)
+        high = gain_high * (wide_high * scale).to(high.dtype)
     cos_low = tl.load(cos + row * DIM + half)
     cos_high = tl.load(cos + row * DIM + HALF + half)
     sin_low = tl.load(sin + row * DIM + half)
