@@ -21,7 +21,7 @@ from shoal.config.train import TrainConfig
 from shoal.envs.catalogue import BUILT_IN, REASONING_GYM
 from shoal.envs.datasets import DatasetSpec, fingerprint
 from shoal.envs.registry import load_environment
-from shoal.envs.user_code import load_object
+from shoal.envs.user_code import load_function, load_object
 from shoal.errors import ConfigError
 from shoal.observability.console import Console
 from shoal.observability.events import EventLog
@@ -204,7 +204,7 @@ def make_objective(train: TrainConfig) -> Any:
 
     loss = train.loss
     if loss.custom:
-        policy_loss = CustomLoss(partial(load_object(loss.type), **loss.args), name=loss.type)
+        policy_loss = CustomLoss(partial(load_function(loss.type), **loss.args), name=loss.type)
     else:
         policy_loss = LOSSES[loss.type](**loss.resolved_loss_parameters())
     correction = None
@@ -382,7 +382,7 @@ def _admission(orch: OrchConfig) -> Admission:
 
 
 def _group_rules(orch: OrchConfig) -> GroupRules:
-    keep = load_object(orch.groups.filter) if orch.groups.filter is not None else None
+    keep = load_function(orch.groups.filter) if orch.groups.filter is not None else None
     return GroupRules(orch.groups.uniform or "refill", orch.groups.max_refill, keep, orch.deadline_s)
 
 
@@ -468,7 +468,7 @@ def _advantages(orch: OrchConfig) -> Any:
 
     advantage = orch.advantage
     if advantage.function is not None:
-        return CustomAdvantages(load_object(advantage.function), advantage.function)
+        return CustomAdvantages(load_function(advantage.function), advantage.function)
     return Normaliser(advantage.mean, advantage.std or "none", advantage.leave_one_out, advantage.eps)
 
 

@@ -43,6 +43,10 @@ class StoppedByPolicy(ShoalError):
     exit_code = EXIT_STOPPED
 
 
+class UserCodeError(StoppedByPolicy, ValueError):
+    """A loss, an advantage or a filter of the user's own raised, or returned what cannot be used."""
+
+
 class EngineError(StoppedByPolicy):
     """The rollout engine died or broke its contract."""
 

@@ -7,6 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from .helpers.processes import alive, children_of, wait_until
 from .helpers.runs import REVERSE_ARGS, Run, assert_trained_once
@@ -46,6 +49,25 @@ def test_one_bad_gradient_is_skipped_and_counted(new_run: NewRun):
     assert next(step["step"] for step in run.steps() if step["optim/skipped"]) == event["step"]
     final = weights(run.path / "final")
     assert all(abs(tensor).max() < 100 for tensor in final.values()), "finite, all of them"
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "says"),
+    [
+        ("orch", {"groups": {"filter": "my_code:raises"}}, "my_code:raises raised KeyError: 'nothing here'"),
+        ("orch", {"advantage": "my_code:raises"}, "my_code:raises raised KeyError"),
+        ("orch", {"advantage": "my_code:one_number"}, "advantage my_code:one_number returned float"),
+        ("train", {"loss": {"type": "my_code:one_number"}}, "loss my_code:one_number returned float"),
+    ],
+    ids=["filter", "advantage", "advantage-shape", "loss-shape"],
+)
+def test_errors_of_the_users_code_are_told_as_such(new_run: NewRun, section: str, values: dict[str, Any], says: str):
+    """Exit 3 with the name of the function, not a crash; and the run can go on once it is mended."""
+    run = new_run(**{section: values})
+    command = run.grpo()
+    assert command.wait() == 3, command.text()
+    assert says in command.text() and "a bug in Shoal" not in command.text() and "Traceback" not in command.text()
+    assert run.status()["state"] == "stopped" and run.status()["resumable"] and run.journal() == []
 
 
 def test_rewards_that_fail_exclude_their_rollouts_and_training_goes_on(new_run: NewRun):

@@ -99,11 +99,17 @@ class CustomAdvantages:
     keeps_uniform: bool = False
 
     def estimate(self, groups_rewards: list[list[float]]) -> list[list[float]]:
-        advantages = [[float(value) for value in group] for group in self.function(groups_rewards)]
+        returned = self.function(groups_rewards)
+        try:
+            advantages = [[float(value) for value in group] for group in returned]
+        except TypeError as error:
+            raise UserCodeError(f"advantage {self.name} returned {type(returned).__name__}: {error}") from error
         if [len(group) for group in advantages] != [len(group) for group in groups_rewards]:
-            raise ValueError(f"advantage {self.name} must return one number a reward, in groups as it was given them")
+            raise UserCodeError(
+                f"advantage {self.name} must return one number a reward, in groups as it was given them"
+            )
         if not all(np.isfinite(value) for group in advantages for value in group):
-            raise ValueError(f"advantage {self.name} returned a number that is not finite")
+            raise UserCodeError(f"advantage {self.name} returned a number that is not finite")
         return advantages
 
 

@@ -6,11 +6,13 @@ import difflib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShoalError, UserCodeError
 
 
 def load_object(name: str) -> Any:
@@ -26,6 +28,22 @@ def load_object(name: str) -> Any:
             raise ConfigError(f"{module_name} has no {attribute!r}" + (f"; nearest is {near[0]!r}" if near else ""))
         found = getattr(found, part)
     return found
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """As `load_object`, for code the loop calls: what it raises ends the run as the user's error, not as a bug."""
+    function = load_object(name)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except ShoalError:
+            raise
+        except Exception as error:
+            raise UserCodeError(f"{name} raised {type(error).__name__}: {error}") from error
+
+    return call
 
 
 def _load_module(module_name: str, name: str) -> ModuleType:

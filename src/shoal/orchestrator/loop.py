@@ -133,6 +133,7 @@ class Loop:
         self._doing(f"rollouts of step {step}")
         collected = await parts.collector.collect(progress.step, self._stop)
         self._doing(f"training of step {step}")
+        self._boundary = {}  # the weights move now; until the step is recorded there is nothing to save
         with parts.phases("train"):
             learned = await parts.learner.learn(collected.kept, tally)
         tally_groups(tally, collected.all, collected.kept, progress.step)
@@ -265,9 +266,8 @@ class Loop:
     async def save(self) -> None:
         """A complete checkpoint of the state after the last step."""
         parts, step = self.parts, self.progress.step
-        boundary = self._boundary.get("progress")
-        if self._saved_step == step or boundary is None or boundary.step != step:
-            return  # or it failed between the optimizer and the record: that step is computed again
+        if self._saved_step == step or not self._boundary:
+            return  # without a boundary it failed within a step, and that step is computed again
         with parts.phases("save"), parts.run_dir.checkpoint(step) as folder:
             await parts.on_device(parts.files.save, folder)
             (folder / LOOP_FILE).write_bytes(msgspec.json.encode(self._boundary))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shoal.algorithms.inputs import LossInputs, TokenLoss
+from shoal.errors import UserCodeError
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class CustomLoss:
         loss = self.function(inputs)
         if not isinstance(loss, Tensor) or loss.shape != inputs.loss_mask.shape:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
+            raise UserCodeError(
                 f"loss {self.name} returned {got}; it must return one number a token, {len(inputs.loss_mask)}"
             )
         return TokenLoss(inputs.masked(loss))
