@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import shlex
 import shutil
 import signal
@@ -122,6 +124,21 @@ def test_a_signal_while_the_model_loads(new_run: NewRun):
     resumed = run.grpo("--resume")
     assert resumed.wait() == 0, resumed.text()
     assert_trained_once(run, 2)
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(new_run: NewRun, tmp_path: Path):
+    """As in `shoal grpo run.yaml | head -1`: nobody reads any more, training goes on."""
+    run = new_run()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    command = run.start(output=pipe)
+    wait_until(lambda: select.select([reader], [], [], 0)[0], 60, "the first line")
+    os.close(reader)
+    wait_until(lambda: not command.running(), 60, "the end of the run")
+    assert command.wait() == 0
+    assert_trained_once(run, 4)
+    assert run.status()["state"] == "finished"
 
 
 def test_resuming_a_finished_run_says_so_and_changes_nothing(finished: Run):

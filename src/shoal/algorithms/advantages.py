@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from shoal.config.catalogue import ADVANTAGE_EPS, STATISTICS, keeps_uniform
+from shoal.errors import UserCodeError
 
 Statistic = Literal["group", "batch", "none"]
 GroupVerdict = Literal["mixed", "uniform-good", "uniform-bad", "too-few-scored"]
@@ -105,9 +106,7 @@ class CustomAdvantages:
         except TypeError as error:
             raise UserCodeError(f"advantage {self.name} returned {type(returned).__name__}: {error}") from error
         if [len(group) for group in advantages] != [len(group) for group in groups_rewards]:
-            raise UserCodeError(
-                f"advantage {self.name} must return one number a reward, in groups as it was given them"
-            )
+            raise UserCodeError(f"advantage {self.name} must return one number a reward, in groups as given")
         if not all(np.isfinite(value) for group in advantages for value in group):
             raise UserCodeError(f"advantage {self.name} returned a number that is not finite")
         return advantages

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.engine.cache import PrefillWriter, SlotCache
 from shoal.engine.fused import make_fused
 from shoal.engine.graphs import WINDOW, DecodeGraphs
-from shoal.engine.kernel_context import supported
+from shoal.engine.kernel_context import exact_enough, supported
 from shoal.engine.sampler import SamplingState, draw
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.scheduler import Sequence as Running
@@ -32,7 +32,7 @@ class EngineSettings:
     context_tokens: int = 2048  # prompt and completion together
     prefill_tokens: int = 8192  # prompt tokens of one prefill
     eos_token_ids: tuple[int, ...] = ()
-    graphs: bool = True  # decode in CUDA graphs where the device and the model allow it
+    graphs: bool | None = None  # decode in CUDA graphs; None = where the kernels are exact enough for the dtype
     fused: bool = True  # and in few kernels where the model's family is known
 
     def __post_init__(self) -> None:
@@ -70,7 +70,8 @@ class EmbeddedEngine:
     def _make_graphs(self) -> DecodeGraphs | None:
         """Graphs where the kernels can decode this model; in few kernels where its family is known and parity holds."""
         decoder = self.view.decoder
-        if not self.settings.graphs or not supported(decoder, self.cache):
+        wanted = self.settings.graphs if self.settings.graphs is not None else exact_enough(decoder)
+        if not wanted or not supported(decoder, self.cache):
             return None
         fused, why = make_fused(decoder, self.layers, self.cache) if self.settings.fused else (None, "as asked")
         self.path = f"CUDA graphs, {'' if fused is not None else 'the modules decode: '}{why}"

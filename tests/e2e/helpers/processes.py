@@ -111,10 +111,11 @@ class WarmPython:
         cwd: Path,
         env: Mapping[str, str] | None = None,
         kill_at: tuple[str, int] | None = None,
+        output: Path | None = None,
     ) -> Command:
         assert self._ready.wait(LIMIT_S), "the warm Python did not start"
         number = next(self._numbers)
-        output = cwd / f"output-{time.monotonic_ns()}.txt"
+        output = output or cwd / f"output-{time.monotonic_ns()}.txt"
         request = {
             "number": number, "argv": list(arguments), "cwd": str(cwd), "env": dict(env or environment()),
             "output": str(output), "kill_at": kill_at,

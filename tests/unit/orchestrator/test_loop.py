@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.errors import EXIT_STOPPED, DeadlineError, Interrupted, StoppedByPolicy
+from shoal.errors import EXIT_STOPPED, DeadlineError, Interrupted, StoppedByPolicy, UserCodeError
 from shoal.observability.journal import read_lines
 from shoal.observability.run_dir import rollouts_path
 from shoal.orchestrator.admission import Admission
@@ -233,6 +233,33 @@ def test_an_interrupted_run_continues(tmp_path: Path, interval: int, level: int,
         assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
         assert journal == journal_of(tmp_path / "whole")
         assert second.policy.theta.tolist() == whole.policy.theta.tolist()
+
+
+def test_a_failure_between_two_minibatches_leaves_no_false_checkpoint(tmp_path: Path):
+    """The user's loss raises in the second half of step 3: half a step has moved the weights, none is recorded."""
+    calls = [0]
+
+    def objective(logprobs, row):
+        calls[0] += 1
+        if calls[0] == 6:
+            raise UserCodeError("mine:loss raised KeyError: 3")
+        return reinforce(logprobs, row)
+
+    def plan(loss) -> Plan:
+        return Plan(objective=loss, learn={"minibatches": 2}, settings=LoopSettings(4, SaveCadence(2)))
+
+    whole = World(tmp_path / "whole", plan(reinforce))
+    whole.run()
+    first = World(tmp_path / "cut", plan(objective))
+    with pytest.raises(UserCodeError):
+        first.run()
+    first.save()
+    assert first.run_dir.checkpoints.steps() == [2]
+    first.close()
+    second = World(tmp_path / "cut", plan(reinforce), resume=True)
+    second.run()
+    assert second.policy.theta.tolist() == whole.policy.theta.tolist()
+    assert journal_of(tmp_path / "cut") == journal_of(tmp_path / "whole")
 
 
 def test_a_failure_after_the_optimizer_step_leaves_no_false_checkpoint(tmp_path: Path):

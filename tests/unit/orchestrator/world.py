@@ -82,6 +82,7 @@ class Plan:
     eval_hangs_at: int | None = None
     group_waits: Callable[[Prompt], None] | None = None  # called when a group starts
     objective: Any = reinforce
+    learn: dict[str, Any] = field(default_factory=dict)  # settings of the learner that differ
     admission: Admission = field(default_factory=lambda: Admission(4, 2))
     rules: GroupRules = field(default_factory=GroupRules)
     settings: LoopSettings = field(default_factory=lambda: LoopSettings(4, SaveCadence(2)))
@@ -106,7 +107,9 @@ class World:
             weights=InProcessWeights(),
             collector=Collector(self._group, stream, admission, plan.rules),
             stream=stream,
-            learner=make_learner(self.policy, Normaliser(std="none"), plan.objective, token_budget=100),
+            learner=make_learner(
+                self.policy, Normaliser(std="none"), plan.objective, **{"token_budget": 100, **plan.learn}
+            ),
             files=ThetaFile(self.policy),
             evaluator=evaluator,
             run_dir=self.run_dir,
