@@ -135,7 +135,6 @@ def test_a_reader_that_goes_away_does_not_end_the_run(new_run: NewRun, tmp_path:
     command = run.start(output=pipe)
     wait_until(lambda: select.select([reader], [], [], 0)[0], 60, "the first line")
     os.close(reader)
-    wait_until(lambda: not command.running(), 60, "the end of the run")
     assert command.wait() == 0
     assert_trained_once(run, 4)
     assert run.status()["state"] == "finished"

@@ -52,5 +52,5 @@ def supported(decoder: Decoder, cache: SlotCache) -> bool:
 
 
 def exact_enough(decoder: Decoder) -> bool:
-    """16 bits, or Triton's interpreter. In fp32 a GPU takes the kernels' products in TF32: log-probs are off by 1e-3."""
+    """16 bits, or Triton's interpreter. In fp32 a GPU takes products in TF32, and log-probs are off by 1e-3."""
     return decoder.dtype.itemsize == 2 or decoder.device.type == "cpu"

@@ -53,7 +53,7 @@ class Command:
         self.wait(10)
 
     def text(self) -> str:
-        return self.output.read_text(errors="replace") if self.output.exists() else ""
+        return self.output.read_text(errors="replace") if self.output.is_file() else ""
 
 
 def wait_until(done: Callable[[], Any], limit_s: float, what: str, pause_s: float = 0.002) -> None:
