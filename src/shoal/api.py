@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shlex
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,22 +14,24 @@ from shoal.config.load import load_run, load_sft
 from shoal.config.orch import EvalConfig, EvalSamplingConfig
 from shoal.config.resolve import as_yaml, binding_data
 from shoal.config.schema import RunConfig, SftConfig
-from shoal.envs.datasets import DatasetSpec, read_splits, to_messages
+from shoal.envs.datasets import DatasetSpec, fingerprint
+from shoal.envs.supervised import supervised_tasks
 from shoal.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_TERMINATED,
     ConfigError,
-    DataError,
     Interrupted,
     ShoalError,
     StoppedByPolicy,
 )
+from shoal.observability.checkpoints import Checkpoint
 from shoal.observability.console import BaseConsole, make_console
 from shoal.observability.events import EventLog
 from shoal.observability.logs import setup_logging, stop_logging
 from shoal.observability.run_dir import RunDir, read_status
-from shoal.observability.spans import Phases, throughput
+from shoal.observability.sinks import check_sinks
 from shoal.observability.watchdog import Watchdog
+from shoal.orchestrator.cadence import SaveCadence
+from shoal.orchestrator.signals import on_signals, stop_signals
+from shoal.orchestrator.supervised import SupervisedRecorder
 from shoal.types import Task
 
 
@@ -64,20 +64,18 @@ def train(config: RunConfig, *, resume: bool = False, notices: Sequence[str] = (
 async def _train(
     config: RunConfig, prepared: build.Prepared, run_dir: RunDir, events: EventLog, console: BaseConsole
 ) -> tuple[str, int]:
-    watchdog = Watchdog(run_dir.logs, events, stall_s=config.orch.deadline_s).start()
+    watchdog = Watchdog(run_dir.logs, events, stall_s=config.orch.deadline_s)
     watching = build.Watching(run_dir, events, console, watchdog)
     assembled = build.assemble(config, prepared, watching, _resume_command(config))
+    watchdog.start()
     loop = assembled.loop
     try:
-        checkpoint = run_dir.newest_good_checkpoint()
-        for reason in checkpoint.skipped if checkpoint is not None else []:
-            events.warn("checkpoint", f"a checkpoint was passed over: {reason}")
-        run_dir.cut_to(checkpoint.step if checkpoint is not None else -1)
+        checkpoint = _newest_checkpoint(run_dir, events)
         if checkpoint is not None:
             await loop.restore(checkpoint.path)
             events.step = checkpoint.step
             events.emit("resume", f"continuing after step {checkpoint.step}")
-        _on_signals(loop.interrupt)
+        on_signals(loop.interrupt)
         steps = loop.settings.max_steps
         console.begin(f"training {config.train.model} for {steps} steps in {run_dir.path}", steps, loop.progress.step)
         outcome = await loop.run()
@@ -91,6 +89,15 @@ async def _train(
         watchdog.close()
         await loop.parts.collector.cancel()
         await assembled.close()
+
+
+def _newest_checkpoint(run_dir: RunDir, events: EventLog) -> Checkpoint | None:
+    """Where to go on from; whatever came after it is cut."""
+    checkpoint = run_dir.newest_good_checkpoint()
+    for reason in checkpoint.skipped if checkpoint is not None else []:
+        events.warn("checkpoint", f"a checkpoint was passed over: {reason}")
+    run_dir.cut_to(checkpoint.step if checkpoint is not None else -1)
+    return checkpoint
 
 
 def _record_end(run_dir: RunDir, command: str, work: Callable[[], tuple[str, int]]) -> None:
@@ -113,8 +120,9 @@ def _record_end(run_dir: RunDir, command: str, work: Callable[[], tuple[str, int
     except KeyboardInterrupt:
         write("interrupted", "interrupted while it was loading; nothing is lost", True)
         raise
-    except ConfigError:
-        run_dir.free_if_untouched()
+    except ConfigError as error:
+        if not run_dir.free_if_untouched():
+            write("failed", str(error), True)
         raise
     except BaseException as error:
         with contextlib.suppress(ShoalError):  # the disk may be what failed
@@ -141,21 +149,6 @@ def _resume_command(config: RunConfig | SftConfig) -> str:
     return f"shoal {verb} {shlex.quote(str(Path(config.train.output_dir) / 'config.yaml'))} --resume"
 
 
-def _on_signals(interrupt: Callable[[int], None]) -> None:
-    """The first signal asks the loop to stop at a safe point, the second ends the process where it is."""
-    loop = asyncio.get_running_loop()
-
-    def handle(code: int) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.remove_signal_handler(number)
-            signal.signal(number, lambda *_: os._exit(code))
-        interrupt(code)
-
-    loop.add_signal_handler(signal.SIGINT, handle, EXIT_INTERRUPTED)
-    loop.add_signal_handler(signal.SIGTERM, handle, EXIT_TERMINATED)
-    loop.add_signal_handler(signal.SIGHUP, handle, EXIT_TERMINATED)
-
-
 @contextlib.contextmanager
 def _console(every: int):
     console = make_console(every=every)
@@ -180,13 +173,16 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
     path = Path(config.train.output_dir)
     if resume and _already_done(path, config):
         return path
-    tasks = _supervised_tasks(config)
+    check_sinks(config.train.report_to)
+    data = config.dataset
+    tasks = supervised_tasks(DatasetSpec(data.path, data.name, data.split, data.columns, data.max_rows))
+    binding = {**binding_data(config), "data": fingerprint(tasks)}
     command = _resume_command(config)
     if resume and (path / "status.json").exists():
         run_dir = RunDir.resume(path)
-        run_dir.reopen(as_yaml(config), binding_data(config), command)
+        run_dir.reopen(as_yaml(config), binding, command)
     else:
-        run_dir = RunDir.create(path, as_yaml(config), binding_data(config))
+        run_dir = RunDir.create(path, as_yaml(config), binding)
     with run_dir, _console(config.train.logging_steps) as console:
         handler = setup_logging(run_dir.logs, "sft")
         try:
@@ -200,10 +196,13 @@ def _sft(config: SftConfig, tasks: Sequence[Task], run_dir: RunDir, console: Bas
     from shoal.trainer.sft import SupervisedSteps, supervised_samples, train_supervised
 
     train = config.train
+    events = EventLog(run_dir, console)
     model = build.load(train)
+    if model.precision.notice:
+        console.note(model.precision.notice)
     samples, too_long = supervised_samples(tasks, model.chat, model.eos_token_ids[-1], train.sequence_len)
     if too_long:
-        console.warn(f"{too_long} of {len(tasks)} rows do not fit into train.sequence_len and are set aside")
+        events.warn("data", f"{too_long} of {len(tasks)} rows do not fit into train.sequence_len and are set aside")
     per_epoch = max(1, len(samples) // config.batch_size)
     total = train.max_steps or per_epoch * (train.epochs or 1)
     policy = build.make_policy(train, model, total)
@@ -211,56 +210,28 @@ def _sft(config: SftConfig, tasks: Sequence[Task], run_dir: RunDir, console: Bas
     steps = SupervisedSteps(
         policy, samples, config.batch_size, train.sequence_len, train.per_device_train_batch_size, train.seed
     )
-    checkpoint = run_dir.newest_good_checkpoint()
-    run_dir.cut_to(checkpoint.step if checkpoint is not None else -1)
+    checkpoint = _newest_checkpoint(run_dir, events)
     first = 1
     if checkpoint is not None:
         files.load(checkpoint.path)
         first = checkpoint.step + 1
-    stop: list[int] = []
-    for number, code in ((signal.SIGINT, EXIT_INTERRUPTED), (signal.SIGTERM, EXIT_TERMINATED)):
-        signal.signal(number, lambda *_, code=code: stop.append(code))
+    save = SaveCadence(train.save_epochs * per_epoch if train.save_epochs else train.save_steps, train.save_seconds)
+    sinks = build.make_sinks(config, run_dir, events)
     console.begin(f"supervised training of {train.model} for {total} steps in {run_dir.path}", total, first - 1)
-    phases = Phases()
-
-    def after_step(step: int, metrics: dict[str, float]) -> bool:
-        times = phases.take()
-        metrics = {**metrics, "time/step": times["time/step"]}
-        metrics |= throughput({**metrics, "time/train": times["time/step"]}, metrics["tokens/completion"])
-        run_dir.append_metrics(step, metrics)
-        run_dir.append_journal(step, {"version": step})
-        console.step(step, metrics)
-        if stop or step % (train.save_steps or total) == 0 or step == total:
-            with run_dir.checkpoint(step) as folder:
-                files.save(folder)
-            run_dir.prune_checkpoints(train.save_total_limit)
-            run_dir.write_status("running", step=step, reason="checkpoint", resumable=True)
-        return bool(stop)
-
-    done = train_supervised(steps, first, total, after_step)
+    try:
+        with stop_signals() as stop:
+            command = _resume_command(config)
+            record = SupervisedRecorder(
+                run_dir, events, console, sinks, files, save, total, train.save_total_limit, command, stop
+            )
+            done = train_supervised(steps, first, total, record)
+    finally:
+        sinks.close()
     if stop:
         raise Interrupted(f"interrupted after step {done}; the state is saved", stop[0])
     with run_dir.export() as folder:
         files.export(folder)
     return "finished", done
-
-
-def _supervised_tasks(config: SftConfig) -> list[Task]:
-    data = config.dataset
-    spec = DatasetSpec(data.path, data.name, data.split, data.columns, data.max_rows)
-
-    def make(row: Mapping[str, Any]) -> Task:
-        messages = to_messages(row["messages"]) if row.get("messages") is not None else to_messages(row.get("prompt"))
-        if row.get("messages") is None:
-            completion = row.get("completion")
-        else:
-            completion = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
-        if not isinstance(completion, str) or not messages:
-            raise DataError("a row needs messages that end with an assistant's, or a prompt and a completion")
-        return Task(messages, {"completion": completion})
-
-    splits = read_splits(spec, (), make)
-    return [*splits["train"], *splits["eval"]]
 
 
 def evaluate(
@@ -299,4 +270,4 @@ def make_model(kind: str, folder: Path, seed: int = 0) -> None:
 def demo(folder: Path, seed: int = 1) -> None:
     from shoal.demo import run_demo
 
-    run_demo(folder, seed)
+    run_demo(folder, seed, sft, train)

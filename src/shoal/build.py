@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config.orch import DatasetConfig, EnvConfig, EvalConfig, OrchConfig, TemperatureSchedule
 from shoal.config.resolve import as_data, as_yaml, binding_data, resolve_run
-from shoal.config.schema import RunConfig
+from shoal.config.schema import RunConfig, SftConfig
 from shoal.config.train import TrainConfig
 from shoal.envs.catalogue import BUILT_IN, REASONING_GYM
 from shoal.envs.datasets import DatasetSpec, fingerprint
 from shoal.envs.registry import load_environment
 from shoal.envs.user_code import load_function, load_object
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, StoppedByPolicy
 from shoal.observability.console import Console
 from shoal.observability.events import EventLog
 from shoal.observability.run_dir import RunDir
@@ -69,7 +69,8 @@ def prepare(config: RunConfig) -> Prepared:
     check_sinks(config.train.report_to)
     environments = {env.label: _environment(env, orch.dataset) for env in orch.env}
     for env in (orch.eval.env or []) if orch.eval is not None else []:
-        environments.setdefault(env.label, _environment(env, None))
+        if env.label not in environments:  # one that training has too, with the same arguments: checked
+            environments[env.label] = _environment(env, orch.dataset)
     if orch.reward.function is not None:
         function = load_object(orch.reward.function)
         for environment in environments.values():
@@ -81,7 +82,8 @@ def prepare(config: RunConfig) -> Prepared:
         weights=dict.fromkeys(environments, orch.reward.parts) if orch.reward.parts else None,
     )
     trained = [environments[env.label] for env in orch.env]
-    data = fingerprint(task for env in trained for task in _fingerprinted(env))
+    sizes = "+".join(str(len(env.tasks("train"))) for env in trained)
+    data = f"{fingerprint(task for env in trained for task in _fingerprinted(env))} {sizes}"
     pool.start()
     return Prepared(environments, pool, data)
 
@@ -95,10 +97,10 @@ def _environment(env: EnvConfig, dataset: DatasetConfig | None) -> Environment:
     return load_environment(env.id, env.args, env.label, spec)
 
 
-def _fingerprinted(environment: Environment, limit: int = 1000) -> list[Any]:
-    """The first tasks stand for all: reading a million generated ones would cost the start more than it proves."""
+def _fingerprinted(environment: Environment) -> list[Any]:
+    """Generated tasks follow from arguments that are bound too, so the first stand for all; data is read in full."""
     tasks = environment.tasks("train")
-    return [tasks[i] for i in range(min(limit, len(tasks)))]
+    return tasks if isinstance(tasks, list) else [tasks[i] for i in range(min(1000, len(tasks)))]
 
 
 @dataclass
@@ -264,11 +266,23 @@ class Sampler:
     device: ThreadPoolExecutor
 
     async def on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self.device, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self.device, _within_memory, function, *arguments)
 
     async def close(self) -> None:
         await self.engine.close()
         self.device.shutdown(wait=True)
+
+
+def _within_memory(function: Callable[..., Any], *arguments: Any) -> Any:
+    import torch
+
+    try:
+        return function(*arguments)
+    except torch.OutOfMemoryError as error:
+        raise StoppedByPolicy(
+            "the device ran out of memory while training; lower train.per_device_train_batch_size, set "
+            "train.recompute=true, or lower infer.max_num_seqs, then resume from the last checkpoint"
+        ) from error
 
 
 def make_sampler(config: RunConfig, prepared: Prepared) -> Sampler:
@@ -323,7 +337,7 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
         console.note(model.precision.notice)
     if sampler.engine.path != "eager":
         console.note(f"rollouts: {sampler.engine.path}")
-    stream = _stream(orch, prepared, model.chat)
+    stream = _stream(orch, prepared, model.chat, watching.events)
     steps = total_steps(config, len(stream))
     policy = sampler.device.submit(make_policy, train, model, steps).result()
     files = PolicyFiles(policy, model.chat)
@@ -346,7 +360,7 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
         events=watching.events,
         console=console,
         watchdog=watching.watchdog,
-        sinks=_sinks(config, watching.run_dir, watching.events),
+        sinks=make_sinks(config, watching.run_dir, watching.events),
         phases=phases,
         on_device=sampler.on_device,
         token_text=model.chat.token_text,
@@ -355,7 +369,7 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
     return Assembled(loop, files, sampler, parts.sinks)  # type: ignore[arg-type]
 
 
-def _sinks(config: RunConfig, run_dir: RunDir, events: EventLog) -> Sinks:
+def make_sinks(config: RunConfig | SftConfig, run_dir: RunDir, events: EventLog) -> Sinks:
     return open_sinks(
         config.train.report_to,
         run_dir,
@@ -364,9 +378,18 @@ def _sinks(config: RunConfig, run_dir: RunDir, events: EventLog) -> Sinks:
     )
 
 
-def _stream(orch: OrchConfig, prepared: Prepared, chat: Chat) -> PromptStream:
+def _stream(orch: OrchConfig, prepared: Prepared, chat: Chat, events: EventLog) -> PromptStream:
     assert orch.seq_len is not None and orch.sampling.max_tokens is not None and orch.sampling.seed is not None
-    fits = _fits(chat, orch.seq_len - orch.sampling.max_tokens)
+    room = orch.seq_len - orch.sampling.max_tokens
+    fitting = _fits(chat, room)
+
+    def fits(messages: Sequence[Message]) -> bool:
+        if fitting(messages):
+            return True
+        if not events.counts["set-aside"]:  # said once; the journal counts
+            events.warn("set-aside", f"a prompt is longer than {room} tokens (seq_len - max_tokens) and is set aside")
+        return False
+
     weights = {env.label: env.weight for env in orch.env}
     return PromptStream(prepared.environments, weights, orch.sampling.seed, fits, _buffer(orch))
 
@@ -472,12 +495,12 @@ def _advantages(orch: OrchConfig) -> Any:
     return Normaliser(advantage.mean, advantage.std or "none", advantage.leave_one_out, advantage.eps)
 
 
-def _evaluator(orch: OrchConfig, environments: Mapping[str, Environment], runner: Any, chat: Chat) -> Evaluator:
-    assert orch.eval is not None and orch.seq_len is not None
+def _evaluator(orch: OrchConfig, environments: Mapping[str, Environment], runner: GroupRunner, chat: Chat) -> Evaluator:
+    assert orch.eval is not None and orch.seq_len is not None and orch.eval.sampling.seed is not None
     sampling = eval_sampling_params(orch)
     names = [env.label for env in orch.eval.env or orch.env]
     return Evaluator(
-        runner.run,
+        runner.with_seed(orch.eval.sampling.seed).run,
         {name: environments[name] for name in names},
         _fits(chat, orch.seq_len - sampling.max_tokens),
         EvalSettings(orch.eval.num_examples, orch.eval.rollouts_per_example, sampling, orch.deadline_s),

@@ -7,16 +7,21 @@ in the same folder, it continues where it stopped.
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from shoal import api
 from shoal.config.checks import check_run, check_sft
 from shoal.config.load import load_run, load_sft
 from shoal.config.resolve import resolve_run, resolve_sft
+from shoal.config.schema import RunConfig, SftConfig
 from shoal.envs.reverse_text import ReverseText
+from shoal.errors import ConfigError
+from shoal.observability.atomic import storage, write_atomic
+from shoal.observability.checkpoints import write_folder
 from shoal.observability.run_dir import is_used, read_metrics
 
 # One token a character and no system prompt: short texts, so that a step takes a fraction of a second.
@@ -24,21 +29,26 @@ TEXTS = {"min_len": 8, "max_len": 12, "system_prompt": ""}
 WARM_UP_ROWS, WARM_UP_STEPS, GRPO_STEPS = 5000, 50, 240
 HELD_OUT = 200
 
+Sft = Callable[..., Path]  # api.sft and api.train, handed in because they stand above this file
+Train = Callable[..., Path]
 
-def run_demo(folder: Path, seed: int = 1) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+
+def run_demo(folder: Path, seed: int, sft: Sft, train: Train) -> None:
+    _prepare_folder(folder, seed)
     model = folder / "model"
-    if not (model / "config.json").exists():
+    if not model.exists():
         print(f"demo 1/3: a tiny model of random weights and a character tokenizer in {model}")
-        api.make_model("tiny", model, seed)
+        _make_model(model, seed)
     print(f"demo 2/3: warm-up, {WARM_UP_STEPS} supervised steps on solved examples (shoal sft {folder / 'sft.yaml'})")
-    warm = _warm_up(folder, seed)
+    _write_examples(folder / "warm-up.jsonl", seed)
+    sft(_sft_config(folder), resume=is_used(folder / "sft"))
     print(f"demo 3/3: GRPO, {GRPO_STEPS} steps on rewards alone (shoal grpo {folder / 'grpo.yaml'})")
-    run = _improve(folder, warm, seed)
+    run = train(_grpo_config(folder), resume=is_used(folder / "grpo"))
     before, after = held_out(run)
+    again = f"{shlex.quote(str(folder / 'grpo.yaml'))} train.output_dir={shlex.quote(str(folder / 'again'))}"
     print(f"held-out reward: {before:.3f} after the warm-up, {after:.3f} after GRPO ({after - before:+.3f})")
     print(f"the run is in {run}: open {run / 'report.html'} to read its curves and every rollout")
-    print(f"try next: shoal eval {run / 'final'} --env reverse-text, or your own environment (docs/start.md)")
+    print(f"try next: shoal grpo {again} train.loss.type=dapo, or your own environment (docs/start.md)")
 
 
 def held_out(run: Path) -> tuple[float, float]:
@@ -47,32 +57,56 @@ def held_out(run: Path) -> tuple[float, float]:
     return means[0], means[-1]
 
 
-def _warm_up(folder: Path, seed: int) -> Path:
-    data, file = folder / "warm-up.jsonl", folder / "sft.yaml"
+def _prepare_folder(folder: Path, seed: int) -> None:
+    """Write the two configurations, or find the same ones there; anything else in the folder is somebody's work."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"command line: --dir: {folder} is a file; name a folder")
+    plans = {folder / "sft.yaml": _sft(folder, seed), folder / "grpo.yaml": _grpo(folder, seed)}
+    with storage(f"write the demo into {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not (folder / "sft.yaml").exists():
+            raise ConfigError(f"command line: --dir: {folder} is not empty and holds no demo; name another folder")
+        texts = {file: yaml.safe_dump(plan, sort_keys=False) for file, plan in plans.items()}
+        for file, text in texts.items():
+            if file.exists() and file.read_text("utf-8") != text:
+                raise ConfigError(
+                    f"command line: --dir: {file} is not what this demo runs (another --seed, or it was edited); "
+                    "name another folder with --dir, or remove this one"
+                )
+    for file, text in texts.items():
+        write_atomic(file, text.encode())
+
+
+def _make_model(folder: Path, seed: int) -> None:
+    from shoal.models.shapes import make_model
+
+    with write_folder(folder) as unfinished:
+        make_model("tiny", unfinished, seed)
+
+
+def _write_examples(file: Path, seed: int) -> None:
+    """Solved tasks of the train split; what is evaluated is never among them."""
     environment = ReverseText(**TEXTS, num_train=WARM_UP_ROWS, seed=seed)
-    with data.open("w", encoding="utf-8") as lines:
-        for task in environment.tasks("train"):
-            answer = {"role": "assistant", "content": environment.solution(task)}
-            lines.write(json.dumps({"messages": [*task.messages, answer]}) + "\n")
-    _write(file, _sft(folder, data, seed))
-    loaded = load_sft(str(file))
+    lines = (
+        json.dumps({"messages": [*task.messages, {"role": "assistant", "content": environment.solution(task)}]}) + "\n"
+        for task in environment.tasks("train")
+    )
+    write_atomic(file, (line.encode() for line in lines))
+
+
+def _sft_config(folder: Path) -> SftConfig:
+    loaded = load_sft(str(folder / "sft.yaml"))
     check_sft(loaded.config).raise_errors(loaded.origins)
-    return api.sft(resolve_sft(loaded.config), resume=is_used(folder / "sft")) / "final"
+    return resolve_sft(loaded.config)
 
 
-def _improve(folder: Path, warm: Path, seed: int) -> Path:
-    file = folder / "grpo.yaml"
-    _write(file, _grpo(folder, warm, seed))
-    loaded = load_run(str(file))
+def _grpo_config(folder: Path) -> RunConfig:
+    loaded = load_run(str(folder / "grpo.yaml"))
     check_run(loaded.config).raise_errors(loaded.origins)
-    return api.train(resolve_run(loaded.config), resume=is_used(folder / "grpo"))
+    return resolve_run(loaded.config)
 
 
-def _write(file: Path, config: dict[str, Any]) -> None:
-    file.write_text(yaml.safe_dump(config, sort_keys=False), "utf-8")
-
-
-def _sft(folder: Path, data: Path, seed: int) -> dict[str, Any]:
+def _sft(folder: Path, seed: int) -> dict[str, Any]:
     return {
         "train": {
             "model": str(folder / "model"),
@@ -88,15 +122,15 @@ def _sft(folder: Path, data: Path, seed: int) -> dict[str, Any]:
             "logging_steps": 10,
             "save_steps": WARM_UP_STEPS,
         },
-        "dataset": {"path": str(data)},
+        "dataset": {"path": str(folder / "warm-up.jsonl")},
         "batch_size": 64,
     }
 
 
-def _grpo(folder: Path, warm: Path, seed: int) -> dict[str, Any]:
+def _grpo(folder: Path, seed: int) -> dict[str, Any]:
     return {
         "train": {
-            "model": str(warm),
+            "model": str(folder / "sft" / "final"),
             "output_dir": str(folder / "grpo"),
             "seed": seed,
             "max_steps": GRPO_STEPS,

@@ -12,7 +12,7 @@ import pytest
 from .helpers.processes import WarmPython
 from .helpers.runs import REVERSE_ARGS, SUM_ARGS, Run, base_config
 
-WARM_UP = ["train.learning_rate=3e-3", "train.sequence_len=128", "batch_size=32", "train.save_steps=1000"]
+WARM_UP = ["train.learning_rate=3e-3", "train.sequence_len=256", "batch_size=32", "train.save_steps=1000"]
 
 
 @pytest.fixture(scope="session")
@@ -43,12 +43,13 @@ def raw_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tasks_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Solved tasks of the two environments the tests train on."""
+    """Solved tasks of the environments the tests train on; the quickstart's have a long prompt of their own."""
     from shoal.envs.registry import load_environment
 
     file = tmp_path_factory.mktemp("data") / "tasks.jsonl"
     with file.open("w") as lines:
-        for name, args in (("reverse-text", REVERSE_ARGS), ("arithmetic", SUM_ARGS)):
+        quickstart = ("reverse-text", {"num_train": 80})
+        for name, args in (("reverse-text", REVERSE_ARGS), ("arithmetic", SUM_ARGS), quickstart):
             environment: Any = load_environment(name, args)
             for task in environment.tasks("train"):
                 answer = {"role": "assistant", "content": environment.solution(task)}

@@ -121,6 +121,9 @@ def _check_old(train: TrainConfig, spec: LossSpec, findings: Findings) -> None:
 def _check_reference(train: TrainConfig, findings: Findings) -> None:
     if train.reference == "adapter-off" and not train.lora:
         findings.error("train.reference", "adapter-off needs train.lora: true", "use frozen, or turn LoRA on")
+    if train.reference in ("adapter-off", "frozen") and train.loss.kl.beta == 0:
+        what = f"is {train.reference}, but without train.loss.kl.beta nothing is compared with a reference"
+        findings.error("train.reference", what, "leave it out, or set beta above 0")
     if train.reference == "none" and train.loss.kl.beta > 0:
         what = f"is none, but train.loss.kl.beta is {train.loss.kl.beta:g}"
         findings.error("train.reference", what, "leave it out, or set beta to 0")

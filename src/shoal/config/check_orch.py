@@ -28,6 +28,7 @@ def check_orch(orch: OrchConfig, findings: Findings) -> None:
     _check_buffer(orch, findings)
     _check_envs(orch, findings)
     _check_staleness(orch, findings)
+    _check_eval(orch, findings)
     url = urlsplit(orch.client.base_url)
     if url.scheme not in ("http", "https") or not url.netloc:
         findings.error(
@@ -168,6 +169,23 @@ def _check_staleness(orch: OrchConfig, findings: Findings) -> None:
     if orch.max_off_policy_steps < reached:
         what = f"is {orch.max_off_policy_steps}, but rollouts can get {reached} versions old; those are dropped"
         findings.notice("orch.max_off_policy_steps", what)
+
+
+def _check_eval(orch: OrchConfig, findings: Findings) -> None:
+    if orch.eval is None:
+        return
+    trained = {env.label: env for env in orch.env}
+    for index, env in enumerate(orch.eval.env or []):
+        other = trained.get(env.label)
+        if other is not None and (env.id, env.args) != (other.id, other.args):
+            what = f"is called {show(env.label)} like an environment of training, but is another"
+            findings.error(f"orch.eval.env.{index}", what, "give it another name:")
+    if orch.weight_sync_interval == 0:
+        what = "would score the same weights every time: with weight_sync_interval 0 the sampler keeps the first ones"
+        findings.error("orch.eval", what, "remove it, or set orch.weight_sync_interval to 1 or more")
+    elif orch.eval.interval % orch.weight_sync_interval:
+        what = f"is no multiple of weight_sync_interval ({orch.weight_sync_interval})"
+        findings.notice("orch.eval.interval", what, "an evaluation scores the weights of the last sync")
 
 
 def check_dataset(dataset: DatasetConfig, key: str, findings: Findings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from shoal.config.train import TrainConfig
 # Usual ranges of the peak learning rate for RL; LoRA takes about ten times as much.
 FULL_RATES = (5e-7, 5e-5)
 LORA_FACTOR = 10
+# Our key → PEFT's: what an adapter to start from has decided already.
+ADAPTER_KEYS = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?\Z")
 
 
@@ -66,9 +69,18 @@ def model_problem(model: str) -> tuple[str, str] | None:
 def _check_adapter(train: TrainConfig, adapter_path: str, findings: Findings) -> None:
     if not train.lora:
         findings.error("train.adapter_path", "needs train.lora: true", "set it, or remove adapter_path")
-    if not (Path(adapter_path).expanduser() / "adapter_config.json").is_file():
-        what = f"{show(adapter_path)} holds no adapter_config.json"
+    file = Path(adapter_path).expanduser() / "adapter_config.json"
+    try:
+        adapter = dict(json.loads(file.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        what = f"{show(adapter_path)} holds no adapter_config.json that can be read"
         findings.error("train.adapter_path", what, "name a folder that PEFT wrote")
+        return
+    for ours, theirs in ADAPTER_KEYS.items():
+        wanted, found = getattr(train, ours), adapter.get(theirs)
+        if given(train, ours) and wanted != found:
+            what = f"is {show(wanted)}, but the adapter at train.adapter_path has {show(found)}"
+            findings.error(f"train.{ours}", what, "leave it out: an adapter to start from keeps its own shape")
 
 
 def _check_lora(train: TrainConfig, findings: Findings) -> None:

@@ -95,7 +95,7 @@ class TrainConfig(Section):
         default="auto", description="Precision; auto is bf16 on a GPU and fp32 on a CPU."
     )
     recompute: Literal["auto"] | bool = Field(
-        default="auto", description="Recompute activations in backward; auto as the memory plan says."
+        default="auto", description="Recompute activations in backward to save memory; auto is false in this version."
     )
     lora: bool = Field(default=False, description="Train low-rank adapters instead of all weights.")
     lora_rank: PositiveInt = Field(default=16, description="Rank of the adapters.")

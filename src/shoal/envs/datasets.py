@@ -54,6 +54,11 @@ def read_splits(spec: DatasetSpec, needed: Sequence[str], make: MakeTask) -> dic
     return {"train": [task for task in train[:keep] if _canonical(task.messages) not in asked], "eval": held}
 
 
+def has_eval_split(spec: DatasetSpec) -> bool:
+    """Whether the data set brings a held-out split of its own."""
+    return _eval_split(spec, spec.split or "train") is not None
+
+
 def to_messages(prompt: Any) -> list[Message]:
     """A prompt column as messages: text, or a list of {role, content}. Raises DataError for anything else."""
     if isinstance(prompt, str):
@@ -145,7 +150,7 @@ def _eval_split(spec: DatasetSpec, train_split: str) -> str | None:
     if spec.path is None:
         available = _hub_splits(spec)
         return next((name for name in EVAL_SPLITS if name in available and name != train_split), None)
-    path = Path(spec.path)
+    path = Path(spec.path).expanduser()
     if path.is_dir():
         return next((name for name in EVAL_SPLITS if name != train_split and _split_files(path, name)), None)
     return None

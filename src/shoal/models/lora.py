@@ -48,6 +48,7 @@ def attach(model: nn.Module, settings: LoraSettings) -> PeftModel:
 
 
 def _from_adapter(model: nn.Module, folder: str) -> PeftModel:
+    folder = str(Path(folder).expanduser())
     if not (Path(folder) / "adapter_config.json").exists():
         raise ModelError(f"train.adapter_path: {folder!r} holds no adapter_config.json")
     wrapped = PeftModel.from_pretrained(model, folder, is_trainable=True, autocast_adapter_dtype=False)  # type: ignore[arg-type]

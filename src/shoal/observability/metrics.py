@@ -27,7 +27,12 @@ def _catalogue(*metrics: Metric) -> dict[str, Metric]:
 
 
 CATALOGUE = _catalogue(
-    Metric("reward/mean", "Mean reward of the rollouts that were trained on.", "reward", "rises over the run"),
+    Metric(
+        "reward/mean",
+        "Mean reward as training sees it, over all scored rollouts.",
+        "reward",
+        "rises over the run",
+    ),
     Metric("reward/std", "Spread of the rewards within the step.", "reward", "above 0; 0 teaches nothing"),
     Metric("reward/raw_mean", "Mean reward as environments gave it, over all scored rollouts.", "reward", "rises"),
     Metric("reward/error_frac", "Share of rollouts whose reward function failed.", "fraction", "0"),

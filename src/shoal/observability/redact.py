@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "[hidden]"
-_SECRET_NAME = re.compile(r"(?:_|^)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+SECRET_NAME = re.compile(r"(?:(?:_|^)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWD|CREDENTIALS?)|PASSWORD)$", re.IGNORECASE)
 _SHORTEST = 8  # shorter values are words like "true", and hiding them would garble ordinary text
 
 _added: set[str] = set()
@@ -26,7 +26,7 @@ def add_secret(value: str) -> None:
 def secret_values(environment: Mapping[str, str] | None = None) -> list[str]:
     """All values to hide, longest first, so that one containing another is hidden whole."""
     environment = os.environ if environment is None else environment
-    found = {value for name, value in environment.items() if _SECRET_NAME.search(name) and len(value) >= _SHORTEST}
+    found = {value for name, value in environment.items() if SECRET_NAME.search(name) and len(value) >= _SHORTEST}
     return sorted(found | _added, key=lambda value: (-len(value), value))
 
 

@@ -105,10 +105,12 @@ class RunDir:
             self.close()
             raise
 
-    def free_if_untouched(self) -> None:
-        """A run that was refused before its first step never was: the folder may be used again."""
-        if self.status.get("reason") == "started" and not self.checkpoints.steps():
+    def free_if_untouched(self) -> bool:
+        """A run that was refused before its first step never was: the folder may be used again. True if it was so."""
+        untouched = self.status.get("reason") == "started" and not self.checkpoints.steps()
+        if untouched:
             remove_quietly(self.path / "status.json")
+        return untouched
 
     def write_config(self, resolved_config_text: str) -> None:
         write_config(self.path, resolved_config_text)

@@ -128,11 +128,11 @@ class Collector:
         """Why the group teaches nothing, or None if it is kept."""
         if self._is_stale(group, version):
             return "stale"
-        rewards = group.rewards
-        verdict = judge_group(rewards)
-        if verdict == "too-few-scored":
+        verdict = judge_group(group.rewards)
+        if verdict == "too-few-scored" and (self.admission.group > 1 or not group.rewards):
             return verdict
-        if verdict != "mixed" and self._rules.uniform != "keep":
+        # A group of one, which only batch statistics allow, is kept as it is: there is nothing to compare within it.
+        if self.admission.group > 1 and verdict != "mixed" and self._rules.uniform != "keep":
             raw = [r.raw_reward for r in group.rollouts if r.scored and r.raw_reward is not None]
             return "uniform-good" if min(raw) >= GOOD_REWARD else "uniform-bad"
         if self._rules.keep is not None and not self._rules.keep(group):

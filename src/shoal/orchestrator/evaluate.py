@@ -53,15 +53,35 @@ class Evaluator:
         metrics: dict[str, float] = {}
         everything: list[RolloutGroup] = []
         for name, prompts in self._prompts.items():
-            runs = [self._run_group(p, self._settings.rollouts_per_example, self._settings.sampling) for p in prompts]
-            try:
-                groups = await asyncio.wait_for(asyncio.gather(*runs), self._settings.deadline_s)
-            except TimeoutError:
-                limit = self._settings.deadline_s
-                raise DeadlineError(f"the evaluation of {name} did not finish within {limit:.0f} s") from None
+            groups = await self._run_all(name, prompts)
             metrics |= {f"eval/{name}/{key}": value for key, value in summarise(groups).items()}
             everything += groups
         return metrics, everything
+
+    async def _run_all(self, name: str, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+        """All groups, in order. The deadline is on going without any progress, as in training."""
+        settings = self._settings
+        runs = [
+            asyncio.ensure_future(self._run_group(prompt, settings.rollouts_per_example, settings.sampling))
+            for prompt in prompts
+        ]
+        pending = set(runs)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending, timeout=settings.deadline_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                for run in done:
+                    run.result()  # a broken engine is told at once
+                if not done:
+                    limit = f"{settings.deadline_s:.0f} s"
+                    raise DeadlineError(
+                        f"the evaluation of {name} waited {limit} and none of {len(pending)} groups ended"
+                    )
+        finally:
+            for run in pending:
+                run.cancel()
+        return [run.result() for run in runs]
 
 
 def summarise(groups: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from shoal.algorithms.advantages import reward_kl
 from shoal.batching.pack import make_batches
 from shoal.batching.samples import rollout_samples
 from shoal.observability.metrics import Tally
-from shoal.protocols import Policy
+from shoal.protocols import PendingResults, Policy
 from shoal.types import Batch, Rollout, RolloutGroup, Row, Sample
 
 OnDevice = Callable[..., Awaitable[Any]]
@@ -127,15 +127,16 @@ class Learner:
                 for micro in self._micro_batches(batch.rows):
                     pending.append((micro, await self._forward_backward(micro, source)))
                 outcome = await self._on_device(self._policy.optim_step)
-                self._report(pending, outcome, tally, learned, first=epoch == 0)
+                # Read on the device's thread: a copy from another one would break a graph being captured there.
+                results = await self._on_device(_read_all, pending)
+                self._report(results, outcome, tally, learned, first=epoch == 0)
         return learned
 
     async def _forward_backward(self, micro: Sequence[Row], source: str) -> Any:
         return await self._on_device(self._policy.forward_backward, micro, self._objective, source)
 
-    def _report(self, pending: list[Any], outcome: Any, tally: Tally, learned: Learned, *, first: bool) -> None:
-        for micro, result in pending:
-            metrics, logprobs = result.read()
+    def _report(self, results: list[Any], outcome: Any, tally: Tally, learned: Learned, *, first: bool) -> None:
+        for micro, (metrics, logprobs) in results:
             tally.add_all(metrics)
             if first:
                 for row, values in zip(micro, logprobs, strict=True):
@@ -149,6 +150,10 @@ class Learner:
     def _micro_batches(self, rows: Sequence[Row]) -> list[list[Row]]:
         size = self._settings.rows_per_micro_batch
         return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+
+def _read_all(pending: Sequence[tuple[Sequence[Row], PendingResults]]) -> list[Any]:
+    return [(micro, result.read()) for micro, result in pending]
 
 
 def _note_rows(learned: Learned, row: Row, logprobs: np.ndarray) -> None:

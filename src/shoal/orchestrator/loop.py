@@ -238,8 +238,7 @@ class Loop:
     def _record(self, step: int, metrics: dict[str, float], collected: Collected, learned: Learned) -> None:
         """Rollouts, metrics, then the journal: a step exists once its journal record does."""
         parts = self.parts
-        times = parts.phases.take()
-        metrics = {**metrics, **times}
+        metrics = {**metrics, **parts.phases.take()}
         metrics |= throughput(metrics, learned.row_tokens * bool(learned.trained_rollouts) or None)
         parts.run_dir.write_rollouts(step, rollout_lines(collected.all, learned.policy_logprobs, parts.token_text))
         parts.sinks.log(step, metrics)
@@ -250,7 +249,8 @@ class Loop:
                 "weights": self._served,
                 "rollout_ids": learned.trained_rollouts,
                 "dropped": {group.prompt.group_id: group.drop_reason for group in collected.dropped},
-                "cursor": parts.stream.state()["positions"],
+                "cursor": parts.stream.cursor.positions,
+                "set_aside": parts.stream.cursor.set_aside,
             },
         )
         parts.console.step(step, metrics)
@@ -279,12 +279,8 @@ class Loop:
         )
 
     def state(self) -> dict[str, Any]:
-        parts = self.parts
-        return {
-            "progress": replace(self.progress),
-            "cursor": parts.stream.state(),
-            "collector": parts.collector.state(),
-        }
+        stream, collector = self.parts.stream.state(), self.parts.collector.state()
+        return {"progress": replace(self.progress), "cursor": stream, "collector": collector}
 
     async def restore(self, folder: Path) -> None:
         state = msgspec.json.decode((folder / LOOP_FILE).read_bytes())

@@ -10,16 +10,16 @@ import contextlib
 import ctypes
 import faulthandler
 import os
-import re
 import resource
 import signal
 import sys
 from collections.abc import Collection
 from pathlib import Path
 
+from shoal.observability.redact import SECRET_NAME
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-SECRET_NAME = re.compile(r"(_KEY|_TOKEN|_SECRET|PASSWORD)$", re.IGNORECASE)
 _RESET_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM, signal.SIGPIPE)
 
 

@@ -64,6 +64,11 @@ class GroupRunner:
         self._tokens = tokens
         self._settings = settings
 
+    def with_seed(self, seed: int) -> GroupRunner:
+        """The same runner drawing from another seed, for held-out rollouts."""
+        settings = replace(self._settings, seed=seed)
+        return GroupRunner(self._engine, self._environments, self._judge, self._tokens, settings)
+
     async def run(self, prompt: Prompt, size: int, sampling: SamplingParams, phase: Phase = _untimed) -> RolloutGroup:
         """`size` rollouts of one prompt, all started together so that the engine reads the prompt once."""
         version = self._engine.version

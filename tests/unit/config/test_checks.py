@@ -76,6 +76,9 @@ def test_corrections_and_kl_where_they_exist(loss: str):
         (["train.loss.type=decoupled", "train.recompute_old=false"], "train.recompute_old"),
         (["train.loss={type: grpo, kl: {beta: 0.1, in: reward, estimator: k3}}"], "train.loss.kl.estimator"),
         (["train.loss={type: grpo, kl: {beta: 0.1}}", "train.reference=none"], "train.reference"),
+        (["train.loss.type=grpo", "train.reference=frozen"], "train.reference"),
+        (["orch.eval={env: [{id: arithmetic, args: {level: 3}}]}"], "orch.eval.env.0"),
+        (["orch.eval.interval=5", "orch.weight_sync_interval=0"], "orch.eval"),
         (["orch.advantage={mean: batch, leave_one_out: true}"], "orch.advantage.leave_one_out"),
         (["orch.advantage={std: none, eps: 0.1}"], "orch.advantage.eps"),
         (["orch.advantage={function: 'a:b', std: none}"], "orch.advantage.function"),
@@ -129,6 +132,7 @@ def test_refused(overrides: list[str], key: str):
         ["orch.groups.uniform=keep", "train.loss.type=grpo"],
         ["infer.engine=vllm", "infer.port=9000", "infer.tp=2", "infer.engine_args={enforce_eager: true}"],
         ["orch.env=[arithmetic, {id: arithmetic, name: harder, args: {level: 2}}]"],
+        ["orch.eval={env: [{id: arithmetic, name: harder, args: {level: 3}}]}"],
     ],
 )
 def test_accepted(overrides: list[str]):
@@ -145,6 +149,7 @@ def test_accepted(overrides: list[str]):
         (["orch.sampling.top_p=0.9"], "orch.sampling"),
         (["orch.rollouts_per_example=4"], "orch.rollouts_per_example"),
         (["orch.weight_sync_interval=4", "orch.max_off_policy_steps=1"], "orch.max_off_policy_steps"),
+        (["orch.eval.interval=5", "orch.weight_sync_interval=2"], "orch.eval.interval"),
         (["train.noise_scheduler.enabled=true"], "train.noise_scheduler.num_stages"),
     ],
 )
@@ -156,3 +161,10 @@ def test_noticed_not_refused(overrides: list[str], key: str):
 def test_no_notice_where_none_is_due():
     assert notices("orch.reward.scale=10") == []  # masked divides by no spread
     assert notices("train.loss.ratio_type=sequence", "orch.sampling.max_tokens=64") == []
+
+
+def test_an_adapter_to_start_from_keeps_its_own_shape(tmp_path: Path):
+    (tmp_path / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 64, "lora_dropout": 0.0}')
+    start = ("train.lora=true", f"train.adapter_path={tmp_path}")
+    assert errors(*start) == errors(*start, "train.lora_rank=8", "train.lora_alpha=64") == []
+    assert errors(*start, "train.lora_rank=4", "train.lora_dropout=0.1") == ["train.lora_rank", "train.lora_dropout"]

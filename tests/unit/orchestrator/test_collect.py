@@ -300,3 +300,15 @@ def test_every_dispatched_group_is_settled_exactly_once(
             assert len(step.kept) == groups
         elif uniform == "refill" and len(step.kept) < groups:
             assert len(step.dropped) >= max_refill * groups, "a short step has spent its refills"
+
+
+def test_a_group_of_one_is_kept_for_batch_statistics():
+    """Nothing can be compared within it; only a rollout without a score is set aside."""
+
+    def rewards(prompt: Prompt) -> Sequence[float | None]:
+        return [None] if prompt.index % 2 else [1.0]
+
+    collector, runner = make_collector(rewards, Admission(4, 1), GroupRules(uniform="keep"))
+    (step,) = steps_of(collector, runner, 1)
+    assert len(step.kept) == 4 and all(group.rewards == [1.0] for group in step.kept)
+    assert {group.drop_reason for group in step.dropped} <= {"too-few-scored"}

@@ -87,3 +87,19 @@ def test_an_evaluation_past_its_deadline_names_the_environment():
     evaluator = Evaluator(never, {"a": Letters(1, "a", size_eval=1)}, fits, settings(deadline_s=0.05))
     with pytest.raises(DeadlineError, match="evaluation of a"):
         asyncio.run(evaluator.evaluate())
+
+
+def test_a_slow_evaluation_that_moves_is_not_past_its_deadline():
+    """Ten groups, one after another, each well within the deadline and all together far beyond it."""
+    turn = asyncio.Semaphore(1)
+
+    async def slowly(prompt: Prompt, size: int, sampling: SamplingParams) -> RolloutGroup:
+        async with turn:
+            await asyncio.sleep(0.05)
+        return make_group(prompt, [float(prompt.index)] * size)
+
+    evaluator = Evaluator(
+        slowly, {"a": Letters(1, "a", size_eval=10)}, fits, settings(num_examples=10, deadline_s=0.25)
+    )
+    metrics, groups = asyncio.run(evaluator.evaluate())
+    assert [group.prompt.index for group in groups] == list(range(10)) and metrics["eval/a/mean"] == 4.5

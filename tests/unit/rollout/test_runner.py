@@ -20,7 +20,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.rewards.shaping import RewardShape
 from shoal.rollout.embedded import EmbeddedRolloutEngine
 from shoal.rollout.runner import GroupRunner, RunnerSettings, rollout_seed
-from shoal.types import Message, Prompt, RolloutGroup, SamplingParams, Task
+from shoal.types import FinishReason, Message, Prompt, Request, RolloutGroup, SamplingParams, Task
 from support.engines import make_engine
 from support.models import EOS, TOKENIZER, small_decoder
 from support.scripted import Script, ScriptedEngine
@@ -249,3 +249,16 @@ def test_with_the_embedded_engine(pool: RewardPool, device: Any) -> None:
 def device() -> Iterator[Any]:
     with ThreadPoolExecutor(1) as executor:
         yield executor
+
+
+def test_another_seed_draws_other_rollouts(pool: RewardPool) -> None:
+    seeds: list[int] = []
+
+    def answer(request: Request) -> tuple[str, FinishReason]:
+        seeds.append(request.sampling.seed)
+        return "word", "stop"
+
+    runner = GroupRunner(ScriptedEngine(answer), ENVIRONMENTS, pool, CHAT, RunnerSettings(256, seed=1))
+    for chosen in (runner, runner.with_seed(1), runner.with_seed(2)):
+        asyncio.run(chosen.run(desk("plain"), 1, SamplingParams(max_tokens=32)))
+    assert seeds[0] == seeds[1] != seeds[2]

@@ -1,0 +1,47 @@
+"""Rows for supervised training: both spellings, and a held-out split that stays held out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.envs.datasets import DatasetSpec
+from shoal.envs.supervised import supervised_tasks
+from shoal.errors import DataError
+
+
+def write(file: Path, *rows: dict) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+
+
+def test_messages_and_prompt_with_completion(tmp_path: Path):
+    answer = {"role": "assistant", "content": "ONE"}
+    write(
+        tmp_path / "rows.jsonl",
+        {"messages": [{"role": "user", "content": "one"}, answer]},
+        {"prompt": "two", "completion": "TWO"},
+    )
+    tasks = supervised_tasks(DatasetSpec(str(tmp_path / "rows.jsonl")))
+    assert [(task.messages[0]["content"], task.data["completion"]) for task in tasks] == [
+        ("one", "ONE"),
+        ("two", "TWO"),
+    ]
+
+
+@pytest.mark.parametrize("home", [False, True])
+def test_a_test_split_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: bool):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "train.jsonl", {"prompt": "a", "completion": "A"})
+    write(folder / "test.jsonl", {"prompt": "b", "completion": "B"})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tasks = supervised_tasks(DatasetSpec("~/data" if home else str(folder)))
+    assert [task.data["completion"] for task in tasks] == ["A"]
+
+
+def test_a_row_without_an_answer_is_not_usable(tmp_path: Path):
+    write(tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "one"}]})
+    with pytest.raises(DataError, match="end with an assistant's"):
+        supervised_tasks(DatasetSpec(str(tmp_path / "rows.jsonl")))
