@@ -18,6 +18,7 @@ from shoal.envs.datasets import DatasetSpec, fingerprint
 from shoal.envs.supervised import supervised_tasks
 from shoal.errors import (
     ConfigError,
+    DeadlineError,
     Interrupted,
     ShoalError,
     StoppedByPolicy,
@@ -82,6 +83,8 @@ async def _train(
         with run_dir.export() as folder:
             await loop.parts.on_device(assembled.files.export, folder)
         return outcome, loop.progress.step
+    except DeadlineError:
+        raise  # the device may be what hangs; the newest checkpoint stands
     except StoppedByPolicy:
         await loop.save()
         raise
@@ -200,7 +203,7 @@ def _sft(config: SftConfig, tasks: Sequence[Task], run_dir: RunDir, console: Bas
     model = build.load(train)
     if model.precision.notice:
         console.note(model.precision.notice)
-    samples, too_long = supervised_samples(tasks, model.chat, model.eos_token_ids[-1], train.sequence_len)
+    samples, too_long = supervised_samples(tasks, model.chat, _end_id(model), train.sequence_len)
     if too_long:
         events.warn("data", f"{too_long} of {len(tasks)} rows do not fit into train.sequence_len and are set aside")
     per_epoch = max(1, len(samples) // config.batch_size)
@@ -232,6 +235,14 @@ def _sft(config: SftConfig, tasks: Sequence[Task], run_dir: RunDir, console: Bas
     with run_dir.export() as folder:
         files.export(folder)
     return "finished", done
+
+
+def _end_id(model: build.Model) -> int:
+    """What a completion is taught to end with: the template's own end of a turn, where it has one."""
+    from shoal.models.load import turn_end_id
+
+    end = turn_end_id(model.chat.tokenizer)
+    return end if end is not None else model.eos_token_ids[-1]
 
 
 def evaluate(

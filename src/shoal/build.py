@@ -7,6 +7,7 @@ threaded exists. `assemble` loads the model and puts the loop together. Heavy im
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from shoal.envs.catalogue import BUILT_IN, REASONING_GYM
 from shoal.envs.datasets import DatasetSpec, fingerprint
 from shoal.envs.registry import load_environment
 from shoal.envs.user_code import load_function, load_object
-from shoal.errors import ConfigError, StoppedByPolicy
+from shoal.errors import ConfigError, DeadlineError, StoppedByPolicy
 from shoal.observability.console import Console
 from shoal.observability.events import EventLog
 from shoal.observability.run_dir import RunDir
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from shoal.rollout.embedded import EmbeddedRolloutEngine
     from shoal.rollout.runner import GroupRunner
     from shoal.trainer.policy import TrainedPolicy
+
+
+CLOSE_LIMIT_S = 20.0
 
 
 @dataclass
@@ -264,13 +268,25 @@ class Sampler:
     engine: EmbeddedRolloutEngine
     runner: GroupRunner
     device: ThreadPoolExecutor
+    deadline_s: float = 600.0
 
     async def on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self.device, _within_memory, function, *arguments)
+        work = asyncio.get_running_loop().run_in_executor(self.device, _within_memory, function, *arguments)
+        try:
+            return await asyncio.wait_for(work, self.deadline_s)
+        except TimeoutError:
+            name = getattr(function, "__name__", "work")
+            raise DeadlineError(
+                f"the loop waited {self.deadline_s:.0f} s for the device to do {name}; raise orch.deadline_s if a step "
+                "takes that long here"
+            ) from None
 
     async def close(self) -> None:
-        await self.engine.close()
-        self.device.shutdown(wait=True)
+        """Wait for the device's thread, but not for ever: it may be what hangs."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.engine.close(), CLOSE_LIMIT_S)
+            self.device.submit(int).result(CLOSE_LIMIT_S)
+        self.device.shutdown(wait=False, cancel_futures=True)
 
 
 def _within_memory(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -301,7 +317,7 @@ def make_sampler(config: RunConfig, prepared: Prepared) -> Sampler:
     engine = EmbeddedRolloutEngine(inner, device, config.train.seed)
     settings = RunnerSettings(orch.seq_len, sampling.seed, _shape(orch))
     runner = GroupRunner(engine, prepared.environments, prepared.pool, model.chat, settings)
-    return Sampler(model, engine, runner, device)
+    return Sampler(model, engine, runner, device, orch.deadline_s)
 
 
 @dataclass

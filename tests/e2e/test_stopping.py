@@ -79,12 +79,11 @@ def test_a_signal_saves_and_the_next_command_continues(new_run: NewRun, number: 
 
 
 def test_a_second_signal_ends_it_at_once(new_run: NewRun):
-    """The first one waits for an evaluation whose rewards hang; the second does not, and leaves nobody behind."""
-    held_out = {"num_examples": 2, "interval": 2}
-    run = new_run(orch={"reward": {"function": "my_code:hanging_reward", "timeout_s": 120}, "eval": held_out})
+    """The first one waits for the step, whose training hangs; the second does not, and leaves nobody behind."""
+    run = new_run(train={"loss": {"type": "my_code:hanging_loss"}})
     command = run.start()
     wait_until(lambda: len(children_of(command.pid)) >= 2 or not command.running(), 60, "the reward workers")
-    time.sleep(0.5)
+    time.sleep(1.0)
     children = children_of(command.pid)
     command.send(signal.SIGINT)
     time.sleep(0.5)
@@ -93,8 +92,19 @@ def test_a_second_signal_ends_it_at_once(new_run: NewRun):
     command.send(signal.SIGINT)
     assert command.wait(10) == 130 and time.monotonic() - started < 3
     wait_until(lambda: not any(alive(pid) for pid in children), 5, "the end of the reward workers")
-    resumed = run.grpo("--resume", "orch.reward.timeout_s=0.1", "orch.groups.max_refill=0", "train.max_steps=1")
-    assert resumed.wait() in (0, 3), resumed.text()
+    resumed = run.grpo("--resume", kill_at=("written:status.json", 1))
+    assert resumed.wait() == -9, "the folder is free, and taken for the run it holds"
+
+
+def test_a_signal_during_an_evaluation_does_not_wait_for_it(new_run: NewRun):
+    reward = {"function": "my_code:hanging_reward", "timeout_s": 120}
+    run = new_run(orch={"reward": reward, "eval": {"num_examples": 2, "interval": 2}})
+    command = run.start()
+    wait_until(lambda: len(children_of(command.pid)) >= 2 or not command.running(), 60, "the reward workers")
+    time.sleep(0.5)
+    command.send(signal.SIGINT)
+    assert command.wait(20) == 130, command.text()
+    assert run.status()["state"] == "interrupted" and run.status()["resumable"]
 
 
 def test_interrupted_supervised_training_continues(warm: WarmPython, raw_model: Path, tasks_file: Path, tmp_path: Path):

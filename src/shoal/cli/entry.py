@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shoal.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ShoalError
+from shoal.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, DeadlineError, ShoalError
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -35,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(arguments)
+    except DeadlineError as error:
+        _complain(str(error), error.exit_code)
+        sys.stdout.flush()
+        os._exit(error.exit_code)  # a thread hangs, and Python would wait for it
     except ShoalError as error:
         return _complain(str(error), error.exit_code)
     except KeyboardInterrupt:

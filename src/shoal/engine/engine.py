@@ -229,12 +229,22 @@ class EmbeddedEngine:
                 continue
             if token_ids[taken - 1] in sampling.stop_token_ids:
                 return taken
-            text = self.detokenize(so_far + token_ids[:taken]) if sampling.stop else ""
-            cuts = [text.find(stop) for stop in sampling.stop if stop in text]
-            if cuts:
-                sequence.text = text[: min(cuts)]
+            if sampling.stop and self._cut(sequence, so_far + token_ids[:taken]):
                 return taken
         return len(token_ids)
+
+    def _cut(self, sequence: Running, token_ids: list[int]) -> bool:
+        """Whether the newest token completes a stop string; the sequence's text then ends before it."""
+        stops = sequence.request.sampling.stop
+        # A character takes at most four tokens, so this tail holds every string that ends here.
+        tail = self.detokenize(token_ids[-(4 * max(map(len, stops)) + 4) :])
+        if not any(stop in tail for stop in stops):
+            return False
+        text = self.detokenize(token_ids)
+        cuts = [text.find(stop) for stop in stops if stop in text]
+        if cuts:
+            sequence.text = text[: min(cuts)]
+        return bool(cuts)
 
     def _finish_reason(self, sequence: Running) -> FinishReason | None:
         newest = sequence.token_ids[-1]

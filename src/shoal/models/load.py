@@ -68,7 +68,7 @@ def eos_token_ids(model: nn.Module | None, tokenizer: PreTrainedTokenizerBase) -
     for source in (*configs, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         found.extend(ids if isinstance(ids, (list, tuple)) else [ids] if ids is not None else [])
-    closing = _turn_end_id(tokenizer)
+    closing = turn_end_id(tokenizer)
     if closing is not None:
         found.append(closing)
     if not found:
@@ -76,7 +76,7 @@ def eos_token_ids(model: nn.Module | None, tokenizer: PreTrainedTokenizerBase) -
     return tuple(sorted({int(i) for i in found}))
 
 
-def _turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Generic chat models often declare another EOS than the one their template ends an assistant turn with."""
     mark = "xqzx"
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 Head = Callable[[Tensor], Tensor]  # [T, hidden] → logits [T, V] in the model's dtype
 
 # One tile of fp32 logits may hold this many numbers; a row that fits in one tile is not recomputed in the backward.
-TILE_NUMBERS = {"cpu": 1 << 25, "cuda": 1 << 29}
+TILE_NUMBERS = {"cpu": 1 << 25, "cuda": 1 << 27}
 
 
 @dataclass(frozen=True)

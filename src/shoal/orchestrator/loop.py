@@ -7,7 +7,7 @@ recorded, and the next one draws other prompts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +28,9 @@ from shoal.orchestrator.learn import Learned, Learner, OnDevice
 from shoal.orchestrator.prompts import PromptStream
 from shoal.orchestrator.records import TokenText, rollout_lines, tally_groups
 from shoal.protocols import MetricSink, RolloutEngine, WeightChannel
+from shoal.types import RolloutGroup
 
+Evaluated = tuple[dict[str, float], list[RolloutGroup]]
 MAX_NON_FINITE = 3  # steps in a row
 MAX_FLAT = 5  # steps in a row
 LOOP_FILE = "loop.json"
@@ -111,7 +113,10 @@ class Loop:
     async def run(self) -> str:
         """Train to the end; returns `finished` or `solved`. Raises Interrupted or StoppedByPolicy, state saved."""
         await self._publish(self.progress.step, started=True)
-        await self._evaluate_at_start()
+        try:
+            await self._evaluate_at_start()
+        except Interruption:
+            await self._interrupted()
         self._boundary = self.state()
         while self.progress.step < self.settings.max_steps:
             try:
@@ -184,13 +189,24 @@ class Loop:
         with parts.phases("eval"):
             if self._served_sigma > 0:
                 await parts.engine.load(parts.engine.version, {"sigma": 0.0})
-            metrics, _ = await parts.evaluator.evaluate()
+            metrics, _ = await self._unless_stopped(parts.evaluator.evaluate(), first=step == 0)
             if self._served_sigma > 0:
                 await parts.engine.load(parts.engine.version, {"sigma": self._served_sigma})
         means = [value for name, value in metrics.items() if name.endswith("/mean")]
         if means:
             self._note_best(step, sum(means) / len(means))
         return metrics
+
+    async def _unless_stopped(self, evaluation: Coroutine[Any, Any, Evaluated], *, first: bool) -> Evaluated:
+        """Before the first step nothing is lost by stopping at once; later ones belong to a step, which is finished."""
+        running, stopping = asyncio.ensure_future(evaluation), asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({running, stopping} if first else {running}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not running.done():
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            raise Interruption
+        return running.result()
 
     def _note_best(self, step: int, value: float) -> None:
         progress = self.progress
@@ -294,4 +310,7 @@ class Loop:
         """Save where the last step ended; what was in flight is drawn again, equal, when the run continues."""
         await self.save()
         await self.parts.collector.cancel()
-        raise Interrupted(f"interrupted after step {self.progress.step}; the state is saved", self._exit_code)
+        kept = "there is no checkpoint yet, so it starts again from the beginning"
+        if self._saved_step is not None:
+            kept = f"the state after step {self._saved_step} is saved"
+        raise Interrupted(f"interrupted; {kept}", self._exit_code)

@@ -235,6 +235,29 @@ def test_an_interrupted_run_continues(tmp_path: Path, interval: int, level: int,
         assert second.policy.theta.tolist() == whole.policy.theta.tolist()
 
 
+@pytest.mark.parametrize(("at", "saved"), [(1, None), (2, 2), (3, 4)])
+def test_an_evaluation_is_given_up_when_the_run_is_to_stop(tmp_path: Path, at: int, saved: int | None):
+    """At steps 0, 3 and 6: the step it belongs to is computed again, and the message says what is saved."""
+
+    def plan(interrupted_at: int | None) -> Plan:
+        settings = LoopSettings(7, SaveCadence(2), EvalCadence(3))
+        return Plan(eval_rewards=lambda _: 0.5, eval_interrupted_at=interrupted_at, settings=settings)
+
+    whole = World(tmp_path / "whole", plan(None))
+    whole.run()
+    first = World(tmp_path / "cut", plan(at))
+    with pytest.raises(Interrupted, match=f"after step {saved} is saved" if saved else "no checkpoint yet"):
+        first.run()
+    newest = first.run_dir.newest_good_checkpoint()
+    assert (newest.step if newest is not None else None) == saved
+    first.close()
+    second = World(tmp_path / "cut", plan(None), resume=True)
+    assert second.run() == "finished"
+    assert second.policy.theta.tolist() == whole.policy.theta.tolist()
+    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
+    assert journal_of(tmp_path / "cut") == journal_of(tmp_path / "whole")
+
+
 def test_a_failure_between_two_minibatches_leaves_no_false_checkpoint(tmp_path: Path):
     """The user's loss raises in the second half of step 3: half a step has moved the weights, none is recorded."""
     calls = [0]

@@ -80,6 +80,7 @@ class Plan:
     rewards: Rewards = lambda prompt: [0.0, 1.0]
     eval_rewards: Callable[[int], float] | None = None  # evaluation number → mean reward
     eval_hangs_at: int | None = None
+    eval_interrupted_at: int | None = None
     group_waits: Callable[[Prompt], None] | None = None  # called when a group starts
     objective: Any = reinforce
     learn: dict[str, Any] = field(default_factory=dict)  # settings of the learner that differ
@@ -136,6 +137,9 @@ class World:
     async def _eval_group(self, prompt: Prompt, size: int, sampling: SamplingParams) -> RolloutGroup:
         if prompt.index == 0:
             self.evaluations += 1
+        if self.evaluations == self.plan.eval_interrupted_at:
+            self.loop.interrupt()
+            await asyncio.sleep(3600)
         if self.evaluations == self.plan.eval_hangs_at:
             await asyncio.sleep(3600)
         assert self.plan.eval_rewards is not None

@@ -81,6 +81,10 @@ def nan_loss(inputs, at=()):
     return loss * float("nan") if _calls in at or not at else loss
 
 
+def hanging_loss(inputs):
+    time.sleep(3600)
+
+
 def best_minus_rest(groups_rewards):
     """The best rollouts of a group get 1, the others -1."""
     return [[1.0 if reward == max(group) else -1.0 for reward in group] for group in groups_rewards]
