@@ -235,9 +235,9 @@ def test_an_interrupted_run_continues(tmp_path: Path, interval: int, level: int,
         assert second.policy.theta.tolist() == whole.policy.theta.tolist()
 
 
-@pytest.mark.parametrize(("at", "saved"), [(1, None), (2, 2), (3, 4)])
-def test_an_evaluation_is_given_up_when_the_run_is_to_stop(tmp_path: Path, at: int, saved: int | None):
-    """At steps 0, 3 and 6: the step it belongs to is computed again, and the message says what is saved."""
+@pytest.mark.parametrize(("at", "saved"), [(1, None), (2, 3), (3, 6)])
+def test_a_stop_during_an_evaluation(tmp_path: Path, at: int, saved: int | None):
+    """At steps 0, 3 and 6: the first is given up, a later one is finished with its step."""
 
     def plan(interrupted_at: int | None) -> Plan:
         settings = LoopSettings(7, SaveCadence(2), EvalCadence(3))

@@ -139,7 +139,7 @@ class World:
             self.evaluations += 1
         if self.evaluations == self.plan.eval_interrupted_at:
             self.loop.interrupt()
-            await asyncio.sleep(3600)
+            await asyncio.sleep(3600 if self.loop.progress.step == 0 else 0.05)
         if self.evaluations == self.plan.eval_hangs_at:
             await asyncio.sleep(3600)
         assert self.plan.eval_rewards is not None
