@@ -349,10 +349,7 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
     with console.progress(f"loading {train.model}"):
         sampler = make_sampler(config, prepared)
     model = sampler.model
-    if model.precision.notice:
-        console.note(model.precision.notice)
-    if sampler.engine.path != "eager":
-        console.note(f"rollouts: {sampler.engine.path}")
+    _tell(sampler, orch, watching)
     stream = _stream(orch, prepared, model.chat, watching.events)
     steps = total_steps(config, len(stream))
     policy = sampler.device.submit(make_policy, train, model, steps).result()
@@ -392,6 +389,18 @@ def make_sinks(config: RunConfig | SftConfig, run_dir: RunDir, events: EventLog)
         TrackerRun(run_dir.path, config=as_data(config)),
         on_problem=lambda kind, message, data: events.warn(kind, message, data=data),
     )
+
+
+def _tell(sampler: Sampler, orch: OrchConfig, watching: Watching) -> None:
+    """What a person should know about the model before the first step."""
+    notice, positions = sampler.model.precision.notice, sampler.model.decoder.max_positions
+    if notice:
+        watching.console.note(notice)
+    if sampler.engine.path != "eager":
+        watching.console.note(f"rollouts: {sampler.engine.path}")
+    if positions is not None and orch.seq_len is not None and orch.seq_len > positions:
+        said = f"orch.seq_len {orch.seq_len} is more than the {positions} positions the model was made for"
+        watching.events.warn("context", f"{said}; lower it, or expect nonsense beyond them")
 
 
 def _stream(orch: OrchConfig, prepared: Prepared, chat: Chat, events: EventLog) -> PromptStream:

@@ -62,7 +62,7 @@ def tiny_config(vocab_size: int) -> Qwen3Config:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=1024,
+        max_position_embeddings=4096,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         eos_token_id=SPECIAL.index("<|im_end|>"),
