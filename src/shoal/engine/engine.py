@@ -149,7 +149,7 @@ class EmbeddedEngine:
     def _decode(self) -> list[Completion]:
         """One token for every running sequence, or a window of them where graphs do it."""
         rows = self.scheduler.rows
-        running = list(self.scheduler.running.values())
+        running = sorted(self.scheduler.running.values(), key=lambda s: s.slot)
         slots = np.array([s.slot for s in running])
         positions = np.zeros(rows, dtype=np.int64)
         positions[slots] = [s.length - 1 for s in running]
@@ -162,14 +162,17 @@ class EmbeddedEngine:
         context = Decode(self.cache, self._tensor(positions), round_up(int(positions.max()) + 1, KEY_MULTIPLE))
         tokens = self._tensor(self._last[:rows])
         hidden = self.view.decoder.hidden(tokens[:, None], context.positions[:, None], context)[:, 0]
-        return self._draw(running, self.view.decoder.logits(hidden)[self._tensor(slots)])
+        logits = self.view.decoder.logits(hidden)
+        return self._draw(running, logits if len(running) == rows else logits[self._tensor(slots)])
 
     def _draw(self, sequences: Sequence[Running], logits: Tensor) -> list[Completion]:
         """`logits` has one row a sequence, in the same order."""
-        slots = np.array([s.slot for s in sequences])
+        slots = [s.slot for s in sequences]
+        whole = slots[-1] == len(slots) - 1 and slots[0] == 0  # slots come in order, so none is left out
+        state = self.sampling[slice(len(slots))] if whole else self.sampling[self._tensor(np.array(slots))]
         counts = self._tensor(np.array([len(s.token_ids) for s in sequences], dtype=np.int64))
         truncated = any(s.request.sampling.truncated for s in sequences)
-        drawn = draw(logits, self.sampling[self._tensor(slots)], counts, self._banned(sequences, logits), truncated)
+        drawn = draw(logits, state, counts, self._banned(sequences, logits), truncated)
         self._keep(sequences, drawn.kept)
         return self._retire(sequences, drawn.token_ids[None].cpu().numpy(), drawn.logprobs[None].cpu().numpy())
 
@@ -202,24 +205,29 @@ class EmbeddedEngine:
 
     def _retire(self, sequences: Sequence[Running], ids: np.ndarray, logprobs: np.ndarray) -> list[Completion]:
         """Take what was drawn, [steps, sequences], up to each sequence's end; whatever follows it is dropped."""
-        steps = len(ids)
-        ends = np.isin(ids, self._end_ids)
-        first_end = np.where(ends.any(0), ends.argmax(0) + 1, steps + 1)
-        columns, values = ids.T.tolist(), logprobs.T.tolist()
+        steps, version = len(ids), self.view.version
+        ends = (ids[..., None] == self._end_ids).any(-1)
+        first_end = np.where(ends.any(0), ends.argmax(0) + 1, steps + 1).tolist()
+        self._last[[s.slot for s in sequences]] = ids[-1]
         finished = []
-        for column, sequence in enumerate(sequences):
-            taken = min(steps, int(first_end[column]), sequence.limit - len(sequence.token_ids))
-            if sequence.request.sampling.stop or sequence.request.sampling.stop_token_ids:
-                taken = self._until_stop(sequence, columns[column][:taken])
-            sequence.extend(columns[column][:taken], values[column][:taken], self.view.version)
-            self._last[sequence.slot] = sequence.token_ids[-1]
+        for sequence, token_ids, values, end in zip(
+            sequences, ids.T.tolist(), logprobs.T.tolist(), first_end, strict=True
+        ):
+            taken = min(steps, end, sequence.limit - len(sequence.token_ids))
+            if sequence.stops:
+                taken = self._until_stop(sequence, token_ids[:taken])
+            sequence.extend(token_ids[:taken], values[:taken], version)
             self.generated_tokens += taken
-            reason = self._finish_reason(sequence)
-            if reason is not None:
-                self.scheduler.retire(sequence)
-                text = self.detokenize(sequence.token_ids) if sequence.text is None else sequence.text
-                finished.append(sequence.completion(reason, text))
+            if end <= taken or sequence.stopped:
+                finished.append(self._finish(sequence, "stop"))
+            elif len(sequence.token_ids) >= sequence.limit:
+                finished.append(self._finish(sequence, "length"))
         return finished
+
+    def _finish(self, sequence: Running, reason: FinishReason) -> Completion:
+        self.scheduler.retire(sequence)
+        text = self.detokenize(sequence.token_ids) if sequence.text is None else sequence.text
+        return sequence.completion(reason, text)
 
     def _until_stop(self, sequence: Running, token_ids: list[int]) -> int:
         """How many of the tokens are taken: up to the first that is, or completes, a stop of this request."""
@@ -227,9 +235,9 @@ class EmbeddedEngine:
         for taken in range(1, len(token_ids) + 1):
             if len(so_far) + taken < sampling.min_tokens:
                 continue
-            if token_ids[taken - 1] in sampling.stop_token_ids:
-                return taken
-            if sampling.stop and self._cut(sequence, so_far + token_ids[:taken]):
+            named = token_ids[taken - 1] in sampling.stop_token_ids
+            if named or (sampling.stop and self._cut(sequence, so_far + token_ids[:taken])):
+                sequence.stopped = True
                 return taken
         return len(token_ids)
 
@@ -245,12 +253,6 @@ class EmbeddedEngine:
         if cuts:
             sequence.text = text[: min(cuts)]
         return bool(cuts)
-
-    def _finish_reason(self, sequence: Running) -> FinishReason | None:
-        newest = sequence.token_ids[-1]
-        if sequence.text is not None or newest in self._eos or newest in sequence.request.sampling.stop_token_ids:
-            return "stop"
-        return "length" if len(sequence.token_ids) >= sequence.limit else None
 
     def _set_sampling(self, admitted: Sequence[Running]) -> None:
         slots = self._tensor(np.array([s.slot for s in admitted]))

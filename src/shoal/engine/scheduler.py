@@ -24,8 +24,12 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept_ids: list[list[int]] | None = None
-    spans: list[Span] = field(default_factory=list)
+    marks: list[tuple[int, int]] = field(default_factory=list)  # (first token, version): where a span begins
+    stopped: bool = False  # by a stop of its own request
     text: str | None = None  # set when a stop string ended it
+
+    def __post_init__(self) -> None:
+        self.stops = bool(self.request.sampling.stop or self.request.sampling.stop_token_ids)
 
     @property
     def length(self) -> int:
@@ -33,19 +37,15 @@ class Sequence:
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     def extend(self, token_ids: list[int], logprobs: list[float], version: int) -> None:
-        at = len(self.token_ids)
+        if not self.marks or self.marks[-1][1] != version:
+            self.marks.append((len(self.token_ids), version))
         self.token_ids += token_ids
         self.logprobs += logprobs
-        end = len(self.token_ids)
-        if self.spans and self.spans[-1].version == version:
-            self.spans[-1] = Span(self.spans[-1].start, end, version)
-        else:
-            self.spans.append(Span(at, end, version))
 
     def completion(self, reason: FinishReason, text: str) -> Completion:
-        return Completion(
-            self.request.request_id, self.token_ids, self.logprobs, self.spans, reason, text, self.kept_ids
-        )
+        ends = [start for start, _ in self.marks[1:]] + [len(self.token_ids)]
+        spans = [Span(start, end, version) for (start, version), end in zip(self.marks, ends, strict=False)]
+        return Completion(self.request.request_id, self.token_ids, self.logprobs, spans, reason, text, self.kept_ids)
 
 
 class Scheduler:

@@ -22,7 +22,7 @@ from shoal.errors import ModelError
 
 ATTENTION = "shoal"
 # Keys are padded to this multiple, so that the sum over them rounds the same whatever else is in the batch.
-KEY_MULTIPLE = 32
+KEY_MULTIPLE = 16
 # Rows of every matrix product are padded to this multiple for the same reason (CPU GEMMs round by batch size).
 ROW_MULTIPLE = 8
 

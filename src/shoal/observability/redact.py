@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 HIDDEN = "[hidden]"
@@ -23,10 +24,16 @@ def add_secret(value: str) -> None:
         _added.add(value)
 
 
+@lru_cache(maxsize=4096)
+def _names_a_secret(name: str) -> bool:
+    """Remembered: this is asked of every variable for every line a run writes."""
+    return SECRET_NAME.search(name) is not None
+
+
 def secret_values(environment: Mapping[str, str] | None = None) -> list[str]:
     """All values to hide, longest first, so that one containing another is hidden whole."""
     environment = os.environ if environment is None else environment
-    found = {value for name, value in environment.items() if SECRET_NAME.search(name) and len(value) >= _SHORTEST}
+    found = {value for name, value in environment.items() if _names_a_secret(name) and len(value) >= _SHORTEST}
     return sorted(found | _added, key=lambda value: (-len(value), value))
 
 

@@ -89,7 +89,7 @@ def test_a_sequence_keeps_its_spans() -> None:
     sequence = Sequence(Request("r", [1, 2], SamplingParams()), 9)
     for tokens, version in (([5], 0), ([6], 0), ([7, 8], 2), ([9], 3)):
         sequence.extend(tokens, [-0.5] * len(tokens), version)
-    assert sequence.spans == [Span(0, 2, 0), Span(2, 4, 2), Span(4, 5, 3)]
+    assert sequence.completion("stop", "").spans == [Span(0, 2, 0), Span(2, 4, 2), Span(4, 5, 3)]
     assert sequence.length == 7
     completion = sequence.completion("stop", "text")
     assert (completion.token_ids, completion.text, completion.finish_reason) == ([5, 6, 7, 8, 9], "text", "stop")
