@@ -17,6 +17,7 @@ from shoal.engine.cache import PrefillWriter, SlotCache
 from shoal.engine.fused import make_fused
 from shoal.engine.graphs import WINDOW, DecodeGraphs
 from shoal.engine.kernel_context import exact_enough, supported
+from shoal.engine.plain import make_plain
 from shoal.engine.sampler import SamplingState, draw
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.scheduler import Sequence as Running
@@ -65,6 +66,7 @@ class EmbeddedEngine:
         self._eos = set(settings.eos_token_ids)
         self._end_ids = np.array(sorted(self._eos), dtype=np.int64)
         self._graphs = self._make_graphs()
+        self._plain = make_plain(decoder, layers, self.cache) if settings.fused else None
         self.generated_tokens = 0
 
     def _make_graphs(self) -> DecodeGraphs | None:
@@ -161,7 +163,10 @@ class EmbeddedEngine:
             return self._retire(running, ids[:, slots], logprobs[:, slots])
         context = Decode(self.cache, self._tensor(positions), round_up(int(positions.max()) + 1, KEY_MULTIPLE))
         tokens = self._tensor(self._last[:rows])
-        hidden = self.view.decoder.hidden(tokens[:, None], context.positions[:, None], context)[:, 0]
+        if self._plain is not None:
+            hidden = self._plain.step(tokens, context)
+        else:
+            hidden = self.view.decoder.hidden(tokens[:, None], context.positions[:, None], context)[:, 0]
         logits = self.view.decoder.logits(hidden)
         return self._draw(running, logits if len(running) == rows else logits[self._tensor(slots)])
 

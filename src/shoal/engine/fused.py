@@ -138,7 +138,7 @@ class FusedDecode:
 
 def make_fused(decoder: Decoder, shapes: dict[int, LayerShape], cache: SlotCache) -> tuple[FusedDecode | None, str]:
     """The fused path if the model is of a known family and both paths agree on it; and the reason in words."""
-    if not _fits(decoder):
+    if not fits(decoder):
         return None, f"{decoder.name} as loaded has no fused path"
     fused = FusedDecode(decoder, shapes)
     gap = _gap(decoder, fused, cache)
@@ -147,7 +147,7 @@ def make_fused(decoder: Decoder, shapes: dict[int, LayerShape], cache: SlotCache
     return fused, f"fused, {gap:.0e} from {decoder.name}'s own"
 
 
-def _fits(decoder: Decoder) -> bool:
+def fits(decoder: Decoder) -> bool:
     """A family whose layers this computes, silu, and plain linear layers: nothing wrapped, nothing stored quantised."""
     if type(decoder.inner).__name__ not in FAMILIES or getattr(decoder.config, "hidden_act", "") != "silu":
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,11 +94,28 @@ def _truncate(logprobs: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
 def exponential(seeds: Tensor, positions: Tensor, width: int) -> Tensor:
     """[B, width] unit exponentials, a pure function of (seed, position, column)."""
     low, high = hash_keys(seeds, positions)
-    column = torch.arange(width, dtype=torch.int32, device=seeds.device)
-    bits = _mix32(_mix32(column[None] * -1640531535 + low[:, None]) ^ high[:, None])
+    if seeds.device.type == "cpu":
+        bits = torch.from_numpy(_bits(low.numpy().view(np.uint32), high.numpy().view(np.uint32), width).view(np.int32))
+    else:
+        column = torch.arange(width, dtype=torch.int32, device=seeds.device)
+        bits = _mix32(_mix32(column[None] * -1640531535 + low[:, None]) ^ high[:, None])
     # A uniform in (0, 1) whose small values are fine-grained, so that unlikely tokens get their exact chance.
     uniform = ((bits.to(torch.int64) & 0xFFFFFFFF).to(torch.float32) + 0.5) * (1 / 4294967296)
     return -torch.log1p(-uniform.clamp(max=1 - 6e-8))
+
+
+def _bits(low: np.ndarray, high: np.ndarray, width: int) -> np.ndarray:
+    """The same hash with NumPy's unsigned integers: a third of the operations, which is what a CPU pays for."""
+    x = np.arange(width, dtype=np.uint32) * np.uint32(0x9E3779B1) + low[:, None]
+    for last in (False, True):
+        x ^= x >> np.uint32(16)
+        x *= np.uint32(0x7FEB352D)
+        x ^= x >> np.uint32(15)
+        x *= np.uint32(0x846CA68B)
+        x ^= x >> np.uint32(16)
+        if not last:
+            x ^= high[:, None]
+    return x
 
 
 def hash_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

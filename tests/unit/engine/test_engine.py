@@ -36,7 +36,7 @@ class CountingDecoder(Decoder):
 
 def counting_engine(**settings):
     decoder = CountingDecoder(DECODER.model)
-    engine = make_engine(decoder, **settings)
+    engine = make_engine(decoder, fused=False, **settings)
     decoder.prefilled = decoder.decoded = 0
     return decoder, engine
 
