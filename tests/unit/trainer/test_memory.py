@@ -29,7 +29,7 @@ def test_what_is_wanted_rounded_up_to_whole_rows(wanted: int, slots: int) -> Non
 def test_as_many_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_memory(monkeypatch, int(30 * BYTES_PER_SLOT / CPU_SHARE))
     assert engine_slots(DECODER, LAYERS, 64, 128, None) == 24
-    assert engine_slots(DECODER, LAYERS, 64, 100, None) == 24, "a context is padded to whole blocks of keys"
+    assert engine_slots(DECODER, LAYERS, 64, 120, None) == 24, "a context is padded to whole blocks of keys"
     assert engine_slots(DECODER, LAYERS, 64, 128, 0.5) == 56
 
 
