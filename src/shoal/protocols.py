@@ -1,4 +1,4 @@
-"""The seams of Shoal. The orchestrator sees nothing but these; build.py decides what stands behind each."""
+"""The seams of Shoal. The orchestrator sees nothing but these; build/ decides what stands behind each."""
 
 from __future__ import annotations
 
