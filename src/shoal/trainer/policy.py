@@ -108,7 +108,7 @@ class TrainedPolicy:
         hidden = decoder.hidden(_long(ids, device)[None], _long(positions, device)[None], Packed(starts, device))[0]
         # The state before a token predicts it; a segment's first token is never in the loss, so `at - 1` stays inside.
         return token_logprobs(
-            decoder.logits,
+            decoder.head,
             hidden[_long(at - 1, device)],
             _long(ids[at], device),
             torch.as_tensor(_scored(rows, "temperatures"), dtype=torch.float32, device=device),
