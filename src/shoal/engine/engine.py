@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.engine.cache import PrefillWriter, SlotCache
 from shoal.engine.fused import make_fused
-from shoal.engine.graphs import WINDOW, DecodeGraphs
+from shoal.engine.graphs import WINDOW, DecodeGraphs, Window
 from shoal.engine.kernel_context import supported
 from shoal.engine.plain import make_plain
 from shoal.engine.sampler import MAX_ENDS, SamplingState, draw
@@ -111,9 +111,7 @@ class EmbeddedEngine:
         dropped = [*self.scheduler.running.values(), *self.scheduler.waiting]
         self.scheduler.running.clear()
         self.scheduler.waiting.clear()
-        self._launched.clear()
-        if self._graphs is not None:
-            self._graphs.clear()
+        self._forget_launches()
         return [s.completion("abort", self.detokenize(s.token_ids)) for s in dropped]
 
     @torch.no_grad()
@@ -127,6 +125,8 @@ class EmbeddedEngine:
                 finished += self._prefill(admitted)
             if self.scheduler.running:
                 finished += self._decode()
+            if not self.scheduler.running:
+                self._forget_launches()
         for source, target in self.scheduler.compaction():
             self.cache.move(source, target, self.scheduler.running[target].length)
             self.sampling.move(source, target)
@@ -163,16 +163,18 @@ class EmbeddedEngine:
         rows = round_up(len(admitted), ROW_MULTIPLE)  # repeated rows: the head is a matrix product too
         pick = np.resize(last[of_sequence], rows)
         logits = self.view.decoder.logits(hidden[self._tensor(pick)])[: len(admitted)]
-        finished = self._draw(admitted, logits)
-        if self._graphs is not None:
-            self._place([s for s in admitted if not s.finished])
-        return finished
+        if self._graphs is None:
+            return self._draw(admitted, logits)
+        self._begin(self._graphs, admitted, logits)
+        return []
 
-    def _place(self, sequences: Sequence[Running]) -> None:
-        if sequences:
-            assert self._graphs is not None
-            columns = [(s.slot, s.token_ids[-1], s.length - 1, s.limit) for s in sequences]
-            self._graphs.place(*np.array(columns).T)
+    def _begin(self, graphs: DecodeGraphs, admitted: Sequence[Running], logits: Tensor) -> None:
+        """Draw first tokens and go on without looking at them: nothing here waits for the device."""
+        slots, positions, limits = np.array([(s.slot, s.length, s.limit) for s in admitted]).T
+        rows = self._tensor(slots)
+        drawn = graphs.draw(logits, rows, torch.zeros_like(rows), any(s.kept_ids is not None for s in admitted))
+        graphs.begin(slots, positions, limits, drawn)
+        self._note_launch([(sequence, i) for i, sequence in enumerate(admitted)], 1)
 
     def _writer(
         self, admitted: Sequence[Running], of_sequence: list[int], starts: np.ndarray, lengths: np.ndarray
@@ -201,13 +203,14 @@ class EmbeddedEngine:
         return self._draw(running, logits if len(running) == rows else logits[self._tensor(slots)])
 
     def _decode_window(self, graphs: DecodeGraphs) -> list[Completion]:
-        """Launch the next window before looking at the last: what goes on needs nothing from the host.
+        """Launch a window, then look at everything older: what goes on needs nothing from the host."""
+        ahead = int(self._launch(graphs))
+        finished = []
+        while len(self._launched) > ahead:
+            finished += self._collect(self._launched.popleft(), graphs.collect())
+        return finished
 
-        Not while requests wait for a slot: they would wait a window longer.
-        """
-        while len(self._launched) < (1 if self.scheduler.waiting else 2) and self._launch(graphs):
-            pass
-        launched, window = self._launched.popleft(), graphs.collect()
+    def _collect(self, launched: _Launched, window: Window) -> list[Completion]:
         running = [(s, row) for s, row in launched.sequences if not s.finished]
         rows = np.array([row for _, row in running], dtype=np.int64)
         for at, (sequence, _) in enumerate(running):
@@ -218,6 +221,12 @@ class EmbeddedEngine:
         sequences = [sequence for sequence, _ in running]
         return self._retire(sequences, window.ids[:, rows], window.logprobs[:, rows], launched.version)
 
+    def _forget_launches(self) -> None:
+        """Nobody waits for what is still on its way."""
+        self._launched.clear()
+        if self._graphs is not None:
+            self._graphs.clear()
+
     def _launch(self, graphs: DecodeGraphs) -> bool:
         """A window for every sequence that may still draw; false if there is none."""
         left = [(s, s.limit - len(s.token_ids) - s.in_flight) for s in self.scheduler.running.values()]
@@ -226,10 +235,13 @@ class EmbeddedEngine:
             return False
         sequences = [(s, s.slot) for s, _ in left]
         graphs.launch(self.scheduler.rows, steps, any(s.kept_ids is not None for s, _ in sequences))
+        self._note_launch(sequences, steps)
+        return True
+
+    def _note_launch(self, sequences: list[tuple[Running, int]], steps: int) -> None:
         for sequence, _ in sequences:
             sequence.in_flight += steps
         self._launched.append(_Launched(sequences, steps, self.view.version))
-        return True
 
     def _draw(self, sequences: Sequence[Running], logits: Tensor) -> list[Completion]:
         """`logits` has one row a sequence, in the same order."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.engine.cache import SlotCache
 from shoal.engine.fused import FusedDecode
 from shoal.engine.kernel_context import KernelDecode
-from shoal.engine.sampler import MAX_KEPT, SamplingState, draw
+from shoal.engine.sampler import MAX_KEPT, Drawn, SamplingState, draw
 from shoal.models.sampler_view import SamplerView
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class _Flight:
 
 
 class DecodeGraphs:
-    """`place` puts sequences into rows, `launch` decodes rows 0..rows-1 for a window, `collect` reads the oldest."""
+    """`begin` puts sequences into rows, `launch` decodes rows 0..rows-1 for a window, `collect` reads the oldest."""
 
     def __init__(
         self,
@@ -81,14 +81,22 @@ class DecodeGraphs:
     def in_flight(self) -> int:
         return len(self._flights)
 
-    def place(self, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, limits: np.ndarray) -> None:
-        """New sequences: their first token is drawn, and stands at `positions`."""
-        at, values = self._upload(np.stack([slots, tokens, positions, limits])).split([1, 3])
+    def begin(self, slots: np.ndarray, positions: np.ndarray, limits: np.ndarray, drawn: Drawn) -> None:
+        """New sequences, whose first token is drawn and stands at `positions`; it is collected as a window of one."""
+        at, where, most = self._upload(np.stack([slots, positions, limits]))
         rows = self.rows
-        for buffer, value in zip((rows.tokens, rows.positions, rows.limits), values, strict=True):
-            buffer[at[0]] = value
-        rows.counts[at[0]] = 1
-        rows.done[at[0]] = 0
+        done = torch.isin(drawn.token_ids, rows.ends) | (most <= 1)
+        rows.tokens[at] = drawn.token_ids
+        rows.positions[at] = torch.where(done, 0, where)
+        rows.limits[at] = most
+        rows.counts[at] = 1
+        rows.done[at] = done.to(rows.done.dtype)
+        kept = [] if drawn.kept is None else [drawn.kept[None].to(torch.int32)]
+        self._flights.append(self._send([drawn.token_ids[None], drawn.logprobs[None], *kept]))
+
+    def draw(self, logits: Tensor, rows: Tensor, counts: Tensor, narrowed: bool) -> Drawn:
+        """A token for each row of logits with the sampling parameters of `rows`."""
+        return self._draw(logits, self._sampling[rows], counts, narrowed)
 
     def move(self, source: int, target: int) -> None:
         rows = self.rows
@@ -161,7 +169,7 @@ class DecodeGraphs:
         return rows.tokens, rows.positions, rows.counts, rows.done
 
     def _step(self, rows: int, narrowed: bool) -> None:
-        from shoal.engine.kernels.sampling import advance, draw_tokens
+        from shoal.engine.kernels.sampling import advance
 
         decoder, state = self._view.decoder, self.rows
         tokens, positions, counts = state.tokens[:rows], state.positions[:rows], state.counts[:rows]
@@ -170,20 +178,23 @@ class DecodeGraphs:
         else:
             context = KernelDecode(self._cache, positions, self._splits(rows))
             hidden = decoder.hidden(tokens[:, None], positions[:, None], context)[:, 0]
-        logits, sampling = decoder.logits(hidden), self._sampling[slice(rows)]
-        if narrowed:
-            drawn = draw(logits, sampling, counts, banned=sampling.banned(counts, logits.shape[1]), truncated=True)
-            ids, logprobs = drawn.token_ids, drawn.logprobs
+        drawn = self._draw(decoder.logits(hidden), self._sampling[slice(rows)], counts, narrowed)
+        if drawn.kept is not None:
             self._keep(rows, drawn.kept)
-        else:
-            ids, logprobs = draw_tokens(logits, sampling.seeds, counts, sampling.temperatures)
-        advance(state, rows, ids, logprobs)
+        advance(state, rows, drawn.token_ids, drawn.logprobs)
 
-    def _keep(self, rows: int, kept: Tensor | None) -> None:
+    @staticmethod
+    def _draw(logits: Tensor, sampling: SamplingState, counts: Tensor, narrowed: bool) -> Drawn:
+        from shoal.engine.kernels.sampling import draw_tokens
+
+        if narrowed:
+            return draw(logits, sampling, counts, sampling.banned(counts, logits.shape[1]), truncated=True)
+        return Drawn(*draw_tokens(logits, sampling.seeds, counts, sampling.temperatures), kept=None)
+
+    def _keep(self, rows: int, kept: Tensor) -> None:
         if self._kept is None:
             shape = (WINDOW, self._cache.slots, MAX_KEPT)
             self._kept = torch.full(shape, -1, dtype=torch.int32, device=self._device)
-        assert kept is not None
         at = self.rows.cursors[:1]
         self._kept[:, :rows, : kept.shape[1]].index_copy_(0, at, kept[None].to(torch.int32))
 
