@@ -10,7 +10,7 @@ import torch
 
 from shoal.algorithms.losses import LOSSES
 from shoal.algorithms.objective import Objective
-from shoal.batching.pack import make_batches
+from shoal.batching.pack import Packing, make_batches
 from shoal.batching.samples import rollout_samples
 from shoal.models.decoder import Decoder
 from shoal.models.lora import trained_parameters
@@ -46,7 +46,7 @@ def one_turn(prompt_ids: list[int], completion: Completion, temperature: float =
 
 def pack(samples: Sequence[Sequence[Sample]], token_budget: int = 100_000, **settings: Any) -> Batch:
     values = {"aggregation": "token-mean", "max_tokens": 64, **settings}
-    (batch,) = make_batches(samples, token_budget=token_budget, **values)
+    (batch,) = make_batches(samples, Packing(token_budget, **values))
     return batch
 
 

@@ -18,7 +18,7 @@ from shoal.algorithms.losses import LOSSES
 from shoal.algorithms.losses.reinforce import Reinforce
 from shoal.algorithms.objective import Objective
 from shoal.algorithms.terms import KLPenalty, TruncatedImportance
-from shoal.batching.pack import Totals, count_totals, make_batches
+from shoal.batching.pack import Packing, Totals, count_totals, make_batches
 from shoal.config.catalogue import AGGREGATIONS
 from shoal.types import Batch, Row, Sample
 
@@ -33,8 +33,8 @@ Outcome = tuple[np.ndarray, dict[str, tuple[float, float]]]
 def bigram_logprobs(table: torch.Tensor, row: Row) -> torch.Tensor:
     """[T]; what crosses a segment boundary is nonsense, as in a real forward, and masked."""
     ids = torch.tensor(row.token_ids)
-    found = torch.log_softmax(table, dim=-1)[ids[:-1], ids[1:]]
-    return torch.cat([torch.full((1,), torch.nan, dtype=table.dtype), found])
+    found = torch.log_softmax(table, dim=-1)[ids[row.predecessors], ids]
+    return torch.cat([torch.full((1,), torch.nan, dtype=table.dtype), found[1:]])
 
 
 def run(batches: list[Batch], objective: Objective) -> Outcome:
@@ -68,7 +68,7 @@ def assert_same(one: Outcome, other: Outcome) -> None:
 
 
 def pack(step: list[list[Sample]], aggregation: str, budget: int, totals: list[Totals] | None = None) -> list[Batch]:
-    return make_batches(step, token_budget=budget, aggregation=aggregation, max_tokens=9, totals=totals)
+    return make_batches(step, Packing(budget, aggregation, max_tokens=9), totals)
 
 
 def make_objective(name: str) -> Objective:

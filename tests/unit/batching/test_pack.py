@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.batching.pack import Totals, count_totals, make_batches, split_minibatches
+from shoal.batching.pack import Packing, Totals, count_totals, make_batches, split_minibatches
 from shoal.config.catalogue import AGGREGATIONS
 from shoal.types import Batch, Sample
 
@@ -23,9 +23,7 @@ BUDGET = 10
 def pack(
     step: list[list[Sample]], aggregation: str = "token-mean", budget: int = BUDGET, minibatches: int = 1
 ) -> list[Batch]:
-    return make_batches(
-        step, token_budget=budget, aggregation=aggregation, max_tokens=MAX_TOKENS, minibatches=minibatches
-    )
+    return make_batches(step, Packing(budget, aggregation, MAX_TOKENS, minibatches))
 
 
 def trainable(step: list[list[Sample]]) -> list[Sample]:
@@ -146,10 +144,10 @@ def test_weights_by_hand() -> None:
 def test_totals_of_all_ranks_replace_the_own() -> None:
     step = [sequence("a", "g", 1, 2), sequence("b", "g", 1, 2)]
     everyone = [count_totals(step) + Totals(tokens=12, sequences=2, prompts=1)]
-    (batch,) = make_batches(step, token_budget=8, aggregation="token-mean", max_tokens=4, totals=everyone)
+    (batch,) = make_batches(step, Packing(8, "token-mean", max_tokens=4), everyone)
     assert batch.rows[0].weights.max() == 1 / 16
     with pytest.raises(ValueError, match="1 minibatches but totals for 2"):
-        make_batches(step, token_budget=8, aggregation="token-mean", max_tokens=4, totals=everyone * 2)
+        make_batches(step, Packing(8, "token-mean", max_tokens=4), everyone * 2)
 
 
 def test_a_rollout_of_several_samples_stays_together() -> None:

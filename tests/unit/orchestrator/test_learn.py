@@ -42,7 +42,7 @@ def test_advantages_are_assigned_to_scored_rollouts():
 def test_a_rewarded_token_becomes_likelier_and_an_unscored_rollout_changes_nothing():
     turns = [make_turn([3]), make_turn([5]), make_turn([6])]
     policy, alone = UnigramPolicy(), UnigramPolicy()
-    learned, _ = learn(make_learner(policy, MEAN_ONLY), [group_of(0, [1.0, 0.0, None], turns)])
+    learned, metrics = learn(make_learner(policy, MEAN_ONLY), [group_of(0, [1.0, 0.0, None], turns)])
     learn(make_learner(alone, MEAN_ONLY), [group_of(0, [1.0, 0.0], turns)])
     # Token-mean over two tokens, advantages ±.5, softmax gradient cancels: theta moves by ±.25.
     expected = np.zeros(VOCABULARY)
@@ -50,7 +50,8 @@ def test_a_rewarded_token_becomes_likelier_and_an_unscored_rollout_changes_nothi
     np.testing.assert_allclose(policy.theta, expected, atol=1e-7)
     np.testing.assert_array_equal(policy.theta, alone.theta)
     assert sorted(learned.trained_rollouts) == ["letters/0/0/0/0", "letters/0/0/0/1"]
-    assert learned.trained_tokens == 2 and learned.row_tokens == 6
+    # Two samples of three tokens; the prompt of two is computed once.
+    assert learned.trained_tokens == 2 and learned.sample_tokens == 6 and metrics["tokens/computed"] == 4
 
 
 @pytest.mark.parametrize(
