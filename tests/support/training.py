@@ -74,6 +74,19 @@ def random_samples(seed: int, *shapes: tuple[int, int], temperature: float = 1.0
     return rollouts
 
 
+def grouped_samples(seed: int, *groups: tuple[int, Sequence[int]], temperature: float = 1.0) -> list[list[Sample]]:
+    """One group a (prompt length, completion lengths): its rollouts begin with the same prompt."""
+    rollouts = []
+    for number, (prompt, completions) in enumerate(groups):
+        shapes = [(prompt, completion) for completion in completions]
+        members = random_samples(seed + number, *shapes, temperature=temperature)
+        for index, (sample,) in enumerate(members):
+            sample.token_ids[:prompt] = members[0][0].token_ids[:prompt]
+            sample.group_id, sample.rollout_id = f"group {number}", f"group {number}/{index}"
+        rollouts += members
+    return rollouts
+
+
 def by_rollout(rows: Sequence[Row], values: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """Values at the trained tokens of each rollout, wherever packing put it."""
     found = {}

@@ -88,6 +88,7 @@ def test_rows_order_and_ranks_do_not_matter(name: str, aggregation: str) -> None
     whole = run(pack(step, aggregation, 10_000), objective)
     assert np.abs(whole[0]).max() > 1e-6
     assert_same(whole, run(pack(step, aggregation, 12), objective))
+    assert_same(whole, run(make_batches(step, Packing(24, aggregation, 9, share_prefixes=False)), objective))
     order = np.random.default_rng(0).permutation(len(step))
     assert_same(whole, run(pack([step[i] for i in order], aggregation, 24), objective))
     ranks = [[r for r in step if r[0].group_id in groups] for groups in ({"g0"}, {"g1", "g3"}, {"g2"})]

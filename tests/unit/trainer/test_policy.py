@@ -11,7 +11,7 @@ import torch
 from shoal.algorithms.inputs import LossInputs, Metrics
 from shoal.models.decoder import Decoder
 from shoal.trainer.micro_batch import MicroBatch, spread_over_rows
-from shoal.trainer.policy import Reference, TrainedPolicy
+from shoal.trainer.policy import Reference, RowResults, TrainedPolicy
 from shoal.trainer.schedule import Schedule
 from support.models import lora_decoder, small_decoder
 from support.training import gradients, grpo, make_policy, pack, random_samples, weights
@@ -157,3 +157,24 @@ def test_entropy_is_that_of_the_sampling_temperature() -> None:
     expected = float(-(p * p.log()).sum(-1).mean())
     total, count = metrics["policy/entropy"]
     assert count == 9 and total / count == pytest.approx(expected, abs=1e-5)
+
+
+def test_results_are_read_as_they_were_computed() -> None:
+    """A count beyond fp32's whole numbers, a sum that fp32 rounds otherwise, and log-probs: one copy loses none."""
+    tokens = int(ROWS[0].loss_mask.sum())
+    pairs = {
+        "a": (torch.tensor(0.1), torch.tensor(2**24 + 1)),
+        "b": (torch.tensor(0.1, dtype=torch.float64), torch.tensor(0)),
+    }
+    metrics, (logprobs,) = RowResults(pairs, ROWS, torch.linspace(-3, 0, tokens)).read()
+    assert metrics == {"a": (float(np.float32(0.1)), 2**24 + 1), "b": (0.1, 0.0)}
+    np.testing.assert_array_equal(logprobs[ROWS[0].loss_mask], torch.linspace(-3, 0, tokens).numpy())
+
+
+def test_prompts_are_not_shared_where_something_is_drawn() -> None:
+    assert make_policy(small_decoder()).shares_prefixes
+    assert make_policy(lora_decoder()).shares_prefixes
+    assert not make_policy(lora_decoder(dropout=0.1)).shares_prefixes
+    by_name = small_decoder()
+    by_name.config.resid_pdrop = 0.1  # as where a model calls functional.dropout
+    assert not make_policy(by_name).shares_prefixes
