@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from shoal.algorithms.inputs import LossInputs, Metrics
 from shoal.algorithms.losses.reinforce import Reinforce
@@ -18,7 +19,16 @@ from shoal.batching.samples import rollout_samples
 from shoal.models.decoder import Decoder
 from shoal.trainer.policy import TrainedPolicy
 from shoal.types import Completion, Row, Sample, Span, Turn
-from support.models import ARCHITECTURES, WINDOW, lora_decoder, random_prompts, small_decoder
+from support.models import (
+    ARCHITECTURES,
+    CONFIGS,
+    WINDOW,
+    as_decoder,
+    lora_decoder,
+    random_prompts,
+    randomise,
+    small_decoder,
+)
 from support.training import as_rollout, by_rollout, gradients, grouped_samples, grpo, make_policy, pack, random_samples
 
 # Prompts shorter than the sliding window, as long and longer; answers that stay inside it and that leave it.
@@ -162,3 +172,16 @@ def test_rollouts_without_anything_in_common_are_packed_as_ever() -> None:
     assert all((row.segment_prefix < 0).all() for row in rows[0])
     first, second = (train(policy, found) for found in rows)
     assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])
+
+
+def test_experts_are_chosen_token_by_token() -> None:
+    """A mixture of experts: a shared prompt is routed once and as each copy was. Its products take no float64."""
+    config = CONFIGS["qwen3"]().to_dict()
+    same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    shape = {key: config[key] for key in same}
+    moe = Qwen3MoeConfig(**shape, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2)
+    model: Any = AutoModelForCausalLM.from_config(moe, dtype=torch.float32)
+    policy = make_policy(as_decoder(randomise(model, 0).eval()))
+    assert policy.shares_prefixes
+    shared, alone = shared_and_alone(grouped_samples(8, *GROUPS))
+    assert_same(train(policy, shared), train(policy, alone), atol=1e-5)

@@ -228,7 +228,7 @@ class Packed:
         if continued:
             keys = [self._keys_of(segment) for segment in members]
             widest = max(map(len, keys))
-            arrays["keys"] = np.stack([np.pad(found, (0, widest - len(found)), mode="edge") for found in keys])
+            arrays["keys"] = np.stack([found[np.minimum(np.arange(widest), len(found) - 1)] for found in keys])
             # Padding repeats the last query, so that it sees what that one sees and never nothing at all.
             arrays["last_key"] = np.array([[len(found)] for found in keys]) - lengths + columns
         tensors = upload({name: array.astype(np.int64) for name, array in arrays.items()}, self.device)
