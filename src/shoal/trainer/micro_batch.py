@@ -39,8 +39,8 @@ class MicroBatch:
         rollouts = np.cumsum([0, *(len(row.rollout_ids) for row in rows)])
         at = np.flatnonzero(np.concatenate([row.loss_mask for row in rows]))
         ids = np.concatenate([row.token_ids for row in rows])
-        before = np.concatenate([row.predecessors + at for row, at in zip(rows, before_row, strict=True)])
-        sequences = [row.sequence_ids[row.loss_mask] + at for row, at in zip(rows, rollouts, strict=False)]
+        before = np.concatenate([row.predecessors + first for row, first in zip(rows, before_row, strict=True)])
+        sequences = [row.sequence_ids[row.loss_mask] + first for row, first in zip(rows, rollouts, strict=False)]
         given = [name for name in SCORED_IF_GIVEN if all(getattr(row, name) is not None for row in rows)]
         arrays = {
             "token_ids": ids,

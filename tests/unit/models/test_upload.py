@@ -31,6 +31,13 @@ def test_one_block_a_dtype() -> None:
     assert blocks["a"] == blocks["b"] != blocks["c"]
 
 
+def test_every_array_is_aligned() -> None:
+    found = upload(
+        {name: np.arange(size, dtype=np.int32) for name, size in zip("abcd", (1, 5, 4, 3), strict=True)}, CPU
+    )
+    assert [tensor.storage_offset() for tensor in found.values()] == [0, 4, 12, 16], "multiples of four int32"
+
+
 def test_the_arrays_stay_the_caller_s() -> None:
     array = np.arange(3)
     upload({"a": array}, CPU)["a"].zero_()
