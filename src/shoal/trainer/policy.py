@@ -112,7 +112,7 @@ class TrainedPolicy:
         hidden = decoder.hidden(micro.token_ids[None], micro.position_ids[None], micro.context)[0]
         # The state before a token predicts it. For the first after a shared prefix that is the prefix's last.
         return token_logprobs(
-            decoder.logits,
+            decoder.head,
             hidden[micro.before],
             micro.targets,
             micro.scored["temperatures"],
