@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 # Each array begins at a multiple of this: kernels are compiled anew for pointers that are not aligned.
 ALIGNMENT_BYTES = 16
 
