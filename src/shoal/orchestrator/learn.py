@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shoal.algorithms.advantages import reward_kl
-from shoal.batching.pack import make_batches
+from shoal.batching.pack import Packing, make_batches
 from shoal.batching.samples import rollout_samples
 from shoal.observability.metrics import Tally
 from shoal.protocols import PendingResults, Policy
@@ -42,11 +42,14 @@ class LearnSettings:
 
 @dataclass
 class Learned:
-    """`policy_logprobs`: rollout id → log-probs under the weights before this step, at the trained tokens, in order."""
+    """What a step trained. `sample_tokens` counts a shared prompt in every sample that has it.
+
+    `policy_logprobs`: rollout id → log-probs under the weights before this step, at the trained tokens, in order.
+    """
 
     trained_rollouts: list[str] = field(default_factory=list)
     trained_tokens: int = 0
-    row_tokens: int = 0
+    sample_tokens: int = 0
     skipped: bool = False
     policy_logprobs: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -87,13 +90,14 @@ class Learner:
 
     def _batches(self, samples: Sequence[Sequence[Sample]], minibatches: int) -> list[Batch]:
         settings = self._settings
-        return make_batches(
-            samples,
+        packing = Packing(
             token_budget=settings.token_budget,
             aggregation=settings.aggregation,
             max_tokens=settings.max_tokens,
             minibatches=minibatches,
+            share_prefixes=self._policy.shares_prefixes,
         )
+        return make_batches(samples, packing)
 
     async def _fold_kl(self, groups: Sequence[RolloutGroup]) -> None:
         """r -= beta · Σ k1, from the sampler's log-probs and the reference's, before advantages are estimated."""
@@ -119,7 +123,8 @@ class Learner:
                     row.reference_logprobs = values
 
     async def _optimise(self, batches: Sequence[Batch], tally: Tally) -> Learned:
-        learned = Learned(row_tokens=sum(batch.tokens for batch in batches))
+        learned = Learned(sample_tokens=sum(batch.sample_tokens for batch in batches))
+        tally.value("tokens/computed", sum(batch.tokens for batch in batches))
         for epoch in range(self._settings.ppo_epochs):
             for number, batch in enumerate(batches):
                 # Where old = sampler, the mismatch can only be seen before the first optimizer step of this step.
