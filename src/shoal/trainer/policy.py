@@ -97,14 +97,13 @@ class TrainedPolicy:
 
     def dry_run(self, tokens: int, rows: int) -> None:
         """A gradient over full rows of arbitrary tokens, computed and dropped: what a micro-batch costs."""
-        ids = np.arange(tokens * rows, dtype=np.int64) % self.decoder.vocab_size
-        at = _long(np.arange(tokens * rows), self.decoder.device)
-        starts = np.arange(rows + 1) * tokens
+        decoder = self.decoder
+        ids = torch.arange(tokens * rows, device=decoder.device)
         with self._training():
-            positions = _long(np.tile(np.arange(tokens), rows), self.decoder.device)
-            hidden = self.decoder.hidden(_long(ids, at.device)[None], positions[None], Packed(starts, at.device))[0]
-            warm = torch.ones(len(ids), device=at.device)
-            scored = token_logprobs(self.decoder.head, hidden, _long(ids, at.device), warm, self.decoder.vocab_size)
+            context = decoder.pack(np.arange(rows + 1) * tokens)
+            hidden = decoder.hidden((ids % decoder.vocab_size)[None], (ids % tokens)[None], context)[0]
+            ones = torch.ones(len(ids), device=decoder.device)
+            scored = token_logprobs(decoder.head, hidden, ids % decoder.vocab_size, ones, decoder.vocab_size)
             (scored.logprobs.sum() * 0).backward()
         self.optimizer.zero_grad()
 
