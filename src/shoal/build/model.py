@@ -1,0 +1,141 @@
+"""The model, the policy that trains it, its files and its objective. Heavy imports happen inside the functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.config.train import TrainConfig
+from shoal.envs.user_code import load_function
+
+if TYPE_CHECKING:
+    from shoal.models.chat import Chat
+    from shoal.models.decoder import Decoder, LayerShape
+    from shoal.models.precision import Precision
+    from shoal.trainer.policy import TrainedPolicy
+
+
+@dataclass
+class Model:
+    """A loaded model with everything that samples and trains it."""
+
+    decoder: Decoder
+    layers: dict[int, LayerShape]
+    chat: Chat
+    eos_token_ids: tuple[int, ...]
+    precision: Precision
+
+
+def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None) -> Model:
+    """Precision first: what the machine cannot do is refused before weights are read."""
+    import torch
+
+    from shoal.models import precision as precisions
+    from shoal.models.chat import Chat
+    from shoal.models.decoder import Decoder
+    from shoal.models.load import eos_token_ids, load_model, load_tokenizer
+    from shoal.models.lora import LoraSettings, attach
+
+    precision = precisions.choose(train)
+    assert train.model is not None
+    chat = Chat(load_tokenizer(train.model), **(chat_options or {}))
+    torch.manual_seed(train.seed)
+    model = load_model(train.model, precision.dtype, precision.device)
+    if precision.device.type == "cpu":
+        precisions.limit_threads(sum(p.numel() for p in model.parameters()))
+    ends = eos_token_ids(model, chat.tokenizer)
+    layers = Decoder(model).verify()
+    if train.lora:
+        targets = tuple(train.lora_target_modules) if train.lora_target_modules is not None else None
+        settings = LoraSettings(train.lora_rank, train.lora_alpha, train.lora_dropout, targets, train.adapter_path)
+        model = attach(model, settings)
+    if train.recompute is True:
+        Decoder(model).inner.gradient_checkpointing_enable()  # type: ignore[operator]
+    return Model(Decoder(model), layers, chat, ends, precision)
+
+
+def make_policy(train: TrainConfig, model: Model, total_steps: int) -> TrainedPolicy:
+    import copy
+
+    from shoal.models import lora
+    from shoal.models.decoder import Decoder
+    from shoal.trainer.optimizer import AdamSettings, MasterAdamW
+    from shoal.trainer.policy import Reference, TrainedPolicy
+    from shoal.trainer.schedule import Schedule
+
+    optimizer = MasterAdamW(
+        lora.trained_parameters(model.decoder.model),
+        AdamSettings(train.adam_beta1, train.adam_beta2, train.adam_epsilon, train.weight_decay),
+    )
+    warmup = train.warmup_steps
+    if warmup is None:
+        warmup = round((train.warmup_ratio or 0.0) * total_steps)
+    optimizer_steps = train.ppo_epochs * train.minibatches
+    schedule = Schedule(
+        train.learning_rate,
+        total_steps * optimizer_steps,
+        train.lr_scheduler_type,
+        warmup * optimizer_steps,
+        train.final_lr_fraction,
+    )
+    reference = None
+    if train.reference == "adapter-off":
+        wrapped: Any = model.decoder.model
+        reference = Reference(model.decoder, lambda: lora.as_reference(wrapped))
+    elif train.reference == "frozen":
+        reference = Reference(Decoder(copy.deepcopy(model.decoder.model).requires_grad_(False)))
+    return TrainedPolicy(model.decoder, optimizer, schedule, train.max_grad_norm, reference)
+
+
+class PolicyFiles:
+    """The policy's side of a checkpoint: weights people can load, and the state to continue from."""
+
+    def __init__(self, policy: TrainedPolicy, chat: Chat) -> None:
+        self._policy = policy
+        self._tokenizer = chat.tokenizer
+
+    def save(self, folder: Path) -> None:
+        from shoal.trainer.checkpoint import export_weights, save_state
+
+        export_weights(self._policy, self._tokenizer, folder / "weights")
+        save_state(self._policy, folder)
+
+    def load(self, folder: Path) -> None:
+        from shoal.trainer.checkpoint import load_state
+
+        load_state(self._policy, folder)
+
+    def export(self, folder: Path) -> None:
+        from shoal.trainer.checkpoint import export_weights
+
+        export_weights(self._policy, self._tokenizer, folder)
+
+
+def make_objective(train: TrainConfig) -> Any:
+    from shoal.algorithms.losses import LOSSES, CustomLoss
+    from shoal.algorithms.objective import Objective
+    from shoal.algorithms.terms import CORRECTIONS, KLPenalty
+
+    loss = train.loss
+    if loss.custom:
+        policy_loss = CustomLoss(partial(load_function(loss.type), **loss.args), name=loss.type)
+    else:
+        policy_loss = LOSSES[loss.type](**loss.resolved_loss_parameters())
+    correction = None
+    if loss.correction.type != "none":
+        correction = CORRECTIONS[loss.correction.type](**loss.correction.resolved_parameters())
+    kl = None
+    if loss.kl.beta > 0 and loss.kl.where == "loss":
+        kl = KLPenalty(loss.kl.beta, loss.kl.estimator)
+    return Objective(policy_loss, correction, kl)
+
+
+def recomputes_old(train: TrainConfig, objective: Any, fp32: bool, remote: bool) -> bool:
+    """`recompute_old: auto`: a forward is taken where the sampler's log-probs cannot stand in for the old policy's."""
+    if train.recompute_old != "auto":
+        return bool(train.recompute_old)
+    several = train.ppo_epochs * train.minibatches > 1 and not fp32
+    return objective.needs_old or several or remote

@@ -1,0 +1,87 @@
+"""What needs no torch: environments, the reward workers (forked before anything heavy exists), the run directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.config.orch import DatasetConfig, EnvConfig
+from shoal.config.resolve import as_yaml, binding_data
+from shoal.config.schema import RunConfig
+from shoal.envs.catalogue import BUILT_IN, REASONING_GYM
+from shoal.envs.datasets import DatasetSpec, fingerprint
+from shoal.envs.registry import load_environment
+from shoal.envs.user_code import load_object
+from shoal.errors import ConfigError
+from shoal.observability.run_dir import RunDir
+from shoal.observability.sinks import check_sinks
+from shoal.protocols import Environment
+from shoal.rewards.pool import RewardPool
+
+
+@dataclass
+class Prepared:
+    """Environments by label, and the pool that runs their rewards."""
+
+    environments: dict[str, Environment]
+    pool: RewardPool
+    data_fingerprint: str
+
+
+def prepare(config: RunConfig) -> Prepared:
+    orch = config.orch
+    if config.infer.engine != "embedded":
+        raise ConfigError(
+            f"infer.engine: {config.infer.engine} is not available in this version; use infer.engine=embedded"
+        )
+    check_sinks(config.train.report_to)
+    environments = {env.label: _environment(env, orch.dataset) for env in orch.env}
+    for env in (orch.eval.env or []) if orch.eval is not None else []:
+        if env.label not in environments:  # one that training has too, with the same arguments: checked
+            environments[env.label] = _environment(env, orch.dataset)
+    if orch.reward.function is not None:
+        function = load_object(orch.reward.function)
+        for environment in environments.values():
+            environment.reward = function  # type: ignore[method-assign]
+    pool = RewardPool(
+        environments,
+        workers=orch.reward.workers,
+        timeout_s=orch.reward.timeout_s,
+        weights=dict.fromkeys(environments, orch.reward.parts) if orch.reward.parts else None,
+    )
+    trained = [environments[env.label] for env in orch.env]
+    sizes = "+".join(str(len(env.tasks("train"))) for env in trained)
+    data = f"{fingerprint(task for env in trained for task in _fingerprinted(env))} {sizes}"
+    pool.start()
+    return Prepared(environments, pool, data)
+
+
+def _environment(env: EnvConfig, dataset: DatasetConfig | None) -> Environment:
+    spec = None
+    # Environments that make their own tasks stand beside one that reads the data set.
+    makes_its_own = env.id.startswith(REASONING_GYM) or (env.id in BUILT_IN and not BUILT_IN[env.id].takes_dataset)
+    if dataset is not None and not makes_its_own:
+        spec = DatasetSpec(dataset.path, dataset.name, dataset.split, dataset.columns, dataset.max_rows)
+    return load_environment(env.id, env.args, env.label, spec)
+
+
+def _fingerprinted(environment: Environment) -> list[Any]:
+    """Generated tasks follow from arguments that are bound too, so the first stand for all; data is read in full."""
+    tasks = environment.tasks("train")
+    return tasks if isinstance(tasks, list) else [tasks[i] for i in range(min(1000, len(tasks)))]
+
+
+def binding(config: RunConfig, prepared: Prepared) -> dict[str, Any]:
+    return {**binding_data(config), "data": prepared.data_fingerprint}
+
+
+def open_run_dir(config: RunConfig, prepared: Prepared, resume: bool, next_command: str) -> RunDir:
+    path = Path(config.train.output_dir)
+    if resume and (path / "status.json").exists():
+        run_dir = RunDir.resume(path)
+        run_dir.reopen(as_yaml(config), binding(config, prepared), next_command)
+        return run_dir
+    if resume and path.exists() and any(path.glob("checkpoints/*")):
+        raise ConfigError(f"{path} holds checkpoints but no status.json; it is not a run directory of Shoal")
+    return RunDir.create(path, as_yaml(config), binding(config, prepared))

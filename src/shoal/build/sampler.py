@@ -1,0 +1,182 @@
+"""The engine on the model, the runner that drives environments with it, and evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shoal.build.model import Model, load
+from shoal.build.prepare import Prepared
+from shoal.config.orch import EvalConfig, OrchConfig
+from shoal.config.resolve import resolve_run
+from shoal.config.schema import RunConfig
+from shoal.errors import DeadlineError, StoppedByPolicy
+from shoal.orchestrator.evaluate import EvalSettings, Evaluator
+from shoal.protocols import Environment
+from shoal.rewards.shaping import RewardShape
+from shoal.types import Message, SamplingParams
+
+if TYPE_CHECKING:
+    from shoal.models.chat import Chat
+    from shoal.models.sampler_view import SamplerView
+    from shoal.rollout.embedded import EmbeddedRolloutEngine
+    from shoal.rollout.runner import GroupRunner
+
+
+CLOSE_LIMIT_S = 20.0
+
+
+def sampling_params(orch: OrchConfig, temperature: float) -> SamplingParams:
+    sampling = orch.sampling
+    assert sampling.max_tokens is not None
+    return SamplingParams(
+        temperature=temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop=tuple(sampling.stop),
+    )
+
+
+def eval_sampling_params(orch: OrchConfig) -> SamplingParams:
+    assert orch.eval is not None
+    own = orch.eval.sampling
+    values = {name: getattr(own, name) for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens")}
+    return SamplingParams(**values, min_tokens=own.min_tokens or 0, stop=tuple(own.stop or ()))
+
+
+@dataclass
+class Sampler:
+    """The model and everything that samples it. All torch work goes to the device's own thread."""
+
+    model: Model
+    engine: EmbeddedRolloutEngine
+    runner: GroupRunner
+    device: ThreadPoolExecutor
+    deadline_s: float = 600.0
+
+    async def on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        work = asyncio.get_running_loop().run_in_executor(self.device, _within_memory, function, *arguments)
+        try:
+            return await asyncio.wait_for(work, self.deadline_s)
+        except TimeoutError:
+            name = getattr(function, "__name__", "work")
+            raise DeadlineError(
+                f"the loop waited {self.deadline_s:.0f} s for the device to do {name}; raise orch.deadline_s if a step "
+                "takes that long here"
+            ) from None
+
+    async def close(self) -> None:
+        """Wait for the device's thread, but not for ever: it may be what hangs."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.engine.close(), CLOSE_LIMIT_S)
+            self.device.submit(int).result(CLOSE_LIMIT_S)
+        self.device.shutdown(wait=False, cancel_futures=True)
+
+
+def _within_memory(function: Callable[..., Any], *arguments: Any) -> Any:
+    import torch
+
+    try:
+        return function(*arguments)
+    except torch.OutOfMemoryError as error:
+        raise StoppedByPolicy(
+            "the device ran out of memory while training; lower train.per_device_train_batch_size, set "
+            "train.recompute=true, or lower infer.max_num_seqs, then resume from the last checkpoint"
+        ) from error
+
+
+def make_sampler(config: RunConfig, prepared: Prepared) -> Sampler:
+    from shoal.models.sampler_view import SamplerView
+    from shoal.rollout.embedded import EmbeddedRolloutEngine
+    from shoal.rollout.runner import GroupRunner, RunnerSettings
+
+    orch, sampling = config.orch, config.orch.sampling
+    assert orch.seq_len is not None and sampling.seed is not None
+    options = {"template_kwargs": sampling.chat_template_kwargs, "system_prompt": sampling.system_prompt}
+    device = ThreadPoolExecutor(1, thread_name_prefix="device")
+    model = device.submit(load, config.train, options).result()
+    mode = "shared" if orch.weight_sync_interval == 1 and orch.max_async_level == 0 else "snapshot"
+    view = device.submit(SamplerView, model.decoder, mode).result()
+    inner = device.submit(_engine, config, model, view).result()
+    engine = EmbeddedRolloutEngine(inner, device, config.train.seed)
+    settings = RunnerSettings(orch.seq_len, sampling.seed, reward_shape(orch))
+    runner = GroupRunner(engine, prepared.environments, prepared.pool, model.chat, settings)
+    return Sampler(model, engine, runner, device, orch.deadline_s)
+
+
+def _engine(config: RunConfig, model: Model, view: SamplerView) -> Any:
+    from shoal.engine.engine import EmbeddedEngine, EngineSettings
+    from shoal.trainer.memory import engine_slots
+
+    infer = config.infer
+    assert infer.max_model_len is not None and infer.max_num_seqs is not None
+    slots = engine_slots(
+        model.decoder, model.layers, infer.max_num_seqs, infer.max_model_len, infer.gpu_memory_utilization
+    )
+    settings = EngineSettings(slots, infer.max_model_len, eos_token_ids=model.eos_token_ids)
+    return EmbeddedEngine(view, model.layers, settings, model.chat.text)
+
+
+def reward_shape(orch: OrchConfig) -> RewardShape:
+    reward, truncated = orch.reward, orch.truncated
+    clip = (reward.clip[0], reward.clip[1]) if reward.clip is not None else None
+    return RewardShape(reward.scale, reward.bias, clip, truncated.type, truncated.tokens, truncated.factor or 1.0)
+
+
+def fits_in(chat: Chat, room: int) -> Callable[[Sequence[Message]], bool]:
+    return lambda messages: 0 < len(chat.prompt_ids(messages)) <= room
+
+
+def make_evaluator(orch: OrchConfig, environments: Mapping[str, Environment], runner: GroupRunner, chat: Chat) -> Evaluator:
+    assert orch.eval is not None and orch.seq_len is not None and orch.eval.sampling.seed is not None
+    sampling = eval_sampling_params(orch)
+    names = [env.label for env in orch.eval.env or orch.env]
+    return Evaluator(
+        runner.with_seed(orch.eval.sampling.seed).run,
+        {name: environments[name] for name in names},
+        fits_in(chat, orch.seq_len - sampling.max_tokens),
+        EvalSettings(orch.eval.num_examples, orch.eval.rollouts_per_example, sampling, orch.deadline_s),
+    )
+
+
+def evaluation_config(
+    model: str, env: str, env_args: dict[str, Any], adapter: str | None, settings: EvalConfig, device: str
+) -> RunConfig:
+    """A run that only evaluates: the same schema, so the same objects."""
+    sampling = settings.sampling
+    assert sampling.max_tokens is not None
+    seq_len = 2048 + sampling.max_tokens
+    raw = {
+        "train": {
+            "model": model,
+            "max_steps": 1,
+            "sequence_len": seq_len,
+            "device": device,
+            "lora": adapter is not None,
+        }
+        | ({"adapter_path": adapter} if adapter is not None else {}),
+        "orch": {
+            "env": [{"id": env, "args": env_args}],
+            "batch_size": max(2, min(256, settings.num_examples * settings.rollouts_per_example)),
+            "rollouts_per_example": 1,
+            "sampling": {"max_tokens": sampling.max_tokens, "seed": sampling.seed},
+            "eval": settings.model_dump(exclude_unset=True),
+        },
+    }
+    return resolve_run(RunConfig.model_validate(raw))
+
+
+async def evaluate_once(config: RunConfig, prepared: Prepared) -> dict[str, float]:
+    sampler = make_sampler(config, prepared)
+    try:
+        metrics, _ = await make_evaluator(config.orch, prepared.environments, sampler.runner, sampler.model.chat).evaluate()
+    finally:
+        await sampler.close()
+    return metrics
