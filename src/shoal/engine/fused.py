@@ -19,6 +19,7 @@ from shoal.engine.cache import SlotCache
 from shoal.engine.kernel_context import KernelDecode
 from shoal.models.attention import Shape
 from shoal.models.decoder import Decoder, LayerShape
+from shoal.models.hybrid import samples_plainly
 
 # Relative error of hidden states that rounding alone explains: in fp32, and in 16 bits.
 TOLERANCE = (1e-4, 3e-2)
@@ -155,7 +156,7 @@ def fits(decoder: Decoder) -> bool:
     for layer in body.layers:
         attention, mlp = layer.self_attn, layer.mlp
         inputs = (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
-        if any(type(module) is not nn.Linear for module in (*inputs, attention.o_proj, mlp.down_proj)):
+        if not all(samples_plainly(module) for module in (*inputs, attention.o_proj, mlp.down_proj)):
             return False
         if mlp.gate_proj.bias is not None or mlp.up_proj.bias is not None:
             return False

@@ -105,7 +105,8 @@ class TrainedPolicy:
         ids = np.concatenate([row.token_ids for row in rows])
         positions = np.concatenate([row.position_ids for row in rows])
         at = np.flatnonzero(np.concatenate([row.loss_mask for row in rows]))
-        hidden = decoder.hidden(_long(ids, device)[None], _long(positions, device)[None], Packed(starts, device))[0]
+        with decoder.scoring():
+            hidden = decoder.hidden(_long(ids, device)[None], _long(positions, device)[None], Packed(starts, device))[0]
         # The state before a token predicts it; a segment's first token is never in the loss, so `at - 1` stays inside.
         return token_logprobs(
             decoder.logits,
@@ -120,7 +121,8 @@ class TrainedPolicy:
     def _training(self) -> Iterator[None]:
         self.decoder.model.train()
         try:
-            yield
+            with self.decoder.scoring():
+                yield
         finally:
             self.decoder.model.eval()
 
