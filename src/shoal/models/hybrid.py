@@ -1,8 +1,8 @@
 """fp8-hybrid: linear layers whose products are taken in FP8 while the policy scores and trains, through torchao.
 
 Weights stay what they are, bf16 with fp32 masters in the optimizer. Inputs and weights are rounded to E4M3, gradients
-of outputs to E5M2, each with one scale a tensor found anew every time. That scale depends on the whole batch, so the
-sampler, where a completion must not depend on its company, takes the same weights in bf16; `scoring` tells them apart.
+of outputs to E5M2, with one scale a tensor. The sampler takes the same weights in bf16, at its usual speed; `scoring`
+tells the two apart. In FP8 it would agree with the policy hardly better: docs/precision.md has the measurement.
 """
 
 from __future__ import annotations
@@ -54,47 +54,53 @@ class _FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, layer: Any) -> Tensor:
-        from torchao.float8.float8_training_tensor import GemmInputRole
-
         ctx.layer = layer
-        flat = _rounded(input.flatten(0, -2), layer, GemmInputRole.INPUT)
-        weight = _rounded(layer.weight.t(), layer, GemmInputRole.WEIGHT)
-        return torch.mm(flat, weight).unflatten(0, input.shape[:-1])
+        product = torch.mm(_rounded(input.flatten(0, -2), layer, "INPUT"), _rounded(layer.weight.t(), layer, "WEIGHT"))
+        return product.unflatten(0, input.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        from torchao.float8.float8_training_tensor import GemmInputRole
-
         (grad,) = grads
-        flat = _rounded(grad.flatten(0, -2), ctx.layer, GemmInputRole.GRAD_OUTPUT)
-        weight = _rounded(ctx.layer.weight.t(), ctx.layer, GemmInputRole.WEIGHT)
-        return torch.mm(flat, weight.t()).unflatten(0, grad.shape[:-1]), None
+        weight = _rounded(ctx.layer.weight.t(), ctx.layer, "WEIGHT").t()
+        product = torch.mm(_rounded(grad.flatten(0, -2), ctx.layer, "GRAD_OUTPUT"), weight)
+        return product.unflatten(0, grad.shape[:-1]), None
 
 
-def _rounded(tensor: Tensor, layer: Any, role: Any) -> Any:
+def _rounded(tensor: Tensor, layer: Any, role: str) -> Any:
+    """In FP8, as torchao's own layer does it."""
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import GemmInputRole
 
     config = layer.config
     casts = {"INPUT": config.cast_config_input, "WEIGHT": config.cast_config_weight}
-    cast = casts.get(role.name, config.cast_config_grad_output)
-    return hp_tensor_to_float8_dynamic(tensor, cast.target_dtype, layer.linear_mm_config, gemm_input_role=role)
+    return hp_tensor_to_float8_dynamic(
+        tensor,
+        casts.get(role, config.cast_config_grad_output).target_dtype,
+        layer.linear_mm_config,
+        gemm_input_role=GemmInputRole[role],
+        round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+    )
 
 
 def convert(model: nn.Module) -> int:
     """Give every linear layer but the head FP8 products, where its sizes allow them. Returns how many."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
 
     head = model.get_output_embeddings()  # type: ignore[operator]
     switch, layers = Switch(), []
 
     def fits(module: nn.Module, name: str) -> bool:
-        sizes = (module.in_features, module.out_features) if type(module) is nn.Linear else (1,)
-        return module is not head and all(int(size) % MULTIPLE == 0 for size in sizes)
+        if type(module) is not nn.Linear or module is head:
+            return False
+        return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
 
     # A step has any number of tokens, and the product for a weight's gradient needs multiples of 16 of them: padded.
-    convert_to_float8_training(model, module_filter_fn=fits, config=Float8LinearConfig(pad_inner_dim=True))
+    # With powers of two as scales a number rounds the same whatever else its micro-batch holds.
+    config = Float8LinearConfig(pad_inner_dim=True, round_scales_to_power_of_2=True)
+    convert_to_float8_training(model, module_filter_fn=fits, config=config)
     for module in model.modules():
-        if isinstance(module, _layer_class().__mro__[1]):
+        if isinstance(module, Float8Linear):
             module.__class__ = _layer_class()
             module.switch = switch  # type: ignore[assignment]
             layers.append(module)
