@@ -42,7 +42,8 @@ class Fp8Blocks:
         largest = tiles.abs().amax((1, 3))
         scales = torch.where(largest > 0, largest / E4M3_MAX, 1.0)
         codes = _to_e4m3(tiles / scales[:, None, :, None]).view(wide.shape)[:rows, :columns]
-        return {"codes": codes.contiguous(), "scales": scales}
+        # A copy even where the slice is contiguous: a view would keep the padding.
+        return {"codes": codes.clone(memory_format=torch.contiguous_format), "scales": scales}
 
     def dequantise(self, stored: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         codes, scales = stored["codes"], stored["scales"]
