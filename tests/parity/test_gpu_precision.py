@@ -16,7 +16,7 @@ from shoal.models import hybrid
 from shoal.models.decoder import Decoder
 from shoal.models.formats import FORMATS
 from shoal.models.lora import LoraSettings, as_reference, attach
-from shoal.models.quantised import QuantisedLinear
+from shoal.models.quantised import QuantisedLinear, quantise_linears
 from shoal.models.sampler_view import SamplerView
 from shoal.trainer.optimizer import AdamSettings, MasterAdamW
 from shoal.trainer.policy import Reference
@@ -177,8 +177,6 @@ def test_bytes_held_are_the_bytes_allocated(stored: str) -> None:
     plain = small_model("llama", dtype=torch.bfloat16, **sizes, head_dim=64)
     whole = Decoder(plain).weight_bytes
     model = copy.deepcopy(plain)
-    from shoal.models.quantised import quantise_linears
-
     quantise_linears(model, stored, CUDA)
     decoder = Decoder(model.to(CUDA))
     allocated = torch.cuda.memory_allocated() - before
@@ -297,7 +295,7 @@ def parameters() -> dict[str, nn.Parameter]:
 
 
 def test_eight_bit_moments() -> None:
-    """Fifty steps within 5 % of AdamW's way, continued bit for bit, a quarter of the bytes, no waiting inside a step."""
+    """Fifty steps within 5 % of AdamW's way, continued bit for bit, a quarter of the bytes, no waiting in a step."""
     pytest.importorskip("bitsandbytes", reason="an extra")
     start = {name: p.detach().float() for name, p in parameters().items()}
     exact, small, again = (MasterAdamW(parameters(), AdamSettings(eight_bit=bits)) for bits in (False, True, True))

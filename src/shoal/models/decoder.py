@@ -79,7 +79,7 @@ class Decoder:
         return held_bytes(self.model)
 
     def scoring(self) -> AbstractContextManager[None]:
-        """Around forward and backward of the policy: products in FP8 where the recipe says so. Samplers stay outside."""
+        """Around the policy's forward and backward: products in FP8 where the recipe says so. Samplers stay outside."""
         return hybrid.scoring(self._fp8)
 
     @property

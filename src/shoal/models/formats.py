@@ -95,14 +95,14 @@ class Nf4:
         # Blocks run on over the ends of rows. Given the matrix as one row, bitsandbytes agrees with itself everywhere:
         # its CPU kernel starts a block with every row, and reads rows that are no multiple of 64 long wrongly.
         flat = weight.to(torch.float32).reshape(-1)
+        state: Any
         codes, state = quantize_4bit(flat, blocksize=self.block, compress_statistics=True, quant_type="nf4")
-        second: Any = state.state2
         return {
             "codes": codes,
             "scales": state.absmax,
             "offset": state.offset,
-            "scale_scales": second.absmax,
-            "scale_map": second.code,
+            "scale_scales": state.state2.absmax,
+            "scale_map": state.state2.code,
         }
 
     def dequantise(self, stored: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -50,7 +50,7 @@ def _layer_class() -> type[Any]:
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """torchao's product without the gradient of the weight, which it takes even of a frozen one: a third of the work."""
+    """torchao's product without the gradient of the weight: it takes even a frozen one's, a third of the work."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, layer: Any) -> Tensor:
@@ -120,7 +120,7 @@ def samples_plainly(module: nn.Module) -> bool:
 
 @contextmanager
 def scoring(switch: Switch | None) -> Iterator[None]:
-    """Products in FP8 where the model has such layers. Backward belongs inside too: checkpointing runs forward again."""
+    """Products in FP8 where the model has such layers. Backward belongs inside: checkpointing runs forward again."""
     before = switch.on if switch is not None else False
     if switch is not None:
         switch.on = True

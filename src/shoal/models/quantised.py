@@ -64,7 +64,7 @@ class _Product(torch.autograd.Function):
 
 
 class QuantisedLora(LoraLinear):
-    """peft's own layer, but for merging: the sum would be lost, since the weight it is added to is made for the call."""
+    """peft's own layer, but for merging: the weight is made for the call, and a sum written to it is lost."""
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise ModelError(

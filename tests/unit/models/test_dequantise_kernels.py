@@ -37,7 +37,7 @@ def run(code: str) -> None:
 
 @pytest.mark.parametrize("name", ("fp8", "fp4"))
 def test_random_weights_of_every_size(name: str) -> None:
-    """Rows and columns that end inside a block; numbers over six decades, so that scales and codes of all sizes occur."""
+    """Rows and columns that end inside a block; numbers over six decades, so that scales of all sizes occur."""
     run(f"""
         for shape in ((130, 200), (7, 20), (128, 256), (1, 2), (300, 33)):
             weight = torch.randn(shape) * torch.logspace(-6, 0, shape[1])

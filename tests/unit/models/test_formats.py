@@ -1,4 +1,4 @@
-"""Quantise and dequantise against float64 NumPy written from the formats' definitions, and numbers one can check by hand."""
+"""Quantise and dequantise against float64 NumPy written from the formats' definitions, and numbers by hand."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def nf4_numbers() -> np.ndarray:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_nf4_double_quantised(shape: tuple[int, int]) -> None:
-    """Every number is the nearest of 16, times a scale that is itself stored in 8 bits around the mean of all scales."""
+    """Every number is the nearest of 16, times a scale that is itself stored in 8 bits around the mean of all."""
     pytest.importorskip("bitsandbytes", reason="an extra")
     weight = random_weight(shape)
     stored = {name: tensor.double().numpy() for name, tensor in FORMATS["nf4"].quantise(weight).items()}

@@ -167,7 +167,7 @@ def test_memory_and_dtype(stored: str) -> None:
 
 
 def test_the_head_stays_and_a_copy_is_its_own(stored: str) -> None:
-    model = small_model("llama")
+    model: Any = small_model("llama")
     quantise_linears(model, stored, CPU)
     assert type(model.lm_head) is nn.Linear and isinstance(model.model.layers[0].mlp.up_proj, QuantisedLinear)
     twin = copy.deepcopy(model)
