@@ -2,7 +2,7 @@
 
 Weights stay what they are, bf16 with fp32 masters in the optimizer. Inputs and weights are rounded to E4M3, gradients
 of outputs to E5M2, with one scale a tensor. The sampler takes the same weights in bf16, at its usual speed; `scoring`
-tells the two apart. In FP8 it would agree with the policy hardly better: docs/precision.md has the measurement.
+tells the two apart. In FP8 it would agree with the policy hardly better: see docs/log.md.
 """
 
 from __future__ import annotations
