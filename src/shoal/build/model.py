@@ -27,13 +27,14 @@ class Model:
     chat: Chat
     eos_token_ids: tuple[int, ...]
     precision: Precision
+    path: str  # how training and prefill compute, in words
 
 
 def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None) -> Model:
     """Precision first: what the machine cannot do is refused before weights are read."""
     import torch
 
-    from shoal.models import hybrid
+    from shoal.models import fused, hybrid
     from shoal.models import precision as precisions
     from shoal.models.chat import Chat
     from shoal.models.decoder import Decoder
@@ -56,16 +57,16 @@ def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None) -> M
         targets = tuple(train.lora_target_modules) if train.lora_target_modules is not None else None
         settings = LoraSettings(train.lora_rank, train.lora_alpha, train.lora_dropout, targets, train.adapter_path)
         model = attach(model, settings)
-    if train.recompute is True:
-        Decoder(model).inner.gradient_checkpointing_enable()  # type: ignore[operator]
-    return Model(Decoder(model), layers, chat, ends, precision)
+    decoder = Decoder(model)
+    path = fused.attach(decoder, layers)
+    decoder.recompute(train.recompute is True)
+    return Model(decoder, layers, chat, ends, precision, path)
 
 
 def make_policy(train: TrainConfig, model: Model, total_steps: int) -> TrainedPolicy:
     import copy
 
     from shoal.models import lora
-    from shoal.models.decoder import Decoder
     from shoal.trainer.optimizer import AdamSettings, MasterAdamW
     from shoal.trainer.policy import Reference, TrainedPolicy
     from shoal.trainer.schedule import Schedule
@@ -96,7 +97,7 @@ def make_policy(train: TrainConfig, model: Model, total_steps: int) -> TrainedPo
         wrapped: Any = model.decoder.model
         reference = Reference(model.decoder, lambda: lora.as_reference(wrapped))
     elif train.reference == "frozen":
-        reference = Reference(Decoder(copy.deepcopy(model.decoder.model).requires_grad_(False)))
+        reference = Reference(model.decoder.over(copy.deepcopy(model.decoder.model).requires_grad_(False)))
     return TrainedPolicy(model.decoder, optimizer, schedule, train.max_grad_norm, reference)
 
 

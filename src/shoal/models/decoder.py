@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from shoal.errors import ModelError
 from shoal.models import hybrid
 from shoal.models.attention import ATTENTION, Context, Packed, Shape
+from shoal.models.fused import FusedBody
+from shoal.models.logprobs import Head
 from shoal.models.quantised import held_bytes
 
 
@@ -50,6 +52,7 @@ class Decoder:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.fused: FusedBody | None = None  # set by models/fused.py, which says why not where it is not
         # peft wraps from outside and injects its layers inside: the inner model already computes with them.
         self.inner: nn.Module = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
         self.body: nn.Module = self.inner.get_decoder()  # type: ignore[operator]
@@ -59,6 +62,22 @@ class Decoder:
         self._fp8 = hybrid.switch_of(model)
         if not isinstance(self.body, nn.Module) or not isinstance(self.lm_head, nn.Module):
             raise ModelError(f"{type(self.inner).__name__} is not a causal language model with an output head")
+
+    def over(self, model: nn.Module) -> Decoder:
+        """The same reading of a copy of this model."""
+        decoder = Decoder(model)
+        if self.fused is not None:
+            decoder.fused = FusedBody(decoder.body, self.fused.shapes)
+        return decoder
+
+    def recompute(self, on: bool) -> None:
+        """Whether the backward computes each layer's forward again instead of keeping what it made."""
+        if self.fused is not None:
+            self.fused.recompute = on
+        elif on:
+            self.inner.gradient_checkpointing_enable()  # type: ignore[operator]
+        else:
+            self.inner.gradient_checkpointing_disable()  # type: ignore[operator]
 
     @property
     def name(self) -> str:
@@ -96,6 +115,8 @@ class Decoder:
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
         """[B, T] token ids and positions → last hidden states [B, T, hidden]."""
+        if self.fused is not None and isinstance(context, Packed):
+            return self.fused.hidden(input_ids, position_ids, context)
         out = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False, shoal=context)
         return out.last_hidden_state
 
@@ -105,6 +126,11 @@ class Decoder:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
+
+    @property
+    def head(self) -> Head:
+        plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None and self.softcap is None
+        return Head(self.logits, self.lm_head.weight if plain else None)  # type: ignore[arg-type]
 
     def pack(self, starts: np.ndarray) -> Packed:
         return Packed(starts, self.device)

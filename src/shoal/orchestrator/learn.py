@@ -32,7 +32,8 @@ class LearnSettings:
     max_tokens: int
     minibatches: int = 1
     ppo_epochs: int = 1
-    rows_per_micro_batch: int = 1
+    rows_per_micro_batch: int | None = 1  # at most; None = as many as the tokens allow
+    micro_batch_tokens: int | None = None  # at most, unless one row alone is longer
     recompute_old: bool = False
     needs_reference: bool = False  # the loss has a KL term
     reward_kl_beta: float = 0.0  # KL folded into the reward instead
@@ -148,8 +149,18 @@ class Learner:
         learned.skipped |= bool(outcome["optim/skipped"])
 
     def _micro_batches(self, rows: Sequence[Row]) -> list[list[Row]]:
-        size = self._settings.rows_per_micro_batch
-        return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
+        """Neighbouring rows together, within the plan: longer rows make smaller micro-batches."""
+        most, tokens = self._settings.rows_per_micro_batch, self._settings.micro_batch_tokens
+        batches: list[list[Row]] = []
+        for row in rows:
+            last = batches[-1] if batches else []
+            full = most is not None and len(last) >= most
+            over = tokens is not None and sum(r.tokens for r in last) + row.tokens > tokens
+            if last and not full and not over:
+                last.append(row)
+            else:
+                batches.append([row])
+        return batches
 
 
 def _read_all(pending: Sequence[tuple[Sequence[Row], PendingResults]]) -> list[Any]:

@@ -104,6 +104,11 @@ class MasterAdamW:
         for master in self.masters.values():
             master.grad = None
 
+    @property
+    def moment_bytes(self) -> int:
+        """What the first step allocates and keeps."""
+        return sum(2 * master.numel() * master.element_size() for master in self.masters.values())
+
     def state(self) -> dict[str, Tensor]:
         """Everything needed to continue exactly, as flat named tensors."""
         tensors = {f"master/{name}": master.detach() for name, master in self.masters.items()}

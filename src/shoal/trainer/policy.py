@@ -85,6 +85,19 @@ class TrainedPolicy:
         metrics["policy/entropy"] = inputs.token_metric(scored.entropy)
         return RowResults(metrics, rows, scored.logprobs.detach())
 
+    def dry_run(self, tokens: int, rows: int) -> None:
+        """A gradient over full rows of arbitrary tokens, computed and dropped: what a micro-batch costs."""
+        ids = np.arange(tokens * rows, dtype=np.int64) % self.decoder.vocab_size
+        at = _long(np.arange(tokens * rows), self.decoder.device)
+        starts = np.arange(rows + 1) * tokens
+        with self._training():
+            positions = _long(np.tile(np.arange(tokens), rows), self.decoder.device)
+            hidden = self.decoder.hidden(_long(ids, at.device)[None], positions[None], Packed(starts, at.device))[0]
+            warm = torch.ones(len(ids), device=at.device)
+            scored = token_logprobs(self.decoder.head, hidden, _long(ids, at.device), warm, self.decoder.vocab_size)
+            (scored.logprobs.sum() * 0).backward()
+        self.optimizer.zero_grad()
+
     def optim_step(self) -> dict[str, float]:
         """Step, unless the gradient is not finite: then nothing moves, and `optim/skipped` says so."""
         rate = self.schedule(self.optimizer_steps + 1)
@@ -109,7 +122,7 @@ class TrainedPolicy:
             hidden = decoder.hidden(_long(ids, device)[None], _long(positions, device)[None], Packed(starts, device))[0]
         # The state before a token predicts it; a segment's first token is never in the loss, so `at - 1` stays inside.
         return token_logprobs(
-            decoder.logits,
+            decoder.head,
             hidden[_long(at - 1, device)],
             _long(ids[at], device),
             torch.as_tensor(_scored(rows, "temperatures"), dtype=torch.float32, device=device),

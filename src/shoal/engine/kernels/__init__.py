@@ -1,5 +1,1 @@
 """Triton kernels of the decode step, imported only where Triton is; each is tested against a plain torch equal."""
-
-from shoal.models.kernels import available
-
-__all__ = ["available"]
