@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.models.hybrid import samples_plainly
+
 
 class Joined:
     """`x @ weight.T + bias`, and with adapters `+ x @ down.T @ up.T`: down [all ranks, in], up [out, all ranks]."""
@@ -67,7 +69,7 @@ def base_of(module: Any) -> nn.Linear:
 
 def can_join(module: Any) -> bool:
     """A plain linear layer, alone or under a plain adapter of peft."""
-    if type(base_of(module)) is not nn.Linear:
+    if not samples_plainly(base_of(module)):
         return False
     if not hasattr(module, "base_layer"):
         return True

@@ -6,6 +6,7 @@ load time that this reading of the model agrees with the model's own forward, wh
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ModelError
+from shoal.models import hybrid
 from shoal.models.attention import ATTENTION, Context, Packed, Shape
 from shoal.models.fused import FusedBody
 from shoal.models.logprobs import Head
+from shoal.models.quantised import held_bytes
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Decoder:
         self.config = self.inner.config.get_text_config()  # type: ignore[operator,union-attr]
         self.lm_head: nn.Module = self.inner.get_output_embeddings()  # type: ignore[operator]
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self._fp8 = hybrid.switch_of(model)
         if not isinstance(self.body, nn.Module) or not isinstance(self.lm_head, nn.Module):
             raise ModelError(f"{type(self.inner).__name__} is not a causal language model with an output head")
 
@@ -81,15 +85,29 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self._head_weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        """What the model computes in; the head has it however the layers below store their weights."""
+        return self._head_weight.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that parameters and buffers take, adapters included."""
+        return held_bytes(self.model)
+
+    def scoring(self) -> AbstractContextManager[None]:
+        """Around the policy's forward and backward: products in FP8 where the recipe says so. Samplers stay outside."""
+        return hybrid.scoring(self._fp8)
 
     @property
     def vocab_size(self) -> int:
-        return int(self.lm_head.weight.shape[0])  # type: ignore[union-attr,index]
+        return int(self._head_weight.shape[0])
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return self.lm_head.weight  # type: ignore[return-value]
 
     @property
     def max_positions(self) -> int | None:

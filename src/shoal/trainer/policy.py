@@ -101,7 +101,8 @@ class TrainedPolicy:
         ids = torch.arange(tokens * rows, device=decoder.device)
         with self._training():
             context = decoder.pack(np.arange(rows + 1) * tokens)
-            hidden = decoder.hidden((ids % decoder.vocab_size)[None], (ids % tokens)[None], context)[0]
+            with decoder.scoring():
+                hidden = decoder.hidden((ids % decoder.vocab_size)[None], (ids % tokens)[None], context)[0]
             ones = torch.ones(len(ids), device=decoder.device)
             scored = token_logprobs(decoder.head, hidden, ids % decoder.vocab_size, ones, decoder.vocab_size)
             (scored.logprobs.sum() * 0).backward()
@@ -121,7 +122,8 @@ class TrainedPolicy:
 
     def _score(self, decoder: Decoder, micro: MicroBatch) -> Scored:
         """Log-probs of the masked tokens of the rows, one after another."""
-        hidden = decoder.hidden(micro.token_ids[None], micro.position_ids[None], micro.context)[0]
+        with decoder.scoring():
+            hidden = decoder.hidden(micro.token_ids[None], micro.position_ids[None], micro.context)[0]
         # The state before a token predicts it. For the first after a shared prefix that is the prefix's last.
         return token_logprobs(
             decoder.head,
@@ -136,7 +138,8 @@ class TrainedPolicy:
     def _training(self) -> Iterator[None]:
         self.decoder.model.train()
         try:
-            yield
+            with self.decoder.scoring():
+                yield
         finally:
             self.decoder.model.eval()
 

@@ -1,4 +1,4 @@
-"""Triton kernels of a decoder layer and of the log-probs, with their backwards; each tested against plain torch."""
+"""Triton kernels of a decoder layer, of log-probs and of stored weights; each is tested against plain torch."""
 
 from __future__ import annotations
 
