@@ -107,7 +107,8 @@ class MasterAdamW:
     @property
     def moment_bytes(self) -> int:
         """What the first step allocates and keeps."""
-        return sum(2 * master.numel() * master.element_size() for master in self.masters.values())
+        each = 1 if self._eight_bit else 4  # small tensors stay in 32 bits even so; they are small
+        return sum(2 * each * master.numel() for master in self.masters.values())
 
     def state(self) -> dict[str, Tensor]:
         """Everything needed to continue exactly, as flat named tensors."""

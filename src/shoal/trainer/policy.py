@@ -101,8 +101,7 @@ class TrainedPolicy:
         ids = torch.arange(tokens * rows, device=decoder.device)
         with self._training():
             context = decoder.pack(np.arange(rows + 1) * tokens)
-            with decoder.scoring():
-                hidden = decoder.hidden((ids % decoder.vocab_size)[None], (ids % tokens)[None], context)[0]
+            hidden = decoder.hidden((ids % decoder.vocab_size)[None], (ids % tokens)[None], context)[0]
             ones = torch.ones(len(ids), device=decoder.device)
             scored = token_logprobs(decoder.head, hidden, ids % decoder.vocab_size, ones, decoder.vocab_size)
             (scored.logprobs.sum() * 0).backward()
