@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.models import fused
 from shoal.models.attention import Packed, Shape
 from shoal.models.decoder import Decoder
 from support.models import ARCHITECTURES, WINDOW, as_decoder, lora_decoder, small_model
@@ -129,7 +130,9 @@ def test_training_with_and_without_sharing(architecture: str) -> None:
 def test_nothing_waits_for_the_device_within_a_micro_batch(lora: bool) -> None:
     """CUDA itself says if anything does. The first pass may: kernels are chosen and memory is taken."""
     model = lora_decoder(dtype=torch.bfloat16).model if lora else small_model("qwen3", dtype=torch.bfloat16)
-    policy = make_policy(Decoder(model.to(CUDA)))
+    decoder = Decoder(model.to(CUDA))
+    fused.attach(decoder, decoder.verify())  # as a run does; Hugging Face's own body looks at positions on the host
+    policy = make_policy(decoder)
     rows = pack(grouped_samples(2, *GROUPS), 250).rows
     assert len(rows) > 1
     for row in rows:

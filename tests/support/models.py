@@ -157,7 +157,7 @@ def lora_decoder(
 def shake_adapter(decoder: Decoder, seed: int, std: float = 0.1) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in (p for p in decoder.model.parameters() if p.requires_grad):
-        parameter.add_((std * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype))
+        parameter.add_((std * torch.randn(parameter.shape, generator=generator)).to(parameter))
 
 
 def random_prompts(seed: int, *lengths: int) -> list[list[int]]:
