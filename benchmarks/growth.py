@@ -1,4 +1,4 @@
-"""How cost grows: with sequences (32 → 2,048), with context (512 → 16k at 128 sequences), with the group (4 → 64 of 512).
+"""How cost grows: with sequences (32 → 2,048), context (512 → 16k, 128 sequences) and the group (4 → 64, of 512).
 
     python benchmarks/growth.py OUT.json [--shape qwen2.5-0.5b] [--smoke]
 

@@ -103,7 +103,7 @@ def run(case: Case, model: str, folder: Path, steps: int) -> dict[str, Any]:
             process.wait()
     if process.returncode:
         raise SystemExit(f"{case.name}: shoal grpo ended with {process.returncode}:\n{_tail(folder / 'log')}")
-    hidden = {f"train.model={model}": f"train.model={case.model}", f"train.output_dir={out}": None}
+    hidden = {f"train.model={model}": f"train.model={Path(case.model).name}", f"train.output_dir={out}": None}
     shown = [hidden.get(word, word) for word in arguments]
     return {
         "command": " ".join(["shoal", "grpo", *(word for word in shown if word)]),

@@ -138,14 +138,10 @@ def measure_rates(smoke: bool = False) -> Rates:
     source = torch.ones(numbers, dtype=torch.int32, device=device)
     target = torch.empty_like(source)
     copied = 2 * numbers * 4 / _seconds(lambda: target.copy_(source), repeats, device)
-    del source, target
     dtype = torch.float32 if smoke else torch.bfloat16
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(left)
     multiplied = 2 * size**3 / _seconds(lambda: torch.mm(left, right, out=product), repeats, device)
-    del left, right, product
-    if not smoke:
-        torch.cuda.empty_cache()
     return Rates(copied, multiplied)
 
 

@@ -70,21 +70,27 @@ def saved(decoder: Decoder) -> Iterator[Path]:
         yield Path(name)
 
 
-def vllm(folder: Path, prompts: Mapping[int, Sequence[Request]], new: int) -> list[dict[str, Any]]:
+def vllm(
+    folder: Path, prompts: Mapping[int, Sequence[Request]], new: int, packages: str | None
+) -> list[dict[str, Any]]:
     """vLLM on the same token ids, with and without log-probs of sampled tokens; one entry a count, in order.
 
-    A run that fails or takes too long is said in the result and does not end the benchmark.
+    `packages` is a folder that only vLLM's process imports from. A run that fails or takes too long is said in the
+    result and does not end the benchmark.
     """
     job, out = folder / "job.json", folder / "vllm.json"
     ids = {count: [request.prompt_ids for request in work] for count, work in prompts.items()}
     job.write_text(json.dumps({"model": str(folder), "new": new, "prompts": ids}), "utf-8")
     script = Path(__file__).with_name("vllm_child.py")
     log = folder / "vllm.log"
+    environment = {**os.environ, **VLLM_ENVIRONMENT}
+    if packages is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([packages, os.environ.get("PYTHONPATH", "")])
     with log.open("wb") as stream:
         try:
             code = subprocess.run(
                 [sys.executable, str(script), str(job), str(out)],
-                env={**os.environ, **VLLM_ENVIRONMENT},
+                env=environment,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 timeout=VLLM_LIMIT_S,

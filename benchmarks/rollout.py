@@ -88,7 +88,7 @@ def run_shape(shape: str, counts: list[int], asked: Any, rates: Rates) -> list[d
             del loaded
             free()
             prompts = {count: requests(vocabulary, count, PROMPT, [new] * count) for count in counts}
-            for row, found in zip(rows, rivals.vllm(folder, prompts, new), strict=False):
+            for row, found in zip(rows, rivals.vllm(folder, prompts, new, asked.vllm_path), strict=False):
                 add_ratios(row, found)
     return rows
 
@@ -99,6 +99,7 @@ def main() -> None:
     made.add_argument("--sequences", nargs="+", type=int, help="instead of 128 and 512 (7b: 64)")
     made.add_argument("--generate", action="store_true", help="also time transformers' generate")
     made.add_argument("--vllm", action="store_true", help="also time vLLM, which has to be installed")
+    made.add_argument("--vllm-path", metavar="FOLDER", help="where vLLM is installed, if apart")
     made.add_argument("--eager", action="store_true", help="also time decoding without graphs")
     asked = made.parse_args()
     cases = {TINY: [8, 16]} if asked.smoke else {shape: asked.sequences or CASES[shape] for shape in asked.shapes}

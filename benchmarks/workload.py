@@ -80,6 +80,7 @@ def begin(smoke: bool) -> tuple[Rates, dict[str, Any]]:
     if not smoke and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU; --smoke runs it on the CPU with a tiny model")
     rates = measure_rates(smoke)
+    free()
     return rates, {"smoke": smoke, "rates": asdict(rates), "rows": []}
 
 

@@ -64,7 +64,6 @@ def make_policy(train: TrainConfig, model: Model, total_steps: int) -> TrainedPo
     import copy
 
     from shoal.models import lora
-    from shoal.models.decoder import Decoder
     from shoal.trainer.optimizer import AdamSettings, MasterAdamW
     from shoal.trainer.policy import Reference, TrainedPolicy
     from shoal.trainer.schedule import Schedule
