@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Case:
     rows: int = 64  # packed rows of one micro-batch
     characters: int | None = None  # of a prompt; one a token unless given
     lora_rank: int | None = None
+    precision: str = "bf16"
     quoted: str | None = None
 
     @property
@@ -59,12 +60,11 @@ class Case:
     def arguments(self, model: str, run: Path, steps: int) -> list[str]:
         length = self.prompt_tokens + self.new
         characters = self.characters or self.prompt_tokens - TEMPLATE_TOKENS
-        precision = "fp32" if self.model == "tiny" else "bf16"
         adapters = [f"train.lora_rank={self.lora_rank}", "train.lora=true"] if self.lora_rank else []
         return [
-            f"train.model={model}", f"train.output_dir={run}", f"train.max_steps={steps}", f"train.recipe={precision}",
-            f"train.sequence_len={length}", f"train.per_device_train_batch_size={self.rows}", "train.loss.type=grpo",
-            "train.learning_rate=1e-6", "train.save_seconds=100000", *adapters,
+            f"train.model={model}", f"train.output_dir={run}", f"train.max_steps={steps}",
+            f"train.recipe={self.precision}", f"train.sequence_len={length}",
+            f"train.per_device_train_batch_size={self.rows}", "train.loss.type=grpo", "train.learning_rate=1e-6", "train.save_seconds=100000", *adapters,
             f"orch.env=[{{id: '{ENVIRONMENT}', args: {{characters: {characters}}}}}]",
             f"orch.batch_size={self.sequences}", f"orch.rollouts_per_example={self.group}",
             f"orch.sampling.max_tokens={self.new}",
@@ -76,7 +76,9 @@ CASES = {
     "0.5b": Case("0.5b", "qwen2.5-0.5b"),
     "7b-lora": Case("7b-lora", "qwen2.5-7b", prompt_tokens=256, new=512, steps=3, rows=8, lora_rank=16),
 }
-SMOKE = Case("tiny", "tiny", prompts=2, group=4, prompt_tokens=64, new=8, steps=4, rows=4)
+SMOLLM = Case("smollm2-135m", "", characters=325, quoted=TRL)
+SMOKE = Case("tiny", "tiny", prompts=2, group=4, prompt_tokens=64, new=8, steps=4, rows=4, precision="fp32")
+SMOKE_SMOLLM = replace(SMOLLM, prompts=2, group=2, new=4, steps=2, rows=2, precision="fp32")
 
 
 def run(case: Case, model: str, folder: Path, steps: int) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def run(case: Case, model: str, folder: Path, steps: int) -> dict[str, Any]:
         )
         try:
             while process.poll() is None:
-                if first_step_s is None and (out / "metrics.jsonl").exists() and read_metrics(out):
+                if first_step_s is None and _has_line(out / "metrics.jsonl"):
                     first_step_s = time.monotonic() - start
                 if time.monotonic() - start > LIMIT_S:
                     raise SystemExit(f"{case.name}: not done after {LIMIT_S} s:\n{_tail(folder / 'log')}")
@@ -112,6 +114,10 @@ def run(case: Case, model: str, folder: Path, steps: int) -> dict[str, Any]:
         "memory": json.loads(peak.read_text("utf-8")) if peak.exists() else None,
         "steps": [_kept(line) for line in read_metrics(out)],
     }
+
+
+def _has_line(path: Path) -> bool:
+    return path.exists() and b"\n" in path.read_bytes()
 
 
 def _tail(path: Path) -> str:
@@ -192,7 +198,7 @@ def shape_of(case: Case, model: str, run_dir: Path) -> ModelShape:
     from transformers import AutoConfig
 
     folder = run_dir / "final" if case.is_file else Path(model)
-    return ModelShape.of(AutoConfig.from_pretrained(folder), 4 if case.model == "tiny" else 2)
+    return ModelShape.of(AutoConfig.from_pretrained(folder), 4 if case.precision == "fp32" else 2)
 
 
 def measure(case: Case, rates: Rates) -> dict[str, Any]:
@@ -232,7 +238,7 @@ def main() -> None:
     asked = made.parse_args()
     cases = [SMOKE] if asked.smoke else [CASES[name] for name in asked.cases]
     if asked.smollm:
-        cases.append(Case("smollm2-135m", asked.smollm, characters=325, quoted=TRL))
+        cases.append(replace(SMOKE_SMOLLM if asked.smoke else SMOLLM, model=asked.smollm))
     rates = rates_apart(asked.smoke)
     result: dict[str, Any] = {"smoke": asked.smoke, "rates": rates.__dict__, "rows": []}
     for case in cases:

@@ -2,12 +2,11 @@
 
     python benchmarks/peak_memory.py PEAK.json shoal grpo …
 
-Nothing is changed about the run: PyTorch keeps the peak anyway, and it is read at exit, in this process alone.
+Nothing is changed about the run: PyTorch keeps the peak anyway, and it is read at the end, in this process alone.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import runpy
@@ -27,7 +26,10 @@ def write_peak(path: Path, process: int) -> None:
 
 
 if __name__ == "__main__":
-    atexit.register(write_peak, Path(sys.argv[1]), os.getpid())
+    peak_file, process = Path(sys.argv[1]), os.getpid()
     sys.argv = sys.argv[2:]
-    sys.path[0] = ""  # as python -m has it: the current folder, not this script's
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    sys.path[0] = str(Path.cwd())  # as python -m has it: the current folder, not this script's
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    finally:
+        write_peak(peak_file, process)
