@@ -64,7 +64,8 @@ class Case:
         return [
             f"train.model={model}", f"train.output_dir={run}", f"train.max_steps={steps}",
             f"train.recipe={self.precision}", f"train.sequence_len={length}",
-            f"train.per_device_train_batch_size={self.rows}", "train.loss.type=grpo", "train.learning_rate=1e-6", "train.save_seconds=100000", *adapters,
+            f"train.per_device_train_batch_size={self.rows}", "train.loss.type=grpo",
+            "train.learning_rate=1e-6", "train.save_seconds=100000", *adapters,
             f"orch.env=[{{id: '{ENVIRONMENT}', args: {{characters: {characters}}}}}]",
             f"orch.batch_size={self.sequences}", f"orch.rollouts_per_example={self.group}",
             f"orch.sampling.max_tokens={self.new}",
