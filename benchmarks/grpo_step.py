@@ -82,6 +82,10 @@ SMOKE = Case("tiny", "tiny", prompts=2, group=4, prompt_tokens=64, new=8, steps=
 SMOKE_SMOLLM = replace(SMOLLM, prompts=2, group=2, new=4, steps=2, rows=2, precision="fp32")
 
 
+class Failed(RuntimeError):
+    """A run that did not end well; the other cases go on."""
+
+
 def run(case: Case, model: str, folder: Path, steps: int) -> dict[str, Any]:
     """One command in a run directory of its own; `first_step_s` is from the command to the first step on record."""
     out, peak = folder / "run", folder / "peak.json"
@@ -99,13 +103,13 @@ def run(case: Case, model: str, folder: Path, steps: int) -> dict[str, Any]:
                 if first_step_s is None and _has_line(out / "metrics.jsonl"):
                     first_step_s = time.monotonic() - start
                 if time.monotonic() - start > LIMIT_S:
-                    raise SystemExit(f"{case.name}: not done after {LIMIT_S} s:\n{_tail(folder / 'log')}")
+                    raise Failed(f"{case.name}: not done after {LIMIT_S} s:\n{_tail(folder / 'log')}")
                 time.sleep(0.05)
         finally:
             process.kill()
             process.wait()
     if process.returncode:
-        raise SystemExit(f"{case.name}: shoal grpo ended with {process.returncode}:\n{_tail(folder / 'log')}")
+        raise Failed(f"{case.name}: shoal grpo ended with {process.returncode}:\n{_tail(folder / 'log')}")
     hidden = {f"train.model={model}": f"train.model={Path(case.model).name}", f"train.output_dir={out}": None}
     shown = [hidden.get(word, word) for word in arguments]
     return {
@@ -241,9 +245,13 @@ def main() -> None:
     if asked.smollm:
         cases.append(replace(SMOKE_SMOLLM if asked.smoke else SMOLLM, model=asked.smollm))
     rates = rates_apart(asked.smoke)
-    result: dict[str, Any] = {"smoke": asked.smoke, "rates": rates.__dict__, "rows": []}
+    result: dict[str, Any] = {"smoke": asked.smoke, "rates": rates.__dict__, "rows": [], "problems": []}
     for case in cases:
-        result["rows"].append(measure(case, rates))
+        try:
+            result["rows"].append(measure(case, rates))
+        except Failed as error:
+            print(error, file=sys.stderr, flush=True)
+            result["problems"].append(str(error).splitlines()[0])
         write_result(asked.out, result)
     shown = [
         row | row["split_s"] | {f"first_{k}_s": v for k, v in row["first_step_s"].items()} for row in result["rows"]
@@ -251,6 +259,8 @@ def main() -> None:
     columns = ["name", "step_s", *PHASES, "fraction", "fraction_bytes", "fraction_operations", "first_cold_s",
                "first_warm_s", "completion_tokens"]  # fmt: skip
     print_table("whole GRPO steps", shown, columns)
+    if result["problems"]:
+        raise SystemExit("\n".join(result["problems"]))
 
 
 if __name__ == "__main__":
