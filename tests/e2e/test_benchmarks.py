@@ -43,6 +43,7 @@ def test_script_runs(name: str, tmp_path: Path):
         assert 0 < row["step_s"] < row["first_step_s"]["warm"]
 
 
+@pytest.mark.slow
 def test_without_a_gpu_a_benchmark_says_what_to_do(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "benchmarks/mixed.py", str(tmp_path / "out.json")],
