@@ -20,7 +20,7 @@ from workload import TINY, begin, free, load, parser, peak_gib, reset_peak, wait
 
 from shoal.algorithms.losses import LOSSES
 from shoal.algorithms.objective import Objective
-from shoal.batching.pack import make_batches
+from shoal.batching.pack import Packing, make_batches
 from shoal.models.decoder import Decoder
 from shoal.models.lora import LoraSettings, trained_parameters
 from shoal.trainer.optimizer import AdamSettings, MasterAdamW
@@ -61,7 +61,7 @@ def one_row(sequences: int, length: int, vocabulary: int) -> Row:
         ]
         for i in range(sequences)
     ]
-    (batch,) = make_batches(samples, token_budget=sequences * length, aggregation="token-mean", max_tokens=length)
+    (batch,) = make_batches(samples, Packing(sequences * length, "token-mean", length, 1, False))
     (row,) = batch.rows
     return row
 
