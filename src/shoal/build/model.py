@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.build.given import Given
 from shoal.config.train import TrainConfig
 from shoal.envs.user_code import load_function
 
@@ -27,23 +28,28 @@ class Model:
     chat: Chat
     eos_token_ids: tuple[int, ...]
     precision: Precision
+    given: bool = False  # the caller's own object, to be left as it was found
 
 
-def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None) -> Model:
+def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None, given: Given | None = None) -> Model:
     """Precision first: what the machine cannot do is refused before weights are read."""
     import torch
 
     from shoal.models import precision as precisions
     from shoal.models.chat import Chat
     from shoal.models.decoder import Decoder
-    from shoal.models.load import eos_token_ids, load_model, load_tokenizer
+    from shoal.models.load import adopt_model, eos_token_ids, load_model, load_tokenizer
     from shoal.models.lora import LoraSettings, attach
 
-    precision = precisions.choose(train)
+    given = given or Given()
+    precision = precisions.choose(train, given.local_rank if given.processes > 1 else None)
     assert train.model is not None
-    chat = Chat(load_tokenizer(train.model), **(chat_options or {}))
+    chat = Chat(given.tokenizer or load_tokenizer(train.model), **(chat_options or {}))
     torch.manual_seed(train.seed)
-    model = load_model(train.model, precision.dtype, precision.device)
+    if given.model is not None:
+        model = adopt_model(given.model, precision.dtype, precision.device)
+    else:
+        model = load_model(train.model, precision.dtype, precision.device)
     if precision.device.type == "cpu":
         precisions.limit_threads(sum(p.numel() for p in model.parameters()))
     ends = eos_token_ids(model, chat.tokenizer)
@@ -54,10 +60,20 @@ def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None) -> M
         model = attach(model, settings)
     if train.recompute is True:
         Decoder(model).inner.gradient_checkpointing_enable()  # type: ignore[operator]
-    return Model(Decoder(model), layers, chat, ends, precision)
+    return Model(Decoder(model), layers, chat, ends, precision, given.model is not None)
 
 
-def make_policy(train: TrainConfig, model: Model, total_steps: int) -> TrainedPolicy:
+def release(model: Model) -> None:
+    """Give the caller's own model object back: adapters taken out, its own attention in place again."""
+    from shoal.models.load import release_model
+
+    if model.given:
+        release_model(model.decoder.model)
+
+
+def make_policy(
+    train: TrainConfig, model: Model, total_steps: int, sum_gradients: Callable[..., None] | None = None
+) -> TrainedPolicy:
     import copy
 
     from shoal.models import lora
@@ -87,7 +103,7 @@ def make_policy(train: TrainConfig, model: Model, total_steps: int) -> TrainedPo
         reference = Reference(model.decoder, lambda: lora.as_reference(wrapped))
     elif train.reference == "frozen":
         reference = Reference(Decoder(copy.deepcopy(model.decoder.model).requires_grad_(False)))
-    return TrainedPolicy(model.decoder, optimizer, schedule, train.max_grad_norm, reference)
+    return TrainedPolicy(model.decoder, optimizer, schedule, train.max_grad_norm, reference, sum_gradients)
 
 
 class PolicyFiles:
@@ -114,13 +130,16 @@ class PolicyFiles:
         export_weights(self._policy, self._tokenizer, folder)
 
 
-def make_objective(train: TrainConfig) -> Any:
+def make_objective(train: TrainConfig, own_loss: Callable[..., Any] | None = None) -> Any:
+    """`own_loss`, a function given as an object, takes the place of the loss that is named."""
     from shoal.algorithms.losses import LOSSES, CustomLoss
     from shoal.algorithms.objective import Objective
     from shoal.algorithms.terms import CORRECTIONS, KLPenalty
 
     loss = train.loss
-    if loss.custom:
+    if own_loss is not None:
+        policy_loss = CustomLoss(own_loss, name=getattr(own_loss, "__name__", "custom"))
+    elif loss.custom:
         policy_loss = CustomLoss(partial(load_function(loss.type), **loss.args), name=loss.type)
     else:
         policy_loss = LOSSES[loss.type](**loss.resolved_loss_parameters())
@@ -130,7 +149,7 @@ def make_objective(train: TrainConfig) -> Any:
     kl = None
     if loss.kl.beta > 0 and loss.kl.where == "loss":
         kl = KLPenalty(loss.kl.beta, loss.kl.estimator)
-    return Objective(policy_loss, correction, kl)
+    return Objective(policy_loss, correction, kl, loss.ratio_log_cap)
 
 
 def recomputes_old(train: TrainConfig, objective: Any, fp32: bool, remote: bool) -> bool:

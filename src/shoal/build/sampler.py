@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoal.build.model import Model, load
+from shoal.build.model import Model, load, release
 from shoal.build.prepare import Prepared
 from shoal.config.orch import EvalConfig, OrchConfig
 from shoal.config.resolve import resolve_run
@@ -76,7 +76,7 @@ class Sampler:
         """Wait for the device's thread, but not for ever: it may be what hangs."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.engine.close(), CLOSE_LIMIT_S)
-            self.device.submit(int).result(CLOSE_LIMIT_S)
+            self.device.submit(release, self.model).result(CLOSE_LIMIT_S)
         self.device.shutdown(wait=False, cancel_futures=True)
 
 
@@ -101,8 +101,9 @@ def make_sampler(config: RunConfig, prepared: Prepared) -> Sampler:
     assert orch.seq_len is not None and sampling.seed is not None
     options = {"template_kwargs": sampling.chat_template_kwargs, "system_prompt": sampling.system_prompt}
     device = ThreadPoolExecutor(1, thread_name_prefix="device")
-    model = device.submit(load, config.train, options).result()
-    mode = "shared" if orch.weight_sync_interval == 1 and orch.max_async_level == 0 else "snapshot"
+    model = device.submit(load, config.train, options, prepared.given).result()
+    in_step = orch.weight_sync_interval == 1 and orch.max_async_level == 0
+    mode = "shared" if in_step and config.infer.weights == "auto" else "snapshot"
     view = device.submit(SamplerView, model.decoder, mode).result()
     inner = device.submit(_engine, config, model, view).result()
     engine = EmbeddedRolloutEngine(inner, device, config.train.seed)
@@ -134,7 +135,9 @@ def fits_in(chat: Chat, room: int) -> Callable[[Sequence[Message]], bool]:
     return lambda messages: 0 < len(chat.prompt_ids(messages)) <= room
 
 
-def make_evaluator(orch: OrchConfig, environments: Mapping[str, Environment], runner: GroupRunner, chat: Chat) -> Evaluator:
+def make_evaluator(
+    orch: OrchConfig, environments: Mapping[str, Environment], runner: GroupRunner, chat: Chat
+) -> Evaluator:
     assert orch.eval is not None and orch.seq_len is not None and orch.eval.sampling.seed is not None
     sampling = eval_sampling_params(orch)
     names = [env.label for env in orch.eval.env or orch.env]
@@ -176,7 +179,9 @@ def evaluation_config(
 async def evaluate_once(config: RunConfig, prepared: Prepared) -> dict[str, float]:
     sampler = make_sampler(config, prepared)
     try:
-        metrics, _ = await make_evaluator(config.orch, prepared.environments, sampler.runner, sampler.model.chat).evaluate()
+        metrics, _ = await make_evaluator(
+            config.orch, prepared.environments, sampler.runner, sampler.model.chat
+        ).evaluate()
     finally:
         await sampler.close()
     return metrics

@@ -6,10 +6,11 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from shoal.errors import ModelError
 from shoal.models.chat import special_tokens
@@ -46,9 +47,35 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> nn.Module
     return model.to(device).eval()  # type: ignore[arg-type]
 
 
+def adopt_model(model: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A model object of the caller's, moved to `device` and `dtype` and used as it is."""
+    if hasattr(model, "peft_config"):
+        raise ModelError("the model is wrapped by PEFT; give the plain model, and ask for LoRA here")
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f"the model is of type {type(model).__name__}, not a transformers model nor a name")
+    check_config(model.config)
+    _ATTENTION_BEFORE[model] = model.config._attn_implementation
+    return model.to(device=device, dtype=dtype).eval()  # type: ignore[arg-type]
+
+
+def release_model(model: Any) -> None:
+    """Undo what training put around and into a model object; its trained weights stay, an adapter is in the files."""
+    inner = model.unload() if hasattr(model, "peft_config") else model
+    before = _ATTENTION_BEFORE.pop(inner, None)
+    if before is not None:
+        inner.set_attn_implementation(before)
+    inner.requires_grad_(True)
+
+
+_ATTENTION_BEFORE: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
 def check_architecture(folder: str) -> None:
     """Refuse by name what the engine cannot sample, before any weights are read."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    check_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+
+
+def check_config(config: Any) -> None:
     architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     if getattr(config, "auto_map", None):
         raise ModelError(f"{architecture} brings its own code (auto_map), which Shoal does not run")

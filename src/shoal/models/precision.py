@@ -20,8 +20,11 @@ class Precision:
     notice: str | None = None
 
 
-def choose(train: TrainConfig) -> Precision:
-    """fp32 on a CPU, where bf16 is far slower; bf16 on a GPU. What the machine cannot do is refused."""
+def choose(train: TrainConfig, index: int | None = None) -> Precision:
+    """fp32 on a CPU, where bf16 is far slower; bf16 on a GPU. What the machine cannot do is refused.
+
+    `index` is the GPU of this process where several share a machine.
+    """
     device, notice = train.device, None
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,6 +37,9 @@ def choose(train: TrainConfig) -> Precision:
         _refuse_fp8(device)
     _refuse_unavailable(train)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe]
+    if device == "cuda" and index is not None:
+        torch.cuda.set_device(index)
+        return Precision(torch.device("cuda", index), dtype, notice)
     return Precision(torch.device(device), dtype, notice)
 
 

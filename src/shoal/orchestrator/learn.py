@@ -15,7 +15,8 @@ from shoal.algorithms.advantages import reward_kl
 from shoal.batching.pack import make_batches
 from shoal.batching.samples import rollout_samples
 from shoal.observability.metrics import Tally
-from shoal.protocols import PendingResults, Policy
+from shoal.orchestrator.ranks import Alone, gather_results, share
+from shoal.protocols import PendingResults, Policy, Ranks
 from shoal.types import Batch, Rollout, RolloutGroup, Row, Sample
 
 OnDevice = Callable[..., Awaitable[Any]]
@@ -52,13 +53,20 @@ class Learned:
 
 class Learner:
     def __init__(
-        self, policy: Policy, advantages: Advantages, objective: Any, settings: LearnSettings, on_device: OnDevice
+        self,
+        policy: Policy,
+        advantages: Advantages,
+        objective: Any,
+        settings: LearnSettings,
+        on_device: OnDevice,
+        ranks: Ranks | None = None,
     ) -> None:
         self._policy = policy
         self._advantages = advantages
         self._objective = objective
         self._settings = settings
         self._on_device = on_device
+        self._ranks = ranks or Alone()
 
     async def learn(self, groups: Sequence[RolloutGroup], tally: Tally) -> Learned:
         settings = self._settings
@@ -108,7 +116,8 @@ class Learner:
 
     async def _annotate(self, batches: Sequence[Batch]) -> None:
         """Old and reference log-probs, taken once, before the first optimizer step moves the weights."""
-        for micro in self._micro_batches([row for batch in batches for row in batch.rows]):
+        mine = [row for batch in batches for micro in self._my_micro_batches(batch.rows) for row in micro]
+        for micro in self._micro_batches(mine):
             if self._settings.recompute_old:
                 for row, values in zip(micro, await self._on_device(self._policy.logprobs, micro), strict=True):
                     row.old_logprobs = values
@@ -124,12 +133,13 @@ class Learner:
                 # Where old = sampler, the mismatch can only be seen before the first optimizer step of this step.
                 source = "old" if epoch == 0 and (self._settings.recompute_old or number == 0) else "none"
                 pending = []
-                for micro in self._micro_batches(batch.rows):
-                    pending.append((micro, await self._forward_backward(micro, source)))
+                for micro in self._my_micro_batches(batch.rows):
+                    pending.append(await self._forward_backward(micro, source))
                 outcome = await self._on_device(self._policy.optim_step)
                 # Read on the device's thread: a copy from another one would break a graph being captured there.
-                results = await self._on_device(_read_all, pending)
-                self._report(results, outcome, tally, learned, first=epoch == 0)
+                mine = await self._on_device(_read_all, pending)
+                results = zip(self._micro_batches(batch.rows), await gather_results(self._ranks, mine), strict=True)
+                self._report(list(results), outcome, tally, learned, first=epoch == 0)
         return learned
 
     async def _forward_backward(self, micro: Sequence[Row], source: str) -> Any:
@@ -147,13 +157,17 @@ class Learner:
             tally.add("optim/grad_norm", outcome["optim/grad_norm"], 1)
         learned.skipped |= bool(outcome["optim/skipped"])
 
+    def _my_micro_batches(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """Those this process computes: all of them, unless several processes share a step."""
+        return share(self._micro_batches(rows), self._ranks)
+
     def _micro_batches(self, rows: Sequence[Row]) -> list[list[Row]]:
         size = self._settings.rows_per_micro_batch
         return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
 
 
-def _read_all(pending: Sequence[tuple[Sequence[Row], PendingResults]]) -> list[Any]:
-    return [(micro, result.read()) for micro, result in pending]
+def _read_all(pending: Sequence[PendingResults]) -> list[Any]:
+    return [result.read() for result in pending]
 
 
 def _note_rows(learned: Learned, row: Row, logprobs: np.ndarray) -> None:

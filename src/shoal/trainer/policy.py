@@ -5,7 +5,7 @@ Runs on one thread, the device's. Knows no algorithm: the objective turns log-pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -53,6 +53,7 @@ class TrainedPolicy:
         schedule: Schedule,
         max_grad_norm: float = 1.0,
         reference: Reference | None = None,
+        sum_gradients: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> None:
         self.decoder = decoder
         self.optimizer = optimizer
@@ -60,6 +61,7 @@ class TrainedPolicy:
         self.max_grad_norm = max_grad_norm
         self.reference = reference
         self.optimizer_steps = 0
+        self._sum_gradients = sum_gradients  # over the processes that train together
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
@@ -88,6 +90,8 @@ class TrainedPolicy:
     def optim_step(self) -> dict[str, float]:
         """Step, unless the gradient is not finite: then nothing moves, and `optim/skipped` says so."""
         rate = self.schedule(self.optimizer_steps + 1)
+        if self._sum_gradients is not None:
+            self._sum_gradients(self.optimizer.masters)
         norm = float(self.optimizer.clip(self.max_grad_norm))
         skipped = not np.isfinite(norm)
         if not skipped:
