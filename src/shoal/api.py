@@ -290,8 +290,12 @@ def evaluate(
         rollouts_per_example=rollouts_per_example,
         sampling=EvalSamplingConfig(temperature=temperature, max_tokens=max_tokens, seed=seed),
     )
-    config = build.evaluation_config(model, env, dict(env_args or {}), adapter, settings, device)
-    prepared = build.prepare(config)
+    return evaluate_config(build.evaluation_config(model, env, dict(env_args or {}), adapter, settings, device))
+
+
+def evaluate_config(config: RunConfig, given: build.Given | None = None) -> dict[str, float]:
+    """One evaluation as orch.eval describes it: eval/<env>/… by name."""
+    prepared = build.prepare(config, given)
     try:
         return asyncio.run(build.evaluate_once(config, prepared))
     finally:

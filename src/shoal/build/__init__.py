@@ -3,14 +3,13 @@
 `prepare` builds what needs no torch; `assemble` loads the model and puts the loop together.
 """
 
-from shoal.build.given import MODEL_OBJECT, Given
+from shoal.build.given import Given
 from shoal.build.model import Model, PolicyFiles, load, make_objective, make_policy
 from shoal.build.prepare import Prepared, binding, join_ranks, leave_ranks, open_run_dir, prepare
 from shoal.build.run import Assembled, Watching, assemble, make_advantages, make_sinks, total_steps
 from shoal.build.sampler import evaluate_once, evaluation_config, make_sampler
 
 __all__ = [
-    "MODEL_OBJECT",
     "Assembled",
     "Given",
     "Model",

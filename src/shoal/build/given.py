@@ -8,8 +8,6 @@ from typing import Any
 
 from shoal.protocols import Environment
 
-MODEL_OBJECT = "python-object"  # what train.model says of a model that came as an object
-
 
 @dataclass(frozen=True)
 class Given:
