@@ -7,7 +7,7 @@ from shoal.build.given import Given
 from shoal.build.model import Model, PolicyFiles, load, make_objective, make_policy
 from shoal.build.prepare import Prepared, binding, join_ranks, leave_ranks, open_run_dir, prepare
 from shoal.build.run import Assembled, Watching, assemble, make_advantages, make_sinks, total_steps
-from shoal.build.sampler import evaluate_once, evaluation_config, make_sampler
+from shoal.build.sampler import evaluate_once, evaluation_config, make_sampler, sampling_params
 
 __all__ = [
     "Assembled",
@@ -30,5 +30,6 @@ __all__ = [
     "make_sinks",
     "open_run_dir",
     "prepare",
+    "sampling_params",
     "total_steps",
 ]

@@ -54,7 +54,7 @@ def adopt_model(model: Any, dtype: torch.dtype, device: torch.device) -> nn.Modu
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"the model is of type {type(model).__name__}, not a transformers model nor a name")
     check_config(model.config)
-    _ATTENTION_BEFORE[model] = model.config._attn_implementation
+    _ATTENTION_BEFORE[model] = model.config._attn_implementation or "eager"
     return model.to(device=device, dtype=dtype).eval()  # type: ignore[arg-type]
 
 

@@ -1,6 +1,6 @@
 """Reward functions as Python users write them, turned into one reward over the rows of a data set.
 
-Three forms: `f(completion, …)` whose other parameters are named after columns, `prompt` or `item`; TRL's
+Three forms: `f(completion, …)` whose other parameters are named after columns, `prompt`, `item` or `row`; TRL's
 `f(prompts, completions, **columns)` over lists; and a judge that an item carries itself (`get_reward`, in envs.items).
 """
 
@@ -68,14 +68,14 @@ class _Plain:
 
     def check(self, columns: Sequence[str]) -> None:
         for name in self.others:
-            if name not in columns and name not in ("prompt", "item") and name not in self.optional:
+            if name not in columns and name not in ("prompt", "item", "row") and name not in self.optional:
                 known = ", ".join(["prompt", "item", *columns])
                 raise ArgumentError(
                     f"reward_funcs: {self.name} asks for {name!r}, which is no column of the data; there are {known}"
                 )
 
     def __call__(self, scored: Scored) -> Any:
-        known = {**scored.columns, "prompt": scored.prompt, "item": scored.item}
+        known = {**scored.columns, "prompt": scored.prompt, "item": scored.item, "row": scored.item}
         named = {name: known[name] for name in self.others if name in known}
         return call(partial(self.function, **named), scored.completion)
 

@@ -17,7 +17,7 @@ from shoal.algorithms.inputs import LossInputs, Metrics, MismatchSource
 from shoal.models.attention import Packed
 from shoal.models.decoder import Decoder
 from shoal.models.logprobs import Scored, token_logprobs
-from shoal.trainer.optimizer import MasterAdamW
+from shoal.trainer.optimizer import AdamSettings, MasterAdamW
 from shoal.trainer.schedule import Schedule
 from shoal.types import Row
 
@@ -30,6 +30,15 @@ class Reference:
 
     decoder: Decoder
     within: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@dataclass(frozen=True)
+class OwnStep:
+    """One optimizer step's numbers. Without `adam`, betas, epsilon and decay stay as they are."""
+
+    rate: float
+    max_grad_norm: float
+    adam: AdamSettings | None = None
 
 
 @dataclass
@@ -87,15 +96,19 @@ class TrainedPolicy:
         metrics["policy/entropy"] = inputs.token_metric(scored.entropy)
         return RowResults(metrics, rows, scored.logprobs.detach())
 
-    def optim_step(self) -> dict[str, float]:
-        """Step, unless the gradient is not finite: then nothing moves, and `optim/skipped` says so."""
-        rate = self.schedule(self.optimizer_steps + 1)
+    def optim_step(self, own: OwnStep | None = None) -> dict[str, float]:
+        """Step, unless the gradient is not finite: then nothing moves, and `optim/skipped` says so.
+
+        `own` takes the place of the schedule, for loops that are written outside.
+        """
+        own = own or OwnStep(self.schedule(self.optimizer_steps + 1), self.max_grad_norm)
+        rate = own.rate
         if self._sum_gradients is not None:
             self._sum_gradients(self.optimizer.masters)
-        norm = float(self.optimizer.clip(self.max_grad_norm))
+        norm = float(self.optimizer.clip(own.max_grad_norm))
         skipped = not np.isfinite(norm)
         if not skipped:
-            self.optimizer.step(rate)
+            self.optimizer.step(rate, own.adam)
         self.optimizer.zero_grad()
         self.optimizer_steps += 1
         result = {"optim/lr": rate, "optim/skipped": float(skipped)}
