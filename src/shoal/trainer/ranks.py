@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError, DeadlineError, ShoalError
 
+JOIN_LIMIT_S = 600.0  # processes of one launch may start minutes apart
 TICK_S = 1.0
 BUCKET_NUMBERS = 1 << 24
 FAILED = "failed"
@@ -33,11 +34,10 @@ class ProcessRanks:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._deadline_s = deadline_s
         self._owns = not dist.is_initialized()
-        limit = timedelta(seconds=deadline_s)
         if self._owns:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, timeout=limit)
-        self._talk = dist.new_group(backend="gloo", timeout=limit)
+            dist.init_process_group(backend, timeout=timedelta(seconds=max(deadline_s, JOIN_LIMIT_S)))
+        self._talk = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
 
     async def exchange(self, mine: bytes) -> list[bytes]:
         return await asyncio.get_running_loop().run_in_executor(None, self._exchange, mine)
