@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = '''
+SCRIPT = """
 import hashlib, json, os, sys, time
 from pathlib import Path
 from transformers import AutoModelForCausalLM
@@ -46,7 +46,7 @@ rank = os.environ.get("RANK", "0")
 weights = b"".join(p.detach().numpy().tobytes() for p in policy.parameters())
 found = {"weights": hashlib.md5(weights).hexdigest(), "test": trainer.test([Shout("x")]), "pid": os.getpid()}
 Path(f"{out}-rank{rank}.json").write_text(json.dumps(found))
-'''
+"""
 
 
 def launch(folder: Path, model: Path, *arguments: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
@@ -102,7 +102,9 @@ def test_two_processes_are_one_process_with_twice_the_prompts(runs: Path):
         ours, theirs = (read(runs / name, f"rollouts/step_{step:06d}.jsonl") for name in ("two", "one"))
         assert [r["rollout_id"] for r in ours] == [r["rollout_id"] for r in theirs]
         assert [r["completion"] for r in ours] == [r["completion"] for r in theirs]
-    for ours, theirs in zip(read(runs / "two", "metrics.jsonl")[1:], read(runs / "one", "metrics.jsonl")[1:], strict=True):
+    for ours, theirs in zip(
+        read(runs / "two", "metrics.jsonl")[1:], read(runs / "one", "metrics.jsonl")[1:], strict=True
+    ):
         for name in ("reward/mean", "policy/entropy", "optim/grad_norm", "tokens/completion"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
     one, two = (load_file(runs / name / "final" / "model.safetensors") for name in ("one", "two"))

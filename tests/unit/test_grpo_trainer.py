@@ -14,11 +14,11 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from support.folders import write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal import GRPOTrainer
 from shoal.errors import ArgumentError, ConfigError, ModelError
+from support.folders import write_model
 
 WORDS = ["shoal", "river", "stone", "cloud", "ember", "maple", "otter", "linen"]
 SHORT: dict[str, Any] = {"max_new_tokens": 6, "max_seq_len": 64, "optimizer_args": {"lr": 1e-3}, "batch_size": 2}
@@ -79,7 +79,9 @@ def test_a_resumed_run_equals_an_undisturbed_one(model: str, tmp_path: Path):
     whole.train()
     first = GRPOTrainer(model, ITEMS, num_steps=2, output_dir=str(tmp_path / "parts"), **arguments)
     first.train()
-    with pytest.raises(ArgumentError, match="GRPOTrainer: output_dir: .* already holds a run; continue it with resume"):
+    with pytest.raises(
+        ArgumentError, match=r"GRPOTrainer: output_dir: .* already holds a run; continue it with resume"
+    ):
         GRPOTrainer(model, ITEMS, num_steps=3, output_dir=str(tmp_path / "parts"), **arguments).train()
     second = GRPOTrainer(
         model, ITEMS, num_steps=3, output_dir=str(tmp_path / "parts"), resume_from_checkpoint=True, **arguments
@@ -95,7 +97,7 @@ def test_a_resumed_run_equals_an_undisturbed_one(model: str, tmp_path: Path):
 def test_other_data_cannot_be_resumed(model: str, tmp_path: Path):
     GRPOTrainer(model, ITEMS, num_steps=1, output_dir=str(tmp_path), **SHORT).train()
     other = [Shout("Whisper"), *ITEMS[1:]]
-    with pytest.raises(ConfigError, match="cannot be resumed with other settings: data was"):
+    with pytest.raises(ConfigError, match=r"cannot be resumed with other settings: data was"):
         GRPOTrainer(model, other, num_steps=2, output_dir=str(tmp_path), resume_from_checkpoint=True, **SHORT).train()
 
 
@@ -110,7 +112,7 @@ def test_a_model_object_and_trl_rewards(model: str, tmp_path: Path):
         assert prompts[0].endswith(word[0])
         return [capitals(text) for text in completions]
 
-    with pytest.raises(ArgumentError, match="GRPOTrainer: tokenizer: the model object does not say"):
+    with pytest.raises(ArgumentError, match=r"GRPOTrainer: tokenizer: the model object does not say"):
         GRPOTrainer(loaded, rows, capitals)
     trainer = GRPOTrainer(
         loaded, rows, [loud, capitals], reward_weights=[1.0, 0.5], tokenizer=AutoTokenizer.from_pretrained(model),
@@ -143,28 +145,28 @@ def test_lora_on_a_model_object_leaves_the_object_alone(model: str, tmp_path: Pa
 
 
 def test_an_adapter_to_start_from_must_exist(model: str):
-    with pytest.raises(ArgumentError, match="GRPOTrainer: adapter_path: .*nowhere.* holds no adapter_config"):
+    with pytest.raises(ArgumentError, match=r"GRPOTrainer: adapter_path: .*nowhere.* holds no adapter_config"):
         GRPOTrainer(model, ITEMS, lora=True, adapter_path="nowhere")
 
 
 def test_arguments_that_are_refused(model: str, monkeypatch: pytest.MonkeyPatch):
     rows = [{"prompt": "a"}]
-    with pytest.raises(ArgumentError, match="GRPOTrainer: reward_funcs: the items of train_dataset .dict. have no"):
+    with pytest.raises(ArgumentError, match=r"GRPOTrainer: reward_funcs: the items of train_dataset .dict. have no"):
         GRPOTrainer(model, rows)
-    with pytest.raises(ArgumentError, match="reward_funcs: the items of train_dataset have get_reward themselves"):
+    with pytest.raises(ArgumentError, match=r"reward_funcs: the items of train_dataset have get_reward themselves"):
         GRPOTrainer(model, ITEMS, capitals)
-    with pytest.raises(ArgumentError, match="reward_weights: is not used without reward_funcs"):
+    with pytest.raises(ArgumentError, match=r"reward_weights: is not used without reward_funcs"):
         GRPOTrainer(model, ITEMS, reward_weights=[1.0])
-    with pytest.raises(ArgumentError, match="GRPOTrainer: groupsize: is not an argument; did you mean group_size"):
+    with pytest.raises(ArgumentError, match=r"GRPOTrainer: groupsize: is not an argument; did you mean group_size"):
         GRPOTrainer(model, ITEMS, groupsize=4)
-    with pytest.raises(ArgumentError, match="GRPOTrainer: args: .*coming-from.md"):
+    with pytest.raises(ArgumentError, match=r"GRPOTrainer: args: .*coming-from.md"):
         GRPOTrainer(model, ITEMS, args=object())
-    with pytest.raises(ArgumentError, match="GRPOTrainer.test: dataset: there is nothing"):
+    with pytest.raises(ArgumentError, match=r"GRPOTrainer.test: dataset: there is nothing"):
         GRPOTrainer(model, ITEMS).test()
-    with pytest.raises(ArgumentError, match="GRPOTrainer: model: int in no precision"):
+    with pytest.raises(ArgumentError, match=r"GRPOTrainer: model: int in no precision"):
         GRPOTrainer(3, ITEMS)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ArgumentError, match="GRPOTrainer: use_accelerate: 2 processes were started"):
+    with pytest.raises(ArgumentError, match=r"GRPOTrainer: use_accelerate: 2 processes were started"):
         GRPOTrainer(model, ITEMS)
 
 
@@ -173,7 +175,7 @@ def test_a_model_that_is_wrapped_already_is_refused(model: str, tmp_path: Path):
 
     wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(task_type="CAUSAL_LM"))
     trainer = GRPOTrainer(wrapped, ITEMS, num_steps=1, output_dir=str(tmp_path), **SHORT)
-    with pytest.raises(ModelError, match="wrapped by PEFT; give the plain model"):
+    with pytest.raises(ModelError, match=r"wrapped by PEFT; give the plain model"):
         trainer.train()
 
 
@@ -185,6 +187,8 @@ def test_vllm_that_is_not_installed_says_what_to_do(model: str):
 
 
 def test_importing_the_package_loads_no_torch():
-    script = "import sys, shoal; assert 'torch' not in sys.modules; shoal.GRPOTrainer; assert 'torch' not in sys.modules"
+    script = (
+        "import sys, shoal; assert 'torch' not in sys.modules; shoal.GRPOTrainer; assert 'torch' not in sys.modules"
+    )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=dict(os.environ))
     assert result.returncode == 0, result.stderr

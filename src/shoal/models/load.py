@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from shoal.errors import ModelError
 from shoal.models.chat import special_tokens
 
+# transformers builds models under a default device that all threads share, so two of them must take turns.
+_LOADING = threading.Lock()
 # What the attention function computes. Chunks, convolutions and states that are carried along it does not.
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -35,11 +38,12 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> nn.Module
     """The model on `device` in `dtype`, in training mode off, with gradients as loaded."""
     folder, gguf = _locate(name)
     try:
-        if gguf:
-            model = _load_gguf(folder, gguf, dtype)
-        else:
-            check_architecture(folder)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+        with _LOADING:
+            if gguf:
+                model = _load_gguf(folder, gguf, dtype)
+            else:
+                check_architecture(folder)
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
     except ModelError:
         raise
     except Exception as error:

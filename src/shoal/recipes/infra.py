@@ -29,6 +29,7 @@ class _Trainer:
     sampler: Any  # build.Sampler
     policy: Any  # TrainedPolicy
     client: PolicyClient
+    stopped: bool = False
 
 
 @dataclass
@@ -37,6 +38,7 @@ class _Deployment:
 
     run: RunConfig
     sampler: Any
+    stopped: bool = False
 
 
 _TRAINERS: dict[str, _Trainer] = {}
@@ -85,18 +87,15 @@ class Infra:
         await self._engine.load(self.policy.version)
 
     def close(self) -> None:
-        """Stop what this Infra runs on. A deployment that owns its weights goes on, for another trainer to use."""
-        asyncio.run(self._trainer.sampler.close())
-        _forget(_TRAINERS, self._trainer)
-        deployment = self._deployment
-        if deployment is not None and deployment not in _DEPLOYMENTS.values():
-            asyncio.run(deployment.sampler.close())
+        """Stop what this Infra runs on. A deployment that owns its weights and has an id goes on, for others."""
+        _stop(_TRAINERS, self._trainer)
+        if self._deployment is not None and self._deployment not in _DEPLOYMENTS.values():
+            _stop(_DEPLOYMENTS, self._deployment)
 
     def close_deployment(self) -> None:
         """Stop a deployment that owns its weights as well."""
         if self._deployment is not None:
-            _forget(_DEPLOYMENTS, self._deployment)
-            asyncio.run(self._deployment.sampler.close())
+            _stop(_DEPLOYMENTS, self._deployment)
 
     def __enter__(self) -> Infra:
         return self
@@ -188,9 +187,12 @@ def _write_weights(source: Any, target: Any) -> None:
             parameter.copy_(theirs[name])
 
 
-def _forget(running: dict[str, Any], what: Any) -> None:
+def _stop(running: dict[str, Any], what: _Trainer | _Deployment) -> None:
     for id in [id for id, found in running.items() if found is what]:
         del running[id]
+    if not what.stopped:
+        what.stopped = True
+        asyncio.run(what.sampler.close())
 
 
 def check_tokenizers(config: Config) -> None:

@@ -99,7 +99,9 @@ def test_all_ranks_collect_what_one_would(world: int):
             return make_group(prompt, [1.0, 1.0] if prompt.index % 3 == 0 else [0.0, 1.0])
 
         shared = SharedGroups(run_group, rank) if world > 1 else run_group
-        collector = Collector(shared, make_stream(50), Admission(8, 2, max_off_policy_steps=9), GroupRules(lockstep=world > 1))
+        collector = Collector(
+            shared, make_stream(50), Admission(8, 2, max_off_policy_steps=9), GroupRules(lockstep=world > 1)
+        )
         steps = []
         for step in range(3):
             collected = await collector.collect(step, asyncio.Event())

@@ -80,19 +80,19 @@ def test_none_excludes_or_does_not_apply():
 
 
 def test_wrong_functions_are_named():
-    with pytest.raises(ArgumentError, match="reward_weights: 1 weights for 2"):
+    with pytest.raises(ArgumentError, match=r"reward_weights: 1 weights for 2"):
         RewardFunctions([correct, slow], [1.0])
-    with pytest.raises(ArgumentError, match="reward_funcs: 3 is not a function"):
+    with pytest.raises(ArgumentError, match=r"reward_funcs: 3 is not a function"):
         RewardFunctions([3])  # type: ignore[list-item]
-    with pytest.raises(ArgumentError, match="reward_funcs: correct asks for 'answer', which is no column"):
+    with pytest.raises(ArgumentError, match=r"reward_funcs: correct asks for 'answer', which is no column"):
         RewardFunctions([correct]).check(["prompt", "gold"])
-    with pytest.raises(RewardValueError, match="two returned 2 rewards for 1 completion"):
+    with pytest.raises(RewardValueError, match=r"two returned 2 rewards for 1 completion"):
 
         def two(completions):
             return [1, 2]
 
         RewardFunctions([two])(scored("5"))
-    with pytest.raises(RewardValueError, match="returned float, not a list"):
+    with pytest.raises(RewardValueError, match=r"returned float, not a list"):
         RewardFunctions([lambda completions: 1.0])(scored("5"))
 
 
@@ -119,9 +119,9 @@ def test_items_judge_themselves_and_rows_are_judged():
 
 
 def test_bad_items_are_named_with_their_number():
-    with pytest.raises(DataError, match="items: train item 1: the prompt is empty"):
+    with pytest.raises(DataError, match=r"items: train item 1: the prompt is empty"):
         ItemEnvironment([Item("a", "a"), Item(" ", "b")])
-    with pytest.raises(ConfigError, match="train item 0 .dict. has no method get_reward"):
+    with pytest.raises(ConfigError, match=r"train item 0 .dict. has no method get_reward"):
         ItemEnvironment([ROW])
 
 

@@ -68,7 +68,9 @@ IN_THE_CONFIGURATION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dapo.dual_clip": ({"policy_loss": "dapo", **inner("dapo", dual_clip=3.0)}, {"train.loss.dual_clip": 3.0}),
     "dro.beta": ({"policy_loss": "dro", **inner("dro", beta=0.2)}, {"train.loss.quad_beta": 0.2}),
     "gspo.eps_clip": ({"policy_loss": "gspo", **inner("gspo", eps_clip=1e-3)}, {"train.loss.clip_low": 1e-3}),
-    "gspo.eps_clip_high": ({"policy_loss": "gspo", **inner("gspo", eps_clip_high=2e-3)}, {"train.loss.clip_high": 2e-3}),
+    "gspo.eps_clip_high": (
+        {"policy_loss": "gspo", **inner("gspo", eps_clip_high=2e-3)}, {"train.loss.clip_high": 2e-3},
+    ),
     "cispo.ratio_low": ({"policy_loss": "cispo", **inner("cispo", ratio_low=0.5)}, {"train.loss.ratio_low": 0.5}),
     "cispo.ratio_high": ({"policy_loss": "cispo", **inner("cispo", ratio_high=3.0)}, {"train.loss.ratio_high": 3.0}),
     "infra.training_shape_id": (
