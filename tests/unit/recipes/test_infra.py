@@ -273,9 +273,7 @@ def test_tokenizers_must_agree(model: str, tmp_path: Path):
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     tokenizer.save_pretrained(tmp_path)
     AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path)
-    with pytest.raises(
-        ArgumentError, match=r"deployment.tokenizer_model: .* has another chat template than base_model"
-    ):
+    with pytest.raises(ArgumentError, match=r"tokenizer_model: .* has another chat template than base_model"):
         setup_infra(config(model, deployment=DeployConfig(str(tmp_path))))
 
 
