@@ -97,7 +97,7 @@ async def _train(
         steps = loop.settings.max_steps
         console.begin(f"training {config.train.model} for {steps} steps in {run_dir.path}", steps, loop.progress.step)
         outcome = await loop.run()
-        await ranks.on_main(lambda: _export(run_dir, assembled))
+        await ranks.on_main(assembled.export)
         return outcome, loop.progress.step
     except DeadlineError:
         raise  # the device may be what hangs; the newest checkpoint stands
@@ -113,11 +113,6 @@ async def _train(
 async def _find_checkpoint(run_dir: Any, events: EventLog) -> dict[str, Any] | None:
     checkpoint = _newest_checkpoint(run_dir, events)
     return {"path": str(checkpoint.path), "step": checkpoint.step} if checkpoint is not None else None
-
-
-async def _export(run_dir: Any, assembled: build.Assembled) -> None:
-    with run_dir.export() as folder:
-        await assembled.loop.parts.on_device(assembled.files.export, folder)
 
 
 def _newest_checkpoint(run_dir: RunDir, events: EventLog) -> Checkpoint | None:

@@ -17,7 +17,7 @@ from shoal.config.base import IN_MEMORY
 from shoal.config.orch import EnvConfig, EvalConfig
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
-from shoal.envs.items import ItemEnvironment, judges_itself
+from shoal.envs.items import ItemEnvironment, Items, judges_itself
 from shoal.envs.user_code import load_object
 from shoal.errors import ArgumentError
 from shoal.observability.run_dir import is_used, read_metrics
@@ -39,9 +39,9 @@ class GRPOTrainer:
     def __init__(
         self,
         model: Any,
-        train_dataset: Sequence[Any],
+        train_dataset: Items,
         reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None,
-        eval_dataset: Sequence[Any] | None = None,
+        eval_dataset: Items | None = None,
         eval_steps: int | None = None,
         *,
         num_steps: int = DEFAULT_STEPS,
@@ -122,7 +122,7 @@ class GRPOTrainer:
         again = f"python {sys.argv[0] or 'your script'}, with GRPOTrainer(resume_from_checkpoint=True)"
         return api.train(self.config, resume=resume, notices=self.notices, given=self._given, next_command=again)
 
-    def test(self, dataset: Sequence[Any] | None = None) -> dict[str, float]:
+    def test(self, dataset: Items | None = None) -> dict[str, float]:
         """Rewards on `dataset`, or on eval_dataset, with the trained weights; before training, with those of the start.
 
         Under several processes the main one does it, and the others get an empty dictionary at once.
@@ -191,7 +191,7 @@ def _check_vllm(use_vllm: bool) -> None:
         )
 
 
-def _rewards(functions: Any, weights: Sequence[float] | None, items: Sequence[Any]) -> RewardFunctions | None:
+def _rewards(functions: Any, weights: Sequence[float] | None, items: Items) -> RewardFunctions | None:
     if functions is None:
         if weights is not None:
             raise ArgumentError("GRPOTrainer: reward_weights: is not used without reward_funcs; leave it out")

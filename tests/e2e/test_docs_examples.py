@@ -28,10 +28,17 @@ def run(folder: Path, *arguments: str) -> str:
     return result.stdout
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pages")
+    run(folder, "-m", "shoal", "make-model", "tiny", "models/tiny")
+    return folder / "models"
+
+
 @pytest.fixture
-def reader(tmp_path: Path) -> Path:
+def reader(models: Path, tmp_path: Path) -> Path:
     """A folder with the model the pages speak of."""
-    run(tmp_path, "-m", "shoal", "make-model", "tiny", "models/tiny")
+    (tmp_path / "models").symlink_to(models)
     return tmp_path
 
 

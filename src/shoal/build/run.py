@@ -43,6 +43,11 @@ class Assembled:
     sampler: Sampler
     sinks: Sinks
 
+    async def export(self) -> None:
+        """The weights as people load them, into final/."""
+        with self.loop.parts.run_dir.export() as folder:
+            await self.loop.parts.on_device(self.files.export, folder)
+
     async def close(self) -> None:
         await self.sampler.close()
         self.sinks.close()

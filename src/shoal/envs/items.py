@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from shoal.envs.base import SingleTurn, answer_of
 from shoal.envs.datasets import to_messages
@@ -13,6 +13,14 @@ from shoal.errors import ConfigError, DataError
 from shoal.rewards.functions import RewardFunctions, Scored
 from shoal.rewards.outcome import call
 from shoal.types import Message, Task
+
+
+class Items(Protocol):
+    """A list, a tuple, a `datasets.Dataset`: anything with a length and an index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
 
 
 class ItemEnvironment(SingleTurn):
@@ -25,15 +33,15 @@ class ItemEnvironment(SingleTurn):
 
     def __init__(
         self,
-        train: Sequence[Any],
-        eval: Sequence[Any] = (),
+        train: Items,
+        eval: Items = (),
         name: str = "items",
         rewards: RewardFunctions | None = None,
     ) -> None:
         self.name = name
         self.weights = rewards.weights if rewards is not None else {}
         self._rewards = rewards
-        self._items: dict[str, Sequence[Any]] = {"train": train, "eval": eval}
+        self._items: dict[str, Items] = {"train": train, "eval": eval}
         if len(train) == 0:
             raise DataError(f"{name}: there are no items to train on")
         self._tasks = {

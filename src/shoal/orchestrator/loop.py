@@ -7,95 +7,28 @@ recorded, and the next one draws other prompts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Coroutine
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from shoal.errors import EXIT_INTERRUPTED, DeadlineError, EngineError, Interrupted, StoppedByPolicy
-from shoal.observability.console import Console
-from shoal.observability.events import EventLog
 from shoal.observability.metrics import Tally
-from shoal.observability.run_dir import RunDir
-from shoal.observability.spans import Phases, throughput
-from shoal.observability.watchdog import Watchdog
-from shoal.orchestrator.cadence import EvalCadence, SaveCadence
-from shoal.orchestrator.collect import Collected, Collector, Interruption
-from shoal.orchestrator.evaluate import Evaluator
-from shoal.orchestrator.learn import Learned, Learner, OnDevice
-from shoal.orchestrator.prompts import PromptStream
-from shoal.orchestrator.ranks import Alone, agree
-from shoal.orchestrator.records import TokenText, completion_lines, rollout_lines, tally_groups
-from shoal.protocols import MetricSink, Ranks, RolloutEngine, WeightChannel
+from shoal.observability.spans import throughput
+from shoal.orchestrator.collect import Collected, Interruption
+from shoal.orchestrator.learn import Learned
+from shoal.orchestrator.parts import Files, LoopSettings, Parts, Progress
+from shoal.orchestrator.ranks import agree
+from shoal.orchestrator.records import completion_lines, rollout_lines, tally_groups
 from shoal.types import RolloutGroup
 
+__all__ = ["Files", "Loop", "LoopSettings", "Parts", "Progress"]
 Evaluated = tuple[dict[str, float], list[RolloutGroup]]
 MAX_NON_FINITE = 3  # steps in a row
 MAX_FLAT = 5  # steps in a row
 LOOP_FILE = "loop.json"
-
-
-class Files(Protocol):
-    """The policy's side of a checkpoint."""
-
-    def save(self, folder: Path) -> None: ...
-
-    def load(self, folder: Path) -> None: ...
-
-    def export(self, folder: Path) -> None: ...
-
-
-@dataclass
-class Parts:
-    """What build.py puts together."""
-
-    engine: RolloutEngine
-    weights: WeightChannel
-    collector: Collector
-    stream: PromptStream
-    learner: Learner
-    files: Files
-    evaluator: Evaluator | None
-    run_dir: RunDir
-    events: EventLog
-    console: Console
-    watchdog: Watchdog
-    sinks: MetricSink  # writes metrics.jsonl first
-    phases: Phases
-    on_device: OnDevice
-    token_text: TokenText
-    ranks: Ranks = field(default_factory=Alone)
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    max_steps: int
-    save: SaveCadence
-    evaluation: EvalCadence | None = None
-    save_total_limit: int | None = 2
-    keep_best: bool = False
-    stop_after: int | None = None  # evaluations without a better one
-    sigma_at: Callable[[int], float] | None = None  # QeRL noise of a step
-    next_command: str | None = None
-    show_completions: int = 0  # with every console line
-    sync_deadline_s: float = 600.0
-    save_deadline_s: float = 600.0
-
-
-@dataclass
-class Progress:
-    """Everything the loop itself remembers between steps."""
-
-    step: int = 0  # steps done = version of the policy
-    evaluated_start: bool = False
-    non_finite: int = 0
-    flat: int = 0
-    flat_reasons: list[str] = field(default_factory=list)  # why groups were dropped in those flat steps
-    best: float | None = None
-    best_step: int = 0
-    since_best: int = 0
 
 
 class Loop:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _GROUPS = itertools.count()  # every group has a number of its own, whichever call made it
-LossFn = Callable[[Sequence["Datum"], Sequence["Tensor"]], tuple["Tensor", dict[str, float]]]
+LossFn = Callable[[list["Datum"], list["Tensor"]], tuple["Tensor", dict[str, float]]]
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def test_one_process_shares_with_nobody():
 def test_any_rank_may_ask_to_stop():
     async def run() -> list[bool]:
         meeting = Meeting(2)
-        return await asyncio.gather(agree(meeting.rank(0), False), agree(meeting.rank(1), True))
+        return list(await asyncio.gather(agree(meeting.rank(0), False), agree(meeting.rank(1), True)))
 
     assert asyncio.run(run()) == [True, True]
 

@@ -14,7 +14,7 @@ from shoal.rewards.outcome import RewardValueError, read_outcome
 ROW = {"prompt": "2 + 3?", "answer": "5", "level": 1}
 
 
-def scored(completion: str, prompt="2 + 3?") -> Scored:
+def scored(completion: str, prompt: object = "2 + 3?") -> Scored:
     return Scored(ROW, ROW, prompt, completion)
 
 
