@@ -21,6 +21,7 @@ from shoal.envs.items import ItemEnvironment, Items, judges_itself
 from shoal.envs.user_code import load_object
 from shoal.errors import ArgumentError
 from shoal.observability.run_dir import is_used, read_metrics
+from shoal.orchestrator.signals import outside_event_loop
 from shoal.rewards.functions import RewardFunctions
 from shoal.surfaces.table import unknown_argument
 from shoal.surfaces.trainer import DEFAULT_STEPS, LABEL, translate
@@ -120,7 +121,10 @@ class GRPOTrainer:
                 "resume_from_checkpoint=True, or choose another folder"
             )
         again = f"python {sys.argv[0] or 'your script'}, with GRPOTrainer(resume_from_checkpoint=True)"
-        return api.train(self.config, resume=resume, notices=self.notices, given=self._given, next_command=again)
+        given, notices = self._given, self.notices
+        return outside_event_loop(
+            lambda: api.train(self.config, resume=resume, notices=notices, given=given, next_command=again)
+        )
 
     def test(self, dataset: Items | None = None) -> dict[str, float]:
         """Rewards on `dataset`, or on eval_dataset, with the trained weights; before training, with those of the start.
@@ -139,7 +143,7 @@ class GRPOTrainer:
             model=None if self._finished and not self.config.train.lora else self._given.model,
             tokenizer=self._given.tokenizer,
         )
-        found = api.evaluate_config(self._test_config(len(items)), given)
+        found = outside_event_loop(lambda: api.evaluate_config(self._test_config(len(items)), given))
         return {name.removeprefix(f"eval/{TEST}/"): value for name, value in found.items()}
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -190,3 +191,14 @@ def test_importing_the_package_loads_no_torch():
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=dict(os.environ))
     assert result.returncode == 0, result.stderr
+
+
+def test_it_trains_where_an_event_loop_is_running(model: str, tmp_path: Path):
+    """As in a notebook."""
+
+    async def cell() -> float:
+        trainer = GRPOTrainer(model, ITEMS, num_steps=1, output_dir=str(tmp_path), **SHORT)
+        trainer.train()
+        return trainer.test(ITEMS[:2])["mean"]
+
+    assert 0 <= asyncio.run(cell()) <= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,5 @@ class Given:
     environments: Mapping[str, Environment] = field(default_factory=dict)  # by label
     model: Any = None  # a transformers model; trained in place
     tokenizer: Any = None
-    loss: Callable[..., Any] | None = None  # LossInputs → one number a token, instead of a built-in loss
     processes: int = 1  # that train together; a launcher started them
     local_rank: int = 0

@@ -130,16 +130,13 @@ class PolicyFiles:
         export_weights(self._policy, self._tokenizer, folder)
 
 
-def make_objective(train: TrainConfig, own_loss: Callable[..., Any] | None = None) -> Any:
-    """`own_loss`, a function given as an object, takes the place of the loss that is named."""
+def make_objective(train: TrainConfig) -> Any:
     from shoal.algorithms.losses import LOSSES, CustomLoss
     from shoal.algorithms.objective import Objective
     from shoal.algorithms.terms import CORRECTIONS, KLPenalty
 
     loss = train.loss
-    if own_loss is not None:
-        policy_loss = CustomLoss(own_loss, name=getattr(own_loss, "__name__", "custom"))
-    elif loss.custom:
+    if loss.custom:
         policy_loss = CustomLoss(partial(load_function(loss.type), **loss.args), name=loss.type)
     else:
         policy_loss = LOSSES[loss.type](**loss.resolved_loss_parameters())

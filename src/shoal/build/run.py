@@ -172,7 +172,7 @@ def _collector(orch: OrchConfig, run_group: RunGroup, stream: PromptStream, rank
 
 def _learner(config: RunConfig, policy: TrainedPolicy, sampler: Sampler, prepared: Prepared) -> Learner:
     train, orch = config.train, config.orch
-    objective = make_objective(train, prepared.given.loss)
+    objective = make_objective(train)
     assert orch.sampling.max_tokens is not None
     fp32 = sampler.model.decoder.dtype.itemsize >= 4
     settings = LearnSettings(

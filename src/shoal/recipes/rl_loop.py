@@ -10,6 +10,7 @@ from pathlib import Path
 from shoal import api, build
 from shoal.errors import ArgumentError
 from shoal.observability.run_dir import is_used
+from shoal.orchestrator.signals import outside_event_loop
 from shoal.recipes.clients import AdamParams, ForwardBackward, PolicyClient, ReferenceClient
 from shoal.recipes.config import (
     CISPOConfig,
@@ -87,4 +88,5 @@ def main(config: Config, reward_fn: RewardFn | None = None) -> Path:
             "weight_sync.dcp_save_interval above 0 to continue it"
         )
     again = "run the same script again: main continues from log_path"
-    return api.train(run, resume=resume, notices=notices, given=build.Given(environments), next_command=again)
+    given = build.Given(environments)
+    return outside_event_loop(lambda: api.train(run, resume=resume, notices=notices, given=given, next_command=again))

@@ -65,7 +65,8 @@ class ProcessRanks:
                 pass
             answer = json.loads(told)
             if FAILED in answer:
-                raise ConfigError(f"the main process failed: {answer[FAILED]}")
+                # Not one that is followed by a checkpoint: the main process is on its way out.
+                raise (ConfigError if answer["input"] else DeadlineError)(f"the main process failed: {answer[FAILED]}")
             return answer["result"]
         task = asyncio.ensure_future(work())
         try:
@@ -74,7 +75,8 @@ class ProcessRanks:
             result = task.result()
         except BaseException as error:
             reason = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
-            await self.exchange(json.dumps({FAILED: reason}).encode())
+            answer = {FAILED: reason, "input": isinstance(error, ConfigError)}
+            await self.exchange(json.dumps(answer).encode())
             raise
         await self.exchange(json.dumps({"result": result}).encode())
         return result
