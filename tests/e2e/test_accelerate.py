@@ -124,3 +124,19 @@ def test_started_so_without_saying_so_it_refuses(raw_model: Path, tmp_path: Path
     assert result.returncode != 0
     assert "GRPOTrainer: use_accelerate: 2 processes were started" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_the_example_runs_under_the_launcher(raw_model: Path, tmp_path: Path):
+    """The guide's command, with `--multi_gpu` because there is no GPU to start a process for."""
+    options = ["--multi_gpu", "--num_processes=2", "--main_process_port=0"]
+    example = [str(ROOT / "examples" / "grpo_trainer_math.py"), "--model", str(raw_model), "--num-steps", "2"]
+    result = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *options, *example, "--max-new-tokens", "4"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("held-out reward") == 1  # the main process evaluates
+    folder = tmp_path / "outputs" / "grpo_trainer_math"
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_000002"]
+    assert max(line["batch/rollouts"] for line in read(folder, "metrics.jsonl")[1:]) >= 32  # 2 processes × 4 × 4

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal import GRPOTrainer
 from shoal.errors import ArgumentError, ConfigError, ModelError
+from shoal.observability.sinks.trackers import TRACKERS, Tracker
 from support.folders import write_model
 
 WORDS = ["shoal", "river", "stone", "cloud", "ember", "maple", "otter", "linen"]
@@ -202,3 +203,23 @@ def test_it_trains_where_an_event_loop_is_running(model: str, tmp_path: Path):
         return trainer.test(ITEMS[:2])["mean"]
 
     assert 0 <= asyncio.run(cell()) <= 1
+
+
+def test_wandb_gets_the_project(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A tracker of our own in its place: it is told the project, the configuration and every step."""
+    told: list[Any] = []
+
+    class Recorder:
+        def __init__(self, run: Any) -> None:
+            told.append((run.project, run.config["train"]["max_steps"]))
+
+        def log(self, step: int, metrics: Any) -> None:
+            told.append(step)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setitem(TRACKERS, "wandb", Tracker("json", "", Recorder))
+    GRPOTrainer(
+        model, ITEMS, num_steps=2, output_dir=str(tmp_path), enable_wandb=True, wandb_project="fish", **SHORT
+    ).train()
+    assert told == [("fish", 2), 1, 2]
