@@ -105,6 +105,7 @@ def test_a_model_object_and_trl_rewards(model: str, tmp_path: Path):
     """Trained in place, put back as it was; its own tokenizer is not needed if one is given."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(model)
     loaded.name_or_path = ""
+    loaded.lm_head.requires_grad_(False)
     before = {name: p.detach().clone() for name, p in loaded.named_parameters()}
     rows = Dataset.from_list([{"prompt": f"Shout {word}", "word": word} for word in WORDS])
 
@@ -123,7 +124,8 @@ def test_a_model_object_and_trl_rewards(model: str, tmp_path: Path):
     assert metrics["reward/mean"] == pytest.approx(1.5 * metrics["reward/part/loud"])
     assert metrics["reward/part/loud"] == pytest.approx(metrics["reward/part/capitals"])
     moved = [name for name, p in loaded.named_parameters() if not torch.equal(p, before[name])]
-    assert moved and all(p.requires_grad for p in loaded.parameters())
+    frozen = [name for name, p in loaded.named_parameters() if not p.requires_grad]
+    assert moved and frozen and not set(frozen) & set(moved)  # what was frozen stays as it was, and frozen
     final: Any = AutoModelForCausalLM.from_pretrained(folder / "final")
     ids = torch.arange(3, 13)[None]
     torch.testing.assert_close(loaded(input_ids=ids).logits, final(input_ids=ids).logits)

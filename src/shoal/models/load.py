@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -58,20 +59,33 @@ def adopt_model(model: Any, dtype: torch.dtype, device: torch.device) -> nn.Modu
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"the model is of type {type(model).__name__}, not a transformers model nor a name")
     check_config(model.config)
-    _ATTENTION_BEFORE[model] = model.config._attn_implementation or "eager"
+    frozen = tuple(not parameter.requires_grad for parameter in model.parameters())
+    _BEFORE[model] = _Found(model.config._attn_implementation or "eager", model.training, frozen)
     return model.to(device=device, dtype=dtype).eval()  # type: ignore[arg-type]
 
 
 def release_model(model: Any) -> None:
     """Undo what training put around and into a model object; its trained weights stay, an adapter is in the files."""
     inner = model.unload() if hasattr(model, "peft_config") else model
-    before = _ATTENTION_BEFORE.pop(inner, None)
-    if before is not None:
-        inner.set_attn_implementation(before)
-    inner.requires_grad_(True)
+    found = _BEFORE.pop(inner, None)
+    if found is None:
+        return
+    inner.set_attn_implementation(found.attention)
+    inner.train(found.training)
+    for parameter, frozen in zip(inner.parameters(), found.frozen, strict=True):
+        parameter.requires_grad_(not frozen)
 
 
-_ATTENTION_BEFORE: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+@dataclass(frozen=True)
+class _Found:
+    """How a model object was when it was handed over."""
+
+    attention: str
+    training: bool
+    frozen: tuple[bool, ...]  # by parameter
+
+
+_BEFORE: WeakKeyDictionary[Any, _Found] = WeakKeyDictionary()
 
 
 def check_architecture(folder: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from shoal import build
 from shoal.config.schema import RunConfig
 from shoal.errors import ArgumentError, DeadlineError
+from shoal.orchestrator.signals import outside_event_loop
 from shoal.recipes.clients import Device, PolicyClient, ReferenceClient
 from shoal.recipes.config import Config, WeightSyncScope
 from shoal.recipes.sampling import DeploymentSampler
@@ -126,7 +127,7 @@ def setup_infra(config: Config, needs_reference: bool = False, needs_inference: 
             deployment.result() if deployment is not None else None,
             _Wants(needs_reference, needs_inference),
         )
-    asyncio.run(infra.sync_weights())
+    outside_event_loop(lambda: asyncio.run(infra.sync_weights()))
     return infra
 
 
@@ -192,7 +193,7 @@ def _stop(running: dict[str, Any], what: _Trainer | _Deployment) -> None:
         del running[id]
     if not what.stopped:
         what.stopped = True
-        asyncio.run(what.sampler.close())
+        outside_event_loop(lambda: asyncio.run(what.sampler.close()))
 
 
 def check_tokenizers(config: Config) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from shoal.errors import EngineError
 from shoal.orchestrator.admission import Admission
 from shoal.orchestrator.collect import Collector, GroupRules
 from shoal.orchestrator.ranks import Alone, SharedGroups, agree, gather_results, share, undeal
 from shoal.types import Prompt, RolloutGroup
 
 from .groups import make_group, make_stream
+from .world import Plan, World
 
 
 class Meeting:
@@ -123,3 +126,15 @@ def test_all_ranks_collect_what_one_would(world: int):
 
 
 ALL: dict[str, Any] = {}  # what the first world collected; every other one must collect the same
+
+
+def test_processes_with_other_weights_are_found_out(tmp_path: Path):
+    class Other(Alone):
+        async def exchange(self, mine: bytes) -> list[bytes]:
+            return [mine, b"weights-of-another-run" if mine.startswith(b"weights") else mine]
+
+    world = World(tmp_path, Plan())
+    world.loop.parts.ranks = Other()
+    with pytest.raises(EngineError, match="the processes do not hold the same weights of version 0"):
+        world.run()
+    world.close()
