@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from shoal.errors import ModelError
 from shoal.models.chat import special_tokens
+from shoal.models.precision import Precision
+from shoal.models.quantised import quantise_linears
 
 # transformers builds models under a default device that all threads share, so two of them must take turns.
 _LOADING = threading.Lock()
@@ -35,8 +37,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(name: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model on `device` in `dtype`, in training mode off, with gradients as loaded."""
+def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str | None = None) -> nn.Module:
+    """The model on `device` in `dtype`, in training mode off, with gradients as loaded.
+
+    `stored` names the format its linear layers are kept in; then the device never holds them in `dtype` all at once.
+    """
     folder, gguf = _locate(name)
     try:
         with _LOADING:
@@ -49,11 +54,15 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> nn.Module
         raise
     except Exception as error:
         raise ModelError(f"no model could be loaded from {name!r}: {_first_line(error)}") from error
+    if stored is not None:
+        quantise_linears(model, stored, device)
     return model.to(device).eval()  # type: ignore[arg-type]
 
 
-def adopt_model(model: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A model object of the caller's, moved to `device` and `dtype` and used as it is."""
+def adopt_model(model: Any, precision: Precision) -> nn.Module:
+    """A model object of the caller's, moved to the run's device and dtype and used as it is."""
+    if precision.stored is not None or precision.fp8_products:
+        raise ModelError("a model given as an object is trained in its own precision; give its name for fp8 or qlora")
     if hasattr(model, "peft_config"):
         raise ModelError("the model is wrapped by PEFT; give the plain model, and ask for LoRA here")
     if not isinstance(model, PreTrainedModel):
@@ -61,7 +70,7 @@ def adopt_model(model: Any, dtype: torch.dtype, device: torch.device) -> nn.Modu
     check_config(model.config)
     frozen = tuple(not parameter.requires_grad for parameter in model.parameters())
     _BEFORE[model] = _Found(model.config._attn_implementation or "eager", model.training, frozen)
-    return model.to(device=device, dtype=dtype).eval()  # type: ignore[arg-type]
+    return model.to(device=precision.device, dtype=precision.dtype).eval()  # type: ignore[arg-type]
 
 
 def release_model(model: Any) -> None:

@@ -82,15 +82,21 @@ class SharedGroups:
                 answer.set_result(group)
 
 
-Results = tuple[dict[str, tuple[float, float]], list[np.ndarray]]
+Metrics = dict[str, tuple[float, float]]
+Results = tuple[Metrics, list[np.ndarray]]  # of one micro-batch: metrics, and an array a row
 
 
-async def gather_results(ranks: Ranks, mine: Sequence[Results]) -> list[Results]:
-    """What every micro-batch of a step came to, in order, on every rank."""
+async def gather_results(ranks: Ranks, mine: Sequence[Results]) -> tuple[list[Metrics], list[np.ndarray]]:
+    """Metrics of all micro-batches and the arrays of all rows, those in the order before they were dealt.
+
+    Rows are dealt, not micro-batches: how many rows fit at once may differ between machines.
+    """
+    arrays = [array for _, of_rows in mine for array in of_rows]
     if ranks.world == 1:
-        return list(mine)
-    packed = [(metrics, [array.astype(np.float32).tobytes() for array in arrays]) for metrics, arrays in mine]
+        return [metrics for metrics, _ in mine], arrays
+    packed = ([metrics for metrics, _ in mine], [array.astype(np.float32).tobytes() for array in arrays])
     parts = await ranks.exchange(msgspec.msgpack.encode(packed))
-    kind = list[tuple[dict[str, tuple[float, float]], list[bytes]]]
-    decoded = undeal([msgspec.msgpack.decode(part, type=kind) for part in parts])
-    return [(metrics, [np.frombuffer(data, dtype=np.float32) for data in arrays]) for metrics, arrays in decoded]
+    decoded = [msgspec.msgpack.decode(part, type=tuple[list[Metrics], list[bytes]]) for part in parts]
+    rows = undeal([data for _, data in decoded])
+    metrics = [of_micro_batch for of_rank, _ in decoded for of_micro_batch in of_rank]
+    return metrics, [np.frombuffer(data, dtype=np.float32) for data in rows]

@@ -15,7 +15,7 @@ import numpy as np
 
 from shoal import build
 from shoal.algorithms.align import align_trainer, as_trainer_logprobs
-from shoal.batching.pack import make_batches
+from shoal.batching.pack import Packing, make_batches
 from shoal.errors import ArgumentError
 from shoal.recipes.datums import Datum, LossFn, by_datum
 from shoal.types import Row, Sample
@@ -157,7 +157,8 @@ def _rows(datums: Sequence[Datum], token_budget: int) -> tuple[list[Sample], lis
         scored = np.arange(datum.num_tokens) > 0
         samples.append(replace(datum.sample, rollout_id=str(number), loss_mask=scored))
     budget = max(token_budget, *(sample.tokens for sample in samples)) if samples else token_budget
-    batches = make_batches([[s] for s in samples], token_budget=budget, aggregation="token-sum", max_tokens=1)
+    # Prompts are scored in every sequence, so none of them is shared.
+    batches = make_batches([[s] for s in samples], Packing(budget, "token-sum", 1, share_prefixes=False))
     return samples, [row for batch in batches for row in batch.rows]
 
 

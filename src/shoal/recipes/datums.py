@@ -16,7 +16,7 @@ import numpy as np
 from shoal import build
 from shoal.algorithms.advantages import judge_group
 from shoal.algorithms.align import align_sampler, align_trainer
-from shoal.batching.pack import make_batches
+from shoal.batching.pack import Packing, make_batches
 from shoal.errors import ArgumentError
 from shoal.recipes.config import Config
 from shoal.recipes.translate import translate
@@ -170,12 +170,8 @@ class GRPOLossFn:
         """What every token weighs, by the aggregation: as the loop packs it."""
         samples = [datum.sample for datum in datums]
         budget = max(1, sum(sample.tokens for sample in samples))
-        batches = make_batches(
-            [[sample] for sample in samples],
-            token_budget=budget,
-            aggregation=self.aggregation,
-            max_tokens=self.max_tokens,
-        )
+        packing = Packing(budget, self.aggregation, self.max_tokens, share_prefixes=False)
+        batches = make_batches([[sample] for sample in samples], packing)
         return by_datum(samples, [row for batch in batches for row in batch.rows], "weights")
 
 

@@ -161,9 +161,9 @@ def _attach(running: dict[str, Any], id: str | None, run: RunConfig, start: Call
 
 def _start_trainer(run: RunConfig) -> _Trainer:
     own = run.model_copy(update={"infer": run.infer.model_copy(update={"weights": "own"})})
-    sampler = build.make_sampler(own, build.Prepared({}, RewardPool({}), ""))
-    steps = run.train.max_steps or 1
-    policy = sampler.device.submit(build.make_policy, run.train, sampler.model, steps).result()
+    loaded = build.load_model(own, build.Given())
+    policy = loaded.device.submit(build.make_policy, run.train, loaded.model, run.train.max_steps or 1).result()
+    sampler = _sampler(own, loaded, policy)
     device = Device(sampler.device, run.train.sequence_len)
     return _Trainer(run, sampler, policy, PolicyClient(policy, device, sampler.model.chat))
 
@@ -172,7 +172,12 @@ def _start_deployment(run: RunConfig) -> _Deployment:
     """It shares nothing with a trainer, so its engine reads its own tensors directly."""
     in_step = run.orch.model_copy(update={"weight_sync_interval": 1, "max_async_level": 0})
     direct = run.model_copy(update={"infer": run.infer.model_copy(update={"weights": "auto"}), "orch": in_step})
-    return _Deployment(run, build.make_sampler(direct, build.Prepared({}, RewardPool({}), "")))
+    return _Deployment(run, _sampler(direct, build.load_model(direct, build.Given()), None))
+
+
+def _sampler(run: RunConfig, loaded: Any, policy: Any) -> Any:
+    plan = loaded.device.submit(build.make_plan, run, loaded.model, policy).result()
+    return build.make_sampler(run, build.Prepared({}, RewardPool({}), ""), loaded, plan)
 
 
 def _device(trainer: _Trainer) -> Device:

@@ -85,9 +85,9 @@ def test_results_come_back_in_order_with_their_arrays():
         results = [({"m": (float(i), 1.0)}, [np.full(i + 1, i, dtype=np.float32)]) for i in range(5)]
         return await asyncio.gather(*(gather_results(meeting.rank(r), results[r::2]) for r in range(2)))
 
-    for found in asyncio.run(run()):
-        assert [metrics["m"] for metrics, _ in found] == [(float(i), 1.0) for i in range(5)]
-        assert [array.tolist() for _, (array,) in found] == [[i] * (i + 1) for i in range(5)]
+    for metrics, arrays in asyncio.run(run()):
+        assert [one["m"][0] for one in metrics] == [0, 2, 4, 1, 3]  # by rank
+        assert [array.tolist() for array in arrays] == [[i] * (i + 1) for i in range(5)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

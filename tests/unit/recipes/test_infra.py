@@ -125,7 +125,7 @@ def test_a_loss_of_ten_lines_equals_the_built_in_one(infra: Infra, example: Modu
 def test_built_in_losses_have_the_loops_gradient(infra: Infra, model: str, loss: str):
     """The same rows through shoal.trainer's own forward_backward, off policy so that ratios matter."""
     from shoal import build
-    from shoal.batching.pack import make_batches
+    from shoal.batching.pack import Packing, make_batches
     from shoal.recipes.translate import translate
 
     datums = build_grpo_datums(sample(infra))
@@ -137,12 +137,8 @@ def test_built_in_losses_have_the_loops_gradient(infra: Infra, model: str, loss:
     old = [values - 0.02 for values in infra.policy.forward(datums)]
     infra.policy.forward_backward_custom(datums, make_grpo_loss_fn(config(model, policy_loss=loss), old_logprobs=old))
     ours = gradient(infra)
-    (batch,) = make_batches(
-        [[datum.sample] for datum in datums],
-        token_budget=10_000,
-        aggregation=str(run.train.loss.aggregation),
-        max_tokens=5,
-    )
+    packing = Packing(10_000, str(run.train.loss.aggregation), 5, share_prefixes=False)
+    (batch,) = make_batches([[datum.sample] for datum in datums], packing)
     at = {datum.sample.rollout_id: np.concatenate([[0], values]) for datum, values in zip(datums, old, strict=True)}
     for row in batch.rows:
         row.old_logprobs = np.concatenate([at[name] for name in row.rollout_ids]).astype(np.float32)
