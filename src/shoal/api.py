@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from shoal import build
 from shoal.config.load import load_run, load_sft
@@ -26,6 +27,7 @@ from shoal.errors import (
 from shoal.observability.checkpoints import Checkpoint
 from shoal.observability.console import BaseConsole, make_console
 from shoal.observability.events import EventLog
+from shoal.observability.follower import FollowerRunDir
 from shoal.observability.logs import setup_logging, stop_logging
 from shoal.observability.run_dir import RunDir, read_status
 from shoal.observability.sinks import check_sinks
@@ -36,52 +38,66 @@ from shoal.orchestrator.supervised import SupervisedRecorder
 from shoal.types import Task
 
 
-def train(config: RunConfig, *, resume: bool = False, notices: Sequence[str] = ()) -> Path:
-    """Run GRPO to the end, from the start or from the newest good checkpoint. Returns the run directory."""
+def train(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    notices: Sequence[str] = (),
+    given: build.Given | None = None,
+    next_command: str | None = None,
+) -> Path:
+    """Run GRPO to the end, from the start or from the newest good checkpoint. Returns the run directory.
+
+    `given` holds Python objects that stand in for what the configuration names; `next_command` says how to go on then.
+    """
     path = Path(config.train.output_dir)
     if resume and _already_done(path, config):
         return path
-    prepared = build.prepare(config)
-    command = _resume_command(config)
+    prepared = build.prepare(config, given)
+    command = next_command or _resume_command(config)
     try:
+        main = build.join_ranks(config, prepared).rank == 0
         with (
             build.open_run_dir(config, prepared, resume, command) as run_dir,
-            _console(config.train.logging_steps) as console,
+            _console(config.train.logging_steps, None if main else io.StringIO()) as console,
         ):
-            handler = setup_logging(run_dir.logs, "grpo")
+            handler = setup_logging(run_dir.logs, "grpo" if main else f"grpo-rank{prepared.ranks.rank}")
             try:
                 events = EventLog(run_dir, console)
                 for notice in notices:
                     console.note(f"note: {notice}")
-                _record_end(run_dir, command, lambda: asyncio.run(_train(config, prepared, run_dir, events, console)))
-                _write_report(run_dir.path, events)
+                watching = build.Watching(
+                    run_dir, events, console, Watchdog(run_dir.logs, events, stall_s=config.orch.deadline_s)
+                )
+                _record_end(run_dir, command, lambda: asyncio.run(_train(config, prepared, watching, command)))
+                if main:
+                    _write_report(run_dir.path, events)
             finally:
                 stop_logging(handler)
     finally:
         asyncio.run(prepared.pool.close())
+        build.leave_ranks(prepared)
     return path
 
 
 async def _train(
-    config: RunConfig, prepared: build.Prepared, run_dir: RunDir, events: EventLog, console: BaseConsole
+    config: RunConfig, prepared: build.Prepared, watching: build.Watching, command: str
 ) -> tuple[str, int]:
-    watchdog = Watchdog(run_dir.logs, events, stall_s=config.orch.deadline_s)
-    watching = build.Watching(run_dir, events, console, watchdog)
-    assembled = build.assemble(config, prepared, watching, _resume_command(config))
+    run_dir, events, console, watchdog = watching.run_dir, watching.events, watching.console, watching.watchdog
+    assembled = build.assemble(config, prepared, watching, command)
     watchdog.start()
-    loop = assembled.loop
+    loop, ranks = assembled.loop, prepared.ranks
     try:
-        checkpoint = _newest_checkpoint(run_dir, events)
-        if checkpoint is not None:
-            await loop.restore(checkpoint.path)
-            events.step = checkpoint.step
-            events.emit("resume", f"continuing after step {checkpoint.step}")
+        found = await ranks.on_main(lambda: _find_checkpoint(run_dir, events))
+        if found is not None:
+            await loop.restore(Path(found["path"]))
+            events.step = found["step"]
+            events.emit("resume", f"continuing after step {found['step']}")
         on_signals(loop.interrupt)
         steps = loop.settings.max_steps
         console.begin(f"training {config.train.model} for {steps} steps in {run_dir.path}", steps, loop.progress.step)
         outcome = await loop.run()
-        with run_dir.export() as folder:
-            await loop.parts.on_device(assembled.files.export, folder)
+        await ranks.on_main(assembled.export)
         return outcome, loop.progress.step
     except DeadlineError:
         raise  # the device may be what hangs; the newest checkpoint stands
@@ -94,6 +110,11 @@ async def _train(
         await assembled.close()
 
 
+async def _find_checkpoint(run_dir: Any, events: EventLog) -> dict[str, Any] | None:
+    checkpoint = _newest_checkpoint(run_dir, events)
+    return {"path": str(checkpoint.path), "step": checkpoint.step} if checkpoint is not None else None
+
+
 def _newest_checkpoint(run_dir: RunDir, events: EventLog) -> Checkpoint | None:
     """Where to go on from; whatever came after it is cut."""
     checkpoint = run_dir.newest_good_checkpoint()
@@ -103,7 +124,7 @@ def _newest_checkpoint(run_dir: RunDir, events: EventLog) -> Checkpoint | None:
     return checkpoint
 
 
-def _record_end(run_dir: RunDir, command: str, work: Callable[[], tuple[str, int]]) -> None:
+def _record_end(run_dir: RunDir | FollowerRunDir, command: str, work: Callable[[], tuple[str, int]]) -> None:
     """status.json says how it ended, whatever happened; `command` is how to go on."""
 
     def write(state: Any, reason: str, resumable: bool, step: int | None = None) -> None:
@@ -153,8 +174,8 @@ def _resume_command(config: RunConfig | SftConfig) -> str:
 
 
 @contextlib.contextmanager
-def _console(every: int):
-    console = make_console(every=every)
+def _console(every: int, stream: TextIO | None = None):
+    console = make_console(stream, every=every)
     try:
         yield console
     finally:
@@ -264,8 +285,12 @@ def evaluate(
         rollouts_per_example=rollouts_per_example,
         sampling=EvalSamplingConfig(temperature=temperature, max_tokens=max_tokens, seed=seed),
     )
-    config = build.evaluation_config(model, env, dict(env_args or {}), adapter, settings, device)
-    prepared = build.prepare(config)
+    return evaluate_config(build.evaluation_config(model, env, dict(env_args or {}), adapter, settings, device))
+
+
+def evaluate_config(config: RunConfig, given: build.Given | None = None) -> dict[str, float]:
+    """One evaluation as orch.eval describes it: eval/<env>/… by name."""
+    prepared = build.prepare(config, given)
     try:
         return asyncio.run(build.evaluate_once(config, prepared))
     finally:

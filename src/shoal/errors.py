@@ -25,6 +25,10 @@ class ConfigError(ShoalError):
     exit_code = EXIT_USAGE
 
 
+class ArgumentError(ConfigError, ValueError):
+    """A wrong argument of a Python surface; the message starts with its name."""
+
+
 class DataError(ConfigError):
     """A data set that cannot be read or holds nothing usable."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -64,6 +64,21 @@ class Policy(Protocol):
 
     def optim_step(self) -> Mapping[str, float]:
         """One optimizer step, or none if a gradient is not finite. Returns lr, grad_norm and skipped (0 or 1)."""
+        ...
+
+
+class Ranks(Protocol):
+    """The processes that train one policy together. All of them run the same loop over the same groups."""
+
+    rank: int
+    world: int
+
+    async def exchange(self, mine: bytes) -> list[bytes]:
+        """Everyone's bytes, by rank. Called by all ranks, the same number of times and in the same order."""
+        ...
+
+    async def on_main(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        """Rank 0 does the work, the others wait for as long as it shows signs of life. All get its result, as JSON."""
         ...
 
 

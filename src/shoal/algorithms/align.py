@@ -19,13 +19,31 @@ def align_logprobs(
 
     Worked example, N = 3: trainer [-.1, -.2], sampler [None, -.3, -.4] → [0, -.1, -.2], [0, -.3, -.4].
     """
+    return align_trainer(num_tokens, trainer_logprobs), align_sampler(num_tokens, sampler_logprobs)
+
+
+def align_trainer(num_tokens: int, logprobs: Logprobs) -> np.ndarray:
+    """N-1 values, the first of token 1 → [N], entry t speaking of token t."""
+    _check_length("trainer", num_tokens, num_tokens - 1, len(logprobs))
+    return _after_zero("trainer", logprobs)
+
+
+def align_sampler(num_tokens: int, logprobs: Logprobs) -> np.ndarray:
+    """N values, the first undefined → [N], entry t speaking of token t."""
+    _check_length("sampler", num_tokens, num_tokens, len(logprobs))
+    return _after_zero("sampler", logprobs[1:])
+
+
+def as_trainer_logprobs(aligned: np.ndarray) -> np.ndarray:
+    """The other way: [N] with entry t speaking of token t → the N-1 values a trainer gives."""
+    return aligned[1:]
+
+
+def _check_length(source: str, num_tokens: int, wanted: int, found: int) -> None:
     if num_tokens < 1:
         raise ValueError("no tokens to align log-probs with")
-    if len(trainer_logprobs) != num_tokens - 1:
-        raise ValueError(f"{num_tokens} tokens need {num_tokens - 1} trainer log-probs, got {len(trainer_logprobs)}")
-    if len(sampler_logprobs) != num_tokens:
-        raise ValueError(f"{num_tokens} tokens need {num_tokens} sampler log-probs, got {len(sampler_logprobs)}")
-    return _after_zero("trainer", trainer_logprobs), _after_zero("sampler", sampler_logprobs[1:])
+    if found != wanted:
+        raise ValueError(f"{num_tokens} tokens need {wanted} {source} log-probs, got {found}")
 
 
 def _after_zero(source: str, logprobs: Logprobs) -> np.ndarray:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 MismatchSource = Literal["old", "policy", "none"]
+LOG_RATIO_CAP = 20.0  # exp(20) is 4.9e8: far beyond any use, far below overflow
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +38,7 @@ class LossInputs:
     num_sequences: int
     reference_logprobs: Tensor | None = None  # [T]
     mismatch_from: MismatchSource = "old"
+    ratio_log_cap: float = LOG_RATIO_CAP  # the log of the policy's ratio is clamped to ± this
 
     def __post_init__(self) -> None:
         mask = self.loss_mask.bool()

@@ -5,12 +5,12 @@ Weights hold the whole aggregation, so adding the results of any split of a step
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from shoal.algorithms.inputs import LossInputs, Metrics
+from shoal.algorithms.inputs import LOG_RATIO_CAP, LossInputs, Metrics
 from shoal.algorithms.losses import CustomLoss, PolicyLoss
 from shoal.algorithms.terms import Correction, KLPenalty, mismatch, policy_ratio
 
@@ -22,6 +22,7 @@ class Objective:
     loss: PolicyLoss | CustomLoss
     correction: Correction | None = None
     kl: KLPenalty | None = None
+    ratio_log_cap: float = LOG_RATIO_CAP
 
     def __post_init__(self) -> None:
         if self.correction is not None and not self.loss.takes_correction:
@@ -40,6 +41,8 @@ class Objective:
 
     def __call__(self, inputs: LossInputs, weights: Tensor) -> tuple[Tensor, Metrics]:
         """The row's share of the loss, and metric name → (sum, count). `policy/loss` is a plain sum: its count is 0."""
+        if self.ratio_log_cap != inputs.ratio_log_cap:
+            inputs = replace(inputs, ratio_log_cap=self.ratio_log_cap)
         w, metrics = (None, {}) if self.correction is None else self.correction(inputs)
         result = self.loss(inputs, w)
         token_loss = result.loss

@@ -11,20 +11,18 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from shoal.algorithms.inputs import LossInputs, Metrics
+from shoal.algorithms.inputs import LOG_RATIO_CAP, LossInputs, Metrics
 from shoal.config.catalogue import CORRECTION_CATALOGUE, KL_PLACES
 
-LOG_RATIO_CAP = 20.0  # exp(20) is 4.9e8: far beyond any use, far below overflow
 
-
-def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+def log_ratio(numerator: Tensor, denominator: Tensor, cap: float = LOG_RATIO_CAP) -> Tensor:
     """Log of a probability ratio, clamped so that its exponential is finite."""
-    return (numerator - denominator).clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP)
+    return (numerator - denominator).clamp(-cap, cap)
 
 
 def policy_ratio(inputs: LossInputs) -> Tensor:
     """rho: the policy over the policy at the start of this batch of updates."""
-    return log_ratio(inputs.policy_logprobs, inputs.old_logprobs).exp()
+    return log_ratio(inputs.policy_logprobs, inputs.old_logprobs, inputs.ratio_log_cap).exp()
 
 
 @dataclass(frozen=True)

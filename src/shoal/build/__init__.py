@@ -3,13 +3,16 @@
 `prepare` builds what needs no torch; `assemble` loads the model and puts the loop together.
 """
 
+from shoal.build.given import Given
 from shoal.build.model import Model, PolicyFiles, load, make_objective, make_policy
-from shoal.build.prepare import Prepared, binding, open_run_dir, prepare
-from shoal.build.run import Assembled, Watching, assemble, make_sinks, total_steps
-from shoal.build.sampler import evaluate_once, evaluation_config, make_sampler
+from shoal.build.plan import make_plan
+from shoal.build.prepare import Prepared, binding, join_ranks, leave_ranks, open_run_dir, prepare
+from shoal.build.run import Assembled, Watching, assemble, make_advantages, make_sinks, total_steps
+from shoal.build.sampler import evaluate_once, evaluation_config, load_model, make_sampler, sampling_params
 
 __all__ = [
     "Assembled",
+    "Given",
     "Model",
     "PolicyFiles",
     "Prepared",
@@ -18,12 +21,18 @@ __all__ = [
     "binding",
     "evaluate_once",
     "evaluation_config",
+    "join_ranks",
+    "leave_ranks",
     "load",
+    "load_model",
+    "make_advantages",
     "make_objective",
+    "make_plan",
     "make_policy",
     "make_sampler",
     "make_sinks",
     "open_run_dir",
     "prepare",
+    "sampling_params",
     "total_steps",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.build.given import Given
 from shoal.config.train import TrainConfig
 from shoal.envs.user_code import load_function
 
@@ -28,9 +29,10 @@ class Model:
     eos_token_ids: tuple[int, ...]
     precision: Precision
     path: str  # how training and prefill compute, in words
+    given: bool = False  # the caller's own object, to be left as it was found
 
 
-def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None) -> Model:
+def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None, given: Given | None = None) -> Model:
     """Precision first: what the machine cannot do is refused before weights are read."""
     import torch
 
@@ -38,15 +40,19 @@ def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None) -> M
     from shoal.models import precision as precisions
     from shoal.models.chat import Chat
     from shoal.models.decoder import Decoder
-    from shoal.models.load import eos_token_ids, load_model, load_tokenizer
+    from shoal.models.load import adopt_model, eos_token_ids, load_model, load_tokenizer
     from shoal.models.lora import LoraSettings, attach
     from shoal.models.quantised import count_weights
 
-    precision = precisions.choose(train)
+    given = given or Given()
+    precision = precisions.choose(train, given.local_rank if given.processes > 1 else None)
     assert train.model is not None
-    chat = Chat(load_tokenizer(train.model), **(chat_options or {}))
+    chat = Chat(given.tokenizer or load_tokenizer(train.model), **(chat_options or {}))
     torch.manual_seed(train.seed)
-    model = load_model(train.model, precision.dtype, precision.device, precision.stored)
+    if given.model is not None:
+        model = adopt_model(given.model, precision)
+    else:
+        model = load_model(train.model, precision.dtype, precision.device, precision.stored)
     if precision.device.type == "cpu":
         precisions.limit_threads(count_weights(model))
     ends = eos_token_ids(model, chat.tokenizer)
@@ -60,10 +66,20 @@ def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None) -> M
     decoder = Decoder(model)
     path = fused.attach(decoder, layers)
     decoder.recompute(train.recompute is True)
-    return Model(decoder, layers, chat, ends, precision, path)
+    return Model(decoder, layers, chat, ends, precision, path, given.model is not None)
 
 
-def make_policy(train: TrainConfig, model: Model, total_steps: int) -> TrainedPolicy:
+def release(model: Model) -> None:
+    """Give the caller's own model object back: adapters taken out, its own attention in place again."""
+    from shoal.models.load import release_model
+
+    if model.given:
+        release_model(model.decoder.model)
+
+
+def make_policy(
+    train: TrainConfig, model: Model, total_steps: int, sum_gradients: Callable[..., None] | None = None
+) -> TrainedPolicy:
     import copy
 
     from shoal.models import lora
@@ -98,7 +114,7 @@ def make_policy(train: TrainConfig, model: Model, total_steps: int) -> TrainedPo
         reference = Reference(model.decoder, lambda: lora.as_reference(wrapped))
     elif train.reference == "frozen":
         reference = Reference(model.decoder.over(copy.deepcopy(model.decoder.model).requires_grad_(False)))
-    return TrainedPolicy(model.decoder, optimizer, schedule, train.max_grad_norm, reference)
+    return TrainedPolicy(model.decoder, optimizer, schedule, train.max_grad_norm, reference, sum_gradients)
 
 
 class PolicyFiles:
@@ -141,7 +157,7 @@ def make_objective(train: TrainConfig) -> Any:
     kl = None
     if loss.kl.beta > 0 and loss.kl.where == "loss":
         kl = KLPenalty(loss.kl.beta, loss.kl.estimator)
-    return Objective(policy_loss, correction, kl)
+    return Objective(policy_loss, correction, kl, loss.ratio_log_cap)
 
 
 def recomputes_old(train: TrainConfig, objective: Any, fp32: bool, remote: bool) -> bool:

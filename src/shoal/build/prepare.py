@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal.build.given import Given
 from shoal.config.orch import DatasetConfig, EnvConfig
 from shoal.config.resolve import as_yaml, binding_data
 from shoal.config.schema import RunConfig
@@ -14,9 +16,11 @@ from shoal.envs.datasets import DatasetSpec, fingerprint
 from shoal.envs.registry import load_environment
 from shoal.envs.user_code import load_object
 from shoal.errors import ConfigError
+from shoal.observability.follower import FollowerRunDir
 from shoal.observability.run_dir import RunDir
 from shoal.observability.sinks import check_sinks
-from shoal.protocols import Environment
+from shoal.orchestrator.ranks import Alone
+from shoal.protocols import Environment, Ranks
 from shoal.rewards.pool import RewardPool
 
 
@@ -27,19 +31,21 @@ class Prepared:
     environments: dict[str, Environment]
     pool: RewardPool
     data_fingerprint: str
+    given: Given = field(default_factory=Given)
+    ranks: Ranks = field(default_factory=Alone)
 
 
-def prepare(config: RunConfig) -> Prepared:
-    orch = config.orch
+def prepare(config: RunConfig, given: Given | None = None) -> Prepared:
+    orch, given = config.orch, given or Given()
     if config.infer.engine != "embedded":
         raise ConfigError(
             f"infer.engine: {config.infer.engine} is not available in this version; use infer.engine=embedded"
         )
     check_sinks(config.train.report_to)
-    environments = {env.label: _environment(env, orch.dataset) for env in orch.env}
+    environments = {env.label: _environment(env, orch.dataset, given) for env in orch.env}
     for env in (orch.eval.env or []) if orch.eval is not None else []:
         if env.label not in environments:  # one that training has too, with the same arguments: checked
-            environments[env.label] = _environment(env, orch.dataset)
+            environments[env.label] = _environment(env, orch.dataset, given)
     if orch.reward.function is not None:
         function = load_object(orch.reward.function)
         for environment in environments.values():
@@ -54,10 +60,31 @@ def prepare(config: RunConfig) -> Prepared:
     sizes = "+".join(str(len(env.tasks("train"))) for env in trained)
     data = f"{fingerprint(task for env in trained for task in _fingerprinted(env))} {sizes}"
     pool.start()
-    return Prepared(environments, pool, data)
+    return Prepared(environments, pool, data, given)
 
 
-def _environment(env: EnvConfig, dataset: DatasetConfig | None) -> Environment:
+def join_ranks(config: RunConfig, prepared: Prepared) -> Ranks:
+    """Meet the other processes of this run, if there are any. The reward workers are forked by now."""
+    if prepared.given.processes > 1:
+        if config.orch.weight_sync_interval != 1 or config.orch.max_async_level != 0:
+            raise ConfigError(
+                "several processes train in step: set orch.weight_sync_interval=1, orch.max_async_level=0"
+            )
+        from shoal.trainer.ranks import ProcessRanks
+
+        prepared.ranks = ProcessRanks(config.orch.deadline_s)
+    return prepared.ranks
+
+
+def leave_ranks(prepared: Prepared) -> None:
+    leave = getattr(prepared.ranks, "close", None)
+    if leave is not None:
+        leave()
+
+
+def _environment(env: EnvConfig, dataset: DatasetConfig | None, given: Given) -> Environment:
+    if env.label in given.environments:
+        return given.environments[env.label]
     spec = None
     # Environments that make their own tasks stand beside one that reads the data set.
     makes_its_own = env.id.startswith(REASONING_GYM) or (env.id in BUILT_IN and not BUILT_IN[env.id].takes_dataset)
@@ -76,7 +103,18 @@ def binding(config: RunConfig, prepared: Prepared) -> dict[str, Any]:
     return {**binding_data(config), "data": prepared.data_fingerprint}
 
 
-def open_run_dir(config: RunConfig, prepared: Prepared, resume: bool, next_command: str) -> RunDir:
+def open_run_dir(config: RunConfig, prepared: Prepared, resume: bool, next_command: str) -> RunDir | FollowerRunDir:
+    """The main process opens it and tells the others whether it could; they write nothing."""
+    opened: list[RunDir] = []
+
+    async def open_it() -> None:
+        opened.append(_open_run_dir(config, prepared, resume, next_command))
+
+    asyncio.run(prepared.ranks.on_main(open_it))  # type: ignore[arg-type]
+    return opened[0] if opened else FollowerRunDir(config.train.output_dir)
+
+
+def _open_run_dir(config: RunConfig, prepared: Prepared, resume: bool, next_command: str) -> RunDir:
     path = Path(config.train.output_dir)
     if resume and (path / "status.json").exists():
         run_dir = RunDir.resume(path)

@@ -25,16 +25,19 @@ from shoal.config.train import TrainConfig
 from shoal.envs.user_code import load_function
 from shoal.observability.console import Console
 from shoal.observability.events import EventLog
+from shoal.observability.follower import FollowerRunDir
 from shoal.observability.run_dir import RunDir
 from shoal.observability.sinks import Sinks, TrackerRun, open_sinks
 from shoal.observability.spans import Phases
 from shoal.observability.watchdog import Watchdog
 from shoal.orchestrator import cadence
 from shoal.orchestrator.admission import Admission
-from shoal.orchestrator.collect import Collector, GroupRules
+from shoal.orchestrator.collect import Collector, GroupRules, RunGroup
 from shoal.orchestrator.learn import Learner, LearnSettings
 from shoal.orchestrator.loop import Loop, LoopSettings, Parts
 from shoal.orchestrator.prompts import Buffer, PromptStream
+from shoal.orchestrator.ranks import SharedGroups
+from shoal.protocols import Ranks
 from shoal.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -50,6 +53,11 @@ class Assembled:
     sampler: Sampler
     sinks: Sinks
 
+    async def export(self) -> None:
+        """The weights as people load them, into final/."""
+        with self.loop.parts.run_dir.export() as folder:
+            await self.loop.parts.on_device(self.files.export, folder)
+
     async def close(self) -> None:
         await self.sampler.close()
         self.sinks.close()
@@ -59,7 +67,7 @@ class Assembled:
 class Watching:
     """Where a run is written and who is told about it."""
 
-    run_dir: RunDir
+    run_dir: RunDir | FollowerRunDir
     events: EventLog
     console: Console
     watchdog: Watchdog
@@ -70,12 +78,14 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
 
     train, orch, console = config.train, config.orch, watching.console
     with console.progress(f"loading {train.model}"):
-        loaded = load_model(config)
+        loaded = load_model(config, prepared.given)
     model = loaded.model
     stream = _stream(orch, prepared, model.chat, watching.events)
     steps = total_steps(config, len(stream))
+    ranks = prepared.ranks
+    summing = getattr(ranks, "sum_gradients", None)
     with console.progress("measuring memory"):
-        policy = loaded.device.submit(make_policy, train, model, steps).result()
+        policy = loaded.device.submit(make_policy, train, model, steps, summing).result()
         plan = loaded.device.submit(make_plan, config, model, policy).result()
     sampler = make_sampler(config, prepared, loaded, plan)
     _tell(sampler, orch, watching)
@@ -91,19 +101,20 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
     parts = Parts(
         engine=sampler.engine,
         weights=InProcessWeights(),
-        collector=Collector(run_group, stream, _admission(orch), _group_rules(orch)),
+        collector=_collector(orch, run_group, stream, ranks),
         stream=stream,
-        learner=_learner(config, policy, sampler, plan),
+        learner=_learner(config, policy, sampler, plan, ranks),
         files=files,
         evaluator=make_evaluator(orch, prepared.environments, sampler.runner, model.chat) if orch.eval else None,
-        run_dir=watching.run_dir,
+        run_dir=watching.run_dir,  # type: ignore[arg-type]
         events=watching.events,
         console=console,
         watchdog=watching.watchdog,
-        sinks=make_sinks(config, watching.run_dir, watching.events),
+        sinks=make_sinks(config, watching.run_dir, watching.events),  # type: ignore[arg-type]
         phases=phases,
         on_device=sampler.on_device,
         token_text=model.chat.token_text,
+        ranks=ranks,
     )
     loop = Loop(parts, _loop_settings(config, steps, len(stream), next_command))
     return Assembled(loop, files, sampler, parts.sinks)  # type: ignore[arg-type]
@@ -113,7 +124,7 @@ def make_sinks(config: RunConfig | SftConfig, run_dir: RunDir, events: EventLog)
     return open_sinks(
         config.train.report_to,
         run_dir,
-        TrackerRun(run_dir.path, config=as_data(config)),
+        TrackerRun(run_dir.path, config.train.report_project, config.train.report_name, as_data(config)),
         on_problem=lambda kind, message, data: events.warn(kind, message, data=data),
     )
 
@@ -167,12 +178,14 @@ def _admission(orch: OrchConfig) -> Admission:
     )
 
 
-def _group_rules(orch: OrchConfig) -> GroupRules:
+def _collector(orch: OrchConfig, run_group: RunGroup, stream: PromptStream, ranks: Ranks) -> Collector:
     keep = load_function(orch.groups.filter) if orch.groups.filter is not None else None
-    return GroupRules(orch.groups.uniform or "refill", orch.groups.max_refill, keep, orch.deadline_s)
+    several = ranks.world > 1
+    rules = GroupRules(orch.groups.uniform or "refill", orch.groups.max_refill, keep, orch.deadline_s, several)
+    return Collector(SharedGroups(run_group, ranks) if several else run_group, stream, _admission(orch), rules)
 
 
-def _learner(config: RunConfig, policy: TrainedPolicy, sampler: Sampler, plan: MemoryPlan) -> Learner:
+def _learner(config: RunConfig, policy: TrainedPolicy, sampler: Sampler, plan: MemoryPlan, ranks: Ranks) -> Learner:
     train, orch = config.train, config.orch
     objective = make_objective(train)
     assert orch.sampling.max_tokens is not None
@@ -190,10 +203,10 @@ def _learner(config: RunConfig, policy: TrainedPolicy, sampler: Sampler, plan: M
         reward_kl_beta=train.loss.kl.beta if train.loss.kl.where == "reward" else 0.0,
         trains=reward_shape(orch).trains,
     )
-    return Learner(policy, _advantages(orch), objective, settings, sampler.on_device)
+    return Learner(policy, make_advantages(orch), objective, settings, sampler.on_device, ranks)
 
 
-def _advantages(orch: OrchConfig) -> Any:
+def make_advantages(orch: OrchConfig) -> Any:
     from shoal.algorithms.advantages import CustomAdvantages, Normaliser
 
     advantage = orch.advantage
@@ -216,6 +229,9 @@ def _loop_settings(config: RunConfig, steps: int, prompts: int, next_command: st
         stop_after=evaluation.stop_after if evaluation else None,
         sigma_at=sigma_at,
         next_command=next_command,
+        show_completions=train.log_completions,
+        sync_deadline_s=config.orch.sync_deadline_s,
+        save_deadline_s=train.save_deadline_s,
     )
 
 

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoal.build.model import Model, load
+from shoal.build.given import Given
+from shoal.build.model import Model, load, release
 from shoal.build.plan import make_plan
 from shoal.build.prepare import Prepared
 from shoal.config.orch import EvalConfig, OrchConfig
@@ -80,7 +81,7 @@ class Sampler:
         """Wait for the device's thread, but not for ever: it may be what hangs."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.engine.close(), CLOSE_LIMIT_S)
-            self.device.submit(int).result(CLOSE_LIMIT_S)
+            self.device.submit(release, self.model).result(CLOSE_LIMIT_S)
         self.device.shutdown(wait=False, cancel_futures=True)
 
 
@@ -105,14 +106,15 @@ class Loaded:
     device: ThreadPoolExecutor
 
 
-def load_model(config: RunConfig) -> Loaded:
+def load_model(config: RunConfig, given: Given) -> Loaded:
     from shoal.models.sampler_view import SamplerView
 
     orch, sampling = config.orch, config.orch.sampling
     options = {"template_kwargs": sampling.chat_template_kwargs, "system_prompt": sampling.system_prompt}
     device = ThreadPoolExecutor(1, thread_name_prefix="device")
-    model = device.submit(load, config.train, options).result()
-    mode = "shared" if orch.weight_sync_interval == 1 and orch.max_async_level == 0 else "snapshot"
+    model = device.submit(load, config.train, options, given).result()
+    in_step = orch.weight_sync_interval == 1 and orch.max_async_level == 0
+    mode = "shared" if in_step and config.infer.weights == "auto" else "snapshot"
     view = device.submit(SamplerView, model.decoder, mode).result()
     return Loaded(model, view, device)
 
@@ -192,7 +194,7 @@ def evaluation_config(
 
 
 async def evaluate_once(config: RunConfig, prepared: Prepared) -> dict[str, float]:
-    loaded = load_model(config)
+    loaded = load_model(config, prepared.given)
     sampler = make_sampler(
         config, prepared, loaded, loaded.device.submit(make_plan, config, loaded.model, None).result()
     )

@@ -23,6 +23,7 @@ VERBS = {
     "sft": ("shoal.cli.sft:sft", "Train on given completions (supervised)."),
     "eval": ("shoal.cli.eval:evaluate", "Score a model on an environment."),
     "envs": ("shoal.cli.envs:app", "List the environments, or show one."),
+    "shapes": ("shoal.cli.shapes:shapes", "List the layouts a recipe may ask for."),
     "make-model": ("shoal.cli.make_model:make_model", "Build a small or a random model."),
     "init": ("shoal.cli.init:init", "Write the example configurations into a folder."),
     "config-reference": ("shoal.cli.config_reference:config_reference", "Print every configuration key."),

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+IN_MEMORY = "python-object"  # what a configuration says of a model or data that a script handed over as an object
 USER_CODE_PATTERN = r"^[A-Za-z0-9_./~-]+:[A-Za-z_][A-Za-z0-9_.]*$"
 
 

@@ -121,6 +121,7 @@ class LossSpec(PartSpec):
     default_aggregation: str = "token-mean"
     default_advantage_std: str = "group"
     needs_old: bool = False  # `recompute_old: auto` takes a forward for it
+    uses_ratio: bool = True  # clamps the log of a policy ratio, so ratio_log_cap has an effect
 
     def aggregation(self, given: Mapping[str, ParamValue]) -> str:
         """The aggregation when none was set; for `masked` it follows ratio_type."""
@@ -164,6 +165,7 @@ _LOSSES = (
         "dro",
         "log-prob times advantage with a quadratic pull to the old policy",
         (ParamSpec("quad_beta", 0.05, low=0),),
+        uses_ratio=False,
     ),
     LossSpec(
         "gspo",
@@ -204,6 +206,7 @@ _LOSSES = (
         ),
         takes_correction=False,
         default_advantage_std="none",
+        uses_ratio=False,
     ),
     LossSpec(
         "dppo",

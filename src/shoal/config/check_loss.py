@@ -29,6 +29,10 @@ def check_loss(train: TrainConfig, findings: Findings, orch: OrchConfig | None =
         _check_correction(train, spec, findings)
         _check_kl(train, spec, findings)
         _check_old(train, spec, findings)
+        if not spec.uses_ratio and given(loss, "ratio_log_cap"):
+            findings.error(
+                "train.loss.ratio_log_cap", f"is not used by {spec.name}, which clamps no ratio", "remove it"
+            )
         _advise_ratio_type(loss, findings, orch)
     _check_reference(train, findings)
 

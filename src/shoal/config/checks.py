@@ -194,6 +194,8 @@ def _check_colocated(config: RunConfig, findings: Findings) -> None:
     elif orch.sampling.top_p < 1 or orch.sampling.top_k > 0 or orch.sampling.min_p > 0:
         what = f"truncated sampling cannot be replayed with infer.engine {infer.engine}, so training would be biased"
         findings.error("orch.sampling", what, "set top_p 1, top_k -1, min_p 0, or use infer.engine embedded")
+    if infer.engine != "embedded" and given(infer, "weights"):
+        findings.error("infer.weights", f"is not used: a {infer.engine} server always has its own copy", "remove it")
     if train.device == "cpu" and infer.gpu_memory_utilization is not None:
         findings.error("infer.gpu_memory_utilization", "is not used with train.device cpu", "remove it")
 

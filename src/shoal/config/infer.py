@@ -15,6 +15,10 @@ class InferConfig(Section):
     engine: Literal["embedded", "vllm", "sglang"] = Field(
         default="embedded", description="What samples: the trainer's own model, or a server."
     )
+    weights: Literal["auto", "own"] = Field(
+        default="auto",
+        description="What the embedded engine reads: the trainer's tensors if in step, or its own copy.",
+    )
     host: NonEmpty = Field(
         default="127.0.0.1", description="Address the server listens on; other than loopback needs a key."
     )

@@ -5,6 +5,7 @@ Called by the CLI and the launcher. Reads text and environment variables only; w
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,18 @@ def load_run(
 ) -> Loaded[RunConfig]:
     """A whole run: one file with three sections, or `parts` naming a file for each section, and overrides on top."""
     return _load(RunConfig, run, parts or {}, overrides)
+
+
+def load_data(
+    data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "configuration"
+) -> Loaded[RunConfig]:
+    """A run given as plain data under the names of the files, by `source`; overrides as on the command line."""
+    draft = _Draft(RunConfig)
+    draft.data = copy.deepcopy(dict(data))
+    draft.origins.default = source
+    for override in overrides:
+        draft.override(override)
+    return Loaded(draft.validate(), draft.origins)
 
 
 def load_sft(file: str | None, overrides: Sequence[str] = ()) -> Loaded[SftConfig]:

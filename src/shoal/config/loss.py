@@ -59,6 +59,9 @@ class LossConfig(Section):
         default_factory=CorrectionConfig, description="Off-policy correction of the losses that have one."
     )
     kl: KlConfig = Field(default_factory=KlConfig, description="KL term of grpo, reinforce and importance_sampling.")
+    ratio_log_cap: PositiveFloat = Field(
+        default=20.0, le=20.0, description="The log of the policy's ratio is clamped to ± this."
+    )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of a module:function loss; refused with a built-in one."
     )
@@ -127,5 +130,5 @@ class LossConfig(Section):
         return LOSS_CATALOGUE[self.type].resolve(self.given_parameters())
 
 
-_COMMON_KEYS = {"type", "aggregation", "correction", "kl", "args"}
+_COMMON_KEYS = {"type", "aggregation", "correction", "kl", "ratio_log_cap", "args"}
 LOSS_PARAMETERS: tuple[str, ...] = tuple(name for name in LossConfig.model_fields if name not in _COMMON_KEYS)

@@ -250,3 +250,4 @@ class OrchConfig(Section):
     eval: EvalConfig | None = Field(default=None, description="Held-out evaluation; none unless given.")
     client: ClientConfig = Field(default_factory=ClientConfig, description="The way to a remote engine.")
     deadline_s: PositiveFloat = Field(default=600.0, description="No wait in the loop is longer than this.")
+    sync_deadline_s: PositiveFloat = Field(default=600.0, description="A weight sync takes no longer than this.")

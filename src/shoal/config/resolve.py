@@ -165,7 +165,7 @@ def as_data(config: Section) -> dict[str, Any]:
     data = config.model_dump(by_alias=True)
     loss = data.get("train", {}).get("loss")
     if loss is not None and loss["type"] in LOSS_CATALOGUE:
-        own = {"type", "aggregation", "correction", "kl", *LOSS_CATALOGUE[loss["type"]].defaults}
+        own = {"type", "aggregation", "correction", "kl", "ratio_log_cap", *LOSS_CATALOGUE[loss["type"]].defaults}
         data["train"]["loss"] = {name: value for name, value in loss.items() if name in own}
     return redact(data)
 

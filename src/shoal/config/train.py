@@ -134,8 +134,17 @@ class TrainConfig(Section):
     report_to: Annotated[list[Sink], BeforeValidator(_sink_list)] = Field(
         default_factory=list, description="Trackers that also receive the metrics."
     )
-    save_steps: PositiveInt | None = Field(
-        default=None, description="A checkpoint every so many steps (10 unless given)."
+    log_completions: NonNegativeInt = Field(
+        default=0, description="Completions shown on the console with each of its lines; files hold them all."
+    )
+    report_project: NonEmpty = Field(
+        default="shoal", description="Project the trackers of report_to file the run under."
+    )
+    report_name: NonEmpty | None = Field(
+        default=None, description="Name of the run in the trackers (its folder's unless given)."
+    )
+    save_steps: NonNegativeInt | None = Field(
+        default=None, description="A checkpoint every so many steps (10 unless given); 0 = only when interrupted."
     )
     save_epochs: PositiveInt | None = Field(
         default=None, description="A checkpoint every so many epochs; or give save_steps."
@@ -144,6 +153,7 @@ class TrainConfig(Section):
         default=None, description="A checkpoint every so many seconds; or give save_steps."
     )
     save_total_limit: PositiveInt = Field(default=2, description="Newest checkpoints kept.")
+    save_deadline_s: PositiveFloat = Field(default=600.0, description="Writing a checkpoint takes no longer than this.")
     resume_from_checkpoint: bool = Field(
         default=False, description="Continue the run in output_dir; the same as --resume."
     )

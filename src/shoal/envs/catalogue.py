@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.config.base import IN_MEMORY
+
 REASONING_GYM = "reasoning-gym:"
 
 
@@ -100,6 +102,8 @@ def problem_with(id: str, args: Mapping[str, Any] | None = None) -> str | None:
     """What is wrong with an environment id or its argument names, None if nothing can be told without loading it."""
     if id.startswith(REASONING_GYM):
         return None if id != REASONING_GYM else "name a task, e.g. reasoning-gym:chain_sum"
+    if id == IN_MEMORY:
+        return "the data of this run is a Python object; run the script that has it again, told to resume"
     info = BUILT_IN.get(id)
     if info is None:
         return None if ":" in id else f"unknown environment {id!r}; {_nearest(id)}"

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from shoal.errors import ModelError
 from shoal.models.chat import special_tokens
+from shoal.models.precision import Precision
 from shoal.models.quantised import quantise_linears
 
+# transformers builds models under a default device that all threads share, so two of them must take turns.
+_LOADING = threading.Lock()
 # What the attention function computes. Chunks, convolutions and states that are carried along it does not.
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -38,11 +44,12 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str 
     """
     folder, gguf = _locate(name)
     try:
-        if gguf:
-            model = _load_gguf(folder, gguf, dtype)
-        else:
-            check_architecture(folder)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+        with _LOADING:
+            if gguf:
+                model = _load_gguf(folder, gguf, dtype)
+            else:
+                check_architecture(folder)
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
     except ModelError:
         raise
     except Exception as error:
@@ -52,9 +59,50 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str 
     return model.to(device).eval()  # type: ignore[arg-type]
 
 
+def adopt_model(model: Any, precision: Precision) -> nn.Module:
+    """A model object of the caller's, moved to the run's device and dtype and used as it is."""
+    if precision.stored is not None or precision.fp8_products:
+        raise ModelError("a model given as an object is trained in its own precision; give its name for fp8 or qlora")
+    if hasattr(model, "peft_config"):
+        raise ModelError("the model is wrapped by PEFT; give the plain model, and ask for LoRA here")
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f"the model is of type {type(model).__name__}, not a transformers model nor a name")
+    check_config(model.config)
+    frozen = tuple(not parameter.requires_grad for parameter in model.parameters())
+    _BEFORE[model] = _Found(model.config._attn_implementation or "eager", model.training, frozen)
+    return model.to(device=precision.device, dtype=precision.dtype).eval()  # type: ignore[arg-type]
+
+
+def release_model(model: Any) -> None:
+    """Undo what training put around and into a model object; its trained weights stay, an adapter is in the files."""
+    inner = model.unload() if hasattr(model, "peft_config") else model
+    found = _BEFORE.pop(inner, None)
+    if found is None:
+        return
+    inner.set_attn_implementation(found.attention)
+    inner.train(found.training)
+    for parameter, frozen in zip(inner.parameters(), found.frozen, strict=True):
+        parameter.requires_grad_(not frozen)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """How a model object was when it was handed over."""
+
+    attention: str
+    training: bool
+    frozen: tuple[bool, ...]  # by parameter
+
+
+_BEFORE: WeakKeyDictionary[Any, _Found] = WeakKeyDictionary()
+
+
 def check_architecture(folder: str) -> None:
     """Refuse by name what the engine cannot sample, before any weights are read."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    check_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+
+
+def check_config(config: Any) -> None:
     architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     if getattr(config, "auto_map", None):
         raise ModelError(f"{architecture} brings its own code (auto_map), which Shoal does not run")

@@ -25,8 +25,11 @@ class Precision:
     fp8_products: bool = False  # the policy's linear layers compute in FP8
 
 
-def choose(train: TrainConfig) -> Precision:
-    """fp32 on a CPU, where bf16 is far slower; bf16 on a GPU. What the machine cannot do is refused."""
+def choose(train: TrainConfig, index: int | None = None) -> Precision:
+    """fp32 on a CPU, where bf16 is far slower; bf16 on a GPU. What the machine cannot do is refused.
+
+    `index` is the GPU of this process where several share a machine.
+    """
     device, notice = train.device, None
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,7 +49,11 @@ def choose(train: TrainConfig) -> Precision:
         if stored is None:
             _need("torchao", "fp8", "train.recipe: fp8-hybrid", "use train.recipe=bf16")
     dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
-    return Precision(torch.device(device), dtype, notice, stored, recipe == "fp8-hybrid" and stored is None)
+    where = torch.device(device)
+    if device == "cuda" and index is not None:
+        torch.cuda.set_device(index)
+        where = torch.device("cuda", index)
+    return Precision(where, dtype, notice, stored, recipe == "fp8-hybrid" and stored is None)
 
 
 def limit_threads(parameters: int) -> None:

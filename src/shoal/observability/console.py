@@ -34,6 +34,8 @@ class Console(Protocol):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
+    def completions(self, step: int, lines: Sequence[str]) -> None: ...
+
     def waiting(self, what: str) -> None:
         """Say what is being waited for; shown in heartbeats."""
         ...
@@ -121,8 +123,16 @@ class BaseConsole:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step = step
         self._pace.step(step)
-        if step % self._every == 0 or step in (1, self._total):
+        if self._shows(step):
             self._show_step(step, metrics)
+
+    def completions(self, step: int, lines: Sequence[str]) -> None:
+        """What the policy wrote in this step, under the step's own line."""
+        for line in lines if self._shows(step) else ():
+            self.note(f"  {one_line(line)}")
+
+    def _shows(self, step: int) -> bool:
+        return step % self._every == 0 or step in (1, self._total)
 
     def waiting(self, what: str) -> None:
         self._waiting = sanitise(what)

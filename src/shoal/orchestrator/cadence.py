@@ -44,7 +44,7 @@ class NoiseSchedule:
 
 @dataclass
 class SaveCadence:
-    """A checkpoint every so many steps or seconds. Every ten steps if nothing was said."""
+    """A checkpoint every so many steps or seconds. Every ten steps if nothing was said; with 0 steps, none."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -53,7 +53,12 @@ class SaveCadence:
     def due(self, step: int) -> bool:
         if self.seconds is not None:
             return time.monotonic() - self._last >= self.seconds
-        return step % (self.steps or 10) == 0
+        every = 10 if self.steps is None else self.steps
+        return every > 0 and step % every == 0
+
+    @property
+    def off(self) -> bool:
+        return self.seconds is None and self.steps == 0
 
     def saved(self) -> None:
         self._last = time.monotonic()

@@ -33,6 +33,7 @@ class GroupRules:
     max_refill: int = 3  # batches
     keep: Callable[[RolloutGroup], bool] | None = None  # the user's own filter
     deadline_s: float = 600.0
+    lockstep: bool = False  # several processes: whole rounds are settled, so that all of them do the same
 
 
 @dataclass
@@ -93,6 +94,9 @@ class Collector:
             self.admission.dispatch()
 
     async def _settle_some(self, version: int, stop: asyncio.Event) -> None:
+        if self._rules.lockstep:
+            await self._settle_round(version)
+            return
         stopping = asyncio.ensure_future(stop.wait())
         try:
             done, _ = await asyncio.wait(
@@ -103,14 +107,25 @@ class Collector:
         if stop.is_set():
             raise Interruption
         if not done:
-            waiting = ", ".join(prompt.group_id for _, prompt in list(self._running.values())[:3])
-            raise DeadlineError(
-                f"the loop waited {self._rules.deadline_s:.0f} s for {len(self._running)} groups ({waiting}, …) "
-                "and none finished; raise orch.deadline_s if this is expected"
-            )
+            raise self._too_late("none finished")
         for task in done:
             order, _ = self._running.pop(task)  # type: ignore[arg-type]
             self._settle(order, task.result(), version)  # type: ignore[arg-type]
+
+    async def _settle_round(self, version: int) -> None:
+        _, pending = await asyncio.wait(list(self._running), timeout=self._rules.deadline_s)
+        if pending:
+            raise self._too_late("not all finished")
+        for task, (order, _) in sorted(self._running.items(), key=lambda item: item[1][0]):
+            self._settle(order, task.result(), version)
+        self._running.clear()
+
+    def _too_late(self, what: str) -> DeadlineError:
+        waiting = ", ".join(prompt.group_id for _, prompt in list(self._running.values())[:3])
+        return DeadlineError(
+            f"the loop waited {self._rules.deadline_s:.0f} s for {len(self._running)} groups ({waiting}, …) "
+            f"and {what}; raise orch.deadline_s if this is expected"
+        )
 
     def _settle(self, order: int, group: RolloutGroup, version: int) -> None:
         group.drop_reason = self._verdict(group, version)

@@ -15,7 +15,8 @@ from shoal.algorithms.advantages import reward_kl
 from shoal.batching.pack import Packing, make_batches
 from shoal.batching.samples import rollout_samples
 from shoal.observability.metrics import Tally
-from shoal.protocols import PendingResults, Policy
+from shoal.orchestrator.ranks import Alone, gather_results, share
+from shoal.protocols import PendingResults, Policy, Ranks
 from shoal.types import Batch, Rollout, RolloutGroup, Row, Sample
 
 OnDevice = Callable[..., Awaitable[Any]]
@@ -56,13 +57,20 @@ class Learned:
 
 class Learner:
     def __init__(
-        self, policy: Policy, advantages: Advantages, objective: Any, settings: LearnSettings, on_device: OnDevice
+        self,
+        policy: Policy,
+        advantages: Advantages,
+        objective: Any,
+        settings: LearnSettings,
+        on_device: OnDevice,
+        ranks: Ranks | None = None,
     ) -> None:
         self._policy = policy
         self._advantages = advantages
         self._objective = objective
         self._settings = settings
         self._on_device = on_device
+        self._ranks = ranks or Alone()
 
     async def learn(self, groups: Sequence[RolloutGroup], tally: Tally) -> Learned:
         settings = self._settings
@@ -113,7 +121,8 @@ class Learner:
 
     async def _annotate(self, batches: Sequence[Batch]) -> None:
         """Old and reference log-probs, taken once, before the first optimizer step moves the weights."""
-        for micro in self._micro_batches([row for batch in batches for row in batch.rows]):
+        mine = [row for batch in batches for row in share(batch.rows, self._ranks)]
+        for micro in self._micro_batches(mine):
             if self._settings.recompute_old:
                 for row, values in zip(micro, await self._on_device(self._policy.logprobs, micro), strict=True):
                     row.old_logprobs = values
@@ -130,23 +139,24 @@ class Learner:
                 # Where old = sampler, the mismatch can only be seen before the first optimizer step of this step.
                 source = "old" if epoch == 0 and (self._settings.recompute_old or number == 0) else "none"
                 pending = []
-                for micro in self._micro_batches(batch.rows):
-                    pending.append((micro, await self._forward_backward(micro, source)))
+                for micro in self._micro_batches(share(batch.rows, self._ranks)):
+                    pending.append(await self._forward_backward(micro, source))
                 outcome = await self._on_device(self._policy.optim_step)
                 # Read on the device's thread: a copy from another one would break a graph being captured there.
-                results = await self._on_device(_read_all, pending)
-                self._report(results, outcome, tally, learned, first=epoch == 0)
+                mine = await self._on_device(_read_all, pending)
+                metrics, logprobs = await gather_results(self._ranks, mine)
+                self._report(metrics, outcome, tally, learned)
+                if epoch == 0:
+                    for row, values in zip(batch.rows, logprobs, strict=True):
+                        _note_rows(learned, row, values)
         return learned
 
     async def _forward_backward(self, micro: Sequence[Row], source: str) -> Any:
         return await self._on_device(self._policy.forward_backward, micro, self._objective, source)
 
-    def _report(self, results: list[Any], outcome: Any, tally: Tally, learned: Learned, *, first: bool) -> None:
-        for micro, (metrics, logprobs) in results:
-            tally.add_all(metrics)
-            if first:
-                for row, values in zip(micro, logprobs, strict=True):
-                    _note_rows(learned, row, values)
+    def _report(self, metrics: Sequence[Any], outcome: Any, tally: Tally, learned: Learned) -> None:
+        for of_micro_batch in metrics:
+            tally.add_all(of_micro_batch)
         tally.value("optim/lr", outcome["optim/lr"])
         tally.add("optim/skipped", outcome["optim/skipped"], 0)
         if "optim/grad_norm" in outcome:
@@ -168,8 +178,8 @@ class Learner:
         return batches
 
 
-def _read_all(pending: Sequence[tuple[Sequence[Row], PendingResults]]) -> list[Any]:
-    return [(micro, result.read()) for micro, result in pending]
+def _read_all(pending: Sequence[PendingResults]) -> list[Any]:
+    return [result.read() for result in pending]
 
 
 def _note_rows(learned: Learned, row: Row, logprobs: np.ndarray) -> None:

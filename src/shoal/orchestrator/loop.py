@@ -7,90 +7,28 @@ recorded, and the next one draws other prompts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Coroutine
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from shoal.errors import EXIT_INTERRUPTED, Interrupted, StoppedByPolicy
-from shoal.observability.console import Console
-from shoal.observability.events import EventLog
+from shoal.errors import EXIT_INTERRUPTED, DeadlineError, EngineError, Interrupted, StoppedByPolicy
 from shoal.observability.metrics import Tally
-from shoal.observability.run_dir import RunDir
-from shoal.observability.spans import Phases, throughput
-from shoal.observability.watchdog import Watchdog
-from shoal.orchestrator.cadence import EvalCadence, SaveCadence
-from shoal.orchestrator.collect import Collected, Collector, Interruption
-from shoal.orchestrator.evaluate import Evaluator
-from shoal.orchestrator.learn import Learned, Learner, OnDevice
-from shoal.orchestrator.prompts import PromptStream
-from shoal.orchestrator.records import TokenText, rollout_lines, tally_groups
-from shoal.protocols import MetricSink, RolloutEngine, WeightChannel
+from shoal.observability.spans import throughput
+from shoal.orchestrator.collect import Collected, Interruption
+from shoal.orchestrator.learn import Learned
+from shoal.orchestrator.parts import Files, LoopSettings, Parts, Progress
+from shoal.orchestrator.ranks import agree
+from shoal.orchestrator.records import completion_lines, rollout_lines, tally_groups
 from shoal.types import RolloutGroup
 
+__all__ = ["Files", "Loop", "LoopSettings", "Parts", "Progress"]
 Evaluated = tuple[dict[str, float], list[RolloutGroup]]
 MAX_NON_FINITE = 3  # steps in a row
 MAX_FLAT = 5  # steps in a row
 LOOP_FILE = "loop.json"
-
-
-class Files(Protocol):
-    """The policy's side of a checkpoint."""
-
-    def save(self, folder: Path) -> None: ...
-
-    def load(self, folder: Path) -> None: ...
-
-    def export(self, folder: Path) -> None: ...
-
-
-@dataclass
-class Parts:
-    """What build.py puts together."""
-
-    engine: RolloutEngine
-    weights: WeightChannel
-    collector: Collector
-    stream: PromptStream
-    learner: Learner
-    files: Files
-    evaluator: Evaluator | None
-    run_dir: RunDir
-    events: EventLog
-    console: Console
-    watchdog: Watchdog
-    sinks: MetricSink  # writes metrics.jsonl first
-    phases: Phases
-    on_device: OnDevice
-    token_text: TokenText
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    max_steps: int
-    save: SaveCadence
-    evaluation: EvalCadence | None = None
-    save_total_limit: int | None = 2
-    keep_best: bool = False
-    stop_after: int | None = None  # evaluations without a better one
-    sigma_at: Callable[[int], float] | None = None  # QeRL noise of a step
-    next_command: str | None = None
-
-
-@dataclass
-class Progress:
-    """Everything the loop itself remembers between steps."""
-
-    step: int = 0  # steps done = version of the policy
-    evaluated_start: bool = False
-    non_finite: int = 0
-    flat: int = 0
-    flat_reasons: list[str] = field(default_factory=list)  # why groups were dropped in those flat steps
-    best: float | None = None
-    best_step: int = 0
-    since_best: int = 0
 
 
 class Loop:
@@ -123,7 +61,7 @@ class Loop:
                 outcome = await self._step()
             except Interruption:
                 outcome = "interrupted"
-            if self._stop.is_set():
+            if await agree(self.parts.ranks, self._stop.is_set()):
                 await self._interrupted()
             if outcome is not None:
                 await self.save()  # with more steps, or other prompts, it may go on from here
@@ -164,8 +102,14 @@ class Loop:
         if admission.syncs_at(version) or (started and admission.interval > 0):
             self._served_sigma = self._sigma(version)
             with parts.phases("sync"):
-                manifest = await parts.weights.publish(version)
-                self._served = await parts.engine.load(version, {**manifest, "sigma": self._served_sigma})
+                sync, limit = self._sync(version), self.settings.sync_deadline_s
+                self._served = await _within(limit, sync, "the weight sync", "orch.sync_deadline_s")
+            if len(set(await parts.ranks.exchange(self._served.encode()))) > 1:
+                raise EngineError(f"the processes do not hold the same weights of version {version}")
+
+    async def _sync(self, version: int) -> str:
+        manifest = await self.parts.weights.publish(version)
+        return await self.parts.engine.load(version, {**manifest, "sigma": self._served_sigma})
 
     def _sigma(self, version: int) -> float:
         """Noise of the step that this version samples."""
@@ -189,12 +133,17 @@ class Loop:
         with parts.phases("eval"):
             if self._served_sigma > 0:
                 await parts.engine.load(parts.engine.version, {"sigma": 0.0})
-            metrics, _ = await self._unless_stopped(parts.evaluator.evaluate(), first=step == 0)
+            metrics = await parts.ranks.on_main(lambda: self._held_out(first=step == 0))
             if self._served_sigma > 0:
                 await parts.engine.load(parts.engine.version, {"sigma": self._served_sigma})
         means = [value for name, value in metrics.items() if name.endswith("/mean")]
         if means:
             self._note_best(step, sum(means) / len(means))
+        return metrics
+
+    async def _held_out(self, *, first: bool) -> dict[str, float]:
+        assert self.parts.evaluator is not None
+        metrics, _ = await self._unless_stopped(self.parts.evaluator.evaluate(), first=first)
         return metrics
 
     async def _unless_stopped(self, evaluation: Coroutine[Any, Any, Evaluated], *, first: bool) -> Evaluated:
@@ -270,13 +219,16 @@ class Loop:
             },
         )
         parts.console.step(step, metrics)
+        if self.settings.show_completions:
+            parts.console.completions(step, completion_lines(collected.all, self.settings.show_completions))
 
     async def _save_if_due(self, step: int) -> None:
         settings = self.settings
         best = settings.keep_best and self.progress.best_step == step and self.progress.best is not None
-        if best or settings.save.due(step) or step == settings.max_steps:
+        last = step == settings.max_steps and not settings.save.off
+        if best or settings.save.due(step) or last:
             await self.save()
-            if best:
+            if best and self.parts.ranks.rank == 0:
                 self.parts.run_dir.mark_best(step, self.progress.best)
 
     async def save(self) -> None:
@@ -284,11 +236,17 @@ class Loop:
         parts, step = self.parts, self.progress.step
         if self._saved_step == step or not self._boundary:
             return  # without a boundary it failed within a step, and that step is computed again
-        with parts.phases("save"), parts.run_dir.checkpoint(step) as folder:
-            await parts.on_device(parts.files.save, folder)
-            (folder / LOOP_FILE).write_bytes(msgspec.json.encode(self._boundary))
+        with parts.phases("save"):
+            await parts.ranks.on_main(self._write_checkpoint)
         self._saved_step = step
         self.settings.save.saved()
+
+    async def _write_checkpoint(self) -> None:
+        parts, step = self.parts, self.progress.step
+        with parts.run_dir.checkpoint(step) as folder:
+            files, limit = parts.on_device(parts.files.save, folder), self.settings.save_deadline_s
+            await _within(limit, files, "writing the checkpoint", "train.save_deadline_s")
+            (folder / LOOP_FILE).write_bytes(msgspec.json.encode(self._boundary))
         parts.run_dir.prune_checkpoints(self.settings.save_total_limit)
         parts.run_dir.write_status(
             "running", step=step, reason="checkpoint", resumable=True, next_command=self.settings.next_command
@@ -314,3 +272,10 @@ class Loop:
         if self._saved_step is not None:
             kept = f"the state after step {self._saved_step} is saved"
         raise Interrupted(f"interrupted; {kept}", self._exit_code)
+
+
+async def _within(limit_s: float, work: Awaitable[Any], what: str, key: str) -> Any:
+    try:
+        return await asyncio.wait_for(work, limit_s)
+    except TimeoutError:
+        raise DeadlineError(f"{what} took longer than {limit_s:g} s; raise {key} if that is expected") from None

@@ -69,6 +69,25 @@ def rollout_lines(
             yield _line(group, rollout, policy_logprobs.get(rollout.rollout_id), token_text)
 
 
+def completion_lines(groups: Sequence[RolloutGroup], number: int) -> list[str]:
+    """The first completions of a step for the console: reward, then prompt and answer."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts][:number]
+    return [f"{_reward_text(rollout)}  {_last_asked(rollout)} → {_answer(rollout)}" for rollout in rollouts]
+
+
+def _reward_text(rollout: Rollout) -> str:
+    return f"reward {rollout.reward:.3g}" if rollout.reward is not None else rollout.status
+
+
+def _last_asked(rollout: Rollout) -> str:
+    asked = [m for m in rollout.prompt.messages if m.get("role") == "user"] or rollout.prompt.messages
+    return str(asked[-1].get("content") or "") if asked else ""
+
+
+def _answer(rollout: Rollout) -> str:
+    return _as_text(rollout.messages[len(rollout.prompt.messages) :], bare=len(rollout.turns) == 1)
+
+
 def _line(
     group: RolloutGroup, rollout: Rollout, policy_logprobs: np.ndarray | None, token_text: TokenText
 ) -> dict[str, Any]:
@@ -87,7 +106,7 @@ def _line(
         "error": rollout.error,
         "drop_reason": group.drop_reason,
         "prompt": _as_text(rollout.prompt.messages),
-        "completion": _as_text(rollout.messages[len(rollout.prompt.messages) :], bare=len(rollout.turns) == 1),
+        "completion": _answer(rollout),
         "reward": rollout.reward,
         "raw_reward": rollout.raw_reward,
         "parts": rollout.parts,

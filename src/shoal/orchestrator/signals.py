@@ -6,13 +6,20 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from shoal.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
+
+Result = TypeVar("Result")
 
 
 def on_signals(interrupt: Callable[[int], None]) -> None:
     """The first signal asks the loop to stop at a safe point, the second ends the process where it is."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # a notebook's: signals are its own
     loop = asyncio.get_running_loop()
 
     def handle(code: int) -> None:
@@ -24,6 +31,16 @@ def on_signals(interrupt: Callable[[int], None]) -> None:
     loop.add_signal_handler(signal.SIGINT, handle, EXIT_INTERRUPTED)
     loop.add_signal_handler(signal.SIGTERM, handle, EXIT_TERMINATED)
     loop.add_signal_handler(signal.SIGHUP, handle, EXIT_TERMINATED)
+
+
+def outside_event_loop(work: Callable[[], Result]) -> Result:
+    """Do work that starts an event loop. Where one is running, as in a notebook, it gets a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    with ThreadPoolExecutor(1, thread_name_prefix="run") as thread:
+        return thread.submit(work).result()
 
 
 @contextlib.contextmanager

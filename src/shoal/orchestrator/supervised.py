@@ -41,7 +41,7 @@ class SupervisedRecorder:
         self.console.step(step, metrics)
         self._count_skipped(step, bool(metrics["optim/skipped"]))
         gives_up = self._non_finite >= MAX_NON_FINITE
-        if self.stop or gives_up or self.save.due(step) or step == self.total:
+        if self.stop or gives_up or self.save.due(step) or (step == self.total and not self.save.off):
             self._save(step)
         if gives_up:
             raise StoppedByPolicy(

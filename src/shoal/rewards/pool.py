@@ -1,7 +1,8 @@
 """The judge of a run: sends finished conversations to the reward server and brings scores back.
 
-`start()` forks the server and must be called before threads, CUDA or a model exist; `score` is then called from one
-event loop at a time. It never raises for what a reward does and never waits without a deadline.
+`start()` forks the server, best before threads, CUDA or a model exist: a reward that touches CUDA in a worker forked
+later fails, and that is an error of its own job. `score` is then called from one event loop at a time. It never raises
+for what a reward does and never waits without a deadline.
 """
 
 from __future__ import annotations
@@ -69,9 +70,6 @@ class RewardPool:
         """Read every task list and fork the server. Workers inherit both, so any Python object can judge."""
         if self._pid:
             raise RuntimeError("the reward pool is already started")
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            raise RuntimeError("start the reward pool before CUDA is used: a forked process cannot share it")
         tasks = {(name, split): env.tasks(split) for name, env in self._environments.items() for split in SPLITS}
         judging = Judging(self._environments, tasks, self._weights)
         ours, theirs = socket.socketpair()

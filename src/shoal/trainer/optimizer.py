@@ -69,9 +69,13 @@ class MasterAdamW:
         return norm
 
     @torch.no_grad()
-    def step(self, rate: float) -> None:
+    def step(self, rate: float, settings: AdamSettings | None = None) -> None:
+        """`settings` replace those of the start, from this step on."""
         for group in self._adam.param_groups:
             group["lr"] = rate
+            if settings is not None:
+                group["betas"], group["eps"] = (settings.beta1, settings.beta2), settings.epsilon
+                group["weight_decay"] = settings.weight_decay if group["params"][0].ndim >= 2 else 0.0
         if self._eight_bit:
             self._step_eight_bit()
         else:

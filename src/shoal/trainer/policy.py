@@ -5,7 +5,7 @@ Runs on one thread, the device's. Knows no algorithm: the objective turns log-pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from shoal.algorithms.inputs import LossInputs, Metrics, MismatchSource
 from shoal.models.decoder import Decoder
 from shoal.models.logprobs import Scored, token_logprobs
 from shoal.trainer.micro_batch import MicroBatch, spread_over_rows
-from shoal.trainer.optimizer import MasterAdamW
+from shoal.trainer.optimizer import AdamSettings, MasterAdamW
 from shoal.trainer.schedule import Schedule
 from shoal.types import Row
 
@@ -31,6 +31,15 @@ class Reference:
 
     decoder: Decoder
     within: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@dataclass(frozen=True)
+class OwnStep:
+    """One optimizer step's numbers. Without `adam`, betas, epsilon and decay stay as they are."""
+
+    rate: float
+    max_grad_norm: float
+    adam: AdamSettings | None = None
 
 
 @dataclass
@@ -58,6 +67,7 @@ class TrainedPolicy:
         schedule: Schedule,
         max_grad_norm: float = 1.0,
         reference: Reference | None = None,
+        sum_gradients: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> None:
         self.decoder = decoder
         self.optimizer = optimizer
@@ -65,6 +75,7 @@ class TrainedPolicy:
         self.max_grad_norm = max_grad_norm
         self.reference = reference
         self.optimizer_steps = 0
+        self._sum_gradients = sum_gradients  # over the processes that train together
 
     @property
     def shares_prefixes(self) -> bool:
@@ -107,13 +118,19 @@ class TrainedPolicy:
             (scored.logprobs.sum() * 0).backward()
         self.optimizer.zero_grad()
 
-    def optim_step(self) -> dict[str, float]:
-        """Step, unless the gradient is not finite: then nothing moves, and `optim/skipped` says so."""
-        rate = self.schedule(self.optimizer_steps + 1)
-        norm = float(self.optimizer.clip(self.max_grad_norm))
+    def optim_step(self, own: OwnStep | None = None) -> dict[str, float]:
+        """Step, unless the gradient is not finite: then nothing moves, and `optim/skipped` says so.
+
+        `own` takes the place of the schedule, for loops that are written outside.
+        """
+        own = own or OwnStep(self.schedule(self.optimizer_steps + 1), self.max_grad_norm)
+        rate = own.rate
+        if self._sum_gradients is not None:
+            self._sum_gradients(self.optimizer.masters)
+        norm = float(self.optimizer.clip(own.max_grad_norm))
         skipped = not np.isfinite(norm)
         if not skipped:
-            self.optimizer.step(rate)
+            self.optimizer.step(rate, own.adam)
         self.optimizer.zero_grad()
         self.optimizer_steps += 1
         result = {"optim/lr": rate, "optim/skipped": float(skipped)}

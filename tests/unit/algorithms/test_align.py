@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shoal.algorithms.align import align_logprobs
+from shoal.algorithms.align import align_logprobs, align_sampler, align_trainer, as_trainer_logprobs
 
 
 def test_both_land_on_their_tokens() -> None:
@@ -30,3 +30,14 @@ def test_both_land_on_their_tokens() -> None:
 def test_wrong_lengths_and_gaps_are_refused(num_tokens: int, trainer: list, sampler: list, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         align_logprobs(num_tokens, trainer, sampler)
+
+
+def test_each_side_alone_and_back_again():
+    trainer = align_trainer(3, [-0.1, -0.2])
+    assert trainer.tolist() == [0.0, -0.1, -0.2]
+    assert as_trainer_logprobs(trainer).tolist() == [-0.1, -0.2]
+    assert align_sampler(3, [None, -0.3, -0.4]).tolist() == [0.0, -0.3, -0.4]
+    with pytest.raises(ValueError, match="3 tokens need 2 trainer log-probs, got 3"):
+        align_trainer(3, [0.0, 0.0, 0.0])
+    with pytest.raises(ValueError, match="sampler log-prob of token 2 is undefined"):
+        align_sampler(3, [None, -0.3, None])

@@ -138,6 +138,12 @@ def test_packaged_examples_are_those_of_the_repository():
     assert len(packaged) >= 3
 
 
+def test_shapes(capsys: pytest.CaptureFixture[str]):
+    assert main(["shapes"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{name}  " in shown for name in ("cpu-fp32", "1xgpu-bf16")) and "train.recipe=bf16" in shown
+
+
 def test_envs(capsys: pytest.CaptureFixture[str]):
     assert main(["envs"]) == 0
     assert "reverse-text" in capsys.readouterr().out

@@ -74,3 +74,9 @@ def test_evaluating_on_the_interval_and_at_the_last_step():
     cadence = EvalCadence(interval=4)
     assert [step for step in range(11) if cadence.due(step, 10)] == [0, 4, 8, 10]
     assert not EvalCadence(interval=4, at_start=False).due(0, 10)
+
+
+def test_zero_steps_save_nothing():
+    off = SaveCadence(0)
+    assert off.off and not any(off.due(step) for step in range(1, 30))
+    assert not SaveCadence(None).off and not SaveCadence(0, seconds=1.0).off

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from shoal.errors import EXIT_STOPPED, DeadlineError, Interrupted, StoppedByPolicy, UserCodeError
+from shoal.observability.console import make_console
 from shoal.observability.journal import read_lines
 from shoal.observability.run_dir import rollouts_path
 from shoal.orchestrator.admission import Admission
@@ -303,3 +307,46 @@ def test_a_failure_after_the_optimizer_step_leaves_no_false_checkpoint(tmp_path:
     assert second.run() == "finished"
     assert second.policy.theta.tolist() == whole.policy.theta.tolist()
     assert journal_of(tmp_path / "cut") == journal_of(tmp_path / "whole")
+
+
+def test_a_sync_and_a_checkpoint_have_deadlines(tmp_path: Path):
+    """Each names the key that says how long it may take."""
+    settings = LoopSettings(2, SaveCadence(1), sync_deadline_s=0.05, save_deadline_s=0.05)
+    world = World(tmp_path / "sync", Plan(settings=settings))
+
+    async def hang(version: int, manifest: Any = None) -> str:
+        await asyncio.sleep(3600)
+        return ""
+
+    world.engine.load = hang  # type: ignore[method-assign]
+    with pytest.raises(DeadlineError, match=r"the weight sync took longer than 0.05 s; raise orch.sync_deadline_s"):
+        world.run()
+    world.close()
+    world = World(tmp_path / "save", Plan(settings=settings))
+
+    async def slow(function: Any, *arguments: Any) -> Any:
+        await asyncio.sleep(3600 if getattr(function, "__name__", "") == "save" else 0)
+        return function(*arguments)
+
+    world.loop.parts.on_device = slow
+    with pytest.raises(DeadlineError, match=r"the checkpoint took longer than 0.05 s; raise train.save_deadline_s"):
+        world.run()
+    assert not list((tmp_path / "save" / "checkpoints").glob("step_*"))
+    world.close()
+
+
+def test_without_a_cadence_only_an_interruption_saves(tmp_path: Path):
+    world = World(tmp_path, Plan(settings=LoopSettings(3, SaveCadence(0))))
+    assert world.run() == "finished"
+    assert not list((tmp_path / "checkpoints").glob("step_*"))
+    world.close()
+
+
+def test_completions_are_shown_under_the_line_of_their_step(tmp_path: Path):
+    out = io.StringIO()
+    world = World(tmp_path, Plan(settings=LoopSettings(4, SaveCadence(0), show_completions=1)))
+    world.loop.parts.console = make_console(out, every=2)
+    world.run()
+    lines = [line.split()[0] for line in out.getvalue().splitlines()]
+    assert lines == ["step", "reward"] * 3  # steps 1, 2 and 4, one completion each
+    world.close()

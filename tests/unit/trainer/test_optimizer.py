@@ -138,6 +138,18 @@ def test_state_of_another_model_is_refused() -> None:
         MasterAdamW(few, SETTINGS).load_state(saved)
 
 
+def test_settings_of_one_step_replace_those_of_the_start():
+    """A step with its own settings is a step of an optimizer made with them; norms are never decayed."""
+    ours, theirs = make_parameters(torch.float32), make_parameters(torch.float32)
+    one, other = MasterAdamW(ours, AdamSettings()), MasterAdamW(theirs, SETTINGS)
+    give_gradient(ours, 1)
+    give_gradient(theirs, 1)
+    one.step(0.1, SETTINGS)
+    other.step(0.1)
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name])
+
+
 EIGHT_BIT = AdamSettings(weight_decay=0.1, eight_bit=True)
 
 

@@ -26,7 +26,7 @@ class DPPO(PolicyLoss):
         lp, sampler = inputs.policy_logprobs, inputs.sampler_logprobs
         moved = lp.detach().exp() - sampler.exp()
         too_far = torch.where(inputs.advantages > 0, moved > self.mask_high, moved < -self.mask_low)
-        gain = torch.where(too_far, 0.0, inputs.advantages) * log_ratio(lp, sampler).exp()
+        gain = torch.where(too_far, 0.0, inputs.advantages) * log_ratio(lp, sampler, inputs.ratio_log_cap).exp()
         pull = self.kl_tau * (lp - sampler).square()
         kept = inputs.loss_mask & ~too_far
         return TokenLoss(inputs.masked(pull - gain), kept, {"mask/token_frac": inputs.token_metric(too_far)})

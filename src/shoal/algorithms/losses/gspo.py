@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.algorithms.inputs import LossInputs, TokenLoss
 from shoal.algorithms.losses.base import PolicyLoss, weigh
-from shoal.algorithms.terms import LOG_RATIO_CAP, ClipBounds, clipped_surrogate
+from shoal.algorithms.terms import ClipBounds, clipped_surrogate
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class GSPO(PolicyLoss):
 
     def __call__(self, inputs: LossInputs, w: Tensor | None = None) -> TokenLoss:
         lp = inputs.policy_logprobs
-        mean_gap = inputs.mean_by_sequence(lp.detach() - inputs.old_logprobs).clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP)
+        cap = inputs.ratio_log_cap
+        mean_gap = inputs.mean_by_sequence(lp.detach() - inputs.old_logprobs).clamp(-cap, cap)
         ratio = (lp - lp.detach() + inputs.spread(mean_gap)).exp()
         loss, clipped = clipped_surrogate(ratio, inputs.advantages, ClipBounds(self.clip_low, self.clip_high))
         return TokenLoss(inputs.masked(weigh(loss, w)), metrics={"policy/clip_frac": inputs.token_metric(clipped)})

@@ -22,5 +22,6 @@ class Reinforce(PolicyLoss):
     def __call__(self, inputs: LossInputs, w: Tensor | None = None) -> TokenLoss:
         loss = -inputs.advantages * inputs.policy_logprobs
         if self.ratio == "on":
-            loss = loss * log_ratio(inputs.policy_logprobs.detach(), inputs.sampler_logprobs).exp()
+            lp, sampler = inputs.policy_logprobs.detach(), inputs.sampler_logprobs
+            loss = loss * log_ratio(lp, sampler, inputs.ratio_log_cap).exp()
         return TokenLoss(inputs.masked(loss))

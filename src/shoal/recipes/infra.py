@@ -1,0 +1,221 @@
+"""`setup_infra`: a policy, its reference and a deployment, put up in parallel from one `Config`, or found running.
+
+They live in this process. What runs under an id is found again by that id until its `Infra` is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from shoal import build
+from shoal.config.schema import RunConfig
+from shoal.errors import ArgumentError, DeadlineError
+from shoal.orchestrator.signals import outside_event_loop
+from shoal.recipes.clients import Device, PolicyClient, ReferenceClient
+from shoal.recipes.config import Config, WeightSyncScope
+from shoal.recipes.sampling import DeploymentSampler
+from shoal.recipes.translate import translate
+from shoal.rewards.pool import RewardPool
+
+
+@dataclass
+class _Trainer:
+    """A loaded model with the policy that trains it and the engine that reads it."""
+
+    run: RunConfig
+    sampler: Any  # build.Sampler
+    policy: Any  # TrainedPolicy
+    client: PolicyClient
+    stopped: bool = False
+
+
+@dataclass
+class _Deployment:
+    """An engine on weights of its own."""
+
+    run: RunConfig
+    sampler: Any
+    stopped: bool = False
+
+
+_TRAINERS: dict[str, _Trainer] = {}
+_DEPLOYMENTS: dict[str, _Deployment] = {}
+
+
+class Infra:
+    """What a loop needs: `policy`, `reference` or None, `sampler` or None; `sync_weights` joins the two."""
+
+    def __init__(self, config: Config, trainer: _Trainer, deployment: _Deployment | None, wants: _Wants) -> None:
+        self.config = config
+        self._trainer = trainer
+        self._deployment = deployment
+        self.policy = trainer.client
+        device = _device(trainer)
+        self.reference = ReferenceClient(trainer.policy, device) if wants.reference else None
+        self.tokenizer = trainer.sampler.model.chat.tokenizer
+        self.sampler = self._make_sampler() if wants.inference else None
+
+    def _make_sampler(self) -> DeploymentSampler:
+        orch = self._trainer.run.orch
+        assert orch.seq_len is not None and orch.sampling.seed is not None
+        params = build.sampling_params(orch, self.config.temperature)
+        chat = self._trainer.sampler.model.chat
+        return DeploymentSampler(self._engine, chat, params, orch.seq_len, orch.sampling.seed)
+
+    @property
+    def _engine(self) -> Any:
+        return (self._deployment or self._trainer).sampler.engine
+
+    async def sync_weights(self) -> int:
+        """Serve the policy's weights of now; returns their version. Fails after weight_sync_timeout seconds."""
+        limit = self.config.weight_sync.weight_sync_timeout
+        try:
+            await asyncio.wait_for(self._sync(), limit)
+        except TimeoutError:
+            raise DeadlineError(
+                f"the weight sync took longer than {limit:g} s (weight_sync.weight_sync_timeout)"
+            ) from None
+        return self.policy.version
+
+    async def _sync(self) -> None:
+        if self._deployment is not None:
+            source, target = self._trainer.sampler.model.decoder.model, self._deployment.sampler.model.decoder.model
+            await self._deployment.sampler.on_device(_write_weights, source, target)
+        await self._engine.load(self.policy.version)
+
+    def close(self) -> None:
+        """Stop what this Infra runs on. A deployment that owns its weights and has an id goes on, for others."""
+        _stop(_TRAINERS, self._trainer)
+        if self._deployment is not None and self._deployment not in _DEPLOYMENTS.values():
+            _stop(_DEPLOYMENTS, self._deployment)
+
+    def close_deployment(self) -> None:
+        """Stop a deployment that owns its weights as well."""
+        if self._deployment is not None:
+            _stop(_DEPLOYMENTS, self._deployment)
+
+    def __enter__(self) -> Infra:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class _Wants:
+    reference: bool
+    inference: bool
+
+
+def setup_infra(config: Config, needs_reference: bool = False, needs_inference: bool = True) -> Infra:
+    """Put up (or re-attach to) the policy and, as asked for, its reference and a deployment."""
+    run, _ = translate(config, in_memory=True)
+    run = _with_reference(config, run, needs_reference)
+    check_tokenizers(config)
+    owns = config.deployment.weight_sync_scope is WeightSyncScope.PER_DEPLOYMENT and needs_inference
+    deployment_id = config.deployment.deployment_id if owns else None
+    with ThreadPoolExecutor(2) as parallel:
+        trainer = parallel.submit(_attach, _TRAINERS, config.infra.trainer_id, run, _start_trainer)
+        deployment = parallel.submit(_attach, _DEPLOYMENTS, deployment_id, run, _start_deployment) if owns else None
+        infra = Infra(
+            config,
+            trainer.result(),
+            deployment.result() if deployment is not None else None,
+            _Wants(needs_reference, needs_inference),
+        )
+    outside_event_loop(lambda: asyncio.run(infra.sync_weights()))
+    return infra
+
+
+def _with_reference(config: Config, run: RunConfig, needed: bool) -> RunConfig:
+    if not needed:
+        return run
+    if not run.train.lora and config.infra.ref_training_shape_id is None:
+        raise ArgumentError(
+            "setup_infra: needs_reference: full fine-tuning has a reference only if infra.ref_training_shape_id is set "
+            "(`shoal shapes` lists them)"
+        )
+    kind = "adapter-off" if run.train.lora else "frozen"
+    return run.model_copy(update={"train": run.train.model_copy(update={"reference": kind})})
+
+
+def _attach(running: dict[str, Any], id: str | None, run: RunConfig, start: Callable[[RunConfig], Any]) -> Any:
+    if id is None or id not in running:
+        started = start(run)
+        if id is not None:
+            running[id] = started
+        return started
+    found = running[id]
+    for key in ("model", "lora", "lora_rank", "recipe"):
+        ours, theirs = getattr(run.train, key), getattr(found.run.train, key)
+        if ours != theirs:
+            raise ArgumentError(
+                f"setup_infra: {id!r} is running with train.{key} {theirs!r}, not {ours!r}; use another id"
+            )
+    return found
+
+
+def _start_trainer(run: RunConfig) -> _Trainer:
+    own = run.model_copy(update={"infer": run.infer.model_copy(update={"weights": "own"})})
+    loaded = build.load_model(own, build.Given())
+    policy = loaded.device.submit(build.make_policy, run.train, loaded.model, run.train.max_steps or 1).result()
+    sampler = _sampler(own, loaded, policy)
+    device = Device(sampler.device, run.train.sequence_len)
+    return _Trainer(run, sampler, policy, PolicyClient(policy, device, sampler.model.chat))
+
+
+def _start_deployment(run: RunConfig) -> _Deployment:
+    """It shares nothing with a trainer, so its engine reads its own tensors directly."""
+    in_step = run.orch.model_copy(update={"weight_sync_interval": 1, "max_async_level": 0})
+    direct = run.model_copy(update={"infer": run.infer.model_copy(update={"weights": "auto"}), "orch": in_step})
+    return _Deployment(run, _sampler(direct, build.load_model(direct, build.Given()), None))
+
+
+def _sampler(run: RunConfig, loaded: Any, policy: Any) -> Any:
+    plan = loaded.device.submit(build.make_plan, run, loaded.model, policy).result()
+    return build.make_sampler(run, build.Prepared({}, RewardPool({}), ""), loaded, plan)
+
+
+def _device(trainer: _Trainer) -> Device:
+    return Device(trainer.sampler.device, trainer.run.train.sequence_len)
+
+
+def _write_weights(source: Any, target: Any) -> None:
+    import torch
+
+    theirs = dict(source.named_parameters())
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            parameter.copy_(theirs[name])
+
+
+def _stop(running: dict[str, Any], what: _Trainer | _Deployment) -> None:
+    for id in [id for id, found in running.items() if found is what]:
+        del running[id]
+    if not what.stopped:
+        what.stopped = True
+        outside_event_loop(lambda: asyncio.run(what.sampler.close()))
+
+
+def check_tokenizers(config: Config) -> None:
+    """The deployment's tokenizer must be the policy's: vocabulary, special ids and chat template."""
+    ours, theirs = config.base_model, config.deployment.tokenizer_model
+    if theirs is None or theirs == ours:
+        return
+    from shoal.models.load import load_tokenizer
+
+    one, other = load_tokenizer(ours), load_tokenizer(theirs)
+    for what, same in (
+        ("vocabulary", one.get_vocab() == other.get_vocab()),
+        ("special tokens", one.special_tokens_map == other.special_tokens_map),
+        ("chat template", one.chat_template == other.chat_template),
+    ):
+        if not same:
+            raise ArgumentError(
+                f"Config: deployment.tokenizer_model: {theirs!r} has another {what} than base_model {ours!r}; "
+                "use the same"
+            )

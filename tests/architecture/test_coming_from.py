@@ -1,0 +1,89 @@
+"""docs/coming-from.md is made from the tables, the tables name keys that exist, and nothing of a source is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.surfaces import seeds, trl
+from shoal.surfaces.page import TABLES, page, unknown_keys
+from shoal.surfaces.table import Table
+
+ROOT = Path(__file__).parents[2]
+SHARED = os.environ.get("SHOAL_SHARED")
+
+
+def test_the_committed_page_is_current():
+    assert (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8") == page(), (
+        "run: python -m shoal.surfaces > docs/coming-from.md"
+    )
+
+
+def test_the_command_prints_the_page():
+    result = subprocess.run([sys.executable, "-m", "shoal.surfaces"], capture_output=True, text=True, timeout=60)
+    assert result.stdout == page()
+
+
+def test_every_key_exists():
+    assert unknown_keys() == []
+
+
+def test_a_row_says_something():
+    """A key, words in its place, or the reason why there is no counterpart."""
+    for table in TABLES:
+        assert table.rows
+        assert all(row.keys or row.note for row in table.rows), table.title
+        names = [row.theirs for row in table.rows]
+        assert len(names) == len(set(names)), table.title
+
+
+def test_every_inherited_field_of_trls_config_is_there():
+    """GRPOConfig is a TrainingArguments; its own fields and those it redefines stand in the other table."""
+    from transformers import TrainingArguments
+
+    own = {row.theirs for row in trl.FIELDS.rows}
+    inherited = {row.theirs for row in trl.INHERITED.rows}
+    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= own | inherited
+    assert not own & inherited
+
+
+def names_of(*tables: Table) -> str:
+    return "\n".join(row.theirs for table in tables for row in table.rows)
+
+
+def without_links(text: str) -> str:
+    return re.sub(r"\]\([^)]*\)", "]", text)
+
+
+def shell_lines(text: str) -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.shared
+@pytest.mark.skipif(SHARED is None, reason="SHOAL_SHARED is not set")
+@pytest.mark.parametrize(
+    ("seed", "tables"),
+    [
+        ("surogate-grpo-quickstart.md", (seeds.QUICKSTART,)),
+        ("grpo-trainer-guide.md", (seeds.TRAINER, TABLES[2])),
+        ("cookbook-rl-loop.md", (seeds.RECIPE, TABLES[4])),
+    ],
+)
+def test_every_command_and_path_of_a_source_has_a_row(seed: str, tables: tuple[Table, ...]):
+    text = (Path(str(SHARED)) / "seeds" / seed).read_text(encoding="utf-8")
+    names = names_of(*tables)
+    for line in shell_lines(text):
+        assert line in names, f"{seed}: {line}"
+    paths = set(re.findall(r"(?<![\w(/.])(?:examples|training|skills)[/.][\w./]+\w/?", without_links(text)))
+    for path in paths:
+        assert path.rstrip("/.") in names, f"{seed}: {path}"
+    for word in re.findall(r"^- `([a-z_]+)(?:=True)?` —", text, re.MULTILINE):
+        assert word in names, f"{seed}: {word}"

@@ -1,0 +1,59 @@
+"""The public names and their signatures, as they were last agreed on. A change here is a change for users.
+
+After a deliberate change: python tests/architecture/test_public_api.py > tests/architecture/public_api.txt
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+SNAPSHOT = Path(__file__).parent / "public_api.txt"
+MODULES = ("shoal", "shoal.recipes.rl_loop")
+
+
+def public_names(module: Any) -> list[str]:
+    return sorted(getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")])
+
+
+def describe(name: str, found: Any) -> list[str]:
+    if isinstance(found, type) and issubclass(found, enum.Enum):
+        return [f"{name}: enum {', '.join(member.name for member in found)}"]
+    if isinstance(found, type):
+        lines = [f"{name}{inspect.signature(found)}" if dataclasses.is_dataclass(found) else _class_line(name, found)]
+        for method, value in sorted(vars(found).items()):
+            if method.startswith("_"):
+                continue
+            if inspect.isfunction(value):
+                lines.append(f"  .{method}{inspect.signature(value)}")
+            elif isinstance(value, property):
+                lines.append(f"  .{method}: property")
+        return lines
+    return [f"{name}{inspect.signature(found)}" if inspect.isroutine(found) else f"{name}: {type(found).__name__}"]
+
+
+def _class_line(name: str, found: type) -> str:
+    return f"{name}{inspect.signature(found)}" if "__init__" in vars(found) else f"{name}: class"
+
+
+def snapshot() -> str:
+    lines: list[str] = []
+    for path in MODULES:
+        module = importlib.import_module(path)
+        lines.append(f"[{path}]")
+        for name in public_names(module):
+            lines += describe(name, getattr(module, name))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def test_the_public_interface_is_the_one_agreed_on():
+    assert snapshot() == SNAPSHOT.read_text(encoding="utf-8"), "see the top of this file"
+
+
+if __name__ == "__main__":
+    print(snapshot(), end="")

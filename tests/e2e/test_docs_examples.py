@@ -1,0 +1,70 @@
+"""The first example of each surface's page is run as it stands, and so is the example beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def first_example(page: str) -> str:
+    found = re.search(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def run(folder: Path, *arguments: str) -> str:
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, env=env)
+    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pages")
+    run(folder, "-m", "shoal", "make-model", "tiny", "models/tiny")
+    return folder / "models"
+
+
+@pytest.fixture
+def reader(models: Path, tmp_path: Path) -> Path:
+    """A folder with the model the pages speak of."""
+    (tmp_path / "models").symlink_to(models)
+    return tmp_path
+
+
+def rewards(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["reward/mean"] for line in lines if line["step"] > 0]
+
+
+def test_the_page_of_the_trainer_starts_with_what_works(reader: Path):
+    (reader / "example.py").write_text(first_example("grpo-trainer.md"))
+    out = run(reader, "example.py")
+    found = rewards(reader / "outputs")
+    assert len(found) == 20 and found[-1] > found[0] + 0.2
+    assert float(out.splitlines()[-1]) > found[0]
+
+
+def test_the_page_of_the_recipe_starts_with_what_works(reader: Path):
+    (reader / "example.py").write_text(first_example("recipes.md"))
+    run(reader, "example.py")
+    found = rewards(reader / "outputs" / "recipe")
+    assert len(found) == 20  # ten epochs of eight prompts, four a step
+    assert sum(found[-3:]) / 3 > sum(found[:3]) / 3 + 0.1
+
+
+def test_the_example_of_the_trainer_runs_alone(reader: Path):
+    arguments = ["--model", "models/tiny", "--num-steps", "2", "--max-new-tokens", "6", "--learning-rate", "1e-3"]
+    out = run(reader, str(ROOT / "examples" / "grpo_trainer_math.py"), *arguments)
+    assert re.search(r"held-out reward \d\.\d+", out)
+    assert (reader / "outputs" / "grpo_trainer_math" / "final" / "model.safetensors").is_file()

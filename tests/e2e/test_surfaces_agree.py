@@ -1,0 +1,125 @@
+"""The same task, seed and hyper-parameters through every surface give the same metrics. A surface is one row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .helpers.processes import WarmPython
+from .helpers.runs import Run
+
+WORDS = "shoal river stone cloud ember maple otter linen carp perch".split()  # noqa: SIM905
+STEPS, PROMPTS, GROUP, TOKENS, RATE, SEED = 4, 2, 4, 8, 1e-3, 3
+# What the surfaces set differently by default, set alike: how tokens are averaged, and what becomes of uniform groups.
+ALIKE = ["train.loss.aggregation=token-mean", "orch.groups.uniform=skip"]
+
+JUDGE = '''
+"""The judge of the task, in the form the configuration names it and in the form Python surfaces take it."""
+
+
+def shouting(completion, **_):
+    return sum(letter.isupper() for letter in completion) / max(len(completion), 1)
+
+
+def reward(task, messages):
+    return shouting(messages[-1]["content"])
+'''
+PYTHON = (
+    "import json, sys\nfrom judge import shouting\nrows = [json.loads(line) for line in open('data/train.jsonl')]\n"
+)
+TRAINER = (
+    PYTHON
+    + """
+from shoal import GRPOTrainer
+
+GRPOTrainer(
+    {model!r}, rows, shouting, num_steps={STEPS}, batch_size={PROMPTS}, group_size={GROUP}, max_new_tokens={TOKENS},
+    sampling_temperature=1.0, optimizer_args={{"lr": {RATE}}}, seed={SEED}, max_seq_len=128, output_dir="out",
+    overrides={ALIKE!r},
+).train()
+"""
+)
+RECIPE = (
+    PYTHON
+    + """
+from shoal.recipes.rl_loop import Config, DeployConfig, main
+
+main(
+    Config(
+        log_path="out", base_model={model!r}, dataset=rows, deployment=DeployConfig({model!r}), temperature=1.0,
+        completions_per_prompt={GROUP}, prompt_groups_per_step={PROMPTS}, max_completion_tokens={TOKENS}, tis=None,
+        learning_rate={RATE}, seed={SEED}, max_seq_len=128, overrides={ALIKE!r},
+        max_rows={ROWS},
+    ),
+    shouting,
+)
+"""
+)
+
+
+def by_configuration(model: Path) -> dict[str, Any]:
+    return {
+        "train": {
+            "model": str(model), "output_dir": "out", "max_steps": STEPS, "learning_rate": RATE, "seed": SEED,
+            "sequence_len": 128, "loss": {"type": "grpo", "aggregation": "token-mean"},
+        },
+        "orch": {
+            "env": [{"id": "dataset", "args": {"reward": "judge:reward"}}], "dataset": {"path": "data"},
+            "batch_size": PROMPTS * GROUP, "rollouts_per_example": GROUP, "groups": {"uniform": "skip"},
+            "sampling": {"max_tokens": TOKENS},
+        },
+    }  # fmt: skip
+
+
+def run_configuration(warm: WarmPython, folder: Path, model: Path) -> None:
+    assert Run(folder, warm).write(by_configuration(model)).grpo().wait() == 0
+
+
+def run_script(text: str) -> Callable[[WarmPython, Path, Path], None]:
+    def start(warm: WarmPython, folder: Path, model: Path) -> None:
+        import subprocess
+        import sys
+
+        values = {"model": str(model), "ROWS": STEPS * PROMPTS, **globals()}
+        (folder / "script.py").write_text(text.format(**values))
+        result = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=200)
+        assert result.returncode == 0, result.stderr[-3000:]
+
+    return start
+
+
+SURFACES: dict[str, Callable[[WarmPython, Path, Path], None]] = {
+    "configuration": run_configuration,
+    "GRPOTrainer": run_script(TRAINER),
+    "recipe": run_script(RECIPE),
+}
+
+
+@pytest.fixture(scope="module")
+def results(warm: WarmPython, raw_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    found = {}
+    for name, start in SURFACES.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "judge.py").write_text(JUDGE)
+        (folder / "data").mkdir()
+        rows = [json.dumps({"prompt": f"Shout: {word}", "answer": ""}) for word in WORDS[: STEPS * PROMPTS]]
+        (folder / "data" / "train.jsonl").write_text("\n".join(rows) + "\n")
+        (folder / "data" / "test.jsonl").write_text(json.dumps({"prompt": "Shout: fish", "answer": ""}) + "\n")
+        start(warm, folder, raw_model)
+        found[name] = Run(folder, warm)
+    return found
+
+
+@pytest.mark.parametrize("surface", [name for name in SURFACES if name != "configuration"])
+def test_the_same_run_through_every_surface(results: dict[str, Run], surface: str):
+    wanted, found = results["configuration"], results[surface]
+    assert found.metrics() == wanted.metrics()
+    assert [line["step"] for line in wanted.metrics()] == list(range(1, STEPS + 1))
+    assert len({line["reward/mean"] for line in wanted.metrics()}) == STEPS  # something happened
+    assert [(r["rollout_id"], r["completion"], r["advantage"]) for r in found.rollouts()] == [
+        (r["rollout_id"], r["completion"], r["advantage"]) for r in wanted.rollouts()
+    ]

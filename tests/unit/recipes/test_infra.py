@@ -1,0 +1,306 @@
+"""setup_infra and its clients on a tiny model: sampling, gradients of any loss, syncs, re-attaching."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shoal.errors import ArgumentError, DeadlineError
+from shoal.recipes.rl_loop import (
+    AdamParams,
+    Config,
+    Datum,
+    DeployConfig,
+    Infra,
+    InfraConfig,
+    PromptGroup,
+    WeightSyncConfig,
+    WeightSyncScope,
+    build_grpo_datums,
+    make_grpo_loss_fn,
+    setup_infra,
+)
+from shoal.recipes.translate import POLICY_LOSSES
+from support.folders import write_model
+
+ROOT = Path(__file__).parents[3]
+REWARDS = [0.0, 1.0, 0.25, 0.5]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("custom_loop", ROOT / "examples" / "custom_loop.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def config(model: str, **given: Any) -> Config:
+    values = {"log_path": "out", "base_model": model, "dataset": ["unused"], "deployment": DeployConfig(model)}
+    small = {"max_completion_tokens": 5, "max_seq_len": 64, "tis": None}
+    return Config(**{**values, **small, **given})
+
+
+@pytest.fixture(scope="module")
+def infra(model: str) -> Iterator[Infra]:
+    with setup_infra(config(model, lora_rank=4), needs_reference=True) as found:
+        yield found
+
+
+def sample(infra: Infra, prompts: tuple[str, ...] = ("Shout fish", "Shout crab"), **sampling: Any) -> list[PromptGroup]:
+    assert infra.sampler is not None
+    sampler = infra.sampler
+
+    async def all_of_them() -> Any:
+        return await asyncio.gather(*(sampler.sample_with_tokens(prompt, 4, **sampling) for prompt in prompts))
+
+    return [PromptGroup(group, REWARDS) for group in asyncio.run(all_of_them())]
+
+
+def gradient(infra: Infra) -> dict[str, torch.Tensor]:
+    """What was collected so far; empties it."""
+    optimizer = infra._trainer.policy.optimizer
+    found = {name: m.grad.clone() for name, m in optimizer.masters.items() if m.grad is not None}
+    optimizer.zero_grad()
+    return found
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys() and one
+    scale = max(float(value.abs().max()) for value in one.values())
+    assert scale > 1e-6
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, atol=1e-5 * scale, rtol=1e-3)
+
+
+def test_samples_have_n_log_probs_and_the_trainer_n_minus_one(infra: Infra):
+    (group, _) = sample(infra)
+    assert len({tuple(c.completion_ids) for c in group.completions}) > 1
+    for one in group.completions:
+        assert len(one.logprobs) == len(one.token_ids) and one.logprobs[0] is None
+        assert all(value == 0 for value in one.logprobs[1 : one.prompt_tokens])
+    datums = build_grpo_datums([group])
+    for datum, policy in zip(datums, infra.policy.forward(datums), strict=True):
+        assert len(policy) == datum.num_tokens - 1
+        sampler = np.array(datum.sampler_logprobs[1:], dtype=float)
+        np.testing.assert_allclose(policy[datum.loss_mask], sampler[datum.loss_mask], atol=1e-5)
+
+
+def test_forward_agrees_with_the_model_itself(infra: Infra, model: str):
+    """Prompt tokens too, by transformers' own forward. The adapter starts at zero, so the base is the policy."""
+    base: Any = AutoModelForCausalLM.from_pretrained(model)
+    datums = build_grpo_datums(sample(infra))
+    for datum, ours in zip(datums, infra.policy.forward(datums), strict=True):
+        ids = torch.as_tensor(datum.sample.token_ids)[None]
+        expected = base(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        np.testing.assert_allclose(ours, expected.detach().numpy(), atol=2e-5)
+
+
+def test_a_loss_of_ten_lines_equals_the_built_in_one(infra: Infra, example: ModuleType, model: str):
+    datums = build_grpo_datums(sample(infra))
+    own = infra.policy.forward_backward_custom(datums, example.my_loss)
+    ours = gradient(infra)
+    built_in = infra.policy.forward_backward_custom(datums, make_grpo_loss_fn(config(model)))
+    assert own.loss == pytest.approx(built_in.loss, abs=1e-6)
+    assert own.metrics == {"tokens": float(sum(datum.loss_mask.sum() for datum in datums))}
+    assert_same(gradient(infra), ours)
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_built_in_losses_have_the_loops_gradient(infra: Infra, model: str, loss: str):
+    """The same rows through shoal.trainer's own forward_backward, off policy so that ratios matter."""
+    from shoal import build
+    from shoal.batching.pack import Packing, make_batches
+    from shoal.recipes.translate import translate
+
+    datums = build_grpo_datums(sample(infra))
+    for datum in datums:
+        datum.sample.sampler_logprobs[datum.sample.loss_mask] += 0.05
+        shifted = [None, *(float(v) for v in datum.sample.sampler_logprobs[1:])]
+        object.__setattr__(datum, "sampler_logprobs", shifted)
+    run = translate(config(model, policy_loss=loss), in_memory=True)[0]
+    old = [values - 0.02 for values in infra.policy.forward(datums)]
+    infra.policy.forward_backward_custom(datums, make_grpo_loss_fn(config(model, policy_loss=loss), old_logprobs=old))
+    ours = gradient(infra)
+    packing = Packing(10_000, str(run.train.loss.aggregation), 5, share_prefixes=False)
+    (batch,) = make_batches([[datum.sample] for datum in datums], packing)
+    at = {datum.sample.rollout_id: np.concatenate([[0], values]) for datum, values in zip(datums, old, strict=True)}
+    for row in batch.rows:
+        row.old_logprobs = np.concatenate([at[name] for name in row.rollout_ids]).astype(np.float32)
+    infra._trainer.policy.forward_backward(batch.rows, build.make_objective(run.train))
+    assert_same(gradient(infra), ours)
+
+
+def test_rows_do_not_matter(infra: Infra, model: str):
+    """A loss over all datums at once, though only one of them fits into a row."""
+    from dataclasses import replace
+
+    from shoal.recipes.clients import PolicyClient
+
+    datums = build_grpo_datums(sample(infra))
+    loss_fn = make_grpo_loss_fn(config(model))
+    infra.policy.forward_backward_custom(datums, loss_fn)
+    whole = gradient(infra)
+    small = replace(infra.policy._device, token_budget=max(datum.num_tokens for datum in datums))
+    client = PolicyClient(infra._trainer.policy, small, infra._trainer.sampler.model.chat)
+    client.forward_backward_custom(datums, loss_fn)
+    assert_same(gradient(infra), whole)
+
+
+def test_what_is_no_loss_is_refused(infra: Infra):
+    datums = build_grpo_datums(sample(infra))
+    with pytest.raises(ArgumentError, match=r"forward_backward_custom: loss_fn: must return"):
+        infra.policy.forward_backward_custom(datums, lambda d, lp: (torch.zeros(()), {}))
+    with pytest.raises(ArgumentError, match=r"forward_backward_custom: datums: there are none"):
+        infra.policy.forward_backward_custom([], make_grpo_loss_fn(infra.config, [0]))
+
+
+def test_the_reference_is_forward_only(infra: Infra):
+    assert infra.reference is not None
+    datums = build_grpo_datums(sample(infra))
+    for ours, theirs in zip(infra.policy.forward(datums), infra.reference.forward(datums), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)  # the adapter is zero so far
+    with pytest.raises(RuntimeError, match=r"forward-only; call optim_step on the policy"):
+        infra.reference.optim_step(AdamParams())
+    with pytest.raises(RuntimeError, match=r"forward-only"):
+        infra.reference.forward_backward_custom(datums, lambda d, lp: (lp[0].sum(), {}))
+
+
+def step(infra: Infra, rate: float = 0.05) -> dict[str, float]:
+    datums = build_grpo_datums(sample(infra))
+    infra.policy.forward_backward_custom(datums, _imitate)
+    return infra.policy.optim_step(AdamParams(learning_rate=rate, weight_decay=0.0))
+
+
+def _imitate(datums: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    return -torch.cat(logprobs).mean(), {}
+
+
+def test_a_step_reaches_the_sampler_only_by_a_sync(model: str):
+    with setup_infra(config(model, lora_rank=4), needs_reference=True) as infra:
+        assert infra.sampler is not None and infra.reference is not None
+        before = sample(infra, seed=7)
+        assert sample(infra, seed=7)[0].completions[0].logprobs != []
+        result = step(infra)
+        assert result["optim/lr"] == 0.05 and result["optim/skipped"] == 0 and infra.policy.version == 1
+        assert infra.sampler.version == 0
+        datums = build_grpo_datums(sample(infra))
+        policy, reference = infra.policy.forward(datums), infra.reference.forward(datums)
+        sampled = [np.array(d.sampler_logprobs[1:], dtype=float)[d.loss_mask] for d in datums]
+        stale = [abs(p[d.loss_mask] - s).max() for p, d, s in zip(policy, datums, sampled, strict=True)]
+        kept = [abs(r[d.loss_mask] - s).max() for r, d, s in zip(reference, datums, sampled, strict=True)]
+        assert min(stale) > 1e-3 and max(kept) < 1e-5  # the sampler still has the weights of the start
+        assert asyncio.run(infra.sync_weights()) == 1 == infra.sampler.version
+        datums = build_grpo_datums(sample(infra))
+        for datum, values in zip(datums, infra.policy.forward(datums), strict=True):
+            now = np.array(datum.sampler_logprobs[1:], dtype=float)
+            np.testing.assert_allclose(values[datum.loss_mask], now[datum.loss_mask], atol=1e-5)
+        assert len(before) == 2
+
+
+def test_full_fine_tuning_has_a_reference_only_with_a_shape(model: str):
+    with pytest.raises(ArgumentError, match=r"setup_infra: needs_reference: .*infra.ref_training_shape_id"):
+        setup_infra(config(model), needs_reference=True)
+    shape = InfraConfig(training_shape_id="cpu-fp32", ref_training_shape_id="cpu-fp32")
+    with setup_infra(config(model, infra=shape), needs_reference=True, needs_inference=True) as infra:
+        assert infra.reference is not None
+        datums = build_grpo_datums(sample(infra))
+        before = infra.reference.forward(datums)
+        step(infra)
+        for one, other in zip(before, infra.reference.forward(datums), strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert max(abs(a - b).max() for a, b in zip(before, infra.policy.forward(datums), strict=True)) > 1e-3
+
+
+def test_without_inference_there_is_no_sampler(model: str):
+    with setup_infra(config(model), needs_inference=False) as infra:
+        assert infra.sampler is None and infra.reference is None
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_deployment_outlives_its_trainer(model: str, lora_rank: int):
+    """It owns its weights: another trainer writes to the same engine, which is not started again."""
+    deploy = DeployConfig(model, WeightSyncScope.PER_DEPLOYMENT, deployment_id=f"pond-{lora_rank}")
+    with setup_infra(config(model, deployment=deploy, lora_rank=lora_rank)) as first:
+        assert first.sampler is not None
+        engine = first.sampler.engine
+        step(first)
+        asyncio.run(first.sync_weights())
+        moved = sample(first, seed=3)
+    with setup_infra(config(model, deployment=deploy, lora_rank=lora_rank)) as second:
+        assert second.sampler is not None and second.sampler.engine is engine
+        fresh = sample(second, seed=3)  # the weights of the new trainer's start
+        assert [c.logprobs for c in fresh[0].completions] != [c.logprobs for c in moved[0].completions]
+        datums = build_grpo_datums(fresh)
+        for datum, values in zip(datums, second.policy.forward(datums), strict=True):
+            sampler = np.array(datum.sampler_logprobs[1:], dtype=float)
+            np.testing.assert_allclose(values[datum.loss_mask], sampler[datum.loss_mask], atol=1e-5)
+        second.close_deployment()
+
+
+def test_a_running_trainer_is_found_again(model: str):
+    named = InfraConfig(trainer_id="carp")
+    with setup_infra(config(model, infra=named)) as first:
+        again = setup_infra(config(model, infra=named))
+        assert again.policy is first.policy
+        with pytest.raises(ArgumentError, match=r"setup_infra: 'carp' is running with train.lora False, not True"):
+            setup_infra(config(model, infra=named, lora_rank=4))
+    with setup_infra(config(model, infra=named)) as later:
+        assert later.policy is not first.policy
+
+
+def test_tokenizers_must_agree(model: str, tmp_path: Path):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path)
+    with pytest.raises(ArgumentError, match=r"tokenizer_model: .* has another chat template than base_model"):
+        setup_infra(config(model, deployment=DeployConfig(str(tmp_path))))
+
+
+def test_a_sync_has_a_deadline(model: str):
+    never = WeightSyncConfig(weight_sync_timeout=0.05)
+    with setup_infra(config(model)) as infra:
+        infra.config = config(model, weight_sync=never)
+        slow = infra._trainer.sampler.device.submit(__import__("time").sleep, 0.4)
+        with pytest.raises(DeadlineError, match=r"the weight sync took longer than 0.05 s"):
+            asyncio.run(infra.sync_weights())
+        slow.result()
+
+
+def test_wrong_sampling_arguments_are_named(infra: Infra):
+    assert infra.sampler is not None
+    with pytest.raises(ArgumentError, match=r"sample_with_tokens: n: must be at least 1"):
+        asyncio.run(infra.sampler.sample_with_tokens("a", 0))
+    with pytest.raises(ArgumentError, match=r"sample_with_tokens: temprature: is not known"):
+        asyncio.run(infra.sampler.sample_with_tokens("a", temprature=1.0))
+    with pytest.raises(ArgumentError, match=r"sample_with_tokens: prompt: takes .* of 64 tokens"):
+        asyncio.run(infra.sampler.sample_with_tokens("a" * 99))
+
+
+def test_the_custom_loop_learns_and_exports(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """examples/custom_loop.py, twelve steps on the demo's tiny model."""
+    assert len((ROOT / "examples" / "custom_loop.py").read_text().splitlines()) < 100
+    from shoal.api import make_model
+
+    make_model("tiny", tmp_path / "tiny", 0)
+    given = {"completions_per_prompt": 8, "max_completion_tokens": 12, "learning_rate": 1e-3, "log_path": str(tmp_path)}
+    rewards = example.train(config(str(tmp_path / "tiny"), **given), 12)
+    assert len(rewards) == 12
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "final") is not None
