@@ -16,6 +16,7 @@ from shoal.config.train import TrainConfig
 from shoal.envs.user_code import load_function
 from shoal.observability.console import Console
 from shoal.observability.events import EventLog
+from shoal.observability.health import LiveHealth
 from shoal.observability.run_dir import RunDir
 from shoal.observability.sinks import Sinks, TrackerRun, open_sinks
 from shoal.observability.spans import Phases
@@ -99,8 +100,14 @@ def make_sinks(config: RunConfig | SftConfig, run_dir: RunDir, events: EventLog)
     return open_sinks(
         config.train.report_to,
         run_dir,
-        TrackerRun(run_dir.path, config=as_data(config)),
+        TrackerRun(
+            run_dir.path,
+            config=as_data(config),
+            metric_names=config.train.metric_names,
+            completions=config.train.log_completions,
+        ),
         on_problem=lambda kind, message, data: events.warn(kind, message, data=data),
+        watcher=LiveHealth(run_dir.path, config, events),
     )
 
 

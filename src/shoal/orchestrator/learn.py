@@ -19,6 +19,7 @@ from shoal.protocols import PendingResults, Policy
 from shoal.types import Batch, Rollout, RolloutGroup, Row, Sample
 
 OnDevice = Callable[..., Awaitable[Any]]
+MAX_LOG_RATIO = 20.0  # as in the losses: its exponential is finite and far beyond any use
 
 
 class Advantages(Protocol):
@@ -129,6 +130,7 @@ class Learner:
                 outcome = await self._on_device(self._policy.optim_step)
                 # Read on the device's thread: a copy from another one would break a graph being captured there.
                 results = await self._on_device(_read_all, pending)
+                _tally_ratios(tally, results, source)
                 self._report(results, outcome, tally, learned, first=epoch == 0)
         return learned
 
@@ -154,6 +156,23 @@ class Learner:
 
 def _read_all(pending: Sequence[tuple[Sequence[Row], PendingResults]]) -> list[Any]:
     return [(micro, result.read()) for micro, result in pending]
+
+
+def _tally_ratios(tally: Tally, results: Sequence[Any], source: str) -> None:
+    """Largest ratios: sums over rows cannot tell them, and one token far out is what breaks a run."""
+    for micro, (_, policy) in results:
+        for row, logprobs in zip(micro, policy, strict=True):
+            at = row.loss_mask
+            old = row.sampler_logprobs if row.old_logprobs is None else row.old_logprobs
+            _tally_largest(tally, "policy/ratio_max", logprobs[at] - old[at])
+            if source != "none":
+                ours = logprobs if row.old_logprobs is None else row.old_logprobs
+                _tally_largest(tally, "mismatch/ratio_max", ours[at] - row.sampler_logprobs[at])
+
+
+def _tally_largest(tally: Tally, name: str, gaps: np.ndarray) -> None:
+    if gaps.size and np.isfinite(gaps).all():  # what is not finite is counted as a skipped step
+        tally.max(name, float(np.exp(min(float(gaps.max()), MAX_LOG_RATIO))))
 
 
 def _note_rows(learned: Learned, row: Row, logprobs: np.ndarray) -> None:

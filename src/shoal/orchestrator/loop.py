@@ -258,6 +258,7 @@ class Loop:
         metrics |= throughput(metrics, learned.row_tokens * bool(learned.trained_rollouts) or None)
         parts.run_dir.write_rollouts(step, rollout_lines(collected.all, learned.policy_logprobs, parts.token_text))
         parts.sinks.log(step, metrics)
+        parts.sinks.log_completions(step, collected.all)
         parts.run_dir.append_journal(
             step,
             {

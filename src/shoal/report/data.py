@@ -14,7 +14,7 @@ from typing import Any
 from shoal.errors import ConfigError, StorageError
 from shoal.observability.journal import read_lines
 from shoal.observability.lock import find_holder
-from shoal.observability.metrics import find_metric, sort_metrics
+from shoal.observability.catalogue import find_metric, sort_metrics
 from shoal.observability.run_dir import is_used, read_status, rollouts_path
 
 MAX_EVENTS = 2000

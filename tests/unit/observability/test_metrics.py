@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.observability.metrics import CATALOGUE, FAMILIES, Tally, find_metric, sort_metrics
+from shoal.observability.catalogue import CATALOGUE, FAMILIES, find_metric, sort_metrics
+from shoal.observability.metrics import Tally
 from shoal.observability.spans import Phases, throughput
 
 NAMED_IN_THE_DESIGN = [
