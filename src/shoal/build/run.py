@@ -60,9 +60,9 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
     from shoal.transport.in_process import InProcessWeights
 
     train, orch, console = config.train, config.orch, watching.console
-    with console.progress(f"loading {train.model}"):
-        sampler = make_sampler(config, prepared)
+    sampler = make_sampler(config, prepared, console.progress)
     model = sampler.model
+    console.activity = lambda: sampler.engine.activity
     _tell(sampler, orch, watching)
     stream = _stream(orch, prepared, model.chat, watching.events)
     steps = total_steps(config, len(stream))

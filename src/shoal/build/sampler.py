@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,14 @@ def _within_memory(function: Callable[..., Any], *arguments: Any) -> Any:
         ) from error
 
 
-def make_sampler(config: RunConfig, prepared: Prepared) -> Sampler:
+def _silent(_: str) -> AbstractContextManager[object]:
+    return contextlib.nullcontext()
+
+
+def make_sampler(
+    config: RunConfig, prepared: Prepared, stage: Callable[[str], AbstractContextManager[object]] = _silent
+) -> Sampler:
+    """`stage` is told what takes its time: a console's `progress`."""
     from shoal.models.sampler_view import SamplerView
     from shoal.rollout.embedded import EmbeddedRolloutEngine
     from shoal.rollout.runner import GroupRunner, RunnerSettings
@@ -101,10 +109,12 @@ def make_sampler(config: RunConfig, prepared: Prepared) -> Sampler:
     assert orch.seq_len is not None and sampling.seed is not None
     options = {"template_kwargs": sampling.chat_template_kwargs, "system_prompt": sampling.system_prompt}
     device = ThreadPoolExecutor(1, thread_name_prefix="device")
-    model = device.submit(load, config.train, options).result()
+    with stage(f"loading {config.train.model}"):
+        model = device.submit(load, config.train, options).result()
     mode = "shared" if orch.weight_sync_interval == 1 and orch.max_async_level == 0 else "snapshot"
-    view = device.submit(SamplerView, model.decoder, mode).result()
-    inner = device.submit(_engine, config, model, view).result()
+    with stage("warming up the sampler"):
+        view = device.submit(SamplerView, model.decoder, mode).result()
+        inner = device.submit(_engine, config, model, view).result()
     engine = EmbeddedRolloutEngine(inner, device, config.train.seed)
     settings = RunnerSettings(orch.seq_len, sampling.seed, reward_shape(orch))
     runner = GroupRunner(engine, prepared.environments, prepared.pool, model.chat, settings)

@@ -28,6 +28,8 @@ class Progress(Protocol):
 
 
 class Console(Protocol):
+    activity: Callable[[], str]  # what the sampler is doing, in words; build/ sets it
+
     def begin(self, title: str, total_steps: int, first_step: int = 0) -> None:
         """Training starts; `first_step` steps are already done."""
         ...
@@ -42,7 +44,11 @@ class Console(Protocol):
 
     def warn(self, text: str) -> None: ...
 
-    def progress(self, description: str, total: float | None = None) -> AbstractContextManager[Progress]: ...
+    def progress(
+        self, description: str, total: float | None = None, *, quiet: bool = False
+    ) -> AbstractContextManager[Progress]:
+        """A bar while something goes on. A quiet one belongs to a step: no lines of its own outside a terminal."""
+        ...
 
     def closing(self, lines: Sequence[str]) -> None: ...
 
@@ -110,6 +116,8 @@ class BaseConsole:
         self._total = 0
         self._pace = Pace()
         self._step = 0
+        self._bar: Bar | None = None  # of what is going on
+        self.activity: Callable[[], str] = str
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -142,10 +150,14 @@ class BaseConsole:
         self._thread.join(timeout=2)
 
     @contextmanager
-    def progress(self, description: str, total: float | None = None) -> Iterator[Progress]:
-        bar = LineProgress(self, one_line(description), total)
+    def progress(self, description: str, total: float | None = None, *, quiet: bool = False) -> Iterator[Progress]:
+        bar = Bar(total) if quiet else LineProgress(self, one_line(description), total)
         self.waiting(description)
-        yield bar
+        outer, self._bar = self._bar, bar
+        try:
+            yield bar
+        finally:
+            self._bar = outer
         bar.finish()
 
     def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -167,35 +179,56 @@ class BaseConsole:
 
     def _show_heartbeat(self) -> None:
         where = f"step {self._step}/{self._total} done" if self._total else "working"
-        self._print(f"… {where}, waiting for {self._waiting}")
+        self._print(f"… {where}, waiting for {self._describe_waiting()}")
+
+    def _describe_waiting(self) -> str:
+        """What is waited for, how far it is, and what the sampler does."""
+        facts = [fact for fact in (str(self._bar) if self._bar is not None else "", self.activity()) if fact]
+        return f"{self._waiting} ({', '.join(facts)})" if facts else self._waiting
 
 
 class PlainConsole(BaseConsole):
     """One line a step, for files, pipes and continuous integration."""
 
 
-class LineProgress:
+class Bar:
+    """How far something is; shown by whoever draws the console."""
+
+    def __init__(self, total: float | None) -> None:
+        self.total = total
+        self.done = 0.0
+        self.started = time.monotonic()
+
+    def advance(self, amount: float = 1) -> None:
+        self.done += amount
+
+    def finish(self) -> None:
+        return
+
+    def __str__(self) -> str:
+        return f"{self.done:.0f}/{self.total:.0f}" if self.total else ""
+
+
+class LineProgress(Bar):
     """Progress as a line now and then: at the start, every tenth or every heartbeat, and at the end."""
 
     def __init__(self, console: BaseConsole, description: str, total: float | None) -> None:
+        super().__init__(total)
         self._console = console
         self._description = description
-        self._total = total
-        self._done = 0.0
         self._shown_tenth = 0
-        self._started = time.monotonic()
         console.note(description)
 
     def advance(self, amount: float = 1) -> None:
-        self._done += amount
-        if self._total:
-            tenth = int(10 * self._done / self._total)
-            if self._shown_tenth < tenth < 10 and time.monotonic() - self._started > 5:
+        super().advance(amount)
+        if self.total:
+            tenth = int(10 * self.done / self.total)
+            if self._shown_tenth < tenth < 10 and time.monotonic() - self.started > 5:
                 self._shown_tenth = tenth
                 self._console.note(f"{self._description}: {tenth}0%")
 
     def finish(self) -> None:
-        self._console.note(f"{self._description}: done in {duration(time.monotonic() - self._started)}")
+        self._console.note(f"{self._description}: done in {duration(time.monotonic() - self.started)}")
 
 
 class Pace:
@@ -227,6 +260,8 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float
     parts += [part for part in (_reward(metrics), _loss(metrics), _used(metrics), _length(metrics)) if part]
     signals = (("k3", "mismatch/k3"), ("ent", "policy/entropy"), ("gn", "optim/grad_norm"))
     parts += [" ".join(f"{word} {short_number(metrics[name])}" for word, name in signals if name in metrics)]
+    if metrics.get("masked"):
+        parts.append(f"masked {metrics['masked']:.0%}")
     if metrics.get("staleness/max"):
         parts.append(f"stale {short_number(metrics['staleness/max'])}")
     if "throughput/rollout_tok_s" in metrics:

@@ -136,7 +136,9 @@ class Loop:
         step = parts.events.step = progress.step + 1
         tally = Tally()
         self._doing(f"rollouts of step {step}")
-        collected = await parts.collector.collect(progress.step, self._stop)
+        wanted = parts.collector.admission.groups_per_step
+        with parts.console.progress(f"rollouts of step {step}", wanted, quiet=True) as bar:
+            collected = await parts.collector.collect(progress.step, self._stop, bar.advance)
         self._doing(f"training of step {step}")
         self._boundary = {}  # the weights move now; until the step is recorded there is nothing to save
         with parts.phases("train"):
@@ -186,10 +188,11 @@ class Loop:
         if parts.evaluator is None or cadence is None or not cadence.due(step, self.settings.max_steps):
             return {}
         self._doing(f"evaluation after step {step}")
-        with parts.phases("eval"):
+        groups = parts.evaluator.groups
+        with parts.phases("eval"), parts.console.progress(f"evaluation after step {step}", groups, quiet=True) as bar:
             if self._served_sigma > 0:
                 await parts.engine.load(parts.engine.version, {"sigma": 0.0})
-            metrics, _ = await self._unless_stopped(parts.evaluator.evaluate(), first=step == 0)
+            metrics, _ = await self._unless_stopped(parts.evaluator.evaluate(bar.advance), first=step == 0)
             if self._served_sigma > 0:
                 await parts.engine.load(parts.engine.version, {"sigma": self._served_sigma})
         means = [value for name, value in metrics.items() if name.endswith("/mean")]
