@@ -27,7 +27,7 @@ from shoal.observability.checkpoints import Checkpoint
 from shoal.observability.console import BaseConsole, make_console
 from shoal.observability.events import EventLog
 from shoal.observability.logs import setup_logging, stop_logging
-from shoal.observability.run_dir import RunDir, read_status
+from shoal.observability.run_dir import RunDir, is_used, read_status
 from shoal.observability.sinks import check_sinks
 from shoal.observability.watchdog import Watchdog
 from shoal.orchestrator.cadence import SaveCadence
@@ -54,8 +54,8 @@ def train(config: RunConfig, *, resume: bool = False, notices: Sequence[str] = (
                 for notice in notices:
                     console.note(f"note: {notice}")
                 _record_end(run_dir, command, lambda: asyncio.run(_train(config, prepared, run_dir, events, console)))
-                _write_report(run_dir.path, events)
             finally:
+                _write_report(run_dir.path, events)
                 stop_logging(handler)
     finally:
         asyncio.run(prepared.pool.close())
@@ -162,7 +162,9 @@ def _console(every: int):
 
 
 def _write_report(path: Path, events: EventLog) -> None:
-    """The page at the end. Watching never fails a run."""
+    """The page at the end, however the run ended. Watching never fails a run."""
+    if not is_used(path):
+        return  # refused before its first step: there was no run
     try:
         from shoal.report import write_report
 
@@ -191,6 +193,7 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
         try:
             _record_end(run_dir, command, lambda: _sft(config, tasks, run_dir, console))
         finally:
+            _write_report(run_dir.path, EventLog(run_dir, console))
             stop_logging(handler)
     return path
 

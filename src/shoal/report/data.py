@@ -12,8 +12,9 @@ from typing import Any
 
 from shoal.errors import ConfigError, StorageError
 from shoal.observability.catalogue import find_metric, sort_metrics
-from shoal.observability.health import diagnose
-from shoal.observability.journal import read_lines
+from shoal.observability.health import diagnose, read_config
+from shoal.observability.atomic import storage
+from shoal.observability.journal import decode_line, read_lines
 from shoal.observability.lock import find_holder
 from shoal.observability.run_dir import is_used, read_status
 from shoal.report.numbers import number
@@ -39,7 +40,7 @@ def collect_overview(run: Path) -> dict[str, Any]:
     events = list(read_lines(run / "events.jsonl"))
     changes = config_changes(run)
     return {
-        "run": describe_run(run),
+        "run": {**describe_run(run), "total_steps": _total_steps(run)},
         **collect_series(read_lines(run / "metrics.jsonl")),
         "config": _read_text(run / "config.yaml"),
         "config_changes": changes,
@@ -66,6 +67,45 @@ def describe_run(run: Path) -> dict[str, Any]:
     return {"name": run.resolve().name, "path": str(run), **told}
 
 
+class MetricsTail:
+    """New rows of metrics.jsonl, without reading the old ones again: where each step begins in the file is remembered."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / "metrics.jsonl"
+        self._places: list[tuple[int, int]] = []  # step and offset, in the order of the file
+        self._read = 0
+
+    def after(self, step: int) -> list[dict[str, Any]] | None:
+        """Rows later than `step`; None if the run was cut back to an earlier one."""
+        self._catch_up()
+        if self._places and self._places[-1][0] < step:
+            return None
+        later = [offset for found, offset in self._places if found > step]
+        return read_from(self._path, later[0]) if later else []
+
+    def _catch_up(self) -> None:
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size < self._read:
+            self._places, self._read = [], 0
+        if size == self._read:
+            return
+        with storage(f"read {self._path}"), self._path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                record = decode_line(line)
+                if record is not None and isinstance(record.get("step"), int):
+                    self._places.append((record["step"], self._read))
+                if not line.endswith(b"\n"):
+                    return
+                self._read += len(line)
+
+
+def read_from(path: Path, offset: int) -> list[dict[str, Any]]:
+    with storage(f"read {path}"), path.open("rb") as file:
+        file.seek(offset)
+        return [record for line in file if (record := decode_line(line)) is not None]
+
+
 def name_apart(overviews: Sequence[dict[str, Any]]) -> None:
     """Runs of the same folder name are told apart by the folders above it."""
     names = [overview["run"]["name"] for overview in overviews]
@@ -84,6 +124,13 @@ def _describe_metric(name: str) -> dict[str, str]:
     if metric is None:
         return {"meaning": "", "unit": "", "healthy": "", "change": ""}
     return {"meaning": metric.meaning, "unit": metric.unit, "healthy": metric.healthy, "change": metric.change}
+
+
+def _total_steps(run: Path) -> int | None:
+    """Where the run is to end, if its configuration says so in steps."""
+    train = read_config(run).get("train")
+    steps = train.get("max_steps") if isinstance(train, dict) else None
+    return steps if isinstance(steps, int) else None
 
 
 def _read_text(path: Path) -> str:

@@ -7,6 +7,7 @@ a time budget, so a run of any size needs little memory. Requests for another ho
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ from typing import Any
 from aiohttp import web
 
 from shoal.errors import ConfigError
+from shoal.observability.health import diagnose
 from shoal.observability.journal import read_lines
 from shoal.report.choose import as_json
-from shoal.report.data import collect_overview, collect_series, describe_run, name_apart
+from shoal.report.data import MetricsTail, collect_overview, collect_series, describe_run, name_apart
 from shoal.report.numbers import number
 from shoal.report.page import assemble, content_policy, data_block
 from shoal.report.rollouts import index_step, read_group, rollout_steps
 from shoal.report.search import PromptSteps, Query, find, follow
 
 MAX_TEXT = 200
+DIAGNOSE_EVERY_S = 10.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -31,7 +34,9 @@ class Dashboard:
 
     def __init__(self, runs: list[Path]) -> None:
         self.runs = runs
-        self.prompts = [PromptSteps(run) for run in runs]
+        self._prompts = [PromptSteps(run) for run in runs]
+        self._tails = [MetricsTail(run) for run in runs]
+        self._diagnosed = [0.0] * len(runs)
 
     def page(self) -> bytes:
         overviews = [collect_overview(run) for run in self.runs]
@@ -41,13 +46,13 @@ class Dashboard:
     def news(self, index: int, after: int, events: int) -> dict[str, Any]:
         """What happened since the page last asked; everything again where the run was cut back meanwhile."""
         run = self.runs[index]
-        records = list(read_lines(run / "metrics.jsonl"))
-        newest = max((record["step"] for record in records if isinstance(record.get("step"), int)), default=0)
-        told = list(read_lines(run / "events.jsonl"))
-        if newest < after or len(told) < events:
+        fresh, told = self._tails[index].after(after), list(read_lines(run / "events.jsonl"))
+        if fresh is None or len(told) < events:
             return {"again": True}
-        fresh = [record for record in records if isinstance(record.get("step"), int) and record["step"] > after]
         data = {"run": describe_run(run), **collect_series(fresh), "events": told[events:]}
+        if fresh and time.monotonic() - self._diagnosed[index] > DIAGNOSE_EVERY_S:
+            data["findings"] = [finding.as_dict() for finding in diagnose(run)]
+            self._diagnosed[index] = time.monotonic()
         return {**data, "rollout_steps": rollout_steps(run)}
 
     def heads(self, index: int, step: int) -> list[dict[str, Any]]:
@@ -61,7 +66,7 @@ class Dashboard:
         return find(self.runs[index], query, before).as_dict()
 
     def follow(self, index: int, prompt_id: str, before: int | None) -> dict[str, Any]:
-        steps = self.prompts[index].of(prompt_id) or rollout_steps(self.runs[index])
+        steps = self._prompts[index].of(prompt_id) or rollout_steps(self.runs[index])
         return follow(self.runs[index], prompt_id, steps, before).as_dict()
 
 

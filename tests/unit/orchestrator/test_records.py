@@ -86,6 +86,8 @@ def test_parts_and_several_environments():
         rollout.parts = {"style": part}
     metrics = tallied([first, second])
     assert metrics["reward/env/a"] == 0.5 and metrics["reward/env/b"] == 0.5
+    assert (metrics["group/env/a"], metrics["group/env/b"]) == (1.0, 0.0)
+    assert metrics["completion/env/a"] == metrics["completion/env/b"] == metrics["completion/length_mean"]
     assert metrics["reward/part/style"] == pytest.approx(1.25 / 3), "a failed rollout has no part in it"
     assert not any(name.startswith("reward/env/") for name in tallied([first]))
 

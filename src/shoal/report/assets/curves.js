@@ -1,6 +1,7 @@
 "use strict";
 // Which metrics share a chart, and the lines they become: by metric for one run, by run for several.
 shoal.PALETTE = ["c1", "c2", "c3", "c4", "c5", "c6"];
+shoal.OWN_COLOURS = { "group/mixed_frac": "c1", "group/all_good_frac": "c3", "group/all_bad_frac": "c2", "time/idle": "idle" };
 shoal.DASHES = [null, [6, 4], [2, 3], [9, 3, 2, 3]];
 
 shoal.CHARTS = [
@@ -15,7 +16,7 @@ shoal.CHARTS = [
   { title: "Entropy", names: ["policy/entropy"], zero: true, note: "falls slowly, not to 0" },
   { title: "Mismatch", names: ["mismatch/k3"], zero: true, note: "sampler against trainer; healthy below 0.01" },
   { title: "Masked", names: ["masked", "mask/token_frac", "mask/sequence_frac"], percent: true, zero: true, note: "tokens the loss dropped" },
-  { title: "Clipped", names: ["policy/clip_frac"], percent: true, zero: true },
+  { title: "Clipped", names: ["policy/clip_frac"], percent: true, zero: true, onlyAbove: 0 },
   { title: "Completion length", names: ["completion/length_mean"], band: ["completion/length_min", "completion/length_max"], zero: true, note: "mean; shaded: shortest to longest" },
   { title: "Length by environment", names: ["completion/env/*"], zero: true },
   { title: "Truncated", names: ["completion/truncated_frac"], percent: true, zero: true, note: "cut at max_tokens; healthy below 50%" },
@@ -63,7 +64,7 @@ shoal.prepareChart = (chart, runs) => {
   function metricLines(chart, run, patterns, x) {
     const names = [...new Set(patterns.flatMap((pattern) => shoal.matching(run.series, pattern)))];
     const lines = names.slice(0, 12).map((name, i) => ({
-      name, label: shoal.metricLabel(name), values: shoal.lay(run, name, x), colour: shoal.PALETTE[i % 6], dash: shoal.DASHES[Math.floor(i / 6) % 4], dots: chart.dots,
+      name, label: shoal.metricLabel(name), values: shoal.lay(run, name, x), colour: shoal.OWN_COLOURS[name] || shoal.PALETTE[i % 6], dash: shoal.DASHES[Math.floor(i / 6) % 4], dots: chart.dots,
     }));
     if (lines.length && chart.band) addBand(lines, chart, run, x);
     return lines;
@@ -95,7 +96,7 @@ function stackLines(chart, run, x) {
   const lines = names.map((name, i) => {
     const own = shown.map((j) => (run.series[name][j] || 0) / total[j]);
     below = below.map((value, j) => value + own[j]);
-    return { name, label: shoal.metricLabel(name), values: below, own, colour: name === "time/idle" ? "idle" : shoal.PALETTE[i % 6], area: true };
+    return { name, label: shoal.metricLabel(name), values: below, own, colour: shoal.OWN_COLOURS[name] || shoal.PALETTE[i % 6], area: true };
   });
   return { x: shown.map((i) => x[i]), lines: lines.reverse(), stacked: true };
 }
@@ -109,8 +110,9 @@ shoal.drawCurves = (runs, onStep) => {
   const used = new Set();
   for (const chart of shoal.CHARTS) {
     const prepared = shoal.prepareChart(chart, runs);
+    if (!prepared) continue;
+    room.append(shoal.drawChart(chart, prepared, onStep));
     for (const pattern of [...(chart.names || chart.stack), ...(chart.band || [])]) runs.forEach((run) => shoal.matching(run.series, pattern).forEach((name) => used.add(name)));
-    if (prepared) room.append(shoal.drawChart(chart, prepared, onStep));
   }
   if (!room.children.length) room.append(shoal.make("p", { class: "empty" }, "No step has been recorded yet."));
   const others = [...new Set(runs.flatMap((run) => Object.keys(run.series)))].filter((name) => !used.has(name));

@@ -212,6 +212,7 @@ shoal.browser = (source) => {
     place.run = run;
     $("run").value = String(run);
     const all = steps();
+    if (step === Infinity) step = all[all.length - 1];
     place.step = all.length ? all.reduce((best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best), all[0]) : null;
     place.group = group;
     $("everywhere").checked = false;
