@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,11 +76,9 @@ class TensorboardSink:
 class TrackioSink:
     def __init__(self, run: TrackerRun) -> None:
         self._trackio = importlib.import_module("trackio")
-        # Its own hardware sampler and its banner on stdout are not wanted beside a console that redraws itself.
-        with contextlib.redirect_stdout(io.StringIO()):
-            self._run = self._trackio.init(
-                project=run.project, name=run.title, config=dict(run.config), resume="allow", auto_log_gpu=False
-            )
+        self._run = self._trackio.init(
+            project=run.project, name=run.title, config=dict(run.config), resume="allow", auto_log_gpu=False, auto_log_cpu=False
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -127,5 +123,5 @@ TRACKERS = {
     "wandb": Tracker("wandb", "pip install 'shoal[wandb]'", WandbSink),
     "tensorboard": Tracker("tensorboardX", "pip install 'shoal[tensorboard]'", TensorboardSink),
     "trackio": Tracker("trackio", "pip install 'shoal[trackio]'", TrackioSink),
-    "mlflow": Tracker("mlflow", "pip install mlflow-skinny", MlflowSink),
+    "mlflow": Tracker("mlflow", "pip install 'shoal[mlflow]'", MlflowSink),
 }
