@@ -83,12 +83,12 @@ def follow(run: Path, prompt_id: str, steps: Sequence[int], before: int | None =
 
 
 def _sweep(steps: Sequence[int], before: int | None, matching: Callable[[int], list[GroupHead]]) -> Found:
+    """At least one step, then for as long as the budget lasts; longer while nothing was found."""
     started = time.monotonic()
     heads: list[GroupHead] = []
-    for step in sorted((step for step in steps if before is None or step < before), reverse=True):
-        if heads and (len(heads) >= LIMIT or time.monotonic() - started > BUDGET_S):
-            return Found(heads, step + 1)
-        if time.monotonic() - started > 4 * BUDGET_S:
+    for count, step in enumerate(sorted((step for step in steps if before is None or step < before), reverse=True)):
+        spent = time.monotonic() - started
+        if count and (len(heads) >= LIMIT or spent > BUDGET_S * (1 if heads else 4)):
             return Found(heads, step + 1)
         heads += matching(step)
     return Found(heads, None)

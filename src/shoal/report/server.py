@@ -162,10 +162,10 @@ def _query(request: web.Request) -> Query:
 
 async def serve(runs: list[Path], port: int, told: Callable[[str], None], until: asyncio.Event) -> None:
     """Serve until the event is set; `told` gets the address once it answers."""
-    runner = web.AppRunner(make_app(Dashboard(runs)), access_log=None)
+    runner = web.AppRunner(make_app(Dashboard(runs)), access_log=None, shutdown_timeout=2.0)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, "127.0.0.1", port, shutdown_timeout=2.0)
+        site = web.TCPSite(runner, "127.0.0.1", port)
         try:
             await site.start()
         except OSError as error:
