@@ -22,7 +22,7 @@ from shoal.config.schema import RunConfig, SftConfig
 from shoal.errors import ShoalError
 from shoal.observability.events import EventLog
 from shoal.observability.journal import read_lines
-from shoal.observability.lock import find_holder
+from shoal.observability.lock import seems_running
 from shoal.observability.rules import FIRST_STEPS, RULES, WINDOW, Bad, History, Row, Rule
 from shoal.observability.run_dir import read_status
 
@@ -178,7 +178,7 @@ def _finding(rule: Rule, told: Sequence[tuple[int, Bad]]) -> Finding:
 def _status_findings(run: Path) -> list[Finding]:
     status = read_status(run)
     state, reason = status.get("state"), str(status.get("reason", ""))
-    if state == "running" and find_holder(run) is None:
+    if state == "running" and not seems_running(run):
         state, reason = "killed", "nobody holds it any more, and it did not end by itself"
     if state not in ("failed", "stopped", "killed", "interrupted"):
         return []

@@ -15,7 +15,7 @@ from shoal.observability.catalogue import find_metric, sort_metrics
 from shoal.observability.health import diagnose, read_config
 from shoal.observability.atomic import storage
 from shoal.observability.journal import decode_line, read_lines
-from shoal.observability.lock import find_holder
+from shoal.observability.lock import seems_running
 from shoal.observability.run_dir import is_used, read_status
 from shoal.report.numbers import number
 from shoal.report.rollouts import rollout_steps
@@ -62,7 +62,7 @@ def collect_series(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def describe_run(run: Path) -> dict[str, Any]:
     status = read_status(run)
     told = {key: status.get(key) for key in _STATUS_KEYS}
-    if told["state"] == "running" and find_holder(run) is None:
+    if told["state"] == "running" and not seems_running(run):
         told["state"] = "killed"  # a run that ends by itself says so; nobody holds this one any more
     return {"name": run.resolve().name, "path": str(run), **told}
 

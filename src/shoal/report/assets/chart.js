@@ -44,11 +44,19 @@ shoal.drawChart = (chart, prepared, onStep) => {
     const lines = layers();
     plot = new uPlot(options(lines), [prepared.x, ...lines.map((line) => line.values)], room);
     if (zoomed) plot.setScale("x", zoomed);
-    plot.over.addEventListener("click", () => {
-      const at = plot.cursor.idx;
-      if (onStep && at !== null && at !== undefined && plot.select.width < 3) onStep(prepared.x[at]);
+    // A press and release in one place is a click; uPlot keeps the browser's own click event to itself.
+    let pressed = null, waiting = null;
+    plot.over.addEventListener("pointerdown", (event) => { pressed = event.clientX; });
+    plot.over.addEventListener("pointerup", (event) => {
+      const still = pressed !== null && Math.abs(event.clientX - pressed) < 4;
+      pressed = null;
+      if (!onStep || !still || event.button !== 0) return;
+      const step = prepared.x[plot.posToIdx(event.clientX - plot.over.getBoundingClientRect().left)];
+      clearTimeout(waiting);
+      if (zoomed) waiting = setTimeout(() => onStep(step), 260); // a second click zooms out instead
+      else onStep(step);
     });
-    plot.over.addEventListener("dblclick", () => { zoomed = null; });
+    plot.over.addEventListener("dblclick", () => { clearTimeout(waiting); zoomed = null; });
     plot.over.addEventListener("mouseleave", shoal.hideTip);
     plot.over.addEventListener("mousemove", tell);
     if (!watcher) watch();
