@@ -117,7 +117,7 @@ class MetricSink(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def log_completions(self, step: int, rows: Sequence[Any]) -> None:
+    def log_completions(self, step: int, rows: Sequence[Any], /) -> None:
         """A few completions of the step, as a table where there are tables."""
         ...
 

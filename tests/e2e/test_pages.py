@@ -61,7 +61,9 @@ def opened(browser: Browser, address: str | Path, **options: Any) -> Iterator[Pa
 def watching(*arguments: str, cwd: Path) -> Iterator[str]:
     """`shoal watch …` in a process of its own; yields its address."""
     command = [sys.executable, "-m", "shoal", "watch", *arguments, "--port", "0"]
-    process = subprocess.Popen(command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -95,8 +97,10 @@ def test_curves_hover_smoothing_and_the_way_to_rollouts(browser: Browser, run: R
     rewards = {line["step"]: line["reward/mean"] for line in run.steps()}
     with opened(browser, run.path / "report.html") as page:
         titles = page.eval_on_selector_all("#charts [data-chart]", "all => all.map(one => one.dataset.chart)")
-        expected = {"Reward", "Groups", "Reward parts", "Reward by environment", "Entropy", "Mismatch", "Completion length",
-                    "Truncated", "Gradient norm", "Where the time goes", "Throughput"}  # fmt: skip
+        expected = {
+            "Reward", "Groups", "Reward parts", "Reward by environment", "Entropy", "Mismatch", "Completion length",
+            "Truncated", "Gradient norm", "Where the time goes", "Throughput",
+        }  # fmt: skip
         assert expected <= set(titles)
         told = hover(page, "Reward", 0.999)
         assert f"Step {STEPS}" in told
@@ -221,7 +225,7 @@ def test_theme_keys_and_tabs(browser: Browser, run: Run) -> None:
 
 
 def test_words_and_tables(browser: Browser, run: Run) -> None:
-    with opened(browser, run.path / "report.html#config".split("#")[0]) as page:
+    with opened(browser, run.path / ["report.html", "config"][0]) as page:
         page.keyboard.press("4")
         rows = page.locator("#view-config tbody tr").all_inner_texts()
         assert any("train.learning_rate" in row and "0.0002" in row and "0.000005" in row for row in rows)

@@ -28,7 +28,9 @@ def find_chromium() -> str | None:
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """The system's Chromium through playwright; skips, with the reason, where one of the two is missing."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install 'shoal[dev]')")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (pip install 'shoal[dev]')"
+    )
     path = find_chromium()
     if path is None:
         pytest.skip("no Chromium is installed (apt-get install chromium)")
@@ -53,7 +55,9 @@ class Watched:
 
     def __init__(self, browser: Browser, width: int = 1400, height: int = 1000, dark: bool = False) -> None:
         context = browser.new_context(
-            viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", reduced_motion="reduce"
+            viewport={"width": width, "height": height},
+            color_scheme="dark" if dark else "light",
+            reduced_motion="reduce",
         )
         self.page: Page = context.new_page()
         self.problems: list[str] = []
@@ -76,4 +80,6 @@ class Watched:
         """Ends the page; it must have been quiet and have asked for nothing but itself and its own server."""
         self.page.context.close()
         assert self.problems == []
-        assert not [url for url in self.requests if not url.startswith(("file:", "blob:", "data:", "http://127.0.0.1:"))]
+        assert not [
+            url for url in self.requests if not url.startswith(("file:", "blob:", "data:", "http://127.0.0.1:"))
+        ]

@@ -144,7 +144,9 @@ def fits_in(chat: Chat, room: int) -> Callable[[Sequence[Message]], bool]:
     return lambda messages: 0 < len(chat.prompt_ids(messages)) <= room
 
 
-def make_evaluator(orch: OrchConfig, environments: Mapping[str, Environment], runner: GroupRunner, chat: Chat) -> Evaluator:
+def make_evaluator(
+    orch: OrchConfig, environments: Mapping[str, Environment], runner: GroupRunner, chat: Chat
+) -> Evaluator:
     assert orch.eval is not None and orch.seq_len is not None and orch.eval.sampling.seed is not None
     sampling = eval_sampling_params(orch)
     names = [env.label for env in orch.eval.env or orch.env]
@@ -186,7 +188,9 @@ def evaluation_config(
 async def evaluate_once(config: RunConfig, prepared: Prepared) -> dict[str, float]:
     sampler = make_sampler(config, prepared)
     try:
-        metrics, _ = await make_evaluator(config.orch, prepared.environments, sampler.runner, sampler.model.chat).evaluate()
+        metrics, _ = await make_evaluator(
+            config.orch, prepared.environments, sampler.runner, sampler.model.chat
+        ).evaluate()
     finally:
         await sampler.close()
     return metrics

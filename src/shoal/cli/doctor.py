@@ -39,7 +39,11 @@ def doctor(run: str | None = None, *, as_json: Annotated[bool, Parameter(name="-
         if finding.remedy:
             say(f"    change: {finding.remedy}")
     warnings = sum(finding.level == "warning" for finding in findings)
-    say(f"{run}: {warnings} warnings, {len(findings) - warnings} remarks" if findings else f"{run}: nothing to complain about")
+    say(
+        f"{run}: {warnings} warnings, {len(findings) - warnings} remarks"
+        if findings
+        else f"{run}: nothing to complain about"
+    )
 
 
 def _count(count: int) -> str:

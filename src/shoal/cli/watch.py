@@ -34,7 +34,9 @@ def watch(
     from shoal.report.data import require_run
 
     if port is not None and not 0 <= port <= 65535:
-        raise ConfigError(f"command line: --port: must be between 0 and 65535, not {port}; leave it out for {DEFAULT_PORT}")
+        raise ConfigError(
+            f"command line: --port: must be between 0 and 65535, not {port}; leave it out for {DEFAULT_PORT}"
+        )
     runs = [require_run(Path(name)) for name in (run, *others)]
     asyncio.run(_serve(runs, port))
 

@@ -27,8 +27,8 @@ FASTER_REWARD = "raise orch.reward.workers, or make the reward function faster"
 LESS_STALE = "lower orch.max_async_level or orch.weight_sync_interval"
 HARDER_PROMPTS = "harder prompts (the arguments of orch.env), orch.buffer.easy_fraction below 1, or stop"
 EASIER_PROMPTS = (
-    "easier prompts, a warm start with `shoal sft`, a reward with steps in between, a larger orch.rollouts_per_example, "
-    "or a higher orch.sampling.temperature"
+    "easier prompts, a warm start with `shoal sft`, a reward with steps in between, "
+    "a larger orch.rollouts_per_example, or a higher orch.sampling.temperature"
 )
 LONGER = "raise orch.sampling.max_tokens, or set orch.truncated to mask, zero or overlong"
 FIX_REWARD = "read `error` in the rollouts (`shoal show RUN`) and mend the reward function"
@@ -75,7 +75,11 @@ CATALOGUE = _catalogue(
         HARDER_PROMPTS,
     ),
     Metric(
-        "group/all_bad_frac", "Share of groups whose rollouts are all equally bad.", "fraction", "below 0.8", EASIER_PROMPTS
+        "group/all_bad_frac",
+        "Share of groups whose rollouts are all equally bad.",
+        "fraction",
+        "below 0.8",
+        EASIER_PROMPTS,
     ),
     Metric("group/flat", "Groups set aside in this step because all their rewards are equal.", "groups", summed=True),
     Metric(
@@ -118,9 +122,7 @@ CATALOGUE = _catalogue(
     ),
     Metric("policy/clip_frac", "Share of trained tokens whose ratio was clipped.", "fraction", "below 0.2", LOWER_RATE),
     Metric("policy/ratio_mean", "Mean ratio of new to old probability over the trained tokens.", "ratio", "near 1"),
-    Metric(
-        "policy/ratio_max", "Largest ratio of new to old probability in the step.", "ratio", "below 10", LOWER_RATE
-    ),
+    Metric("policy/ratio_max", "Largest ratio of new to old probability in the step.", "ratio", "below 10", LOWER_RATE),
     Metric(
         "mismatch/k3",
         "How far the sampler's probabilities are from the trainer's.",
@@ -173,7 +175,11 @@ CATALOGUE = _catalogue(
     Metric("tokens/prompt", "Prompt tokens of the step.", "tokens", summed=True),
     Metric("tokens/completion", "Completion tokens of the step.", "tokens", summed=True),
     Metric(
-        "completion/length_mean", "Mean length of a completion.", "tokens", "well below max_tokens, no sudden change", LONGER
+        "completion/length_mean",
+        "Mean length of a completion.",
+        "tokens",
+        "well below max_tokens, no sudden change",
+        LONGER,
     ),
     Metric("completion/length_min", "Length of the shortest completion of the step.", "tokens", "above 0"),
     Metric("completion/length_max", "Length of the longest completion of the step.", "tokens"),
@@ -198,7 +204,6 @@ CATALOGUE = _catalogue(
     Metric("throughput/train_tok_s", "Tokens per second of training time.", "tokens/s"),
     Metric("noise/sigma", "Standard deviation of the noise on the sampler's norm weights.", "1"),
     Metric("sft/loss", "Mean cross-entropy of the completion tokens.", "nats", "falls", LOWER_RATE),
-    Metric("sft/accuracy", "Share of completion tokens the model ranks first.", "fraction", "rises"),
 )
 
 FAMILIES = _catalogue(
@@ -210,7 +215,9 @@ FAMILIES = _catalogue(
     Metric("eval/<env>/pass_at_k", "Share of held-out prompts with at least one full reward.", "fraction", "rises"),
     Metric("reward/part/<name>", "Mean of one named part of the reward, before its weight.", "reward"),
     Metric("reward/env/<env>", "Mean reward of one environment, where there are several.", "reward", "rises"),
-    Metric("group/env/<env>", "Share of mixed groups of one environment, where there are several.", "fraction", "above 0.2"),
+    Metric(
+        "group/env/<env>", "Share of mixed groups of one environment, where there are several.", "fraction", "above 0.2"
+    ),
     Metric("completion/env/<env>", "Mean completion length of one environment, where there are several.", "tokens"),
 )
 

@@ -40,7 +40,7 @@ _EVENT_REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One trouble: what was seen, in which metric and steps, and the way out. `steps` is empty if it is not of a step."""
+    """One trouble: what was seen, in which metric and steps, and the way out. No `steps`: it is not of a step."""
 
     check: str
     level: str  # warning or notice
@@ -149,7 +149,10 @@ class LiveHealth:
                 continue
             stretch.append((step, bad))
             if len(stretch) >= rule.patience:
-                if rule.level == "warning" and step - self._last_true.get(rule.check, -TELL_AGAIN_AFTER) >= TELL_AGAIN_AFTER:
+                if (
+                    rule.level == "warning"
+                    and step - self._last_true.get(rule.check, -TELL_AGAIN_AFTER) >= TELL_AGAIN_AFTER
+                ):
                     news.append(rule)
                 self._last_true[rule.check] = step
         return news

@@ -20,8 +20,9 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from shoal.observability.console import Bar, BaseConsole, Progress, SafeStream, is_eval_mean, time_shares
+from shoal.observability.console import Bar, BaseConsole, Progress, SafeStream
 from shoal.observability.redact import redact
+from shoal.observability.step_line import is_eval_mean, time_shares
 from shoal.observability.text import duration, one_line, sanitise, short_number, size, sparkline
 
 _SHARE_COLOURS = {
@@ -220,7 +221,7 @@ def host_memory() -> str:
 
 
 def device_memory() -> str:
-    """What torch holds on the GPU, where there is one in use. Only counters: a call into CUDA could disturb a capture."""
+    """What torch holds on a GPU in use. Only counters: a call into CUDA could disturb a capture."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return ""

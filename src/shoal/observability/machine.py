@@ -22,7 +22,18 @@ from shoal.observability.text import size
 LEAST_DISK_BYTES = 10 * 2**30
 LEAST_MEMORY_BYTES = 4 * 2**30
 TORCH_LIMIT_S = 60.0
-NEEDED = ("torch", "transformers", "peft", "safetensors", "datasets", "numpy", "pydantic", "cyclopts", "rich", "aiohttp")
+NEEDED = (
+    "torch",
+    "transformers",
+    "peft",
+    "safetensors",
+    "datasets",
+    "numpy",
+    "pydantic",
+    "cyclopts",
+    "rich",
+    "aiohttp",
+)
 OPTIONAL = ("triton", "wandb", "tensorboardX", "trackio", "mlflow-skinny", "vllm", "reasoning-gym")
 PORTS = {7447: "shoal watch", 8000: "the inference server (infer.port)"}
 _ASK_TORCH = """
@@ -60,7 +71,9 @@ def _versions() -> list[Fact]:
     facts = []
     for name in NEEDED:
         version = _version(name)
-        facts.append(Fact(name, version or "missing", version is not None, "make venv, or pip install -c constraints.txt -e ."))
+        facts.append(
+            Fact(name, version or "missing", version is not None, "make venv, or pip install -c constraints.txt -e .")
+        )
     extras = [f"{name} {version}" for name in OPTIONAL if (version := _version(name)) is not None]
     return [*facts, Fact("extras", ", ".join(extras) or "none installed")]
 

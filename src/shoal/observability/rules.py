@@ -75,7 +75,9 @@ def _below(metric: str, limit: float, words: str) -> Judge:
 def _entropy_collapse(row: Row, history: History) -> Bad | None:
     value, start = row["policy/entropy"], history.start("policy/entropy")
     if start is not None and start > 0 and (value < 0.1 * start or value < 0.005):
-        return Bad(f"the policy's entropy collapsed from {start:.3g} to {value:.3g}: it says the same all the time", -value)
+        return Bad(
+            f"the policy's entropy collapsed from {start:.3g} to {value:.3g}: it says the same all the time", -value
+        )
     return None
 
 
@@ -107,7 +109,7 @@ def _too_few_mixed(row: Row, _: History) -> Bad | None:
         return None
     good, bad = row.get("group/all_good_frac", 0.0), row.get("group/all_bad_frac", 0.0)
     side = "too easy" if good > bad else "too hard"
-    words = f"only {mixed:.0%} of the groups teach anything; the prompts are {side} ({good:.0%} all good, {bad:.0%} all bad)"
+    words = f"only {mixed:.0%} of the groups teach: the prompts are {side} ({good:.0%} all good, {bad:.0%} all bad)"
     return Bad(words, -mixed)
 
 
@@ -178,7 +180,8 @@ RULES: tuple[Rule, ...] = (
         "length-collapse",
         "completion/length_mean",
         _length_collapse,
-        "read rollouts (`shoal show RUN`): the reward may favour short answers; lower train.learning_rate or add train.loss.kl.beta",
+        "read rollouts (`shoal show RUN`): the reward may favour short answers; lower train.learning_rate or add "
+        "train.loss.kl.beta",
     ),
     Rule("length-blow-up", "completion/length_mean", _length_blow_up, catalogue.LONGER),
     Rule(
@@ -187,14 +190,18 @@ RULES: tuple[Rule, ...] = (
         _above("policy/kl_ref", 0.2, "the policy drifts from its reference: KL is {value:.2g} nats"),
         CATALOGUE["policy/kl_ref"].change,
     ),
-    Rule("reward-errors", "reward/error_frac", _reward_errors, f"{catalogue.FIX_REWARD}; or raise orch.reward.timeout_s"),
+    Rule(
+        "reward-errors", "reward/error_frac", _reward_errors, f"{catalogue.FIX_REWARD}; or raise orch.reward.timeout_s"
+    ),
     Rule(
         "reward-flat",
         "reward/std",
         _below("reward/std", 1e-9, "every reward of the step is the same, so nothing can be learnt"),
         catalogue.EASIER_PROMPTS,
     ),
-    Rule("reward-fell", "reward/mean", _reward_fell, f"{catalogue.LOWER_RATE}, and continue from an earlier checkpoint"),
+    Rule(
+        "reward-fell", "reward/mean", _reward_fell, f"{catalogue.LOWER_RATE}, and continue from an earlier checkpoint"
+    ),
     Rule("idle", "time/idle", _idle, CATALOGUE["time/idle"].change),
     Rule(
         "skipped",

@@ -181,6 +181,7 @@ class Loop:
         self.progress.evaluated_start = True
         if metrics:
             self.parts.sinks.log(0, metrics)
+            self.parts.console.step(0, metrics)
 
     async def _evaluate(self, step: int) -> dict[str, float]:
         """Held-out metrics if due, with the noise taken off the sampler meanwhile."""

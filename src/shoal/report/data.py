@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, StorageError
+from shoal.observability.atomic import storage
 from shoal.observability.catalogue import find_metric, sort_metrics
 from shoal.observability.health import diagnose, read_config
-from shoal.observability.atomic import storage
 from shoal.observability.journal import decode_line, read_lines
 from shoal.observability.lock import seems_running
 from shoal.observability.run_dir import is_used, read_status
@@ -30,7 +30,9 @@ def require_run(run: Path) -> Path:
     if not run.is_dir():
         raise ConfigError(f"command line: {run}: is not a folder; name a run directory")
     if not is_used(run):
-        raise ConfigError(f"command line: {run}: is not a run directory (it has no status.json); name one that a run wrote")
+        raise ConfigError(
+            f"command line: {run}: is not a run directory (it has no status.json); name one that a run wrote"
+        )
     return run
 
 
@@ -68,7 +70,7 @@ def describe_run(run: Path) -> dict[str, Any]:
 
 
 class MetricsTail:
-    """New rows of metrics.jsonl, without reading the old ones again: where each step begins in the file is remembered."""
+    """New rows of metrics.jsonl without reading the old ones again: it remembers where each step begins."""
 
     def __init__(self, run: Path) -> None:
         self._path = run / "metrics.jsonl"

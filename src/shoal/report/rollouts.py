@@ -123,9 +123,11 @@ def _read_head(line: bytes) -> Head | None:
         return None
     if not isinstance(record, dict):
         return None
-    texts = {name: str(record.get(name) or "") for name in ("rollout_id", "prompt_id", "group", "env", "status", "prompt")}
-    numbers = {name: number(record.get(name)) for name in ("reward", "advantage")}
-    return Head(**texts, **numbers, drop_reason=record.get("drop_reason"), truncated=bool(record.get("truncated")))
+    head = Head(drop_reason=record.get("drop_reason"), truncated=bool(record.get("truncated")))
+    for name in ("rollout_id", "prompt_id", "group", "env", "status", "prompt"):
+        setattr(head, name, str(record.get(name) or ""))
+    head.reward, head.advantage = number(record.get("reward")), number(record.get("advantage"))
+    return head
 
 
 def _add(group: GroupHead, head: Head, place: tuple[int, int]) -> None:

@@ -146,7 +146,10 @@ class PromptSteps:
                     record = _journal_line.decode(line)
                 except msgspec.DecodeError:
                     continue
-                for name in {*(_prompt_of(i, 3) for i in record.rollout_ids), *(_prompt_of(g, 2) for g in record.dropped)}:
+                for name in {
+                    *(_prompt_of(i, 3) for i in record.rollout_ids),
+                    *(_prompt_of(g, 2) for g in record.dropped),
+                }:
                     self._steps.setdefault(name, set()).add(record.step)
 
 

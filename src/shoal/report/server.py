@@ -169,7 +169,9 @@ async def serve(runs: list[Path], port: int, told: Callable[[str], None], until:
         try:
             await site.start()
         except OSError as error:
-            raise ConfigError(f"command line: --port: {port} cannot be used ({error.strerror}); name another") from error
+            raise ConfigError(
+                f"command line: --port: {port} cannot be used ({error.strerror}); name another"
+            ) from error
         told(f"http://127.0.0.1:{runner.addresses[0][1]}/")
         await until.wait()
     finally:

@@ -27,7 +27,9 @@ def config_changes(run: Path) -> list[Change] | None:
     data = read_config(run)
     try:
         if "orch" in data:
-            return _changes(load_run(str(run / "config.yaml")).config, RunConfig, resolve_run, {"env": data["orch"]["env"]})
+            return _changes(
+                load_run(str(run / "config.yaml")).config, RunConfig, resolve_run, {"env": data["orch"]["env"]}
+            )
         return _changes(load_sft(str(run / "config.yaml")).config, SftConfig, resolve_sft, None)
     except (ShoalError, ValueError, KeyError, TypeError):
         return None
@@ -41,7 +43,9 @@ def _changes(
     wanted = resolve(config)
     differing = difference(plain, wanted)
     needed = _minimal(as_data(wanted), list(differing), lambda data: as_data(resolve(schema.model_validate(data))))
-    changes = [{"key": key, "value": now, "default": before} for key, (before, now) in differing.items() if key in needed]
+    changes = [
+        {"key": key, "value": now, "default": before} for key, (before, now) in differing.items() if key in needed
+    ]
     if orch:
         changes.insert(0, {"key": "orch.env", "value": as_data(wanted)["orch"]["env"], "default": None})
     return changes

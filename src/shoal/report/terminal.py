@@ -24,7 +24,9 @@ def choose_group(heads: Sequence[GroupHead], asked: str | None, otherwise: str) 
             return heads[int(asked) - 1]
         named = [head for head in heads if asked in (head.group, head.prompt_id)]
         if not named:
-            raise ConfigError(f"command line: --group: {asked} is not in this step; it has groups 1 to {len(heads)} (--list)")
+            raise ConfigError(
+                f"command line: --group: {asked} is not in this step; it has groups 1 to {len(heads)} (--list)"
+            )
         return named[0]
     scored = [head for head in heads if head.mean is not None]
     if otherwise != "mixed" and scored:

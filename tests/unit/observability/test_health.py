@@ -26,9 +26,7 @@ HEALTHY = {
 
 def rows(count: int, bad_from: int = 10**6, bad_to: int = 10**6, **bad: float) -> list[dict[str, Any]]:
     """Healthy steps, with `bad` in place of some values at the steps from … to."""
-    return [
-        {"step": step, **HEALTHY, **(bad if bad_from <= step <= bad_to else {})} for step in range(1, count + 1)
-    ]
+    return [{"step": step, **HEALTHY, **(bad if bad_from <= step <= bad_to else {})} for step in range(1, count + 1)]
 
 
 def named(name: str, value: float) -> dict[str, float]:
@@ -90,7 +88,10 @@ def test_a_run_of_one_step_can_be_ill() -> None:
 def test_knobs_that_never_act_are_remarked_on() -> None:
     quiet = [{**row, "policy/clip_frac": 0.0, "correction/capped_frac": 0.0} for row in rows(25)]
     findings = check_rows(quiet, {"train": {"ppo_epochs": 1, "minibatches": 1}})
-    assert [(f.check, f.level, f.steps[0]) for f in findings] == [("inert-clip", "notice", 20), ("inert-cap", "notice", 20)]
+    assert [(f.check, f.level, f.steps[0]) for f in findings] == [
+        ("inert-clip", "notice", 20),
+        ("inert-cap", "notice", 20),
+    ]
     assert [f.check for f in check_rows(quiet, {"train": {"ppo_epochs": 2, "minibatches": 1}})] == ["inert-cap"]
 
 
@@ -117,9 +118,14 @@ def config(rate: float = 5e-6) -> RunConfig:
 def test_live_tells_once_and_again_when_it_is_news(tmp_path: Path) -> None:
     store = Memory()
     health = LiveHealth(tmp_path, config(), EventLog(store))
-    for row in rows(160, 5, 30, **named("masked", 0.8)) + [{**r, "step": r["step"] + 160} for r in rows(20, 1, 20, **named("masked", 0.8))]:
+    for row in rows(160, 5, 30, **named("masked", 0.8)) + [
+        {**r, "step": r["step"] + 160} for r in rows(20, 1, 20, **named("masked", 0.8))
+    ]:
         health.look(row["step"], {name: value for name, value in row.items() if name != "step"})
-    assert [(e["step"], e["kind"], e["data"]["check"]) for e in store.events] == [(7, "health", "masked"), (163, "health", "masked")]
+    assert [(e["step"], e["kind"], e["data"]["check"]) for e in store.events] == [
+        (7, "health", "masked"),
+        (163, "health", "masked"),
+    ]
     assert store.events[0]["data"]["steps"] == [5, 7] and "lower train.learning_rate" in store.events[0]["message"]
 
 
@@ -141,7 +147,9 @@ def test_a_run_directory_is_diagnosed_from_its_files_alone(tmp_path: Path) -> No
         events = EventLog(run_dir)
         events.warn("sink", "wandb failed and training goes on without it")
         events.warn("sink", "wandb is too slow")
-        run_dir.write_status("stopped", step=12, reason="five steps", resumable=True, next_command="shoal grpo x --resume")
+        run_dir.write_status(
+            "stopped", step=12, reason="five steps", resumable=True, next_command="shoal grpo x --resume"
+        )
     findings = diagnose(path)
     assert [(f.check, f.level) for f in findings] == [
         ("ended", "warning"), ("truncated", "warning"), ("sink", "warning"), ("config", "notice"),

@@ -100,5 +100,5 @@ def test_a_run_on_another_machine_is_judged_by_its_files(tmp_path: Path) -> None
     (tmp_path / "run.lock").write_text('{"pid": 1, "host": "another-machine"}')
     assert seems_running(tmp_path)
     for name in ("status.json", "metrics.jsonl", "events.jsonl", "journal.jsonl"):
-        os.utime(tmp_path / name, (time.time() - 3600,) * 2)
+        os.utime(tmp_path / name, (time.time() - 3600, time.time() - 3600))
     assert not seems_running(tmp_path)

@@ -86,15 +86,19 @@ def test_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> None:
     with RunDir.create(tmp_path / "run", f"# {MARKUP}\n", {}) as run_dir:
         run_dir.append_metrics(1, {"reward/mean": 0.5})
         run_dir.append_event({"step": 1, "kind": MARKUP, "message": MARKUP, "time": 0.0, "level": "warning"})
-        row = {"rollout_id": "a", "group": MARKUP, "prompt_id": MARKUP, "env": MARKUP, "prompt": MARKUP, "completion": MARKUP,
-               "status": MARKUP, "error": MARKUP, "reward": 1.0, "parts": {MARKUP: 1.0}}  # fmt: skip
+        texts = ("group", "prompt_id", "env", "prompt", "completion", "status", "error")
+        row = {"rollout_id": "a", **dict.fromkeys(texts, MARKUP), "reward": 1.0, "parts": {MARKUP: 1.0}}
         run_dir.write_rollouts(1, [row, {**row, "token_texts": [MARKUP, " end"], "loss_mask": [1, 1]}])
         run_dir.write_status("failed", step=1, reason=MARKUP, resumable=False)
     with opened(browser, write_report(run_dir.path)) as page:
         visit_everything(page)
         page.keyboard.press("2")
         page.wait_for_selector("#group .rollout")
-        for place in ("#group .prompt pre", "#group .rollout >> nth=0 >> .completion", "#group .rollout >> nth=1 >> .completion"):
+        for place in (
+            "#group .prompt pre",
+            "#group .rollout >> nth=0 >> .completion",
+            "#group .rollout >> nth=1 >> .completion",
+        ):
             assert MARKUP in page.inner_text(place)
         assert "owned" not in page.title() and page.locator("img, #group b b, main script").count() == 0
 

@@ -56,7 +56,7 @@ def test_steps_groups_searches_and_prompts(run: Path) -> None:
         run, "/api/runs/0/steps/1", f"/api/runs/0/steps/1/group?id={group}", "/api/runs/0/find?status=dropped",
         "/api/runs/0/follow?prompt=reverse-text/0", "/api/runs/0/news?after=4&events=2",
     )  # fmt: skip
-    assert [head["group"] for head in heads[1]][0] == group
+    assert heads[1][0]["group"] == group
     assert whole[1] == collect_rollouts(run, 1)[0]
     assert {head["step"] for head in found[1]["heads"]} == {3, 6} and found[1]["next"] is None
     assert [head["step"] for head in followed[1]["heads"]] == [5, 1]
@@ -77,7 +77,9 @@ def test_the_page_holds_the_curves_and_may_ask_only_its_own_server(run: Path) ->
     assert headers["X-Content-Type-Options"] == "nosniff" and "Access-Control-Allow-Origin" not in headers
 
 
-@pytest.mark.parametrize("path", ["/api/runs/7/steps/1", "/api/runs/0/steps/1/group?id=nobody", "/../status.json", "/x"])
+@pytest.mark.parametrize(
+    "path", ["/api/runs/7/steps/1", "/api/runs/0/steps/1/group?id=nobody", "/../status.json", "/x"]
+)
 def test_what_is_not_there(run: Path, path: str) -> None:
     assert ask(run, path)[0][0] == 404
 
@@ -87,7 +89,13 @@ def test_a_step_without_rollouts_is_empty(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "headers", [{"Host": "evil.example"}, {"Host": "127.0.0.1.evil.example:80"}, {"Origin": "http://evil.example"}, {"Origin": "null"}]
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": "127.0.0.1.evil.example:80"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+    ],
 )
 def test_other_hosts_and_origins_are_refused(run: Path, headers: dict[str, str]) -> None:
     assert [status for status, _ in ask(run, "/", "/api/runs/0/steps/1", "/alive", headers=headers)] == [403] * 3
@@ -138,7 +146,9 @@ def test_a_read_only_directory_is_enough(tmp_path: Path) -> None:
     for path in (run, run / "rollouts", run / "logs"):
         path.chmod(0o555)
     try:
-        answers = ask(run, "/", "/api/runs/0/steps/2", "/api/runs/0/find?text=otter", "/api/runs/0/news?after=0&events=0")
+        answers = ask(
+            run, "/", "/api/runs/0/steps/2", "/api/runs/0/find?text=otter", "/api/runs/0/news?after=0&events=0"
+        )
     finally:
         for path in (run, run / "rollouts", run / "logs"):
             path.chmod(0o755)

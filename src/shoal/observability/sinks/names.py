@@ -27,7 +27,6 @@ _TRL = {
     "completion/truncated_frac": "train/completions/clipped_ratio",
     "time/step": "train/step_time",
     "sft/loss": "train/loss",
-    "sft/accuracy": "train/mean_token_accuracy",
 }
 _TRL_FAMILIES = (
     (re.compile(r"reward/part/(.+)"), r"train/rewards/\1/mean"),

@@ -14,6 +14,7 @@ from shoal.protocols import MetricSink
 
 Rows = Sequence[Mapping[str, Any]]
 
+
 @dataclass(frozen=True, slots=True)
 class TrackerRun:
     """What a tracker is told about a run."""
@@ -77,7 +78,12 @@ class TrackioSink:
     def __init__(self, run: TrackerRun) -> None:
         self._trackio = importlib.import_module("trackio")
         self._run = self._trackio.init(
-            project=run.project, name=run.title, config=dict(run.config), resume="allow", auto_log_gpu=False, auto_log_cpu=False
+            project=run.project,
+            name=run.title,
+            config=dict(run.config),
+            resume="allow",
+            auto_log_gpu=False,
+            auto_log_cpu=False,
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

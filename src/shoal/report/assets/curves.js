@@ -11,7 +11,6 @@ shoal.CHARTS = [
   { title: "Reward parts", names: ["reward/part/*"] },
   { title: "Reward by environment", names: ["reward/env/*"] },
   { title: "Loss", names: ["sft/loss"], zero: true },
-  { title: "Accuracy", names: ["sft/accuracy"], percent: true },
   { title: "KL to the reference", names: ["policy/kl_ref"], zero: true, note: "healthy below 0.2" },
   { title: "Entropy", names: ["policy/entropy"], zero: true, note: "falls slowly, not to 0" },
   { title: "Mismatch", names: ["mismatch/k3"], zero: true, note: "sampler against trainer; healthy below 0.01" },
