@@ -137,7 +137,8 @@ def test_every_rollout_of_a_group_side_by_side_with_parts_and_tints(browser: Bro
         sampled = sum(sum(r["loss_mask"]) for r in mine)
         assert seen["none"] == seen["ratio"] == 0, "sampler and trainer agree, so no ratio stands out"
         assert 0 < seen["logprob"] <= sampled
-        assert seen["advantage"] == sum(sum(r["loss_mask"]) for r in mine if abs(r["advantage"]) > 0.04)
+        largest = max(abs(r["advantage"]) for r in mine)
+        assert seen["advantage"] == sum(sum(r["loss_mask"]) for r in mine if abs(r["advantage"]) >= 0.02 * largest > 0)
         tokens.first.hover()
         assert "sampler log-prob" in page.inner_text("#tip")
 

@@ -50,11 +50,12 @@ def print_group(group: dict[str, Any], step: int, tint: str, console: Console | 
     console.print(Text(sanitise(group["prompt"])))
     if group["drop_reason"]:
         console.print(Text(f"set aside: {group['drop_reason']}", style="yellow"))
+    largest = max((abs(rollout["advantage"] or 0.0) for rollout in group["rollouts"]), default=0.0)
     for number, rollout in enumerate(group["rollouts"], start=1):
         console.print(Rule(_title(number, rollout), align="left", style="bright_black"))
         if rollout["error"]:
             console.print(Text(sanitise(rollout["error"]), style="yellow"))
-        console.print(tinted(rollout, tint))
+        console.print(tinted(rollout, tint, largest))
 
 
 def _title(number: int, rollout: dict[str, Any]) -> Text:
@@ -70,25 +71,26 @@ def _title(number: int, rollout: dict[str, Any]) -> Text:
     return title.append("  truncated", style="yellow") if rollout["truncated"] else title
 
 
-def tinted(rollout: dict[str, Any], tint: str) -> Text:
-    """The completion; tokens the policy did not sample are dim."""
+def tinted(rollout: dict[str, Any], tint: str, largest: float = 1.0) -> Text:
+    """The completion; tokens the policy did not sample are dim. `largest` advantage of the group is the full colour."""
     tokens = rollout["tokens"]
     if tokens is None:
         return Text(sanitise(rollout["completion"]) or "(empty)")
     text = Text()
     for i, piece in enumerate(tokens["text"]):
-        style = _style(rollout, tokens, i, tint) if tokens["mask"][i] else "bright_black italic"
+        style = _style(rollout, tokens, i, (tint, largest)) if tokens["mask"][i] else "bright_black italic"
         text.append(sanitise(piece), style=style)
     if tokens["left_out"]:
         text.append(f" … {tokens['left_out']} more tokens", style="bright_black")
     return text
 
 
-def _style(rollout: dict[str, Any], tokens: dict[str, Any], i: int, tint: str) -> str:
+def _style(rollout: dict[str, Any], tokens: dict[str, Any], i: int, how: tuple[str, float]) -> str:
+    tint, largest = how
     sampler = tokens["sampler"][i] if tokens["sampler"] else None
     policy = tokens["policy"][i] if tokens["policy"] else None
     if tint == "advantage" and rollout["advantage"] is not None:
-        return _shade(UP if rollout["advantage"] > 0 else DOWN, abs(rollout["advantage"]) / 2)
+        return _shade(UP if rollout["advantage"] > 0 else DOWN, abs(rollout["advantage"]) / (largest or 1.0))
     if tint == "logprob" and sampler is not None:
         return _shade(UNSURE, -sampler / 4)
     if tint == "ratio" and sampler is not None and policy is not None:

@@ -7,7 +7,7 @@ shoal.drawChart = (chart, prepared, onStep) => {
   const shown = prepared.lines.filter((line) => !line.edge);
   const room = shoal.make("div", { class: "plot", "data-chart": chart.title });
   const box = shoal.make("figure", { class: "card", "aria-label": chart.title + ": " + shown.map((line) => line.label + " " + write(shoal.last(line.own || line.values))).join(", ") },
-    shoal.make("figcaption", {}, shoal.make("b", {}, chart.title), shoal.make("span", { class: "note", title: chart.note }, chart.note || "")), room, legend());
+    shoal.make("figcaption", {}, shoal.make("b", {}, chart.title), shoal.make("span", { class: "note", title: chart.note }, prepared.several && chart.band ? "" : chart.note || "")), room, legend());
   let plot = null, watcher = null, zoomed = null;
   const self = { redraw, destroy };
   shoal.charts.push(self);
@@ -99,7 +99,7 @@ shoal.drawChart = (chart, prepared, onStep) => {
     const reach = [prepared.x[0], prepared.x[prepared.x.length - 1]];
     return {
       width: room.clientWidth, height, padding: [8, 10, 0, 0], legend: { show: false },
-      cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false, dist: 5 }, sync: { key: "shoal" } },
+      cursor: { y: false, points: { size: (_, i) => (i > 0 && (lines[i - 1].edge || lines[i - 1].faint || lines[i - 1].area) ? 0 : 7) }, drag: { x: true, y: false, dist: 5 }, sync: { key: "shoal" } },
       scales: { x: { time: false, range: (_, low, high) => (reach[0] === reach[1] ? [reach[0] - 1, reach[0] + 1] : [low, high]) }, y: { range: (_, low, high) => range(low, high) } },
       axes: [
         { ...axis, grid: { show: false }, size: 28, space: 60, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000] },

@@ -113,6 +113,8 @@ shoal.browser = (source) => {
 
   function drawGroup(group, head) {
     place.shown = { group, head };
+    const largest = Math.max(...group.rollouts.map((rollout) => Math.abs(rollout.advantage || 0)));
+    group.rollouts.forEach((rollout) => { rollout.largest = largest; });
     const followed = make("button", { type: "button", class: "push", id: "follow", "aria-pressed": String(Boolean(place.follow)) }, place.follow ? "Back to the step" : "Follow this prompt");
     followed.addEventListener("click", () => (place.follow ? list({ keep: true }) : follow(head)));
     const facts = ["step " + head.step, group.env, group.rollouts.length + " rollouts", "mean " + shoal.number(shoal.mean(head.rewards))];
@@ -195,7 +197,7 @@ shoal.browser = (source) => {
       { x: ordered.map((head) => head.step), lines }, (step) => choose(ordered.find((head) => head.step === step)));
     figure.classList.add("timeline");
     figure.append(make("div", { class: "chips" }, ...ordered.map((head) => {
-      const chip = make("button", { type: "button", class: head.step === place.step ? "chosen" : "" }, String(head.step));
+      const chip = make("button", { type: "button", class: head.step === place.step && head.group === place.group ? "chosen" : "" }, String(head.step));
       chip.addEventListener("click", () => choose(head));
       return chip;
     })));

@@ -31,8 +31,8 @@ shoal.drawSummary = (runs) => {
     const total = run.run.total_steps;
     if (several) out.push(tile(run.run.name, String(run.run.step ?? 0) + " steps", run.run.state));
     else out.push(tile("Steps", [String(last(run.steps) ?? run.run.step ?? 0), total ? make("span", { class: "from" }, " of " + total) : ""], run.run.state));
-    evals.slice(0, several ? 1 : 3).forEach((name) => out.push(tile("Held out", change(series, name), name.split("/")[1] + ", first to last")));
-    if (series["reward/mean"]) out.push(tile("Reward", change(series, "reward/mean"), "training rollouts, first to last"));
+    evals.slice(0, several ? 1 : 3).forEach((name) => out.push(tile("Held out", change(series, name), several ? run.run.name : name.split("/")[1] + ", first to last")));
+    if (series["reward/mean"]) out.push(tile("Reward", change(series, "reward/mean"), several ? run.run.name : "training rollouts, first to last"));
     if (series["sft/loss"]) out.push(tile("Loss", change(series, "sft/loss"), "first to last"));
     if (several) return out;
     const rollouts = series["batch/rollouts"], tokens = series["tokens/completion"];
@@ -100,7 +100,7 @@ shoal.drawConfig = (runs) => {
     const differing = keys.filter((key) => new Set(cells(key)).size > 1), same = keys.filter((key) => new Set(cells(key)).size === 1);
     const row = (key) => make("tr", {}, make("td", { class: "mono" }, key), ...cells(key).map((cell) => make("td", { class: "mono wide" }, cell)));
     return [make("h2", {}, "What differs between the runs"), shoal.table(["Key", ...runs.map((run) => run.run.name)], differing.map(row), "Nothing."),
-      make("h2", {}, "What all of them have set"), shoal.table(["Key", ...runs.map((run) => run.run.name)], same.map(row), "Nothing.")];
+      make("h2", {}, "What all of them have set"), shoal.table(["Key", "All runs"], same.map((key) => make("tr", {}, make("td", { class: "mono" }, key), make("td", { class: "mono wide" }, cells(key)[0]))), "Nothing.")];
   }
 };
 

@@ -3,7 +3,7 @@
 shoal.TINTS = {
   logprob: { label: "log-prob", low: "sure", high: "surprised", describe: "darker: the sampler found the token less likely" },
   ratio: { label: "ratio", low: "less likely", high: "more likely", describe: "the trainer's probability over the sampler's" },
-  advantage: { label: "advantage", low: "pushed down", high: "pushed up", describe: "where this step pushes the policy" },
+  advantage: { label: "advantage", low: "pushed down", high: "pushed up", describe: "where this step pushes the policy, against the largest advantage of the group" },
   none: { label: "plain", low: "", high: "", describe: "" },
 };
 shoal.FIRST_TOKENS = 700; // drawn at once; the rest on request
@@ -12,7 +12,7 @@ shoal.tint = (how, rollout, tokens, i) => {
   if (!tokens.mask[i]) return null;
   const sampler = tokens.sampler && tokens.sampler[i], policy = tokens.policy && tokens.policy[i];
   if (how === "logprob" && typeof sampler === "number") return shade("c5", Math.min(1, -sampler / 4));
-  if (how === "advantage" && rollout.advantage !== null) return shade(rollout.advantage > 0 ? "c1" : "c2", Math.min(1, Math.abs(rollout.advantage) / 2));
+  if (how === "advantage" && rollout.advantage !== null) return shade(rollout.advantage > 0 ? "c1" : "c2", Math.abs(rollout.advantage) / (rollout.largest || 1));
   if (how === "ratio" && typeof sampler === "number" && typeof policy === "number") {
     const gap = policy - sampler;
     return shade(gap > 0 ? "c1" : "c2", Math.min(1, Math.abs(gap) / 0.5));
