@@ -204,6 +204,10 @@ def test_theme_keys_and_tabs(browser: Browser, run: Run) -> None:
         page.click("#theme")
         dark = page.evaluate(background)
         assert light != dark and page.get_attribute("html", "data-theme") == "dark"
+        assert page.evaluate("localStorage.getItem('shoal-theme')") == "dark"
+        page.click("#theme")
+        assert page.evaluate(background) == light
+        page.context.add_init_script("localStorage.setItem('shoal-theme', 'dark')")
         page.reload()
         page.wait_for_selector("#charts .plot canvas")
         assert page.evaluate(background) == dark, "the choice is remembered"
@@ -268,7 +272,17 @@ def test_a_run_that_goes_on_is_seen_to_grow(browser: Browser, run: Run, new_run:
         with watching(str(growing.path), cwd=growing.folder) as address, opened(browser, address) as page:
             assert page.inner_text("#state") == "running"
             first = int(page.evaluate("shoal.page.runs[0].steps.at(-1)"))
+            box = chart(page, "Reward").locator(".u-over").bounding_box()
+            assert box is not None
+            page.mouse.move(box["x"] + 20, box["y"] + 50)
+            page.mouse.down()
+            page.mouse.move(box["x"] + box["width"] - 5, box["y"] + 50, steps=5)
+            page.mouse.up()
+            page.mouse.move(5, 5)
+            zoomed = page.evaluate("shoal.zooms.get('Reward')")
             until(page, f"shoal.page.runs[0].steps.at(-1) > {first + 2}")
+            page.wait_for_timeout(300)
+            assert page.evaluate("shoal.zooms.get('Reward')") == zoomed is not None, "a zoom outlives the news"
             assert page.locator("#charts .plot canvas").count() > 5
             command.send(signal.SIGINT)
             assert command.wait() == 130

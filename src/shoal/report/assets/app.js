@@ -7,17 +7,21 @@
   page.runs.forEach((run, i) => { run.colour = shoal.PALETTE[i % 6]; run.shown = true; });
   const source = shoal.makeSource(page);
   const browser = shoal.browser(source);
-  let opened = false;
+  let opened = false, behind = false;
   shoal.smoothing = Number(shoal.stored("smoothing") ?? 0.6) || 0;
 
   const shownRuns = () => page.runs.filter((run) => run.shown);
 
   function drawAll() {
+    drawNews();
+    shoal.drawConfig(page.runs);
+  }
+
+  function drawNews() {
     shoal.drawSummary(page.runs);
     shoal.drawFindings(page.runs, openStep);
     drawCurves();
     shoal.drawEvents(page.runs);
-    shoal.drawConfig(page.runs);
     shoal.drawGlossary(page.runs);
   }
 
@@ -136,7 +140,9 @@
       $("pulse").classList.add("lost");
       $("pulse").title = "the server does not answer";
     }
-    if (grown) { drawAll(); browser.refill(); }
+    if (grown) browser.refill();
+    behind = behind || grown;
+    if (behind && $("tip").hidden) { drawNews(); behind = false; } // nothing moves under a pointer that reads a value
     else if (said) { shoal.drawSummary(page.runs); shoal.drawEvents(page.runs); }
     const going = page.runs.some((run) => run.run.state === "running");
     setTimeout(listen, document.hidden ? 10000 : going ? 2000 : 5000);

@@ -1,6 +1,6 @@
 "use strict";
 // Shared by all scripts of the page: elements, numbers, colours, the floating tip.
-const shoal = { charts: [] };
+const shoal = { charts: [], zooms: new Map() };
 
 shoal.$ = (id) => document.getElementById(id);
 

@@ -8,7 +8,7 @@ shoal.drawChart = (chart, prepared, onStep) => {
   const room = shoal.make("div", { class: "plot", "data-chart": chart.title });
   const box = shoal.make("figure", { class: "card", "aria-label": chart.title + ": " + shown.map((line) => line.label + " " + write(shoal.last(line.own || line.values))).join(", ") },
     shoal.make("figcaption", {}, shoal.make("b", {}, chart.title), shoal.make("span", { class: "note", title: chart.note }, prepared.several && chart.band ? "" : chart.note || "")), room, legend());
-  let plot = null, watcher = null, zoomed = null;
+  let plot = null, watcher = null;
   const self = { redraw, destroy };
   shoal.charts.push(self);
   // The chart is made once its box has a width, and again when the theme or the smoothing changes.
@@ -43,7 +43,7 @@ shoal.drawChart = (chart, prepared, onStep) => {
     if (plot) plot.destroy();
     const lines = layers();
     plot = new uPlot(options(lines), [prepared.x, ...lines.map((line) => line.values)], room);
-    if (zoomed) plot.setScale("x", zoomed);
+    if (shoal.zooms.has(chart.title)) plot.setScale("x", shoal.zooms.get(chart.title));
     // A press and release in one place is a click; uPlot keeps the browser's own click event to itself.
     let pressed = null, waiting = null;
     plot.over.addEventListener("pointerdown", (event) => { pressed = event.clientX; });
@@ -53,10 +53,10 @@ shoal.drawChart = (chart, prepared, onStep) => {
       if (!onStep || !still || event.button !== 0) return;
       const step = prepared.x[plot.posToIdx(event.clientX - plot.over.getBoundingClientRect().left)];
       clearTimeout(waiting);
-      if (zoomed) waiting = setTimeout(() => onStep(step), 260); // a second click zooms out instead
+      if (shoal.zooms.has(chart.title)) waiting = setTimeout(() => onStep(step), 260); // a second click zooms out instead
       else onStep(step);
     });
-    plot.over.addEventListener("dblclick", () => { clearTimeout(waiting); zoomed = null; });
+    plot.over.addEventListener("dblclick", () => { clearTimeout(waiting); shoal.zooms.delete(chart.title); });
     plot.over.addEventListener("mouseleave", shoal.hideTip);
     plot.over.addEventListener("mousemove", tell);
     if (!watcher) watch();
@@ -111,7 +111,7 @@ shoal.drawChart = (chart, prepared, onStep) => {
         width: line.edge || line.area ? 0 : line.faint ? 1 : 2, spanGaps: true, fill: line.area ? shoal.colour(line.colour) : undefined,
         points: { show: (line.dots || few) && !line.edge && !line.faint, size: 7, fill: shoal.colour(line.colour), stroke: shoal.colour("card") },
       }))],
-      hooks: { setSelect: [(drawn) => { if (drawn.select.width > 0) zoomed = { min: drawn.posToVal(drawn.select.left, "x"), max: drawn.posToVal(drawn.select.left + drawn.select.width, "x") }; }] },
+      hooks: { setSelect: [(drawn) => { if (drawn.select.width > 0) shoal.zooms.set(chart.title, { min: drawn.posToVal(drawn.select.left, "x"), max: drawn.posToVal(drawn.select.left + drawn.select.width, "x") }); }] },
     };
   }
 

@@ -53,7 +53,8 @@ shoal.drawFindings = (runs, onStep) => {
     make("span", { class: "sign", "aria-hidden": "true" }, finding.level === "warning" ? "!" : "i"),
     make("div", {}, runs.length > 1 ? make("b", {}, runs[finding.run].run.name + ": ") : null, make("b", {}, finding.what), " ", steps(finding)),
     make("div", { class: "remedy" }, finding.remedy)));
-  const quiet = notices.length ? [make("details", { class: "more" }, make("summary", {}, notices.length + (notices.length === 1 ? " remark" : " remarks")), make("div", { class: "findings" }, ...cards(notices)))] : [];
+  const open = Boolean($("findings").querySelector("details[open]"));
+  const quiet = notices.length ? [make("details", { class: "more", open }, make("summary", {}, notices.length + (notices.length === 1 ? " remark" : " remarks")), make("div", { class: "findings" }, ...cards(notices)))] : [];
   $("findings").replaceChildren(...cards(warnings), ...quiet);
 
   function steps(finding) {
