@@ -140,7 +140,7 @@ def test_a_large_run_is_shown_at_once_in_little_memory(browser: Browser, tmp_pat
         found = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
         assert found is not None
         first_paint_s = []
-        for _ in range(3):  # the best of three: this machine may be busy with other things
+        for _ in range(5):  # the best of five: this machine may be busy with other things
             started = time.monotonic()
             with opened(browser, found.group()) as page:
                 page.wait_for_selector("#charts canvas")
