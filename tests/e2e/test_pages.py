@@ -102,6 +102,8 @@ def test_curves_hover_smoothing_and_the_way_to_rollouts(browser: Browser, run: R
             "Truncated", "Gradient norm", "Where the time goes", "Throughput",
         }  # fmt: skip
         assert expected <= set(titles)
+        assert "smoothed" not in hover(page, "Reward", 0.5), "a short run is shown as it is"
+        page.fill("#smoothing", "0.6")
         told = hover(page, "Reward", 0.999)
         assert f"Step {STEPS}" in told
         shown = float(re.search(r"mean\s*([\d.]+)", told).group(1))  # type: ignore[union-attr]

@@ -8,7 +8,9 @@
   const source = shoal.makeSource(page);
   const browser = shoal.browser(source);
   let opened = false, behind = false;
-  shoal.smoothing = Number(shoal.stored("smoothing") ?? 0.6) || 0;
+  // An average over a handful of steps would only lag behind them.
+  const many = page.runs.some((run) => run.steps.length > 60);
+  shoal.smoothing = Number(shoal.stored("smoothing") ?? (many ? 0.6 : 0)) || 0;
 
   const shownRuns = () => page.runs.filter((run) => run.shown);
 
