@@ -6,6 +6,7 @@ import importlib
 import json
 import sqlite3
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,11 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = log_two_steps(tmp_path / "run", "wandb", completions=4)
     assert counts == {"sent": 4, "failed": 0, "dropped": 0, "unsent": 0}
     (written,) = (tmp_path / "run/logs/wandb").glob("offline-run-*/run-*.wandb")
-    data = written.read_bytes()
-    for name in (b"reward/mean", b"eval/a/mean", b"completions"):
-        assert name in data, name
+    names = (b"reward/mean", b"eval/a/mean", b"completions")
+    deadline = time.monotonic() + 60  # its own service process writes the file, in its own time
+    while not all(name in written.read_bytes() for name in names):
+        assert time.monotonic() < deadline, written.read_bytes()[:200]
+        time.sleep(0.1)
     tables = list((tmp_path / "run/logs/wandb").glob("offline-run-*/files/media/table/completions_*.json"))
     assert len(tables) == 2
     table = json.loads(sorted(tables)[0].read_text())
