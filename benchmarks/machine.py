@@ -1,4 +1,4 @@
-"""What a result was measured on: machine and versions, for the JSON files in benchmarks/results/."""
+"""What a result was measured on and with which command, for the JSON files in benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,34 @@ def machine() -> dict[str, Any]:
     return found
 
 
+def command() -> str:
+    """What was typed, as from the root of the repository; where else files lay is of no interest."""
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+
+
 def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Written whole or not at all: benchmarks write again after every row, and may be cut off between."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n", "utf-8")
+    text = json.dumps({"machine": machine(), "command": command(), **result}, indent=1) + "\n"
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text, "utf-8")
+    draft.replace(path)
+
+
+def print_table(title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
+    """A short table for whoever watches; the JSON holds the rest."""
+    cells = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    print(f"\n{title}")
+    for line in cells:
+        print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
+    sys.stdout.flush()
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)

@@ -1,4 +1,4 @@
-"""An environment that a model with random weights can already play: write the digit 7."""
+"""Environments that a model with random weights can already play: rewards differ within a group from the first step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,21 @@ from collections.abc import Sequence
 from shoal.envs import SingleTurn, answer_of, ask
 from shoal.types import Message, Task
 
+TALES = "Write a long story about {}, in plain words and with much detail, and do not come to an end soon. "
+HEROES = (
+    "a heron",
+    "two otters",
+    "an old lighthouse",
+    "the tide",
+    "a lost net",
+    "a shoal of herring",
+    "a quiet harbour",
+)
+
 
 class Sevens(SingleTurn):
+    """Write the digit 7."""
+
     name = "sevens"
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -18,3 +31,25 @@ class Sevens(SingleTurn):
     def reward(self, task: Task, messages: Sequence[Message]) -> float:
         answer = answer_of(messages)
         return answer.count("7") / max(1, sum(character.isdigit() for character in answer))
+
+
+class Evens(SingleTurn):
+    """Write characters with an even code. Prompts have `characters` characters, so a tokenizer decides their tokens."""
+
+    name = "evens"
+
+    def __init__(self, characters: int = 120) -> None:
+        self.characters = characters
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        start, size = (0, 1000) if split == "train" else (1000, 100)
+        return [ask(self._prompt(number)) for number in range(start, start + size)]
+
+    def _prompt(self, number: int) -> str:
+        """Number first, so that prompts differ from the start and none is the prefix of another."""
+        text = f"{number:04d}: {TALES.format(HEROES[number % len(HEROES)])}"
+        return (text * (1 + self.characters // len(text)))[: self.characters]
+
+    def reward(self, task: Task, messages: Sequence[Message]) -> float:
+        answer = answer_of(messages)
+        return sum(ord(character) % 2 == 0 for character in answer) / max(1, len(answer))

@@ -1,139 +1,116 @@
-"""Rollout speed of the embedded engine on one GPU: random weights of a known shape, log-probs included.
+"""Rollout speed of the embedded engine: random weights of known shapes, distinct prompts, log-probs included.
 
-    python benchmarks/rollout.py OUT.json [--shapes qwen2.5-0.5b qwen3-0.6b] [--sequences 128 512] [--generate]
+    python benchmarks/rollout.py OUT.json [--shapes …] [--sequences …] [--generate] [--vllm] [--eager] [--smoke]
 
-Each row states tokens per second and the bandwidth limit: every decode step reads all weights and the cache once.
+`tokens_per_s` counts everything from the first prompt to the last token; `decode_tokens_per_s` leaves the prefill out.
+--generate and --vllm time transformers' generate and vLLM on the same weights and prompts in the same run.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
-from pathlib import Path
 from typing import Any
 
-import torch
-from machine import write_result
-from transformers import AutoModelForCausalLM
+import rivals
+from limits import Rates
+from machine import print_table, write_result
+from workload import TINY, Loaded, begin, free, generate, load, make_engine, parser, requests, time_engine
 
-from shoal.engine.engine import EmbeddedEngine, EngineSettings
-from shoal.models.decoder import Decoder
-from shoal.models.sampler_view import SamplerView
-from shoal.models.shapes import shape_config
-from shoal.types import Completion, Request, SamplingParams
-
+CASES = {"qwen2.5-0.5b": [128, 512], "qwen3-0.6b": [128, 512], "qwen2.5-7b": [64]}
 PROMPT, NEW = 128, 256
+PARITY_SEQUENCES, PARITY_NEW = 16, 64
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second of a large device copy, read plus written."""
-    source = torch.empty(1 << 30, dtype=torch.int32, device="cuda").fill_(1)
-    target = torch.empty_like(source)
-    for _ in range(3):
-        target.copy_(source)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(10):
-        target.copy_(source)
-    torch.cuda.synchronize()
-    return 10 * 2 * source.numel() * 4 / (time.perf_counter() - start)
-
-
-def load(shape: str) -> Decoder:
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(shape_config(shape), dtype=torch.bfloat16)
-    return Decoder(model.eval())
-
-
-def requests(count: int, vocabulary: int) -> list[Request]:
-    generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(0, vocabulary, (count, PROMPT), generator=generator).tolist()
-    return [Request(str(i), prompt, SamplingParams(max_tokens=NEW, seed=i)) for i, prompt in enumerate(prompts)]
-
-
-def run(engine: EmbeddedEngine, work: list[Request]) -> tuple[float, dict[str, Completion]]:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for request in work:
-        engine.add(request)
-    done: dict[str, Completion] = {}
-    while engine.busy:
-        done |= {completion.request_id: completion for completion in engine.step()}
-    torch.cuda.synchronize()
-    return time.perf_counter() - start, done
-
-
-def measure(decoder: Decoder, layers: Any, count: int, bandwidth: float, graphs: bool) -> dict[str, Any]:
-    settings = EngineSettings(count, PROMPT + NEW, prefill_tokens=1 << 16, graphs=graphs)
-    engine = EmbeddedEngine(SamplerView(decoder), layers, settings, lambda ids: "")
-    work = requests(count, decoder.vocab_size)
-    run(engine, work)  # captures the graphs
-    seconds = min(run(engine, work)[0] for _ in range(3 if graphs else 1))
-    weights = sum(p.numel() * p.element_size() for p in decoder.model.parameters())
-    per_token = engine.cache.bytes_per_token(layers, decoder.dtype)
-    step_bytes = weights + count * per_token * (PROMPT + NEW / 2)
+def measure(loaded: Loaded, count: int, rates: Rates, new: int, graphs: bool = True) -> dict[str, Any]:
+    engine = make_engine(loaded, count, PROMPT + new, graphs)
+    work = requests(loaded.decoder.vocab_size, count, PROMPT, [new] * count)
+    timing = time_engine(engine, work, repeats=3 if graphs else 1)
+    decode = loaded.shape.decode([(PROMPT, new)] * count, count)
+    prefill = loaded.shape.prefill([PROMPT] * count, count)
     return {
         "sequences": count,
-        "graphs": graphs,
-        "seconds": seconds,
-        "tokens_per_s": count * NEW / seconds,
-        "limit_tokens_per_s": count / (step_bytes / bandwidth),
+        "path": engine.path,
+        **timing.row(),
+        **(prefill + decode).limits(rates, timing.tokens, timing.tokens_per_s),
+        "decode": decode.limits(rates, timing.tokens - count, timing.decode_tokens_per_s)
+        | {"bytes": decode.bytes, "operations": decode.operations, "seconds": timing.seconds - timing.prefill_s},
+        "prefill": {
+            "tokens_per_s": count * PROMPT / timing.prefill_s,
+            **prefill.limits(rates, count * PROMPT, count * PROMPT / timing.prefill_s),
+            "bytes": prefill.bytes,
+            "operations": prefill.operations,
+        },
     }
 
 
-def hf_generate(decoder: Decoder, count: int) -> dict[str, Any]:
-    model: Any = decoder.inner
-    ids = torch.tensor([request.prompt_ids for request in requests(count, decoder.vocab_size)], device="cuda")
-    model.set_attn_implementation("sdpa")
-    options = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": True, "pad_token_id": 0, "top_k": 0}
-    model.generate(ids, **options)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    model.generate(ids, **options)
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    model.set_attn_implementation("shoal")
-    return {"sequences": count, "transformers_generate_tokens_per_s": count * 32 / seconds}
-
-
-def parity(decoder: Decoder, layers: Any) -> dict[str, float]:
+def parity(loaded: Loaded) -> dict[str, float]:
     """The same requests in graphs and eagerly: how long the tokens agree, and how far log-probs differ."""
-    work = requests(16, decoder.vocab_size)
-    results = []
-    for graphs in (True, False):
-        settings = EngineSettings(16, PROMPT + NEW, graphs=graphs)
-        results.append(run(EmbeddedEngine(SamplerView(decoder), layers, settings, lambda ids: ""), work)[1])
+    count, new = PARITY_SEQUENCES, PARITY_NEW
+    work = requests(loaded.decoder.vocab_size, count, PROMPT, [new] * count)
+    ours, theirs = (generate(make_engine(loaded, count, PROMPT + new, graphs), work)[1] for graphs in (True, False))
     same, gaps = [], []
-    for name, ours in results[0].items():
-        theirs = results[1][name]
-        agree = next((i for i, (a, b) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=True)) if a != b), NEW)
+    for name, mine in ours.items():
+        other = theirs[name]
+        pairs = enumerate(zip(mine.token_ids, other.token_ids, strict=True))
+        agree = next((i for i, (a, b) in pairs if a != b), new)
         same.append(agree)
-        gaps += [abs(a - b) for a, b in zip(ours.logprobs[:agree], theirs.logprobs[:agree], strict=True)]
-    return {"mean_tokens_until_different": sum(same) / len(same), "mean_logprob_gap": sum(gaps) / max(1, len(gaps))}
+        gaps += [abs(a - b) for a, b in zip(mine.logprobs[:agree], other.logprobs[:agree], strict=True)]
+    return {
+        "new_tokens": new,
+        "mean_tokens_until_different": sum(same) / count,
+        "mean_logprob_gap": sum(gaps) / max(1, len(gaps)),
+    }
+
+
+def add_ratios(row: dict[str, Any], found: dict[str, Any]) -> None:
+    """A rival's figures and how many times as fast Shoal is, both from first prompt to last token."""
+    for name, rate in found.items():
+        row[name] = rate
+        if name.endswith("tokens_per_s") and rate:
+            row[name.replace("tokens_per_s", "ratio")] = row["tokens_per_s"] / rate
+
+
+def run_shape(shape: str, counts: list[int], asked: Any, rates: Rates) -> list[dict[str, Any]]:
+    new = 16 if asked.smoke else NEW
+    loaded = load(shape)
+    rows: list[dict[str, Any]] = []
+    for count in counts:
+        rows.append({"shape": shape, "prompt": PROMPT, "new": new, **measure(loaded, count, rates, new)})
+        free()
+    rows[0]["parity_graphs_eager"] = parity(loaded)
+    if asked.eager:
+        eager = measure(loaded, counts[0], rates, new, graphs=False)
+        rows[0]["eager_tokens_per_s"] = eager["tokens_per_s"]
+    if asked.generate:
+        add_ratios(rows[0], rivals.transformers_generate(loaded.decoder, counts[0], PROMPT, new))
+    if asked.vllm:
+        with rivals.saved(loaded.decoder) as folder:
+            vocabulary = loaded.decoder.vocab_size
+            del loaded
+            free()
+            prompts = {count: requests(vocabulary, count, PROMPT, [new] * count) for count in counts}
+            for row, found in zip(rows, rivals.vllm(folder, prompts, new, asked.vllm_path), strict=False):
+                add_ratios(row, found)
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--shapes", nargs="+", default=["qwen2.5-0.5b", "qwen3-0.6b"])
-    parser.add_argument("--sequences", nargs="+", type=int, default=[128, 512])
-    parser.add_argument("--generate", action="store_true", help="also time transformers' generate")
-    arguments = parser.parse_args()
-    bandwidth = copy_bandwidth()
-    result: dict[str, Any] = {"copy_bandwidth_tb_s": bandwidth / 1e12, "prompt": PROMPT, "new": NEW, "shapes": {}}
-    for shape in arguments.shapes:
-        decoder = load(shape)
-        layers = decoder.verify()
-        rows = [measure(decoder, layers, count, bandwidth, graphs=True) for count in arguments.sequences]
-        rows.append(measure(decoder, layers, arguments.sequences[0], bandwidth, graphs=False))
-        if arguments.generate:
-            rows.append(hf_generate(decoder, arguments.sequences[0]))
-        result["shapes"][shape] = {"parity": parity(decoder, layers), "rows": rows}
-        print(shape, result["shapes"][shape], flush=True)
-        write_result(arguments.out, result)
-        del decoder
-        torch.cuda.empty_cache()
+    made = parser(__doc__)
+    made.add_argument("--shapes", nargs="+", choices=list(CASES), default=list(CASES))
+    made.add_argument("--sequences", nargs="+", type=int, help="instead of 128 and 512 (7b: 64)")
+    made.add_argument("--generate", action="store_true", help="also time transformers' generate")
+    made.add_argument("--vllm", action="store_true", help="also time vLLM, which has to be installed")
+    made.add_argument("--vllm-path", metavar="FOLDER", help="where vLLM is installed, if apart")
+    made.add_argument("--eager", action="store_true", help="also time decoding without graphs")
+    asked = made.parse_args()
+    cases = {TINY: [8, 16]} if asked.smoke else {shape: asked.sequences or CASES[shape] for shape in asked.shapes}
+    rates, result = begin(asked.smoke)
+    for shape, counts in cases.items():
+        result["rows"] += run_shape(shape, counts, asked, rates)
+        write_result(asked.out, result)
+        free()
+    columns = ["shape", "sequences", "tokens_per_s", "limit_bytes", "limit_operations", "fraction",
+               "decode_tokens_per_s", "prefill_s", "generate_ratio", "vllm_logprobs_ratio", "vllm_ratio"]  # fmt: skip
+    print_table("rollout", result["rows"], columns)
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ def _sft(config: SftConfig, tasks: Sequence[Task], run_dir: RunDir, console: Bas
     policy = build.make_policy(train, model, total)
     files = build.PolicyFiles(policy, model.chat)
     steps = SupervisedSteps(
-        policy, samples, config.batch_size, train.sequence_len, train.per_device_train_batch_size, train.seed
+        policy, samples, config.batch_size, train.sequence_len, train.per_device_train_batch_size or 1, train.seed
     )
     checkpoint = _newest_checkpoint(run_dir, events)
     first = 1

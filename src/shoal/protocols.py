@@ -47,6 +47,11 @@ class PendingResults(Protocol):
 class Policy(Protocol):
     """The model being trained. Knows no algorithm: an objective is handed to it."""
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if what samples begin with may be computed once for all of them; not so where dropout is drawn."""
+        ...
+
     def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Log-probs of the masked tokens under the current weights, [T] a row, zero elsewhere. No gradient."""
         ...

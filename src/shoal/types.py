@@ -209,14 +209,20 @@ class Sample:
 class Row:
     """Samples laid end to end. `segment_starts` bounds attention; `sequence_ids` says which rollout a token is of.
 
+    What samples of one group begin with lies there once, as a segment of its own, and each of them goes on in a segment
+    whose `segment_prefix` names it. Prompt [5, 6] answered by [7, 2] and by [8]:
+
+        token_ids [5, 6, 7, 2, 8]  position_ids [0, 1, 2, 3, 2]  segment_starts [0, 2, 4, 5]  segment_prefix [-1, 0, 0]
+
     `weights[t]` is the whole aggregation: loss = sum_t weights[t] * token_loss[t], with denominators counted over the
     whole optimizer step, so any split into rows, micro-batches or ranks gives the same gradient.
     """
 
     token_ids: np.ndarray  # [T] int64
-    position_ids: np.ndarray  # [T] int64, from 0 in each segment
+    position_ids: np.ndarray  # [T] int64, from 0 in each sample
     segment_starts: np.ndarray  # [S+1] int32, cumulative lengths, first 0, last T
-    sequence_ids: np.ndarray  # [T] int64, index into `rollout_ids`
+    segment_prefix: np.ndarray  # [S] int32, the segment this one continues, or -1; that one continues none itself
+    sequence_ids: np.ndarray  # [T] int64, index into `rollout_ids`; in a shared prefix that of the first rollout
     rollout_ids: list[str]
     loss_mask: np.ndarray  # [T] bool
     sampler_logprobs: np.ndarray  # [T] float32
@@ -229,7 +235,24 @@ class Row:
 
     @property
     def tokens(self) -> int:
+        """Tokens to compute: what is shared counts once."""
         return len(self.token_ids)
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens of the samples: what is shared counts in each of them."""
+        lengths = np.diff(self.segment_starts)
+        shared = self.segment_prefix[self.segment_prefix >= 0]
+        return int(self.tokens + lengths[shared].sum() - lengths[np.unique(shared)].sum())
+
+    @property
+    def predecessors(self) -> np.ndarray:
+        """[T] where the token before each one lies, whose state predicts it. The first of a sample has none: it names
+        what happens to lie before it, and is never in the loss."""
+        before = np.arange(self.tokens) - 1
+        tails = np.flatnonzero(self.segment_prefix >= 0)
+        before[self.segment_starts[tails]] = self.segment_starts[self.segment_prefix[tails] + 1] - 1
+        return before
 
 
 @dataclass(slots=True)
@@ -241,6 +264,10 @@ class Batch:
     @property
     def tokens(self) -> int:
         return sum(row.tokens for row in self.rows)
+
+    @property
+    def sample_tokens(self) -> int:
+        return sum(row.sample_tokens for row in self.rows)
 
 
 @dataclass(slots=True)

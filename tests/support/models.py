@@ -24,6 +24,7 @@ from transformers import (
 
 from shoal.models.decoder import Decoder, LayerShape
 from shoal.models.lora import LoraSettings, attach
+from shoal.models.quantised import quantise_linears
 from shoal.models.shapes import character_tokenizer
 
 # As Shoal does itself for models this small; results then do not depend on how many cores the machine has.
@@ -129,9 +130,22 @@ def layer_shapes(decoder: Decoder) -> dict[int, LayerShape]:
     return decoder.verify()
 
 
-def lora_decoder(name: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Decoder:
-    """The same under LoRA, with an adapter that is not zero (peft starts with B = 0, which changes nothing)."""
-    decoder = small_decoder(name, seed, dtype)
+def lora_decoder(
+    name: str = "qwen3",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    stored: str | None = None,
+    device: str = "cpu",
+    **settings: Any,
+) -> Decoder:
+    """The same under LoRA, with an adapter that is not zero (peft starts with B = 0, which changes nothing).
+
+    `stored` names the format of a quantised base.
+    """
+    model = small_model(name, seed, dtype)
+    if stored is not None:
+        quantise_linears(model, stored, torch.device(device))
+    decoder = as_decoder(model.to(device))
     torch.manual_seed(seed)
     wrapped = Decoder(attach(decoder.model, LoraSettings(**{"rank": 4, "alpha": 8, **settings})))
     if settings.get("adapter_path") is None:
@@ -143,7 +157,7 @@ def lora_decoder(name: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.
 def shake_adapter(decoder: Decoder, seed: int, std: float = 0.1) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in (p for p in decoder.model.parameters() if p.requires_grad):
-        parameter.add_((std * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype))
+        parameter.add_((std * torch.randn(parameter.shape, generator=generator)).to(parameter))
 
 
 def random_prompts(seed: int, *lengths: int) -> list[list[int]]:

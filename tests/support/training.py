@@ -10,7 +10,7 @@ import torch
 
 from shoal.algorithms.losses import LOSSES
 from shoal.algorithms.objective import Objective
-from shoal.batching.pack import make_batches
+from shoal.batching.pack import Packing, make_batches
 from shoal.batching.samples import rollout_samples
 from shoal.models.decoder import Decoder
 from shoal.models.lora import trained_parameters
@@ -46,7 +46,7 @@ def one_turn(prompt_ids: list[int], completion: Completion, temperature: float =
 
 def pack(samples: Sequence[Sequence[Sample]], token_budget: int = 100_000, **settings: Any) -> Batch:
     values = {"aggregation": "token-mean", "max_tokens": 64, **settings}
-    (batch,) = make_batches(samples, token_budget=token_budget, **values)
+    (batch,) = make_batches(samples, Packing(token_budget, **values))
     return batch
 
 
@@ -71,6 +71,19 @@ def random_samples(seed: int, *shapes: tuple[int, int], temperature: float = 1.0
             advantages=np.full(size, rng.normal(), dtype=np.float32),
         )
         rollouts.append([sample])
+    return rollouts
+
+
+def grouped_samples(seed: int, *groups: tuple[int, Sequence[int]], temperature: float = 1.0) -> list[list[Sample]]:
+    """One group a (prompt length, completion lengths): its rollouts begin with the same prompt."""
+    rollouts = []
+    for number, (prompt, completions) in enumerate(groups):
+        shapes = [(prompt, completion) for completion in completions]
+        members = random_samples(seed + number, *shapes, temperature=temperature)
+        for index, (sample,) in enumerate(members):
+            sample.token_ids[:prompt] = members[0][0].token_ids[:prompt]
+            sample.group_id, sample.rollout_id = f"group {number}", f"group {number}/{index}"
+        rollouts += members
     return rollouts
 
 

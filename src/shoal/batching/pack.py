@@ -2,6 +2,7 @@
 
 Rows hold whole rollouts, so a loss sees every token of a sequence at once; optimizer minibatches hold whole groups. The
 weights are the aggregation: denominators are counts over the whole minibatch, taken before any loss drops anything.
+Where samples lie in a row is the business of layout.py.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-
+from shoal.batching.layout import PackedRollout, fill_rows, lay_out
 from shoal.config.catalogue import AGGREGATIONS
-from shoal.types import Batch, Row, Sample
+from shoal.types import Batch, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,23 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rollout:
-    """The samples of one rollout that have something to train: the unit that is never split."""
+class Packing:
+    """How samples become batches. `max_tokens` is sampling.max_tokens, the norm of seq-mean-token-sum-norm."""
 
-    rollout_id: str
-    group_id: str
-    samples: list[Sample]
-    tokens: int  # of all samples, as they take room in a row
-    trained: int  # |y|
+    token_budget: int  # of a row
+    aggregation: str
+    max_tokens: int
+    minibatches: int = 1
+    share_prefixes: bool = True  # what samples of a group begin with is computed once a row
+
+    def __post_init__(self) -> None:
+        if self.aggregation not in AGGREGATIONS:
+            raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, not {self.aggregation}")
+        if self.token_budget < 1 or self.max_tokens < 1 or self.minibatches < 1:
+            raise ValueError(
+                f"token_budget {self.token_budget}, max_tokens {self.max_tokens}, minibatches {self.minibatches}: "
+                "all >= 1"
+            )
 
 
 def count_totals(samples_by_rollout: Iterable[Sequence[Sample]]) -> Totals:
@@ -59,55 +68,22 @@ def split_minibatches(samples_by_rollout: Iterable[Sequence[Sample]], minibatche
 
 
 def make_batches(
-    samples_by_rollout: Sequence[Sequence[Sample]],
-    *,
-    token_budget: int,
-    aggregation: str,
-    max_tokens: int,
-    minibatches: int = 1,
-    totals: Sequence[Totals] | None = None,
+    samples_by_rollout: Sequence[Sequence[Sample]], packing: Packing, totals: Sequence[Totals] | None = None
 ) -> list[Batch]:
-    """One batch an optimizer minibatch, at most `minibatches`, each in rows of at most `token_budget` tokens.
+    """One batch an optimizer minibatch, each in rows of at most `packing.token_budget` tokens.
 
-    `max_tokens` is sampling.max_tokens, the norm of seq-mean-token-sum-norm. `totals`, one a minibatch, replaces this
-    rank's own counts by those of all ranks. A sample without a trained token has no gradient and is not packed.
+    `totals`, one a minibatch, replaces this rank's own counts by those of all ranks. A sample without a trained token
+    has no gradient and is not packed.
     """
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, not {aggregation}")
-    if token_budget < 1 or max_tokens < 1 or minibatches < 1:
-        raise ValueError(f"token_budget {token_budget}, max_tokens {max_tokens}, minibatches {minibatches}: all >= 1")
-    parts = split_minibatches(samples_by_rollout, minibatches)
+    parts = split_minibatches(samples_by_rollout, packing.minibatches)
     counted = [count_totals(part) for part in parts] if totals is None else list(totals)
     if len(counted) != len(parts):
         raise ValueError(f"{len(parts)} minibatches but totals for {len(counted)}")
-    return [
-        _make_batch(_collect(part), token_budget, _Weigher(aggregation, max_tokens, total))
-        for part, total in zip(parts, counted, strict=True)
-    ]
+    return [_make_batch(_collect(part), packing, total) for part, total in zip(parts, counted, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Weigher:
-    """What one trained token of a rollout weighs."""
-
-    aggregation: str
-    max_tokens: int
-    totals: Totals
-
-    def weight(self, rollout: _Rollout, group_tokens: int) -> float:
-        if self.aggregation == "token-mean":
-            return 1 / self.totals.tokens
-        if self.aggregation == "token-sum":
-            return 1.0
-        if self.aggregation == "seq-mean-token-mean":
-            return 1 / (self.totals.sequences * rollout.trained)
-        if self.aggregation == "seq-mean-token-sum-norm":
-            return 1 / (self.totals.sequences * self.max_tokens)
-        return 1 / (self.totals.prompts * group_tokens)
-
-
-def _collect(samples_by_rollout: Iterable[Sequence[Sample]]) -> list[_Rollout]:
-    rollouts: list[_Rollout] = []
+def _collect(samples_by_rollout: Iterable[Sequence[Sample]]) -> list[PackedRollout]:
+    rollouts: list[PackedRollout] = []
     seen: set[str] = set()
     for samples in samples_by_rollout:
         ids = {(sample.rollout_id, sample.group_id) for sample in samples}
@@ -120,57 +96,27 @@ def _collect(samples_by_rollout: Iterable[Sequence[Sample]]) -> list[_Rollout]:
         if rollout_id in seen:
             raise ValueError(f"rollout {rollout_id} is given twice; a rollout is trained at most once")
         seen.add(rollout_id)
-        tokens = sum(sample.tokens for sample in trainable)
-        trained = sum(int(sample.loss_mask.sum()) for sample in trainable)
-        rollouts.append(_Rollout(rollout_id, group_id, trainable, tokens, trained))
+        rollouts.append(PackedRollout(rollout_id, group_id, trainable))
     return rollouts
 
 
-def _make_batch(rollouts: list[_Rollout], token_budget: int, weigher: _Weigher) -> Batch:
+def _make_batch(rollouts: list[PackedRollout], packing: Packing, totals: Totals) -> Batch:
     group_tokens: Counter[str] = Counter()
     for rollout in rollouts:
         group_tokens[rollout.group_id] += rollout.trained
-    weights = {r.rollout_id: weigher.weight(r, group_tokens[r.group_id]) for r in rollouts}
-    return Batch([_lay_out(contents, weights) for contents in _first_fit(rollouts, token_budget)])
+    weights = {r.rollout_id: _weight(r, packing, totals, group_tokens[r.group_id]) for r in rollouts}
+    rows = fill_rows(rollouts, packing.token_budget, packing.share_prefixes)
+    return Batch([lay_out(chunks, weights) for chunks in rows])
 
 
-def _first_fit(rollouts: list[_Rollout], token_budget: int) -> list[list[_Rollout]]:
-    """First fit, longest first; ties in the order given, so that packing is the same every time."""
-    for rollout in rollouts:
-        longest = max(sample.tokens for sample in rollout.samples)
-        if longest > token_budget:
-            raise ValueError(f"a sample of {rollout.rollout_id} has {longest} tokens, a row holds {token_budget}")
-    rows: list[list[_Rollout]] = []
-    room: list[int] = []
-    for rollout in sorted(rollouts, key=lambda r: -r.tokens):
-        index = next((i for i, free in enumerate(room) if rollout.tokens <= free), None)
-        if index is None:
-            # A rollout of several samples may be longer than a row; it then has one to itself.
-            rows.append([rollout])
-            room.append(token_budget - rollout.tokens)
-        else:
-            rows[index].append(rollout)
-            room[index] -= rollout.tokens
-    return rows
-
-
-def _lay_out(contents: list[_Rollout], weights: dict[str, float]) -> Row:
-    samples = [sample for rollout in contents for sample in rollout.samples]
-    lengths = [sample.tokens for sample in samples]
-    sequence = [index for index, rollout in enumerate(contents) for _ in rollout.samples]
-    mask = np.concatenate([sample.loss_mask for sample in samples])
-    per_sample = np.array([weights[sample.rollout_id] for sample in samples], dtype=np.float64)
-    kept = [kept for sample in samples for kept in (sample.kept_ids or [None] * sample.tokens)]
-    return Row(
-        token_ids=np.concatenate([sample.token_ids for sample in samples]),
-        position_ids=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
-        segment_starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        sequence_ids=np.repeat(np.array(sequence, dtype=np.int64), lengths),
-        rollout_ids=[rollout.rollout_id for rollout in contents],
-        loss_mask=mask,
-        sampler_logprobs=np.concatenate([sample.sampler_logprobs for sample in samples]),
-        temperatures=np.concatenate([sample.temperatures for sample in samples]),
-        advantages=np.concatenate([sample.advantages for sample in samples]),
-        weights=np.where(mask, np.repeat(per_sample, lengths), 0.0),
-        kept_ids=kept if any(sample.kept_ids is not None for sample in samples) else None,
-    )
+def _weight(rollout: PackedRollout, packing: Packing, totals: Totals, group_tokens: int) -> float:
+    """What one trained token of the rollout weighs."""
+    if packing.aggregation == "token-mean":
+        return 1 / totals.tokens
+    if packing.aggregation == "token-sum":
+        return 1.0
+    if packing.aggregation == "seq-mean-token-mean":
+        return 1 / (totals.sequences * rollout.trained)
+    if packing.aggregation == "seq-mean-token-sum-norm":
+        return 1 / (totals.sequences * packing.max_tokens)
+    return 1 / (totals.prompts * group_tokens)

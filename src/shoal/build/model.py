@@ -27,48 +27,59 @@ class Model:
     chat: Chat
     eos_token_ids: tuple[int, ...]
     precision: Precision
+    path: str  # how training and prefill compute, in words
 
 
 def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None) -> Model:
     """Precision first: what the machine cannot do is refused before weights are read."""
     import torch
 
+    from shoal.models import fused, hybrid
     from shoal.models import precision as precisions
     from shoal.models.chat import Chat
     from shoal.models.decoder import Decoder
     from shoal.models.load import eos_token_ids, load_model, load_tokenizer
     from shoal.models.lora import LoraSettings, attach
+    from shoal.models.quantised import count_weights
 
     precision = precisions.choose(train)
     assert train.model is not None
     chat = Chat(load_tokenizer(train.model), **(chat_options or {}))
     torch.manual_seed(train.seed)
-    model = load_model(train.model, precision.dtype, precision.device)
+    model = load_model(train.model, precision.dtype, precision.device, precision.stored)
     if precision.device.type == "cpu":
-        precisions.limit_threads(sum(p.numel() for p in model.parameters()))
+        precisions.limit_threads(count_weights(model))
     ends = eos_token_ids(model, chat.tokenizer)
     layers = Decoder(model).verify()
+    if precision.fp8_products:  # before adapters, which stay in bf16
+        hybrid.convert(model)
     if train.lora:
         targets = tuple(train.lora_target_modules) if train.lora_target_modules is not None else None
         settings = LoraSettings(train.lora_rank, train.lora_alpha, train.lora_dropout, targets, train.adapter_path)
         model = attach(model, settings)
-    if train.recompute is True:
-        Decoder(model).inner.gradient_checkpointing_enable()  # type: ignore[operator]
-    return Model(Decoder(model), layers, chat, ends, precision)
+    decoder = Decoder(model)
+    path = fused.attach(decoder, layers)
+    decoder.recompute(train.recompute is True)
+    return Model(decoder, layers, chat, ends, precision, path)
 
 
 def make_policy(train: TrainConfig, model: Model, total_steps: int) -> TrainedPolicy:
     import copy
 
     from shoal.models import lora
-    from shoal.models.decoder import Decoder
     from shoal.trainer.optimizer import AdamSettings, MasterAdamW
     from shoal.trainer.policy import Reference, TrainedPolicy
     from shoal.trainer.schedule import Schedule
 
     optimizer = MasterAdamW(
         lora.trained_parameters(model.decoder.model),
-        AdamSettings(train.adam_beta1, train.adam_beta2, train.adam_epsilon, train.weight_decay),
+        AdamSettings(
+            train.adam_beta1,
+            train.adam_beta2,
+            train.adam_epsilon,
+            train.weight_decay,
+            eight_bit=train.optimizer == "adamw_8bit",
+        ),
     )
     warmup = train.warmup_steps
     if warmup is None:
@@ -86,7 +97,7 @@ def make_policy(train: TrainConfig, model: Model, total_steps: int) -> TrainedPo
         wrapped: Any = model.decoder.model
         reference = Reference(model.decoder, lambda: lora.as_reference(wrapped))
     elif train.reference == "frozen":
-        reference = Reference(Decoder(copy.deepcopy(model.decoder.model).requires_grad_(False)))
+        reference = Reference(model.decoder.over(copy.deepcopy(model.decoder.model).requires_grad_(False)))
     return TrainedPolicy(model.decoder, optimizer, schedule, train.max_grad_norm, reference)
 
 
@@ -138,4 +149,6 @@ def recomputes_old(train: TrainConfig, objective: Any, fp32: bool, remote: bool)
     if train.recompute_old != "auto":
         return bool(train.recompute_old)
     several = train.ppo_epochs * train.minibatches > 1 and not fp32
-    return objective.needs_old or several or remote
+    # The policy computes in FP8 and the sampler in bf16: their log-probs differ by more than a clip range forgives.
+    fp8 = train.recipe == "fp8-hybrid" and not train.quantised
+    return objective.needs_old or several or remote or fp8

@@ -7,8 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.model import PolicyFiles, make_objective, make_policy, recomputes_old
+from shoal.build.plan import make_plan, tell
 from shoal.build.prepare import Prepared
-from shoal.build.sampler import Sampler, fits_in, make_evaluator, make_sampler, reward_shape, sampling_params
+from shoal.build.sampler import (
+    Sampler,
+    fits_in,
+    load_model,
+    make_evaluator,
+    make_sampler,
+    reward_shape,
+    sampling_params,
+)
 from shoal.config.orch import OrchConfig, TemperatureSchedule
 from shoal.config.resolve import as_data
 from shoal.config.schema import RunConfig, SftConfig
@@ -31,6 +40,7 @@ from shoal.types import Message, Prompt
 
 if TYPE_CHECKING:
     from shoal.models.chat import Chat
+    from shoal.trainer.memory import MemoryPlan
     from shoal.trainer.policy import TrainedPolicy
 
 
@@ -60,13 +70,19 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
     from shoal.transport.in_process import InProcessWeights
 
     train, orch, console = config.train, config.orch, watching.console
-    sampler = make_sampler(config, prepared, console.progress)
-    model = sampler.model
-    console.activity = lambda: sampler.engine.activity
-    _tell(sampler, orch, watching)
+    with console.progress(f"loading {train.model}"):
+        loaded = load_model(config)
+    model = loaded.model
     stream = _stream(orch, prepared, model.chat, watching.events)
     steps = total_steps(config, len(stream))
-    policy = sampler.device.submit(make_policy, train, model, steps).result()
+    with console.progress("measuring memory"):
+        policy = loaded.device.submit(make_policy, train, model, steps).result()
+        plan = loaded.device.submit(make_plan, config, model, policy).result()
+    with console.progress("warming up the sampler"):
+        sampler = make_sampler(config, prepared, loaded, plan)
+    console.activity = lambda: sampler.engine.activity
+    _tell(sampler, orch, watching)
+    tell(plan, console, watching.events)
     files = PolicyFiles(policy, model.chat)
     phases = Phases()
     temperature = _temperature(orch, steps)
@@ -80,7 +96,7 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
         weights=InProcessWeights(),
         collector=Collector(run_group, stream, _admission(orch), _group_rules(orch)),
         stream=stream,
-        learner=_learner(config, policy, sampler),
+        learner=_learner(config, policy, sampler, plan),
         files=files,
         evaluator=make_evaluator(orch, prepared.environments, sampler.runner, model.chat) if orch.eval else None,
         run_dir=watching.run_dir,
@@ -118,6 +134,7 @@ def _tell(sampler: Sampler, orch: OrchConfig, watching: Watching) -> None:
         watching.console.note(notice)
     if sampler.engine.path != "eager":
         watching.console.note(f"rollouts: {sampler.engine.path}")
+        watching.console.note(f"training: {sampler.model.path}")
     if positions is not None and orch.seq_len is not None and orch.seq_len > positions:
         said = f"orch.seq_len {orch.seq_len} is more than the {positions} positions the model was made for"
         watching.events.warn("context", f"{said}; lower it, or expect nonsense beyond them")
@@ -164,7 +181,7 @@ def _group_rules(orch: OrchConfig) -> GroupRules:
     return GroupRules(orch.groups.uniform or "refill", orch.groups.max_refill, keep, orch.deadline_s)
 
 
-def _learner(config: RunConfig, policy: TrainedPolicy, sampler: Sampler) -> Learner:
+def _learner(config: RunConfig, policy: TrainedPolicy, sampler: Sampler, plan: MemoryPlan) -> Learner:
     train, orch = config.train, config.orch
     objective = make_objective(train)
     assert orch.sampling.max_tokens is not None
@@ -176,6 +193,7 @@ def _learner(config: RunConfig, policy: TrainedPolicy, sampler: Sampler) -> Lear
         minibatches=train.minibatches,
         ppo_epochs=train.ppo_epochs,
         rows_per_micro_batch=train.per_device_train_batch_size,
+        micro_batch_tokens=plan.micro_batch_tokens,
         recompute_old=recomputes_old(train, objective, fp32, remote=False),
         needs_reference=objective.needs_reference,
         reward_kl_beta=train.loss.kl.beta if train.loss.kl.where == "reward" else 0.0,

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.model import Model, load
+from shoal.build.plan import make_plan
 from shoal.build.prepare import Prepared
 from shoal.config.orch import EvalConfig, OrchConfig
 from shoal.config.resolve import resolve_run
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shoal.models.sampler_view import SamplerView
     from shoal.rollout.embedded import EmbeddedRolloutEngine
     from shoal.rollout.runner import GroupRunner
+    from shoal.trainer.memory import MemoryPlan
 
 
 CLOSE_LIMIT_S = 20.0
@@ -93,45 +94,47 @@ def _within_memory(function: Callable[..., Any], *arguments: Any) -> Any:
         ) from error
 
 
-def _silent(_: str) -> AbstractContextManager[object]:
-    return contextlib.nullcontext()
+@dataclass
+class Loaded:
+    """The model on its device, what the sampler sees of it, and the one thread that touches either."""
+
+    model: Model
+    view: SamplerView
+    device: ThreadPoolExecutor
 
 
-def make_sampler(
-    config: RunConfig, prepared: Prepared, stage: Callable[[str], AbstractContextManager[object]] = _silent
-) -> Sampler:
-    """`stage` is told what takes its time: a console's `progress`."""
+def load_model(config: RunConfig) -> Loaded:
     from shoal.models.sampler_view import SamplerView
+
+    orch, sampling = config.orch, config.orch.sampling
+    options = {"template_kwargs": sampling.chat_template_kwargs, "system_prompt": sampling.system_prompt}
+    device = ThreadPoolExecutor(1, thread_name_prefix="device")
+    model = device.submit(load, config.train, options).result()
+    mode = "shared" if orch.weight_sync_interval == 1 and orch.max_async_level == 0 else "snapshot"
+    view = device.submit(SamplerView, model.decoder, mode).result()
+    return Loaded(model, view, device)
+
+
+def make_sampler(config: RunConfig, prepared: Prepared, loaded: Loaded, plan: MemoryPlan) -> Sampler:
     from shoal.rollout.embedded import EmbeddedRolloutEngine
     from shoal.rollout.runner import GroupRunner, RunnerSettings
 
-    orch, sampling = config.orch, config.orch.sampling
-    assert orch.seq_len is not None and sampling.seed is not None
-    options = {"template_kwargs": sampling.chat_template_kwargs, "system_prompt": sampling.system_prompt}
-    device = ThreadPoolExecutor(1, thread_name_prefix="device")
-    with stage(f"loading {config.train.model}"):
-        model = device.submit(load, config.train, options).result()
-    mode = "shared" if orch.weight_sync_interval == 1 and orch.max_async_level == 0 else "snapshot"
-    with stage("warming up the sampler"):
-        view = device.submit(SamplerView, model.decoder, mode).result()
-        inner = device.submit(_engine, config, model, view).result()
+    orch, device = config.orch, loaded.device
+    assert orch.seq_len is not None and orch.sampling.seed is not None
+    inner = device.submit(_engine, config, loaded, plan.slots).result()
     engine = EmbeddedRolloutEngine(inner, device, config.train.seed)
-    settings = RunnerSettings(orch.seq_len, sampling.seed, reward_shape(orch))
-    runner = GroupRunner(engine, prepared.environments, prepared.pool, model.chat, settings)
-    return Sampler(model, engine, runner, device, orch.deadline_s)
+    settings = RunnerSettings(orch.seq_len, orch.sampling.seed, reward_shape(orch))
+    runner = GroupRunner(engine, prepared.environments, prepared.pool, loaded.model.chat, settings)
+    return Sampler(loaded.model, engine, runner, device, orch.deadline_s)
 
 
-def _engine(config: RunConfig, model: Model, view: SamplerView) -> Any:
+def _engine(config: RunConfig, loaded: Loaded, slots: int) -> Any:
     from shoal.engine.engine import EmbeddedEngine, EngineSettings
-    from shoal.trainer.memory import engine_slots
 
-    infer = config.infer
-    assert infer.max_model_len is not None and infer.max_num_seqs is not None
-    slots = engine_slots(
-        model.decoder, model.layers, infer.max_num_seqs, infer.max_model_len, infer.gpu_memory_utilization
-    )
-    settings = EngineSettings(slots, infer.max_model_len, eos_token_ids=model.eos_token_ids)
-    return EmbeddedEngine(view, model.layers, settings, model.chat.text)
+    model = loaded.model
+    assert config.infer.max_model_len is not None
+    settings = EngineSettings(slots, config.infer.max_model_len, eos_token_ids=model.eos_token_ids)
+    return EmbeddedEngine(loaded.view, model.layers, settings, model.chat.text)
 
 
 def reward_shape(orch: OrchConfig) -> RewardShape:
@@ -186,7 +189,10 @@ def evaluation_config(
 
 
 async def evaluate_once(config: RunConfig, prepared: Prepared) -> dict[str, float]:
-    sampler = make_sampler(config, prepared)
+    loaded = load_model(config)
+    sampler = make_sampler(
+        config, prepared, loaded, loaded.device.submit(make_plan, config, loaded.model, None).result()
+    )
     try:
         metrics, _ = await make_evaluator(
             config.orch, prepared.environments, sampler.runner, sampler.model.chat

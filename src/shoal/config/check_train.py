@@ -90,6 +90,9 @@ def _check_lora(train: TrainConfig, findings: Findings) -> None:
         if getattr(train, name) and not train.lora:
             what = "quantises the frozen base, so it needs train.lora: true; full fine-tuning cannot be quantised"
             findings.error(f"train.{name}", what, "set train.lora=true or remove it")
+    if train.quantised and train.recipe == "fp8-hybrid":
+        what = "has no effect with a quantised base, which is dequantised to bf16 for every product"
+        findings.notice("train.recipe", f"fp8-hybrid {what}")
     if not train.lora:
         names = given(train, "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
         inert = [f"train.{name}" for name in names]

@@ -68,7 +68,10 @@ class TrainConfig(Section):
 
     max_steps: PositiveInt | None = Field(default=None, description="Optimizer steps to train; or give epochs.")
     epochs: PositiveInt | None = Field(default=None, description="Passes over the prompts; or give max_steps.")
-    per_device_train_batch_size: PositiveInt = Field(default=1, description="Packed rows in one micro-batch.")
+    per_device_train_batch_size: PositiveInt | None = Field(
+        default=None,
+        description="Packed rows in one micro-batch. Unset: as many as the memory plan allows on a GPU, 1 on a CPU.",
+    )
     sequence_len: PositiveInt = Field(default=2048, description="Token budget of a packed row; equal to orch.seq_len.")
     ppo_epochs: PositiveInt = Field(default=1, description="Passes over the rollouts of a step.")
     minibatches: PositiveInt = Field(default=1, description="Optimizer steps the rollouts of a step are split into.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.models import kernels
 from shoal.models.decoder import LayerShape
 
 
@@ -55,5 +56,11 @@ class PrefillWriter:
     positions: Tensor  # [N]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """[heads, T, D] each."""
+        if kernels.available(key.is_cuda):
+            from shoal.engine.kernels.cache import scatter
+
+            cache = (self.cache.keys[layer], self.cache.values[layer])
+            return scatter((key, value), cache, (self.tokens, self.slots, self.positions))
         self.cache.keys[layer][self.slots, :, self.positions] = key[:, self.tokens].transpose(0, 1)
         self.cache.values[layer][self.slots, :, self.positions] = value[:, self.tokens].transpose(0, 1)

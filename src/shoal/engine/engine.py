@@ -6,6 +6,7 @@ sampling parameters with their seed) and the weights: batches are padded so that
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,16 +16,16 @@ from torch import Tensor
 
 from shoal.engine.cache import PrefillWriter, SlotCache
 from shoal.engine.fused import make_fused
-from shoal.engine.graphs import WINDOW, DecodeGraphs
-from shoal.engine.kernel_context import exact_enough, supported
+from shoal.engine.graphs import WINDOW, DecodeGraphs, Window
+from shoal.engine.kernel_context import supported
 from shoal.engine.plain import make_plain
-from shoal.engine.sampler import SamplingState, draw
+from shoal.engine.sampler import MAX_ENDS, SamplingState, draw
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.scheduler import Sequence as Running
 from shoal.models.attention import KEY_MULTIPLE, ROW_MULTIPLE, Decode, Packed, round_up
 from shoal.models.decoder import LayerShape
 from shoal.models.sampler_view import SamplerView
-from shoal.types import Completion, FinishReason, Request
+from shoal.types import Completion, FinishReason, Request, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,21 @@ class EngineSettings:
     context_tokens: int = 2048  # prompt and completion together
     prefill_tokens: int = 8192  # prompt tokens of one prefill
     eos_token_ids: tuple[int, ...] = ()
-    graphs: bool | None = None  # decode in CUDA graphs; None = where the kernels are exact enough for the dtype
+    graphs: bool = True  # decode in CUDA graphs where the kernels can
     fused: bool = True  # and in few kernels where the model's family is known
 
     def __post_init__(self) -> None:
         if self.slots % ROW_MULTIPLE:  # a smaller batch would round differently, and results depend on company
             raise ValueError(f"slots must be a multiple of {ROW_MULTIPLE}, not {self.slots}")
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A window of decode steps on its way: who is in it, in which row, and under which weights."""
+
+    sequences: list[tuple[Running, int]]
+    steps: int
+    version: int
 
 
 class EmbeddedEngine:
@@ -66,18 +76,19 @@ class EmbeddedEngine:
         self._eos = set(settings.eos_token_ids)
         self._end_ids = np.array(sorted(self._eos), dtype=np.int64)
         self._graphs = self._make_graphs()
+        self._launched: deque[_Launched] = deque()
+        self._served: int | None = None  # the version whose adapters the graphs hold
         self._plain = make_plain(decoder, layers, self.cache) if settings.fused else None
         self.generated_tokens = 0
 
     def _make_graphs(self) -> DecodeGraphs | None:
         """Graphs where the kernels can decode this model; in few kernels where its family is known and parity holds."""
         decoder = self.view.decoder
-        wanted = self.settings.graphs if self.settings.graphs is not None else exact_enough(decoder)
-        if not wanted or not supported(decoder, self.cache):
+        if not self.settings.graphs or not supported(decoder, self.cache):
             return None
         fused, why = make_fused(decoder, self.layers, self.cache) if self.settings.fused else (None, "as asked")
-        self.path = f"CUDA graphs, {'' if fused is not None else 'the modules decode: '}{why}"
-        return DecodeGraphs(self.view, self.cache, self.sampling, fused)
+        self.path = f"CUDA graphs, {'' if fused is not None else 'its own modules: '}{why}"
+        return DecodeGraphs(self.view, self.cache, self.sampling, self.settings.eos_token_ids, fused)
 
     @property
     def busy(self) -> bool:
@@ -90,6 +101,8 @@ class EmbeddedEngine:
         if not request.prompt_ids or limit < 1:
             return Completion(request.request_id, [], [], [], "length")
         narrowed = request.sampling.truncated or request.sampling.min_tokens > 0
+        if request.sampling.min_tokens and len(self._ends(request.sampling)) > MAX_ENDS:
+            raise ValueError(f"{request.request_id}: with min_tokens, at most {MAX_ENDS} ids may end a request")
         self.scheduler.waiting.append(Running(request, limit, kept_ids=[] if narrowed else None))
         return None
 
@@ -98,6 +111,7 @@ class EmbeddedEngine:
         dropped = [*self.scheduler.running.values(), *self.scheduler.waiting]
         self.scheduler.running.clear()
         self.scheduler.waiting.clear()
+        self._forget_launches()
         return [s.completion("abort", self.detokenize(s.token_ids)) for s in dropped]
 
     @torch.no_grad()
@@ -105,16 +119,27 @@ class EmbeddedEngine:
         """Start what fits, then draw one token for every running sequence; returns what finished."""
         with self.view.active():
             finished = []
+            self._follow_weights()
             admitted = self.scheduler.admit()
             if admitted:
                 finished += self._prefill(admitted)
             if self.scheduler.running:
                 finished += self._decode()
+            if not self.scheduler.running:
+                self._forget_launches()
         for source, target in self.scheduler.compaction():
             self.cache.move(source, target, self.scheduler.running[target].length)
             self.sampling.move(source, target)
             self._last[target] = self._last[source]
+            if self._graphs is not None:
+                self._graphs.move(source, target)
         return finished
+
+    def _follow_weights(self) -> None:
+        """Weights move when a version is published, or unseen while nothing runs."""
+        if self._graphs is not None and (not self.scheduler.running or self._served != self.view.version):
+            self._graphs.follow_weights()
+            self._served = self.view.version
 
     def _prefill(self, admitted: Sequence[Running]) -> list[Completion]:
         """Run each distinct prompt once, write its keys and values wherever they are needed, draw first tokens."""
@@ -138,7 +163,18 @@ class EmbeddedEngine:
         rows = round_up(len(admitted), ROW_MULTIPLE)  # repeated rows: the head is a matrix product too
         pick = np.resize(last[of_sequence], rows)
         logits = self.view.decoder.logits(hidden[self._tensor(pick)])[: len(admitted)]
-        return self._draw(admitted, logits)
+        if self._graphs is None:
+            return self._draw(admitted, logits)
+        self._begin(self._graphs, admitted, logits)
+        return []
+
+    def _begin(self, graphs: DecodeGraphs, admitted: Sequence[Running], logits: Tensor) -> None:
+        """Draw first tokens and go on without looking at them: nothing here waits for the device."""
+        slots, positions, limits = np.array([(s.slot, s.length, s.limit) for s in admitted]).T
+        rows = self._tensor(slots)
+        drawn = graphs.draw(logits, rows, torch.zeros_like(rows), any(s.kept_ids is not None for s in admitted))
+        graphs.begin(slots, positions, limits, drawn)
+        self._note_launch([(sequence, i) for i, sequence in enumerate(admitted)], 1)
 
     def _writer(
         self, admitted: Sequence[Running], of_sequence: list[int], starts: np.ndarray, lengths: np.ndarray
@@ -150,17 +186,13 @@ class EmbeddedEngine:
 
     def _decode(self) -> list[Completion]:
         """One token for every running sequence, or a window of them where graphs do it."""
+        if self._graphs is not None:
+            return self._decode_window(self._graphs)
         rows = self.scheduler.rows
         running = sorted(self.scheduler.running.values(), key=lambda s: s.slot)
         slots = np.array([s.slot for s in running])
         positions = np.zeros(rows, dtype=np.int64)
         positions[slots] = [s.length - 1 for s in running]
-        if self._graphs is not None and all(s.kept_ids is None for s in running):
-            counts = np.zeros(rows, dtype=np.int64)
-            counts[slots] = [len(s.token_ids) for s in running]
-            steps = min(WINDOW, max(s.limit - len(s.token_ids) for s in running))
-            ids, logprobs = self._graphs.run(self._last[:rows], positions, counts, steps)
-            return self._retire(running, ids[:, slots], logprobs[:, slots])
         context = Decode(self.cache, self._tensor(positions), round_up(int(positions.max()) + 1, KEY_MULTIPLE))
         tokens = self._tensor(self._last[:rows])
         if self._plain is not None:
@@ -170,6 +202,47 @@ class EmbeddedEngine:
         logits = self.view.decoder.logits(hidden)
         return self._draw(running, logits if len(running) == rows else logits[self._tensor(slots)])
 
+    def _decode_window(self, graphs: DecodeGraphs) -> list[Completion]:
+        """Launch a window, then look at everything older: what goes on needs nothing from the host."""
+        ahead = int(self._launch(graphs))
+        finished = []
+        while len(self._launched) > ahead:
+            finished += self._collect(self._launched.popleft(), graphs.collect())
+        return finished
+
+    def _collect(self, launched: _Launched, window: Window) -> list[Completion]:
+        running = [(s, row) for s, row in launched.sequences if not s.finished]
+        rows = np.array([row for _, row in running], dtype=np.int64)
+        for at, (sequence, _) in enumerate(running):
+            sequence.in_flight -= launched.steps
+            if sequence.kept_ids is not None:
+                assert window.kept is not None
+                self._keep_window(sequence, window.kept[:, rows[at]])
+        sequences = [sequence for sequence, _ in running]
+        return self._retire(sequences, window.ids[:, rows], window.logprobs[:, rows], launched.version)
+
+    def _forget_launches(self) -> None:
+        """Nobody waits for what is still on its way."""
+        self._launched.clear()
+        if self._graphs is not None:
+            self._graphs.clear()
+
+    def _launch(self, graphs: DecodeGraphs) -> bool:
+        """A window for every sequence that may still draw; false if there is none."""
+        left = [(s, s.limit - len(s.token_ids) - s.in_flight) for s in self.scheduler.running.values()]
+        steps = min(WINDOW, max((n for _, n in left), default=0))
+        if steps < 1:
+            return False
+        sequences = [(s, s.slot) for s, _ in left]
+        graphs.launch(self.scheduler.rows, steps, any(s.kept_ids is not None for s, _ in sequences))
+        self._note_launch(sequences, steps)
+        return True
+
+    def _note_launch(self, sequences: list[tuple[Running, int]], steps: int) -> None:
+        for sequence, _ in sequences:
+            sequence.in_flight += steps
+        self._launched.append(_Launched(sequences, steps, self.view.version))
+
     def _draw(self, sequences: Sequence[Running], logits: Tensor) -> list[Completion]:
         """`logits` has one row a sequence, in the same order."""
         slots = [s.slot for s in sequences]
@@ -177,28 +250,21 @@ class EmbeddedEngine:
         state = self.sampling[slice(len(slots))] if whole else self.sampling[self._tensor(np.array(slots))]
         counts = self._tensor(np.array([len(s.token_ids) for s in sequences], dtype=np.int64))
         truncated = any(s.request.sampling.truncated for s in sequences)
-        drawn = draw(logits, state, counts, self._banned(sequences, logits), truncated)
+        early = any(len(s.token_ids) < s.request.sampling.min_tokens for s in sequences)
+        banned = state.banned(counts, logits.shape[1]) if early else None
+        drawn = draw(logits, state, counts, banned, truncated)
         self._keep(sequences, drawn.kept)
-        return self._retire(sequences, drawn.token_ids[None].cpu().numpy(), drawn.logprobs[None].cpu().numpy())
+        ids, logprobs = drawn.token_ids[None].cpu().numpy(), drawn.logprobs[None].cpu().numpy()
+        return self._retire(sequences, ids, logprobs, self.view.version)
 
-    def _banned(self, sequences: Sequence[Running], logits: Tensor) -> Tensor | None:
-        """Ends are not allowed before min_tokens."""
-        early = [i for i, s in enumerate(sequences) if len(s.token_ids) < s.request.sampling.min_tokens]
-        if not early:
-            return None
-        banned = torch.zeros_like(logits, dtype=torch.bool)
-        for i in early:
-            banned[i, self._ends(sequences[i])] = True
-        return banned
+    def _ends(self, sampling: SamplingParams) -> list[int]:
+        return sorted(self._eos | set(sampling.stop_token_ids))
 
-    def _ends(self, sequence: Running) -> list[int]:
-        return sorted(self._eos | set(sequence.request.sampling.stop_token_ids))
-
-    def _allowed(self, sequence: Running, kept: list[int] | None) -> list[int]:
-        """What the next token of the sequence is drawn from, as `Completion.kept_ids` spells it."""
+    def _allowed(self, sequence: Running, count: int, kept: list[int] | None) -> list[int]:
+        """What token number `count` of the sequence is drawn from, as `Completion.kept_ids` spells it."""
         ids = [i for i in kept or () if i >= 0]
-        if not ids and len(sequence.token_ids) < sequence.request.sampling.min_tokens:
-            return [~i for i in self._ends(sequence)]
+        if not ids and count < sequence.request.sampling.min_tokens:
+            return [~i for i in self._ends(sequence.request.sampling)]
         return ids
 
     def _keep(self, sequences: Sequence[Running], kept: Tensor | None) -> None:
@@ -206,14 +272,23 @@ class EmbeddedEngine:
         rows = kept.tolist() if kept is not None else [None] * len(sequences)
         for sequence, ids in zip(sequences, rows, strict=True):
             if sequence.kept_ids is not None:
-                sequence.kept_ids.append(self._allowed(sequence, ids))
+                sequence.kept_ids.append(self._allowed(sequence, len(sequence.token_ids), ids))
 
-    def _retire(self, sequences: Sequence[Running], ids: np.ndarray, logprobs: np.ndarray) -> list[Completion]:
+    def _keep_window(self, sequence: Running, kept: np.ndarray) -> None:
+        """The same for the steps of a window, [steps, MAX_KEPT]; those past the end are cut off when it retires."""
+        assert sequence.kept_ids is not None
+        start = len(sequence.token_ids)
+        sequence.kept_ids += [self._allowed(sequence, start + i, ids) for i, ids in enumerate(kept.tolist())]
+
+    def _retire(
+        self, sequences: Sequence[Running], ids: np.ndarray, logprobs: np.ndarray, version: int
+    ) -> list[Completion]:
         """Take what was drawn, [steps, sequences], up to each sequence's end; whatever follows it is dropped."""
-        steps, version = len(ids), self.view.version
+        steps = len(ids)
         ends = (ids[..., None] == self._end_ids).any(-1)
         first_end = np.where(ends.any(0), ends.argmax(0) + 1, steps + 1).tolist()
-        self._last[[s.slot for s in sequences]] = ids[-1]
+        if sequences:
+            self._last[[s.slot for s in sequences]] = ids[-1]
         finished = []
         for sequence, token_ids, values, end in zip(
             sequences, ids.T.tolist(), logprobs.T.tolist(), first_end, strict=True
@@ -223,6 +298,8 @@ class EmbeddedEngine:
                 taken = self._until_stop(sequence, token_ids[:taken])
             sequence.extend(token_ids[:taken], values[:taken], version)
             self.generated_tokens += taken
+            if sequence.kept_ids is not None:
+                del sequence.kept_ids[len(sequence.token_ids) :]
             if end <= taken or sequence.stopped:
                 finished.append(self._finish(sequence, "stop"))
             elif len(sequence.token_ids) >= sequence.limit:
@@ -268,6 +345,10 @@ class EmbeddedEngine:
         state.top_p[slots] = torch.tensor([float(p.top_p) for p in params], device=self.device)
         state.top_k[slots] = torch.tensor([p.top_k for p in params], dtype=torch.int64, device=self.device)
         state.min_p[slots] = torch.tensor([float(p.min_p) for p in params], device=self.device)
+        state.min_tokens[slots] = torch.tensor([p.min_tokens for p in params], dtype=torch.int64, device=self.device)
+        if any(p.min_tokens for p in params):
+            ends = [(self._ends(p) + [-1] * MAX_ENDS)[:MAX_ENDS] for p in params]
+            state.ends[slots] = torch.tensor(ends, dtype=torch.int64, device=self.device)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.as_tensor(array, dtype=torch.long).to(self.device, non_blocking=True)

@@ -1,176 +1,190 @@
 """The decode forward of Llama-like models in few kernels, on the trainer's own parameters.
 
 Query, key and value weights (and gate and up) are laid side by side once, and each parameter becomes a view of its
-rows: one matrix product reads them together, while optimizer and checkpoint still see the originals. `make_fused` hands
-this out only if it agrees with the Hugging Face modules on the loaded model; otherwise the modules decode.
+rows: one matrix product reads them together, while optimizer and checkpoint still see the originals. Adapters follow
+their product as a second, thin one. `make_fused` hands this out only if every layer agrees with its Hugging Face module
+in fp32 on a small cache; otherwise the modules decode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.engine.cache import SlotCache
-from shoal.engine.kernel_context import KernelDecode
-from shoal.models.attention import Shape
+from shoal.engine.linear import Joined, can_join, copy_adapters
+from shoal.models.attention import Decode, Shape
 from shoal.models.decoder import Decoder, LayerShape
+from shoal.models.fused import TOLERANCE, Around, fp32_copy, own_layer, probe, relative_gap, rope_of, why_not
 
-# Relative error of hidden states that rounding alone explains: in fp32, and in 16 bits.
-TOLERANCE = (1e-4, 3e-2)
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+PROBE_ROWS, PROBE_KEYS = 8, 64
 
 
 @dataclass
 class FusedLayer:
     module: Any
+    number: int
     shape: Shape
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    gate_up: Tensor
+    qkv: Joined
+    out: Joined
+    gate_up: Joined
+    down: Joined
+
+    @property
+    def products(self) -> tuple[Joined, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
 
 
-def side_by_side(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weights (and biases) of linear layers as one matrix each; the parameters become views of its rows."""
-    weight = _adjoin([module.weight for module in modules])
-    biases = [module.bias for module in modules if module.bias is not None]
-    return weight, _adjoin(biases) if len(biases) == len(modules) else None
+def fuse_layer(layer: Any, shape: Shape) -> FusedLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return FusedLayer(
+        layer,
+        int(attention.layer_idx),
+        shape,
+        Joined([attention.q_proj, attention.k_proj, attention.v_proj]),
+        Joined([attention.o_proj]),
+        Joined([mlp.gate_proj, mlp.up_proj]),
+        Joined([mlp.down_proj]),
+    )
 
 
-@torch.no_grad()
-def _adjoin(parameters: Sequence[Tensor]) -> Tensor:
-    """Idempotent: parameters that already stand side by side are only looked at together."""
-    first = parameters[0]
-    rows = sum(len(p) for p in parameters)
-    at, storage = first.data_ptr(), first.untyped_storage().data_ptr()
-    for parameter in parameters:
-        # Neighbours in memory may still be two allocations; only one storage can be looked at as a whole.
-        shared = parameter.untyped_storage().data_ptr() == storage
-        if not shared or parameter.data_ptr() != at or not parameter.is_contiguous():
-            break
-        at += parameter.numel() * parameter.element_size()
-    else:
-        return first.data.as_strided((rows, *first.shape[1:]), first.stride())
-    joined = torch.cat([p.data for p in parameters])
-    at = 0
-    for parameter in parameters:
-        parameter.data = joined[at : at + len(parameter)]
-        at += len(parameter)
-    return joined
+@dataclass(frozen=True)
+class Tables:
+    """cos and sin of every position of the cache, [length, D] each."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @staticmethod
+    def of(decoder: Decoder, length: int, dtype: torch.dtype) -> Tables:
+        positions = torch.arange(length, device=decoder.device)[None]
+        like = torch.zeros(1, 1, dtype=dtype, device=decoder.device)
+        return Tables(*rope_of(decoder.body, like, positions))
 
 
 class FusedDecode:
     """One decode step: [B] tokens at [B] positions → last hidden states [B, hidden]."""
 
-    def __init__(self, decoder: Decoder, shapes: dict[int, LayerShape]) -> None:
-        body: Any = decoder.body
-        self._body = body
-        config = decoder.config
-        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._heads = (config.num_attention_heads, config.num_key_value_heads, self._head_dim)
-        self._layers: list[FusedLayer] = []
-        for layer in body.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            qkv, bias = side_by_side([attention.q_proj, attention.k_proj, attention.v_proj])
-            gate_up, _ = side_by_side([mlp.gate_proj, mlp.up_proj])
-            shape = shapes[int(attention.layer_idx)].attention
-            assert shape is not None
-            self._layers.append(FusedLayer(layer, shape, qkv, bias, gate_up))
+    def __init__(self, decoder: Decoder, shapes: Mapping[int, LayerShape], cache: SlotCache) -> None:
+        self._body: Any = decoder.body
+        self._cache = cache
+        self._tables = Tables.of(decoder, cache.length, decoder.dtype)
+        self._layers = [fuse_layer(layer, attention_of(shapes, i)) for i, layer in enumerate(self._body.layers)]
 
-    def hidden(self, tokens: Tensor, positions: Tensor, cache: SlotCache, splits: int) -> Tensor:
-        from shoal.engine.kernels.layer import add_norm
+    def hidden(self, tokens: Tensor, positions: Tensor, splits: int) -> Tensor:
+        from shoal.models.kernels.norm import add_norm_
 
-        x = self._body.embed_tokens(tokens)
-        cos, sin = (t[:, 0].contiguous() for t in self._body.rotary_emb(x[:, None], positions[:, None]))
-        residual = torch.empty_like(x)
-        for index, layer in enumerate(self._layers):
-            norm = layer.module.input_layernorm
-            normed = add_norm(x, residual, norm.weight, norm.variance_epsilon, first=index == 0)
-            x = self._attend(layer, normed, (cos, sin), positions, cache, splits)
-            norm = layer.module.post_attention_layernorm
-            x = self._mlp(layer, add_norm(x, residual, norm.weight, norm.variance_epsilon))
-        return add_norm(x, residual, self._body.norm.weight, self._body.norm.variance_epsilon)
+        residual = self._body.embed_tokens(tokens)
+        x = None
+        for layer in self._layers:
+            x, residual = decode_layer(layer, x, residual, Step(self._tables, self._cache, positions, splits))
+        assert x is not None
+        return add_norm_(x, residual, self._body.norm.weight, self._body.norm.variance_epsilon)
 
-    def _attend(
-        self,
-        layer: FusedLayer,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        positions: Tensor,
-        cache: SlotCache,
-        splits: int,
-    ) -> Tensor:
-        from shoal.engine.kernels.attention import decode_attention
-        from shoal.engine.kernels.layer import rotate
-
-        attention = layer.module.self_attn
-        query_heads, key_heads, dim = self._heads
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias)
-        norms = None
-        if hasattr(attention, "q_norm"):
-            norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
-        rotate(qkv, *rope, self._heads, norms)
-        parts = qkv.view(-1, query_heads + 2 * key_heads, dim)
-        number = int(attention.layer_idx)
-        mixed = decode_attention(
-            parts[:, :query_heads],
-            parts[:, query_heads : query_heads + key_heads],
-            parts[:, query_heads + key_heads :],
-            cache.keys[number],
-            cache.values[number],
-            positions,
-            layer.shape.scale,
-            layer.shape.window,
-            layer.shape.softcap,
-            splits,
-        )
-        return attention.o_proj(mixed.flatten(1))
-
-    def _mlp(self, layer: FusedLayer, x: Tensor) -> Tensor:
-        from shoal.engine.kernels.layer import swiglu
-
-        return layer.module.mlp.down_proj(swiglu(F.linear(x, layer.gate_up)))
+    def copy_adapters(self) -> None:
+        """Take up what the active adapters have become."""
+        copy_adapters(product for layer in self._layers for product in layer.products)
 
 
-def make_fused(decoder: Decoder, shapes: dict[int, LayerShape], cache: SlotCache) -> tuple[FusedDecode | None, str]:
+@dataclass(frozen=True)
+class Step:
+    tables: Tables
+    cache: SlotCache
+    positions: Tensor  # [B]
+    splits: int = 1
+
+
+def decode_layer(layer: FusedLayer, x: Tensor | None, residual: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    """`x` is what the last layer has still to add to the residual (None before the first)."""
+    from shoal.models.kernels.norm import add_norm_
+    from shoal.models.kernels.swiglu import swiglu
+
+    before, after = layer.module.input_layernorm, layer.module.post_attention_layernorm
+    if x is None:
+        normed = add_norm_(residual, None, before.weight, before.variance_epsilon)
+    else:
+        normed = add_norm_(x, residual, before.weight, before.variance_epsilon)
+    mixed = layer.out(_attend(layer, layer.qkv(normed), step))
+    normed = add_norm_(mixed, residual, after.weight, after.variance_epsilon)
+    gate, up = layer.gate_up(normed).chunk(2, -1)
+    return layer.down(swiglu(gate, up)), residual
+
+
+def _attend(layer: FusedLayer, qkv: Tensor, step: Step) -> Tensor:
+    from shoal.engine.kernels.attention import HeadForm, decode_attention, launch_for
+
+    attention, number = layer.module.self_attn, layer.number
+    cache = (step.cache.keys[number], step.cache.values[number])
+    key_heads, dim = cache[0].shape[1], cache[0].shape[3]
+    heads = qkv.view(len(qkv), -1, dim)
+    query_heads = heads.shape[1] - 2 * key_heads
+    parts = heads.split([query_heads, key_heads, key_heads], 1)
+    norms: tuple[Any, ...] = ()
+    if hasattr(attention, "q_norm"):
+        norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
+    form = HeadForm(step.tables.cos, step.tables.sin, *norms)
+    launch = launch_for(len(qkv) * key_heads, dim, step.splits)
+    return decode_attention(parts, cache, step.positions, layer.shape, launch, form).flatten(1)  # type: ignore[arg-type]
+
+
+def make_fused(decoder: Decoder, shapes: Mapping[int, LayerShape], cache: SlotCache) -> tuple[FusedDecode | None, str]:
     """The fused path if the model is of a known family and both paths agree on it; and the reason in words."""
-    if not fits(decoder):
-        return None, f"{decoder.name} as loaded has no fused path"
-    fused = FusedDecode(decoder, shapes)
-    gap = _gap(decoder, fused, cache)
-    if not gap < TOLERANCE[decoder.dtype.itemsize < 4]:
-        return None, f"the fused path differs from {decoder.name}'s own by {gap:.1e}"
-    return fused, f"fused, {gap:.0e} from {decoder.name}'s own"
+    reason = why_not(decoder) or _why_not_joined(decoder)
+    if reason is None:
+        gap = _gap(decoder, shapes)
+        if gap < TOLERANCE:
+            return FusedDecode(decoder, shapes, cache), f"few kernels, {gap:.0e} from {decoder.name}'s own in fp32"
+        reason = f"a layer differs from {decoder.name}'s own by {gap:.1e} in fp32"
+    return None, reason
 
 
-def fits(decoder: Decoder) -> bool:
-    """A family whose layers this computes, silu, and plain linear layers: nothing wrapped, nothing stored quantised."""
-    if type(decoder.inner).__name__ not in FAMILIES or getattr(decoder.config, "hidden_act", "") != "silu":
-        return False
+def _why_not_joined(decoder: Decoder) -> str | None:
+    rope = getattr(decoder.config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") in ("dynamic", "longrope"):
+        return "its rotation depends on the length of the text"
     body: Any = decoder.body
     for layer in body.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        inputs = (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
-        if any(type(module) is not nn.Linear for module in (*inputs, attention.o_proj, mlp.down_proj)):
-            return False
-        if mlp.gate_proj.bias is not None or mlp.up_proj.bias is not None:
-            return False
-    return True
+        for module in linears(layer):
+            if not can_join(module):
+                return f"{type(module).__name__} is not a plain linear layer or an adapter on one"
+    return None
+
+
+def linears(layer: Any) -> Sequence[Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    inner = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    return (*inner, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+
+
+def attention_of(shapes: Mapping[int, LayerShape], index: int) -> Shape:
+    shape = shapes[index].attention
+    assert shape is not None
+    return shape
 
 
 @torch.no_grad()
-def _gap(decoder: Decoder, fused: FusedDecode, cache: SlotCache) -> float:
-    """Relative gap of hidden states: eight rows at different positions of the empty cache; it is emptied again."""
-    rows = min(8, cache.slots)
+def _gap(decoder: Decoder, shapes: Mapping[int, LayerShape]) -> float:
+    """The largest relative gap of what a layer adds, fused and by its own module, over a small cache in fp32."""
+    body: Any = decoder.body
     device = decoder.device
-    tokens = torch.arange(rows, device=device) * 13 % decoder.vocab_size
-    positions = torch.arange(rows, device=device) * (cache.length - 1) // max(1, rows - 1)
-    expected = decoder.hidden(tokens[:, None], positions[:, None], KernelDecode(cache, positions))[:, 0]
-    actual = fused.hidden(tokens, positions, cache, 1)
-    for tensor in (*cache.keys.values(), *cache.values.values()):
-        tensor[:rows] = 0
-    return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-9))
+    positions = torch.arange(PROBE_ROWS, device=device) * (PROBE_KEYS - 1) // (PROBE_ROWS - 1)
+    tables = Tables.of(decoder, PROBE_KEYS, torch.float32)
+    worst = 0.0
+    for index, module in enumerate(body.layers):
+        twin: Any = fp32_copy(module)
+        cache = SlotCache({index: shapes[index]}, PROBE_ROWS, PROBE_KEYS, torch.float32, device)
+        filled = torch.randn(cache.keys[index].shape, generator=torch.Generator().manual_seed(index))
+        for tensor in (cache.keys[index], cache.values[index]):
+            tensor.copy_(filled)
+        x = probe(PROBE_ROWS, decoder)
+        around = Around(tables.cos[positions], tables.sin[positions], Decode(cache, positions, PROBE_KEYS))
+        expected = own_layer(twin, x[:, None], positions[:, None], around)[:, 0] - x
+        layer = fuse_layer(twin, attention_of(shapes, index))
+        copy_adapters(layer.products)
+        added, residual = decode_layer(layer, None, x.clone(), Step(tables, cache, positions))
+        worst = max(worst, relative_gap(residual + added - x, expected))
+    return worst

@@ -1,101 +1,202 @@
-"""Decode steps as CUDA graphs: embedding to sampled token in one launch, several launches between two looks.
+"""Decode steps as CUDA graphs: embedding to sampled token and done flag in one launch, several launches between looks.
 
 Used by the engine on a GPU where the kernels support the model's heads; everything else decodes eagerly, which is also
-what this is tested against. Graphs read weights, cache and sampling parameters in place, so they survive optimizer
-steps, adapters and new noise; one is captured for each batch size, when it is first needed.
+what this is tested against. Graphs read weights, cache, rows and sampling parameters in place, so they survive
+optimizer steps, adapters and new noise. One is captured for each batch size and kind of draw, when first needed. A
+window is launched before the last one's results are looked at: the host's work is hidden behind the device's.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from shoal.engine.cache import SlotCache
 from shoal.engine.fused import FusedDecode
 from shoal.engine.kernel_context import KernelDecode
-from shoal.engine.sampler import SamplingState, hash_keys
+from shoal.engine.sampler import MAX_KEPT, Drawn, SamplingState, draw
 from shoal.models.sampler_view import SamplerView
+
+if TYPE_CHECKING:
+    from shoal.engine.kernels.sampling import Rows
 
 WINDOW = 8  # decode steps between two looks at what finished
 PROGRAMS = 512  # attention programs that fill the device; contexts are split until there are about so many
 
 
+@dataclass(frozen=True)
+class Window:
+    """What a window drew, [steps, rows] each; kept ids [steps, rows, MAX_KEPT] where draws were narrowed."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    kept: np.ndarray | None
+
+
+@dataclass
+class _Flight:
+    """A window on its way to the host."""
+
+    tensors: list[Tensor]
+    event: torch.cuda.Event | None
+
+    def read(self) -> Window:
+        if self.event is not None:
+            self.event.synchronize()
+        ids, logprobs, *kept = (tensor.numpy() for tensor in self.tensors)
+        return Window(ids, logprobs, kept[0] if kept else None)
+
+
 class DecodeGraphs:
-    """`run` decodes rows 0..rows-1 for several steps and returns what each drew."""
+    """`begin` puts sequences into rows, `launch` decodes rows 0..rows-1 for a window, `collect` reads the oldest."""
 
     def __init__(
-        self, view: SamplerView, cache: SlotCache, sampling: SamplingState, fused: FusedDecode | None = None
+        self,
+        view: SamplerView,
+        cache: SlotCache,
+        sampling: SamplingState,
+        end_ids: Sequence[int],
+        fused: FusedDecode | None,
     ) -> None:
+        from shoal.engine.kernels.sampling import Rows
+
         self._view = view
         self._fused = fused
         self._cache = cache
         self._sampling = sampling
-        slots, device = cache.slots, view.decoder.device
-        self._device = device
-        self._tokens, self._positions, self._counts = (
-            torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(3)
-        )
-        self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
-        self._ids = torch.zeros(WINDOW, slots, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(WINDOW, slots, dtype=torch.float32, device=device)
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._device = view.decoder.device
+        self.rows: Rows = Rows.allocate(cache.slots, WINDOW, list(end_ids), self._device)
+        self._kept: Tensor | None = None  # [WINDOW, slots, MAX_KEPT] int32, made when first needed
+        self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        self._flights: deque[_Flight] = deque()
 
-    def run(
-        self, tokens: np.ndarray, positions: np.ndarray, counts: np.ndarray, steps: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """[rows] newest tokens, where each stands and how many were drawn → ids and log-probs [steps, rows]."""
-        rows = len(tokens)
-        self._set(tokens, positions, counts)
-        if self._device.type == "cuda":
-            graph = self._graph(rows)
-            self._set(tokens, positions, counts)  # capturing moved them
-            for _ in range(steps):
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    def begin(self, slots: np.ndarray, positions: np.ndarray, limits: np.ndarray, drawn: Drawn) -> None:
+        """New sequences, whose first token is drawn and stands at `positions`; it is collected as a window of one."""
+        at, where, most = self._upload(np.stack([slots, positions, limits]))
+        rows = self.rows
+        done = torch.isin(drawn.token_ids, rows.ends) | (most <= 1)
+        rows.tokens[at] = drawn.token_ids
+        rows.positions[at] = torch.where(done, 0, where)
+        rows.limits[at] = most
+        rows.counts[at] = 1
+        rows.done[at] = done.to(rows.done.dtype)
+        kept = [] if drawn.kept is None else [drawn.kept[None].to(torch.int32)]
+        self._flights.append(self._send([drawn.token_ids[None], drawn.logprobs[None], *kept]))
+
+    def draw(self, logits: Tensor, rows: Tensor, counts: Tensor, narrowed: bool) -> Drawn:
+        """A token for each row of logits with the sampling parameters of `rows`."""
+        return self._draw(logits, self._sampling[rows], counts, narrowed)
+
+    def move(self, source: int, target: int) -> None:
+        rows = self.rows
+        for tensor in (rows.tokens, rows.positions, rows.counts, rows.limits, rows.done):
+            tensor[target] = tensor[source]
+        rows.done[source] = 1
+        rows.positions[source] = 0
+
+    def clear(self) -> None:
+        """Every row is done; windows in flight are forgotten."""
+        self._flights.clear()
+        self.rows.done.fill_(1)
+        self.rows.positions.zero_()
+
+    def follow_weights(self) -> None:
+        """What graphs hold a copy of, which is adapters alone, is copied again."""
+        if self._fused is not None:
+            self._fused.copy_adapters()
+
+    def launch(self, rows: int, steps: int, narrowed: bool) -> None:
+        graph = self._graph(rows, narrowed) if self._device.type == "cuda" else None
+        self.rows.cursors.zero_()
+        for _ in range(steps):
+            if graph is not None:
                 graph.replay()
-        else:  # Triton's interpreter: the same step without a graph
-            for _ in range(steps):
-                self._step(rows)
-        return self._ids[:steps, :rows].cpu().numpy(), self._logprobs[:steps, :rows].cpu().numpy()
+            else:  # Triton's interpreter: the same step without a graph
+                self._step(rows, narrowed)
+        results = [self.rows.ids[:steps, :rows], self.rows.logprobs[:steps, :rows]]
+        if narrowed and self._kept is not None:
+            results.append(self._kept[:steps, :rows])
+        self._flights.append(self._send(results))
 
-    def _set(self, tokens: np.ndarray, positions: np.ndarray, counts: np.ndarray) -> None:
-        for buffer, array in ((self._tokens, tokens), (self._positions, positions), (self._counts, counts)):
-            buffer[: len(array)].copy_(torch.from_numpy(array), non_blocking=True)
-        self._cursor.zero_()
+    def collect(self) -> Window:
+        return self._flights.popleft().read()
 
-    def _graph(self, rows: int) -> torch.cuda.CUDAGraph:
-        key = (rows, self._view.noisy)
+    def _send(self, results: list[Tensor]) -> _Flight:
+        """Start copies to the host; the next window may overwrite the originals, in stream order, after them."""
+        if self._device.type != "cuda":
+            return _Flight([tensor.clone() for tensor in results], None)
+        hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in results]
+        for host, tensor in zip(hosts, results, strict=True):
+            host.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return _Flight(hosts, event)
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)
+
+    def _graph(self, rows: int, narrowed: bool) -> torch.cuda.CUDAGraph:
+        key = (rows, narrowed, self._view.noisy)
         if key not in self._graphs:
+            saved = [t.clone() for t in self._state()]
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self._step(rows)  # compiles kernels and fills caches, which must not happen while capturing
-                self._cursor.zero_()
+                self._step(rows, narrowed)  # compiles kernels and fills caches, which must not happen while capturing
+                self.rows.cursors.zero_()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                self._step(rows)
+                self._step(rows, narrowed)
+            for tensor, value in zip(self._state(), saved, strict=True):
+                tensor.copy_(value)  # the warm-up moved the rows on
             self._graphs[key] = graph
         return self._graphs[key]
 
-    def _step(self, rows: int) -> None:
-        from shoal.engine.kernels.sampling import draw_tokens
+    def _state(self) -> tuple[Tensor, ...]:
+        rows = self.rows
+        return rows.tokens, rows.positions, rows.counts, rows.done
 
-        decoder = self._view.decoder
-        tokens, positions, counts = self._tokens[:rows], self._positions[:rows], self._counts[:rows]
+    def _step(self, rows: int, narrowed: bool) -> None:
+        from shoal.engine.kernels.sampling import advance
+
+        decoder, state = self._view.decoder, self.rows
+        tokens, positions, counts = state.tokens[:rows], state.positions[:rows], state.counts[:rows]
         if self._fused is not None:
-            hidden = self._fused.hidden(tokens, positions, self._cache, self._splits(rows))
+            hidden = self._fused.hidden(tokens, positions, self._splits(rows))
         else:
             context = KernelDecode(self._cache, positions, self._splits(rows))
             hidden = decoder.hidden(tokens[:, None], positions[:, None], context)[:, 0]
-        low, high = hash_keys(self._sampling.seeds[:rows], counts)
-        ids, logprobs = draw_tokens(decoder.logits(hidden), low, high, self._sampling.temperatures[:rows])
-        self._ids[:, :rows].index_copy_(0, self._cursor, ids[None])
-        self._logprobs[:, :rows].index_copy_(0, self._cursor, logprobs[None])
-        tokens.copy_(ids)
-        # A row that finished inside the window goes on into nothing; it must not leave its slot.
-        positions.add_(1).clamp_(max=self._cache.length - 1)
-        counts.add_(1)
-        self._cursor.add_(1)
+        drawn = self._draw(decoder.logits(hidden), self._sampling[slice(rows)], counts, narrowed)
+        if drawn.kept is not None:
+            self._keep(rows, drawn.kept)
+        advance(state, rows, drawn.token_ids, drawn.logprobs)
+
+    @staticmethod
+    def _draw(logits: Tensor, sampling: SamplingState, counts: Tensor, narrowed: bool) -> Drawn:
+        from shoal.engine.kernels.sampling import draw_tokens
+
+        if narrowed:
+            return draw(logits, sampling, counts, sampling.banned(counts, logits.shape[1]), truncated=True)
+        return Drawn(*draw_tokens(logits, sampling.seeds, counts, sampling.temperatures), kept=None)
+
+    def _keep(self, rows: int, kept: Tensor) -> None:
+        if self._kept is None:
+            shape = (WINDOW, self._cache.slots, MAX_KEPT)
+            self._kept = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+        at = self.rows.cursors[:1]
+        self._kept[:, :rows, : kept.shape[1]].index_copy_(0, at, kept[None].to(torch.int32))
 
     def _splits(self, rows: int) -> int:
         """Splits of the context, a power of two: more for small batches and long caches."""

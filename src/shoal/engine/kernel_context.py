@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shoal.engine import kernels
 from shoal.engine.cache import SlotCache
+from shoal.models import kernels
 from shoal.models.attention import Shape
 from shoal.models.decoder import Decoder
 
@@ -21,21 +21,11 @@ class KernelDecode:
     splits: int = 1
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
-        from shoal.engine.kernels.attention import decode_attention
+        from shoal.engine.kernels.attention import Launch, decode_attention
 
-        out = decode_attention(
-            query[:, :, 0],
-            key[:, :, 0].contiguous(),
-            value[:, :, 0].contiguous(),
-            self.cache.keys[layer],
-            self.cache.values[layer],
-            self.positions,
-            shape.scale,
-            shape.window,
-            shape.softcap,
-            self.splits,
-        )
-        return out.unsqueeze(1)  # [B, 1, H, D]
+        heads = (query[:, :, 0].contiguous(), key[:, :, 0].contiguous(), value[:, :, 0].contiguous())
+        cache = (self.cache.keys[layer], self.cache.values[layer])
+        return decode_attention(heads, cache, self.positions, shape, Launch(self.splits)).unsqueeze(1)  # [B, 1, H, D]
 
 
 def supported(decoder: Decoder, cache: SlotCache) -> bool:
@@ -49,8 +39,3 @@ def supported(decoder: Decoder, cache: SlotCache) -> bool:
         (k.shape[1], k.shape[3], v.shape[3]) for k, v in zip(cache.keys.values(), cache.values.values(), strict=True)
     )
     return all(supports(heads, kv_heads, key_dim, value_dim) for kv_heads, key_dim, value_dim in shapes)
-
-
-def exact_enough(decoder: Decoder) -> bool:
-    """16 bits, or Triton's interpreter. In fp32 a GPU takes products in TF32, and log-probs are off by 1e-3."""
-    return decoder.dtype.itemsize == 2 or decoder.device.type == "cpu"

@@ -1,7 +1,8 @@
 """Drawing one token a row, with its log-prob under exactly the distribution it was drawn from.
 
-The exponential race: token i wins if E_i / p_i is smallest, E_i exponential. The randomness of row b, token i is a hash
-of (request seed, position, i), so a draw depends on nothing else: not on the batch, not on the order of arrival.
+The exponential race: token i wins if E_i / p_i is smallest, E_i exponential. Blocks of the vocabulary race first, by
+their mass, then the tokens of the winning block: the same distribution, with random numbers for one block only. They
+are a hash of (request seed, position, i), so a draw depends on nothing else: not on the batch, not on order of arrival.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from torch import Tensor
 
 # Replaying a truncated distribution in training stores its ids; more than this many are never kept.
 MAX_KEPT = 256
+MAX_ENDS = 128  # ids that may end one request
+BLOCK = 4096  # ids of the vocabulary that race together
+BLOCK_SALT = 1 << 30  # the number of a block, as a column of the hash, is no token's
 
 
 @dataclass
@@ -25,6 +29,8 @@ class SamplingState:
     top_p: Tensor
     top_k: Tensor  # int64; <= 0 = off
     min_p: Tensor
+    min_tokens: Tensor  # int64
+    ends: Tensor  # [slots, MAX_ENDS] int64, ids not allowed before min_tokens, -1 where fewer
 
     @staticmethod
     def allocate(slots: int, device: torch.device) -> SamplingState:
@@ -34,7 +40,15 @@ class SamplingState:
             torch.ones(slots, device=device),
             torch.full((slots,), -1, dtype=torch.int64, device=device),
             torch.zeros(slots, device=device),
+            torch.zeros(slots, dtype=torch.int64, device=device),
+            torch.full((slots, MAX_ENDS), -1, dtype=torch.int64, device=device),
         )
+
+    def banned(self, counts: Tensor, width: int) -> Tensor:
+        """[B, width]: ends of rows that have drawn fewer than their min_tokens."""
+        mask = torch.zeros(len(counts), width + 1, dtype=torch.bool, device=counts.device)
+        early = (counts < self.min_tokens)[:, None].expand_as(self.ends)
+        return mask.scatter(1, torch.where(self.ends < 0, width, self.ends), early)[:, :width]
 
     def __getitem__(self, rows: Tensor | slice) -> SamplingState:
         return SamplingState(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
@@ -65,8 +79,7 @@ def draw(logits: Tensor, state: SamplingState, positions: Tensor, banned: Tensor
     kept = None
     if truncated:
         logprobs, kept = _truncate(logprobs, state)
-    race = torch.where(greedy[:, None], logprobs, logprobs - exponential(state.seeds, positions, logits.shape[1]).log())
-    token_ids = race.argmax(-1)
+    token_ids = torch.where(greedy, logprobs.argmax(-1), _race(logprobs, state.seeds, positions))
     return Drawn(token_ids, logprobs.gather(-1, token_ids[:, None]).squeeze(-1), kept)
 
 
@@ -91,22 +104,39 @@ def _truncate(logprobs: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     return torch.where(whole[:, None], logprobs, narrowed), kept
 
 
-def exponential(seeds: Tensor, positions: Tensor, width: int) -> Tensor:
-    """[B, width] unit exponentials, a pure function of (seed, position, column)."""
+def _race(logprobs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """[B, V] → the winner of each row."""
+    batch, width = logprobs.shape
+    columns = torch.arange(min(width, BLOCK), device=logprobs.device).expand(batch, -1)
+    if width > BLOCK:
+        blocks = -(-width // BLOCK)
+        padded = torch.nn.functional.pad(logprobs, (0, blocks * BLOCK - width), value=float("-inf"))
+        padded = padded.view(batch, blocks, BLOCK)
+        numbers = torch.arange(BLOCK_SALT, BLOCK_SALT + blocks, device=logprobs.device).expand(batch, -1)
+        masses = torch.logsumexp(padded, -1) - exponential(seeds, positions, numbers).log()
+        block = masses.argmax(-1)
+        logprobs = padded[torch.arange(batch, device=block.device), block]
+        columns = columns + block[:, None] * BLOCK
+    race = logprobs - exponential(seeds, positions, columns).log()
+    return columns.gather(1, race.argmax(-1, keepdim=True)).squeeze(1)
+
+
+def exponential(seeds: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+    """Unit exponentials for the columns [B, n] of each row, a pure function of (seed, position, column)."""
     low, high = hash_keys(seeds, positions)
     if seeds.device.type == "cpu":
-        bits = torch.from_numpy(_bits(low.numpy().view(np.uint32), high.numpy().view(np.uint32), width).view(np.int32))
+        keys = (low.numpy().view(np.uint32), high.numpy().view(np.uint32))
+        bits = torch.from_numpy(_bits(*keys, columns.numpy().astype(np.uint32)).view(np.int32))
     else:
-        column = torch.arange(width, dtype=torch.int32, device=seeds.device)
-        bits = _mix32(_mix32(column[None] * -1640531535 + low[:, None]) ^ high[:, None])
+        bits = _mix32(_mix32(columns.to(torch.int32) * -1640531535 + low[:, None]) ^ high[:, None])
     # A uniform in (0, 1) whose small values are fine-grained, so that unlikely tokens get their exact chance.
     uniform = ((bits.to(torch.int64) & 0xFFFFFFFF).to(torch.float32) + 0.5) * (1 / 4294967296)
     return -torch.log1p(-uniform.clamp(max=1 - 6e-8))
 
 
-def _bits(low: np.ndarray, high: np.ndarray, width: int) -> np.ndarray:
+def _bits(low: np.ndarray, high: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """The same hash with NumPy's unsigned integers: a third of the operations, which is what a CPU pays for."""
-    x = np.arange(width, dtype=np.uint32) * np.uint32(0x9E3779B1) + low[:, None]
+    x = columns * np.uint32(0x9E3779B1) + low[:, None]
     for last in (False, True):
         x ^= x >> np.uint32(16)
         x *= np.uint32(0x7FEB352D)

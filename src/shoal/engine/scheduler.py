@@ -12,6 +12,17 @@ from dataclasses import dataclass, field
 from shoal.types import Completion, FinishReason, Request, Span
 
 SMALLEST_BATCH = 8
+# Sequences are let in a few at a time, not one by one: every prefill holds up whoever decodes.
+SHARE_TO_ADMIT = 16
+
+
+def bucket(count: int) -> int:
+    """The rows of a decode batch for `count` slots: powers of two, and from 96 on their halfway points too."""
+    rows = SMALLEST_BATCH
+    while rows < count:
+        rows *= 2
+    halfway = rows * 3 // 4
+    return halfway if rows > 64 and halfway >= count else rows
 
 
 @dataclass
@@ -26,6 +37,8 @@ class Sequence:
     kept_ids: list[list[int]] | None = None
     marks: list[tuple[int, int]] = field(default_factory=list)  # (first token, version): where a span begins
     stopped: bool = False  # by a stop of its own request
+    finished: bool = False
+    in_flight: int = 0  # decode steps launched whose results are not in yet
     text: str | None = None  # set when a stop string ended it
 
     def __post_init__(self) -> None:
@@ -57,16 +70,14 @@ class Scheduler:
 
     @property
     def rows(self) -> int:
-        """Rows of the next decode batch: a power of two that covers every occupied slot."""
-        highest = max(self.running, default=-1) + 1
-        rows = min(SMALLEST_BATCH, self.slots)
-        while rows < highest:
-            rows *= 2
-        return min(rows, self.slots)
+        """Rows of the next decode batch: a bucket that covers every occupied slot."""
+        return min(bucket(max(self.running, default=-1) + 1), self.slots)
 
     def admit(self) -> list[Sequence]:
         """Move waiting sequences into free slots, as many as the prefill budget takes; equal neighbours count once."""
         admitted: list[Sequence] = []
+        if self.running and self.slots - len(self.running) < min(len(self.waiting), self.slots // SHARE_TO_ADMIT):
+            return admitted
         free = (slot for slot in range(self.slots) if slot not in self.running)
         tokens, previous = 0, None
         while self.waiting:
@@ -83,16 +94,14 @@ class Scheduler:
         return admitted
 
     def retire(self, sequence: Sequence) -> None:
+        sequence.finished = True
         del self.running[sequence.slot]
 
     def compaction(self) -> list[tuple[int, int]]:
         """Moves (source, target) that let the batch shrink to the next bucket; none while requests wait."""
         if self.waiting or not self.running:
             return []
-        count = len(self.running)
-        smaller = min(SMALLEST_BATCH, self.slots)
-        while smaller < count:
-            smaller *= 2
+        smaller = min(bucket(len(self.running)), self.slots)
         if smaller >= self.rows:
             return []
         holes = [slot for slot in range(smaller) if slot not in self.running]

@@ -1,9 +1,9 @@
 """The one attention function, registered with transformers under the name "shoal".
 
-It has three modes. A `Packed` context is train mode: sequences laid end to end, each attending to itself. With a cache
-writer it is prefill: the same, and keys and values are also written into the cache. A `Decode` context is decode mode:
-one new token a sequence against the cache. The context travels as a keyword of `model.forward`, so no state is global
-and the same module tree trains and samples.
+It has three modes. A `Packed` context is train mode: segments laid end to end, each attending to itself and, where it
+continues another, to that one. With a cache writer it is prefill: keys and values are also written into the cache. A
+`Decode` context is decode mode: one new token a sequence against the cache. The context travels as a keyword of
+`model.forward`, so no state is global and the same module tree trains and samples.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from shoal.errors import ModelError
+from shoal.models.upload import upload
 
 ATTENTION = "shoal"
 # Keys are padded to this multiple, so that the sum over them rounds the same whatever else is in the batch.
@@ -92,6 +93,33 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor |
     return torch.matmul(shares.to(value.dtype), value)
 
 
+class _TakeTokens(torch.autograd.Function):
+    """index_select over tokens whose gradients are added up in fp32: a prefix gets one from every segment after it."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, index: Tensor) -> Tensor:  # [T, ...], [n] -> [n, ...]
+        ctx.save_for_backward(index)
+        ctx.length = tokens.shape[0]
+        return tokens.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,), (grad,) = ctx.saved_tensors, grads
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = torch.zeros(ctx.length, *grad.shape[1:], dtype=wide, device=grad.device)
+        return total.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
+
+
+@dataclass(frozen=True)
+class _Rectangle:
+    """Segments as rows of a right-padded rectangle. Indices are into the row of tokens."""
+
+    queries: Tensor  # [S, Lq]
+    keys: Tensor  # [S, Lk]
+    scatter: Tensor  # [n], the real queries among those of the flattened rectangle
+    last_key: Tensor | None  # [S, Lq], the column of each query's own key; None = its own column
+
+
 @dataclass
 class Packed:
     """Train and prefill mode. Tensors are laid out [1, H, T, D] with segments end to end."""
@@ -99,7 +127,14 @@ class Packed:
     starts: np.ndarray  # [S+1]
     device: torch.device
     writer: CacheWriter | None = None
+    prefixes: np.ndarray | None = None  # [S], the segment each one continues, or -1; None = none does
     _plans: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.prefixes is None or not (self.prefixes >= 0).any():
+            self.prefixes = None
+        elif self.writer is not None or (self.prefixes[self.prefixes[self.prefixes >= 0]] >= 0).any():
+            raise ValueError("a prefix continues no other segment, and a prefill has none")
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
         if self.writer is not None:
@@ -111,70 +146,108 @@ class Packed:
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        if "starts" not in self._plans:
-            self._plans["starts"] = torch.as_tensor(self.starts, dtype=torch.int32).to(self.device, non_blocking=True)
-            self._plans["longest"] = int(np.diff(self.starts).max())
-        starts, longest = self._plans["starts"], self._plans["longest"]
+        if "varlen" not in self._plans:
+            self._plans["varlen"] = self._varlen_plan()
+        plan, longest, longest_keys = self._plans["varlen"]
         # torch 2.11 groups heads without being asked; later releases want the flag.
         extra: dict[str, Any] = {"enable_gqa": True} if _VARLEN_GQA_FLAG else {}
         window = (shape.window - 1, 0) if shape.window is not None else (-1, 0)
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        if self.prefixes is not None:
+            key, value = (_TakeTokens.apply(x, plan["keys"]) for x in (key, value))  # type: ignore[misc]
+        # With fewer queries than keys the kernel aligns both at their ends (lower right, as torch.nn.attention.bias
+        # calls it), in the causal mask and in the window: a query stands after all keys of its prefix.
         out = varlen_attn(
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            starts,
-            starts,
+            query,
+            key,
+            value,
+            plan["starts"],
+            plan["key_starts"],
             longest,
-            longest,
+            longest_keys,
             scale=shape.scale,
             window_size=window,
             **extra,
         )
         return out.unsqueeze(0)  # type: ignore[union-attr]
 
+    def _varlen_plan(self) -> tuple[dict[str, Tensor], int, int]:
+        """Bounds of queries and keys, where each key lies, and the longest run of either."""
+        arrays = {"starts": self.starts.astype(np.int32)}
+        longest = longest_keys = int(np.diff(self.starts).max())
+        if self.prefixes is not None:
+            keys = [self._keys_of(segment) for segment in range(len(self.prefixes))]
+            arrays["keys"] = np.concatenate(keys).astype(np.int32)
+            arrays["key_starts"] = np.cumsum([0, *map(len, keys)]).astype(np.int32)
+            longest_keys = max(map(len, keys))
+        plan = upload(arrays, self.device)
+        return {"key_starts": plan["starts"], **plan}, longest, longest_keys
+
+    def _keys_of(self, segment: int) -> np.ndarray:
+        """Where the keys of a segment lie, in the order of their positions."""
+        own = np.arange(self.starts[segment], self.starts[segment + 1])
+        prefix = -1 if self.prefixes is None else self.prefixes[segment]
+        return own if prefix < 0 else np.concatenate([np.arange(self.starts[prefix], self.starts[prefix + 1]), own])
+
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
         """Segments as rows of right-padded rectangles: under a causal mask no real token sees the padding."""
+        if "layout" not in self._plans:
+            self._plans["layout"] = self._layout()
+        rectangles, order = self._plans["layout"]
         pieces = []
-        for gather, scatter in self._layout():
-            q, k, v = (x[0][:, gather].transpose(0, 1) for x in (query, key, value))  # [S, H, L, D]
-            length = gather.shape[1]
-            allowed = None
-            if shape.window is not None and shape.window < length:
-                allowed = self._window(length, shape.window)
-            out = dense_attention(q, k, v, allowed, shape)  # [S, H, L, D]
-            pieces.append(out.transpose(1, 2).flatten(0, 1)[scatter])
-        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)[self._plans["order"]]
+        for number, rectangle in enumerate(rectangles):
+            q = query[0][:, rectangle.queries].transpose(0, 1)  # [S, H, Lq, D]
+            k, v = (x[0][:, rectangle.keys].transpose(0, 1) for x in (key, value))
+            out = dense_attention(q, k, v, self._allowed(number, rectangle, shape.window), shape)
+            pieces.append(out.transpose(1, 2).flatten(0, 1)[rectangle.scatter])
+        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)[order]
         return joined.unsqueeze(0)  # [1, T, H, D]
 
-    def _layout(self) -> list[tuple[Tensor, Tensor]]:
-        """Rectangles as (gather [S, L] from the row, scatter [n] out of the flattened rectangle).
+    def _layout(self) -> tuple[list[_Rectangle], Tensor]:
+        """The rectangles, and where each token is found once they are laid end to end.
 
-        In training one rectangle holds all segments. In a prefill each has its own length's, since kernels choose their
-        blocking by length and a prompt must round the same in any company.
+        In training one rectangle holds all segments that continue no other, and one those that do. In a prefill each
+        length has its own, since kernels choose their blocking by length and a prompt must round the same in any
+        company.
         """
-        if "layout" not in self._plans:
-            lengths = np.diff(self.starts)
-            classes = lengths if self.writer is not None else np.full_like(lengths, lengths.max())
-            layout, order = [], []
-            for length in np.unique(classes):
-                members = np.flatnonzero(classes == length)
-                columns = np.minimum(np.arange(length)[None], lengths[members, None] - 1)
-                scatter = np.concatenate([i * length + np.arange(lengths[s]) for i, s in enumerate(members)])
-                layout.append((self._long(self.starts[members, None] + columns), self._long(scatter)))
-                order += [np.arange(self.starts[s], self.starts[s + 1]) for s in members]
-            self._plans["order"] = self._long(np.argsort(np.concatenate(order)))
-            self._plans["layout"] = layout
-        return self._plans["layout"]
+        lengths = np.diff(self.starts)
+        tails = np.zeros(len(lengths), dtype=bool) if self.prefixes is None else self.prefixes >= 0
+        classes = lengths if self.writer is not None else tails
+        members = [np.flatnonzero(classes == kind) for kind in np.unique(classes)]
+        order = np.concatenate([np.arange(self.starts[s], self.starts[s + 1]) for part in members for s in part])
+        rectangles = [self._rectangle(part, bool(tails[part[0]])) for part in members]
+        return rectangles, upload({"order": np.argsort(order)}, self.device)["order"]
 
-    def _long(self, array: np.ndarray) -> Tensor:
-        return torch.as_tensor(array, dtype=torch.long).to(self.device)
+    def _rectangle(self, members: np.ndarray, continued: bool) -> _Rectangle:
+        lengths = np.diff(self.starts)[members, None]
+        columns = np.minimum(np.arange(lengths.max())[None], lengths - 1)
+        arrays = {
+            "queries": self.starts[members, None] + columns,
+            "scatter": np.concatenate([i * columns.shape[1] + np.arange(n) for i, n in enumerate(lengths[:, 0])]),
+        }
+        if continued:
+            keys = [self._keys_of(segment) for segment in members]
+            widest = max(map(len, keys))
+            arrays["keys"] = np.stack([found[np.minimum(np.arange(widest), len(found) - 1)] for found in keys])
+            # Padding repeats the last query, so that it sees what that one sees and never nothing at all.
+            arrays["last_key"] = np.array([[len(found)] for found in keys]) - lengths + columns
+        tensors = upload({name: array.astype(np.int64) for name, array in arrays.items()}, self.device)
+        return _Rectangle(
+            tensors["queries"], tensors.get("keys", tensors["queries"]), tensors["scatter"], tensors.get("last_key")
+        )
 
-    def _window(self, length: int, window: int) -> Tensor:
-        key = ("window", window, length)  # the rectangles of a prefill differ in length
-        if key not in self._plans:
-            distance = torch.arange(length, device=self.device)[:, None] - torch.arange(length, device=self.device)
-            self._plans[key] = (distance >= 0) & (distance < window)
-        return self._plans[key]
+    def _allowed(self, number: int, rectangle: _Rectangle, window: int | None) -> Tensor | None:
+        """What each query sees, for `dense_attention`: None where a causal mask says it."""
+        length = rectangle.keys.shape[1]
+        window = None if window is None or window >= length else window
+        if rectangle.last_key is None and window is None:
+            return None
+        if (number, window) not in self._plans:
+            columns = torch.arange(length, device=self.device)
+            own = columns[:, None] if rectangle.last_key is None else rectangle.last_key[:, None, :, None]
+            distance = own - columns
+            self._plans[number, window] = (distance >= 0) & (distance < (length if window is None else window))
+        return self._plans[number, window]
 
 
 @dataclass

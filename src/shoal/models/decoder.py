@@ -6,6 +6,7 @@ load time that this reading of the model agrees with the model's own forward, wh
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ModelError
+from shoal.models import hybrid
 from shoal.models.attention import ATTENTION, Context, Packed, Shape
+from shoal.models.fused import FusedBody
+from shoal.models.logprobs import Head
+from shoal.models.quantised import held_bytes
 
 
 @dataclass(frozen=True)
@@ -47,14 +52,32 @@ class Decoder:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.fused: FusedBody | None = None  # set by models/fused.py, which says why not where it is not
         # peft wraps from outside and injects its layers inside: the inner model already computes with them.
         self.inner: nn.Module = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
         self.body: nn.Module = self.inner.get_decoder()  # type: ignore[operator]
         self.config = self.inner.config.get_text_config()  # type: ignore[operator,union-attr]
         self.lm_head: nn.Module = self.inner.get_output_embeddings()  # type: ignore[operator]
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self._fp8 = hybrid.switch_of(model)
         if not isinstance(self.body, nn.Module) or not isinstance(self.lm_head, nn.Module):
             raise ModelError(f"{type(self.inner).__name__} is not a causal language model with an output head")
+
+    def over(self, model: nn.Module) -> Decoder:
+        """The same reading of a copy of this model."""
+        decoder = Decoder(model)
+        if self.fused is not None:
+            decoder.fused = FusedBody(decoder.body, self.fused.shapes)
+        return decoder
+
+    def recompute(self, on: bool) -> None:
+        """Whether the backward computes each layer's forward again instead of keeping what it made."""
+        if self.fused is not None:
+            self.fused.recompute = on
+        elif on:
+            self.inner.gradient_checkpointing_enable()  # type: ignore[operator]
+        else:
+            self.inner.gradient_checkpointing_disable()  # type: ignore[operator]
 
     @property
     def name(self) -> str:
@@ -62,15 +85,29 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self._head_weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        """What the model computes in; the head has it however the layers below store their weights."""
+        return self._head_weight.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that parameters and buffers take, adapters included."""
+        return held_bytes(self.model)
+
+    def scoring(self) -> AbstractContextManager[None]:
+        """Around the policy's forward and backward: products in FP8 where the recipe says so. Samplers stay outside."""
+        return hybrid.scoring(self._fp8)
 
     @property
     def vocab_size(self) -> int:
-        return int(self.lm_head.weight.shape[0])  # type: ignore[union-attr,index]
+        return int(self._head_weight.shape[0])
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return self.lm_head.weight  # type: ignore[return-value]
 
     @property
     def max_positions(self) -> int | None:
@@ -78,6 +115,8 @@ class Decoder:
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
         """[B, T] token ids and positions → last hidden states [B, T, hidden]."""
+        if self.fused is not None and isinstance(context, Packed):
+            return self.fused.hidden(input_ids, position_ids, context)
         out = self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False, shoal=context)
         return out.last_hidden_state
 
@@ -87,6 +126,11 @@ class Decoder:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
+
+    @property
+    def head(self) -> Head:
+        plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None and self.softcap is None
+        return Head(self.logits, self.lm_head.weight if plain else None)  # type: ignore[arg-type]
 
     def pack(self, starts: np.ndarray) -> Packed:
         return Packed(starts, self.device)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from shoal.errors import ModelError
 from shoal.models.chat import special_tokens
+from shoal.models.quantised import quantise_linears
 
 # What the attention function computes. Chunks, convolutions and states that are carried along it does not.
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
@@ -30,8 +31,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(name: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model on `device` in `dtype`, in training mode off, with gradients as loaded."""
+def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str | None = None) -> nn.Module:
+    """The model on `device` in `dtype`, in training mode off, with gradients as loaded.
+
+    `stored` names the format its linear layers are kept in; then the device never holds them in `dtype` all at once.
+    """
     folder, gguf = _locate(name)
     try:
         if gguf:
@@ -43,6 +47,8 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> nn.Module
         raise
     except Exception as error:
         raise ModelError(f"no model could be loaded from {name!r}: {_first_line(error)}") from error
+    if stored is not None:
+        quantise_linears(model, stored, device)
     return model.to(device).eval()  # type: ignore[arg-type]
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 
 from shoal.errors import ModelError
+from shoal.models.quantised import LORA_LAYERS
 
 TRAINED = "default"
 REFERENCE = "reference"
@@ -40,6 +41,7 @@ def attach(model: nn.Module, settings: LoraSettings) -> PeftModel:
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
+    config._register_custom_module(LORA_LAYERS)
     try:
         # PEFT leaves new layers in training mode, and a sampler must not drop anything out.
         return get_peft_model(model, config, autocast_adapter_dtype=False).eval()  # type: ignore[return-value,arg-type]
@@ -51,7 +53,10 @@ def _from_adapter(model: nn.Module, folder: str) -> PeftModel:
     folder = str(Path(folder).expanduser())
     if not (Path(folder) / "adapter_config.json").exists():
         raise ModelError(f"train.adapter_path: {folder!r} holds no adapter_config.json")
-    wrapped = PeftModel.from_pretrained(model, folder, is_trainable=True, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+    config = PeftConfig.from_pretrained(folder)
+    if isinstance(config, LoraConfig):
+        config._register_custom_module(LORA_LAYERS)
+    wrapped = PeftModel.from_pretrained(model, folder, config=config, is_trainable=True, autocast_adapter_dtype=False)  # type: ignore[arg-type]
     wrapped.load_adapter(folder, REFERENCE, is_trainable=False, autocast_adapter_dtype=False)
     wrapped.set_adapter(TRAINED)
     return wrapped.eval()

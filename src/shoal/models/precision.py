@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from shoal.config.train import TrainConfig
 from shoal.errors import HardwareError
 
 SMALL_MODEL_PARAMETERS = 20_000_000
+# Our key → how the frozen base is stored; models/formats.py has the formats.
+STORED = {"qlora_fp8": "fp8", "qlora_bnb": "nf4", "qlora_fp4": "fp4"}
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,8 @@ class Precision:
     device: torch.device
     dtype: torch.dtype
     notice: str | None = None
+    stored: str | None = None  # the format of the frozen base, if it is quantised
+    fp8_products: bool = False  # the policy's linear layers compute in FP8
 
 
 def choose(train: TrainConfig) -> Precision:
@@ -29,12 +34,19 @@ def choose(train: TrainConfig) -> Precision:
             notice = "no GPU here: running on the CPU"
     if device == "cuda" and not torch.cuda.is_available():
         raise HardwareError("train.device: cuda was asked for but this machine has no CUDA device; use cpu")
+    _refuse_several(train)
+    stored = next((name for key, name in STORED.items() if getattr(train, key)), None)
+    if train.qlora_bnb:
+        _need("bitsandbytes", "bnb", "train.qlora_bnb", "leave it out, or use train.qlora_fp4")
+    if train.optimizer == "adamw_8bit":
+        _need("bitsandbytes", "bnb", "train.optimizer: adamw_8bit", "use adamw")
     recipe = train.recipe if train.recipe != "auto" else ("bf16" if device == "cuda" else "fp32")
     if recipe == "fp8-hybrid":
         _refuse_fp8(device)
-    _refuse_unavailable(train)
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe]
-    return Precision(torch.device(device), dtype, notice)
+        if stored is None:
+            _need("torchao", "fp8", "train.recipe: fp8-hybrid", "use train.recipe=bf16")
+    dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
+    return Precision(torch.device(device), dtype, notice, stored, recipe == "fp8-hybrid" and stored is None)
 
 
 def limit_threads(parameters: int) -> None:
@@ -46,14 +58,14 @@ def limit_threads(parameters: int) -> None:
         torch.set_num_threads(1)
 
 
-def _refuse_unavailable(train: TrainConfig) -> None:
-    for name in ("qlora_fp8", "qlora_bnb", "qlora_fp4"):
-        if getattr(train, name):
-            raise HardwareError(f"train.{name}: quantised bases are not available in this version; leave it out")
-    if train.optimizer == "adamw_8bit":
-        raise HardwareError("train.optimizer: adamw_8bit is not available in this version; use adamw")
+def _refuse_several(train: TrainConfig) -> None:
     if train.gpus > 1 or (train.gpus == 0 and torch.cuda.device_count() > 1):
         raise HardwareError("train.gpus: several devices are not available in this version; use train.gpus=1")
+
+
+def _need(package: str, extra: str, what: str, instead: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise HardwareError(f"{what} needs the package {package}: pip install 'shoal[{extra}]'; or {instead}")
 
 
 def _refuse_fp8(kind: str) -> None:
@@ -62,6 +74,6 @@ def _refuse_fp8(kind: str) -> None:
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < (8, 9):
         raise HardwareError(
-            f"train.recipe: fp8-hybrid needs compute capability 8.9, this GPU has {major}.{minor}; use bf16"
+            f"train.recipe: fp8-hybrid needs compute capability 8.9, this GPU has {major}.{minor}; "
+            "use train.recipe=bf16"
         )
-    raise HardwareError("train.recipe: fp8-hybrid is not available in this version; use train.recipe=bf16")

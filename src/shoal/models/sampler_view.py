@@ -36,7 +36,7 @@ class SamplerView:
             self._slot = True
         elif mode == "snapshot":
             twin = copy.deepcopy(trained.model).requires_grad_(False)
-            self.decoder = Decoder(twin)
+            self.decoder = trained.over(twin)
 
     @property
     def copies_weights(self) -> bool:

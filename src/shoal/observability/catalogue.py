@@ -175,6 +175,12 @@ CATALOGUE = _catalogue(
     Metric("tokens/prompt", "Prompt tokens of the step.", "tokens", summed=True),
     Metric("tokens/completion", "Completion tokens of the step.", "tokens", summed=True),
     Metric(
+        "tokens/computed",
+        "Tokens in the rows that were trained; a prompt shared in a row counts once.",
+        "tokens",
+        summed=True,
+    ),
+    Metric(
         "completion/length_mean",
         "Mean length of a completion.",
         "tokens",
@@ -201,7 +207,11 @@ CATALOGUE = _catalogue(
         "raise orch.max_async_level, or look at what the step waits for in logs/",
     ),
     Metric("throughput/rollout_tok_s", "Completion tokens per second of rollout time.", "tokens/s"),
-    Metric("throughput/train_tok_s", "Tokens per second of training time.", "tokens/s"),
+    Metric(
+        "throughput/train_tok_s",
+        "Tokens of the trained samples per second of training time; a shared prompt counts in each of them.",
+        "tokens/s",
+    ),
     Metric("noise/sigma", "Standard deviation of the noise on the sampler's norm weights.", "1"),
     Metric("sft/loss", "Mean cross-entropy of the completion tokens.", "nats", "falls", LOWER_RATE),
 )

@@ -69,7 +69,11 @@ class Phases:
 
 
 def throughput(metrics: dict[str, float], trained_tokens: float | None = None) -> dict[str, float]:
-    """throughput/* from the tokens and times of a step; absent where no time was spent."""
+    """throughput/* from the tokens and times of a step; absent where no time was spent.
+
+    `trained_tokens` are those of the samples, prompts included, as if nothing were shared: what was learned from in
+    that time. What it cost to compute them is `tokens/computed`.
+    """
     rates = {}
     if metrics.get("time/rollout") and "tokens/completion" in metrics:
         rates["throughput/rollout_tok_s"] = metrics["tokens/completion"] / metrics["time/rollout"]

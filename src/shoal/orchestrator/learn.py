@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shoal.algorithms.advantages import reward_kl
-from shoal.batching.pack import make_batches
+from shoal.batching.pack import Packing, make_batches
 from shoal.batching.samples import rollout_samples
 from shoal.observability.metrics import Tally
 from shoal.protocols import PendingResults, Policy
@@ -33,7 +33,8 @@ class LearnSettings:
     max_tokens: int
     minibatches: int = 1
     ppo_epochs: int = 1
-    rows_per_micro_batch: int = 1
+    rows_per_micro_batch: int | None = 1  # at most; None = as many as the tokens allow
+    micro_batch_tokens: int | None = None  # at most, unless one row alone is longer
     recompute_old: bool = False
     needs_reference: bool = False  # the loss has a KL term
     reward_kl_beta: float = 0.0  # KL folded into the reward instead
@@ -42,11 +43,14 @@ class LearnSettings:
 
 @dataclass
 class Learned:
-    """`policy_logprobs`: rollout id → log-probs under the weights before this step, at the trained tokens, in order."""
+    """What a step trained. `sample_tokens` counts a shared prompt in every sample that has it.
+
+    `policy_logprobs`: rollout id → log-probs under the weights before this step, at the trained tokens, in order.
+    """
 
     trained_rollouts: list[str] = field(default_factory=list)
     trained_tokens: int = 0
-    row_tokens: int = 0
+    sample_tokens: int = 0
     skipped: bool = False
     policy_logprobs: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -87,13 +91,14 @@ class Learner:
 
     def _batches(self, samples: Sequence[Sequence[Sample]], minibatches: int) -> list[Batch]:
         settings = self._settings
-        return make_batches(
-            samples,
+        packing = Packing(
             token_budget=settings.token_budget,
             aggregation=settings.aggregation,
             max_tokens=settings.max_tokens,
             minibatches=minibatches,
+            share_prefixes=self._policy.shares_prefixes,
         )
+        return make_batches(samples, packing)
 
     async def _fold_kl(self, groups: Sequence[RolloutGroup]) -> None:
         """r -= beta · Σ k1, from the sampler's log-probs and the reference's, before advantages are estimated."""
@@ -119,7 +124,8 @@ class Learner:
                     row.reference_logprobs = values
 
     async def _optimise(self, batches: Sequence[Batch], tally: Tally) -> Learned:
-        learned = Learned(row_tokens=sum(batch.tokens for batch in batches))
+        learned = Learned(sample_tokens=sum(batch.sample_tokens for batch in batches))
+        tally.value("tokens/computed", sum(batch.tokens for batch in batches))
         for epoch in range(self._settings.ppo_epochs):
             for number, batch in enumerate(batches):
                 # Where old = sampler, the mismatch can only be seen before the first optimizer step of this step.
@@ -150,8 +156,18 @@ class Learner:
         learned.skipped |= bool(outcome["optim/skipped"])
 
     def _micro_batches(self, rows: Sequence[Row]) -> list[list[Row]]:
-        size = self._settings.rows_per_micro_batch
-        return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
+        """Neighbouring rows together, within the plan: longer rows make smaller micro-batches."""
+        most, tokens = self._settings.rows_per_micro_batch, self._settings.micro_batch_tokens
+        batches: list[list[Row]] = []
+        for row in rows:
+            last = batches[-1] if batches else []
+            full = most is not None and len(last) >= most
+            over = tokens is not None and sum(r.tokens for r in last) + row.tokens > tokens
+            if last and not full and not over:
+                last.append(row)
+            else:
+                batches.append([row])
+        return batches
 
 
 def _read_all(pending: Sequence[tuple[Sequence[Row], PendingResults]]) -> list[Any]:

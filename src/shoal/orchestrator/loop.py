@@ -259,7 +259,7 @@ class Loop:
         """Rollouts, metrics, then the journal: a step exists once its journal record does."""
         parts = self.parts
         metrics = {**metrics, **parts.phases.take()}
-        metrics |= throughput(metrics, learned.row_tokens * bool(learned.trained_rollouts) or None)
+        metrics |= throughput(metrics, learned.sample_tokens * bool(learned.trained_rollouts) or None)
         parts.run_dir.write_rollouts(step, rollout_lines(collected.all, learned.policy_logprobs, parts.token_text))
         parts.sinks.log(step, metrics)
         parts.sinks.log_completions(step, collected.all)

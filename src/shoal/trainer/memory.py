@@ -1,8 +1,14 @@
-"""How many sequences the engine may hold at once, from what memory is free after the model is loaded."""
+"""The memory plan: what the device holds, what one training row and one more token take, and what is decided from it.
+
+On a GPU a dry forward and backward is measured, not estimated; `decide` turns the figures into cache slots, tokens of
+a micro-batch and whether layers are computed again in the backward. On a CPU only the cache is bounded.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -11,30 +17,178 @@ from shoal.errors import HardwareError
 from shoal.models.attention import KEY_MULTIPLE, ROW_MULTIPLE, round_up
 from shoal.models.decoder import Decoder, LayerShape
 
-# Shares of what is free that the cache may take unless the user says otherwise; the rest is for training.
-CPU_SHARE = 0.25
-GPU_SHARE = 0.4
+CPU_SHARE = 0.25  # of what is free, for the cache, unless the user says otherwise
+RESERVE = 0.06  # of the device: fragments, libraries, the logits of a decode batch
+GOOD_MICRO_BATCH = 32_768  # tokens that keep a large GPU busy; more only takes memory
+GIB = 2**30
 
 
-def engine_slots(
-    decoder: Decoder, layers: dict[int, LayerShape], wanted: int, context_tokens: int, utilization: float | None
-) -> int:
-    """Slots for `wanted` sequences of `context_tokens`, or as many as fit, always a multiple of the row padding."""
-    per_slot = SlotCache.bytes_per_token(layers, decoder.dtype) * round_up(context_tokens, KEY_MULTIPLE)
-    affordable = _budget_bytes(decoder.device, utilization) // per_slot
-    slots = min(round_up(wanted, ROW_MULTIPLE), int(affordable) // ROW_MULTIPLE * ROW_MULTIPLE)
+@dataclass(frozen=True)
+class Demand:
+    """What the configuration asks for; None = the plan decides."""
+
+    row_tokens: int  # a training row is never longer
+    step_tokens: int  # rows of one optimizer step together, at most
+    rows_per_micro_batch: int | None
+    recompute: bool | None
+    slots: int
+    context_tokens: int
+    utilization: float | None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Peak bytes of a forward and backward over t tokens: fixed + per_token * t."""
+
+    fixed: float
+    per_token: float
+
+    def at(self, tokens: int) -> float:
+        return self.fixed + self.per_token * tokens
+
+    def tokens_in(self, budget: float) -> int:
+        return int((budget - self.fixed) // self.per_token) if self.per_token > 0 else 1 << 40
+
+
+@dataclass(frozen=True)
+class Measured:
+    total: int
+    held: int  # weights, masters, snapshot, reference: there before anything runs
+    optimizer: int  # moments that the first step allocates
+    slot: int  # bytes of cache a sequence
+    costs: dict[bool, Cost]  # with and without recompute
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    slots: int
+    micro_batch_tokens: int
+    recompute: bool
+    lines: tuple[tuple[str, float], ...] = ()  # what takes how many bytes
+    total: int = 0
+
+    def table(self) -> list[tuple[str, str]]:
+        """Rows for people: the parts, and what is left."""
+        rows = [(name, f"{size / GIB:.2f} GiB") for name, size in self.lines]
+        left = self.total - sum(size for _, size in self.lines)
+        return [*rows, ("left free", f"{left / GIB:.2f} of {self.total / GIB:.1f} GiB")]
+
+
+def decide(measured: Measured, demand: Demand) -> MemoryPlan:
+    """Cache as asked for, then the largest useful micro-batch; layers again only if a row does not fit otherwise.
+
+    Where both do not fit, the cache gives way first, down to one block of rows.
+    """
+    budget = measured.total * (1 - RESERVE) - measured.held - measured.optimizer
+    cap = measured.total * demand.utilization if demand.utilization is not None else budget
+    wanted = min(round_up(demand.slots, ROW_MULTIPLE), int(cap / measured.slot) // ROW_MULTIPLE * ROW_MULTIPLE)
+    least = demand.row_tokens * (demand.rows_per_micro_batch or 1)
+    ways = [demand.recompute] if demand.recompute is not None else [False, True]
+    slots = max(wanted, ROW_MULTIPLE)
+    while slots >= ROW_MULTIPLE:
+        for recompute in ways:
+            tokens = measured.costs[recompute].tokens_in(budget - slots * measured.slot)
+            if tokens >= least:
+                useful = least if demand.rows_per_micro_batch else min(GOOD_MICRO_BATCH, demand.step_tokens)
+                return _plan(measured, slots, max(least, min(tokens, useful)), recompute)
+        slots = slots // 2 // ROW_MULTIPLE * ROW_MULTIPLE
+    raise HardwareError(_refusal(measured, demand, budget, least))
+
+
+def _plan(measured: Measured, slots: int, tokens: int, recompute: bool) -> MemoryPlan:
+    lines = (
+        ("weights, masters and copies", measured.held),
+        ("optimizer moments", measured.optimizer),
+        (f"cache of {slots} sequences", slots * measured.slot),
+        (
+            f"a micro-batch of {tokens} tokens{', layers again' if recompute else ''}",
+            measured.costs[recompute].at(tokens),
+        ),
+    )
+    return MemoryPlan(slots, tokens, recompute, lines, measured.total)
+
+
+def _refusal(measured: Measured, demand: Demand, budget: float, least: int) -> str:
+    """What does not fit, and the settings that would make it fit."""
+    cheapest = measured.costs[True if demand.recompute is None else demand.recompute]
+    need = cheapest.at(least) + ROW_MULTIPLE * measured.slot
+    ways = []
+    if demand.recompute is False:
+        ways.append("train.recompute=true")
+    room = measured.costs[True].tokens_in(budget - ROW_MULTIPLE * measured.slot)
+    if (demand.rows_per_micro_batch or 1) > 1:
+        ways.append("train.per_device_train_batch_size=1")
+    if 256 <= room < demand.row_tokens:
+        ways.append(f"train.sequence_len={room // 256 * 256} with an equal orch.seq_len")
+    ways.append(
+        "train.lora=true (or a quantised base)" if measured.optimizer > measured.total * 0.2 else "a smaller model"
+    )
+    return (
+        f"this run does not fit: {(measured.held + measured.optimizer) / GIB:.1f} GiB of weights and optimizer and "
+        f"{need / GIB:.1f} GiB for one row and {ROW_MULTIPLE} sequences, of {measured.total / GIB:.1f} GiB; "
+        f"try {', '.join(ways)}"
+    )
+
+
+def measure(
+    decoder: Decoder,
+    layers: dict[int, LayerShape],
+    demand: Demand,
+    optimizer_bytes: int,
+    dry_run: Callable[[int], None],
+) -> Measured:
+    """Run `dry_run(rows)`, which computes and drops a gradient over full rows, with one row and with two, both ways."""
+    device = decoder.device
+    _, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_allocated(device)
+    ways = [demand.recompute] if demand.recompute is not None else [False, True]
+    costs: dict[bool, Cost] = {}
+    for recompute in ways:
+        decoder.recompute(recompute)
+        try:
+            one, two = (_peak(device, dry_run, rows) for rows in (1, 2))
+        except torch.OutOfMemoryError:
+            costs[recompute] = Cost(total, total)
+            torch.cuda.empty_cache()
+            continue
+        per_token = max(0.0, two - one) / demand.row_tokens
+        costs[recompute] = Cost(one - per_token * demand.row_tokens, per_token)
+    costs.setdefault(True, costs[ways[0]])
+    return Measured(total, held, optimizer_bytes, slot_bytes(layers, decoder.dtype, demand.context_tokens), costs)
+
+
+def _peak(device: torch.device, dry_run: Callable[[int], None], rows: int) -> int:
+    """Bytes above what is held now, at the highest; the first run fills the libraries' caches and does not count."""
+    for _ in range(2):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        dry_run(rows)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def slot_bytes(layers: dict[int, LayerShape], dtype: torch.dtype, context_tokens: int) -> int:
+    return SlotCache.bytes_per_token(layers, dtype) * round_up(context_tokens, KEY_MULTIPLE)
+
+
+def cache_only(decoder: Decoder, layers: dict[int, LayerShape], demand: Demand) -> MemoryPlan:
+    """Without training, or on a CPU: as many slots as asked for, if they fit."""
+    per_slot = slot_bytes(layers, decoder.dtype, demand.context_tokens)
+    affordable = int(_free_bytes(decoder.device, demand.utilization) // per_slot)
+    slots = min(round_up(demand.slots, ROW_MULTIPLE), affordable // ROW_MULTIPLE * ROW_MULTIPLE)
     if slots < ROW_MULTIPLE:
         raise HardwareError(
-            f"a cache for {ROW_MULTIPLE} sequences of {context_tokens} tokens takes "
-            f"{ROW_MULTIPLE * per_slot / 2**30:.1f} GiB, more than is free; lower orch.seq_len, "
+            f"a cache for {ROW_MULTIPLE} sequences of {demand.context_tokens} tokens takes "
+            f"{ROW_MULTIPLE * per_slot / GIB:.1f} GiB, more than is free; lower orch.seq_len, "
             "or raise infer.gpu_memory_utilization"
         )
-    return slots
+    tokens = demand.row_tokens * (demand.rows_per_micro_batch or 1)
+    return MemoryPlan(slots, tokens, bool(demand.recompute))
 
 
-def _budget_bytes(device: torch.device, utilization: float | None) -> float:
+def _free_bytes(device: torch.device, utilization: float | None) -> float:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return min(free, utilization * total) if utilization is not None else free * GPU_SHARE
+        return min(free, utilization * total) if utilization is not None else free * (1 - RESERVE)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return free * (utilization if utilization is not None else CPU_SHARE)

@@ -1,12 +1,14 @@
 """AdamW with fp32 masters. The model's own parameters are written in place, so whoever shares them sees the step.
 
 A bf16 parameter loses most small updates to rounding; its master and its gradient sum live here in fp32. An fp32
-parameter is its own master.
+parameter is its own master. The two moments are fp32, or through bitsandbytes 8 bits with a scale for every 256.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,11 @@ class AdamSettings:
     beta2: float = 0.999
     epsilon: float = 1e-8
     weight_decay: float = 0.01
+    eight_bit: bool = False  # moments in 8 bits; needs bitsandbytes
+
+
+# What bitsandbytes keeps of a parameter. Its two maps from codes to numbers are the same for all and not saved.
+_EIGHT_BIT_STATE = ("state1", "state2", "absmax1", "absmax2")
 
 
 class MasterAdamW:
@@ -34,13 +41,9 @@ class MasterAdamW:
         decayed = [m for m in self.masters.values() if m.ndim >= 2]
         plain = [m for m in self.masters.values() if m.ndim < 2]
         groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self._adam = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
-            lr=0.0,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.epsilon,
-            fused=True,
-        )
+        common = {"lr": 0.0, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
+        self._eight_bit = settings.eight_bit
+        self._adam = _make_adam([g for g in groups if g["params"]], common, settings.eight_bit)
 
     def _accumulator(self, name: str):
         def add(parameter: Tensor) -> None:
@@ -69,21 +72,52 @@ class MasterAdamW:
     def step(self, rate: float) -> None:
         for group in self._adam.param_groups:
             group["lr"] = rate
-        self._adam.step()
+        if self._eight_bit:
+            self._step_eight_bit()
+        else:
+            self._adam.step()
         shared = [(self.parameters[n], m) for n, m in self.masters.items() if m is not self.parameters[n]]
         if shared:
             torch._foreach_copy_([p for p, _ in shared], [m for _, m in shared])
 
+    def _step_eight_bit(self) -> None:
+        """What bitsandbytes' own step does, but without waiting for the device after every parameter."""
+        for place, group, master in self._places():
+            if master.grad is not None:
+                if not self._adam.state[master]:
+                    self._adam.init_state(group, master, *place)
+                self._adam.update_step(group, master, *place)
+
+    def _places(self) -> Iterator[tuple[tuple[int, int], dict[str, Any], Tensor]]:
+        for number, group in enumerate(self._adam.param_groups):
+            for index, master in enumerate(group["params"]):
+                yield (number, index), group, master
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory that masters and moments take; a parameter that is its own master counts as the model's."""
+        own = [m for name, m in self.masters.items() if m is not self.parameters[name]]
+        moments = [value for name, value in self.state().items() if not name.startswith(("master/", "step/"))]
+        return sum(t.numel() * t.element_size() for t in (*own, *moments))
+
     def zero_grad(self) -> None:
         for master in self.masters.values():
             master.grad = None
+
+    @property
+    def moment_bytes(self) -> int:
+        """What the first step allocates and keeps."""
+        each = 1 if self._eight_bit else 4  # small tensors stay in 32 bits even so; they are small
+        return sum(2 * each * master.numel() for master in self.masters.values())
 
     def state(self) -> dict[str, Tensor]:
         """Everything needed to continue exactly, as flat named tensors."""
         tensors = {f"master/{name}": master.detach() for name, master in self.masters.items()}
         for name, master in self.masters.items():
             for key, value in self._adam.state.get(master, {}).items():
-                tensors[f"{key}/{name}"] = value.detach()
+                if self._eight_bit and key not in ("step", *_EIGHT_BIT_STATE):
+                    continue
+                tensors[f"{key}/{name}"] = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
         return tensors
 
     @torch.no_grad()
@@ -91,10 +125,16 @@ class MasterAdamW:
         expected = {name for name in tensors if name.startswith("master/")}
         if expected != {f"master/{name}" for name in self.masters}:
             raise ValueError("the optimizer state is of another model")
+        if any(name.startswith("state1/") for name in tensors) != self._eight_bit and len(tensors) > len(expected):
+            raise ValueError("the optimizer state is of another train.optimizer")
         for name, master in self.masters.items():
             master.copy_(tensors[f"master/{name}"])
             if master is not self.parameters[name]:
                 self.parameters[name].copy_(master)
+        if self._eight_bit:
+            self._load_eight_bit(tensors)
+            return
+        for name, master in self.masters.items():
             state = {
                 key: tensors[f"{key}/{name}"].to(master.device).clone()
                 for key in ("step", "exp_avg", "exp_avg_sq")
@@ -102,3 +142,24 @@ class MasterAdamW:
             }
             if state:
                 self._adam.state[master] = state
+
+    def _load_eight_bit(self, tensors: dict[str, Tensor]) -> None:
+        names = {master: name for name, master in self.masters.items()}
+        for place, group, master in self._places():
+            name = names[master]
+            if f"step/{name}" not in tensors:
+                continue
+            self._adam.init_state(group, master, *place)
+            state = self._adam.state[master]
+            state["step"] = int(tensors[f"step/{name}"])
+            for key in _EIGHT_BIT_STATE:
+                if key in state:
+                    state[key].copy_(tensors[f"{key}/{name}"])
+
+
+def _make_adam(groups: list[dict[str, Any]], common: dict[str, Any], eight_bit: bool) -> Any:
+    if not eight_bit:
+        return torch.optim.AdamW(groups, fused=True, **common)
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(groups, **common)

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
 
 from shoal.algorithms.inputs import LossInputs, Metrics, MismatchSource
-from shoal.models.attention import Packed
 from shoal.models.decoder import Decoder
 from shoal.models.logprobs import Scored, token_logprobs
+from shoal.trainer.micro_batch import MicroBatch, spread_over_rows
 from shoal.trainer.optimizer import MasterAdamW
 from shoal.trainer.schedule import Schedule
 from shoal.types import Row
@@ -34,15 +35,19 @@ class Reference:
 
 @dataclass
 class RowResults:
-    """What one micro-batch came to, still on the device; `read` waits for it."""
+    """What one micro-batch came to, still on the device; `read` waits for it, once."""
 
     metrics: Metrics
     _rows: Sequence[Row]
     _logprobs: Tensor  # [scored tokens of all rows]
 
     def read(self) -> tuple[dict[str, tuple[float, float]], list[np.ndarray]]:
-        metrics = {name: (float(total), float(count)) for name, (total, count) in self.metrics.items()}
-        return metrics, spread_over_rows(self._rows, self._logprobs)
+        """Everything in one copy. Sums, counts and log-probs all fit into float64 as they are."""
+        pairs = torch.stack([number.detach().double() for pair in self.metrics.values() for number in pair])
+        values = torch.cat([pairs, self._logprobs.double()]).cpu()
+        numbers, logprobs = values[: len(pairs)].tolist(), values[len(pairs) :]
+        metrics = dict(zip(self.metrics, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
+        return metrics, spread_over_rows(self._rows, logprobs)
 
 
 class TrainedPolicy:
@@ -61,29 +66,46 @@ class TrainedPolicy:
         self.reference = reference
         self.optimizer_steps = 0
 
+    @property
+    def shares_prefixes(self) -> bool:
+        return not _is_random(self.decoder)
+
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        return spread_over_rows(rows, self._score(self.decoder, rows).logprobs)
+        return spread_over_rows(rows, self._score(self.decoder, MicroBatch.upload(rows, self.decoder.device)).logprobs)
 
     @torch.no_grad()
     def reference_logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
         if self.reference is None:
             raise RuntimeError("this policy has no reference model")
+        decoder = self.reference.decoder
         with self.reference.within():
-            return spread_over_rows(rows, self._score(self.reference.decoder, rows).logprobs)
+            return spread_over_rows(rows, self._score(decoder, MicroBatch.upload(rows, decoder.device)).logprobs)
 
     def forward_backward(
         self, rows: Sequence[Row], objective: Objective, mismatch_from: MismatchSource = "old"
     ) -> RowResults:
         """Add the gradient of one micro-batch, its rows laid end to end."""
+        micro = MicroBatch.upload(rows, self.decoder.device)
         with self._training():
-            scored = self._score(self.decoder, rows)
-            inputs = loss_inputs(rows, scored.logprobs, mismatch_from)
-            weights = torch.as_tensor(_scored(rows, "weights"), device=self.decoder.device)
-            loss, metrics = objective(inputs, weights)
+            scored = self._score(self.decoder, micro)
+            inputs = micro.loss_inputs(scored.logprobs, mismatch_from)
+            loss, metrics = objective(inputs, micro.scored["weights"])
             loss.backward()
         metrics["policy/entropy"] = inputs.token_metric(scored.entropy)
         return RowResults(metrics, rows, scored.logprobs.detach())
+
+    def dry_run(self, tokens: int, rows: int) -> None:
+        """A gradient over full rows of arbitrary tokens, computed and dropped: what a micro-batch costs."""
+        decoder = self.decoder
+        ids = torch.arange(tokens * rows, device=decoder.device)
+        with self._training():
+            context = decoder.pack(np.arange(rows + 1) * tokens)
+            hidden = decoder.hidden((ids % decoder.vocab_size)[None], (ids % tokens)[None], context)[0]
+            ones = torch.ones(len(ids), device=decoder.device)
+            scored = token_logprobs(decoder.head, hidden, ids % decoder.vocab_size, ones, decoder.vocab_size)
+            (scored.logprobs.sum() * 0).backward()
+        self.optimizer.zero_grad()
 
     def optim_step(self) -> dict[str, float]:
         """Step, unless the gradient is not finite: then nothing moves, and `optim/skipped` says so."""
@@ -97,87 +119,37 @@ class TrainedPolicy:
         result = {"optim/lr": rate, "optim/skipped": float(skipped)}
         return result if skipped else {**result, "optim/grad_norm": norm}
 
-    def _score(self, decoder: Decoder, rows: Sequence[Row]) -> Scored:
+    def _score(self, decoder: Decoder, micro: MicroBatch) -> Scored:
         """Log-probs of the masked tokens of the rows, one after another."""
-        lengths = np.cumsum([0, *(row.tokens for row in rows)])
-        starts = np.concatenate([[0], *(row.segment_starts[1:] + at for row, at in zip(rows, lengths, strict=False))])
-        device = decoder.device
-        ids = np.concatenate([row.token_ids for row in rows])
-        positions = np.concatenate([row.position_ids for row in rows])
-        at = np.flatnonzero(np.concatenate([row.loss_mask for row in rows]))
-        hidden = decoder.hidden(_long(ids, device)[None], _long(positions, device)[None], Packed(starts, device))[0]
-        # The state before a token predicts it; a segment's first token is never in the loss, so `at - 1` stays inside.
+        with decoder.scoring():
+            hidden = decoder.hidden(micro.token_ids[None], micro.position_ids[None], micro.context)[0]
+        # The state before a token predicts it. For the first after a shared prefix that is the prefix's last.
         return token_logprobs(
-            decoder.logits,
-            hidden[_long(at - 1, device)],
-            _long(ids[at], device),
-            torch.as_tensor(_scored(rows, "temperatures"), dtype=torch.float32, device=device),
+            decoder.head,
+            hidden[micro.before],
+            micro.targets,
+            micro.scored["temperatures"],
             decoder.vocab_size,
-            _scored_kept(rows),
+            micro.kept_ids,
         )
 
     @contextmanager
     def _training(self) -> Iterator[None]:
         self.decoder.model.train()
         try:
-            yield
+            with self.decoder.scoring():
+                yield
         finally:
             self.decoder.model.eval()
 
 
-def loss_inputs(rows: Sequence[Row], policy_logprobs: Tensor, mismatch_from: MismatchSource) -> LossInputs:
-    """The rows as a loss sees them: only their masked tokens, rollouts numbered through."""
-    device = policy_logprobs.device
+def _is_random(decoder: Decoder) -> bool:
+    """True if two passes over one prompt may differ in training: then each rollout draws its own, and none is shared.
 
-    def tensor(name: str) -> Tensor:
-        return torch.as_tensor(_scored(rows, name), device=device)
-
-    offsets = np.cumsum([0, *(len(row.rollout_ids) for row in rows)])
-    sequences = [row.sequence_ids[row.loss_mask] + at for row, at in zip(rows, offsets, strict=False)]
-    sampler = tensor("sampler_logprobs")
-    has_old = all(row.old_logprobs is not None for row in rows)
-    has_reference = all(row.reference_logprobs is not None for row in rows)
-    if mismatch_from == "old" and not has_old:
-        mismatch_from = "policy"
-    return LossInputs(
-        policy_logprobs=policy_logprobs,
-        old_logprobs=tensor("old_logprobs") if has_old else sampler,
-        sampler_logprobs=sampler,
-        loss_mask=torch.ones(len(sampler), dtype=torch.bool, device=device),
-        advantages=tensor("advantages"),
-        sequence_ids=_long(np.concatenate(sequences), device),
-        num_sequences=int(offsets[-1]),
-        reference_logprobs=tensor("reference_logprobs") if has_reference else None,
-        mismatch_from=mismatch_from,
+    Modules show the dropout of adapters; some models apply it as a function, or jitter a router, and name only a rate.
+    """
+    modules = decoder.model.modules()
+    rates = {name: value for name, value in decoder.config.to_dict().items() if "drop" in name or "jitter" in name}
+    return any(isinstance(module, _DropoutNd) and module.p > 0 for module in modules) or any(
+        isinstance(rate, float) and rate > 0 for rate in rates.values()
     )
-
-
-def spread_over_rows(rows: Sequence[Row], scored: Tensor) -> list[np.ndarray]:
-    """Scored values back at their token positions, [T] float32 a row, zero elsewhere."""
-    values = scored.detach().float().cpu().numpy()
-    result, at = [], 0
-    for row in rows:
-        count = int(row.loss_mask.sum())
-        full = np.zeros(row.tokens, dtype=np.float32)
-        full[row.loss_mask] = values[at : at + count]
-        result.append(full)
-        at += count
-    return result
-
-
-def _scored(rows: Sequence[Row], name: str) -> np.ndarray:
-    return np.concatenate([getattr(row, name)[row.loss_mask] for row in rows])
-
-
-def _scored_kept(rows: Sequence[Row]) -> list[list[int] | None] | None:
-    if all(row.kept_ids is None for row in rows):
-        return None
-    kept: list[list[int] | None] = []
-    for row in rows:
-        ids = row.kept_ids or [None] * row.tokens
-        kept += [ids[t] for t in np.flatnonzero(row.loss_mask)]
-    return kept
-
-
-def _long(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.as_tensor(array, dtype=torch.long).to(device, non_blocking=True)

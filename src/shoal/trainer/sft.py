@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from shoal.algorithms.inputs import LossInputs, Metrics
-from shoal.batching.pack import make_batches
+from shoal.batching.pack import Packing, make_batches
 from shoal.errors import DataError
 from shoal.models.chat import Chat
 from shoal.observability.metrics import Tally
@@ -68,10 +68,11 @@ class SupervisedSteps:
         tally = Tally()
         batch = self._batch(step)
         rows, size = batch.rows, self.rows_per_micro_batch
-        for start in range(0, len(rows), size):
-            metrics, _ = self.policy.forward_backward(rows[start : start + size], cross_entropy, "none").read()
-            tally.add_all(metrics)
+        micros = [rows[start : start + size] for start in range(0, len(rows), size)]
+        pending = [self.policy.forward_backward(micro, cross_entropy, "none") for micro in micros]
         tally.values(self.policy.optim_step())
+        for result in pending:  # read last: the device never waits within a step
+            tally.add_all(result.read()[0])
         tally.value("tokens/completion", sum(int(row.loss_mask.sum()) for row in rows))
         return tally.reduce()
 
@@ -79,7 +80,7 @@ class SupervisedSteps:
         epoch, at = divmod(step - 1, self.steps_per_epoch)
         order = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self.samples))
         chosen = [[self.samples[i]] for i in order[at * self.batch_size : (at + 1) * self.batch_size]]
-        (batch,) = make_batches(chosen, token_budget=self.token_budget, aggregation="token-mean", max_tokens=1)
+        (batch,) = make_batches(chosen, Packing(self.token_budget, "token-mean", max_tokens=1))
         return batch
 
 

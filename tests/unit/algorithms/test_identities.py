@@ -13,7 +13,7 @@ from shoal.algorithms.losses import LOSSES
 from shoal.algorithms.losses.reinforce import Reinforce
 from shoal.algorithms.objective import Objective
 from shoal.algorithms.terms import IcePop, KLPenalty, TruncatedImportance, kl_estimate
-from shoal.batching.pack import make_batches
+from shoal.batching.pack import Packing, make_batches
 from shoal.batching.samples import rollout_samples
 from shoal.config.catalogue import KL_PLACES
 from shoal.types import Completion, Prompt, Rollout, Span, Turn
@@ -91,7 +91,7 @@ def test_end_of_sequence_token_is_trained() -> None:
     """8. The sampled EOS (id 2) is in the loss and gets a gradient."""
     completion = Completion("r", [7, 2], [-0.1, -0.3], [Span(0, 2, 0)], "stop")
     rollout = Rollout(Prompt("env", 0, []), 0, [Turn([5, 6], completion)], advantage=1.0)
-    (batch,) = make_batches([rollout_samples(rollout)], token_budget=8, aggregation="token-mean", max_tokens=4)
+    (batch,) = make_batches([rollout_samples(rollout)], Packing(8, "token-mean", max_tokens=4))
     row = batch.rows[0]
     leaf = torch.zeros(row.tokens, dtype=torch.float64, requires_grad=True)
     _, inputs = to_inputs(random_row(0, tokens=row.tokens, sequences=2))

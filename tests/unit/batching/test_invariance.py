@@ -18,7 +18,7 @@ from shoal.algorithms.losses import LOSSES
 from shoal.algorithms.losses.reinforce import Reinforce
 from shoal.algorithms.objective import Objective
 from shoal.algorithms.terms import KLPenalty, TruncatedImportance
-from shoal.batching.pack import Totals, count_totals, make_batches
+from shoal.batching.pack import Packing, Totals, count_totals, make_batches
 from shoal.config.catalogue import AGGREGATIONS
 from shoal.types import Batch, Row, Sample
 
@@ -33,8 +33,8 @@ Outcome = tuple[np.ndarray, dict[str, tuple[float, float]]]
 def bigram_logprobs(table: torch.Tensor, row: Row) -> torch.Tensor:
     """[T]; what crosses a segment boundary is nonsense, as in a real forward, and masked."""
     ids = torch.tensor(row.token_ids)
-    found = torch.log_softmax(table, dim=-1)[ids[:-1], ids[1:]]
-    return torch.cat([torch.full((1,), torch.nan, dtype=table.dtype), found])
+    found = torch.log_softmax(table, dim=-1)[ids[row.predecessors], ids]
+    return torch.cat([torch.full((1,), torch.nan, dtype=table.dtype), found[1:]])
 
 
 def run(batches: list[Batch], objective: Objective) -> Outcome:
@@ -68,7 +68,7 @@ def assert_same(one: Outcome, other: Outcome) -> None:
 
 
 def pack(step: list[list[Sample]], aggregation: str, budget: int, totals: list[Totals] | None = None) -> list[Batch]:
-    return make_batches(step, token_budget=budget, aggregation=aggregation, max_tokens=9, totals=totals)
+    return make_batches(step, Packing(budget, aggregation, max_tokens=9), totals)
 
 
 def make_objective(name: str) -> Objective:
@@ -88,6 +88,7 @@ def test_rows_order_and_ranks_do_not_matter(name: str, aggregation: str) -> None
     whole = run(pack(step, aggregation, 10_000), objective)
     assert np.abs(whole[0]).max() > 1e-6
     assert_same(whole, run(pack(step, aggregation, 12), objective))
+    assert_same(whole, run(make_batches(step, Packing(24, aggregation, 9, share_prefixes=False)), objective))
     order = np.random.default_rng(0).permutation(len(step))
     assert_same(whole, run(pack([step[i] for i in order], aggregation, 24), objective))
     ranks = [[r for r in step if r[0].group_id in groups] for groups in ({"g0"}, {"g1", "g3"}, {"g2"})]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.batching.pack import Totals, count_totals, make_batches, split_minibatches
+from shoal.batching.pack import Packing, Totals, count_totals, make_batches, split_minibatches
 from shoal.config.catalogue import AGGREGATIONS
-from shoal.types import Batch, Sample
+from shoal.types import Batch, Row, Sample
 
 from .steps import make_sample, steps
 
@@ -23,9 +25,7 @@ BUDGET = 10
 def pack(
     step: list[list[Sample]], aggregation: str = "token-mean", budget: int = BUDGET, minibatches: int = 1
 ) -> list[Batch]:
-    return make_batches(
-        step, token_budget=budget, aggregation=aggregation, max_tokens=MAX_TOKENS, minibatches=minibatches
-    )
+    return make_batches(step, Packing(budget, aggregation, MAX_TOKENS, minibatches))
 
 
 def trainable(step: list[list[Sample]]) -> list[Sample]:
@@ -37,26 +37,39 @@ def sequence(rollout_id: str, group_id: str, prompt: int, completion: int) -> li
     return [make_sample(rollout_id, group_id, mask, np.random.default_rng(0))]
 
 
+def described(rollout_id: str, source: Row | Sample, at: np.ndarray) -> tuple[Any, ...]:
+    """All there is to know about the sample that lies at `at`. An advantage is of a trained token."""
+    arrays = (source.token_ids, source.loss_mask, source.sampler_logprobs, source.temperatures)
+    return (rollout_id, *(a[at].tolist() for a in arrays), source.advantages[at][source.loss_mask[at]].tolist())
+
+
+def unpack(row: Row) -> list[tuple[Any, ...]]:
+    """The samples of a row, each put together from the segment it begins with and its own."""
+    assert row.segment_starts[0] == 0 and row.segment_starts[-1] == row.tokens
+    segments = [np.arange(start, end) for start, end in pairwise(row.segment_starts)]
+    shared = set(row.segment_prefix[row.segment_prefix >= 0].tolist())
+    samples = []
+    for index, (own, prefix) in enumerate(zip(segments, row.segment_prefix, strict=True)):
+        at = own if prefix < 0 else np.concatenate([segments[prefix], own])
+        assert row.position_ids[at].tolist() == list(range(len(at)))
+        assert row.predecessors[at[1:]].tolist() == at[:-1].tolist()
+        if index in shared:
+            assert prefix == -1 and not row.loss_mask[own].any() and not row.weights[own].any()
+        else:
+            (owner,) = set(row.sequence_ids[own].tolist())
+            samples.append(described(row.rollout_ids[owner], row, at))
+    return samples
+
+
 @settings(deadline=None)
 @given(steps(), st.integers(1, 4))
 def test_nothing_is_lost_and_nothing_doubled(step: list[list[Sample]], minibatches: int) -> None:
-    packed = []
-    for batch in pack(step, minibatches=minibatches):
-        for row in batch.rows:
-            assert row.segment_starts[0] == 0 and row.segment_starts[-1] == row.tokens
-            for start, end in zip(row.segment_starts, row.segment_starts[1:], strict=False):
-                assert row.position_ids[start:end].tolist() == list(range(end - start))
-                (owner,) = set(row.sequence_ids[start:end].tolist())
-                arrays = (row.token_ids, row.loss_mask, row.sampler_logprobs, row.temperatures, row.advantages)
-                packed.append((row.rollout_ids[owner], *(array[start:end].tolist() for array in arrays)))
-    given_in = [
-        (
-            s.rollout_id,
-            *(a.tolist() for a in (s.token_ids, s.loss_mask, s.sampler_logprobs, s.temperatures, s.advantages)),
-        )
-        for s in trainable(step)
-    ]
-    assert sorted(packed) == sorted(given_in)
+    rows = [row for batch in pack(step, minibatches=minibatches) for row in batch.rows]
+    packed = [sample for row in rows for sample in unpack(row)]
+    assert sorted(packed) == sorted(described(s.rollout_id, s, np.arange(s.tokens)) for s in trainable(step))
+    trained = sum(int(sample.loss_mask.sum()) for sample in trainable(step))
+    assert sum(int(row.loss_mask.sum()) for row in rows) == trained, "each in one place"
+    assert sum(row.sample_tokens for row in rows) == sum(sample.tokens for sample in trainable(step))
 
 
 @settings(deadline=None)
@@ -146,10 +159,10 @@ def test_weights_by_hand() -> None:
 def test_totals_of_all_ranks_replace_the_own() -> None:
     step = [sequence("a", "g", 1, 2), sequence("b", "g", 1, 2)]
     everyone = [count_totals(step) + Totals(tokens=12, sequences=2, prompts=1)]
-    (batch,) = make_batches(step, token_budget=8, aggregation="token-mean", max_tokens=4, totals=everyone)
+    (batch,) = make_batches(step, Packing(8, "token-mean", max_tokens=4), everyone)
     assert batch.rows[0].weights.max() == 1 / 16
     with pytest.raises(ValueError, match="1 minibatches but totals for 2"):
-        make_batches(step, token_budget=8, aggregation="token-mean", max_tokens=4, totals=everyone * 2)
+        make_batches(step, Packing(8, "token-mean", max_tokens=4), everyone * 2)
 
 
 def test_a_rollout_of_several_samples_stays_together() -> None:
@@ -172,7 +185,8 @@ def test_kept_sets_travel_with_their_tokens() -> None:
     (second,) = sequence("b", "g", 1, 1)
     first = replace(first, kept_ids=[None, [1, 2], [3]])
     (batch,) = pack([[first], [second]])
-    assert batch.rows[0].kept_ids == [None, [1, 2], [3], None, None]
+    # Both begin with the same token, which lies there once.
+    assert batch.rows[0].kept_ids == [None, [1, 2], [3], None]
     assert pack([[second]])[0].rows[0].kept_ids is None
 
 

@@ -151,6 +151,7 @@ def test_accepted(overrides: list[str]):
         (["orch.weight_sync_interval=4", "orch.max_off_policy_steps=1"], "orch.max_off_policy_steps"),
         (["orch.eval.interval=5", "orch.weight_sync_interval=2"], "orch.eval.interval"),
         (["train.noise_scheduler.enabled=true"], "train.noise_scheduler.num_stages"),
+        (["train.lora=true", "train.qlora_fp4=true", "train.recipe=fp8-hybrid"], "train.recipe"),
     ],
 )
 def test_noticed_not_refused(overrides: list[str], key: str):

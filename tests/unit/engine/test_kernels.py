@@ -5,35 +5,18 @@ The interpreter must be asked for before Triton is imported, so each check runs 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
-
 import pytest
 
+from support.interpreter import run_interpreted as run
+
 pytest.importorskip("triton", reason="Triton is installed on Linux only")
-
-
-def run(code: str) -> None:
-    prelude = """
-        import copy, torch
-        from shoal.engine.cache import SlotCache
-        from shoal.models.attention import Shape, dense_attention
-        torch.manual_seed(0)
-    """
-    script = textwrap.dedent(prelude) + textwrap.dedent(code)
-    path = os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(("window", "softcap", "splits"), [(None, None, 1), (40, None, 4), (None, 20.0, 2)])
 def test_decode_attention(window: int | None, softcap: float | None, splits: int) -> None:
     """fp32 and fp16 against float64; keys and values of the new token land in the cache and nothing else moves."""
     run(f"""
-        from shoal.engine.kernels.attention import decode_attention
+        from shoal.engine.kernels.attention import Launch, decode_attention
         rows, heads, kv_heads, length, dim = 5, 6, 2, 256, 32
         positions = torch.tensor([0, 5, 64, 100, 200])
         for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 1e-3)):
@@ -41,9 +24,9 @@ def test_decode_attention(window: int | None, softcap: float | None, splits: int
             query, key, value = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
             keys, values = (torch.randn(8, kv_heads, length, dim).to(dtype) for _ in range(2))
             ours_keys, ours_values = keys.clone(), values.clone()
-            ours = decode_attention(
-                query, key, value, ours_keys, ours_values, positions, 0.2, {window}, {softcap}, {splits}
-            )
+            shape = Shape(0.2, {window}, {softcap})
+            cache = ours_keys, ours_values
+            ours = decode_attention((query, key, value), cache, positions, shape, Launch({splits}))
             keys[torch.arange(rows), :, positions] = key
             values[torch.arange(rows), :, positions] = value
             assert torch.equal(ours_keys, keys) and torch.equal(ours_values, values)
@@ -63,7 +46,7 @@ def test_sampling_draws_the_same_tokens() -> None:
     """Greedy and sampled rows, more ids than one block: the same token, the same log-prob but for rounding."""
     run("""
         from shoal.engine.kernels.sampling import draw_tokens
-        from shoal.engine.sampler import SamplingState, draw, hash_keys
+        from shoal.engine.sampler import SamplingState, draw
         rows, width = 24, 9000
         logits = torch.randn(rows, width) * 3
         state = SamplingState.allocate(rows, torch.device("cpu"))
@@ -71,7 +54,7 @@ def test_sampling_draws_the_same_tokens() -> None:
         state.temperatures.copy_(torch.linspace(0, 2, rows))
         counts = torch.arange(rows)
         expected = draw(logits, state, counts, None, False)
-        token_ids, logprobs = draw_tokens(logits, *hash_keys(state.seeds, counts), state.temperatures)
+        token_ids, logprobs = draw_tokens(logits, state.seeds, counts, state.temperatures)
         assert torch.equal(token_ids, expected.token_ids)
         assert (logprobs - expected.logprobs).abs().max() < 1e-5
     """)
@@ -99,12 +82,12 @@ def test_fused_layers_agree_with_the_modules(architecture: str) -> None:
         with torch.no_grad():
             decoder.model.get_input_embeddings().weight.mul_(1.5)  # written in place: both see it
             expected = decoder.hidden(tokens[:, None], positions[:, None], KernelDecode(theirs, positions))[:, 0]
-            actual = fused.hidden(tokens, positions, ours, 2)
+            actual = FusedDecode(decoder, layers, ours).hidden(tokens, positions, 2)
         assert (actual - expected).norm() / expected.norm() < 1e-5
         assert max((theirs.keys[i] - ours.keys[i]).abs().max() for i in layers) < 1e-4
         layer = decoder.body.layers[0].self_attn
         assert layer.q_proj.weight.untyped_storage().data_ptr() == layer.k_proj.weight.untyped_storage().data_ptr()
-        FusedDecode(decoder, layers)  # again: nothing moves
+        FusedDecode(decoder, layers, ours)  # again: nothing moves
         assert torch.equal(layer.q_proj.weight, before["model.layers.0.self_attn.q_proj.weight"])
     """)
 
@@ -118,7 +101,7 @@ def test_a_window_of_steps_equals_single_steps() -> None:
         prompts = [[5, 6, 7], [8, 9, 10, 11], [12]]
         requests = [ask(f"{i}", prompts[i % 3], max_tokens=5 + 3 * i, seed=i) for i in range(6)]
         ours = make_engine(decoder, eos_token_ids=(EOS,))
-        assert "fused" in ours.path
+        assert "few kernels" in ours.path
         kernels = run(ours, requests)
         eager = run(make_engine(decoder, eos_token_ids=(EOS,), graphs=False), requests)
         for name, completion in eager.items():
@@ -127,4 +110,36 @@ def test_a_window_of_steps_equals_single_steps() -> None:
             assert [(s.start, s.end) for s in kernels[name].spans] == [(s.start, s.end) for s in completion.spans]
             gap = max(abs(a - b) for a, b in zip(kernels[name].logprobs, completion.logprobs, strict=True))
             assert gap < 1e-4
+    """)
+
+
+@pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
+def test_narrowed_draws_and_adapters_in_windows(lora: bool) -> None:
+    """top-p, min_tokens and stops beside plain requests; before and after the weights move under the graphs."""
+    run(f"""
+        from support.engines import ask, make_engine, run
+        from support.models import EOS, lora_decoder, small_decoder
+        decoder = lora_decoder("qwen3") if {lora} else small_decoder("qwen3")
+        engine = make_engine(decoder, eos_token_ids=(EOS,))
+        assert "few kernels" in engine.path, engine.path
+        requests = [
+            ask("plain", [5, 6, 7], max_tokens=11, seed=1),
+            ask("top-p", [5, 6, 7], max_tokens=13, seed=2, top_p=0.7, min_tokens=4),
+            ask("late", [9, 9], max_tokens=12, seed=3, min_tokens=6, stop_token_ids=tuple(range(20, 60))),
+            ask("greedy", [8], max_tokens=9, temperature=0.0),
+        ]
+        for _ in range(2):
+            kernels = run(engine, requests)
+            eager = run(make_engine(decoder, eos_token_ids=(EOS,), graphs=False, fused=False), requests)
+            for name, other in eager.items():
+                assert kernels[name].token_ids == other.token_ids, name
+                assert kernels[name].finish_reason == other.finish_reason
+                kept = [None if c.kept_ids is None else [set(k) for k in c.kept_ids] for c in (kernels[name], other)]
+                assert kept[0] == kept[1]
+                gap = max(abs(a - b) for a, b in zip(kernels[name].logprobs, other.logprobs, strict=True))
+                assert gap < 1e-4
+            with torch.no_grad():
+                for parameter in decoder.model.parameters():
+                    if parameter.requires_grad:
+                        parameter.add_(torch.randn_like(parameter) * 0.05)
     """)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.engine.sampler import MAX_KEPT, Drawn, SamplingState, draw, exponential
+from shoal.engine.sampler import BLOCK, MAX_KEPT, Drawn, SamplingState, draw, exponential
 from support.statistics import chi_square_p, independence_p
 
 LOGITS = torch.randn(40, generator=torch.Generator().manual_seed(0)) * 2
@@ -20,6 +20,10 @@ def state(rows: int, **values: float) -> SamplingState:
     for name, value in values.items():
         getattr(made, "temperatures" if name == "temperature" else name).fill_(value)
     return made
+
+
+def columns(rows: int, width: int) -> Tensor:
+    return torch.arange(width).expand(rows, -1)
 
 
 def draw_many(logits: Tensor, count: int, position: int = 0, banned: list[int] | None = None, **values: float) -> Drawn:
@@ -95,7 +99,7 @@ def test_neighbouring_seeds_positions_and_columns_are_independent() -> None:
     assert independence_p(by_position[0], by_position[1], 8) > 1e-3
     assert independence_p(by_position[0], by_position[2], 8) > 1e-3
     assert independence_p(by_position[0][:-1], by_position[0][1:], 8) > 1e-3
-    noise = exponential(torch.arange(30_000), torch.zeros(30_000, dtype=torch.long), 64).double()
+    noise = exponential(torch.arange(30_000), torch.zeros(30_000, dtype=torch.long), columns(30_000, 64)).double()
     assert abs(float(noise.mean()) - 1) < 0.003 and abs(float(noise.var()) - 1) < 0.01
     correlation = torch.corrcoef(noise.T) - torch.eye(64)
     assert float(correlation.abs().max()) < 0.03
@@ -103,10 +107,10 @@ def test_neighbouring_seeds_positions_and_columns_are_independent() -> None:
 
 def test_randomness_is_a_function_of_seed_position_and_column_alone() -> None:
     seeds, positions = torch.tensor([3, 1 << 62, 3]), torch.tensor([5, 0, 6])
-    all_at_once = exponential(seeds, positions, 100)
+    all_at_once = exponential(seeds, positions, columns(len(seeds), 100))
     for i in range(3):
         torch.testing.assert_close(
-            exponential(seeds[i : i + 1], positions[i : i + 1], 40)[0], all_at_once[i, :40], rtol=0, atol=0
+            exponential(seeds[i : i + 1], positions[i : i + 1], columns(1, 40))[0], all_at_once[i, :40], rtol=0, atol=0
         )
     assert not torch.equal(all_at_once[0], all_at_once[2])
 
@@ -162,3 +166,19 @@ def test_sampling_state_moves_whole_rows() -> None:
     made.move(2, 0)
     assert made.seeds.tolist() == [2, 1, 2] and made.top_k.tolist() == [6, 5, 6]
     np.testing.assert_allclose(made.temperatures, [0.3, 0.2, 0.3])
+
+
+def test_blocks_of_the_vocabulary_race_first() -> None:
+    """More ids than one block: still the distribution asked for, over blocks and inside each."""
+    width = 2 * BLOCK + 700
+    logits = torch.full((width,), -20.0)
+    alive = [0, 5, BLOCK - 1, BLOCK, BLOCK + 17, 2 * BLOCK + 3, width - 1]
+    logits[alive] = torch.tensor([0.0, 1.0, -1.0, 0.5, 1.5, 0.2, 2.0])
+    drawn = draw_many(logits, 20_000, 3)
+    expected = torch.softmax(logits.double(), -1)[alive].numpy()
+    counts = np.array([int((drawn.token_ids == i).sum()) for i in alive])
+    assert counts.sum() >= 19_990  # all the rest together has a chance of 2e-6 a draw
+    assert chi_square_p(counts, expected / expected.sum()) > 1e-3
+    np.testing.assert_allclose(drawn.logprobs, torch.log_softmax(logits, -1)[drawn.token_ids], rtol=0, atol=1e-5)
+    greedy = draw_many(logits, 2, temperature=0.0)
+    assert greedy.token_ids.tolist() == [width - 1] * 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal.engine.cache import PrefillWriter, SlotCache
 from shoal.errors import ModelError
-from shoal.models.attention import Decode, Packed, Shape, round_up, shoal_attention
+from shoal.models.attention import Decode, Packed, Shape, _TakeTokens, dense_attention, round_up, shoal_attention
 from shoal.models.decoder import LayerShape
 from support.models import small_decoder, small_model
 
@@ -38,19 +40,25 @@ def random_qkv(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     )  # type: ignore[return-value]
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> np.ndarray:
-    """[T, H, D]: each token looks at its own segment, up to itself and no further back than the window."""
+def written_out(
+    query: Tensor, key: Tensor, value: Tensor, shape: Shape, prefixes: Sequence[int] | None = None
+) -> np.ndarray:
+    """[T, H, D]: each token looks at its own segment, what that continues in front, up to itself and no further back
+    than the window."""
     out = np.zeros((query.shape[2], HEADS, DIM))
-    for start, end in pairwise(STARTS):
-        for t in range(start, end):
-            first = start if shape.window is None else max(start, t - shape.window + 1)
+    segments = [list(range(start, end)) for start, end in pairwise(STARTS)]
+    for segment, prefix in zip(segments, prefixes or [-1] * len(segments), strict=True):
+        before = segments[prefix] if prefix >= 0 else []
+        for t in segment:
+            seen = [*before, *range(segment[0], t + 1)]
+            seen = seen if shape.window is None else seen[-shape.window :]
             for head in range(HEADS):
                 shared = head // (HEADS // KV_HEADS)
-                scores = (key[0, shared, first : t + 1] @ query[0, head, t]).numpy() * shape.scale
+                scores = (key[0, shared, seen] @ query[0, head, t]).numpy() * shape.scale
                 if shape.softcap is not None:
                     scores = np.tanh(scores / shape.softcap) * shape.softcap
                 shares = np.exp(scores - scores.max())
-                out[t, head] = (shares / shares.sum()) @ value[0, shared, first : t + 1].numpy()
+                out[t, head] = (shares / shares.sum()) @ value[0, shared, seen].numpy()
     return out
 
 
@@ -59,6 +67,91 @@ def test_train_mode(name: str) -> None:
     query, key, value = random_qkv()
     out = Packed(STARTS, CPU).attend(0, query, key, value, SHAPES[name])
     np.testing.assert_allclose(out[0], written_out(query, key, value, SHAPES[name]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("prefixes", ([-1, 0, 0, 0], [-1, -1, 1, 0], [-1, -1, -1, 2]), ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_segments_that_continue_another(name: str, prefixes: list[int]) -> None:
+    query, key, value = random_qkv()
+    out = Packed(STARTS, CPU, prefixes=np.array(prefixes)).attend(0, query, key, value, SHAPES[name])
+    expected = written_out(query, key, value, SHAPES[name], prefixes)
+    np.testing.assert_allclose(out[0], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_gradient_of_a_prefix_is_that_of_its_copies(name: str) -> None:
+    """Against the same tokens laid out with a copy of the prefix in front of each segment that continues it."""
+    taken = [np.arange(a, b) for a, b in pairwise(STARTS)]
+    whole = [taken[0], np.concatenate([taken[0], taken[1]]), np.concatenate([taken[0], taken[2]]), taken[3]]
+    copied, starts = np.concatenate(whole), np.concatenate([[0], np.cumsum([len(w) for w in whole])])
+    own = np.concatenate([np.arange(end - len(t), end) for end, t in zip(starts[1:], taken, strict=True)])
+    upstream = torch.randn(sum(LENGTHS), HEADS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def gradient(shared: bool) -> list[Tensor]:
+        leaves = [x.requires_grad_() for x in random_qkv(2)]
+        if shared:
+            out = Packed(STARTS, CPU, prefixes=np.array([-1, 0, 0, -1])).attend(0, *leaves, SHAPES[name])[0]  # type: ignore[arg-type]
+        else:
+            out = Packed(starts, CPU).attend(0, *(x[:, :, copied] for x in leaves), SHAPES[name])[0][own]  # type: ignore[arg-type]
+        return list(torch.autograd.grad(out, leaves, upstream))
+
+    for one, other in zip(gradient(True), gradient(False), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def varlen_by_hand(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int, **how: Any) -> Tensor:
+    """What the kernel of a GPU computes: [T, H, D], queries and keys of a segment aligned at their ends."""
+    out = []
+    for (start, end), (first, last) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+        query, key, value = (x.transpose(0, 1)[None] for x in (q[start:end], k[first:last], v[first:last]))
+        behind = torch.arange(last - first - (end - start), last - first)[:, None] - torch.arange(last - first)
+        left, right = how["window_size"]
+        seen = (behind >= -right) & ((behind <= left) if left >= 0 else True)
+        out.append(dense_attention(query, key, value, seen, Shape(how["scale"], None, None))[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("prefixes", (None, [-1, 0, 0, 0], [-1, -1, 1, 0]), ids=str)
+@pytest.mark.parametrize("name", ("plain", "window", "window of one", "wide window"))
+def test_what_the_kernel_of_a_gpu_is_given(
+    name: str, prefixes: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tests/parity/test_gpu_prefix.py has the kernel itself."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_hand)
+    query, key, value = random_qkv()
+    context = Packed(STARTS, CPU, prefixes=None if prefixes is None else np.array(prefixes))
+    out = context._varlen(query, key, value, SHAPES[name])
+    expected = written_out(query, key, value, SHAPES[name], prefixes)
+    np.testing.assert_allclose(out[0], expected, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_a_shared_token_are_added_up_in_fp32() -> None:
+    """In bf16 a sum of ones stops at 256: half the step from there on is 1."""
+    tokens = torch.zeros(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.tensor([0] * 300 + [1], dtype=torch.int32)
+    _TakeTokens.apply(tokens, index).sum().backward()  # type: ignore[union-attr]
+    assert tokens.grad is not None and tokens.grad.tolist() == [[300.0] * 3, [1.0] * 3]
+    wide = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: _TakeTokens.apply(x, torch.tensor([3, 0, 3, 1, 3])), (wide,))
+
+
+def test_prefixes_of_prefixes_and_in_a_prefill_are_refused() -> None:
+    with pytest.raises(ValueError, match="continues no other"):
+        Packed(STARTS, CPU, prefixes=np.array([-1, 0, 1, -1]))
+    cache = SlotCache({0: LayerShape(KV_HEADS, DIM, DIM)}, 1, 16, torch.float64, CPU)
+    writer = PrefillWriter(cache, *(torch.zeros(1, dtype=torch.long) for _ in range(3)))
+    with pytest.raises(ValueError, match="a prefill has none"):
+        Packed(STARTS, CPU, writer, np.array([-1, 0, 0, -1]))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_row_that_shares_nothing_is_computed_as_ever(name: str) -> None:
+    query, key, value = random_qkv()
+    plain, asked = (
+        Packed(STARTS, CPU, prefixes=prefixes).attend(0, query, key, value, SHAPES[name])
+        for prefixes in (None, np.full(len(LENGTHS), -1))
+    )
+    assert torch.equal(plain, asked)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.models import logprobs
-from shoal.models.logprobs import token_logprobs
+from shoal.models.logprobs import Head, token_logprobs
 
 VOCABULARY, WIDTH, TOKENS = 50, 8, 23
 GENERATOR = torch.Generator().manual_seed(0)
@@ -37,8 +37,7 @@ def in_numpy(kept: list[list[int] | None] | None = None) -> tuple[np.ndarray, np
     return np.array(chosen), np.array(entropies)
 
 
-def head(hidden: Tensor) -> Tensor:
-    return hidden @ WEIGHT.T.to(hidden.dtype)
+head = Head(lambda hidden: hidden @ WEIGHT.T.to(hidden.dtype))
 
 
 def tile(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
@@ -72,7 +71,7 @@ def test_tiles_give_the_same_gradient(kept: list[list[int] | None] | None, monke
         tile(monkeypatch, rows)
         hidden = HIDDEN.clone().requires_grad_()
         weight = WEIGHT.clone().requires_grad_()
-        scored = token_logprobs(lambda h, w=weight: h @ w.T, hidden, TARGETS, TEMPERATURES, VOCABULARY, kept)
+        scored = token_logprobs(Head(lambda h, w=weight: h @ w.T), hidden, TARGETS, TEMPERATURES, VOCABULARY, kept)
         assert scored.logprobs.requires_grad and not scored.entropy.requires_grad
         (scored.logprobs * torch.arange(TOKENS)).sum().backward()
         assert hidden.grad is not None and weight.grad is not None

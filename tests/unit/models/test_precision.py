@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -46,13 +47,62 @@ def test_bf16_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"device": "cuda"}, "use cpu"),
         ({"recipe": "fp8-hybrid"}, "use train.recipe=fp32"),
-        ({"optimizer": "adamw_8bit"}, "use adamw"),
-        ({"qlora_bnb": True, "lora": True}, "leave it out"),
         ({"gpus": 4}, "use train.gpus=1"),
     ],
     ids=str,
 )
 def test_what_this_machine_cannot_do(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(HardwareError, match=said):
+        choose(train(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "stored"),
+    [({}, None), ({"qlora_fp8": True}, "fp8"), ({"qlora_bnb": True}, "nf4"), ({"qlora_fp4": True}, "fp4")],
+    ids=str,
+)
+def test_how_the_base_is_stored(fields: dict[str, Any], stored: str | None) -> None:
+    if "qlora_bnb" in fields:
+        pytest.importorskip("bitsandbytes", reason="an extra")
+    chosen = choose(train(device="cpu", lora=True, **fields))
+    assert (chosen.stored, chosen.dtype, chosen.fp8_products) == (stored, torch.float32, False)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+
+def test_fp8_hybrid_is_bf16_with_fp8_products(hopper: None) -> None:
+    pytest.importorskip("torchao", reason="an extra")
+    chosen = choose(train(recipe="fp8-hybrid"))
+    assert (chosen.dtype, chosen.fp8_products, chosen.stored) == (torch.bfloat16, True, None)
+    chosen = choose(train(recipe="fp8-hybrid", lora=True, qlora_fp4=True))
+    assert (chosen.dtype, chosen.fp8_products, chosen.stored) == (torch.bfloat16, False, "fp4")
+
+
+def test_fp8_hybrid_needs_units_that_older_gpus_lack(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(HardwareError, match=r"needs compute capability 8.9, this GPU has 8.0; use train.recipe=bf16"):
+        choose(train(recipe="fp8-hybrid"))
+    assert choose(train(qlora_fp8=True, lora=True)).stored == "fp8", "storage needs no such units"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"recipe": "fp8-hybrid"}, r"torchao: pip install 'shoal\[fp8\]'; or use train.recipe=bf16"),
+        ({"optimizer": "adamw_8bit"}, r"bitsandbytes: pip install 'shoal\[bnb\]'; or use adamw"),
+        ({"qlora_bnb": True, "lora": True}, r"bitsandbytes: pip install 'shoal\[bnb\]'; or leave it out"),
+    ],
+    ids=str,
+)
+def test_a_missing_package_is_named_with_its_extra(
+    fields: dict[str, Any], said: str, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(HardwareError, match=said):
         choose(train(**fields))
 

@@ -42,7 +42,7 @@ def test_advantages_are_assigned_to_scored_rollouts():
 def test_a_rewarded_token_becomes_likelier_and_an_unscored_rollout_changes_nothing():
     turns = [make_turn([3]), make_turn([5]), make_turn([6])]
     policy, alone = UnigramPolicy(), UnigramPolicy()
-    learned, _ = learn(make_learner(policy, MEAN_ONLY), [group_of(0, [1.0, 0.0, None], turns)])
+    learned, metrics = learn(make_learner(policy, MEAN_ONLY), [group_of(0, [1.0, 0.0, None], turns)])
     learn(make_learner(alone, MEAN_ONLY), [group_of(0, [1.0, 0.0], turns)])
     # Token-mean over two tokens, advantages ±.5, softmax gradient cancels: theta moves by ±.25.
     expected = np.zeros(VOCABULARY)
@@ -50,7 +50,8 @@ def test_a_rewarded_token_becomes_likelier_and_an_unscored_rollout_changes_nothi
     np.testing.assert_allclose(policy.theta, expected, atol=1e-7)
     np.testing.assert_array_equal(policy.theta, alone.theta)
     assert sorted(learned.trained_rollouts) == ["letters/0/0/0/0", "letters/0/0/0/1"]
-    assert learned.trained_tokens == 2 and learned.row_tokens == 6
+    # Two samples of three tokens; the prompt of two is computed once.
+    assert learned.trained_tokens == 2 and learned.sample_tokens == 6 and metrics["tokens/computed"] == 4
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,17 @@ def test_denominators_are_of_the_whole_step(aggregation: str, weights: tuple[flo
     assert found == {"letters/0/0/0/0": {weights[0]}, "letters/0/0/0/1": {weights[1]}}
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_prompts_are_shared_where_the_policy_allows_it(shares: bool):
+    """Two answers of two tokens to a prompt of two: 2 + 4 tokens to compute, or 8; what is learned is the same."""
+    policy = UnigramPolicy(shares_prefixes=shares)
+    learned, metrics = learn(make_learner(policy, MEAN_ONLY), [group_of(0, [0.0, 1.0])])
+    (row,) = policy.calls[0].rows
+    assert row.tokens == metrics["tokens/computed"] == (6 if shares else 8)
+    assert row.segment_prefix.tolist() == ([-1, 0, 0] if shares else [-1, -1])
+    assert learned.sample_tokens == 8 and learned.trained_tokens == 4 and row.weights.sum() == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("rows_per_micro_batch", [1, 2, 100])
 def test_micro_batches_do_not_change_the_step(rows_per_micro_batch: int):
     whole, split = UnigramPolicy(), UnigramPolicy()
@@ -84,7 +96,8 @@ def test_micro_batches_do_not_change_the_step(rows_per_micro_batch: int):
     learn(make_learner(whole, MEAN_ONLY, token_budget=1000), [group_of(0, [1.0, 0.0, 0.5, 0.25], turns)])
     learner = make_learner(split, MEAN_ONLY, token_budget=5, rows_per_micro_batch=rows_per_micro_batch)
     learned, _ = learn(learner, [group_of(0, [1.0, 0.0, 0.5, 0.25], turns)])
-    assert len(whole.calls) == 1 and len(split.calls) == math.ceil(4 / rows_per_micro_batch)
+    # Behind the prompt of two a row has room for three: one answer of 3, those of 2 and 1, and the other one of 2.
+    assert len(whole.calls) == 1 and len(split.calls) == math.ceil(3 / rows_per_micro_batch)
     assert split.optim_steps == 1
     assert sum(call.weight for call in split.calls) == pytest.approx(1.0)
     np.testing.assert_allclose(split.theta, whole.theta, atol=1e-12)

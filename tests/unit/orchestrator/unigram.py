@@ -54,6 +54,7 @@ class UnigramPolicy:
     calls: list[Backward] = field(default_factory=list)
     optim_steps: int = 0
     reference: np.ndarray = field(default_factory=lambda: np.zeros(VOCABULARY))
+    shares_prefixes: bool = True
 
     def __post_init__(self) -> None:
         self._gradient = np.zeros(VOCABULARY)

@@ -21,6 +21,8 @@ MAKERS = {
     "full": small_decoder,
     "lora": lora_decoder,
     "lora with dropout": lambda **kw: lora_decoder(dropout=0.3, **kw),
+    "qlora fp8": lambda **kw: lora_decoder(stored="fp8", **kw),
+    "qlora fp4": lambda **kw: lora_decoder(stored="fp4", **kw),
 }
 
 

@@ -1,19 +1,28 @@
-"""How many sequences fit: what was asked for, what memory allows, and nothing that would not work."""
+"""The memory plan: what was asked for, what memory allows, what gives way first, and a refusal that names a way out."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 
 from shoal.errors import HardwareError
-from shoal.trainer.memory import CPU_SHARE, engine_slots
+from shoal.trainer.memory import CPU_SHARE, GOOD_MICRO_BATCH, RESERVE, Cost, Demand, Measured, cache_only, decide
 from support.models import layer_shapes, small_decoder
 
 DECODER = small_decoder()
 LAYERS = layer_shapes(DECODER)
 # Two layers of two heads, keys and values of 32 fp32 numbers; contexts are padded to 64.
 BYTES_PER_SLOT = 2 * 2 * (32 + 32) * 4 * 128
+ASKED = Demand(
+    row_tokens=2048, step_tokens=1 << 20, rows_per_micro_batch=None, recompute=None, slots=64, context_tokens=128,
+    utilization=None,
+)  # fmt: skip
+# A device of 1,000 bytes per thousandth: what is left for cache and training is easy to see.
+TOTAL = 1_000_000
+ROOM = int(TOTAL * (1 - RESERVE)) - 300_000
+MEASURED = Measured(TOTAL, held=200_000, optimizer=100_000, slot=1000, costs={False: Cost(0, 30), True: Cost(0, 10)})
 
 
 def limit_memory(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
@@ -23,17 +32,62 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
 
 @pytest.mark.parametrize(("wanted", "slots"), ((1, 8), (8, 8), (9, 16), (64, 64)))
 def test_what_is_wanted_rounded_up_to_whole_rows(wanted: int, slots: int) -> None:
-    assert engine_slots(DECODER, LAYERS, wanted, 128, None) == slots
+    assert cache_only(DECODER, LAYERS, replace(ASKED, slots=wanted)).slots == slots
 
 
 def test_as_many_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_memory(monkeypatch, int(30 * BYTES_PER_SLOT / CPU_SHARE))
-    assert engine_slots(DECODER, LAYERS, 64, 128, None) == 24
-    assert engine_slots(DECODER, LAYERS, 64, 120, None) == 24, "a context is padded to whole blocks of keys"
-    assert engine_slots(DECODER, LAYERS, 64, 128, 0.5) == 56
+    assert cache_only(DECODER, LAYERS, ASKED).slots == 24
+    assert cache_only(DECODER, LAYERS, replace(ASKED, context_tokens=120)).slots == 24, "contexts are whole blocks"
+    assert cache_only(DECODER, LAYERS, replace(ASKED, utilization=0.5)).slots == 56
 
 
 def test_too_little_memory_names_a_setting_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_memory(monkeypatch, int(7 * BYTES_PER_SLOT / CPU_SHARE))
     with pytest.raises(HardwareError, match=r"8 sequences of 128 tokens .* lower orch.seq_len"):
-        engine_slots(DECODER, LAYERS, 64, 128, None)
+        cache_only(DECODER, LAYERS, ASKED)
+
+
+def test_the_cache_first_then_the_largest_useful_micro_batch() -> None:
+    plan = decide(MEASURED, ASKED)
+    assert (plan.slots, plan.recompute) == (64, False)
+    assert plan.micro_batch_tokens == (ROOM - 64_000) // 30
+    roomy = replace(MEASURED, costs={False: Cost(0, 1), True: Cost(0, 1)})
+    assert decide(roomy, ASKED).micro_batch_tokens == GOOD_MICRO_BATCH
+    assert decide(roomy, replace(ASKED, step_tokens=5000)).micro_batch_tokens == 5000
+
+
+def test_layers_are_computed_again_only_where_a_row_does_not_fit_otherwise() -> None:
+    dear = replace(MEASURED, costs={False: Cost(0, 400), True: Cost(0, 40)})
+    plan = decide(dear, ASKED)
+    assert plan.recompute and plan.slots == 64 and plan.micro_batch_tokens == (ROOM - 64_000) // 40
+    with pytest.raises(HardwareError, match=r"try train.recompute=true"):
+        decide(dear, replace(ASKED, recompute=False))
+
+
+def test_the_cache_gives_way_to_a_row() -> None:
+    plan = decide(MEASURED, replace(ASKED, slots=600, recompute=False))
+    assert plan.slots == 296  # half of 600 in whole blocks, so that 2,048 tokens at 30 bytes fit
+    assert plan.micro_batch_tokens >= 2048
+
+
+def test_what_the_user_sets_is_obeyed() -> None:
+    assert decide(MEASURED, replace(ASKED, utilization=0.02)).slots == 16
+    assert decide(MEASURED, replace(ASKED, rows_per_micro_batch=3)).micro_batch_tokens == 3 * 2048
+    assert decide(MEASURED, replace(ASKED, recompute=True)).recompute
+
+
+def test_the_table_adds_up_to_the_device() -> None:
+    plan = decide(MEASURED, ASKED)
+    assert sum(size for _, size in plan.lines) == pytest.approx(300_000 + 64_000 + 30 * plan.micro_batch_tokens)
+    assert sum(size for _, size in plan.lines) <= TOTAL * (1 - RESERVE)
+    assert [name for name, _ in plan.table()][-1] == "left free"
+
+
+def test_a_refusal_says_what_would_fit() -> None:
+    tight = replace(MEASURED, costs={False: Cost(0, 900), True: Cost(0, 800)})
+    with pytest.raises(HardwareError, match=r"does not fit.*train.sequence_len=768"):
+        decide(tight, replace(ASKED, slots=8))
+    heavy = replace(MEASURED, held=600_000, optimizer=500_000)
+    with pytest.raises(HardwareError, match=r"train.lora=true"):
+        decide(heavy, ASKED)

@@ -136,3 +136,80 @@ def test_state_of_another_model_is_refused() -> None:
     few = {name: p for name, p in make_parameters(torch.float32).items() if name != "other"}
     with pytest.raises(ValueError, match="another model"):
         MasterAdamW(few, SETTINGS).load_state(saved)
+
+
+EIGHT_BIT = AdamSettings(weight_decay=0.1, eight_bit=True)
+
+
+def large_parameters(dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    """A matrix beyond bitsandbytes' 4,096 numbers, whose last block of 256 is not full, and a norm."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"matrix": (97, 130), "norm": (64,)}
+    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()}
+
+
+def fall(optimizer: MasterAdamW, steps: range) -> None:
+    """Down a bowl around a random point, with noise: gradients that shrink and turn, as in training."""
+    for seed in steps:
+        generator = torch.Generator().manual_seed(99)
+        goals = {n: torch.randn(p.shape, generator=generator) for n, p in optimizer.parameters.items()}
+        noise = torch.Generator().manual_seed(seed)
+        loss = sum(
+            ((p.float() - goals[n]) * (p.float().detach() - goals[n] + torch.randn(p.shape, generator=noise))).sum()
+            for n, p in optimizer.parameters.items()
+        )
+        loss.backward()  # type: ignore[union-attr]
+        optimizer.step(1e-2)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_eight_bit_moments_follow_adamw_for_fifty_steps(dtype: torch.dtype) -> None:
+    """The way travelled differs by less than 5 %; a norm is too small to be worth quantising and agrees to rounding."""
+    pytest.importorskip("bitsandbytes", reason="an extra")
+    start = {name: p.detach().float().clone() for name, p in large_parameters(dtype).items()}
+    exact = MasterAdamW(large_parameters(dtype), AdamSettings(weight_decay=0.1))
+    small = MasterAdamW(large_parameters(dtype), EIGHT_BIT)
+    for optimizer in (exact, small):
+        fall(optimizer, range(50))
+    for name, tolerance in (("matrix", 0.05), ("norm", 1e-4)):
+        way = (exact.masters[name] - start[name]).norm()
+        gap = (exact.masters[name] - small.masters[name]).norm() / way
+        assert gap < tolerance and way > 1, (name, gap)
+        assert torch.equal(small.parameters[name], small.masters[name].to(dtype)), "written in place, from the master"
+    assert (exact.masters["matrix"] != small.masters["matrix"]).any()
+
+
+def test_bytes_of_the_state() -> None:
+    """12,610 numbers of a matrix: two bytes and two fp32 scales for each 256 of them, against eight bytes."""
+    pytest.importorskip("bitsandbytes", reason="an extra")
+    exact = MasterAdamW(large_parameters(torch.bfloat16), AdamSettings())
+    small = MasterAdamW(large_parameters(torch.bfloat16), EIGHT_BIT)
+    masters = 4 * (97 * 130 + 64)
+    assert exact.state_bytes == small.state_bytes == masters, "nothing has moved yet"
+    for optimizer in (exact, small):
+        fall(optimizer, range(1))
+    assert exact.state_bytes == masters + 8 * (97 * 130 + 64)
+    assert small.state_bytes == masters + 2 * 97 * 130 + 2 * 4 * 50 + 8 * 64
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_eight_bit_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
+    pytest.importorskip("bitsandbytes", reason="an extra")
+    one, other = (MasterAdamW(large_parameters(dtype), EIGHT_BIT) for _ in "ab")
+    fall(one, range(5))
+    other.load_state({name: tensor.clone() for name, tensor in one.state().items()})
+    for optimizer in (one, other):
+        fall(optimizer, range(5, 10))
+    first, second = one.state(), other.state()
+    assert first.keys() == second.keys() and len(first) == 6 + 4
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("saved_in", (False, True), ids=("fp32", "8 bits"))
+def test_state_of_the_other_kind_is_refused(saved_in: bool) -> None:
+    pytest.importorskip("bitsandbytes", reason="an extra")
+    one = MasterAdamW(large_parameters(torch.float32), AdamSettings(eight_bit=saved_in))
+    fall(one, range(1))
+    with pytest.raises(ValueError, match=r"of another train\.optimizer"):
+        MasterAdamW(large_parameters(torch.float32), AdamSettings(eight_bit=not saved_in)).load_state(one.state())

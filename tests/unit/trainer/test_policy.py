@@ -10,13 +10,15 @@ import torch
 
 from shoal.algorithms.inputs import LossInputs, Metrics
 from shoal.models.decoder import Decoder
-from shoal.trainer.policy import Reference, TrainedPolicy, loss_inputs, spread_over_rows
+from shoal.trainer.micro_batch import MicroBatch, spread_over_rows
+from shoal.trainer.policy import Reference, RowResults, TrainedPolicy
 from shoal.trainer.schedule import Schedule
 from support.models import lora_decoder, small_decoder
 from support.training import gradients, grpo, make_policy, pack, random_samples, weights
 
 SAMPLES = random_samples(0, (4, 8), (10, 6), (2, 12), (7, 3))
 ROWS = pack(SAMPLES).rows
+CPU = torch.device("cpu")
 
 
 def ruined(inputs: LossInputs, row_weights: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
@@ -101,7 +103,7 @@ def test_minibatches_against_one_old_snapshot() -> None:
 
 
 def test_old_logprobs_are_the_sampler_s_where_none_were_computed() -> None:
-    inputs = loss_inputs(ROWS, torch.zeros(int(ROWS[0].loss_mask.sum())), "old")
+    inputs = MicroBatch.upload(ROWS, CPU).loss_inputs(torch.zeros(int(ROWS[0].loss_mask.sum())), "old")
     assert torch.equal(inputs.old_logprobs, inputs.sampler_logprobs) and inputs.mismatch_from == "policy"
     assert inputs.reference_logprobs is None
 
@@ -110,7 +112,7 @@ def test_rollouts_are_numbered_through_the_rows_of_a_micro_batch() -> None:
     rows = pack(SAMPLES, 20).rows
     assert len(rows) > 1
     tokens = sum(int(row.loss_mask.sum()) for row in rows)
-    inputs = loss_inputs(rows, torch.zeros(tokens), "policy")
+    inputs = MicroBatch.upload(rows, CPU).loss_inputs(torch.zeros(tokens), "policy")
     assert inputs.num_sequences == len(SAMPLES)
     counts = np.bincount(inputs.sequence_ids.numpy(), minlength=len(SAMPLES))
     ids = [rollout_id for row in rows for rollout_id in row.rollout_ids]
@@ -155,3 +157,24 @@ def test_entropy_is_that_of_the_sampling_temperature() -> None:
     expected = float(-(p * p.log()).sum(-1).mean())
     total, count = metrics["policy/entropy"]
     assert count == 9 and total / count == pytest.approx(expected, abs=1e-5)
+
+
+def test_results_are_read_as_they_were_computed() -> None:
+    """A count beyond fp32's whole numbers, a sum that fp32 rounds otherwise, and log-probs: one copy loses none."""
+    tokens = int(ROWS[0].loss_mask.sum())
+    pairs = {
+        "a": (torch.tensor(0.1), torch.tensor(2**24 + 1)),
+        "b": (torch.tensor(0.1, dtype=torch.float64), torch.tensor(0)),
+    }
+    metrics, (logprobs,) = RowResults(pairs, ROWS, torch.linspace(-3, 0, tokens)).read()
+    assert metrics == {"a": (float(np.float32(0.1)), 2**24 + 1), "b": (0.1, 0.0)}
+    np.testing.assert_array_equal(logprobs[ROWS[0].loss_mask], torch.linspace(-3, 0, tokens).numpy())
+
+
+def test_prompts_are_not_shared_where_something_is_drawn() -> None:
+    assert make_policy(small_decoder()).shares_prefixes
+    assert make_policy(lora_decoder()).shares_prefixes
+    assert not make_policy(lora_decoder(dropout=0.1)).shares_prefixes
+    by_name = small_decoder()
+    by_name.config.resid_pdrop = 0.1  # as where a model calls functional.dropout
+    assert not make_policy(by_name).shares_prefixes

@@ -1,13 +1,1 @@
 """Triton kernels of the decode step, imported only where Triton is; each is tested against a plain torch equal."""
-
-from __future__ import annotations
-
-import importlib.util
-import os
-
-
-def available(on_cuda: bool) -> bool:
-    """Whether kernels can run: on a GPU, or anywhere under Triton's interpreter."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    return on_cuda or os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,28 +1,64 @@
 """Decode attention on the slot cache: one new token a row, heads that share a key head together, contexts split.
 
-The new token's key and value are written by the same kernel that reads the rest, and take part from registers, so there
-is no second pass and no hazard. Partial results of the splits are joined by a second, small kernel.
+The kernel takes a row's query, key and value as the product left them: it norms and rotates heads, writes the new key
+and value into the cache, and attends, all in one read of the cache. The new token takes part from registers, so there
+is no hazard. Partial results of the splits are joined by a second, small kernel.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_KEYS = 64
+from shoal.models.attention import Shape
+from shoal.models.kernels.rotary import turn
+
 MIN_HEADS = 16  # a tensor-core tile has at least 16 rows; heads are padded up to it
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """How heads are made ready: rotation tables by position, [length, D], and the weights of their own norms."""
+
+    cos: Tensor
+    sin: Tensor
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+@triton.jit
+def _ready(at, weight, cos, sin, real, dims, eps, DIM: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr):
+    """Heads [N, DIM] at `at` (pointers to their first number, [N, 1]): normed, rotated, in their own dtype."""
+    HALF: tl.constexpr = DIM // 2
+    own = tl.load(at + dims, mask=real, other=0.0)
+    if NORMED:
+        wide = own.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
+        own = tl.load(weight + dims) * (wide * scale).to(own.dtype)
+    if ROTATED:
+        partner = (dims + HALF) % DIM
+        other = tl.load(at + partner, mask=real, other=0.0)
+        if NORMED:
+            other = tl.load(weight + partner) * (other.to(tl.float32) * scale).to(own.dtype)
+        c, s = tl.load(cos + dims).to(tl.float32), tl.load(sin + dims).to(tl.float32)
+        own = turn(own.to(tl.float32), other.to(tl.float32), c, s, dims, HALF).to(own.dtype)
+    return own
 
 
 @triton.jit
 def _attend(
     query, new_key, new_value, keys, values, positions, out, partial_max, partial_sum,
-    scale, window, softcap,
+    cos, sin, query_norm, key_norm,
+    scale, window, softcap, eps,
     stride_slot, stride_head, stride_query, stride_new,
-    LENGTH: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+    DIM: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """Program (row, key head, split): HEADS query heads against this split's keys."""
     row = tl.program_id(0).to(tl.int64)
@@ -33,8 +69,9 @@ def _attend(
     dims = tl.arange(0, DIM)
     group = tl.arange(0, PADDED)
     real = group < HEADS
-    q_at = query + row * stride_query + (head * HEADS + group)[:, None] * DIM + dims[None]
-    q = tl.load(q_at, mask=real[:, None], other=0.0)
+    q_at = query + row * stride_query + (head * HEADS + group)[:, None] * DIM
+    turn_cos, turn_sin = cos + position * DIM, sin + position * DIM
+    q = _ready(q_at, query_norm, turn_cos, turn_sin, real[:, None], dims[None], eps, DIM, NORMED, ROTATED)
     start = 0
     if WINDOWED:
         start = tl.maximum(position - window + 1, 0)
@@ -51,10 +88,7 @@ def _attend(
         columns = at + tl.arange(0, BLOCK)
         inside = columns < last
         k = tl.load(keys + base + columns[:, None] * DIM + dims[None], mask=inside[:, None], other=0.0)
-        if EXACT:
-            scores = tl.sum(q.to(tl.float32)[:, None, :] * k.to(tl.float32)[None, :, :], 2) * scale
-        else:
-            scores = tl.dot(q, tl.trans(k)).to(tl.float32) * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
         scores = tl.where(inside[None], scores, -1.0e30)
@@ -63,19 +97,17 @@ def _attend(
         rescale = tl.exp(top - higher)
         total = total * rescale + tl.sum(weights, 1)
         v = tl.load(values + base + columns[:, None] * DIM + dims[None], mask=inside[:, None], other=0.0)
-        if EXACT:
-            update = tl.sum(weights[:, :, None] * v.to(tl.float32)[None, :, :], 1)
-        else:
-            update = tl.dot(weights.to(v.dtype), v).to(tl.float32)
-        mixed = mixed * rescale[:, None] + update
+        mixed = mixed * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = higher
     if split == 0:
         # The token itself: seen by every query, stored for those to come.
-        k_new = tl.load(new_key + row * stride_new + head * DIM + dims)
+        k_at = new_key + row * stride_new + head * DIM + tl.zeros([1], tl.int32)[:, None]
+        yes = tl.full([1, 1], 1, tl.int1)
+        k_new = _ready(k_at, key_norm, turn_cos, turn_sin, yes, dims[None], eps, DIM, NORMED, ROTATED)
         v_new = tl.load(new_value + row * stride_new + head * DIM + dims)
-        tl.store(keys + base + position * DIM + dims, k_new)
+        tl.store(keys + base + position * DIM + dims[None], k_new)
         tl.store(values + base + position * DIM + dims, v_new)
-        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None], 1) * scale
+        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
         if CAPPED:
             score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)
         higher = tl.maximum(top, score)
@@ -108,38 +140,63 @@ def _join(partial, partial_max, partial_sum, out, DIM: tl.constexpr, SPLITS: tl.
     tl.store(out + slot * DIM + dims, result.to(out.dtype.element_ty))
 
 
+@dataclass(frozen=True)
+class Launch:
+    """How the kernel is cut: splits of the context, keys a block, warps a program, stages of the loads."""
+
+    splits: int = 1
+    block: int = 64
+    warps: int = 4
+    stages: int = 3
+
+
+def launch_for(programs: int, dim: int, splits: int) -> Launch:
+    """As measured on an H200; other cards run it, perhaps not at their best.
+
+    Where programs abound, one warp each with small blocks; where they are few, each takes more of the memory's width.
+    """
+    if programs * splits >= 1000:
+        return Launch(splits, 32, 1, 3 if programs >= 4000 else 2)
+    return Launch(splits, 64, 4, 3 if splits == 1 else 2)
+
+
 def decode_attention(
-    query: Tensor,  # [B, H, D], rows may be strided
-    new_key: Tensor,  # [B, Hkv, D], rows may be strided, as those of new_value
-    new_value: Tensor,
-    keys: Tensor,  # [slots, Hkv, length, D], written at `positions`
-    values: Tensor,
+    heads: tuple[Tensor, Tensor, Tensor],  # query [B, H, D], new key and value [B, Hkv, D]; rows may be strided
+    cache: tuple[Tensor, Tensor],  # keys and values [slots, Hkv, length, D], written at `positions`
     positions: Tensor,  # [B] int64, where the new token stands
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    splits: int = 1,
+    shape: Shape,
+    launch: Launch | None = None,
+    form: HeadForm | None = None,  # None: heads come normed and rotated
 ) -> Tensor:  # [B, H, D]
-    batch, heads, dim = query.shape
-    kv_heads, length = keys.shape[1], keys.shape[2]
-    group = heads // kv_heads
-    out = torch.empty(batch, heads, dim, dtype=query.dtype, device=query.device)
-    wide = splits > 1
-    partial = torch.empty(batch, heads, splits, dim, dtype=torch.float32, device=query.device) if wide else out
-    tops = torch.empty(batch, heads, splits, dtype=torch.float32, device=query.device) if wide else out
-    sums = torch.empty_like(tops) if wide else out
+    query, new_key, new_value = heads
+    keys, values = cache
+    launch = launch or Launch()
+    batch, query_heads, dim = query.shape
+    group = query_heads // keys.shape[1]
+    out = torch.empty(batch, query_heads, dim, dtype=query.dtype, device=query.device)
+    wide = launch.splits > 1
+    partial, tops, sums = _partials(batch * query_heads * launch.splits, dim, query) if wide else (out, out, out)
     exact = query.dtype == torch.float32
-    _attend[(batch, kv_heads, splits)](
+    normed = form is not None and form.query_norm is not None
+    _attend[(batch, keys.shape[1], launch.splits)](
         query, new_key, new_value, keys, values, positions, partial, tops, sums,
-        scale, window or 0, softcap or 0.0,
+        form.cos if form else query, form.sin if form else query,
+        form.query_norm if form and normed else query, form.key_norm if form and normed else query,
+        shape.scale, shape.window or 0, shape.softcap or 0.0, form.eps if form else 0.0,
         keys.stride(0), keys.stride(1), query.stride(0), new_key.stride(0),
-        LENGTH=length, DIM=dim, HEADS=group, PADDED=max(MIN_HEADS, triton.next_power_of_2(group)),
-        BLOCK=16 if exact else BLOCK_KEYS, SPLITS=splits, WINDOWED=window is not None, CAPPED=softcap is not None,
-        EXACT=exact, num_warps=4,
+        DIM=dim, HEADS=group, PADDED=max(MIN_HEADS, triton.next_power_of_2(group)),
+        BLOCK=32 if exact else launch.block, SPLITS=launch.splits, WINDOWED=shape.window is not None,
+        CAPPED=shape.softcap is not None, NORMED=normed, ROTATED=form is not None,
+        num_warps=launch.warps, num_stages=1 if exact else launch.stages,
     )  # fmt: skip
     if wide:
-        _join[(batch * heads,)](partial, tops, sums, out, DIM=dim, SPLITS=splits, num_warps=1)
+        _join[(batch * query_heads,)](partial, tops, sums, out, DIM=dim, SPLITS=launch.splits, num_warps=1)
     return out
+
+
+def _partials(rows: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = ((rows, dim), (rows,), (rows,))
+    return tuple(torch.empty(size, dtype=torch.float32, device=like.device) for size in sizes)  # type: ignore[return-value]
 
 
 def supports(heads: int, kv_heads: int, key_dim: int, value_dim: int) -> bool:

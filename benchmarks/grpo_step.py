@@ -1,0 +1,267 @@
+"""Whole GRPO steps through the real command, `shoal grpo`, read from the run directory afterwards.
+
+    python benchmarks/grpo_step.py OUT.json [--cases 0.5b 7b-lora] [--smollm GGUF] [--smoke]
+
+Each case runs twice: cold, with empty kernel caches, for a few steps, and warm. Steady state is the median step of the
+warm run's last half. Limits of a step are those of its rollouts and its training, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from limits import ModelShape, Rates, Work
+from machine import print_table, write_result
+from workload import parser
+
+from shoal.observability.run_dir import read_metrics
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = "benchmarks/random_text.py:Evens"
+PHASES = ("rollout", "reward", "train", "sync", "idle", "save")
+COLD_STEPS = 2
+TEMPLATE_TOKENS = 8  # what the chat template of the character tokenizer puts around a prompt
+LIMIT_S = 540
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    model: str  # a shape, "tiny", or a file
+    prompts: int = 16
+    group: int = 8
+    prompt_tokens: int = 128
+    new: int = 256
+    steps: int = 12
+    rows: int | None = None  # packed rows of one micro-batch; None = by the memory plan
+    characters: int | None = None  # of a prompt; one a token unless given
+    lora_rank: int | None = None
+    precision: str = "bf16"
+    quoted: str | None = None
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.group
+
+    @property
+    def is_file(self) -> bool:
+        return self.model.endswith(".gguf")
+
+    def arguments(self, model: str, run: Path, steps: int) -> list[str]:
+        length = self.prompt_tokens + self.group * self.new  # a row holds a group, whose prompt is computed once
+        rows = [f"train.per_device_train_batch_size={self.rows}"] if self.rows else []
+        characters = self.characters or self.prompt_tokens - TEMPLATE_TOKENS
+        adapters = [f"train.lora_rank={self.lora_rank}", "train.lora=true"] if self.lora_rank else []
+        return [
+            f"train.model={model}", f"train.output_dir={run}", f"train.max_steps={steps}",
+            f"train.recipe={self.precision}", f"train.sequence_len={length}",
+            *rows, "train.loss.type=grpo", "train.learning_rate=1e-6", "train.save_seconds=100000", *adapters,
+            f"orch.env=[{{id: '{ENVIRONMENT}', args: {{characters: {characters}}}}}]",
+            f"orch.batch_size={self.sequences}", f"orch.rollouts_per_example={self.group}",
+            f"orch.sampling.max_tokens={self.new}",
+        ]  # fmt: skip
+
+
+TRL = "TRL 1.16 on an H200, same setting: 11.4–12.3 s a step, 57 GiB; its continuous batching 23.7 s"
+CASES = {
+    "0.5b": Case("0.5b", "qwen2.5-0.5b"),
+    "7b-lora": Case("7b-lora", "qwen2.5-7b", prompt_tokens=256, new=512, steps=3, lora_rank=16),
+}
+SMOLLM = Case("smollm2-135m", "", characters=325, quoted=TRL)
+SMOKE = Case("tiny", "tiny", prompts=2, group=4, prompt_tokens=64, new=8, steps=4, rows=4, precision="fp32")
+SMOKE_SMOLLM = replace(SMOLLM, prompts=2, group=2, new=4, steps=2, rows=2, precision="fp32")
+
+
+class Failed(RuntimeError):
+    """A run that did not end well; the other cases go on."""
+
+
+def run(case: Case, model: str, folder: Path, steps: int) -> dict[str, Any]:
+    """One command in a run directory of its own; `first_step_s` is from the command to the first step on record."""
+    out, peak = folder / "run", folder / "peak.json"
+    shutil.rmtree(out, ignore_errors=True)
+    caches = {name: str(folder / "cache" / name) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+    arguments = case.arguments(model, out, steps)
+    command = [sys.executable, str(Path(__file__).with_name("peak_memory.py")), str(peak), "shoal", "grpo", *arguments]
+    start, first_step_s = time.monotonic(), None
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **caches}, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            while process.poll() is None:
+                if first_step_s is None and _has_line(out / "metrics.jsonl"):
+                    first_step_s = time.monotonic() - start
+                if time.monotonic() - start > LIMIT_S:
+                    raise Failed(f"{case.name}: not done after {LIMIT_S} s:\n{_tail(folder / 'log')}")
+                time.sleep(0.05)
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode:
+        raise Failed(f"{case.name}: shoal grpo ended with {process.returncode}:\n{_tail(folder / 'log')}")
+    hidden = {f"train.model={model}": f"train.model={Path(case.model).name}", f"train.output_dir={out}": None}
+    shown = [hidden.get(word, word) for word in arguments]
+    return {
+        "command": " ".join(["shoal", "grpo", *(word for word in shown if word)]),
+        "first_step_s": first_step_s,
+        "seconds": time.monotonic() - start,
+        "memory": json.loads(peak.read_text("utf-8")) if peak.exists() else None,
+        "steps": [_kept(line) for line in read_metrics(out)],
+    }
+
+
+def _has_line(path: Path) -> bool:
+    return path.exists() and b"\n" in path.read_bytes()
+
+
+def _tail(path: Path) -> str:
+    return path.read_text("utf-8", "replace")[-3000:]
+
+
+def _kept(line: dict[str, Any]) -> dict[str, Any]:
+    areas = ("time/", "throughput/", "tokens/", "batch/", "completion/length_mean", "reward/mean", "reward/std")
+    return {key: value for key, value in line.items() if key == "step" or key.startswith(areas)}
+
+
+def steady(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median step of the last half, its phases, and what it drew."""
+    half = steps[len(steps) // 2 :]
+    split = {phase: statistics.median(line.get(f"time/{phase}", 0.0) for line in half) for phase in PHASES}
+    return {
+        "step_s": statistics.median(line["time/step"] for line in half),
+        "split_s": split,
+        "prompt_tokens": statistics.median(line["tokens/prompt"] / line["batch/rollouts"] for line in half),
+        "completion_tokens": statistics.median(line["completion/length_mean"] for line in half),
+        "rollouts": statistics.median(line["batch/rollouts"] for line in half),
+        "rollout_tokens_per_s": statistics.median(line["throughput/rollout_tok_s"] for line in half),
+        "train_tokens_per_s": statistics.median(line["throughput/train_tok_s"] for line in half),
+    }
+
+
+def limits(case: Case, shape: ModelShape, found: dict[str, Any], rates: Rates) -> dict[str, Any]:
+    """Shares of both limits: bytes and operations of rollouts and training, over the time of the step."""
+    prompt, new, count = round(found["prompt_tokens"]), round(found["completion_tokens"]), case.sequences
+    rollout = shape.prefill([prompt] * case.prompts, count) + shape.decode([(prompt, new)] * count, count)
+    adapters = _adapter_parameters(case, shape)
+    train = shape.train(count * (prompt + new), adapters)
+    optimizer = Work(shape.optimizer_bytes(adapters or shape.parameters))
+    least = {"rollout": rollout.least_s(rates), "train": train.least_s(rates) + optimizer.least_s(rates)}
+    whole = rollout + train + optimizer
+    return {
+        "least_s": least,
+        "fraction": sum(least.values()) / found["step_s"],
+        "fraction_bytes": whole.bytes / rates.bytes_per_s / found["step_s"],
+        "fraction_operations": whole.operations / rates.operations_per_s / found["step_s"],
+    }
+
+
+def _adapter_parameters(case: Case, shape: ModelShape) -> int:
+    return (case.lora_rank or 0) * shape.adapter_numbers
+
+
+def memory(case: Case, shape: ModelShape, peak: dict[str, float] | None) -> dict[str, float] | None:
+    """The peak, and what of it is not weights, gradient, masters, moments and keys and values."""
+    if peak is None:
+        return None
+    trained = _adapter_parameters(case, shape) or shape.parameters
+    state = shape.parameters * shape.element_bytes + trained * (4 + 4 + 8)  # gradient sum, master, two moments
+    cache = case.sequences * (case.prompt_tokens + case.group * case.new) * shape.cache_bytes
+    known = (state + cache) / 2**30
+    return {**peak, "weights_and_optimizer_gib": state / 2**30, "cache_gib": cache / 2**30,
+            "beyond_gib": peak["allocated_gib"] - known}  # fmt: skip
+
+
+def make_model(case: Case, folder: Path) -> str:
+    """A folder made by the command; the file itself where one was given. A large shape is made on the GPU."""
+    if case.is_file:
+        return case.model
+    target = folder / "model"
+    if case.model == "qwen2.5-7b":
+        code = (
+            "import sys, torch; from pathlib import Path; from shoal.models.shapes import make_model\n"
+            "torch.set_default_device('cuda'); make_model(sys.argv[1], Path(sys.argv[2]))"
+        )
+        subprocess.run([sys.executable, "-c", code, case.model, str(target)], check=True, timeout=LIMIT_S)
+        return str(target)
+    words = ["tiny", str(target)] if case.model == "tiny" else [str(target), "--shape", case.model]
+    subprocess.run([sys.executable, "-m", "shoal", "make-model", *words], check=True, timeout=LIMIT_S)
+    return str(target)
+
+
+def shape_of(case: Case, model: str, run_dir: Path) -> ModelShape:
+    from transformers import AutoConfig
+
+    folder = run_dir / "final" if case.is_file else Path(model)
+    return ModelShape.of(AutoConfig.from_pretrained(folder), 4 if case.precision == "fp32" else 2)
+
+
+def measure(case: Case, rates: Rates) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = make_model(case, folder)
+        cold = run(case, model, folder, min(COLD_STEPS, case.steps))
+        warm = run(case, model, folder, case.steps)
+        shape = shape_of(case, model, folder / "run")
+    found = steady(warm["steps"])
+    return {
+        "name": case.name,
+        **found,
+        **limits(case, shape, found, rates),
+        "memory": memory(case, shape, warm["memory"]),
+        "first_step_s": {"cold": cold["first_step_s"], "warm": warm["first_step_s"]},
+        "quoted": case.quoted,
+        "command": warm["command"],
+        "steps": warm["steps"],
+    }
+
+
+def rates_apart(smoke: bool) -> Rates:
+    """Measured by another process, so that this one holds no memory of the device."""
+    import torch
+
+    if not smoke and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a GPU; --smoke runs it on the CPU with a tiny model")
+    words = [sys.executable, str(Path(__file__).with_name("limits.py")), *(["--smoke"] if smoke else [])]
+    return Rates(**json.loads(subprocess.run(words, check=True, capture_output=True, timeout=120).stdout))
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
+    made.add_argument("--smollm", metavar="GGUF", help="SmolLM2-135M, for the case that others have measured")
+    asked = made.parse_args()
+    cases = [SMOKE] if asked.smoke else [CASES[name] for name in asked.cases]
+    if asked.smollm:
+        cases.append(replace(SMOKE_SMOLLM if asked.smoke else SMOLLM, model=asked.smollm))
+    rates = rates_apart(asked.smoke)
+    result: dict[str, Any] = {"smoke": asked.smoke, "rates": rates.__dict__, "rows": [], "problems": []}
+    for case in cases:
+        try:
+            result["rows"].append(measure(case, rates))
+        except Failed as error:
+            print(error, file=sys.stderr, flush=True)
+            result["problems"].append(str(error).splitlines()[0])
+        write_result(asked.out, result)
+    shown = [
+        row | row["split_s"] | {f"first_{k}_s": v for k, v in row["first_step_s"].items()} for row in result["rows"]
+    ]
+    columns = ["name", "step_s", *PHASES, "fraction", "fraction_bytes", "fraction_operations", "first_cold_s",
+               "first_warm_s", "completion_tokens"]  # fmt: skip
+    print_table("whole GRPO steps", shown, columns)
+    if result["problems"]:
+        raise SystemExit("\n".join(result["problems"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""What a device could do at best: its measured rates, and the bytes and operations a piece of work cannot do without.
+
+    python benchmarks/limits.py [--smoke]     prints the measured rates as JSON
+
+A limit counts weights read once a decode step, keys and values read and written once, and two operations a weight and
+token; logits, activations and norms are not counted, so a limit is never too low. `limit_bytes` and `limit_operations`
+are both in tokens/s, as if nothing else cost anything; a fraction is the measured rate over the lower of the two.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured on the device at hand: a large copy, read plus written, and a large matrix product."""
+
+    bytes_per_s: float
+    operations_per_s: float
+
+
+@dataclass(frozen=True)
+class Work:
+    bytes: float = 0.0
+    operations: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.bytes + other.bytes, self.operations + other.operations)
+
+    def least_s(self, rates: Rates) -> float:
+        return max(self.bytes / rates.bytes_per_s, self.operations / rates.operations_per_s)
+
+    def limits(self, rates: Rates, tokens: float, measured: float) -> dict[str, float]:
+        """Tokens/s if only bytes or only operations cost time, and the share of the tighter one that was reached."""
+        by_bytes = tokens * rates.bytes_per_s / self.bytes
+        by_operations = tokens * rates.operations_per_s / self.operations
+        return {
+            "limit_bytes": by_bytes,
+            "limit_operations": by_operations,
+            "fraction": measured / min(by_bytes, by_operations),
+        }
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    parameters: int
+    body_weights: int  # of linear layers inside the body: every token passes all of them
+    head_weights: int  # of the output head: only where a token is predicted
+    layers: int
+    query_numbers: int  # heads times head size of the queries, one layer
+    cache_numbers: int  # keys and values of one token, all layers
+    adapter_numbers: int  # of adapters of rank 1 on every linear layer of the body
+    element_bytes: int = 2
+
+    @classmethod
+    def of(cls, config: Any, element_bytes: int = 2) -> ModelShape:
+        """From a Hugging Face configuration, counted on a model without storage."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+        output = model.get_output_embeddings()
+        linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not output]
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            parameters=sum(p.numel() for p in model.parameters()),
+            body_weights=sum(m.weight.numel() for m in linear),
+            head_weights=output.weight.numel(),
+            layers=config.num_hidden_layers,
+            query_numbers=config.num_attention_heads * dim,
+            cache_numbers=2 * config.num_hidden_layers * config.num_key_value_heads * dim,
+            adapter_numbers=sum(m.in_features + m.out_features for m in linear),
+            element_bytes=element_bytes,
+        )
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values of one token."""
+        return self.cache_numbers * self.element_bytes
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """Weights a decode step reads; of an untied input embedding it reads a few rows, which are left out."""
+        return (self.body_weights + self.head_weights) * self.element_bytes
+
+    def attention(self, keys: float) -> float:
+        """Operations of looking at `keys` keys in total, all layers: a product with keys, one with values."""
+        return 4.0 * self.layers * self.query_numbers * keys
+
+    def decode(self, sequences: Sequence[tuple[int, int]], slots: int) -> Work:
+        """(prompt, new tokens) each, in at most `slots` at a time, all slots always full; first tokens are prefill's.
+
+        Token t of a completion is drawn looking at prompt + t keys.
+        """
+        drawn = sum(new - 1 for _, new in sequences)
+        keys = sum((new - 1) * prompt + (new - 1) * new / 2 for prompt, new in sequences)
+        steps = max(-(-drawn // slots), max(new for _, new in sequences) - 1)
+        moved = steps * self.step_weight_bytes + (keys + drawn) * self.cache_bytes
+        return Work(moved, 2.0 * (self.body_weights + self.head_weights) * drawn + self.attention(keys))
+
+    def prefill(self, prompts: Sequence[int], sequences: int) -> Work:
+        """Distinct prompts of these lengths, whose keys and values go to `sequences` sequences, evenly."""
+        tokens = sum(prompts)
+        keys = sum(n * (n + 1) / 2 for n in prompts)
+        operations = 2.0 * (self.body_weights * tokens + self.head_weights * sequences) + self.attention(keys)
+        written = tokens / len(prompts) * sequences * self.cache_bytes
+        return Work(self.step_weight_bytes + written, operations)
+
+    def train(self, tokens: int, adapter_parameters: int = 0) -> Work:
+        """Forward and backward: 6 operations a parameter and token; 4 for a frozen base, which has no gradient.
+
+        Weights are read in both directions, and an fp32 gradient is written for whatever is trained.
+        """
+        trained = adapter_parameters or self.parameters
+        operations = (4.0 * self.parameters + 6.0 * adapter_parameters) if adapter_parameters else 6.0 * trained
+        return Work(2.0 * self.parameters * self.element_bytes + 4.0 * trained, operations * tokens)
+
+    def optimizer_bytes(self, trained: int) -> float:
+        """fp32 master and two moments read and written, the fp32 gradient read, the shared weight written."""
+        return trained * (3 * 8.0 + 4.0 + self.element_bytes)
+
+
+def measure_rates(smoke: bool = False) -> Rates:
+    """On the GPU, or, for a smoke test, on the CPU with sizes that take no time."""
+    import torch
+
+    device = torch.device("cpu" if smoke else "cuda")
+    if smoke:
+        torch.set_num_threads(1)
+    size, numbers, repeats = (256, 1 << 20, 2) if smoke else (8192, 1 << 30, 20)
+    source = torch.ones(numbers, dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    copied = 2 * numbers * 4 / _seconds(lambda: target.copy_(source), repeats, device)
+    dtype = torch.float32 if smoke else torch.bfloat16
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    multiplied = 2 * size**3 / _seconds(lambda: torch.mm(left, right, out=product), repeats, device)
+    return Rates(copied, multiplied)
+
+
+def _seconds(action: Any, repeats: int, device: Any) -> float:
+    """Best of three means over `repeats`, after warming up."""
+    import torch
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(3):
+        action()
+    best = float("inf")
+    for _ in range(3):
+        wait()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            action()
+        wait()
+        best = min(best, (time.perf_counter() - start) / repeats)
+    return best
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure_rates("--smoke" in sys.argv))))

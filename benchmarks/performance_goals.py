@@ -1,0 +1,122 @@
+"""What performance is to reach: what must be exceeded, what is aimed at, what was measured, and whether it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from performance_tables import number, percent, seconds, table
+
+if TYPE_CHECKING:
+    from performance import Results
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`must` and `aim` as text; `exceeded` and `reached` are None where nothing was measured."""
+
+    work: str
+    must: str
+    aim: str
+    measured: str = "not measured yet"
+    limit: str = ""
+    fraction: str = ""
+    exceeded: bool | None = None
+    reached: bool | None = None
+
+    def row(self) -> list[str]:
+        verdict = "" if self.exceeded is None else "below"
+        if self.exceeded:
+            verdict = "aim reached" if self.reached else "exceeded"
+        return [self.work, self.measured, self.limit, self.fraction, self.must, self.aim, verdict]
+
+
+def goals_table(results: Results) -> str:
+    found = [*_rollouts(results), *_rivals(results), *_mixed(results), *_train(results), *_steps(results)]
+    heads = ["work", "measured", "tighter limit", "fraction", "must exceed", "aim", ""]
+    return table(heads, [goal.row() for goal in found])
+
+
+def _tighter(row: dict[str, Any]) -> float:
+    return min(row["limit_bytes"], row["limit_operations"])
+
+
+def _rollouts(results: Results) -> Iterator[Goal]:
+    cases = [("qwen2.5-0.5b", 128, 100e3, 0.5), ("qwen2.5-0.5b", 512, 250e3, 0.5), ("qwen3-0.6b", 128, 55e3, 0.8),
+             ("qwen3-0.6b", 512, 85e3, 0.8)]  # fmt: skip
+    for shape, count, must, aim in cases:
+        work = f"rollout, {shape} shape, 128 + 256 tokens, {count} sequences"
+        texts = (work, f"{number(must)} tok/s", f"{percent(aim)} of the limit")
+        row = results.find("rollout", shape=shape, sequences=count)
+        yield Goal(*texts) if row is None else _rate(texts, row, row["tokens_per_s"] > must, row["fraction"] >= aim)
+    row = results.find("rollout", shape="qwen2.5-7b", sequences=64)
+    texts = ("the same, qwen2.5-7b shape, 64 sequences", "60 % of the bandwidth limit", "80 %")
+    share = row["tokens_per_s"] / row["limit_bytes"] if row else 0.0
+    yield Goal(*texts) if row is None else _rate(texts, row, share > 0.6, share >= 0.8)
+
+
+def _rate(texts: tuple[str, str, str], row: dict[str, Any], exceeded: bool, reached: bool) -> Goal:
+    rate, limit = f"{number(row['tokens_per_s'])} tok/s", f"{number(_tighter(row))} tok/s"
+    return Goal(*texts, rate, limit, percent(row["fraction"]), exceeded, reached)
+
+
+def _rivals(results: Results) -> Iterator[Goal]:
+    """128 sequences of the smallest shape; the page's table has the others."""
+    rows = [row for row in results.all_rollouts if (row["shape"], row["sequences"]) == ("qwen2.5-0.5b", 128)]
+    for key, name, must, aim in (("generate", "transformers generate", 25, 50), ("vllm_logprobs", "vLLM", 3, 5)):
+        texts = (f"against {name}, qwen2.5-0.5b shape, 128 sequences, same run", f"{must}×", f"{aim}×")
+        ratio = next((row[f"{key}_ratio"] for row in rows if f"{key}_ratio" in row), None)
+        yield (
+            Goal(*texts)
+            if ratio is None
+            else Goal(*texts, f"{ratio:.1f}×", exceeded=ratio > must, reached=ratio >= aim)
+        )
+
+
+def _mixed(results: Results) -> Iterator[Goal]:
+    texts = ("mixed lengths, 512 prompts × 8, share of the 512-sequence rate", "75 %", "88 %")
+    rows = [row for row in results.rows["mixed"] if "ratio" in row]
+    if not rows:
+        yield Goal(*texts)
+        return
+    best = max(rows, key=lambda row: row["ratio"])  # concurrency is free
+    said = f"{percent(best['ratio'])} ({number(best['tokens_per_s'])} tok/s, {best['slots']} slots)"
+    limit = f"{number(_tighter(best))} tok/s"
+    yield Goal(*texts, said, limit, percent(best["fraction"]), best["ratio"] > 0.75, best["ratio"] >= 0.88)
+
+
+def _train(results: Results) -> Iterator[Goal]:
+    texts = ("packed training, qwen2.5-0.5b shape, full, 64 × 384", "115,000 tok/s", "50 %")
+    row = results.find("train", name="full", shape="qwen2.5-0.5b")
+    yield Goal(*texts) if row is None else _rate(texts, row, row["tokens_per_s"] > 115e3, row["fraction"] >= 0.5)
+
+
+def _steps(results: Results) -> Iterator[Goal]:
+    cases = [("0.5b", "whole GRPO step, 0.5b shape, 16 × 8, 128 + 256", 1.2, 0.8),
+             ("smollm2-135m", "the same, SmolLM2-135M", 1.0, 0.6)]  # fmt: skip
+    for name, work, must, aim in cases:
+        row = results.find("grpo_step", name=name)
+        yield _step((work, f"{must} s", f"{aim} s"), row, must, aim)
+    row = results.find("grpo_step", name="0.5b")
+    memory = row.get("memory") if row else None
+    beyond = ("peak memory of that step beyond weights, gradient, optimizer and cache", "stated", "")
+    said = f"{memory['beyond_gib']:.1f} of {memory['allocated_gib']:.1f} GiB" if memory else ""
+    yield Goal(*beyond, said, exceeded=True) if memory else Goal(*beyond)
+    row = results.find("grpo_step", name="7b-lora")
+    yield _step(("7b shape, LoRA r16, 16 × 8, 256 + 512, one GPU", "works", ""), row, float("inf"), 0.0)
+    yield from _first_steps(results.find("grpo_step", name="0.5b"))
+
+
+def _step(texts: tuple[str, str, str], row: dict[str, Any] | None, must: float, aim: float) -> Goal:
+    if row is None:
+        return Goal(*texts)
+    taken, least = row["step_s"], sum(row["least_s"].values())
+    return Goal(*texts, seconds(taken), seconds(least), percent(row["fraction"]), taken < must, taken <= aim)
+
+
+def _first_steps(row: dict[str, Any] | None) -> Iterator[Goal]:
+    for kind, must in (("warm", 20.0), ("cold", 90.0)):
+        texts = (f"command to first optimizer step, 0.5b shape, {kind}", f"{must:.0f} s", "")
+        taken = row["first_step_s"][kind] if row else None
+        yield Goal(*texts) if taken is None else Goal(*texts, seconds(taken), exceeded=taken < must)

@@ -1,0 +1,174 @@
+"""The sections of the performance page, one a benchmark: how to read it, then tables given as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from performance_tables import Column, Row, gib, number, percent, seconds, table_of
+
+if TYPE_CHECKING:
+    from performance import Results
+
+RIVALS = {"generate": "transformers generate", "vllm_logprobs": "vLLM, log-probs", "vllm": "vLLM, no log-probs"}
+PHASES = ("rollout", "reward", "train", "sync", "idle")
+MEMORY: Column = ("memory", lambda r: gib(r["memory_gib"]))
+FRACTION: Column = ("fraction", lambda r: percent(r["fraction"]))
+TOTAL: Column = ("total tok/s", lambda r: number(r["tokens_per_s"]))
+DECODE: Column = ("decode tok/s", lambda r: number(r["decode_tokens_per_s"]))
+
+ROLLOUT: list[Column] = [
+    ("shape", lambda r: r["shape"]),
+    ("sequences", lambda r: number(r["sequences"])),
+    ("prompt + new", lambda r: f"{r['prompt']} + {r['new']}"),
+    TOTAL,
+    ("by bytes", lambda r: number(r["limit_bytes"])),
+    ("by operations", lambda r: number(r["limit_operations"])),
+    FRACTION,
+    DECODE,
+    ("fraction", lambda r: percent(r["decode"]["fraction"])),
+    ("prefill", lambda r: seconds(r["prefill_s"])),
+    ("fraction", lambda r: percent(r["prefill"]["fraction"])),
+    MEMORY,
+]
+PARITY: list[Column] = [
+    ("shape", lambda r: r["shape"]),
+    ("tokens until different", lambda r: f"{r['mean_tokens_until_different']:.0f} of {r['new_tokens']}"),
+    ("mean log-prob gap", lambda r: f"{r['mean_logprob_gap']:.1e}"),
+]
+RIVAL: list[Column] = [
+    ("shape", lambda r: r["shape"]),
+    ("sequences", lambda r: number(r["sequences"])),
+    ("other", lambda r: r["other"]),
+    ("its tok/s", lambda r: number(r["rate"])),
+    ("Shoal tok/s", lambda r: number(r["tokens_per_s"])),
+    ("ratio", lambda r: f"{r['ratio']:.1f}×"),
+]
+MIXED: list[Column] = [
+    ("work", lambda r: r["name"]),
+    ("slots", lambda r: number(r["slots"])),
+    TOTAL,
+    ("ratio", lambda r: percent(r.get("ratio"))),
+    DECODE,
+    ("ratio", lambda r: percent(r.get("decode_ratio"))),
+    FRACTION,
+    MEMORY,
+]
+TRAIN: list[Column] = [
+    ("trained", lambda r: r["name"]),
+    ("shape", lambda r: r["shape"]),
+    ("tokens", lambda r: number(r["tokens"])),
+    ("tok/s", lambda r: number(r["tokens_per_s"])),
+    ("limit", lambda r: number(min(r["limit_bytes"], r["limit_operations"]))),
+    FRACTION,
+    ("optimizer", lambda r: seconds(r["optimizer_s"])),
+    ("fraction", lambda r: percent(r["optimizer_fraction"])),
+    ("tok/s with it", lambda r: number(r["tokens_per_s_with_optimizer"])),
+    MEMORY,
+]
+STEP: list[Column] = [
+    ("run", lambda r: r["name"]),
+    ("prompt + new", lambda r: f"{r['prompt_tokens']:.0f} + {r['completion_tokens']:.0f}"),
+    ("step", lambda r: seconds(r["step_s"])),
+    *((phase, lambda r, phase=phase: seconds(r["split_s"][phase])) for phase in PHASES),
+    ("least", lambda r: seconds(sum(r["least_s"].values()))),
+    FRACTION,
+    ("bytes", lambda r: percent(r["fraction_bytes"])),
+    ("operations", lambda r: percent(r["fraction_operations"])),
+]
+STEP_MEMORY: list[Column] = [
+    ("run", lambda r: r["name"]),
+    ("peak", lambda r: gib(r["memory"]["allocated_gib"])),
+    ("reserved", lambda r: gib(r["memory"]["reserved_gib"])),
+    ("weights and optimizer", lambda r: gib(r["memory"]["weights_and_optimizer_gib"])),
+    ("cache", lambda r: gib(r["memory"]["cache_gib"])),
+    ("beyond", lambda r: gib(r["memory"]["beyond_gib"])),
+]
+FIRST_STEP: list[Column] = [
+    ("run", lambda r: r["name"]),
+    ("cold", lambda r: seconds(r["first_step_s"]["cold"])),
+    ("warm", lambda r: seconds(r["first_step_s"]["warm"])),
+]
+GROWTH: list[Column] = [
+    DECODE,
+    ("limit", lambda r: number(min(r["limit_bytes"], r["limit_operations"]))),
+    FRACTION,
+    ("a step", lambda r: seconds(r["decode_step_ms"] / 1e3)),
+    TOTAL,
+    ("prefill", lambda r: seconds(r["prefill_s"])),
+    MEMORY,
+]
+AXES = {
+    "sequences": "Sequences decoded at once.",
+    "context": "Context, at 128 sequences of one prompt.",
+    "group": "Rollouts a prompt, 512 sequences in all: larger groups have fewer prompts to compute.",
+}
+
+
+def rollouts(results: Results) -> Iterator[str]:
+    rows = results.rows["rollout"]
+    yield """Distinct prompts, every token with its log-prob. The total is from the first prompt to the last token, best
+of three runs; decoding leaves out the prefill, which is timed apart."""
+    yield table_of(rows, ROLLOUT)
+    yield "![Decode, prefill and training below the roof of bandwidth and operations](images/performance_roofline.svg)"
+    yield """Graphs against eager decoding of the same requests: tokens until the first difference, and the gap of
+log-probs before it."""
+    yield table_of([{**row, **row["parity_graphs_eager"]} for row in rows if "parity_graphs_eager" in row], PARITY)
+    others: list[Row] = [
+        {**row, "other": name, "rate": row[f"{key}_tokens_per_s"], "ratio": row[f"{key}_ratio"]}
+        for row in results.all_rollouts
+        for key, name in RIVALS.items()
+        if f"{key}_ratio" in row
+    ]
+    if not others:
+        yield "Against others: not measured yet (`--generate`, `--vllm`)."
+        return
+    yield """Against others in the same run, same weights and prompts, prefill included. `generate` is timed for 1 and
+for 32 tokens and carried on at that step; it reports no log-probs."""
+    yield table_of(others, RIVAL)
+
+
+def mixed(results: Results) -> Iterator[str]:
+    yield "Lengths geometric, mean 256, at most 2,048. Ratios are to sequences of equal length in the same run."
+    yield table_of(results.rows["mixed"], MIXED)
+
+
+def training(results: Results) -> Iterator[str]:
+    yield """One packed row, every token in the loss. The fraction is the MFU: 6·N operations a token, N all parameters
+(4·N under adapters, whose base has no gradient), over the measured rate. The optimizer's is of the bandwidth limit."""
+    yield table_of(results.rows["train"], TRAIN)
+
+
+def steps(results: Results) -> Iterator[str]:
+    rows = results.rows["grpo_step"]
+    yield """Through `shoal grpo`, read from the run directory: the median step of the last half. Phases may overlap.
+The least time is what the limits leave for rollouts and training; the fractions are the least time, bytes alone and
+operations alone, over the step."""
+    yield table_of(rows, STEP)
+    measured = [row for row in rows if row.get("memory")]
+    if measured:
+        yield "Memory at its peak, and how much of it is neither weights, gradient, optimizer nor keys and values."
+        yield table_of(measured, STEP_MEMORY)
+    yield """From the command to the first step on record, with empty kernel caches and once more. Model files are in
+the page cache both times."""
+    yield table_of(rows, FIRST_STEP)
+    quoted = [f"- {row['name']}: {row['quoted']}." for row in rows if row.get("quoted")]
+    if quoted:
+        yield "Quoted, not measured here:\n\n" + "\n".join(quoted)
+
+
+def growth(results: Results) -> Iterator[str]:
+    yield "![Decode rate against sequences, context and group size](images/performance_growth.svg)"
+    for axis, says in AXES.items():
+        yield says
+        rows = [row for row in results.rows["growth"] if row["axis"] == axis]
+        yield table_of(rows, [(axis, lambda r: number(r["value"])), *GROWTH])
+
+
+SECTIONS: list[tuple[str, str, Callable[[Results], Iterator[str]]]] = [
+    ("rollout", "Rollouts", rollouts),
+    ("mixed", "Mixed lengths", mixed),
+    ("train", "Training", training),
+    ("grpo_step", "Whole steps", steps),
+    ("growth", "How cost grows", growth),
+]

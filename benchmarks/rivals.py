@@ -1,0 +1,105 @@
+"""The same rollouts by others, for ratios within one run: transformers' generate, and vLLM in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from workload import requests, wait
+
+from shoal.models.decoder import Decoder
+from shoal.models.shapes import character_tokenizer
+from shoal.types import Request
+
+GENERATE_NEW = 32  # generate takes a minute for 256; its steps hardly grow, so 32 are timed and carried on
+VLLM_LIMIT_S = 420
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def transformers_generate(decoder: Decoder, count: int, prompt: int, new: int) -> dict[str, Any]:
+    """Its rate for `new` tokens, from the time of one token and of 32: the first, then equal steps."""
+    work = requests(decoder.vocab_size, count, prompt, [new] * count)
+    ids = torch.tensor([request.prompt_ids for request in work], device=decoder.device)
+    steps = min(GENERATE_NEW, new)
+    model: Any = decoder.inner
+    model.set_attn_implementation("sdpa")
+    try:
+        _generate(model, ids, steps)
+        one_s, some_s = _generate(model, ids, 1), _generate(model, ids, steps)
+    finally:
+        model.set_attn_implementation("shoal")
+    step_s = (some_s - one_s) / (steps - 1)
+    return {
+        "generate_tokens_per_s": count * new / (one_s + (new - 1) * step_s),
+        "generate_timed_tokens": steps,
+        "generate_step_s": step_s,
+    }
+
+
+def _generate(model: Any, ids: torch.Tensor, new: int) -> float:
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "pad_token_id": 0, "top_k": 0}
+    wait()
+    start = time.perf_counter()
+    model.generate(ids, **options)
+    wait()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def saved(decoder: Decoder) -> Iterator[Path]:
+    """The weights as a folder others can load."""
+    with tempfile.TemporaryDirectory() as name:
+        model: Any = decoder.inner
+        model.save_pretrained(name)
+        character_tokenizer(decoder.vocab_size).save_pretrained(name)
+        yield Path(name)
+
+
+def vllm(
+    folder: Path, prompts: Mapping[int, Sequence[Request]], new: int, packages: str | None
+) -> list[dict[str, Any]]:
+    """vLLM on the same token ids, with and without log-probs of sampled tokens; one entry a count, in order.
+
+    `packages` is a folder that only vLLM's process imports from. A run that fails or takes too long is said in the
+    result and does not end the benchmark.
+    """
+    job, out = folder / "job.json", folder / "vllm.json"
+    ids = {count: [request.prompt_ids for request in work] for count, work in prompts.items()}
+    job.write_text(json.dumps({"model": str(folder), "new": new, "prompts": ids}), "utf-8")
+    script = Path(__file__).with_name("vllm_child.py")
+    log = folder / "vllm.log"
+    environment = {**os.environ, **VLLM_ENVIRONMENT}
+    if packages is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([packages, os.environ.get("PYTHONPATH", "")])
+    with log.open("wb") as stream:
+        try:
+            code = subprocess.run(
+                [sys.executable, str(script), str(job), str(out)],
+                env=environment,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                timeout=VLLM_LIMIT_S,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+    found = json.loads(out.read_text("utf-8")) if out.exists() else []
+    if code or len(found) < len(ids):
+        tail = log.read_text("utf-8", "replace")[-3000:]
+        print(f"vLLM ended with {code} after {len(found)} of {len(ids)} counts:\n{tail}", file=sys.stderr, flush=True)
+        found += [{"vllm_problem": f"ended with {code}"}] * (len(ids) - len(found))
+    return found

@@ -1,0 +1,57 @@
+"""The memory plan of a run, before its first step: measured on a GPU, and what it decides put into effect."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.build.model import Model
+from shoal.config.schema import RunConfig
+from shoal.observability.console import Console
+from shoal.observability.events import EventLog
+
+if TYPE_CHECKING:
+    from shoal.trainer.memory import Demand, MemoryPlan
+    from shoal.trainer.policy import TrainedPolicy
+
+
+def make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None) -> MemoryPlan:
+    """On the device's thread. Without a policy (evaluation) or a GPU, only the cache is planned."""
+    from shoal.trainer.memory import cache_only, decide, measure
+
+    demand = _demand(config)
+    if policy is None or model.decoder.device.type != "cuda":
+        return cache_only(model.decoder, model.layers, demand)
+    trained = policy
+
+    def dry_run(rows: int) -> None:
+        trained.dry_run(demand.row_tokens, rows)
+
+    measured = measure(model.decoder, model.layers, demand, trained.optimizer.moment_bytes, dry_run)
+    plan = decide(measured, demand)
+    model.decoder.recompute(plan.recompute)
+    return plan
+
+
+def _demand(config: RunConfig) -> Demand:
+    from shoal.trainer.memory import Demand
+
+    train, infer, orch = config.train, config.infer, config.orch
+    assert infer.max_model_len is not None and infer.max_num_seqs is not None and orch.seq_len is not None
+    return Demand(
+        row_tokens=train.sequence_len,
+        step_tokens=max(train.sequence_len, orch.batch_size * orch.seq_len // train.minibatches),
+        rows_per_micro_batch=train.per_device_train_batch_size,
+        recompute=train.recompute if isinstance(train.recompute, bool) else None,
+        slots=infer.max_num_seqs,
+        context_tokens=infer.max_model_len,
+        utilization=infer.gpu_memory_utilization,
+    )
+
+
+def tell(plan: MemoryPlan, console: Console, events: EventLog) -> None:
+    """The plan as a table, for people and for the run directory."""
+    rows = plan.table() if plan.lines else []
+    for name, size in rows:
+        console.note(f"memory  {name:<52} {size:>22}")
+    data = {"slots": plan.slots, "micro_batch_tokens": plan.micro_batch_tokens, "recompute": plan.recompute}
+    events.emit("memory-plan", "what memory goes to", data={**data, "bytes": dict(plan.lines)})

@@ -1,0 +1,99 @@
+"""Linear layers that read the same input as one product, on the model's own weights, with their adapters.
+
+The weights are laid side by side and each parameter becomes a view of its rows. An adapter's two thin matrices cannot
+be: their products are blocks on a diagonal. They are copied into two small ones, again whenever the weights move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.models.hybrid import samples_plainly
+
+
+class Joined:
+    """`x @ weight.T + bias`, and with adapters `+ x @ down.T @ up.T`: down [all ranks, in], up [out, all ranks]."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules: list[Any] = list(modules)
+        bases = [base_of(module) for module in modules]
+        self.weight = _adjoin([base.weight for base in bases])
+        biases = [base.bias for base in bases if base.bias is not None]
+        self.bias = _adjoin(biases) if biases else None
+        ranks = sum(_rank(module) for module in modules)
+        self._down = self.weight.new_zeros(ranks, self.weight.shape[1])
+        self._up = self.weight.new_zeros(self.weight.shape[0], ranks)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = F.linear(x, self.weight, self.bias)
+        if not len(self._down):
+            return out
+        return torch.addmm(out, F.linear(x, self._down), self._up.T)
+
+    def adapter_parts(self) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """(where, what, times what) of everything the active adapters are copied from."""
+        row = column = 0
+        for module in self._modules:
+            outputs, rank = len(base_of(module).weight), _rank(module)
+            if rank:
+                name = module.active_adapters[0]
+                yield self._down[column : column + rank], module.lora_A[name].weight, 1.0
+                block = self._up[row : row + outputs, column : column + rank]
+                yield block, module.lora_B[name].weight, float(module.scaling[name])
+            row, column = row + outputs, column + rank
+
+
+@torch.no_grad()
+def copy_adapters(products: Iterable[Joined]) -> None:
+    """Take up what the active adapters are now, in place: captured graphs read these very tensors."""
+    parts = [part for product in products for part in product.adapter_parts()]
+    if parts:
+        targets, sources, scales = zip(*parts, strict=True)
+        torch._foreach_copy_(list(targets), torch._foreach_mul(list(sources), list(scales)))
+
+
+def _rank(module: Any) -> int:
+    if not hasattr(module, "lora_A"):
+        return 0
+    return int(module.lora_A[module.active_adapters[0]].weight.shape[0])
+
+
+def base_of(module: Any) -> nn.Linear:
+    return module.base_layer if hasattr(module, "base_layer") else module
+
+
+def can_join(module: Any) -> bool:
+    """A plain linear layer, alone or under a plain adapter of peft."""
+    if not samples_plainly(base_of(module)):
+        return False
+    if not hasattr(module, "base_layer"):
+        return True
+    special = any(module.use_dora.values()) or bool(getattr(module, "lora_embedding_A", None))
+    return hasattr(module, "lora_A") and not special and not any(getattr(module, "lora_bias", {}).values())
+
+
+@torch.no_grad()
+def _adjoin(parameters: Sequence[Tensor]) -> Tensor:
+    """Idempotent: parameters that already stand side by side are only looked at together."""
+    first = parameters[0]
+    rows = sum(len(p) for p in parameters)
+    at, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for parameter in parameters:
+        # Neighbours in memory may still be two allocations; only one storage can be looked at as a whole.
+        shared = parameter.untyped_storage().data_ptr() == storage
+        if not shared or parameter.data_ptr() != at or not parameter.is_contiguous():
+            break
+        at += parameter.numel() * parameter.element_size()
+    else:
+        return first.data.as_strided((rows, *first.shape[1:]), first.stride())
+    joined = torch.cat([p.data for p in parameters])
+    at = 0
+    for parameter in parameters:
+        parameter.data = joined[at : at + len(parameter)]
+        at += len(parameter)
+    return joined

@@ -1,0 +1,70 @@
+"""Log-prob of a target and entropy of a row of logits in one read; and the gradient written over the logits."""
+
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+
+
+@triton.jit
+def _score(logits, targets, temperatures, logprobs, entropies, totals, WIDTH, BLOCK: tl.constexpr):
+    """Program: one row. Keeps a running maximum, the sum of exponentials and the sum of those times the logit."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    base = logits + row * WIDTH
+    top = tl.full([BLOCK], -1.0e30, tl.float32)
+    mass = tl.zeros([BLOCK], tl.float32)
+    moment = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        z = tl.load(base + columns, mask=columns < WIDTH, other=-1.0e30).to(tl.float32) / temperature
+        higher = tl.maximum(top, z)
+        rescale = tl.exp(top - higher)
+        weight = tl.exp(z - higher)
+        mass = mass * rescale + weight
+        moment = moment * rescale + tl.where(columns < WIDTH, weight * z, 0.0)
+        top = higher
+    highest = tl.max(top, 0)
+    share = tl.exp(top - highest)
+    total_mass = tl.sum(mass * share, 0)
+    total = highest + tl.log(total_mass)
+    chosen = tl.load(base + tl.load(targets + row)).to(tl.float32) / temperature
+    tl.store(totals + row, total)
+    tl.store(logprobs + row, chosen - total)
+    tl.store(entropies + row, total - tl.sum(moment * share, 0) / total_mass)
+
+
+@triton.jit
+def _differentiate(logits, targets, temperatures, totals, upstream, WIDTH, BLOCK: tl.constexpr):
+    """Program (row, block): logits become upstream * d logprob / d logit."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    temperature = tl.load(temperatures + row)
+    at = logits + row * WIDTH + columns
+    z = tl.load(at, mask=inside, other=0.0).to(tl.float32) / temperature
+    probability = tl.exp(z - tl.load(totals + row))
+    hit = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
+    gradient = tl.load(upstream + row) * (hit - probability) / temperature
+    tl.store(at, gradient.to(logits.dtype.element_ty), mask=inside)
+
+
+def score(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [T, V] → log-probs, entropies and log-sum-exps, [T] fp32 each, at each row's temperature."""
+    rows, width = logits.shape
+    logprobs, entropies, totals = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
+    _score[(rows,)](logits, targets, temperatures, logprobs, entropies, totals, width, BLOCK=BLOCK, num_warps=8)
+    return logprobs, entropies, totals
+
+
+def differentiate_(logits: Tensor, targets: Tensor, temperatures: Tensor, totals: Tensor, upstream: Tensor) -> Tensor:
+    """The gradient of sum(upstream * logprobs) with respect to the logits, written over them."""
+    rows, width = logits.shape
+    grid = (rows, triton.cdiv(width, BLOCK))
+    _differentiate[grid](logits, targets, temperatures, totals, upstream, width, BLOCK=BLOCK, num_warps=8)
+    return logits

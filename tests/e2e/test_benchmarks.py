@@ -1,0 +1,52 @@
+"""Every benchmark script runs: the tiny model on the CPU, the real engine, trainer and command."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = {
+    "rollout": ["--generate", "--eager"],
+    "mixed": [],
+    "train": [],
+    "growth": [],
+    "grpo_step": [],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_runs(name: str, tmp_path: Path):
+    out = tmp_path / f"{name}.json"
+    command = [sys.executable, f"benchmarks/{name}.py", str(out), "--smoke", *SCRIPTS[name]]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(out.read_text("utf-8"))
+    assert found["smoke"] and found["rows"] and min(found["rates"].values()) > 0
+    for row in found["rows"]:
+        assert row["fraction"] > 0
+        rate = row.get("tokens_per_s") or row["rollout_tokens_per_s"]
+        assert rate > 0
+    if name == "rollout":
+        first = found["rows"][0]
+        assert first["generate_ratio"] == pytest.approx(first["tokens_per_s"] / first["generate_tokens_per_s"])
+        assert first["parity_graphs_eager"]["mean_logprob_gap"] < 1e-4
+    if name == "grpo_step":
+        (row,) = found["rows"]
+        assert row["prompt_tokens"] == 64 and len(row["steps"]) == 4
+        assert 0 < row["step_s"] < row["first_step_s"]["warm"]
+
+
+@pytest.mark.slow
+def test_without_a_gpu_a_benchmark_says_what_to_do(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "benchmarks/mixed.py", str(tmp_path / "out.json")],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode != 0 and "--smoke" in done.stderr
