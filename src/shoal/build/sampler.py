@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 
 CLOSE_LIMIT_S = 20.0
+# Prompt tokens of one prefill: enough to fill the device, and few enough that decoding is not held up for long.
+CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS = 8192, 32_768
 
 
 def sampling_params(orch: OrchConfig, temperature: float) -> SamplingParams:
@@ -133,7 +135,8 @@ def _engine(config: RunConfig, loaded: Loaded, slots: int) -> Any:
 
     model = loaded.model
     assert config.infer.max_model_len is not None
-    settings = EngineSettings(slots, config.infer.max_model_len, eos_token_ids=model.eos_token_ids)
+    prefill = GPU_PREFILL_TOKENS if model.decoder.device.type == "cuda" else CPU_PREFILL_TOKENS
+    settings = EngineSettings(slots, config.infer.max_model_len, prefill, model.eos_token_ids)
     return EmbeddedEngine(loaded.view, model.layers, settings, model.chat.text)
 
 
