@@ -29,7 +29,7 @@ from shoal.observability.console import BaseConsole, make_console
 from shoal.observability.events import EventLog
 from shoal.observability.follower import FollowerRunDir
 from shoal.observability.logs import setup_logging, stop_logging
-from shoal.observability.run_dir import RunDir, read_status
+from shoal.observability.run_dir import RunDir, is_used, read_status
 from shoal.observability.sinks import check_sinks
 from shoal.observability.watchdog import Watchdog
 from shoal.orchestrator.cadence import SaveCadence
@@ -70,9 +70,9 @@ def train(
                     run_dir, events, console, Watchdog(run_dir.logs, events, stall_s=config.orch.deadline_s)
                 )
                 _record_end(run_dir, command, lambda: asyncio.run(_train(config, prepared, watching, command)))
+            finally:
                 if main:
                     _write_report(run_dir.path, events)
-            finally:
                 stop_logging(handler)
     finally:
         asyncio.run(prepared.pool.close())
@@ -183,7 +183,9 @@ def _console(every: int, stream: TextIO | None = None):
 
 
 def _write_report(path: Path, events: EventLog) -> None:
-    """The page at the end. Watching never fails a run."""
+    """The page at the end, however the run ended. Watching never fails a run."""
+    if not is_used(path):
+        return  # refused before its first step: there was no run
     try:
         from shoal.report import write_report
 
@@ -212,6 +214,7 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
         try:
             _record_end(run_dir, command, lambda: _sft(config, tasks, run_dir, console))
         finally:
+            _write_report(run_dir.path, EventLog(run_dir, console))
             stop_logging(handler)
     return path
 

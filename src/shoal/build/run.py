@@ -26,6 +26,7 @@ from shoal.envs.user_code import load_function
 from shoal.observability.console import Console
 from shoal.observability.events import EventLog
 from shoal.observability.follower import FollowerRunDir
+from shoal.observability.health import LiveHealth
 from shoal.observability.run_dir import RunDir
 from shoal.observability.sinks import Sinks, TrackerRun, open_sinks
 from shoal.observability.spans import Phases
@@ -87,7 +88,9 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
     with console.progress("measuring memory"):
         policy = loaded.device.submit(make_policy, train, model, steps, summing).result()
         plan = loaded.device.submit(make_plan, config, model, policy).result()
-    sampler = make_sampler(config, prepared, loaded, plan)
+    with console.progress("warming up the sampler"):
+        sampler = make_sampler(config, prepared, loaded, plan)
+    console.activity = lambda: sampler.engine.activity
     _tell(sampler, orch, watching)
     tell(plan, console, watching.events)
     files = PolicyFiles(policy, model.chat)
@@ -124,8 +127,16 @@ def make_sinks(config: RunConfig | SftConfig, run_dir: RunDir, events: EventLog)
     return open_sinks(
         config.train.report_to,
         run_dir,
-        TrackerRun(run_dir.path, config.train.report_project, config.train.report_name, as_data(config)),
+        TrackerRun(
+            run_dir.path,
+            config.train.report_project,
+            config.train.report_name,
+            as_data(config),
+            metric_names=config.train.metric_names,
+            completions=config.train.log_completions,
+        ),
         on_problem=lambda kind, message, data: events.warn(kind, message, data=data),
+        watcher=LiveHealth(run_dir.path, config, events),
     )
 
 
@@ -229,7 +240,7 @@ def _loop_settings(config: RunConfig, steps: int, prompts: int, next_command: st
         stop_after=evaluation.stop_after if evaluation else None,
         sigma_at=sigma_at,
         next_command=next_command,
-        show_completions=train.log_completions,
+        show_completions=train.show_completions,
         sync_deadline_s=config.orch.sync_deadline_s,
         save_deadline_s=train.save_deadline_s,
     )

@@ -25,6 +25,8 @@ def check_train(train: TrainConfig, findings: Findings, supervised: bool = False
     _check_schedule(train, findings)
     if not supervised:
         _advise_rate(train, findings)
+    for name in given(train, "metric_names", "log_completions") if not train.report_to else []:
+        findings.error(f"train.{name}", "is for trackers, and train.report_to names none", "set it, or remove this key")
     if train.device == "cpu" and train.gpus > 1:
         findings.error("train.gpus", f"is {train.gpus} with train.device cpu", "leave one of the two out")
 

@@ -25,7 +25,7 @@ SERVER_ONLY = {
 }
 GRPO_ONLY = (
     "loss", "reference", "recompute_old", "noise_scheduler", "ppo_epochs", "minibatches", "weight_broadcast",
-    "rollout_transport",
+    "rollout_transport", "log_completions", "show_completions",
 )  # fmt: skip
 
 

@@ -134,7 +134,13 @@ class TrainConfig(Section):
     report_to: Annotated[list[Sink], BeforeValidator(_sink_list)] = Field(
         default_factory=list, description="Trackers that also receive the metrics."
     )
+    metric_names: Literal["native", "trl", "verl"] = Field(
+        default="native", description="Whose names trackers get the metrics under; metrics.jsonl always has Shoal's."
+    )
     log_completions: NonNegativeInt = Field(
+        default=8, description="Completions a step that trackers get as a table; 0 sends none."
+    )
+    show_completions: NonNegativeInt = Field(
         default=0, description="Completions shown on the console with each of its lines; files hold them all."
     )
     report_project: NonEmpty = Field(

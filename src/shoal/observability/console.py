@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TextIO, cast
 
 from shoal.observability.redact import redact
-from shoal.observability.text import duration, one_line, sanitise, short_number
+from shoal.observability.step_line import step_line
+from shoal.observability.text import duration, one_line, sanitise
 
 HEARTBEAT_S = 30.0
-_SHARES = (("gen", "rollout"), ("rew", "reward"), ("train", "train"), ("sync", "sync"), ("eval", "eval"))
 
 
 class Progress(Protocol):
@@ -28,6 +28,8 @@ class Progress(Protocol):
 
 
 class Console(Protocol):
+    activity: Callable[[], str]  # what the sampler is doing, in words; build/ sets it
+
     def begin(self, title: str, total_steps: int, first_step: int = 0) -> None:
         """Training starts; `first_step` steps are already done."""
         ...
@@ -44,7 +46,11 @@ class Console(Protocol):
 
     def warn(self, text: str) -> None: ...
 
-    def progress(self, description: str, total: float | None = None) -> AbstractContextManager[Progress]: ...
+    def progress(
+        self, description: str, total: float | None = None, *, quiet: bool = False
+    ) -> AbstractContextManager[Progress]:
+        """A bar while something goes on. A quiet one belongs to a step: no lines of its own outside a terminal."""
+        ...
 
     def closing(self, lines: Sequence[str]) -> None: ...
 
@@ -112,6 +118,8 @@ class BaseConsole:
         self._total = 0
         self._pace = Pace()
         self._step = 0
+        self._bar: Bar | None = None  # of what is going on
+        self.activity: Callable[[], str] = str
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -152,10 +160,14 @@ class BaseConsole:
         self._thread.join(timeout=2)
 
     @contextmanager
-    def progress(self, description: str, total: float | None = None) -> Iterator[Progress]:
-        bar = LineProgress(self, one_line(description), total)
+    def progress(self, description: str, total: float | None = None, *, quiet: bool = False) -> Iterator[Progress]:
+        bar = Bar(total) if quiet else LineProgress(self, one_line(description), total)
         self.waiting(description)
-        yield bar
+        outer, self._bar = self._bar, bar
+        try:
+            yield bar
+        finally:
+            self._bar = outer
         bar.finish()
 
     def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -177,35 +189,56 @@ class BaseConsole:
 
     def _show_heartbeat(self) -> None:
         where = f"step {self._step}/{self._total} done" if self._total else "working"
-        self._print(f"… {where}, waiting for {self._waiting}")
+        self._print(f"… {where}, waiting for {self._describe_waiting()}")
+
+    def _describe_waiting(self) -> str:
+        """What is waited for, how far it is, and what the sampler does."""
+        facts = [fact for fact in (str(self._bar) if self._bar is not None else "", self.activity()) if fact]
+        return f"{self._waiting} ({', '.join(facts)})" if facts else self._waiting
 
 
 class PlainConsole(BaseConsole):
     """One line a step, for files, pipes and continuous integration."""
 
 
-class LineProgress:
+class Bar:
+    """How far something is; shown by whoever draws the console."""
+
+    def __init__(self, total: float | None) -> None:
+        self.total = total
+        self.done = 0.0
+        self.started = time.monotonic()
+
+    def advance(self, amount: float = 1) -> None:
+        self.done += amount
+
+    def finish(self) -> None:
+        return
+
+    def __str__(self) -> str:
+        return f"{self.done:.0f}/{self.total:.0f}" if self.total else ""
+
+
+class LineProgress(Bar):
     """Progress as a line now and then: at the start, every tenth or every heartbeat, and at the end."""
 
     def __init__(self, console: BaseConsole, description: str, total: float | None) -> None:
+        super().__init__(total)
         self._console = console
         self._description = description
-        self._total = total
-        self._done = 0.0
         self._shown_tenth = 0
-        self._started = time.monotonic()
         console.note(description)
 
     def advance(self, amount: float = 1) -> None:
-        self._done += amount
-        if self._total:
-            tenth = int(10 * self._done / self._total)
-            if self._shown_tenth < tenth < 10 and time.monotonic() - self._started > 5:
+        super().advance(amount)
+        if self.total:
+            tenth = int(10 * self.done / self.total)
+            if self._shown_tenth < tenth < 10 and time.monotonic() - self.started > 5:
                 self._shown_tenth = tenth
                 self._console.note(f"{self._description}: {tenth}0%")
 
     def finish(self) -> None:
-        self._console.note(f"{self._description}: done in {duration(time.monotonic() - self._started)}")
+        self._console.note(f"{self._description}: done in {duration(time.monotonic() - self.started)}")
 
 
 class Pace:
@@ -229,63 +262,3 @@ class Pace:
 
     def left(self, total: int) -> float | None:
         return None if self._seconds is None else self._seconds * max(0, total - self._done)
-
-
-def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None = None) -> str:
-    """A step in one line; what was not measured is not mentioned."""
-    parts = [f"step {step}/{total}" if total else f"step {step}"]
-    parts += [part for part in (_reward(metrics), _loss(metrics), _used(metrics), _length(metrics)) if part]
-    signals = (("k3", "mismatch/k3"), ("ent", "policy/entropy"), ("gn", "optim/grad_norm"))
-    parts += [" ".join(f"{word} {short_number(metrics[name])}" for word, name in signals if name in metrics)]
-    if metrics.get("staleness/max"):
-        parts.append(f"stale {short_number(metrics['staleness/max'])}")
-    if "throughput/rollout_tok_s" in metrics:
-        parts.append(f"{short_number(metrics['throughput/rollout_tok_s'])} tok/s")
-    parts.append(" ".join(f"{word} {share:.0%}" for word, share in time_shares(metrics)))
-    parts += [f"eval {name.split('/')[1]} {metrics[name]:.3f}" for name in metrics if is_eval_mean(name)]
-    if left_s is not None and step < total:
-        parts.append(f"eta {duration(left_s)}")
-    return "  ".join(part for part in parts if part)
-
-
-def time_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Share of the step each phase took, in reading order, without what took none."""
-    step_s = metrics.get("time/step", 0.0)
-    if step_s <= 0:
-        return []
-    shares = [(word, metrics.get(f"time/{phase}", 0.0) / step_s) for word, phase in (*_SHARES, ("idle", "idle"))]
-    return [(word, share) for word, share in shares if share >= 0.005]
-
-
-def is_eval_mean(name: str) -> bool:
-    return name.startswith("eval/") and name.endswith("/mean")
-
-
-def _reward(metrics: Mapping[str, float]) -> str:
-    if "reward/mean" not in metrics:
-        return ""
-    text = f"reward {metrics['reward/mean']:.3f}"
-    if "reward/std" in metrics:
-        text += f" ±{short_number(metrics['reward/std'])}"
-    prefix = "reward/part/"
-    named = [f"{n.removeprefix(prefix)} {short_number(v)}" for n, v in metrics.items() if n.startswith(prefix)]
-    return f"{text} ({' '.join(named)})" if named else text
-
-
-def _loss(metrics: Mapping[str, float]) -> str:
-    return f"loss {metrics['sft/loss']:.3f}" if "sft/loss" in metrics else ""
-
-
-def _used(metrics: Mapping[str, float]) -> str:
-    if "batch/used" in metrics and "batch/rollouts" in metrics:
-        text = f"used {metrics['batch/used']:.0f}/{metrics['batch/rollouts']:.0f}"
-        return f"{text}, {metrics['group/flat']:.0f} groups flat" if metrics.get("group/flat") else text
-    return f"mixed {metrics['group/mixed_frac']:.0%}" if "group/mixed_frac" in metrics else ""
-
-
-def _length(metrics: Mapping[str, float]) -> str:
-    if "completion/length_mean" not in metrics:
-        return ""
-    text = f"len {short_number(metrics['completion/length_mean'])}"
-    truncated = metrics.get("completion/truncated_frac")
-    return text if truncated is None else f"{text} trunc {truncated:.0%}"

@@ -63,12 +63,13 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     with storage(f"read {path}"), file:
         for line in file:
-            record = _decode(line)
+            record = decode_line(line)
             if record is not None:
                 yield record
 
 
-def _decode(line: bytes) -> dict[str, Any] | None:
+def decode_line(line: bytes) -> dict[str, Any] | None:
+    """A whole record, or None for a torn or damaged line."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -105,7 +106,7 @@ class LineWriter:
         with self._guard, storage(f"cut {self.path}"):
             with self.path.open("rb") as file:
                 raw = list(file)
-            kept = [line for line in raw if (record := _decode(line)) is not None and record.get("step", 0) <= step]
+            kept = [line for line in raw if (record := decode_line(line)) is not None and record.get("step", 0) <= step]
             if len(kept) != len(raw):
                 write_atomic(self.path, kept)  # may fail, so the old descriptor is given up only afterwards
                 stale, self._descriptor = self._descriptor, -1

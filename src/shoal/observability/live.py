@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -19,8 +20,9 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from shoal.observability.console import BaseConsole, Progress, SafeStream, is_eval_mean, time_shares
+from shoal.observability.console import Bar, BaseConsole, Progress, SafeStream
 from shoal.observability.redact import redact
+from shoal.observability.step_line import is_eval_mean, time_shares
 from shoal.observability.text import duration, one_line, sanitise, short_number, size, sparkline
 
 _SHARE_COLOURS = {
@@ -59,6 +61,7 @@ class LiveConsole(BaseConsole):
         self._stop_live()
 
     def closing(self, lines: list[str] | tuple[str, ...]) -> None:
+        self._bar = None
         self._stop_live()
         super().closing(lines)
 
@@ -69,15 +72,21 @@ class LiveConsole(BaseConsole):
         self._say(Text.assemble(("warning ", "bold yellow"), sanitise(redact(text))))
 
     @contextmanager
-    def progress(self, description: str, total: float | None = None) -> Iterator[Progress]:
+    def progress(self, description: str, total: float | None = None, *, quiet: bool = False) -> Iterator[Progress]:
         self.waiting(description)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        if self._live is not None:  # one live region at a time: inside training the block tells what is going on
-            yield _Silent()
+        if self._live is not None or quiet:  # one live region at a time: inside training the block holds the bar
+            outer, self._bar = self._bar, Bar(total)
+            try:
+                yield self._bar
+            finally:
+                self._bar = outer
             return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with RichProgress(*columns, console=self._rich, transient=False) as bar:
             task = bar.add_task(Text(one_line(description)).plain.replace("[", r"\["), total=total)
             yield _Bar(bar, task)
+            if total is None:
+                bar.update(task, total=1, completed=1)
 
     def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._guard:
@@ -133,29 +142,47 @@ class LiveConsole(BaseConsole):
         shares = time_shares(metrics)
         if shares:
             yield "time", _share_bar(shares)
-        waited = time.monotonic() - self._shown_at
-        yield "memory", Text(self.memory())
-        yield "now", Text(f"{self._waiting} ({duration(waited)})", style="bright_black")
+        yield "memory", Text("   ".join(filter(None, (self.memory(), device_memory()))))
+        yield "now", self._now()
+
+    def _now(self) -> Text:
+        """What is going on: a bar where its length is known, what the sampler does, and for how long."""
+        text = Text(style="bright_black")
+        if self._bar is not None and self._bar.total:
+            share = min(1.0, self._bar.done / self._bar.total)
+            text.append("━" * round(24 * share), style="cyan").append("━" * (24 - round(24 * share)))
+            text.append(f" {self._bar}  ")
+        since = self._bar.started if self._bar is not None else self._shown_at
+        facts = [fact for fact in (self.activity(), duration(time.monotonic() - since)) if fact]
+        return text.append(f"{self._waiting} ({', '.join(facts)})")
 
     def _details(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, Text]]:
         groups = (("mixed", "group/mixed_frac"), ("all good", "group/all_good_frac"), ("all bad", "group/all_bad_frac"))
         mix = "   ".join(f"{word} {metrics[name]:.0%}" for word, name in groups if name in metrics)
         if mix:
-            yield "groups", Text(mix)
+            yield "groups", _mix_bar([metrics.get(name, 0.0) for _, name in groups]).append(mix)
         signals = (
             ("k3", "mismatch/k3"),
             ("entropy", "policy/entropy"),
             ("grad norm", "optim/grad_norm"),
+            ("KL", "policy/kl_ref"),
             ("lr", "optim/lr"),
         )
         policy = "   ".join(f"{word} {short_number(metrics[name])}" for word, name in signals if name in metrics)
         if policy:
             yield "policy", Text(policy)
+        stale = [f"mean {short_number(metrics[n])}" for n in ("staleness/mean",) if n in metrics]
+        stale += [f"max {short_number(metrics[n])}" for n in ("staleness/max",) if n in metrics]
+        if "masked" in metrics or stale:
+            masked = f"masked {metrics['masked']:.1%}   " if "masked" in metrics else ""
+            yield "trained", Text(f"{masked}{'staleness ' + ', '.join(stale) if stale else ''}")
         if "completion/length_mean" in metrics:
             cut = metrics.get("completion/truncated_frac", 0.0)
-            rate = metrics.get("throughput/rollout_tok_s")
-            tail = f"   {short_number(rate)} tok/s" if rate is not None else ""
-            yield "tokens", Text(f"{metrics['completion/length_mean']:.0f} each   {cut:.0%} truncated{tail}")
+            yield "length", Text(f"{metrics['completion/length_mean']:.0f} tokens each   {cut:.0%} truncated")
+        rates = (("rollout", "throughput/rollout_tok_s"), ("training", "throughput/train_tok_s"))
+        speed = "   ".join(f"{word} {short_number(metrics[name])} tok/s" for word, name in rates if name in metrics)
+        if speed:
+            yield "speed", Text(speed)
 
 
 class _Bar:
@@ -166,9 +193,12 @@ class _Bar:
         self._bar.advance(self._task, amount)
 
 
-class _Silent:
-    def advance(self, amount: float = 1) -> None:
-        return
+def _mix_bar(shares: list[float], width: int = 16) -> Text:
+    """Mixed, all good, all bad as one bar; what is left over (too few scored) is a gap."""
+    bar = Text()
+    for share, colour in zip(shares, ("cyan", "green", "red"), strict=True):
+        bar.append("█" * round(width * share), style=colour)
+    return bar.append(" " * max(1, width + 2 - len(bar)))
 
 
 def _share_bar(shares: list[tuple[str, float]], width: int = 32) -> Text:
@@ -188,3 +218,12 @@ def host_memory() -> str:
     except (OSError, ValueError, IndexError):
         return "unknown"
     return f"{size(pages * 4096)} host"
+
+
+def device_memory() -> str:
+    """What torch holds on a GPU in use. Only counters: a call into CUDA could disturb a capture."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return ""
+    held, most = torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
+    return f"{size(held)} GPU (peak {size(most)} in use)"

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 import weakref
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from shoal.errors import RunLockedError, StorageError
 from shoal.observability.atomic import storage
 
 LOCK_NAME = "run.lock"
+LATELY_S = 900.0
 
 
 class RunLock:
@@ -61,6 +63,20 @@ def find_holder(folder: Path) -> dict[str, Any] | None:
     finally:
         os.close(descriptor)
     return None
+
+
+def seems_running(folder: Path) -> bool:
+    """Whether a run that calls itself running still is.
+
+    A lock held on another machine cannot always be seen through a mount; there, files that changed lately are the sign.
+    """
+    if find_holder(folder) is not None:
+        return True
+    if _read_holder(folder / LOCK_NAME).get("host") in (None, socket.gethostname()):
+        return False
+    watched = [folder / name for name in ("status.json", "metrics.jsonl", "events.jsonl", "journal.jsonl")]
+    newest = max((path.stat().st_mtime for path in watched if path.exists()), default=0.0)
+    return time.time() - newest < LATELY_S
 
 
 def _describe_self() -> dict[str, Any]:

@@ -60,16 +60,24 @@ class Collector:
         self._refills_left = 0
         self._given_up = 0  # groups dropped in this step and not replaced
 
-    async def collect(self, version: int, stop: asyncio.Event) -> Collected:
-        """The groups of one step: as many as a step takes, fewer only if the refills are spent."""
+    async def collect(
+        self, version: int, stop: asyncio.Event, advance: Callable[[float], None] = lambda _: None
+    ) -> Collected:
+        """The groups of one step: as many as a step takes, fewer only if the refills are spent.
+
+        `advance` is told how many more of them are ready.
+        """
         wanted = self.admission.groups_per_step
         self._refills_left, self._given_up = self._rules.max_refill * wanted, 0
         stale = self._drop_stale(version)
+        advance(min(len(self._ready), wanted))
         while len(self._ready) < wanted:
             self._dispatch(version)
             if not self._running:
                 break
+            before = len(self._ready)
             await self._settle_some(version, stop)
+            advance(len(self._ready) - before)
         if self.admission.synchronous:
             self._ready.sort(key=lambda item: item[0])
         taken, self._ready = self._ready[:wanted], self._ready[wanted:]

@@ -48,17 +48,25 @@ class Evaluator:
             raise DataError(f"environment {name} has no held-out prompt that fits; orch.eval cannot run")
         return prompts
 
-    async def evaluate(self) -> tuple[dict[str, float], list[RolloutGroup]]:
-        """Metrics eval/<env>/… and the groups behind them."""
+    @property
+    def groups(self) -> int:
+        return sum(len(prompts) for prompts in self._prompts.values())
+
+    async def evaluate(
+        self, advance: Callable[[float], None] = lambda _: None
+    ) -> tuple[dict[str, float], list[RolloutGroup]]:
+        """Metrics eval/<env>/… and the groups behind them; `advance` is told how many more groups are done."""
         metrics: dict[str, float] = {}
         everything: list[RolloutGroup] = []
         for name, prompts in self._prompts.items():
-            groups = await self._run_all(name, prompts)
+            groups = await self._run_all(name, prompts, advance)
             metrics |= {f"eval/{name}/{key}": value for key, value in summarise(groups).items()}
             everything += groups
         return metrics, everything
 
-    async def _run_all(self, name: str, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+    async def _run_all(
+        self, name: str, prompts: Sequence[Prompt], advance: Callable[[float], None]
+    ) -> list[RolloutGroup]:
         """All groups, in order. The deadline is on going without any progress, as in training."""
         settings = self._settings
         runs = [
@@ -71,6 +79,7 @@ class Evaluator:
                 done, pending = await asyncio.wait(
                     pending, timeout=settings.deadline_s, return_when=asyncio.FIRST_COMPLETED
                 )
+                advance(len(done))
                 for run in done:
                     run.result()  # a broken engine is told at once
                 if not done:

@@ -20,6 +20,7 @@ from shoal.protocols import PendingResults, Policy, Ranks
 from shoal.types import Batch, Rollout, RolloutGroup, Row, Sample
 
 OnDevice = Callable[..., Awaitable[Any]]
+MAX_LOG_RATIO = 20.0  # as in the losses: its exponential is finite and far beyond any use
 
 
 class Advantages(Protocol):
@@ -146,6 +147,7 @@ class Learner:
                 mine = await self._on_device(_read_all, pending)
                 metrics, logprobs = await gather_results(self._ranks, mine)
                 self._report(metrics, outcome, tally, learned)
+                _tally_ratios(tally, batch.rows, logprobs, source)
                 if epoch == 0:
                     for row, values in zip(batch.rows, logprobs, strict=True):
                         _note_rows(learned, row, values)
@@ -180,6 +182,22 @@ class Learner:
 
 def _read_all(pending: Sequence[PendingResults]) -> list[Any]:
     return [result.read() for result in pending]
+
+
+def _tally_ratios(tally: Tally, rows: Sequence[Row], policy: Sequence[np.ndarray], source: str) -> None:
+    """Largest ratios: sums over rows cannot tell them, and one token far out is what breaks a run."""
+    for row, logprobs in zip(rows, policy, strict=True):
+        at = row.loss_mask
+        old = row.sampler_logprobs if row.old_logprobs is None else row.old_logprobs
+        _tally_largest(tally, "policy/ratio_max", logprobs[at] - old[at])
+        if source != "none":
+            ours = logprobs if row.old_logprobs is None else row.old_logprobs
+            _tally_largest(tally, "mismatch/ratio_max", ours[at] - row.sampler_logprobs[at])
+
+
+def _tally_largest(tally: Tally, name: str, gaps: np.ndarray) -> None:
+    if gaps.size and np.isfinite(gaps).all():  # what is not finite is counted as a skipped step
+        tally.max(name, float(np.exp(min(float(gaps.max()), MAX_LOG_RATIO))))
 
 
 def _note_rows(learned: Learned, row: Row, logprobs: np.ndarray) -> None:

@@ -74,7 +74,9 @@ class Loop:
         step = parts.events.step = progress.step + 1
         tally = Tally()
         self._doing(f"rollouts of step {step}")
-        collected = await parts.collector.collect(progress.step, self._stop)
+        wanted = parts.collector.admission.groups_per_step
+        with parts.console.progress(f"rollouts of step {step}", wanted, quiet=True) as bar:
+            collected = await parts.collector.collect(progress.step, self._stop, bar.advance)
         self._doing(f"training of step {step}")
         self._boundary = {}  # the weights move now; until the step is recorded there is nothing to save
         with parts.phases("train"):
@@ -123,6 +125,7 @@ class Loop:
         self.progress.evaluated_start = True
         if metrics:
             self.parts.sinks.log(0, metrics)
+            self.parts.console.step(0, metrics)
 
     async def _evaluate(self, step: int) -> dict[str, float]:
         """Held-out metrics if due, with the noise taken off the sampler meanwhile."""
@@ -130,10 +133,11 @@ class Loop:
         if parts.evaluator is None or cadence is None or not cadence.due(step, self.settings.max_steps):
             return {}
         self._doing(f"evaluation after step {step}")
-        with parts.phases("eval"):
+        groups = parts.evaluator.groups
+        with parts.phases("eval"), parts.console.progress(f"evaluation after step {step}", groups, quiet=True) as bar:
             if self._served_sigma > 0:
                 await parts.engine.load(parts.engine.version, {"sigma": 0.0})
-            metrics = await parts.ranks.on_main(lambda: self._held_out(first=step == 0))
+            metrics = await parts.ranks.on_main(lambda: self._held_out(bar.advance, first=step == 0))
             if self._served_sigma > 0:
                 await parts.engine.load(parts.engine.version, {"sigma": self._served_sigma})
         means = [value for name, value in metrics.items() if name.endswith("/mean")]
@@ -141,9 +145,9 @@ class Loop:
             self._note_best(step, sum(means) / len(means))
         return metrics
 
-    async def _held_out(self, *, first: bool) -> dict[str, float]:
+    async def _held_out(self, advance: Callable[[], None], *, first: bool) -> dict[str, float]:
         assert self.parts.evaluator is not None
-        metrics, _ = await self._unless_stopped(self.parts.evaluator.evaluate(), first=first)
+        metrics, _ = await self._unless_stopped(self.parts.evaluator.evaluate(advance), first=first)
         return metrics
 
     async def _unless_stopped(self, evaluation: Coroutine[Any, Any, Evaluated], *, first: bool) -> Evaluated:
@@ -207,6 +211,7 @@ class Loop:
         metrics |= throughput(metrics, learned.sample_tokens * bool(learned.trained_rollouts) or None)
         parts.run_dir.write_rollouts(step, rollout_lines(collected.all, learned.policy_logprobs, parts.token_text))
         parts.sinks.log(step, metrics)
+        parts.sinks.log_completions(step, collected.all)
         parts.run_dir.append_journal(
             step,
             {

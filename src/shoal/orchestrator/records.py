@@ -24,12 +24,14 @@ def tally_groups(tally: Tally, groups: Sequence[RolloutGroup], kept: Sequence[Ro
     tally.mean("reward/mean", rewards)
     if len(rewards) > 1:
         tally.value("reward/std", float(np.std(rewards, ddof=1)))
+        for share in (10, 50, 90):
+            tally.value(f"reward/p{share}", float(np.percentile(rewards, share)))
     tally.mean("reward/raw_mean", [r.raw_reward for r in scored if r.raw_reward is not None])
     tally.mean("reward/error_frac", [r.status == "error" for r in rollouts])
     tally.mean("reward/timeout_frac", [r.status == "timeout" for r in rollouts])
     for name in sorted({name for rollout in scored for name in rollout.parts}):
         tally.mean(f"reward/part/{name}", [r.parts[name] for r in scored if name in r.parts])
-    _tally_environments(tally, scored)
+    _tally_environments(tally, groups)
     reasons = [group.drop_reason for group in groups]
     tally.mean("group/all_good_frac", [reason == "uniform-good" for reason in reasons])
     tally.mean("group/all_bad_frac", [reason == "uniform-bad" for reason in reasons])
@@ -46,18 +48,25 @@ def tally_groups(tally: Tally, groups: Sequence[RolloutGroup], kept: Sequence[Ro
         tally.max("staleness/max", max(ages))
 
 
-def _tally_environments(tally: Tally, scored: Sequence[Rollout]) -> None:
-    names = sorted({rollout.prompt.env for rollout in scored})
-    if len(names) > 1:
-        for name in names:
-            tally.mean(f"reward/env/{name}", [r.reward or 0.0 for r in scored if r.prompt.env == name])
+def _tally_environments(tally: Tally, groups: Sequence[RolloutGroup]) -> None:
+    """One series an environment, where there are several."""
+    names = sorted({group.prompt.env for group in groups})
+    for name in names if len(names) > 1 else []:
+        mine = [group for group in groups if group.prompt.env == name]
+        drawn = [rollout for group in mine for rollout in group.rollouts if rollout.turns]
+        tally.mean(f"reward/env/{name}", [reward for group in mine for reward in group.rewards])
+        tally.mean(f"group/env/{name}", [len(set(group.rewards)) > 1 for group in mine])
+        tally.mean(f"completion/env/{name}", [rollout.completion_tokens for rollout in drawn])
 
 
 def _tally_lengths(tally: Tally, rollouts: Sequence[Rollout]) -> None:
     drawn = [rollout for rollout in rollouts if rollout.turns]
     tally.value("tokens/prompt", sum(len(rollout.turns[0].prompt_ids) for rollout in drawn))
     tally.value("tokens/completion", sum(rollout.completion_tokens for rollout in drawn))
-    tally.mean("completion/length_mean", [rollout.completion_tokens for rollout in drawn])
+    lengths = [rollout.completion_tokens for rollout in drawn]
+    tally.mean("completion/length_mean", lengths)
+    if lengths:
+        tally.values({"completion/length_min": min(lengths), "completion/length_max": max(lengths)})
     tally.mean("completion/truncated_frac", [rollout.truncated for rollout in drawn])
 
 

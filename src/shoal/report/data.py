@@ -1,37 +1,52 @@
-"""Reads a run directory into plain JSON-able values for the report and the dashboard. Never writes.
+"""Reads a run directory into plain JSON-able values for the report and the live page. Never writes.
 
 Everything is read as it may be found while a run goes on or after it was killed: missing files are empty, torn lines
-are passed over.
+are passed over. Rollouts are read by rollouts.py.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, StorageError
-from shoal.observability.journal import read_lines
-from shoal.observability.lock import find_holder
-from shoal.observability.metrics import find_metric, sort_metrics
-from shoal.observability.run_dir import is_used, read_status, rollouts_path
+from shoal.observability.atomic import storage
+from shoal.observability.catalogue import find_metric, sort_metrics
+from shoal.observability.health import diagnose, read_config
+from shoal.observability.journal import decode_line, read_lines
+from shoal.observability.lock import seems_running
+from shoal.observability.run_dir import is_used, read_status
+from shoal.report.numbers import number
+from shoal.report.rollouts import rollout_steps
+from shoal.report.settings import config_changes
 
 MAX_EVENTS = 2000
-MAX_TOKENS = 16_384  # of one completion; the rest is counted, not shown
+_STATUS_KEYS = ("state", "step", "reason", "created_at", "updated_at", "next_command")
+
+
+def require_run(run: Path) -> Path:
+    """Refuse what is no run directory, naming what was given."""
+    if not run.is_dir():
+        raise ConfigError(f"command line: {run}: is not a folder; name a run directory")
+    if not is_used(run):
+        raise ConfigError(
+            f"command line: {run}: is not a run directory (it has no status.json); name one that a run wrote"
+        )
+    return run
 
 
 def collect_overview(run: Path) -> dict[str, Any]:
-    """Everything but the rollouts: status, metrics by column, configuration, events."""
-    if not is_used(run):
-        raise ConfigError(f"{run} is not a run directory (it has no status.json)")
+    """Everything but the rollouts: status, metrics by column, findings, configuration, events."""
+    require_run(run)
     events = list(read_lines(run / "events.jsonl"))
-    series = collect_series(read_lines(run / "metrics.jsonl"))
+    changes = config_changes(run)
     return {
-        "run": _describe_run(run),
-        **series,
-        "catalogue": {name: _describe_metric(name) for name in series["series"]},
+        "run": {**describe_run(run), "total_steps": _total_steps(run)},
+        **collect_series(read_lines(run / "metrics.jsonl")),
         "config": _read_text(run / "config.yaml"),
+        "config_changes": changes,
+        "findings": [finding.as_dict() for finding in diagnose(run)],
         "events": events[-MAX_EVENTS:],
         "events_left_out": max(0, len(events) - MAX_EVENTS),
         "rollout_steps": rollout_steps(run),
@@ -43,100 +58,81 @@ def collect_series(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     by_step = {int(record["step"]): record for record in records if isinstance(record.get("step"), int)}
     steps = sorted(by_step)
     names = sort_metrics({name: 0.0 for record in by_step.values() for name in record if name != "step"})
-    return {"steps": steps, "series": {name: [_number(by_step[step].get(name)) for step in steps] for name in names}}
+    return {"steps": steps, "series": {name: [number(by_step[step].get(name)) for step in steps] for name in names}}
 
 
-def rollout_steps(run: Path) -> list[int]:
-    """Steps whose rollouts are stored, in order."""
-    stems = [path.stem.removeprefix("step_") for path in (run / "rollouts").glob("step_*.jsonl")]
-    return sorted(int(stem) for stem in stems if stem.isdigit())
-
-
-def collect_rollouts(run: Path, step: int) -> list[dict[str, Any]]:
-    """The groups of one step, in the order of the file, each with its rollouts."""
-    groups: dict[str, dict[str, Any]] = {}
-    for record in read_lines(rollouts_path(run, step)):
-        name = str(record.get("group", record.get("prompt_id", "")))
-        group = groups.setdefault(name, _describe_group(name, record))
-        group["rollouts"].append(_describe_rollout(record))
-        group["drop_reason"] = group["drop_reason"] or record.get("drop_reason")
-    return list(groups.values())
-
-
-def _describe_run(run: Path) -> dict[str, Any]:
+def describe_run(run: Path) -> dict[str, Any]:
     status = read_status(run)
-    told = {key: status.get(key) for key in ("state", "step", "reason", "created_at", "updated_at", "next_command")}
-    if told["state"] == "running" and find_holder(run) is None:
+    told = {key: status.get(key) for key in _STATUS_KEYS}
+    if told["state"] == "running" and not seems_running(run):
         told["state"] = "killed"  # a run that ends by itself says so; nobody holds this one any more
-    return {"name": run.resolve().name, **told}
+    return {"name": run.resolve().name, "path": str(run), **told}
+
+
+class MetricsTail:
+    """New rows of metrics.jsonl without reading the old ones again: it remembers where each step begins."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / "metrics.jsonl"
+        self._places: list[tuple[int, int]] = []  # step and offset, in the order of the file
+        self._read = 0
+
+    def after(self, step: int) -> list[dict[str, Any]] | None:
+        """Rows later than `step`; None if the run was cut back to an earlier one."""
+        self._catch_up()
+        if self._places and self._places[-1][0] < step:
+            return None
+        later = [offset for found, offset in self._places if found > step]
+        return read_from(self._path, later[0]) if later else []
+
+    def _catch_up(self) -> None:
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size < self._read:
+            self._places, self._read = [], 0
+        if size == self._read:
+            return
+        with storage(f"read {self._path}"), self._path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                record = decode_line(line)
+                if record is not None and isinstance(record.get("step"), int):
+                    self._places.append((record["step"], self._read))
+                if not line.endswith(b"\n"):
+                    return
+                self._read += len(line)
+
+
+def read_from(path: Path, offset: int) -> list[dict[str, Any]]:
+    with storage(f"read {path}"), path.open("rb") as file:
+        file.seek(offset)
+        return [record for line in file if (record := decode_line(line)) is not None]
+
+
+def name_apart(overviews: Sequence[dict[str, Any]]) -> None:
+    """Runs of the same folder name are told apart by the folders above it."""
+    names = [overview["run"]["name"] for overview in overviews]
+    for overview in overviews:
+        if names.count(overview["run"]["name"]) > 1:
+            overview["run"]["name"] = "/".join(Path(overview["run"]["path"]).resolve().parts[-2:])
+
+
+def glossary_of(overviews: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """The catalogue's words on every metric that occurs."""
+    return {name: _describe_metric(name) for overview in overviews for name in overview["series"]}
 
 
 def _describe_metric(name: str) -> dict[str, str]:
     metric = find_metric(name)
     if metric is None:
-        return {"meaning": "", "unit": "", "healthy": ""}
-    return {"meaning": metric.meaning, "unit": metric.unit, "healthy": metric.healthy}
+        return {"meaning": "", "unit": "", "healthy": "", "change": ""}
+    return {"meaning": metric.meaning, "unit": metric.unit, "healthy": metric.healthy, "change": metric.change}
 
 
-def _describe_group(name: str, record: Mapping[str, Any]) -> dict[str, Any]:
-    prompt = record.get("prompt")
-    return {
-        "group": name,
-        "prompt_id": str(record.get("prompt_id", "")),
-        "env": str(record.get("env", "")),
-        "prompt": prompt if isinstance(prompt, str) else "",
-        "drop_reason": None,
-        "rollouts": [],
-    }
-
-
-def _describe_rollout(record: Mapping[str, Any]) -> dict[str, Any]:
-    completion = record.get("completion")
-    parts = record.get("parts") or {}
-    return {
-        "id": str(record.get("rollout_id", "")),
-        "status": str(record.get("status", "")),
-        "reward": _number(record.get("reward")),
-        "parts": {str(name): _number(value) for name, value in parts.items()},
-        "advantage": _number(record.get("advantage")),
-        "completion": completion if isinstance(completion, str) else "",
-        "spans": record.get("spans") or [],
-        "tokens": _describe_tokens(record),
-    }
-
-
-def _describe_tokens(record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Columns of the completion's tokens. The stored arrays may begin with the prompt, which has mask 0."""
-    texts = record.get("token_texts")
-    if not texts:
-        return None
-    mask = [bool(value) for value in record.get("loss_mask") or [True] * len(texts)]
-    start = mask.index(True) if True in mask else 0
-    end = min(len(texts), start + MAX_TOKENS)
-    sampler, policy = record.get("sampler_logprobs"), record.get("policy_logprobs")
-    return {
-        "text": texts[start:end],
-        "mask": [int(value) for value in mask[start:end]],
-        "sampler": _rounded(sampler, len(texts), start, end),
-        "policy": _rounded(policy, len(texts), start, end),
-        "left_out": len(texts) - end,
-        "count": sum(mask),
-    }
-
-
-def _rounded(values: list[float | None] | None, length: int, start: int, end: int) -> list[float | None] | None:
-    if not values or len(values) != length:
-        return None
-    return [None if value is None else round(value, 4) for value in values[start:end]]
-
-
-def _number(value: Any) -> float | None:
-    """A finite number, or None; metrics spell NaN and infinities out as words."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
+def _total_steps(run: Path) -> int | None:
+    """Where the run is to end, if its configuration says so in steps."""
+    train = read_config(run).get("train")
+    steps = train.get("max_steps") if isinstance(train, dict) else None
+    return steps if isinstance(steps, int) else None
 
 
 def _read_text(path: Path) -> str:

@@ -39,6 +39,13 @@ class EmbeddedRolloutEngine:
         return self._engine.path
 
     @property
+    def activity(self) -> str:
+        """What it is doing, in words; read by the console's thread, so only counters."""
+        scheduler = self._engine.scheduler
+        waiting, running = len(scheduler.waiting) + len(self._inbox), len(scheduler.running)
+        return f"{waiting} to prefill, {running} decoding" if waiting or running else ""
+
+    @property
     def version(self) -> int:
         return self._engine.view.version
 

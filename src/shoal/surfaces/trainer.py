@@ -66,7 +66,7 @@ ARGUMENTS = Table(
         Row("saving_steps", "train.save_steps"),
         Row("logging_steps", "train.logging_steps"),
         Row("seed", "train.seed"),
-        Row("log_completions", "train.log_completions", f"True is {COMPLETIONS_SHOWN}"),
+        Row("log_completions", "train.show_completions", f"True is {COMPLETIONS_SHOWN}"),
         Row("enable_wandb", "train.report_to"),
         Row("wandb_project", "train.report_project"),
         Row("use_accelerate", (), "the processes that `accelerate launch` started train together"),
@@ -182,7 +182,7 @@ def _evaluation(to: Translation, given: Mapping[str, Any]) -> None:
 
 def _watching(to: Translation, given: Mapping[str, Any]) -> None:
     shown = given["log_completions"]
-    to.put("log_completions", "train.log_completions", COMPLETIONS_SHOWN if shown is True else int(shown or 0))
+    to.put("log_completions", "train.show_completions", COMPLETIONS_SHOWN if shown is True else int(shown or 0))
     if given["enable_wandb"]:
         to.put("enable_wandb", "train.report_to", ["wandb"])
     if given["wandb_project"] is not None:

@@ -12,7 +12,7 @@ import torch
 from shoal.algorithms.losses import LOSSES, CustomLoss
 from shoal.algorithms.objective import Objective
 from shoal.algorithms.terms import CORRECTIONS, IcePop, KLPenalty, TruncatedImportance, kl_estimate, mismatch
-from shoal.observability.metrics import find_metric
+from shoal.observability.catalogue import find_metric
 
 from .reference import REFERENCE, correction, kl
 from .rows import gradient, random_row, to_inputs, with_garbage

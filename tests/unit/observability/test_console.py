@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.observability.console import Pace, PlainConsole, make_console, step_line
+from shoal.observability.console import Pace, PlainConsole, make_console
 from shoal.observability.live import LiveConsole, host_memory
+from shoal.observability.step_line import step_line
 from shoal.observability.text import duration, one_line, sanitise, short_number, size, sparkline
 
 METRICS = {
@@ -29,8 +30,11 @@ METRICS = {
     "policy/entropy": 0.31,
     "optim/grad_norm": 0.8,
     "optim/lr": 1e-5,
+    "masked": 0.12,
+    "staleness/mean": 0.5,
     "staleness/max": 1,
     "throughput/rollout_tok_s": 41_000,
+    "throughput/train_tok_s": 52_000,
     "time/step": 100.0,
     "time/rollout": 62.0,
     "time/reward": 3.0,
@@ -43,7 +47,7 @@ METRICS = {
 def test_the_line_worth_having() -> None:
     assert step_line(12, 200, METRICS, left_s=4320) == (
         "step 12/200  reward 0.420 ±.31 (acc .40 fmt .98)  used 96/128, 4 groups flat  len 612 trunc 3%  "
-        "k3 1.2e-3 ent .31 gn .80  stale 1  41k tok/s  gen 62% rew 3% train 28% sync 2% idle 5%  eta 1h12"
+        "k3 1.2e-3 ent .31 gn .80  masked 12%  stale 1  41k tok/s  gen 62% rew 3% train 28% sync 2% idle 5%  eta 1h12"
     )
 
 
@@ -201,7 +205,11 @@ def test_live_block_holds_what_matters() -> None:
         "mixed 75%",
         "k3 1.2e-3",
         "lr 1.0e-5",
-        "41k tok/s",
+        "rollout 41k tok/s",
+        "training 52k tok/s",
+        "masked 12.0%",
+        "staleness mean .50, max 1",
+        "████████████",
         "gen 62%",
         "0.100 → 0.420",
         "host",
@@ -221,3 +229,41 @@ def test_pace_estimates_time_left() -> None:
     assert pace.left(10) == 40.0
     pace.step(7)
     assert pace.left(10) == 30.0
+
+
+def test_a_quiet_bar_says_nothing_of_its_own_and_shows_in_the_heartbeat() -> None:
+    stream = io.StringIO()
+    console = PlainConsole(stream, heartbeat_s=0.05)
+    console.activity = lambda: "3 to prefill, 13 decoding"
+    with console.progress("rollouts of step 4", 16, quiet=True) as bar:
+        bar.advance(5)
+        deadline = time.monotonic() + 5
+        while "waiting for rollouts" not in stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    console.close()
+    lines = set(stream.getvalue().splitlines())
+    assert lines == {"… working, waiting for rollouts of step 4 (5/16, 3 to prefill, 13 decoding)"}
+
+
+def test_the_live_block_holds_the_bar_of_what_goes_on() -> None:
+    stream = io.StringIO()
+    console = LiveConsole(stream)
+    console._rich.width = 110
+    console.begin("tiny", 10)
+    console.activity = lambda: "0 to prefill, 6 decoding"
+    with console.progress("evaluation after step 5", 8, quiet=True) as bar:
+        bar.advance(6)
+        console._rich.print(console.block())
+    console._rich.print(console.block())
+    console.close()
+    text = stream.getvalue()
+    assert "━" * 24 + " 6/8  evaluation after step 5 (0 to prefill, 6 decoding" in text
+    assert console._bar is None
+
+
+def test_a_bar_that_is_left_by_an_error_is_gone() -> None:
+    console = PlainConsole(io.StringIO())
+    with pytest.raises(RuntimeError), console.progress("rollouts", 4, quiet=True):
+        raise RuntimeError
+    assert console._bar is None
+    console.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import EXIT_LOCKED, RunLockedError, StorageError
-from shoal.observability.lock import RunLock, find_holder
+from shoal.observability.lock import RunLock, find_holder, seems_running
 from shoal.observability.run_dir import RunDir
 
 HOLD = """
@@ -90,3 +90,15 @@ def test_failed_create_releases_the_lock(tmp_path: Path) -> None:
 def test_lock_in_no_folder(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="could not open"):
         RunLock(tmp_path / "missing")
+
+
+def test_a_run_on_another_machine_is_judged_by_its_files(tmp_path: Path) -> None:
+    """Through a mount the other machine's lock may be invisible; here it is simply not held."""
+    with RunDir.create(tmp_path, "", {}) as run_dir:
+        assert seems_running(run_dir.path)
+    assert not seems_running(tmp_path), "our own machine's lock is to be trusted"
+    (tmp_path / "run.lock").write_text('{"pid": 1, "host": "another-machine"}')
+    assert seems_running(tmp_path)
+    for name in ("status.json", "metrics.jsonl", "events.jsonl", "journal.jsonl"):
+        os.utime(tmp_path / name, (time.time() - 3600, time.time() - 3600))
+    assert not seems_running(tmp_path)

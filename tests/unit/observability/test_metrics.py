@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.observability.metrics import CATALOGUE, FAMILIES, Tally, find_metric, sort_metrics
+from shoal.observability import metrics as metrics_module
+from shoal.observability.catalogue import CATALOGUE, FAMILIES, find_metric, nearest_metrics, sort_metrics
+from shoal.observability.metrics import Tally
 from shoal.observability.spans import Phases, throughput
 
 NAMED_IN_THE_DESIGN = [
@@ -69,6 +71,42 @@ def test_the_list_above_is_the_design_documents() -> None:
 def test_catalogue_entries_are_one_sentence_each() -> None:
     for metric in [*CATALOGUE.values(), *FAMILIES.values()]:
         assert metric.meaning.endswith(".") and metric.meaning[0].isupper(), metric.name
+
+
+# Names that are put together where they are measured.
+PUT_TOGETHER = {
+    'f"reward/p{share}"': ("reward/p10", "reward/p50", "reward/p90"),
+    'f"time/{phase}"': ("time/rollout", "time/reward", "time/train", "time/sync", "time/eval", "time/save"),
+    'f"reward/part/{name}"': ("reward/part/<name>",),
+    'f"reward/env/{name}"': ("reward/env/<env>",),
+    'f"group/env/{name}"': ("group/env/<env>",),
+    'f"completion/env/{name}"': ("completion/env/<env>",),
+    'f"eval/{name}/{key}"': tuple(name for name in FAMILIES if name.startswith("eval/")),
+}
+
+
+def test_everything_in_the_glossary_is_measured_somewhere() -> None:
+    source = Path(metrics_module.__file__).parents[1]
+    rooms = ("algorithms", "orchestrator", "trainer", "observability/spans.py")
+    files = [
+        file for room in rooms for file in ([source / room] if room.endswith(".py") else (source / room).rglob("*.py"))
+    ]
+    text = "\n".join(file.read_text() for file in files)
+    found = {name for name in CATALOGUE if f'"{name}"' in text}
+    found |= {name for how, names in PUT_TOGETHER.items() if how in text for name in names}
+    assert {*CATALOGUE, *FAMILIES} - found == set()
+    keys = ("error_frac", "mean", "std", "pass_at_k", "length_mean", "truncated_frac")
+    assert {name.split("/")[-1] for name in FAMILIES if name.startswith("eval/")} == set(keys)
+
+
+def test_what_is_unhealthy_has_a_remedy() -> None:
+    for name in ("masked", "mismatch/k3", "completion/truncated_frac", "group/all_bad_frac", "policy/entropy"):
+        assert CATALOGUE[name].healthy and CATALOGUE[name].change
+
+
+def test_nearest_names() -> None:
+    assert nearest_metrics("ratio_max")[:2] == ["policy/ratio_max", "mismatch/ratio_max"]
+    assert nearest_metrics("reward/meen")[0] == "reward/mean"
 
 
 def test_families_match_and_others_do_not() -> None:

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,9 @@ class Collecting:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.rows.append((step, dict(metrics)))
+
+    def log_completions(self, step: int, rows: Sequence[Any]) -> None:
+        return
 
     def close(self) -> None:
         self.closed = True

@@ -217,3 +217,14 @@ def test_policy_logprobs_are_noted_for_the_rollout_files():
         "letters/0/0/0/0": 3,
         "letters/0/0/0/1": 1,
     }
+
+
+def test_the_largest_ratios_are_of_single_tokens():
+    """A uniform policy over eight tokens says 1/8; the sampler said 1/2, 1/4 and 1/16 of three of them."""
+    turns = [
+        make_turn([3, 4], logprobs=[math.log(1 / 2), math.log(1 / 4)]),
+        make_turn([5], logprobs=[math.log(1 / 16)]),
+    ]
+    _, metrics = learn(make_learner(UnigramPolicy(), MEAN_ONLY), [group_of(0, [1.0, 0.0], turns)])
+    assert metrics["mismatch/ratio_max"] == pytest.approx(2.0, rel=1e-5)
+    assert metrics["policy/ratio_max"] == pytest.approx(2.0, rel=1e-5), "the sampler stands in for the old policy"

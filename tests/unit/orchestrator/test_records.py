@@ -45,6 +45,9 @@ def test_metrics_by_hand():
     expected = {
         "reward/mean": np.mean(rewards),
         "reward/std": np.std(rewards, ddof=1),
+        "reward/p10": 0.0,
+        "reward/p50": 0.75,
+        "reward/p90": 1.0,
         "reward/raw_mean": np.mean(rewards),
         "reward/error_frac": 1 / 12,
         "reward/timeout_frac": 1 / 12,
@@ -58,6 +61,8 @@ def test_metrics_by_hand():
         "tokens/prompt": 24,
         "tokens/completion": 4 + 11 * 2,
         "completion/length_mean": 26 / 12,
+        "completion/length_min": 2,
+        "completion/length_max": 4,
         "completion/truncated_frac": 1 / 12,
         "staleness/mean": (2 + 1 + 1) / 3,
         "staleness/max": 2,
@@ -81,6 +86,8 @@ def test_parts_and_several_environments():
         rollout.parts = {"style": part}
     metrics = tallied([first, second])
     assert metrics["reward/env/a"] == 0.5 and metrics["reward/env/b"] == 0.5
+    assert (metrics["group/env/a"], metrics["group/env/b"]) == (1.0, 0.0)
+    assert metrics["completion/env/a"] == metrics["completion/env/b"] == metrics["completion/length_mean"]
     assert metrics["reward/part/style"] == pytest.approx(1.25 / 3), "a failed rollout has no part in it"
     assert not any(name.startswith("reward/env/") for name in tallied([first]))
 

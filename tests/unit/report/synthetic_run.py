@@ -12,6 +12,7 @@ from shoal.observability.events import EventLog
 from shoal.observability.run_dir import RunDir
 
 CONFIG = "train:\n  model: tiny-qwen3\n  learning_rate: 1.0e-4\n  max_steps: {steps}\norch:\n  batch_size: 32\n"
+EPOCH_STEPS = 4  # a prompt comes back after so many steps
 WORDS = ["otter", "heron", "minnow", "reed bed", "tide pool", "sand bar"]
 
 
@@ -23,8 +24,9 @@ def make_run(path: Path, steps: int = 40, groups: int = 4, size: int = 8, seed: 
         for step in range(1, steps + 1):
             events.step = step
             run_dir.append_metrics(step, metrics_of(step, steps, dice))
-            run_dir.write_rollouts(step, rollouts_of(step, steps, groups, size, dice))
-            run_dir.append_journal(step, {"version": step})
+            rollouts = list(rollouts_of(step, steps, groups, size, dice))
+            run_dir.write_rollouts(step, rollouts)
+            run_dir.append_journal(step, journal_of(step, rollouts))
             if step % 20 == 0:
                 events.emit("checkpoint", f"saved step {step}")
         events.warn(
@@ -34,12 +36,20 @@ def make_run(path: Path, steps: int = 40, groups: int = 4, size: int = 8, seed: 
     return path
 
 
+def journal_of(step: int, rollouts: list[dict[str, Any]]) -> dict[str, Any]:
+    dropped = {r["group"]: r["drop_reason"] for r in rollouts if r["drop_reason"]}
+    trained = [r["rollout_id"] for r in rollouts if not r["drop_reason"] and r["reward"] is not None]
+    return {"version": step, "rollout_ids": trained, "dropped": dropped}
+
+
 def metrics_of(step: int, steps: int, dice: random.Random) -> dict[str, float]:
     share = step / steps
     rollout_s, train_s = 3.1 + dice.random(), 2.0 + 0.4 * dice.random()
     metrics = {
         "reward/mean": 0.3 + 0.5 * (1 - math.exp(-3 * share)) + 0.04 * dice.gauss(0, 1),
         "reward/std": 0.22 - 0.12 * share,
+        "reward/p10": 0.15 + 0.5 * share,
+        "reward/p90": 0.6 + 0.38 * share,
         "reward/part/similarity": 0.4 + 0.4 * share,
         "reward/part/format": min(1.0, 0.7 + 0.4 * share),
         "group/mixed_frac": 0.9 - 0.3 * share,
@@ -87,11 +97,12 @@ def rollout_of(
     sampled = len(pieces) - prompt_tokens
     logprobs = [0.0] * prompt_tokens + [-abs(dice.gauss(0, 1)) for _ in range(sampled)]
     failed = index == 5 and group == 1
-    prompt_id = f"reverse-text/{10 * step + group}"
+    prompt_id = f"reverse-text/{10 * ((step - 1) % EPOCH_STEPS) + group}"
+    epoch = (step - 1) // EPOCH_STEPS
     return {
-        "rollout_id": f"{prompt_id}/0/0/{index}",
+        "rollout_id": f"{prompt_id}/{epoch}/0/{index}",
         "prompt_id": prompt_id,
-        "group": f"{prompt_id}/0/0",
+        "group": f"{prompt_id}/{epoch}/0",
         "env": "reverse-text",
         "status": "timeout" if failed else "ok",
         "drop_reason": "uniform-good" if flat else None,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,8 +20,10 @@ from hypothesis import strategies as st
 from shoal.errors import ConfigError
 from shoal.observability.journal import read_lines
 from shoal.observability.run_dir import RunDir, rollouts_path
-from shoal.report import collect_overview, collect_rollouts, render_report, rollout_steps, write_report
-from shoal.report.page import choose_rollouts, spread
+from shoal.report import collect_overview, collect_rollouts, render_report, report_json, rollout_steps, write_report
+from shoal.report.choose import choose_groups, spread, unpack
+from shoal.report.page import page_data
+from shoal.report.rollouts import index_step
 
 from .synthetic_run import make_run
 
@@ -67,18 +70,28 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("runs") / "demo", steps=12)
 
 
+def heads_of(page: Page, run: int = 0) -> list[dict[str, Any]]:
+    return json.loads(page.data[f"heads-{run}"])
+
+
+def groups_of(page: Page, step: int, run: int = 0) -> list[dict[str, Any]]:
+    return [unpack(text) for text in page.data[f"groups-{run}-{step}"].split("\n")]
+
+
 def test_overview_holds_the_numbers_of_the_files(run: Path) -> None:
     overview = collect_overview(run)
     lines = list(read_lines(run / "metrics.jsonl"))
     assert overview["steps"] == list(range(1, 13))
     assert overview["series"]["reward/mean"] == [line["reward/mean"] for line in lines]
-    assert [
-        step for step, v in zip(overview["steps"], overview["series"]["eval/reverse-text/mean"], strict=True) if v
-    ] == [1, 10]
+    measured = zip(overview["steps"], overview["series"]["eval/reverse-text/mean"], strict=True)
+    assert [step for step, value in measured if value] == [1, 10]
     assert overview["run"]["name"] == "demo" and overview["run"]["state"] == "finished"
-    assert overview["catalogue"]["eval/reverse-text/mean"]["meaning"] == "Mean held-out reward of an environment."
-    assert "learning_rate" in overview["config"]
+    assert overview["run"]["total_steps"] == 12 and "learning_rate" in overview["config"]
     assert [event["kind"] for event in overview["events"]] == ["start", "mismatch"]
+    assert [finding["check"] for finding in overview["findings"]] == ["mismatch"], "the run's own warning"
+    words = page_data([overview])["glossary"]
+    assert words["eval/reverse-text/mean"]["meaning"] == "Mean held-out reward of an environment."
+    assert "train.learning_rate" in words["masked"]["change"]
     json.dumps(overview, allow_nan=False)
 
 
@@ -99,29 +112,33 @@ def test_page_is_one_file_that_runs_only_its_own_scripts(run: Path) -> None:
     path = write_report(run)
     page = Page(path.read_text())
     assert path == run / "report.html"
-    assert len(page.scripts) == 5 and len(page.styles) == 2 and page.handlers == []
+    assert len(page.scripts) == 9 and len(page.styles) == 3 and page.handlers == []
     assert [address for address in page.addresses if not address.startswith("#")] == []
     for text in (*page.scripts, *page.styles):
         assert base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() in page.policy
-    assert "default-src 'none'" in page.policy and "unsafe" not in page.policy
-    assert sorted(page.data) == sorted(["overview", *(f"rollouts-{step}" for step in range(1, 13))])
-    assert json.loads(page.data["rollouts-3"]) == collect_rollouts(run, 3)
-    assert json.loads(page.data["overview"])["left_out"] == {"steps": [], "partly": {}}
+    assert "default-src 'none'" in page.policy and "unsafe" not in page.policy and "connect-src" not in page.policy
+    assert sorted(page.data) == sorted(["page", "heads-0", *(f"groups-0-{step}" for step in range(1, 13))])
+    assert groups_of(page, 3) == collect_rollouts(run, 3)
+    assert [head["group"] for head in heads_of(page) if head["step"] == 3] == [g["group"] for g in groups_of(page, 3)]
+    left_out = json.loads(page.data["page"])["runs"][0]["left_out"]
+    assert left_out == {"kept": 48, "groups": 48, "unread_steps": 0, "steps": []}
 
 
 def test_markup_in_text_stays_text(tmp_path: Path) -> None:
     with RunDir.create(tmp_path / "run", f"key: {NASTY.encode(errors='replace').decode()}\n", {}) as run_dir:
         run_dir.append_metrics(1, {"reward/mean": 0.5, "optim/grad_norm": float("nan")})
-        run_dir.append_event({"step": 1, "kind": NASTY, "message": NASTY, "time": 0.0})
+        run_dir.append_event({"step": 1, "kind": NASTY, "message": NASTY, "time": 0.0, "level": "warning"})
         row = {"rollout_id": NASTY, "group": NASTY, "prompt": NASTY, "completion": NASTY, "status": NASTY}
         run_dir.write_rollouts(1, [{**row, "parts": {NASTY: 1.0}, "token_texts": [NASTY], "loss_mask": [1]}])
         run_dir.write_status("failed", step=1, reason=NASTY, resumable=True)
     html = render_report(tmp_path / "run").decode()
     page = Page(html)
-    assert len(page.scripts) == 5 and page.handlers == [] and "owned" not in "".join(page.scripts)
+    assert len(page.scripts) == 9 and page.handlers == [] and "owned" not in "".join(page.scripts)
     assert not [text for text in page.data.values() if re.search("[<>&]", text)]
-    assert json.loads(page.data["rollouts-1"])[0]["rollouts"][0]["completion"] == NASTY.replace("\ud800", "\ufffd")
-    assert json.loads(page.data["overview"])["series"]["optim/grad_norm"] == [None]
+    (group,) = groups_of(page, 1)
+    assert group["rollouts"][0]["completion"] == NASTY.replace("\ud800", "\ufffd")
+    assert heads_of(page)[0]["statuses"] == [NASTY.replace("\ud800", "\ufffd")]
+    assert json.loads(page.data["page"])["runs"][0]["series"]["optim/grad_norm"] == [None]
     assert "innerHTML" not in "".join(page.scripts[1:])
 
 
@@ -130,23 +147,39 @@ def test_run_name_is_escaped(tmp_path: Path) -> None:
     assert "<title>&lt;b&gt;&amp;name · Shoal</title>" in write_report(tmp_path / "<b>&name").read_text()
 
 
-def test_size_limit_leaves_steps_out_and_says_which(run: Path) -> None:
-    whole = len(render_report(run))
-    limit = whole - 150_000
+def test_the_size_limit_keeps_newest_best_worst_and_a_sample(run: Path) -> None:
+    limit = len(render_report(run)) - 60_000
     html = render_report(run, limit_bytes=limit)
     assert len(html) <= limit
     page = Page(html.decode())
-    left_out = json.loads(page.data["overview"])["left_out"]
-    kept = {int(name.removeprefix("rollouts-")) for name in page.data if name != "overview"}
-    assert left_out["steps"] and {1, 12} <= kept
-    assert kept | set(left_out["steps"]) == set(range(1, 13)) and not kept & set(left_out["steps"])
-    for step, count in left_out["partly"].items():
-        assert len(json.loads(page.data[f"rollouts-{step}"])) == 4 - count
+    heads, left_out = heads_of(page), json.loads(page.data["page"])["runs"][0]["left_out"]
+    assert left_out["kept"] == len(heads) < 48 == left_out["groups"]
+    means = {(head.step, head.group): head.mean for step in range(1, 13) for head in index_step(run, step)}
+    kept = {(head["step"], head["group"]) for head in heads}
+    assert max(means, key=lambda key: means[key] or 0) in kept and min(means, key=lambda key: means[key] or 0) in kept
+    assert {1, 12} <= {step for step, _ in kept}
+    assert {step for step, _ in kept} | set(left_out["steps"]) == set(range(1, 13))
+    for step in {step for step, _ in kept}:
+        assert [g["group"] for g in groups_of(page, step)] == [h["group"] for h in heads if h["step"] == step]
 
 
 def test_no_room_at_all_still_gives_a_page(run: Path) -> None:
-    chosen = choose_rollouts(run, 10)
-    assert chosen.texts == {} and chosen.missing == rollout_steps(run)
+    chosen = choose_groups(run, 10)
+    assert chosen.kept == 0 and chosen.left_out(rollout_steps(run))["steps"] == rollout_steps(run)
+
+
+def test_the_json_twin_holds_the_same_data(run: Path) -> None:
+    data = json.loads(report_json(run))
+    assert data["runs"][0]["series"] == collect_overview(run)["series"]
+    assert data["runs"][0]["rollouts"]["5"] == collect_rollouts(run, 5)
+
+
+def test_two_runs_share_a_page_and_keep_apart(run: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "demo", steps=3, seed=9)
+    page = Page(render_report(run, other).decode())
+    names = [each["run"]["name"] for each in json.loads(page.data["page"])["runs"]]
+    assert names == [f"{run.parent.name}/demo", f"{tmp_path.name}/demo"]
+    assert groups_of(page, 2, run=1) == collect_rollouts(other, 2) != groups_of(page, 2, run=0)
 
 
 @given(st.lists(st.integers(1, 10_000), unique=True, max_size=200).map(sorted))
@@ -170,6 +203,7 @@ def test_unfinished_runs_are_readable(tmp_path: Path) -> None:
     (run_dir.path / "config.yaml").unlink()
     overview = collect_overview(run_dir.path)
     assert overview["run"]["state"] == "killed" and overview["steps"] == [1] and overview["config"] == ""
+    assert overview["config_changes"] is None
     assert write_report(run_dir.path).stat().st_size > 50_000
 
 

@@ -51,7 +51,7 @@ IN_THE_CONFIGURATION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "saving_steps": ({"saving_steps": 3}, {"train.save_steps": 3}),
     "logging_steps": ({"logging_steps": 5}, {"train.logging_steps": 5}),
     "seed": ({"seed": 11}, {"train.seed": 11, "orch.sampling.seed": 11}),
-    "log_completions": ({"log_completions": True}, {"train.log_completions": 4}),
+    "log_completions": ({"log_completions": True}, {"train.show_completions": 4}),
     "enable_wandb": ({"enable_wandb": True}, {"train.report_to": ["wandb"]}),
     "wandb_project": ({"enable_wandb": True, "wandb_project": "fish"}, {"train.report_project": "fish"}),
     "use_vllm": ({"use_vllm": True}, {"infer.engine": "vllm", "infer.gpu_memory_utilization": 0.5}),

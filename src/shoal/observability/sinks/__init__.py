@@ -11,8 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from shoal.errors import ConfigError
+from shoal.observability.sinks.names import rename
+from shoal.observability.sinks.tables import completion_rows
 from shoal.observability.sinks.threaded import ThreadedSink
 from shoal.observability.sinks.trackers import TRACKERS, TrackerRun
+from shoal.types import RolloutGroup
 
 __all__ = ["Sinks", "ThreadedSink", "TrackerRun", "check_sinks", "open_sinks"]
 
@@ -23,17 +26,43 @@ class MetricStore(Protocol):
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
-class Sinks:
-    """The run directory first and surely, then every tracker if and when it can."""
+class Watcher(Protocol):
+    """Looks at every step as it is recorded; LiveHealth, usually."""
 
-    def __init__(self, store: MetricStore, trackers: Sequence[ThreadedSink] = ()) -> None:
+    def look(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+class Sinks:
+    """The run directory first and surely, then whoever watches, then every tracker if and when it can."""
+
+    def __init__(
+        self,
+        store: MetricStore,
+        trackers: Sequence[ThreadedSink] = (),
+        run: TrackerRun | None = None,
+        watcher: Watcher | None = None,
+    ) -> None:
         self._store = store
+        self._run = run
+        self._watcher = watcher
         self.trackers = list(trackers)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._store.append_metrics(step, metrics)
-        for tracker in self.trackers:
-            tracker.log(step, metrics)
+        if self._watcher is not None:
+            self._watcher.look(step, metrics)
+        if self.trackers:
+            renamed = rename(self._run.metric_names if self._run is not None else "native", metrics, step)
+            for tracker in self.trackers:
+                tracker.log(step, renamed)
+
+    def log_completions(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """A few completions of the step as a table; the run directory has them all anyway."""
+        limit = self._run.completions if self._run is not None else 0
+        if self.trackers and limit and groups:
+            rows = completion_rows(step, groups, limit)
+            for tracker in self.trackers:
+                tracker.log_completions(step, rows)
 
     def close(self, timeout_s: float = 10.0) -> dict[str, dict[str, int]]:
         """Flush what can be flushed in time; returns by tracker what was sent, failed and dropped."""
@@ -61,6 +90,7 @@ def open_sinks(
     store: MetricStore,
     run: TrackerRun,
     on_problem: Callable[[str, str, Mapping[str, Any]], None] | None = None,
+    watcher: Watcher | None = None,
 ) -> Sinks:
     """`on_problem(kind, message, data)` fits EventLog.warn; it is called at the first failure of each tracker."""
     check_sinks(names)
@@ -68,4 +98,4 @@ def open_sinks(
     for name in names:
         tracker = TRACKERS[name]
         threaded.append(ThreadedSink(name, lambda tracker=tracker: tracker.open(run), on_problem=on_problem))
-    return Sinks(store, threaded)
+    return Sinks(store, threaded, run, watcher)

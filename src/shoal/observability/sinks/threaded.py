@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.protocols import MetricSink
@@ -38,8 +38,15 @@ class ThreadedSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Never blocks, never raises."""
+        self._put("log", step, dict(metrics))
+
+    def log_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The same for a table."""
+        self._put("log_completions", step, list(rows))
+
+    def _put(self, method: str, step: int, data: Any) -> None:
         try:
-            self._queue.put_nowait((step, dict(metrics)))
+            self._queue.put_nowait((method, step, data))
         except queue.Full:
             self.dropped += 1
             self._tell("slow", f"{self.name} is too slow or hangs; metrics are dropped there, not in the run directory")
@@ -89,7 +96,8 @@ class ThreadedSink:
                 self.failed += 1
                 continue
             try:
-                sink.log(*item)
+                method, step, data = item
+                getattr(sink, method)(step, data)
                 self.sent += 1
                 in_a_row = 0
             except Exception as error:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal.observability.sinks.tables import COLUMNS, as_markdown
 from shoal.protocols import MetricSink
+
+Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,8 @@ class TrackerRun:
     project: str = "shoal"
     name: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    metric_names: str = "native"
+    completions: int = 0  # rows of the completions table a step
 
     @property
     def title(self) -> str:
@@ -33,14 +39,20 @@ class Tracker:
 
 
 class WandbSink:
+    """Online or offline as WANDB_MODE and `wandb offline` say; files lie under logs/."""
+
     def __init__(self, run: TrackerRun) -> None:
-        wandb = importlib.import_module("wandb")
-        self._run = wandb.init(
+        self._wandb = importlib.import_module("wandb")
+        self._run = self._wandb.init(
             project=run.project, name=run.title, dir=str(run.folder / "logs"), config=dict(run.config), resume="allow"
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_completions(self, step: int, rows: Rows) -> None:
+        data = [[row[name] for name in COLUMNS] for row in rows]
+        self._run.log({"completions": self._wandb.Table(columns=list(COLUMNS), data=data)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -55,32 +67,59 @@ class TensorboardSink:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
+    def log_completions(self, step: int, rows: Rows) -> None:
+        self._writer.add_text("completions", as_markdown(rows), step)
+
     def close(self) -> None:
         self._writer.close()
 
 
 class TrackioSink:
     def __init__(self, run: TrackerRun) -> None:
-        trackio = importlib.import_module("trackio")
-        self._run = trackio.init(project=run.project, name=run.title, config=dict(run.config), resume="allow")
+        self._trackio = importlib.import_module("trackio")
+        self._run = self._trackio.init(
+            project=run.project,
+            name=run.title,
+            config=dict(run.config),
+            resume="allow",
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_completions(self, step: int, rows: Rows) -> None:
+        import pandas
+
+        frame = pandas.DataFrame([{name: row[name] for name in COLUMNS} for row in rows])
+        self._run.log({"completions": self._trackio.Table(dataframe=frame)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
 class MlflowSink:
+    """To MLFLOW_TRACKING_URI, or to files under logs/mlflow where none is set."""
+
     def __init__(self, run: TrackerRun) -> None:
-        self._client = importlib.import_module("mlflow").MlflowClient()
+        mlflow = importlib.import_module("mlflow")
+        address = os.environ.get("MLFLOW_TRACKING_URI")
+        if not address:
+            address = (run.folder / "logs" / "mlflow").resolve().as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self._client = mlflow.MlflowClient(tracking_uri=address)
         experiment = self._client.get_experiment_by_name(run.project)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
         self._run_id = self._client.create_run(experiment_id, run_name=run.title).info.run_id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._client.log_metric(self._run_id, name, value, step=step)
+            self._client.log_metric(self._run_id, name.replace("@", "_at_"), value, step=step)
+
+    def log_completions(self, step: int, rows: Rows) -> None:
+        data = {name: [row[name] for row in rows] for name in COLUMNS}
+        self._client.log_table(self._run_id, data, artifact_file=f"completions/step_{step:06d}.json")
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
@@ -90,5 +129,5 @@ TRACKERS = {
     "wandb": Tracker("wandb", "pip install 'shoal[wandb]'", WandbSink),
     "tensorboard": Tracker("tensorboardX", "pip install 'shoal[tensorboard]'", TensorboardSink),
     "trackio": Tracker("trackio", "pip install 'shoal[trackio]'", TrackioSink),
-    "mlflow": Tracker("mlflow", "pip install mlflow-skinny", MlflowSink),
+    "mlflow": Tracker("mlflow", "pip install 'shoal[mlflow]'", MlflowSink),
 }

@@ -1,189 +1,270 @@
 "use strict";
-// The rollout browser: steps, groups, completions side by side, tokens tinted. All text is set as text.
-shoal.browser = (overview) => {
-  const $ = (id) => document.getElementById(id);
-  const steps = overview.rollout_steps.filter((step) => $("rollouts-" + step));
-  const place = { step: steps[steps.length - 1], group: 0 };
-  const cache = new Map();
+// The rollout browser: steps, groups, filters, completions side by side, one prompt followed over the steps.
+shoal.browser = (source) => {
+  const { $, make } = shoal;
+  const place = { run: 0, step: null, group: null, tint: shoal.stored("tint") || "logprob", follow: null };
+  let heads = [], next = null, asked = 0;
 
-  const groupsOf = (step) => {
-    if (!cache.has(step)) cache.set(step, shoal.read("rollouts-" + step) || []);
-    const groups = cache.get(step);
-    return $("only-mixed").checked ? groups.filter(isMixed) : groups;
-  };
+  const steps = () => source.steps(place.run);
+  const shownRun = () => shoal.page.runs[place.run];
 
-  function rewards(group) {
-    return group.rollouts.map((rollout) => rollout.reward).filter((reward) => reward !== null);
+  function query() {
+    const number = (id) => ($(id).value === "" ? null : Number($(id).value));
+    return { env: $("env").value, status: $("status").value, min: number("least"), max: number("most"), text: $("text").value.trim() };
   }
 
-  function isMixed(group) {
-    const all = rewards(group);
-    return all.length > 1 && Math.max(...all) !== Math.min(...all);
+  // Every answer that arrives after a newer question is dropped.
+  async function list({ keep = false, further = false } = {}) {
+    const mine = ++asked, wanted = query();
+    place.follow = null;
+    if (!steps().length) return showNothing();
+    try {
+      let found;
+      if ($("everywhere").checked) found = await source.find(place.run, wanted, further ? next : null);
+      else found = { heads: await inStep(wanted), next: null };
+      if (mine !== asked) return;
+      heads = further ? [...heads, ...found.heads] : found.heads;
+      next = found.next;
+    } catch (error) {
+      return failed(error);
+    }
+    $("go-on").hidden = next === null;
+    const there = keep && heads.find((head) => head.group === place.group && head.step === place.step);
+    drawList();
+    if (!further) await choose(there || heads.find((head) => head.group === place.group) || heads[0], false);
   }
 
-  function showStep(step, group) {
-    if (!steps.length) return showNothing();
-    place.step = nearest(step);
-    place.group = group || 0;
-    $("step").value = String(place.step);
-    drawGroups();
+  async function inStep(wanted) {
+    const all = (await source.heads(place.run, place.step)).filter((head) => shoal.allows(wanted, head));
+    if (!wanted.text) return all;
+    const keep = await Promise.all(all.map(async (head) => shoal.groupHasText(await source.group(place.run, head), wanted.text)));
+    return all.filter((_, i) => keep[i]);
   }
 
-  function nearest(step) {
-    return steps.reduce((best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best), steps[0]);
+  function failed(error) {
+    $("count").textContent = "Could not read the rollouts: " + error.message;
   }
 
   function showNothing() {
-    $("group").replaceChildren(shoal.make("p", { class: "empty" }, "No rollouts are stored in this report."));
+    $("groups").replaceChildren();
+    $("count").textContent = "";
+    $("group").replaceChildren(make("p", { class: "empty" }, "No rollouts are stored here" + (shownRun().steps.length ? "." : " yet.")));
   }
 
-  function drawGroups() {
-    const groups = groupsOf(place.step);
-    place.group = Math.max(0, Math.min(place.group, groups.length - 1));
-    $("groups").replaceChildren(...groups.map((group, i) => groupEntry(group, i)));
-    drawGroup(groups[place.group]);
+  function drawList() {
+    const rollouts = heads.reduce((sum, head) => sum + head.rewards.length, 0);
+    $("count").textContent = heads.length + (heads.length === 1 ? " group, " : " groups, ") + rollouts + " rollouts" + (next === null ? "" : " so far");
+    $("groups").replaceChildren(...heads.slice(0, 400).map((head, i) => entry(head, i)));
+    if (heads.length > 400) $("groups").append(make("li", { class: "count" }, heads.length - 400 + " more; narrow the search to see them"));
   }
 
-  function groupEntry(group, i) {
-    const dots = shoal.make("span", { class: "dots" }, ...group.rollouts.map((rollout) => rewardDot(rollout, group)));
-    const all = rewards(group);
-    const mean = all.length ? all.reduce((a, b) => a + b, 0) / all.length : null;
-    const entry = shoal.make("button", { type: "button", class: i === place.group ? "entry chosen" : "entry" },
-      shoal.make("span", { class: "entry-head" }, shoal.make("b", {}, group.prompt_id || group.group), shoal.make("span", { class: "mean" }, shoal.number(mean))),
-      shoal.make("span", { class: "preview" }, group.prompt.trim().split("\n").pop().slice(-90)), dots,
-      group.drop_reason ? shoal.make("span", { class: "dropped" }, "set aside: " + group.drop_reason) : null);
-    entry.addEventListener("click", () => choose(i));
-    return shoal.make("li", {}, entry);
+  function entry(head, i) {
+    const where = ($("everywhere").checked || place.follow ? "step " + head.step + " · " : "") + (head.prompt_id || head.group);
+    const button = make("button", { type: "button", class: "entry", "data-i": i },
+      make("span", { class: "entry-head" }, make("span", {}, where), make("span", { class: "mean" }, shoal.number(shoal.mean(head.rewards)))),
+      make("span", { class: "preview" }, head.preview.replace(/^\[user\] /, "")), dots(head),
+      head.drop_reason ? make("span", { class: "dropped" }, "set aside: " + head.drop_reason) : null);
+    button.addEventListener("click", () => choose(head));
+    return make("li", {}, button);
   }
 
   // Filled by rank between the group's worst and best, so that a group can be judged at a glance.
-  function rewardDot(rollout, group) {
-    const dot = shoal.make("i", { class: rollout.reward === null ? "dot none" : "dot", title: rollout.status + " " + shoal.number(rollout.reward) });
-    if (rollout.reward !== null) {
-      const all = rewards(group), low = Math.min(...all), high = Math.max(...all);
-      const share = high > low ? (rollout.reward - low) / (high - low) : 0.5;
-      dot.style.background = "color-mix(in srgb, " + shoal.colour("c1") + " " + Math.round(12 + 88 * share) + "%, " + shoal.colour("line") + ")";
-    }
-    return dot;
+  function dots(head) {
+    const known = head.rewards.filter((reward) => reward !== null), low = Math.min(...known), high = Math.max(...known);
+    return make("span", { class: "dots" }, ...head.rewards.map((reward, i) => {
+      const dot = make("i", { class: reward === null ? "dot none" : "dot", title: head.statuses[i] + " " + shoal.number(reward) });
+      if (reward !== null) dot.style.background = "color-mix(in srgb, " + shoal.colour("c1") + " " + Math.round(high > low ? 12 + (88 * (reward - low)) / (high - low) : 50) + "%, " + shoal.colour("line") + ")";
+      return dot;
+    }));
   }
 
-  function choose(i) {
-    place.group = i;
-    drawGroups();
-    const entry = $("groups").children[place.group];
-    if (entry) entry.scrollIntoView({ block: "nearest" });
-    remember();
-  }
-
-  function drawGroup(group) {
-    if (!group) {
-      $("group").replaceChildren(shoal.make("p", { class: "empty" }, "No group to show at this step."));
+  async function choose(head, remembered = true) {
+    mark(head);
+    if (!head) {
+      place.group = null;
+      $("group").replaceChildren(make("p", { class: "empty" }, "No group matches here."));
       return;
     }
-    const head = shoal.make("details", { class: "prompt", open: "" }, shoal.make("summary", {}, "Prompt"), shoal.make("pre", {}, group.prompt));
-    const cards = shoal.make("div", { class: "completions" }, ...group.rollouts.map((rollout) => rolloutCard(rollout)));
-    $("group").replaceChildren(head, cards);
+    place.group = head.group;
+    place.step = head.step;
+    $("step").value = String(head.step);
+    const mine = asked;
+    try {
+      const group = await source.group(place.run, head);
+      if (mine === asked && place.group === head.group) drawGroup(group, head);
+    } catch (error) {
+      failed(error);
+    }
+    if (remembered) remember();
+  }
+
+  function mark(head) {
+    for (const button of $("groups").querySelectorAll(".entry")) {
+      const chosen = heads[button.dataset.i] === head;
+      button.classList.toggle("chosen", chosen);
+      button.toggleAttribute("aria-current", chosen);
+      // Only the list scrolls: scrollIntoView would move the page too.
+      if (chosen) {
+        const item = button.parentElement, room = $("groups");
+        if (item.offsetTop < room.scrollTop + room.offsetTop || item.offsetTop + item.offsetHeight > room.scrollTop + room.offsetTop + room.clientHeight) room.scrollTop = item.offsetTop - room.offsetTop - 40;
+      }
+    }
+  }
+
+  function drawGroup(group, head) {
+    place.shown = { group, head };
+    const largest = Math.max(...group.rollouts.map((rollout) => Math.abs(rollout.advantage || 0)));
+    group.rollouts.forEach((rollout) => { rollout.largest = largest; });
+    const followed = make("button", { type: "button", class: "push", id: "follow", "aria-pressed": String(Boolean(place.follow)) }, place.follow ? "Back to the step" : "Follow this prompt");
+    followed.addEventListener("click", () => (place.follow ? list({ keep: true }) : follow(head)));
+    const facts = ["step " + head.step, group.env, group.rollouts.length + " rollouts", "mean " + shoal.number(shoal.mean(head.rewards))];
+    const prompt = make("div", { class: "prompt" },
+      make("div", { class: "prompt-head" }, make("b", {}, group.prompt_id || group.group), make("span", { class: "quiet" }, facts.filter(Boolean).join(" · ")),
+        group.drop_reason ? make("span", { class: "badge warn" }, "set aside: " + group.drop_reason) : null, followed),
+      make("pre", { tabindex: "0", "aria-label": "Prompt" }, group.prompt));
+    const timeline = place.follow ? [drawTimeline()] : [];
+    $("group").replaceChildren(...timeline, prompt, tintChoice(), make("div", { class: "completions" }, ...group.rollouts.map(rolloutCard)));
+  }
+
+  function tintChoice() {
+    const buttons = Object.entries(shoal.TINTS).map(([name, tint]) => {
+      const button = make("button", { type: "button", "data-tint": name, "aria-pressed": String(name === place.tint), title: tint.describe }, tint.label);
+      button.addEventListener("click", () => setTint(name));
+      return button;
+    });
+    return make("div", { class: "group-tools" }, "Colour by", make("span", { class: "segments", role: "group", "aria-label": "Colour tokens by" }, ...buttons), shoal.scaleOf(place.tint));
+  }
+
+  function setTint(name) {
+    place.tint = name;
+    shoal.stored("tint", name);
+    if (place.shown) drawGroup(place.shown.group, place.shown.head);
   }
 
   function rolloutCard(rollout) {
-    const sign = rollout.advantage === null ? "" : rollout.advantage > 0 ? " good" : rollout.advantage < 0 ? " bad" : "";
-    const head = shoal.make("header", {},
-      shoal.make("span", { class: "reward" }, shoal.number(rollout.reward)),
-      rollout.advantage === null ? null : shoal.make("span", { class: "advantage" + sign }, (rollout.advantage > 0 ? "+" : "") + shoal.number(rollout.advantage)),
-      rollout.status && rollout.status !== "ok" ? shoal.make("span", { class: "badge warn" }, rollout.status) : null,
-      shoal.make("span", { class: "facts" }, facts(rollout)));
-    const parts = Object.entries(rollout.parts);
-    const partRow = parts.length ? shoal.make("div", { class: "parts" }, ...parts.map(([name, value]) => shoal.make("span", {}, name + " " + shoal.number(value)))) : null;
-    return shoal.make("article", { class: "card rollout" }, head, partRow, body(rollout));
+    const sign = rollout.advantage > 0 ? " good" : rollout.advantage < 0 ? " bad" : "";
+    const head = make("header", {},
+      make("span", { class: "reward", title: "reward" }, shoal.number(rollout.reward)),
+      rollout.advantage === null ? null : make("span", { class: "advantage", title: "advantage" }, shoal.signed(rollout.advantage) + " adv"),
+      rollout.status && rollout.status !== "ok" ? make("span", { class: "badge warn" }, rollout.status) : null,
+      rollout.truncated ? make("span", { class: "badge" }, "truncated") : null,
+      make("span", { class: "facts" }, facts(rollout)));
+    return make("article", { class: "card rollout" + sign }, head, parts(rollout), rollout.error ? make("p", { class: "error" }, rollout.error) : null, ...shoal.drawTokens(rollout, place.tint));
   }
 
   function facts(rollout) {
     const versions = [...new Set(rollout.spans.map((span) => span[2]))];
-    const count = rollout.tokens ? rollout.tokens.count + " tokens" : "";
-    return [count, versions.length ? "v" + versions.join(", v") : ""].filter(Boolean).join(" · ");
+    return [rollout.tokens ? rollout.tokens.count + " tokens" : "", versions.length ? "v" + versions.join(", v") : ""].filter(Boolean).join(" · ");
   }
 
-  function body(rollout) {
-    const text = shoal.make("pre", { class: "completion" });
-    const tokens = rollout.tokens;
-    if (!tokens) {
-      text.append(rollout.completion || "(empty)");
-      return text;
-    }
-    tokens.text.forEach((piece, i) => {
-      const shown = piece.replace(/\n/g, "↵\n");
-      const span = shoal.make("span", { class: tokens.mask[i] ? "token" : "token unmasked", title: describe(tokens, i, piece) }, shown);
-      const colour = tokens.mask[i] ? tint(rollout, tokens, i) : null;
-      if (colour) span.style.background = colour;
-      text.append(span);
-    });
-    if (tokens.left_out) text.append(shoal.make("span", { class: "cut" }, " … " + tokens.left_out + " more tokens"));
-    return text;
+  function parts(rollout) {
+    const all = Object.entries(rollout.parts);
+    if (!all.length) return null;
+    const most = Math.max(1, ...all.map(([, value]) => Math.abs(value || 0)));
+    return make("div", { class: "parts" }, ...all.flatMap(([name, value]) => {
+      const fill = make("i", {});
+      fill.style.width = Math.round((100 * Math.abs(value || 0)) / most) + "%";
+      if (value < 0) fill.style.background = shoal.colour("c2");
+      return [make("span", {}, name), make("span", { class: "bar" }, fill), make("span", { class: "value" }, shoal.number(value))];
+    }));
   }
 
-  function describe(tokens, i, piece) {
-    const lines = [JSON.stringify(piece)];
-    if (!tokens.mask[i]) lines.push("not sampled by the policy");
-    if (tokens.sampler && tokens.sampler[i] !== null) lines.push("sampler log-prob " + tokens.sampler[i]);
-    if (tokens.policy && tokens.policy[i] !== null) lines.push("trainer log-prob " + tokens.policy[i]);
-    return lines.join("\n");
+  async function follow(head) {
+    const mine = ++asked, found = [];
+    let before = null;
+    do {
+      const answer = await source.follow(place.run, head.prompt_id, before);
+      if (mine !== asked) return;
+      found.push(...answer.heads);
+      before = answer.next;
+      place.follow = { prompt: head.prompt_id, heads: found };
+      heads = found;
+      drawList();
+    } while (before !== null && found.length < 600);
+    next = null;
+    $("go-on").hidden = true;
+    await choose(heads.find((each) => each.step === head.step && each.group === head.group) || heads[0]);
   }
 
-  function tint(rollout, tokens, i) {
-    const how = $("tint").value;
-    if (how === "sampler" && tokens.sampler && tokens.sampler[i] !== null) return mix("c2", Math.min(1, -tokens.sampler[i] / 4));
-    if (how === "advantage" && rollout.advantage !== null) return mix(rollout.advantage > 0 ? "c1" : "c2", Math.min(1, Math.abs(rollout.advantage) / 2));
-    if (how === "gap" && tokens.policy && tokens.sampler) {
-      const gap = (tokens.policy[i] || 0) - (tokens.sampler[i] || 0);
-      return mix(gap > 0 ? "c1" : "c2", Math.min(1, Math.abs(gap) / 0.5));
-    }
-    return null;
-  }
-
-  function mix(name, share) {
-    return share < 0.02 ? null : "color-mix(in srgb, " + shoal.colour(name) + " " + Math.round(55 * share) + "%, transparent)";
+  // The mean reward of this prompt at each step it was answered in, with the spread of its group.
+  function drawTimeline() {
+    const ordered = place.follow.heads.slice().sort((a, b) => a.step - b.step);
+    const known = (head) => head.rewards.filter((reward) => reward !== null);
+    const column = (of) => ordered.map((head) => (known(head).length ? of(known(head)) : null));
+    const lines = [{ label: "mean reward", values: column(shoal.mean), colour: "c1", dots: true },
+      { label: "best", values: column((all) => Math.max(...all)), colour: "c1", edge: true }, { label: "worst", values: column((all) => Math.min(...all)), colour: "c1", edge: true }];
+    const figure = shoal.drawChart({ title: "This prompt over the steps", note: "mean of its group; shaded: worst to best", height: 130 },
+      { x: ordered.map((head) => head.step), lines }, (step) => choose(ordered.find((head) => head.step === step)));
+    figure.classList.add("timeline");
+    figure.append(make("div", { class: "chips" }, ...ordered.map((head) => {
+      const chip = make("button", { type: "button", class: head.step === place.step && head.group === place.group ? "chosen" : "" }, String(head.step));
+      chip.addEventListener("click", () => choose(head));
+      return chip;
+    })));
+    return figure;
   }
 
   function remember() {
-    history.replaceState(null, "", "#step=" + place.step + "&group=" + place.group);
+    const words = new URLSearchParams({ step: place.step, group: place.group || "" });
+    if (place.run) words.set("run", place.run);
+    history.replaceState(null, "", "#rollouts?" + words);
   }
 
-  function fromAddress() {
-    const match = location.hash.match(/^#step=(\d+)(?:&group=(\d+))?$/);
-    if (match) openStep(Number(match[1]), Number(match[2] || 0));
-    return Boolean(match);
+  async function openStep(step, group = null, run = place.run) {
+    place.run = run;
+    $("run").value = String(run);
+    const all = steps();
+    if (step === Infinity) step = all[all.length - 1];
+    place.step = all.length ? all.reduce((best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best), all[0]) : null;
+    place.group = group;
+    $("everywhere").checked = false;
+    fillSteps();
+    await list({ keep: true });
   }
 
-  function openStep(step, group) {
-    showStep(step, group);
-    remember();
-    $("rollouts").scrollIntoView({ behavior: "auto" });
+  function fillSteps() {
+    $("step").replaceChildren(...steps().map((step) => make("option", { value: step }, String(step))));
+    $("step").value = String(place.step);
+    const envs = new Set(Object.keys(shownRun().series).filter((name) => name.startsWith("reward/env/")).map((name) => name.slice(11)));
+    heads.forEach((head) => envs.add(head.env));
+    const chosen = $("env").value;
+    $("env").replaceChildren(make("option", { value: "" }, "all"), ...[...envs].filter(Boolean).sort().map((env) => make("option", {}, env)));
+    $("env").value = chosen;
   }
 
   function move(by) {
-    const next = steps[steps.indexOf(place.step) + by];
-    if (next !== undefined) {
-      showStep(next, place.group);
-      remember();
-    }
+    const at = steps().indexOf(place.step) + by;
+    if (steps()[at] !== undefined) openStep(steps()[at]).then(remember);
   }
 
-  function onKey(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey || /^(SELECT|INPUT|TEXTAREA)$/.test(event.target.tagName)) return;
-    if (event.key === "j") choose(place.group + 1);
-    else if (event.key === "k") choose(Math.max(0, place.group - 1));
-    else if (event.key === "l") move(1);
-    else if (event.key === "h") move(-1);
+  function walk(by) {
+    const at = heads.findIndex((head) => head.group === place.group && head.step === place.step);
+    const head = heads[Math.max(0, Math.min(heads.length - 1, at + by))];
+    if (head) choose(head);
   }
 
-  $("step").append(...steps.map((step) => shoal.make("option", { value: step }, String(step))));
-  $("step").addEventListener("change", () => { showStep(Number($("step").value), place.group); remember(); });
-  $("tint").addEventListener("change", () => drawGroups());
-  $("only-mixed").addEventListener("change", () => { place.group = 0; drawGroups(); });
+  function tellLeftOut() {
+    const left = shownRun().left_out;
+    const told = left && (left.kept < left.groups || left.unread_steps) ? "This file holds " + left.kept + " of " + left.groups + " groups: the newest, best and worst ones and an even sample." + (left.steps.length ? " Of " + left.steps.length + " steps it has none." : "") + (left.unread_steps ? " " + left.unread_steps + " steps were not looked at." : "") + " The live page (shoal watch) shows them all." : "";
+    $("left-out").textContent = told;
+    $("left-out").hidden = !told;
+  }
+
+  $("run").append(...shoal.page.runs.map((run, i) => make("option", { value: i }, run.run.name)));
+  $("run-choice").hidden = shoal.page.runs.length < 2;
+  $("run").addEventListener("change", () => { place.run = Number($("run").value); tellLeftOut(); openStep(Infinity, null, place.run).then(remember); });
+  $("step").addEventListener("change", () => openStep(Number($("step").value)).then(remember));
+  for (const id of ["env", "status", "least", "most", "everywhere"]) $(id).addEventListener("change", () => list({ keep: true }));
+  let typing = null;
+  $("text").addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => list({ keep: true }), 250); });
+  $("go-on").addEventListener("click", () => list({ further: true }));
   $("previous").addEventListener("click", () => move(-1));
   $("next").addEventListener("click", () => move(1));
-  document.addEventListener("keydown", onKey);
-  window.addEventListener("hashchange", fromAddress);
-  if (!fromAddress()) showStep(place.step, 0);
-  return { openStep, redraw: () => steps.length && drawGroups() };
+  tellLeftOut();
+  return {
+    openStep, move, walk, refill: fillSteps, remember, place,
+    follow: () => place.shown && (place.follow ? list({ keep: true }) : follow(place.shown.head)),
+    nextTint: () => { const names = Object.keys(shoal.TINTS); setTint(names[(names.indexOf(place.tint) + 1) % names.length]); },
+    redraw: () => { if (heads.length) { drawList(); mark(heads.find((head) => head.group === place.group && head.step === place.step)); } if (place.shown) drawGroup(place.shown.group, place.shown.head); },
+  };
 };

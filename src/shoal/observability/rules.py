@@ -1,0 +1,230 @@
+"""The rules of the doctor: when is a metric a trouble, for how many steps in a row, and what to change then.
+
+Thresholds follow the glossary's healthy ranges. A rule sees one step and its history; it never reads a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.observability import catalogue
+from shoal.observability.catalogue import CATALOGUE
+
+Row = dict[str, float]
+WINDOW = 20  # steps a rule may look back
+FIRST_STEPS = 5  # whose mean is what the run started from
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What came before a step, and the configuration as plain data."""
+
+    first: Sequence[Row]  # the first steps that have the rule's metric
+    recent: Sequence[Row]  # the last WINDOW steps, the present one last
+    config: Mapping[str, Any]
+
+    def start(self, metric: str) -> float | None:
+        """Mean over the first steps, once there are enough of them."""
+        values = [row[metric] for row in self.first if metric in row]
+        return sum(values) / len(values) if len(values) >= FIRST_STEPS else None
+
+    def setting(self, path: str) -> Any:
+        value: Any = self.config
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    words: str
+    severity: float  # larger is worse, within one rule
+
+
+Judge = Callable[[Row, History], "Bad | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    check: str
+    metric: str
+    judge: Judge
+    remedy: str
+    patience: int = 3  # measured steps in a row
+    level: str = "warning"
+
+
+def _above(metric: str, limit: float, words: str) -> Judge:
+    def judge(row: Row, _: History) -> Bad | None:
+        value = row[metric]
+        return Bad(words.format(value=value, limit=limit), value) if value > limit else None
+
+    return judge
+
+
+def _below(metric: str, limit: float, words: str) -> Judge:
+    def judge(row: Row, _: History) -> Bad | None:
+        value = row[metric]
+        return Bad(words.format(value=value, limit=limit), -value) if value < limit else None
+
+    return judge
+
+
+def _entropy_collapse(row: Row, history: History) -> Bad | None:
+    value, start = row["policy/entropy"], history.start("policy/entropy")
+    if start is not None and start > 0 and (value < 0.1 * start or value < 0.005):
+        return Bad(
+            f"the policy's entropy collapsed from {start:.3g} to {value:.3g}: it says the same all the time", -value
+        )
+    return None
+
+
+def _length_collapse(row: Row, history: History) -> Bad | None:
+    value, start = row["completion/length_mean"], history.start("completion/length_mean")
+    if start is not None and start >= 8 and value < 0.25 * start:
+        return Bad(f"completions shrank from {start:.0f} to {value:.0f} tokens", -value)
+    return None
+
+
+def _length_blow_up(row: Row, history: History) -> Bad | None:
+    value, start = row["completion/length_mean"], history.start("completion/length_mean")
+    cut = row.get("completion/truncated_frac", 0.0)
+    if start is not None and value > 3 * start and cut > 0.2:
+        return Bad(f"completions grew from {start:.0f} to {value:.0f} tokens and {cut:.0%} of them are cut", value)
+    return None
+
+
+def _reward_errors(row: Row, _: History) -> Bad | None:
+    failed, late = row["reward/error_frac"], row.get("reward/timeout_frac", 0.0)
+    if failed + late <= 0.02:
+        return None
+    return Bad(f"rewards fail: {failed:.0%} of the rollouts end in an error and {late:.0%} in a timeout", failed + late)
+
+
+def _too_few_mixed(row: Row, _: History) -> Bad | None:
+    mixed = row["group/mixed_frac"]
+    if mixed >= 0.2:
+        return None
+    good, bad = row.get("group/all_good_frac", 0.0), row.get("group/all_bad_frac", 0.0)
+    side = "too easy" if good > bad else "too hard"
+    words = f"only {mixed:.0%} of the groups teach: the prompts are {side} ({good:.0%} all good, {bad:.0%} all bad)"
+    return Bad(words, -mixed)
+
+
+def _idle(row: Row, _: History) -> Bad | None:
+    step_s = row.get("time/step", 0.0)
+    share = row["time/idle"] / step_s if step_s > 0 else 0.0
+    return Bad(f"{share:.0%} of the step nothing is computed", share) if share > 0.25 else None
+
+
+def _reward_fell(row: Row, history: History) -> Bad | None:
+    """Well below the best of the last steps, and below where the run began."""
+    values = [r["reward/mean"] for r in history.recent if "reward/mean" in r]
+    start = history.start("reward/mean")
+    if start is None or len(values) < WINDOW:
+        return None
+    best, now = max(values[: WINDOW // 2]), sum(values[-5:]) / 5
+    if now < start and best - now > 0.3 * max(abs(best), abs(start)):
+        return Bad(f"the reward fell from {best:.3g} to {now:.3g}, below where it began ({start:.3g})", best - now)
+    return None
+
+
+def _inert_clip(row: Row, history: History) -> Bad | None:
+    """One optimizer step a batch: the ratio is 1 and clipping cannot act, whatever its bounds are."""
+    train = history.setting("train") or {}
+    one_update = train.get("ppo_epochs", 1) == 1 and train.get("minibatches", 1) == 1
+    fresh = not row.get("staleness/max")
+    if len(history.recent) < WINDOW or not one_update or not fresh:
+        return None
+    if any(r.get("policy/clip_frac", 0.0) > 0 for r in history.recent):
+        return None
+    return Bad("the clip bounds of the loss never act: each batch gets one optimizer step, so every ratio is 1", 0.0)
+
+
+def _inert_cap(row: Row, history: History) -> Bad | None:
+    values = [r["correction/capped_frac"] for r in history.recent if "correction/capped_frac" in r]
+    if len(values) < WINDOW or any(values):
+        return None
+    return Bad("the cap of train.loss.correction never acts: no weight reaches it", 0.0)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "masked",
+        "masked",
+        _above("masked", 0.5, "the loss drops {value:.0%} of the tokens: the policy ran away from its rollouts"),
+        CATALOGUE["masked"].change,
+    ),
+    Rule(
+        "truncated",
+        "completion/truncated_frac",
+        _above("completion/truncated_frac", 0.5, "{value:.0%} of the completions are cut at the length limit"),
+        catalogue.LONGER,
+    ),
+    Rule(
+        "mixed",
+        "group/mixed_frac",
+        _too_few_mixed,
+        f"too hard: {catalogue.EASIER_PROMPTS}; too easy: {catalogue.HARDER_PROMPTS}",
+    ),
+    Rule(
+        "mismatch",
+        "mismatch/k3",
+        _above("mismatch/k3", 0.01, "sampler and trainer disagree: k3 is {value:.2g}, healthy is below {limit:g}"),
+        CATALOGUE["mismatch/k3"].change,
+    ),
+    Rule("entropy", "policy/entropy", _entropy_collapse, catalogue.MORE_ENTROPY),
+    Rule(
+        "length-collapse",
+        "completion/length_mean",
+        _length_collapse,
+        "read rollouts (`shoal show RUN`): the reward may favour short answers; lower train.learning_rate or add "
+        "train.loss.kl.beta",
+    ),
+    Rule("length-blow-up", "completion/length_mean", _length_blow_up, catalogue.LONGER),
+    Rule(
+        "kl",
+        "policy/kl_ref",
+        _above("policy/kl_ref", 0.2, "the policy drifts from its reference: KL is {value:.2g} nats"),
+        CATALOGUE["policy/kl_ref"].change,
+    ),
+    Rule(
+        "reward-errors", "reward/error_frac", _reward_errors, f"{catalogue.FIX_REWARD}; or raise orch.reward.timeout_s"
+    ),
+    Rule(
+        "reward-flat",
+        "reward/std",
+        _below("reward/std", 1e-9, "every reward of the step is the same, so nothing can be learnt"),
+        catalogue.EASIER_PROMPTS,
+    ),
+    Rule(
+        "reward-fell", "reward/mean", _reward_fell, f"{catalogue.LOWER_RATE}, and continue from an earlier checkpoint"
+    ),
+    Rule("idle", "time/idle", _idle, CATALOGUE["time/idle"].change),
+    Rule(
+        "skipped",
+        "optim/skipped",
+        _above("optim/skipped", 0.0, "the gradient was not finite and the optimizer step was skipped"),
+        CATALOGUE["optim/skipped"].change,
+        patience=1,
+    ),
+    Rule(
+        "ratio",
+        "mismatch/ratio_max",
+        _above("mismatch/ratio_max", 100.0, "a token is {value:.3g} times as likely to the trainer as to the sampler"),
+        CATALOGUE["mismatch/ratio_max"].change,
+    ),
+    Rule(
+        "inert-clip",
+        "policy/clip_frac",
+        _inert_clip,
+        "leave them as they are, or set train.ppo_epochs or train.minibatches above 1 if clipping is wanted",
+        patience=1,
+        level="notice",
+    ),
+    Rule(
+        "inert-cap", "correction/capped_frac", _inert_cap, "lower train.loss.correction.cap, or remove it", 1, "notice"
+    ),
+)

@@ -1,0 +1,71 @@
+"""A step in one line, and the words that both consoles share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.observability.text import duration, short_number
+
+_SHARES = (("gen", "rollout"), ("rew", "reward"), ("train", "train"), ("sync", "sync"), ("eval", "eval"))
+
+
+def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None = None) -> str:
+    """A step in one line; what was not measured is not mentioned."""
+    parts = [f"step {step}/{total}" if total else f"step {step}"]
+    parts += [part for part in (_reward(metrics), _loss(metrics), _used(metrics), _length(metrics)) if part]
+    signals = (("k3", "mismatch/k3"), ("ent", "policy/entropy"), ("gn", "optim/grad_norm"))
+    parts += [" ".join(f"{word} {short_number(metrics[name])}" for word, name in signals if name in metrics)]
+    if metrics.get("masked"):
+        parts.append(f"masked {metrics['masked']:.0%}")
+    if metrics.get("staleness/max"):
+        parts.append(f"stale {short_number(metrics['staleness/max'])}")
+    if "throughput/rollout_tok_s" in metrics:
+        parts.append(f"{short_number(metrics['throughput/rollout_tok_s'])} tok/s")
+    parts.append(" ".join(f"{word} {share:.0%}" for word, share in time_shares(metrics)))
+    parts += [f"eval {name.split('/')[1]} {metrics[name]:.3f}" for name in metrics if is_eval_mean(name)]
+    if left_s is not None and step < total:
+        parts.append(f"eta {duration(left_s)}")
+    return "  ".join(part for part in parts if part)
+
+
+def time_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Share of the step each phase took, in reading order, without what took none."""
+    step_s = metrics.get("time/step", 0.0)
+    if step_s <= 0:
+        return []
+    shares = [(word, metrics.get(f"time/{phase}", 0.0) / step_s) for word, phase in (*_SHARES, ("idle", "idle"))]
+    return [(word, share) for word, share in shares if share >= 0.005]
+
+
+def is_eval_mean(name: str) -> bool:
+    return name.startswith("eval/") and name.endswith("/mean")
+
+
+def _reward(metrics: Mapping[str, float]) -> str:
+    if "reward/mean" not in metrics:
+        return ""
+    text = f"reward {metrics['reward/mean']:.3f}"
+    if "reward/std" in metrics:
+        text += f" ±{short_number(metrics['reward/std'])}"
+    prefix = "reward/part/"
+    named = [f"{n.removeprefix(prefix)} {short_number(v)}" for n, v in metrics.items() if n.startswith(prefix)]
+    return f"{text} ({' '.join(named)})" if named else text
+
+
+def _loss(metrics: Mapping[str, float]) -> str:
+    return f"loss {metrics['sft/loss']:.3f}" if "sft/loss" in metrics else ""
+
+
+def _used(metrics: Mapping[str, float]) -> str:
+    if "batch/used" in metrics and "batch/rollouts" in metrics:
+        text = f"used {metrics['batch/used']:.0f}/{metrics['batch/rollouts']:.0f}"
+        return f"{text}, {metrics['group/flat']:.0f} groups flat" if metrics.get("group/flat") else text
+    return f"mixed {metrics['group/mixed_frac']:.0%}" if "group/mixed_frac" in metrics else ""
+
+
+def _length(metrics: Mapping[str, float]) -> str:
+    if "completion/length_mean" not in metrics:
+        return ""
+    text = f"len {short_number(metrics['completion/length_mean'])}"
+    truncated = metrics.get("completion/truncated_frac")
+    return text if truncated is None else f"{text} trunc {truncated:.0%}"

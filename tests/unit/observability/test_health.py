@@ -1,0 +1,165 @@
+"""The doctor's rules, on series one can check by eye, and the same rules live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.config.resolve import as_yaml, resolve_run
+from shoal.config.schema import RunConfig
+from shoal.observability.events import EventLog
+from shoal.observability.health import LiveHealth, check_rows, diagnose
+from shoal.observability.rules import RULES
+from shoal.observability.run_dir import RunDir
+
+HEALTHY = {
+    "reward/mean": 0.5, "reward/std": 0.3, "reward/error_frac": 0.0, "reward/timeout_frac": 0.0,
+    "group/mixed_frac": 0.6, "group/all_good_frac": 0.2, "group/all_bad_frac": 0.2, "policy/entropy": 0.8,
+    "policy/kl_ref": 0.02, "policy/clip_frac": 0.01, "mismatch/k3": 1e-4, "mismatch/ratio_max": 1.5, "masked": 0.05,
+    "optim/skipped": 0.0, "completion/length_mean": 100.0, "completion/truncated_frac": 0.05, "time/step": 10.0,
+    "time/idle": 0.5,
+}  # fmt: skip
+
+
+def rows(count: int, bad_from: int = 10**6, bad_to: int = 10**6, **bad: float) -> list[dict[str, Any]]:
+    """Healthy steps, with `bad` in place of some values at the steps from … to."""
+    return [{"step": step, **HEALTHY, **(bad if bad_from <= step <= bad_to else {})} for step in range(1, count + 1)]
+
+
+def named(name: str, value: float) -> dict[str, float]:
+    return {name: value}
+
+
+def test_a_healthy_run_has_no_findings() -> None:
+    assert check_rows(rows(60), {}) == []
+    assert check_rows([], {}) == []
+
+
+@pytest.mark.parametrize(
+    ("check", "metric", "value", "words"),
+    [
+        ("masked", "masked", 0.62, "drops 62% of the tokens"),
+        ("truncated", "completion/truncated_frac", 0.83, "83% of the completions are cut"),
+        ("mixed", "group/mixed_frac", 0.1, "only 10% of the groups teach"),
+        ("mismatch", "mismatch/k3", 0.02, "k3 is 0.02"),
+        ("entropy", "policy/entropy", 0.04, "collapsed from 0.8 to 0.04"),
+        ("length-collapse", "completion/length_mean", 20.0, "shrank from 100 to 20 tokens"),
+        ("kl", "policy/kl_ref", 0.5, "KL is 0.5 nats"),
+        ("reward-errors", "reward/error_frac", 0.1, "10% of the rollouts end in an error"),
+        ("reward-flat", "reward/std", 0.0, "nothing can be learnt"),
+        ("idle", "time/idle", 4.0, "40% of the step nothing is computed"),
+        ("ratio", "mismatch/ratio_max", 300.0, "300 times as likely"),
+    ],
+)
+def test_each_trouble_is_named_with_metric_steps_and_remedy(check: str, metric: str, value: float, words: str) -> None:
+    (finding,) = check_rows(rows(40, 20, 29, **named(metric, value)), {})
+    assert (finding.check, finding.metric, finding.steps, finding.count) == (check, metric, (20, 29), 10)
+    assert words in finding.what and finding.remedy and finding.level == "warning"
+    assert finding.where == "steps 20–29" and metric in finding.sentence
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.patience == 3], ids=lambda rule: rule.check)
+def test_two_bad_steps_are_not_yet_a_trouble(rule: Any) -> None:
+    worse = {"policy/entropy": 0.0, "completion/length_mean": 1.0, "group/mixed_frac": 0.0, "reward/std": 0.0}
+    value = worse.get(rule.metric, 1e6)
+    assert [f for f in check_rows(rows(40, 20, 21, **named(rule.metric, value)), {}) if f.check == rule.check] == []
+
+
+def test_a_blow_up_needs_truncation_too() -> None:
+    longer = {"completion/length_mean": 400.0}
+    assert check_rows(rows(40, 20, 40, **longer), {}) == []
+    (finding,) = check_rows(rows(40, 20, 40, **longer, **named("completion/truncated_frac", 0.4)), {})
+    assert finding.check == "length-blow-up" and "from 100 to 400 tokens and 40% of them are cut" in finding.what
+
+
+def test_one_skipped_step_is_told() -> None:
+    (finding,) = check_rows(rows(10, 4, 4, **named("optim/skipped", 1.0)), {})
+    assert finding.check == "skipped" and finding.where == "step 4"
+
+
+def test_a_run_of_one_step_can_be_ill() -> None:
+    (finding,) = check_rows(rows(1, 1, 1, **named("masked", 0.9)), {})
+    assert finding.check == "masked" and finding.where == "step 1"
+
+
+def test_knobs_that_never_act_are_remarked_on() -> None:
+    quiet = [{**row, "policy/clip_frac": 0.0, "correction/capped_frac": 0.0} for row in rows(25)]
+    findings = check_rows(quiet, {"train": {"ppo_epochs": 1, "minibatches": 1}})
+    assert [(f.check, f.level, f.steps[0]) for f in findings] == [
+        ("inert-clip", "notice", 20),
+        ("inert-cap", "notice", 20),
+    ]
+    assert [f.check for f in check_rows(quiet, {"train": {"ppo_epochs": 2, "minibatches": 1}})] == ["inert-cap"]
+
+
+def test_the_reward_fell_below_its_start() -> None:
+    values = [0.5] * 10 + [0.9] * 10 + [0.1] * 15
+    series = [{**row, "reward/mean": value} for row, value in zip(rows(35), values, strict=True)]
+    (finding,) = check_rows(series, {})
+    assert finding.check == "reward-fell" and "from 0.9" in finding.what
+
+
+class Memory:
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def append_event(self, record: Mapping[str, Any]) -> None:
+        self.events.append(dict(record))
+
+
+def config(rate: float = 5e-6) -> RunConfig:
+    train = {"model": "m/m", "max_steps": 9, "learning_rate": rate}
+    return resolve_run(RunConfig.model_validate({"train": train, "orch": {"env": [{"id": "arithmetic"}]}}))
+
+
+def test_live_tells_once_and_again_when_it_is_news(tmp_path: Path) -> None:
+    store = Memory()
+    health = LiveHealth(tmp_path, config(), EventLog(store))
+    for row in rows(160, 5, 30, **named("masked", 0.8)) + [
+        {**r, "step": r["step"] + 160} for r in rows(20, 1, 20, **named("masked", 0.8))
+    ]:
+        health.look(row["step"], {name: value for name, value in row.items() if name != "step"})
+    assert [(e["step"], e["kind"], e["data"]["check"]) for e in store.events] == [
+        (7, "health", "masked"),
+        (163, "health", "masked"),
+    ]
+    assert store.events[0]["data"]["steps"] == [5, 7] and "lower train.learning_rate" in store.events[0]["message"]
+
+
+def test_a_resumed_run_does_not_hear_old_news(tmp_path: Path) -> None:
+    store = Memory()
+    with RunDir.create(tmp_path / "run", "", {}) as run_dir:
+        for row in rows(10, 4, 10, **named("masked", 0.8)):
+            run_dir.append_metrics(row["step"], {k: v for k, v in row.items() if k != "step"})
+        health = LiveHealth(run_dir.path, config(), EventLog(store))
+        health.look(11, {**HEALTHY, "masked": 0.8})
+    assert store.events == [], "the steps before it had said so"
+
+
+def test_a_run_directory_is_diagnosed_from_its_files_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with RunDir.create(path, as_yaml(config(rate=0.5)), {}) as run_dir:
+        for row in rows(12, 6, 12, **named("completion/truncated_frac", 0.9)):
+            run_dir.append_metrics(row["step"], {k: v for k, v in row.items() if k != "step"})
+        events = EventLog(run_dir)
+        events.warn("sink", "wandb failed and training goes on without it")
+        events.warn("sink", "wandb is too slow")
+        run_dir.write_status(
+            "stopped", step=12, reason="five steps", resumable=True, next_command="shoal grpo x --resume"
+        )
+    findings = diagnose(path)
+    assert [(f.check, f.level) for f in findings] == [
+        ("ended", "warning"), ("truncated", "warning"), ("sink", "warning"), ("config", "notice"),
+    ]  # fmt: skip
+    assert findings[0].remedy == "continue with shoal grpo x --resume"
+    assert findings[2].what == "wandb is too slow (2 times)" and "tracker's login" in findings[2].remedy
+    assert findings[3].what.startswith("train.learning_rate: 0.5 is outside")
+
+
+def test_a_killed_run_says_so(tmp_path: Path) -> None:
+    RunDir.create(tmp_path / "run", "", {}).close()
+    (finding,) = diagnose(tmp_path / "run")
+    assert finding.check == "ended" and "killed" in finding.what

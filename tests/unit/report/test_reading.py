@@ -1,0 +1,147 @@
+"""Reading a run piece by piece: the index of a step, searches with a budget, one prompt's steps, settings, the tail."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from shoal.config.load import load_run
+from shoal.config.resolve import as_yaml, resolve_run
+from shoal.observability.run_dir import RunDir, rollouts_path
+from shoal.report import collect_rollouts, search
+from shoal.report.data import MetricsTail
+from shoal.report.rollouts import index_step, read_group
+from shoal.report.search import PromptSteps, Query, find, follow
+from shoal.report.settings import config_changes
+
+from .synthetic_run import make_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "demo", steps=12)
+
+
+def test_the_index_says_the_same_as_the_whole_file(run: Path) -> None:
+    heads, groups = index_step(run, 7), collect_rollouts(run, 7)
+    assert [read_group(run, head) for head in heads] == groups
+    assert [head.rewards for head in heads] == [[r["reward"] for r in g["rollouts"]] for g in groups]
+    assert heads[0].preview and heads[0].preview in groups[0]["prompt"]
+    assert index_step(run, 99) == []
+
+
+def test_torn_damaged_and_odd_lines(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1, groups=1, size=2)
+    path = rollouts_path(run, 1)
+    with path.open("ab") as file:
+        file.write(b"not json\n[1]\n")
+        file.write(json.dumps({"group": "odd", "reward": "high", "status": 7, "prompt": "a \ud800 b"}).encode() + b"\n")
+        file.write(b'{"group": "torn", "rew')
+    heads = index_step(run, 1)
+    assert [(head.group, len(head.places)) for head in heads] == [("reverse-text/0/0/0", 2), ("odd", 1)]
+    assert heads[1].rewards == [None] and heads[1].statuses == ["7"]
+    assert read_group(run, heads[1])["prompt"] == "a \ud800 b"
+
+
+def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1, groups=2, size=2)
+    assert len(index_step(run, 1)) == 2
+    lines = rollouts_path(run, 1).read_bytes().splitlines(keepends=True)
+    rollouts_path(run, 1).write_bytes(b"".join(lines[:2]))
+    os.utime(rollouts_path(run, 1), ns=(1, 1))
+    assert len(index_step(run, 1)) == 1
+
+
+def test_filters(run: Path) -> None:
+    whole = find(run, Query())
+    assert len(whole.heads) == 48 and whole.next_before is None
+    assert [head.step for head in whole.heads][:5] == [12, 12, 12, 12, 11], "newest first"
+    dropped = find(run, Query(status="dropped")).heads
+    assert {head.step for head in dropped} == {3, 6, 9, 12} and all(head.drop_reason for head in dropped)
+    assert all("timeout" in head.statuses for head in find(run, Query(status="timeout")).heads)
+    assert find(run, Query(env="elsewhere")).heads == []
+    high = find(run, Query(least=0.99)).heads
+    assert high and all(max(r for r in head.rewards if r is not None) >= 0.99 for head in high)
+    assert find(run, Query(least=2.0)).heads == []
+    mixed = find(run, Query(status="mixed")).heads
+    assert len(mixed) == 44
+
+
+def test_text_is_found_in_prompts_and_completions(run: Path) -> None:
+    wanted = "HERON"
+    found = {(head.step, head.group) for head in find(run, Query(text=wanted)).heads}
+    expected = {
+        (step, group["group"])
+        for step in range(1, 13)
+        for group in collect_rollouts(run, step)
+        if any(wanted.lower() in f"{group['prompt']} {r['completion']}".lower() for r in group["rollouts"])
+    }
+    assert found == expected and 0 < len(found) < 48
+
+
+def test_a_search_stops_in_time_and_goes_on_where_it_stopped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "BUDGET_S", 0.0)
+    seen, before = [], None
+    for _ in range(50):
+        found = find(run, Query(), before)
+        seen += [(head.step, head.group) for head in found.heads]
+        before = found.next_before
+        if before is None:
+            break
+    assert before is None and len(seen) == len(set(seen)) == 48
+
+
+def test_one_prompt_over_the_steps(run: Path) -> None:
+    steps = PromptSteps(run)
+    assert steps.of("reverse-text/20") == [3, 7, 11]
+    heads = follow(run, "reverse-text/20", steps.of("reverse-text/20")).heads
+    assert [(head.step, head.prompt_id) for head in heads] == [(step, "reverse-text/20") for step in (11, 7, 3)]
+    assert steps.of("reverse-text/999") == []
+
+
+def test_the_journal_is_read_on_as_it_grows_and_again_when_it_was_cut(tmp_path: Path) -> None:
+    with RunDir.create(tmp_path / "run", "", {}) as run_dir:
+        steps = PromptSteps(run_dir.path)
+        run_dir.append_journal(1, {"rollout_ids": ["team/env/5/0/0/1"], "dropped": {"team/env/6/0/0": "uniform-bad"}})
+        assert steps.of("team/env/5") == [1] and steps.of("team/env/6") == [1]
+        run_dir.append_journal(2, {"rollout_ids": ["team/env/5/1/0/0"]})
+        assert steps.of("team/env/5") == [1, 2]
+        run_dir.cut_to(1)
+        assert steps.of("team/env/5") == [1]
+
+
+def test_the_tail_gives_new_rows_only(tmp_path: Path) -> None:
+    with RunDir.create(tmp_path / "run", "", {}) as run_dir:
+        tail = MetricsTail(run_dir.path)
+        assert tail.after(0) == []
+        for step in (1, 2, 3):
+            run_dir.append_metrics(step, {"reward/mean": float(step)})
+        assert [row["step"] for row in tail.after(1) or []] == [2, 3]
+        assert tail.after(3) == []
+        run_dir.cut_to(1)
+        assert tail.after(3) is None, "cut back: the page has to start again"
+        assert [row["step"] for row in tail.after(0) or []] == [1]
+
+
+def test_the_configuration_is_shown_as_what_somebody_set(tmp_path: Path) -> None:
+    written = "train: {model: m/m, max_steps: 9, sequence_len: 256}\norch: {env: [{id: arithmetic}], batch_size: 64}\n"
+    (tmp_path / "given.yaml").write_text(written)
+    config = resolve_run(load_run(str(tmp_path / "given.yaml")).config)
+    (tmp_path / "config.yaml").write_text(as_yaml(config))
+    changes = config_changes(tmp_path)
+    assert changes is not None
+    told = {change["key"]: (change["value"], change["default"]) for change in changes}
+    assert told.pop("orch.env")[0][0]["id"] == "arithmetic"
+    assert told == {
+        "train.model": ("m/m", None), "train.max_steps": (9, None), "train.sequence_len": (256, 2048),
+        "orch.batch_size": (64, 128),
+    }, "what follows from these is not among them"  # fmt: skip
+
+
+def test_a_configuration_of_another_version_is_not_compared(tmp_path: Path) -> None:
+    assert config_changes(tmp_path) is None
+    (tmp_path / "config.yaml").write_text("train: {no_such_key: 1}\norch: {env: [{id: arithmetic}]}\n")
+    assert config_changes(tmp_path) is None
