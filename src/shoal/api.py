@@ -1,4 +1,4 @@
-"""What the commands call: train, sft, evaluate, make_model, demo. Each is one readable sequence of steps."""
+"""What the commands call: train, sft, evaluate, export, make_model, demo. Each is one readable sequence of steps."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from shoal.errors import (
     ShoalError,
     StoppedByPolicy,
 )
-from shoal.observability.checkpoints import Checkpoint
+from shoal.observability.checkpoints import Checkpoint, write_folder
 from shoal.observability.console import BaseConsole, make_console
 from shoal.observability.events import EventLog
 from shoal.observability.logs import setup_logging, stop_logging
 from shoal.observability.run_dir import RunDir, read_status
 from shoal.observability.sinks import check_sinks
 from shoal.observability.watchdog import Watchdog
+from shoal.observability.weights import find_weights
 from shoal.orchestrator.cadence import SaveCadence
 from shoal.orchestrator.signals import on_signals, stop_signals
 from shoal.orchestrator.supervised import SupervisedRecorder
@@ -258,18 +259,28 @@ def evaluate(
     seed: int = 0,
     device: str = "auto",
 ) -> dict[str, float]:
-    """Mean reward of a model on the held-out prompts of an environment."""
+    """Mean reward of a model, checkpoint, adapter or run on the held-out prompts of an environment."""
     settings = EvalConfig(
         num_examples=num_examples,
         rollouts_per_example=rollouts_per_example,
         sampling=EvalSamplingConfig(temperature=temperature, max_tokens=max_tokens, seed=seed),
     )
-    config = build.evaluation_config(model, env, dict(env_args or {}), adapter, settings, device)
-    prepared = build.prepare(config)
-    try:
-        return asyncio.run(build.evaluate_once(config, prepared))
-    finally:
-        asyncio.run(prepared.pool.close())
+    task = build.EvalTask(env, settings, dict(env_args or {}), device)
+    (scores,) = build.score([find_weights(model, adapter=adapter)], task)
+    return scores.metrics
+
+
+def export(source: str, folder: Path, *, adapter: str | None = None, checkpoint: str | None = None) -> None:
+    """A folder ready to publish: adapters merged, weights and tokenizer for transformers, a model card."""
+    from shoal.models.export import export_folder
+    from shoal.report.card import model_card
+
+    weights = find_weights(source, adapter=adapter, checkpoint=checkpoint)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"command line: {folder}: exists already; name another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with write_folder(folder) as partial:
+        export_folder(weights.model, weights.adapter, partial, model_card(weights))
 
 
 def make_model(kind: str, folder: Path, seed: int = 0) -> None:

@@ -9,10 +9,11 @@ SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 
 # A room may import from the levels below its own; rooms on one level do not import each other.
 LEVELS = [
+    ["launcher"],
     ["cli", "__main__"],
     ["api", "recipes"],
     ["demo"],
-    ["launcher", "report"],
+    ["report"],
     ["build"],
     ["orchestrator"],
     ["rollout", "trainer", "transport"],

@@ -194,7 +194,7 @@ def _loop_settings(config: RunConfig, steps: int, prompts: int, next_command: st
     return LoopSettings(
         max_steps=steps,
         save=_save_cadence(train, config.orch, prompts),
-        evaluation=cadence.EvalCadence(evaluation.interval, evaluation.at_start) if evaluation else None,
+        evaluation=_eval_cadence(config.orch, prompts) if evaluation else None,
         save_total_limit=train.save_total_limit,
         keep_best=evaluation.keep_best if evaluation else False,
         stop_after=evaluation.stop_after if evaluation else None,
@@ -206,9 +206,22 @@ def _loop_settings(config: RunConfig, steps: int, prompts: int, next_command: st
 def _save_cadence(train: TrainConfig, orch: OrchConfig, prompts: int) -> cadence.SaveCadence:
     steps = train.save_steps
     if train.save_epochs is not None:
-        per_epoch = -(-prompts * orch.rollouts_per_example // orch.batch_size)
-        steps = max(1, train.save_epochs * per_epoch)
+        steps = train.save_epochs * _epoch_steps(orch, prompts)
     return cadence.SaveCadence(steps, train.save_seconds)
+
+
+def _eval_cadence(orch: OrchConfig, prompts: int) -> cadence.EvalCadence:
+    settings = orch.eval
+    assert settings is not None
+    interval = settings.interval
+    if settings.interval_epochs is not None:
+        interval = settings.interval_epochs * _epoch_steps(orch, prompts)
+    return cadence.EvalCadence(interval, settings.at_start, settings.interval_seconds)
+
+
+def _epoch_steps(orch: OrchConfig, prompts: int) -> int:
+    """Steps of one pass over the prompts, the last of them perhaps shared with the next pass."""
+    return max(1, -(-prompts * orch.rollouts_per_example // orch.batch_size))
 
 
 def _temperature(orch: OrchConfig, steps: int) -> cadence.TemperatureSchedule:

@@ -172,11 +172,3 @@ def evaluation_config(
     }
     return resolve_run(RunConfig.model_validate(raw))
 
-
-async def evaluate_once(config: RunConfig, prepared: Prepared) -> dict[str, float]:
-    sampler = make_sampler(config, prepared)
-    try:
-        metrics, _ = await make_evaluator(config.orch, prepared.environments, sampler.runner, sampler.model.chat).evaluate()
-    finally:
-        await sampler.close()
-    return metrics

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, DeadlineError, ShoalError
@@ -21,8 +21,9 @@ VERBS = {
     "grpo-orch": ("shoal.cli.split:grpo_orch", "Split layout: the orchestrator."),
     "grpo-train": ("shoal.cli.split:grpo_train", "Split layout: the trainer."),
     "sft": ("shoal.cli.sft:sft", "Train on given completions (supervised)."),
-    "eval": ("shoal.cli.eval:evaluate", "Score a model on an environment."),
-    "envs": ("shoal.cli.envs:app", "List the environments, or show one."),
+    "eval": ("shoal.cli.eval:evaluate", "Score a model on an environment, or compare two."),
+    "export": ("shoal.cli.export:export", "Write a folder to publish: adapters merged, a model card."),
+    "envs": ("shoal.cli.envs:app", "List the environments, show one, or start one."),
     "make-model": ("shoal.cli.make_model:make_model", "Build a small or a random model."),
     "init": ("shoal.cli.init:init", "Write the example configurations into a folder."),
     "config-reference": ("shoal.cli.config_reference:config_reference", "Print every configuration key."),
@@ -33,8 +34,13 @@ VERBS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; never raises and never shows a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _run(arguments), arguments)
+
+
+def guarded(work: Callable[[], int], arguments: Sequence[str]) -> int:
+    """What any command of Shoal ends with: an exit code, and one line where something went wrong."""
     try:
-        return _run(arguments)
+        return work()
     except DeadlineError as error:
         _complain(str(error), error.exit_code)
         sys.stdout.flush()
