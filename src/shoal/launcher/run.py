@@ -17,7 +17,7 @@ from shoal.cli.output import notices
 from shoal.config.schema import RunConfig
 from shoal.errors import EXIT_DONE, ConfigError
 from shoal.launcher.read import Arguments, parse_arguments, read_flat
-from shoal.launcher.translate import Task, Translated, in_launcher_words, translate
+from shoal.launcher.translate import Task, Translated, translate
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ def train(config: LaunchConfig) -> Path:
     os.environ.update(translated.environment)
     try:
         train_loaded(
-            translated.loaded, resume=arguments.resume, dry_run=arguments.dry_run, wording=in_launcher_words
+            translated.loaded, resume=arguments.resume, dry_run=arguments.dry_run, wording=translated.wording
         )
     except ConfigError as error:
-        raise type(error)(in_launcher_words(str(error))) from None
+        raise type(error)(translated.wording(str(error))) from None
     return Path(config.run.train.output_dir)
 
 

@@ -36,6 +36,10 @@ class Translated:
     loaded: Loaded[RunConfig]
     notices: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    came_from: dict[str, str] = field(default_factory=dict)  # schema key → the launcher's key that set it
+
+    def wording(self, message: str) -> str:
+        return in_launcher_words(message, self.came_from)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class _Draft:
         self.data: dict[str, Any] = {}
         self.origins = Origins(default=COMMAND_LINE)
         self.notices: list[str] = []
+        self.came_from: dict[str, str] = {}
 
     def put(self, schema_key: str, value: Any, key: str) -> None:
         *above, last = schema_key.split(".")
@@ -62,6 +67,7 @@ class _Draft:
             target = target.setdefault(part, {})
         target[last] = value
         self.origins.places[split_path(schema_key)] = self.flat.at(key)
+        self.came_from[schema_key] = key
 
 
 def translate(flat: Flat, task: Task) -> Translated:
@@ -81,13 +87,13 @@ def translate(flat: Flat, task: Task) -> Translated:
         config = RunConfig.model_validate(draft.data)
     except ValidationError as error:
         message = render(problems_from(error, RunConfig, draft.data), draft.origins)
-        raise ConfigError(in_launcher_words(message)) from None
-    return Translated(Loaded(config, draft.origins), draft.notices, environment)
+        raise ConfigError(in_launcher_words(message, draft.came_from)) from None
+    return Translated(Loaded(config, draft.origins), draft.notices, environment, draft.came_from)
 
 
-def in_launcher_words(message: str) -> str:
+def in_launcher_words(message: str, came_from: dict[str, str]) -> str:
     """A message about the schema, with the keys of the launcher's file for the schema's."""
-    words = {**{to: key for key, row in KEYS.items() for to in row.to}, **_ALSO}
+    words = {**{to: key for key, row in KEYS.items() for to in row.to}, **came_from, **_ALSO}
     message = re.sub(r"; the default is [^;\n]*", "", message)  # the schema's, which is not the launcher's
     for schema_key in sorted(words, key=len, reverse=True):
         message = message.replace(schema_key, words[schema_key])
@@ -134,12 +140,9 @@ def _length(draft: _Draft) -> None:
 
 
 def _steps(draft: _Draft) -> None:
-    flat = draft.flat
-    steps = flat.get("total_train_steps")
-    if steps is not None:
-        draft.put("train.max_steps", steps, "total_train_steps")
-    if steps is None or "total_train_epochs" in flat.values:
-        draft.put("train.epochs", flat.get("total_train_epochs"), "total_train_epochs")
+    """A number of steps, where there is one, ends the run; else the epochs do."""
+    key = "total_train_steps" if "total_train_steps" in draft.flat.values else "total_train_epochs"
+    draft.put(KEYS[key].to[0], draft.flat.get(key), key)
 
 
 def _loss(draft: _Draft) -> None:

@@ -23,7 +23,8 @@ USER_CODE = HERE / "user_code"
 def environment(**changes: str) -> dict[str, str]:
     """Offline, one thread, the tests' own modules on the path; nothing else of this process's settings for torch."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "PYTEST"))}
-    return {**kept, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(USER_CODE), **changes}
+    path = os.pathsep.join([str(USER_CODE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**kept, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, **changes}
 
 
 @dataclass
