@@ -14,7 +14,7 @@ from shoal.config.load import load_run, load_sft
 from shoal.config.orch import EvalConfig, EvalSamplingConfig
 from shoal.config.resolve import as_yaml, binding_data
 from shoal.config.schema import RunConfig, SftConfig
-from shoal.envs.datasets import DatasetSpec, fingerprint
+from shoal.envs.datasets import DatasetSpec, fingerprint, heard_problems
 from shoal.envs.supervised import supervised_tasks
 from shoal.errors import (
     ConfigError,
@@ -54,6 +54,8 @@ def train(config: RunConfig, *, resume: bool = False, notices: Sequence[str] = (
                 events = EventLog(run_dir, console)
                 for notice in notices:
                     console.note(f"note: {notice}")
+                for notice in prepared.notices:
+                    events.warn("data", notice)
                 _record_end(run_dir, command, lambda: asyncio.run(_train(config, prepared, run_dir, events, console)))
                 _write_report(run_dir.path, events)
             finally:
@@ -179,7 +181,8 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
         return path
     check_sinks(config.train.report_to)
     data = config.dataset
-    tasks = supervised_tasks(DatasetSpec(data.path, data.name, data.split, data.columns, data.max_rows))
+    with heard_problems() as bad_rows:
+        tasks = supervised_tasks(DatasetSpec(data.path, data.name, data.split, data.columns, data.max_rows))
     binding = {**binding_data(config), "data": fingerprint(tasks)}
     command = _resume_command(config)
     if resume and (path / "status.json").exists():
@@ -190,17 +193,21 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
     with run_dir, _console(config.train.logging_steps) as console:
         handler = setup_logging(run_dir.logs, "sft")
         try:
-            _record_end(run_dir, command, lambda: _sft(config, tasks, run_dir, console))
+            _record_end(run_dir, command, lambda: _sft(config, tasks, bad_rows, run_dir, console))
         finally:
             stop_logging(handler)
     return path
 
 
-def _sft(config: SftConfig, tasks: Sequence[Task], run_dir: RunDir, console: BaseConsole) -> tuple[str, int]:
+def _sft(
+    config: SftConfig, tasks: Sequence[Task], bad_rows: Sequence[str], run_dir: RunDir, console: BaseConsole
+) -> tuple[str, int]:
     from shoal.trainer.sft import SupervisedSteps, supervised_samples, train_supervised
 
     train = config.train
     events = EventLog(run_dir, console)
+    for notice in bad_rows:
+        events.warn("data", notice)
     model = build.load(train)
     if model.precision.notice:
         console.note(model.precision.notice)

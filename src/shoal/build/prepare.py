@@ -10,7 +10,7 @@ from shoal.config.orch import DatasetConfig, EnvConfig
 from shoal.config.resolve import as_yaml, binding_data
 from shoal.config.schema import RunConfig
 from shoal.envs.catalogue import BUILT_IN, REASONING_GYM
-from shoal.envs.datasets import DatasetSpec, fingerprint
+from shoal.envs.datasets import DatasetSpec, fingerprint, heard_problems
 from shoal.envs.registry import load_environment
 from shoal.envs.user_code import load_object
 from shoal.errors import ConfigError
@@ -27,9 +27,15 @@ class Prepared:
     environments: dict[str, Environment]
     pool: RewardPool
     data_fingerprint: str
+    notices: list[str]  # rows that were set aside, with file and line
 
 
 def prepare(config: RunConfig) -> Prepared:
+    with heard_problems() as notices:
+        return _prepare(config, notices)
+
+
+def _prepare(config: RunConfig, notices: list[str]) -> Prepared:
     orch = config.orch
     if config.infer.engine != "embedded":
         raise ConfigError(
@@ -54,7 +60,7 @@ def prepare(config: RunConfig) -> Prepared:
     sizes = "+".join(str(len(env.tasks("train"))) for env in trained)
     data = f"{fingerprint(task for env in trained for task in _fingerprinted(env))} {sizes}"
     pool.start()
-    return Prepared(environments, pool, data)
+    return Prepared(environments, pool, data, notices)
 
 
 def _environment(env: EnvConfig, dataset: DatasetConfig | None) -> Environment:

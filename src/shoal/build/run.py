@@ -14,6 +14,7 @@ from shoal.config.resolve import as_data
 from shoal.config.schema import RunConfig, SftConfig
 from shoal.config.train import TrainConfig
 from shoal.envs.user_code import load_function
+from shoal.errors import DataError
 from shoal.observability.console import Console
 from shoal.observability.events import EventLog
 from shoal.observability.run_dir import RunDir
@@ -25,12 +26,14 @@ from shoal.orchestrator.admission import Admission
 from shoal.orchestrator.collect import Collector, GroupRules
 from shoal.orchestrator.learn import Learner, LearnSettings
 from shoal.orchestrator.loop import Loop, LoopSettings, Parts
-from shoal.orchestrator.prompts import Buffer, PromptStream
-from shoal.types import Message, Prompt
+from shoal.orchestrator.prompts import Buffer, Fits, PromptStream
+from shoal.types import Message, Prompt, Task
 
 if TYPE_CHECKING:
     from shoal.models.chat import Chat
     from shoal.trainer.policy import TrainedPolicy
+
+TEMPLATE_BYTES = 2048  # more than any chat template writes around a short conversation
 
 
 @dataclass
@@ -120,6 +123,8 @@ def _stream(orch: OrchConfig, prepared: Prepared, chat: Chat, events: EventLog) 
     assert orch.seq_len is not None and orch.sampling.max_tokens is not None and orch.sampling.seed is not None
     room = orch.seq_len - orch.sampling.max_tokens
     fitting = fits_in(chat, room)
+    for env in orch.env:
+        _tell_unfit(env.label, prepared.environments[env.label].tasks("train"), fitting, room, events)
 
     def fits(messages: Sequence[Message]) -> bool:
         if fitting(messages):
@@ -130,6 +135,24 @@ def _stream(orch: OrchConfig, prepared: Prepared, chat: Chat, events: EventLog) 
 
     weights = {env.label: env.weight for env in orch.env}
     return PromptStream(prepared.environments, weights, orch.sampling.seed, fits, _buffer(orch))
+
+
+def _tell_unfit(name: str, tasks: Sequence[Task], fits: Fits, room: int, events: EventLog) -> None:
+    """Count the prompts of a data set that are too long; generated ones are met as they are drawn."""
+    if not isinstance(tasks, list):
+        return
+    # A token is at least one byte, so most prompts need no tokenizer to be sure of.
+    long = [task for task in tasks if _bytes_of(task) + TEMPLATE_BYTES > room]
+    unfit = [task for task in long if not fits(task.messages)]
+    if len(unfit) == len(tasks):
+        raise DataError(f"no prompt of {name} fits: prompt plus sampling.max_tokens exceeds orch.seq_len")
+    if unfit:
+        said = f"{len(unfit)} of {len(tasks)} prompts of {name} are longer than {room} tokens (seq_len - max_tokens)"
+        events.warn("set-aside", f"{said} and are set aside", data={"prompts": len(unfit), "of": len(tasks)})
+
+
+def _bytes_of(task: Task) -> int:
+    return sum(len(str(message.get("content") or "").encode("utf-8", "surrogatepass")) for message in task.messages)
 
 
 def _buffer(orch: OrchConfig) -> Buffer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from shoal.config.orch import EvalConfig
 from shoal.observability.weights import Weights
 from shoal.orchestrator.statistics import Estimate, average, difference, pass_at
 from shoal.types import RolloutGroup
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ def score(models: Sequence[Weights], task: EvalTask) -> list[Scores]:
         for weights in models
     ]
     prepared = prepare(configs[0])
+    for notice in prepared.notices:
+        log.warning("%s", notice)
 
     async def run(config: Any) -> Scores:
         sampler = make_sampler(config, prepared)

@@ -87,8 +87,9 @@ _ALL = (
         "prompts from a dataset of your own, graded against its answer column or by your function",
         "shoal.envs.dataset_env:DatasetEnvironment",
         {
-            "reward": Arg("math", "`math`, `numeric`, `exact` or `module:function` of (task, messages)"),
+            "reward": Arg("math", "`math`, `numeric`, `exact`, `judge` or `module:function` of (task, messages)"),
             "system_prompt": Arg(None, "put before every prompt that has none"),
+            "judge": Arg(None, "a judge over HTTP: `{url, model, best, api_key_var, timeout_s, retries}`"),
         },
         takes_dataset=True,
     ),
