@@ -54,8 +54,6 @@ def train(config: RunConfig, *, resume: bool = False, notices: Sequence[str] = (
                 events = EventLog(run_dir, console)
                 for notice in notices:
                     console.note(f"note: {notice}")
-                for notice in prepared.notices:
-                    events.warn("data", notice)
                 _record_end(run_dir, command, lambda: asyncio.run(_train(config, prepared, run_dir, events, console)))
                 _write_report(run_dir.path, events)
             finally:
@@ -68,13 +66,15 @@ def train(config: RunConfig, *, resume: bool = False, notices: Sequence[str] = (
 async def _train(
     config: RunConfig, prepared: build.Prepared, run_dir: RunDir, events: EventLog, console: BaseConsole
 ) -> tuple[str, int]:
+    checkpoint = _newest_checkpoint(run_dir, events)  # cuts the events too, so nothing may be told before
+    for notice in prepared.notices:
+        events.warn("data", notice)
     watchdog = Watchdog(run_dir.logs, events, stall_s=config.orch.deadline_s)
     watching = build.Watching(run_dir, events, console, watchdog)
     assembled = build.assemble(config, prepared, watching, _resume_command(config))
     watchdog.start()
     loop = assembled.loop
     try:
-        checkpoint = _newest_checkpoint(run_dir, events)
         if checkpoint is not None:
             await loop.restore(checkpoint.path)
             events.step = checkpoint.step
@@ -206,6 +206,7 @@ def _sft(
 
     train = config.train
     events = EventLog(run_dir, console)
+    checkpoint = _newest_checkpoint(run_dir, events)
     for notice in bad_rows:
         events.warn("data", notice)
     model = build.load(train)
@@ -221,7 +222,6 @@ def _sft(
     steps = SupervisedSteps(
         policy, samples, config.batch_size, train.sequence_len, train.per_device_train_batch_size, train.seed
     )
-    checkpoint = _newest_checkpoint(run_dir, events)
     first = 1
     if checkpoint is not None:
         files.load(checkpoint.path)
