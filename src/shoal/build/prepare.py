@@ -9,7 +9,7 @@ from typing import Any
 from shoal.config.orch import DatasetConfig, EnvConfig
 from shoal.config.resolve import as_yaml, binding_data
 from shoal.config.schema import RunConfig
-from shoal.envs.catalogue import BUILT_IN, REASONING_GYM
+from shoal.envs.catalogue import BUILT_IN, OWN_TASKS
 from shoal.envs.datasets import DatasetSpec, fingerprint, heard_problems
 from shoal.envs.registry import load_environment
 from shoal.envs.user_code import load_object
@@ -66,7 +66,7 @@ def _prepare(config: RunConfig, notices: list[str]) -> Prepared:
 def _environment(env: EnvConfig, dataset: DatasetConfig | None) -> Environment:
     spec = None
     # Environments that make their own tasks stand beside one that reads the data set.
-    makes_its_own = env.id.startswith(REASONING_GYM) or (env.id in BUILT_IN and not BUILT_IN[env.id].takes_dataset)
+    makes_its_own = env.id.startswith(OWN_TASKS) or (env.id in BUILT_IN and not BUILT_IN[env.id].takes_dataset)
     if dataset is not None and not makes_its_own:
         spec = DatasetSpec(dataset.path, dataset.name, dataset.split, dataset.columns, dataset.max_rows)
     return load_environment(env.id, env.args, env.label, spec)

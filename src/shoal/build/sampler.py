@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
 from shoal.errors import DeadlineError, StoppedByPolicy
 from shoal.orchestrator.evaluate import EvalSettings, Evaluator
-from shoal.protocols import Environment
+from shoal.protocols import Environment, PlayedEnvironment
 from shoal.rewards.shaping import RewardShape
 from shoal.types import Message, SamplingParams
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from shoal.models.sampler_view import SamplerView
     from shoal.rollout.embedded import EmbeddedRolloutEngine
     from shoal.rollout.runner import GroupRunner
+    from shoal.server.local import LocalEndpoint
 
 
 CLOSE_LIMIT_S = 20.0
@@ -60,6 +62,7 @@ class Sampler:
     runner: GroupRunner
     device: ThreadPoolExecutor
     deadline_s: float = 600.0
+    endpoint: LocalEndpoint | None = None
 
     async def on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
         work = asyncio.get_running_loop().run_in_executor(self.device, _within_memory, function, *arguments)
@@ -75,6 +78,8 @@ class Sampler:
     async def close(self) -> None:
         """Wait for the device's thread, but not for ever: it may be what hangs."""
         with contextlib.suppress(TimeoutError):
+            if self.endpoint is not None:
+                await asyncio.wait_for(self.endpoint.close(), CLOSE_LIMIT_S)
             await asyncio.wait_for(self.engine.close(), CLOSE_LIMIT_S)
             self.device.submit(int).result(CLOSE_LIMIT_S)
         self.device.shutdown(wait=False, cancel_futures=True)
@@ -107,8 +112,21 @@ def make_sampler(config: RunConfig, prepared: Prepared) -> Sampler:
     inner = device.submit(_engine, config, model, view).result()
     engine = EmbeddedRolloutEngine(inner, device, config.train.seed)
     settings = RunnerSettings(orch.seq_len, sampling.seed, reward_shape(orch))
-    runner = GroupRunner(engine, prepared.environments, prepared.pool, model.chat, settings)
-    return Sampler(model, engine, runner, device, orch.deadline_s)
+    endpoint = _endpoint(config, prepared, engine, model)
+    runner = GroupRunner(engine, prepared.environments, prepared.pool, model.chat, settings, endpoint)
+    return Sampler(model, engine, runner, device, orch.deadline_s, endpoint)
+
+
+def _endpoint(config: RunConfig, prepared: Prepared, engine: Any, model: Model) -> LocalEndpoint | None:
+    """HTTP in this process, where an environment plays its rollouts by itself."""
+    if not any(isinstance(env, PlayedEnvironment) for env in prepared.environments.values()):
+        return None
+    from shoal.server.completions import Served
+    from shoal.server.local import LocalEndpoint
+
+    assert config.orch.seq_len is not None
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(config.train.model)).strip("-") or "model"
+    return LocalEndpoint(Served(engine, model.chat, name, config.orch.seq_len))
 
 
 def _engine(config: RunConfig, model: Model, view: SamplerView) -> Any:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 REASONING_GYM = "reasoning-gym:"
+VERIFIERS = "verifiers:"
+OWN_TASKS = (REASONING_GYM, VERIFIERS)  # packages whose environments bring their tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,10 @@ def problem_with(id: str, args: Mapping[str, Any] | None = None) -> str | None:
     """What is wrong with an environment id or its argument names, None if nothing can be told without loading it."""
     if id.startswith(REASONING_GYM):
         return None if id != REASONING_GYM else "name a task, e.g. reasoning-gym:chain_sum"
+    if id.startswith(VERIFIERS):
+        if id == VERIFIERS:
+            return "name an environment, e.g. verifiers:gsm8k-v1"
+        return None if args is None or "python" in args else "needs args.python; name the interpreter that has verifiers"
     info = BUILT_IN.get(id)
     if info is None:
         return None if ":" in id else f"unknown environment {id!r}; {_nearest(id)}"
@@ -116,5 +122,5 @@ def _nearest(id: str) -> str:
     near = difflib.get_close_matches(id.replace("_", "-"), [*BUILT_IN, "reasoning-gym"], n=1, cutoff=0.5)
     if near and near[0] == "reasoning-gym":
         return "nearest is 'reasoning-gym:<task>', e.g. reasoning-gym:chain_sum"
-    known = f"built in are {', '.join(BUILT_IN)}; reasoning-gym:<task> and module:attribute work too"
+    known = f"built in are {', '.join(BUILT_IN)}; reasoning-gym:<task>, verifiers:<id> and module:attribute work too"
     return f"nearest is {near[0]!r}" if near else known

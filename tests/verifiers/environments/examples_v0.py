@@ -1,0 +1,16 @@
+"""Names the example classes of the classic release's own tests, so that `load_environment` finds them unchanged."""
+
+from conftest import BasicToolEnv, SimpleMultiTurnEnv
+from datasets import Dataset
+from verifiers import Parser, Rubric, SingleTurnEnv
+
+
+def says(completion, answer, **_):
+    return float(answer in str(completion[-1]["content"]))
+
+
+def load_environment(kind="single", **settings):
+    rows = {"question": ["What is 2 + 2?", "Name the capital of France."], "answer": ["4", "Paris"]}
+    kinds = {"single": SingleTurnEnv, "multi": SimpleMultiTurnEnv, "tools": BasicToolEnv}
+    rubric = Rubric(funcs=[says], weights=[1.0])
+    return kinds[kind](dataset=Dataset.from_dict(rows), parser=Parser(), rubric=rubric, **settings)
