@@ -7,12 +7,16 @@ An engine that says what the test tells it stands for the model; endpoint, templ
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from shoal.batching.samples import rollout_samples
 from shoal.envs.registry import load_environment
@@ -22,7 +26,7 @@ from shoal.rollout.runner import GroupRunner, RunnerSettings
 from shoal.server.completions import Served
 from shoal.server.local import LocalEndpoint
 from shoal.types import Prompt, Request, Rollout, SamplingParams, Score
-from support.models import EOS, TOKENIZER
+from support.models import EOS, TOKENIZER, small_model
 from support.scripted import Script, ScriptedEngine
 
 pytestmark = [pytest.mark.verifiers, pytest.mark.timeout(180)]
@@ -90,7 +94,7 @@ def test_v1_single_turn(made: list[Any]):
     right = next(rollout for rollout in rollouts if rollout.reward == 1)
     assert right.parts["echoed"] == 1.0 and right.messages[-1]["content"] == "it is Hello, World!"
     assert "exact phrase: hello world" in said(engine.requests[0])
-    assert {request.sampling.seed for request in engine.requests} == {r.sampling.seed for r in engine.requests}
+    assert len({request.sampling.seed for request in engine.requests}) == 2, "each rollout has its own seed"
     one_sample(right)
 
 
@@ -110,8 +114,7 @@ def test_v1_tools(made: list[Any]):
 
     def bump(request: Request) -> Any:
         called = said(request).count("count=")
-        names = [name for name in ("counter_bump", "bump") if name in said(request)] or ["counter_bump"]
-        call = '<tool_call>{"name": "%s", "arguments": {}}</tool_call>' % names[0]
+        call = '<tool_call>{"name": "counter_bump", "arguments": {}}</tool_call>'
         return (f"step {called}: {call}" if called < 3 else "<answer>done</answer>"), "stop"
 
     (rollout,), engine = play(environment, bump)
@@ -149,7 +152,28 @@ def test_v0_tools(made: list[Any]):
     one_sample(rollout)
 
 
-def test_a_failing_engine_and_a_silent_environment(made: list[Any]):
+def test_a_run_trains_on_one(tmp_path: Path):
+    """`shoal grpo` with a model of random weights; the environment rewards the share of letters."""
+    model = tmp_path / "model"
+    small_model("qwen3").save_pretrained(model)
+    TOKENIZER.save_pretrained(model)
+    python, path = FOLDER / "v0" / "bin" / "python", [str(FOLDER / "fixtures" / "v0"), str(HERE / "environments")]
+    args = {"python": str(python), "path": path, "args": {"kind": "single", "reward": "letters"}}
+    config = {
+        "train": {"model": str(model), "max_steps": 2, "learning_rate": 1e-3, "output_dir": str(tmp_path / "out")},
+        "orch": {"env": [{"id": "verifiers:examples-v0", "args": args}], "batch_size": 8, "rollouts_per_example": 4,
+                 "sampling": {"max_tokens": 8}, "seq_len": 256},
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "shoal", "grpo", str(tmp_path / "run.yaml")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert result.returncode == 0, result.stderr[-2000:]
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["optim/grad_norm"] > 0 and line["mismatch/k3"] < 1e-9 for line in lines), lines
+
+
+def test_an_environment_that_takes_too_long(made: list[Any]):
     environment = verifiers("v0", "examples-v0", args={"kind": "single"}, timeout_s=0.01)
     made.append(environment)
     (rollout,), _ = play(environment, lambda _: ("4", "stop"))
@@ -157,7 +181,7 @@ def test_a_failing_engine_and_a_silent_environment(made: list[Any]):
 
 
 def test_what_cannot_be_loaded_is_told_in_one_line():
-    with pytest.raises(ConfigError, match=r"verifiers:no-such-env: .*no_such_env"):
+    with pytest.raises(ConfigError, match="verifiers:no-such-env: .*Could not import"):
         verifiers("v0", "no-such-env")
     with pytest.raises(ConfigError, match="verifiers:no-such-env: "):
         verifiers("v1", "no-such-env")

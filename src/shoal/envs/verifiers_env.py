@@ -103,7 +103,9 @@ class Host:
             kept.pop(name, None)
         folder = str(Path(python).parent)
         kept["PATH"] = os.pathsep.join([folder, *filter(None, [kept.get("PATH")])])
-        kept["SHOAL_HOST_PATH"] = json.dumps([str(Path(entry).expanduser().resolve()) for entry in path])
+        # In the variable and not in the process alone: tool servers are processes of their own.
+        if path:
+            kept["PYTHONPATH"] = os.pathsep.join(str(Path(entry).expanduser().resolve()) for entry in path)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [python, "-u", str(HOST)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=kept

@@ -177,7 +177,6 @@ async def main():
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     os.environ.setdefault(KEY_VARIABLE, "none")
-    sys.path[:0] = json.loads(os.environ.pop("SHOAL_HOST_PATH", "[]"))
     requests = asyncio.StreamReader(limit=2**26)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
     await serve(requests, lambda reply: channel.write(json.dumps(reply) + "\n"))
