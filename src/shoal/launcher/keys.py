@@ -96,3 +96,17 @@ KEYS: dict[str, Key] = {
 }
 SCHEMA_KEYS: dict[str, str] = {name: ", ".join(key.to) for name, key in KEYS.items()}
 """Launcher key → the schema's, as the documentation prints it."""
+
+
+def table() -> str:
+    """The table of docs/launcher.md."""
+
+    def cell(value: object) -> str:
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        return f"`{text}`".replace("|", "\\|")
+
+    rows = ["| Key | Default | Sets |", "|---|---|---|"]
+    for name, key in KEYS.items():
+        default = "" if key.default is None else cell(key.default)
+        rows.append(f"| `{name}` | {default} | {', '.join(map(cell, key.to))} |")
+    return "\n".join(rows)

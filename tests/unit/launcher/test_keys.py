@@ -13,7 +13,7 @@ from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError
 from shoal.launcher import load_config
-from shoal.launcher.keys import KEYS, SCHEMA_KEYS
+from shoal.launcher.keys import KEYS, SCHEMA_KEYS, table
 
 BASE = "experiment_name: exp\nactor: {path: Qwen/Qwen2.5-0.5B-Instruct}\n"
 See = Callable[[RunConfig], Any]
@@ -112,6 +112,11 @@ def test_the_table_names_keys_of_the_schema():
     for key, row in KEYS.items():
         assert row.to and set(row.to) <= known, key
         assert SCHEMA_KEYS[key] == ", ".join(row.to)
+
+
+def test_the_page_has_the_table():
+    page = (Path(__file__).parents[3] / "docs" / "launcher.md").read_text(encoding="utf-8")
+    assert table() in page
 
 
 def test_other_paths_are_refused(tmp_path: Path):
