@@ -90,7 +90,8 @@ def test_v1_single_turn(made: list[Any]):
     assert [len(environment.tasks(split)) for split in ("train", "eval")] == [2, 1]
     script = iter(["it is Hello, World!", "no"])
     rollouts, engine = play(environment, lambda _: (next(script), "stop"), size=2)
-    assert sorted(rollout.reward or 0 for rollout in rollouts) == [0.0, 1.0], [r.error for r in rollouts]
+    assert [rollout.status for rollout in rollouts] == ["ok", "ok"], [rollout.error for rollout in rollouts]
+    assert sorted(rollout.reward or 0 for rollout in rollouts) == [0.0, 1.0]
     right = next(rollout for rollout in rollouts if rollout.reward == 1)
     assert right.parts["echoed"] == 1.0 and right.messages[-1]["content"] == "it is Hello, World!"
     assert "exact phrase: hello world" in said(engine.requests[0])

@@ -6,6 +6,7 @@ to belong to it and clients share one address; the plain model name answers as a
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,7 +31,7 @@ class LocalEndpoint:
         self._completions = Completions(served)
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
-        self._port = 0
+        self._starting = asyncio.Lock()
         self.failure: EngineError | None = None  # the engine's; clients only see a 500
 
     @asynccontextmanager
@@ -46,17 +47,20 @@ class LocalEndpoint:
 
     async def start(self) -> str:
         """Listen, if not yet; returns the base_url without a session."""
-        if self._runner is None:
-            app = web.Application(client_max_size=MAX_BODY_BYTES)
-            app.router.add_get("/v1/models", self._models)
-            app.router.add_post("/v1/chat/completions", self._chat)
-            app.router.add_post("/v1/completions", self._complete)
-            self._runner = web.AppRunner(app, access_log=None)
-            await self._runner.setup()
-            site = web.TCPSite(self._runner, HOST, 0)
-            await site.start()
-            self._port = self._runner.addresses[0][1]
-        return f"http://{HOST}:{self._port}/v1"
+        async with self._starting:  # whole groups ask at once
+            if self._runner is None:
+                self._runner = await self._listen()
+        return f"http://{HOST}:{self._runner.addresses[0][1]}/v1"
+
+    async def _listen(self) -> web.AppRunner:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._complete)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, HOST, 0).start()
+        return runner
 
     async def close(self) -> None:
         if self._runner is not None:

@@ -153,6 +153,23 @@ def test_a_session_draws_as_the_run_says_and_continues_in_exact_ids():
     assert third.prompt_ids == Chat(TOKENIZER).prompt_ids([{"role": "user", "content": "anew"}])
 
 
+def test_sessions_that_start_together_have_one_address():
+    async def run() -> set[str]:
+        endpoint = LocalEndpoint(Served(ScriptedEngine(lambda _: ("hi", "stop")), Chat(TOKENIZER), "fish", 400))
+
+        async def address() -> str:
+            async with endpoint.session(Session("s", SamplingParams(), 400, lambda turn: turn)) as (base_url, _):
+                return base_url
+
+        try:
+            return set(await asyncio.gather(*(address() for _ in range(8))))
+        finally:
+            await endpoint.close()
+
+    (base_url,) = asyncio.run(run())
+    assert ":0/" not in base_url
+
+
 def test_requests_are_what_the_engine_protocol_says():
     engine = serve(lambda _: ("hi", "stop"), lambda _, ask: ask("/chat/completions", {"messages": HELLO}))
     (request,) = engine.requests
