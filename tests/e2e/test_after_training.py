@@ -17,6 +17,21 @@ NewRun = Callable[..., Run]
 LORA = {"lora": True, "lora_rank": 4, "lora_alpha": 8, "learning_rate": 2e-3}
 
 
+LETTERS = """
+from shoal.envs import SingleTurn, answer_of, ask
+
+
+class Letters(SingleTurn):
+    def tasks(self, split):
+        first = 0 if split == "train" else 100
+        return [ask(f"say {n}") for n in range(first, first + 20)]
+
+    def reward(self, task, messages):
+        text = answer_of(messages)
+        return sum(letter in "abcdefgh" for letter in text) / max(len(text), 1)
+"""
+
+
 def run(warm: WarmPython, folder: Path, *words: str, code: int = 0) -> str:
     command = warm.run(list(words), folder)
     assert command.wait() == code, command.text()
@@ -69,7 +84,6 @@ def test_from_an_sft_adapter_to_a_folder_to_publish(new_run: NewRun, model: Path
 
 def test_any_checkpoint_is_scored_and_two_are_compared(new_run: NewRun, model: Path, warm: WarmPython):
     """A run rewarded for letters beats its start by more than its interval; the numbers agree whatever names it."""
-    reward = "def letters(task, messages):\n    text = messages[-1]['content']\n    return sum(c in 'abcdefgh' for c in text) / max(len(text), 1)\n"
     trained = new_run(
         train={**LORA, "max_steps": 12, "learning_rate": 2e-2, "save_steps": 6, "save_total_limit": 4},
         orch={
@@ -77,12 +91,7 @@ def test_any_checkpoint_is_scored_and_two_are_compared(new_run: NewRun, model: P
             "rollouts_per_example": 8, "eval": {"interval": 6, "num_examples": 12, "keep_best": True},
         },
     )  # fmt: skip
-    (trained.folder / "letters.py").write_text(
-        "from shoal.envs import SingleTurn, ask\n\n" + reward + "\n\nclass Letters(SingleTurn):\n"
-        "    def tasks(self, split):\n        first = 0 if split == 'train' else 100\n"
-        "        return [ask(f'say {n}') for n in range(first, first + 20)]\n\n"
-        "    def reward(self, task, messages):\n        return letters(task, messages)\n"
-    )
+    (trained.folder / "letters.py").write_text(LETTERS)
     assert trained.grpo().wait() == 0
     asked = ["--env", "letters.py:Letters", "--num-examples", "20", "--max-tokens", "10",
              "--rollouts-per-example", "4", "--temperature", "1"]  # fmt: skip
@@ -103,7 +112,9 @@ def test_any_checkpoint_is_scored_and_two_are_compared(new_run: NewRun, model: P
     shutil.rmtree(trained.path / "final")
     assert scores(run(warm, trained.folder, "eval", "out", *asked)) == by_run, "then the newest checkpoint"
     assert "kept are 6, 12" in run(warm, trained.folder, "eval", "out", "--checkpoint", "7", *asked, code=2)
-    assert "not a run directory" in run(warm, trained.folder, "eval", str(model), "--checkpoint", "best", *asked, code=2)
+    assert "not a run directory" in run(
+        warm, trained.folder, "eval", str(model), "--checkpoint", "best", *asked, code=2
+    )
 
 
 def test_raise_max_steps_of_a_finished_run(new_run: NewRun):
@@ -141,7 +152,12 @@ def test_a_mixture_of_experts_trains(new_run: NewRun, tmp_path: Path):
         assert all(step["optim/grad_norm"] > 0 and step["mismatch/k3"] < 1e-9 for step in trained.steps())
         if kind == "full":
             before, after = dict(model.named_parameters()), dict(loaded(trained.path / "final").named_parameters())
-            for name in ("mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "self_attn.q_proj.weight"):
+            for name in (
+                "mlp.gate.weight",
+                "mlp.experts.gate_up_proj",
+                "mlp.experts.down_proj",
+                "self_attn.q_proj.weight",
+            ):
                 key = f"model.layers.1.{name}"
                 assert not torch.equal(before[key], after[key]), key
 
@@ -162,7 +178,10 @@ def test_bad_rows_and_long_prompts_are_counted_in_the_run(new_run: NewRun):
     (aside,) = run_.events("set-aside")
     assert aside["data"] == {"prompts": 1, "of": 26} and "1 of 26 prompts of dataset" in aside["message"]
     assert "2 bad rows set aside" in command.text() and "1 of 26 prompts" in command.text()
-    every = new_run("none", orch={"env": [{"id": "dataset", "args": {"reward": "my_code:digits"}}], "dataset": {"path": "long.jsonl"}})
+    every = new_run(
+        "none",
+        orch={"env": [{"id": "dataset", "args": {"reward": "my_code:digits"}}], "dataset": {"path": "long.jsonl"}},
+    )
     (every.folder / "long.jsonl").write_text("\n".join(json.dumps({"prompt": "x" * (300 + n)}) for n in range(3)))
     command = every.grpo()
     assert command.wait() == 2 and "no prompt of dataset fits" in command.text()

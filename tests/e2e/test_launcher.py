@@ -17,7 +17,7 @@ from .helpers.processes import environment
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
 SMALL = ["gconfig.max_new_tokens=16", "actor.mb_spec.max_tokens_per_mb=300", "train_dataset.batch_size=4"]
 # A model of random weights never hits a number, so the tests reward what it can learn: digits.
-DENSE = '''
+DENSE = """
 from shoal.envs import answer_of
 from shoal.launcher import load_config, run, train
 
@@ -29,7 +29,7 @@ def digits(task, messages):
 
 def main(args):
     train(load_config(args, reward=digits))
-'''
+"""
 
 
 def run(cwd: Path, *words: str, code: int = 0) -> str:
@@ -66,7 +66,15 @@ def place(tmp_path: Path, model: Path) -> Path:
 def launch(place: Path, *words: str, script: str = "dense.py", code: int = 0) -> str:
     base = ["actor.path=model", "train_dataset.path=data", *SMALL]
     return run(
-        place, "-m", "shoal.launcher.local", script, "--config", str(EXAMPLE / "train_grpo.yaml"), *base, *words, code=code
+        place,
+        "-m",
+        "shoal.launcher.local",
+        script,
+        "--config",
+        str(EXAMPLE / "train_grpo.yaml"),
+        *base,
+        *words,
+        code=code,
     )
 
 
@@ -98,8 +106,10 @@ def test_the_shipped_example_runs_as_it_is(place: Path):
 
 def test_it_is_the_same_run_as_shoal_grpo(place: Path):
     """The same task, seed and numbers through both doors: the same metrics to the bit, and the same weights."""
-    launch(place, "experiment_name=a", "seed=3", "total_train_steps=3", "saver.freq_epochs=null", "evaluator.freq_steps=2",
-           "evaluator.freq_epochs=null", "actor.lr=1e-3")  # fmt: skip
+    launch(
+        place, "experiment_name=a", "seed=3", "total_train_steps=3", "saver.freq_epochs=null", "actor.lr=1e-3",
+        "evaluator.freq_steps=2", "evaluator.freq_epochs=null",
+    )  # fmt: skip
     config = {
         "train": {
             "model": "model", "output_dir": "outputs/b", "seed": 3, "max_steps": 3, "learning_rate": 1e-3,

@@ -1,7 +1,7 @@
 """Makes the Pythons that the verifiers tests need, in a folder outside the clone: one for each line of releases.
 
-`python install.py FOLDER` leaves FOLDER/v0 and FOLDER/v1 (virtual environments) and FOLDER/fixtures/v0 and v1: the example
-environments that come with the releases' own tests, unpacked from their source archives. Done once; about two minutes.
+`python install.py FOLDER` leaves FOLDER/v0 and FOLDER/v1, virtual environments, and FOLDER/fixtures/v0 and v1: the
+example environments of the releases' own tests, unpacked from their source archives. Done once; about two minutes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Example environments of the verifiers releases, unchanged, in their own Pythons, through the endpoint to a rollout.
 
-An engine that says what the test tells it stands for the model; endpoint, template, host process and environment are real.
+An engine that says what the test tells it stands for the model; endpoint, template, host and environment are real.
 `make test-verifiers` installs what is needed and runs this.
 """
 
@@ -77,7 +77,7 @@ def said(request: Request) -> str:
 
 
 def one_sample(rollout: Rollout) -> None:
-    """Every turn extends the one before id for id, so the conversation trains as one sequence, answers alone in the loss."""
+    """Every turn extends the one before id for id: the conversation trains as one sequence, on its answers alone."""
     (sample,) = rollout_samples(rollout, advantage=1.0)
     trained = [int(i) for i, kept in zip(sample.token_ids, sample.loss_mask, strict=True) if kept]
     assert trained == [i for turn in rollout.turns for i in turn.completion.token_ids] and EOS in trained
@@ -182,7 +182,7 @@ def test_an_environment_that_takes_too_long(made: list[Any]):
 
 
 def test_what_cannot_be_loaded_is_told_in_one_line():
-    with pytest.raises(ConfigError, match="verifiers:no-such-env: .*Could not import"):
+    with pytest.raises(ConfigError, match=r"verifiers:no-such-env: .*Could not import"):
         verifiers("v0", "no-such-env")
     with pytest.raises(ConfigError, match="verifiers:no-such-env: "):
         verifiers("v1", "no-such-env")

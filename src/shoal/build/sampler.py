@@ -152,7 +152,9 @@ def fits_in(chat: Chat, room: int) -> Callable[[Sequence[Message]], bool]:
     return lambda messages: 0 < len(chat.prompt_ids(messages)) <= room
 
 
-def make_evaluator(orch: OrchConfig, environments: Mapping[str, Environment], runner: GroupRunner, chat: Chat) -> Evaluator:
+def make_evaluator(
+    orch: OrchConfig, environments: Mapping[str, Environment], runner: GroupRunner, chat: Chat
+) -> Evaluator:
     assert orch.eval is not None and orch.seq_len is not None and orch.eval.sampling.seed is not None
     sampling = eval_sampling_params(orch)
     names = [env.label for env in orch.eval.env or orch.env]
@@ -189,4 +191,3 @@ def evaluation_config(
         },
     }
     return resolve_run(RunConfig.model_validate(raw))
-

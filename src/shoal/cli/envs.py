@@ -21,7 +21,7 @@ def list_environments() -> None:
     for info in BUILT_IN.values():
         say(f"{info.id:<{width}}  {info.description}")
     say("")
-    say("reasoning-gym:TASK is any task of that package, verifiers:ID an environment of that one; module:function is your own.")
+    say("reasoning-gym:TASK and verifiers:ID are environments of those packages; module:function is your own.")
     say("More: shoal envs show ID. Start one: shoal envs new NAME")
 
 

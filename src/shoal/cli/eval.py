@@ -1,4 +1,4 @@
-"""`shoal eval`: a model, checkpoint, adapter or run on the held-out prompts of an environment; or two of them compared."""
+"""`shoal eval`: a model, checkpoint, adapter or run on the held-out prompts of an environment; or two compared."""
 
 from __future__ import annotations
 

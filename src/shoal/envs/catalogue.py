@@ -106,7 +106,9 @@ def problem_with(id: str, args: Mapping[str, Any] | None = None) -> str | None:
     if id.startswith(VERIFIERS):
         if id == VERIFIERS:
             return "name an environment, e.g. verifiers:gsm8k-v1"
-        return None if args is None or "python" in args else "needs args.python; name the interpreter that has verifiers"
+        return (
+            None if args is None or "python" in args else "needs args.python; name the interpreter that has verifiers"
+        )
     info = BUILT_IN.get(id)
     if info is None:
         return None if ":" in id else f"unknown environment {id!r}; {_nearest(id)}"

@@ -1,4 +1,4 @@
-"""Tools in conversations, as OpenAI spells them: schemas out of functions, calls out of text, and an environment with both.
+"""Tools in conversations, as OpenAI spells them: schemas of functions, calls in text, an environment with both.
 
 `parse_tool_calls` reads what models write (`<tool_call>{…}</tool_call>`, or one bare JSON object). Calls that are not
 valid JSON stay text: the environment sees what the model wrote.
@@ -85,7 +85,7 @@ class ToolDialogue(Dialogue):
 
 
 class ToolUse(MultiTurn):
-    """The model may call `tools`, plain functions with type hints; the conversation ends with an answer without calls."""
+    """The model may call `tools`, functions with type hints; a conversation ends with an answer without calls."""
 
     tools: Sequence[Callable[..., Any]] = ()
 

@@ -79,7 +79,9 @@ class Verifiers:
 def _interpreter(python: str) -> str:
     path = Path(str(python)).expanduser()
     if not path.is_file() or not os.access(path, os.X_OK):
-        raise ConfigError(f"verifiers: args.python: {str(python)!r} is no Python; name the interpreter that has verifiers")
+        raise ConfigError(
+            f"verifiers: args.python: {str(python)!r} is no Python; name the interpreter that has verifiers"
+        )
     return str(path.absolute())  # not resolved: a venv's python is a link, and its place is what counts
 
 
@@ -89,7 +91,10 @@ def _splits(found: Mapping[str, list[list[Message]] | None], name: str) -> dict[
     if not train:
         raise ConfigError(f"{name} has no tasks")
     if found.get("eval") is not None:
-        return {"train": train, "eval": [Task(m, {"split": "eval", "index": i}) for i, m in enumerate(found["eval"] or [])]}
+        return {
+            "train": train,
+            "eval": [Task(m, {"split": "eval", "index": i}) for i, m in enumerate(found["eval"] or [])],
+        }
     held_out = min(256, max(1, len(train) // 10)) if len(train) > 1 else 0
     return {"train": train[: len(train) - held_out], "eval": train[len(train) - held_out :]}
 

@@ -1,7 +1,7 @@
 """Runs inside another Python, the one that has `verifiers`: loads an environment and plays its rollouts on request.
 
-Started by verifiers_env.py as a script. One JSON object a line on stdin and stdout. Imports nothing of Shoal, since that
-Python does not have it. `Classic` is for releases before 0.4 (load_environment), `Modern` for tasksets of 0.4.
+Started by verifiers_env.py as a script. One JSON object a line on stdin and stdout. Imports nothing of Shoal, which
+that Python does not have. `Classic` is for releases before 0.4 (load_environment), `Modern` for tasksets of 0.4.
 """
 
 from __future__ import annotations

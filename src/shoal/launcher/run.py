@@ -44,9 +44,7 @@ def train(config: LaunchConfig) -> Path:
     notices(translated.notices)
     os.environ.update(translated.environment)
     try:
-        train_loaded(
-            translated.loaded, resume=arguments.resume, dry_run=arguments.dry_run, wording=translated.wording
-        )
+        train_loaded(translated.loaded, resume=arguments.resume, dry_run=arguments.dry_run, wording=translated.wording)
     except ConfigError as error:
         raise type(error)(translated.wording(str(error))) from None
     return Path(config.run.train.output_dir)

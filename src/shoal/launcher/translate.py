@@ -127,7 +127,9 @@ def _model(draft: _Draft) -> None:
         raise flat.error("actor.path", "is required; name the model's folder, hub id or GGUF file")
     for key, what in (("tokenizer_path", "the tokenizer comes from"), ("ref.path", "the reference is the start of")):
         if flat.get(key) not in (None, model):
-            raise flat.error(key, f"{show(flat.get(key))} is another path, but {what} actor.path; write ${{actor.path}}")
+            raise flat.error(
+                key, f"{show(flat.get(key))} is another path, but {what} actor.path; write ${{actor.path}}"
+            )
 
 
 def _length(draft: _Draft) -> None:
@@ -230,4 +232,3 @@ def _tracker_environment(draft: _Draft) -> dict[str, str]:
             draft.notices.append(f"{name}: no effect while stats_logger.wandb.mode is disabled")
         return {}
     return {"WANDB_MODE": str(mode)} | ({"WANDB_API_KEY": str(key)} if key is not None else {})
-

@@ -28,7 +28,7 @@ class Weights:
 
 
 def find_weights(name: str, *, adapter: str | None = None, checkpoint: str | None = None) -> Weights:
-    """`checkpoint` picks one of a run directory: a step, `best`, `newest` or `final` (the default where there is one)."""
+    """`checkpoint` picks one of a run directory: a step, `best`, `newest`, or `final`, the default if there is one."""
     path = Path(name).expanduser()
     if adapter is not None:
         if not (Path(adapter).expanduser() / ADAPTER_FILE).is_file():
@@ -79,7 +79,9 @@ def _of_folder(folder: Path, run: Path | None) -> Weights:
     base = _trained_model(run) if run is not None else None
     base = base or _read(folder / ADAPTER_FILE).get("base_model_name_or_path")
     if not base:
-        raise ConfigError(f"command line: {folder}: does not name its base model; give the model, and this as --adapter")
+        raise ConfigError(
+            f"command line: {folder}: does not name its base model; give the model, and this as --adapter"
+        )
     return Weights(str(base), str(folder), run)
 
 

@@ -1,4 +1,4 @@
-"""The model card of an exported folder, from what the run directory recorded. Nothing is claimed that was not measured."""
+"""The model card of an exported folder, from what the run directory recorded; nothing else is claimed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.config.problems import show
 from shoal.observability.run_dir import read_metrics, read_status
 from shoal.observability.weights import Weights
 
-USE = '''```python
+USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "."  # this folder, or its name on a hub
@@ -20,7 +20,7 @@ model = AutoModelForCausalLM.from_pretrained(folder)
 messages = [{"role": "user", "content": "Hello"}]
 prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))
-```'''
+```"""
 
 
 def model_card(weights: Weights) -> str:
@@ -31,21 +31,26 @@ def model_card(weights: Weights) -> str:
         _origin(weights, config),
         _results(weights.run),
         f"## Use\n\n{USE}",
-        "## Limits\n\nTrained to raise a reward, so it may do well by that reward alone. Judge it on tasks of your own.",
+        "## Limits\n\nTrained to raise a reward, and it may do well by that alone. Judge it on tasks of your own.",
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def _front_matter(weights: Weights) -> dict[str, Any]:
-    data: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["shoal", "grpo"]}
+    data: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["shoal", "grpo"],
+    }
     # A path of this machine is nothing to publish; a hub id is.
-    if not Path(weights.model).expanduser().exists():
-        data["base_model"] = weights.model
+    base = weights.model if weights.run is None else _config(weights.run).get("train", {}).get("model")
+    if base and not _local(base):
+        data["base_model"] = base
     return data
 
 
 def _origin(weights: Weights, config: dict[str, Any]) -> str:
-    base = weights.model if not Path(weights.model).expanduser().exists() else Path(weights.model).name
+    base = Path(weights.model).name if _local(weights.model) else weights.model
     if not config:
         return f"`{base}`{' with an adapter merged in' if weights.adapter else ''}, exported with Shoal."
     train, orch = config.get("train", {}), config.get("orch")
@@ -62,7 +67,14 @@ def _origin(weights: Weights, config: dict[str, Any]) -> str:
         rows["LoRA"] = f"rank {train['lora_rank']}, alpha {train['lora_alpha']}, merged"
     how = "GRPO" if orch is not None else "supervised fine-tuning"
     lines = "\n".join(f"| {name} | {show(value).strip(chr(34))} |" for name, value in rows.items() if value is not None)
-    return f"Trained from `{base if weights.adapter else train.get('model')}` with Shoal, {how}.\n\n| | |\n|---|---|\n{lines}"
+    start = Path(str(train.get("model"))).name if _local(train.get("model")) else train.get("model")
+    return f"Trained from `{start}` with Shoal, {how}.\n\n| | |\n|---|---|\n{lines}"
+
+
+def _local(model: object) -> bool:
+    """Whether a model's name is a path: one that exists, or one that could only have been on another machine."""
+    name = str(model)
+    return Path(name).expanduser().exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def _results(run: Path | None) -> str:

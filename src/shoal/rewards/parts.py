@@ -1,4 +1,4 @@
-"""Watches that every part named in `orch.reward.parts` exists: a weight on a misspelt part would do nothing in silence."""
+"""Watches that every part named in `orch.reward.parts` exists: a weight on a misspelt one would do nothing."""
 
 from __future__ import annotations
 

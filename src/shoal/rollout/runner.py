@@ -131,9 +131,7 @@ class GroupRunner:
             if following is None or completion.finish_reason != "stop":
                 break
             answered = episode.messages[: len(episode.messages) - len(following)]
-            prompt_ids = self._tokens.next_prompt_ids(
-                prompt_ids + completion.token_ids, answered, following, **listed
-            )
+            prompt_ids = self._tokens.next_prompt_ids(prompt_ids + completion.token_ids, answered, following, **listed)
 
     async def _be_played(self, environment: PlayedEnvironment, rollout: Rollout, sampling: SamplingParams) -> Score:
         """The environment talks to the endpoint; what it asked and got is the rollout, in exact ids."""

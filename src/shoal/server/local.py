@@ -1,7 +1,7 @@
 """The endpoint inside the training process: environments that talk HTTP play their rollouts here.
 
-Bound to 127.0.0.1 on a free port. A rollout has a model name of its own, <model>@<secret>, so that every request is known
-to belong to it and clients share one address; the plain model name answers as any OpenAI-compatible server does.
+Bound to 127.0.0.1 on a free port. A rollout has a model name of its own, <model>@<secret>: its requests are known by it
+and clients share one address. The plain model name answers as any OpenAI-compatible server does.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class LocalEndpoint:
 
 
 def _refusal(text: str, status: int) -> web.Response:
-    return web.json_response({"error": {"message": text, "type": "invalid_request_error", "code": status}}, status=status)
+    return web.json_response(
+        {"error": {"message": text, "type": "invalid_request_error", "code": status}}, status=status
+    )
 
 
 async def _stream(request: web.Request, reply: dict[str, Any], body: dict[str, Any]) -> web.StreamResponse:

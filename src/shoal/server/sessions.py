@@ -1,4 +1,4 @@
-"""One rollout played through the endpoint: its sampling, its turns in exact ids, and how a later request continues them."""
+"""One rollout played through the endpoint: its sampling, its turns in exact ids, and how a request continues them."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Session:
                 return chat.next_prompt_ids(past.ids, [*past.messages, raw], messages[before + 1 :], tools)
         return chat.prompt_ids(messages, tools)
 
-    def record(self, asked: tuple[list[Message], Tools], prompt_ids: list[int], completion: Completion, answer: Message) -> None:
+    def record(
+        self, asked: tuple[list[Message], Tools], prompt_ids: list[int], completion: Completion, answer: Message
+    ) -> None:
         messages, tools = asked
         self.turns.append(Turn(prompt_ids, completion, self.sampling.temperature))
-        self.answered.append(
-            Answered(messages, tools, [*prompt_ids, *completion.token_ids], answer, completion.text)
-        )
+        self.answered.append(Answered(messages, tools, [*prompt_ids, *completion.token_ids], answer, completion.text))
         self.conversation = [*messages, answer]
 
 

@@ -70,7 +70,11 @@ def test_the_schema_of_a_function():
         ('so\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call> and', "so\n and", [ToolCall("f", {})]),
         ('{"name": "f", "parameters": {"x": 1}}', "", [ToolCall("f", {"x": 1})]),
         ('<tool_call>{"name": "f"</tool_call>', '<tool_call>{"name": "f"</tool_call>', []),
-        ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', '<tool_call>{"name": "f", "arguments": 3}</tool_call>', []),
+        (
+            '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+            [],
+        ),
         ('<tool_call>{"name": "f", "arguments": {}}', '<tool_call>{"name": "f", "arguments": {}}', []),
     ],
 )

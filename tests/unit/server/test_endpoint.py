@@ -1,4 +1,4 @@
-"""The endpoint as an OpenAI client meets it: a real socket, a real tokenizer, an engine that says what it is told to."""
+"""The endpoint as an OpenAI client meets it: a real socket and tokenizer, an engine that says what it is told to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 Ask = Callable[..., Awaitable[tuple[int, Any]]]
 
 
-def serve(script: Script, work: Callable[[LocalEndpoint, Ask], Awaitable[Any]], context_tokens: int = 400) -> ScriptedEngine:
+def serve(
+    script: Script, work: Callable[[LocalEndpoint, Ask], Awaitable[Any]], context_tokens: int = 400
+) -> ScriptedEngine:
     """Run `work(endpoint, ask)` against a served engine; `ask(path, body)` gives (status, JSON or text)."""
     engine = ScriptedEngine(script)
 
@@ -50,7 +52,14 @@ def test_an_answer_with_ids_and_logprobs():
     async def work(_: LocalEndpoint, ask: Ask) -> None:
         status, reply = await ask(
             "/chat/completions",
-            {"model": "fish", "messages": HELLO, "logprobs": True, "return_token_ids": True, "max_tokens": 9, "temperature": 0.5},
+            {
+                "model": "fish",
+                "messages": HELLO,
+                "logprobs": True,
+                "return_token_ids": True,
+                "max_tokens": 9,
+                "temperature": 0.5,
+            },
         )
         (choice,) = reply["choices"]
         ids = [*TOKENIZER.encode("hi", add_special_tokens=False), EOS]
@@ -71,7 +80,9 @@ def test_several_choices_and_plain_completions_of_ids():
     async def work(_: LocalEndpoint, ask: Ask) -> None:
         _, reply = await ask("/chat/completions", {"messages": HELLO, "n": 3, "seed": 7})
         assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
-        _, plain = await ask("/completions", {"prompt": [20, 21], "max_tokens": 4, "logprobs": 1, "return_token_ids": True})
+        _, plain = await ask(
+            "/completions", {"prompt": [20, 21], "max_tokens": 4, "logprobs": 1, "return_token_ids": True}
+        )
         assert plain["choices"][0]["text"] == "hi" and plain["prompt_token_ids"] == [20, 21]
         assert plain["choices"][0]["logprobs"]["token_logprobs"] == [-0.5] * 3
 

@@ -1,7 +1,8 @@
 """Names the example classes of the classic release's own tests, so that `load_environment` finds them unchanged."""
 
-from conftest import BasicToolEnv, SimpleMultiTurnEnv
 from datasets import Dataset
+
+from conftest import BasicToolEnv, SimpleMultiTurnEnv
 from verifiers import Parser, Rubric, SingleTurnEnv
 
 
