@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,26 @@ def test_recover_continues_and_a_used_trial_is_refused_in_the_launchers_words(pl
     assert "already holds a run" in said and "trial_name=" in said and "train.output_dir" not in said
     launch(place, *words, "total_train_steps=2", "recover.mode=auto")
     assert [record["step"] for record in metrics(place / "outputs" / "c" / "trial0")] == [1, 2]
+
+
+def test_the_page_and_the_readme_start_with_the_command_that_is_tested_here():
+    """Both pages' first command is the one of the shipped example; its words are parsed as the launcher does."""
+    from shoal.launcher import load_config
+
+    root = EXAMPLE.parents[1]
+    for page in (root / "docs" / "launcher.md", EXAMPLE / "README.md"):
+        block = page.read_text().split("```bash\n", 1)[1].split("```", 1)[0]
+        words = shlex.split(block.replace("\\\n", " "))
+        assert words[:3] == ["python", "-m", "shoal.launcher.local"] and (root / words[3]).is_file()
+        arguments = [str(root / word) if word.endswith(".yaml") else word for word in words[4:]]
+        assert load_config(arguments).run.train.output_dir == "outputs/gsm8k-grpo-local/trial0"
+
+
+def test_the_container_copies_what_there_is():
+    root, lines = EXAMPLE.parents[1], (EXAMPLE / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
+    assert copied and all((root / word).exists() for word in copied)
+    assert f"-f {(EXAMPLE / 'Dockerfile').relative_to(root)} ." in (EXAMPLE / "container.md").read_text()
 
 
 @pytest.mark.shared
