@@ -141,8 +141,8 @@ def test_a_mixture_of_experts_trains(new_run: NewRun, tmp_path: Path):
 
     from support.models import _SHAPE, TOKENIZER, randomise
 
-    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**_SHAPE, **experts, head_dim=32), dtype=torch.float32)
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**_SHAPE, **experts), dtype=torch.float32)
     randomise(model, 0).save_pretrained(tmp_path / "moe")
     TOKENIZER.save_pretrained(tmp_path / "moe")
     for kind, own in (("full", {}), ("lora", LORA)):

@@ -117,7 +117,7 @@ def test_a_conversation_with_a_tool_is_one_sequence():
     assert (rollout.raw_reward, rollout.parts) == (2.0, {"right": 1.0, "calls": 1.0}), rollout.error
     assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
     assert rollout.messages[2]["content"] == "5" and rollout.messages[1]["content"] == call
-    first, second = (TOKENIZER.decode(turn.prompt_ids) for turn in rollout.turns)
+    first, second = (str(TOKENIZER.decode(turn.prompt_ids)) for turn in rollout.turns)
     assert first.startswith("tools:[") and "AGAIN" not in second and second.count(call) == 1
     so_far = rollout.turns[0].prompt_ids + rollout.turns[0].completion.token_ids
     assert rollout.turns[1].prompt_ids[: len(so_far)] == so_far
