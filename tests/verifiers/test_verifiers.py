@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 
 
 class NoJudge:
-    async def score(self, *_: Any) -> Score:
+    async def score(self, env: str, split: str, index: int, messages: Any) -> Score:
         raise AssertionError("such an environment scores itself")
 
     async def close(self) -> None: ...

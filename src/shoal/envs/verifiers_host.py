@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import traceback
+from typing import Any
 
 KEY_VARIABLE = "SHOAL_ENDPOINT_KEY"
 
@@ -23,7 +24,7 @@ class Classic:
     def __init__(self, env_id, args, settings):
         import verifiers
 
-        self._env = verifiers.load_environment(env_id, **args)
+        self._env = verifiers.load_environment(env_id, **args)  # type: ignore[attr-defined]
         if getattr(self._env, "requires_group_rollouts", False):
             raise ValueError(f"{env_id} scores the rollouts of a group together, which Shoal does not run")
         train = self._env.get_dataset()
@@ -146,7 +147,8 @@ def load(request):
 
 async def serve(requests, answer):
     """Each request as a task of its own; the end of stdin is the end of this process."""
-    environment, running = None, set()
+    environment: Any = None
+    running = set()
 
     async def handle(request):
         nonlocal environment

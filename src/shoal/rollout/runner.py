@@ -11,22 +11,22 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from shoal.errors import DataError, EngineError
 from shoal.protocols import Environment, Judge, PlayedEnvironment, RolloutEngine
 from shoal.rewards.shaping import RewardShape
-from shoal.server.sessions import Session
+from shoal.server.sessions import Session, Tools
 from shoal.types import Message, Prompt, Request, Rollout, RolloutGroup, SamplingParams, Score, Turn
 
 
 class Tokens(Protocol):
     """What the runner needs of a tokenizer and its chat template; models.chat.Chat is one."""
 
-    def prompt_ids(self, messages: Sequence[Message], **listed: Any) -> list[int]: ...
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools = None) -> list[int]: ...
 
     def next_prompt_ids(
-        self, so_far: Sequence[int], messages: Sequence[Message], following: Sequence[Message], **listed: Any
+        self, so_far: Sequence[int], messages: Sequence[Message], following: Sequence[Message], tools: Tools = None
     ) -> list[int]: ...
 
 
@@ -108,9 +108,8 @@ class GroupRunner:
         prompt = rollout.prompt
         environment = self._environments[prompt.env]
         episode = environment.start(environment.tasks(prompt.split)[prompt.index])
-        # Only conversations with tools mention them, so that a tokenizer need not know of any.
-        listed = {"tools": tools} if (tools := getattr(episode, "tools", None)) else {}
-        prompt_ids = self._tokens.prompt_ids(episode.messages, **listed)
+        tools: Tools = getattr(episode, "tools", None) or None
+        prompt_ids = self._tokens.prompt_ids(episode.messages, tools)
         while True:
             room = self._settings.context_tokens - len(prompt_ids)
             if room < 1 and not rollout.turns:
@@ -131,7 +130,7 @@ class GroupRunner:
             if following is None or completion.finish_reason != "stop":
                 break
             answered = episode.messages[: len(episode.messages) - len(following)]
-            prompt_ids = self._tokens.next_prompt_ids(prompt_ids + completion.token_ids, answered, following, **listed)
+            prompt_ids = self._tokens.next_prompt_ids(prompt_ids + completion.token_ids, answered, following, tools)
 
     async def _be_played(self, environment: PlayedEnvironment, rollout: Rollout, sampling: SamplingParams) -> Score:
         """The environment talks to the endpoint; what it asked and got is the rollout, in exact ids."""

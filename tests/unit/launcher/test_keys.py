@@ -161,7 +161,8 @@ def test_a_disabled_evaluator_evaluates_nothing(tmp_path: Path):
     assert load(tmp_path, "evaluator.freq_steps=3", "evaluator.mode=disabled").orch.eval is None
 
 
-def test_the_key_reaches_wandb_alone(tmp_path: Path):
+def test_the_key_reaches_wandb_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shoal.observability.redact._added", set())
     file = tmp_path / "file.yaml"
     file.write_text(BASE)
     secret = "0123456789abcdef-canary"

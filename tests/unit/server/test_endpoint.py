@@ -49,7 +49,7 @@ def serve(
 
 
 def test_an_answer_with_ids_and_logprobs():
-    async def work(_: LocalEndpoint, ask: Ask) -> None:
+    async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
         status, reply = await ask(
             "/chat/completions",
             {
@@ -77,7 +77,7 @@ def test_an_answer_with_ids_and_logprobs():
 
 
 def test_several_choices_and_plain_completions_of_ids():
-    async def work(_: LocalEndpoint, ask: Ask) -> None:
+    async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
         _, reply = await ask("/chat/completions", {"messages": HELLO, "n": 3, "seed": 7})
         assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
         _, plain = await ask(
@@ -92,7 +92,7 @@ def test_several_choices_and_plain_completions_of_ids():
 
 
 def test_a_stream_is_the_same_answer_in_events():
-    async def work(_: LocalEndpoint, ask: Ask) -> None:
+    async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
         body = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}
         _, text = await ask("/chat/completions", body)
         events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
@@ -119,7 +119,7 @@ def test_a_stream_is_the_same_answer_in_events():
     ],
 )
 def test_bad_requests_are_told_why(body: Any, says: str):
-    async def work(_: LocalEndpoint, ask: Ask) -> None:
+    async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
         status, reply = await ask("/chat/completions", body)
         assert status == 400 and says in reply["error"]["message"], reply
 
