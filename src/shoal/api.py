@@ -1,4 +1,4 @@
-"""What the commands call: train, sft, evaluate, make_model, demo. Each is one readable sequence of steps."""
+"""What the commands call: train, sft, evaluate, export, make_model, demo. Each is one readable sequence of steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.config.load import load_run, load_sft
 from shoal.config.orch import EvalConfig, EvalSamplingConfig
 from shoal.config.resolve import as_yaml, binding_data
 from shoal.config.schema import RunConfig, SftConfig
-from shoal.envs.datasets import DatasetSpec, fingerprint
+from shoal.envs.datasets import DatasetSpec, fingerprint, heard_problems
 from shoal.envs.supervised import supervised_tasks
 from shoal.errors import (
     ConfigError,
@@ -24,7 +24,7 @@ from shoal.errors import (
     ShoalError,
     StoppedByPolicy,
 )
-from shoal.observability.checkpoints import Checkpoint
+from shoal.observability.checkpoints import Checkpoint, write_folder
 from shoal.observability.console import BaseConsole, make_console
 from shoal.observability.events import EventLog
 from shoal.observability.follower import FollowerRunDir
@@ -32,6 +32,7 @@ from shoal.observability.logs import setup_logging, stop_logging
 from shoal.observability.run_dir import RunDir, is_used, read_status
 from shoal.observability.sinks import check_sinks
 from shoal.observability.watchdog import Watchdog
+from shoal.observability.weights import find_weights
 from shoal.orchestrator.cadence import SaveCadence
 from shoal.orchestrator.signals import on_signals, stop_signals
 from shoal.orchestrator.supervised import SupervisedRecorder
@@ -84,11 +85,14 @@ async def _train(
     config: RunConfig, prepared: build.Prepared, watching: build.Watching, command: str
 ) -> tuple[str, int]:
     run_dir, events, console, watchdog = watching.run_dir, watching.events, watching.console, watching.watchdog
+    # Looking for a checkpoint cuts the events too, so nothing may be told before.
+    found = await prepared.ranks.on_main(lambda: _find_checkpoint(run_dir, events))
+    for notice in prepared.notices:
+        events.warn("data", notice)
     assembled = build.assemble(config, prepared, watching, command)
     watchdog.start()
-    loop, ranks = assembled.loop, prepared.ranks
+    loop = assembled.loop
     try:
-        found = await ranks.on_main(lambda: _find_checkpoint(run_dir, events))
         if found is not None:
             await loop.restore(Path(found["path"]))
             events.step = found["step"]
@@ -97,7 +101,7 @@ async def _train(
         steps = loop.settings.max_steps
         console.begin(f"training {config.train.model} for {steps} steps in {run_dir.path}", steps, loop.progress.step)
         outcome = await loop.run()
-        await ranks.on_main(assembled.export)
+        await prepared.ranks.on_main(assembled.export)
         return outcome, loop.progress.step
     except DeadlineError:
         raise  # the device may be what hangs; the newest checkpoint stands
@@ -201,7 +205,8 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
         return path
     check_sinks(config.train.report_to)
     data = config.dataset
-    tasks = supervised_tasks(DatasetSpec(data.path, data.name, data.split, data.columns, data.max_rows))
+    with heard_problems() as bad_rows:
+        tasks = supervised_tasks(DatasetSpec(data.path, data.name, data.split, data.columns, data.max_rows))
     binding = {**binding_data(config), "data": fingerprint(tasks)}
     command = _resume_command(config)
     if resume and (path / "status.json").exists():
@@ -212,18 +217,23 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
     with run_dir, _console(config.train.logging_steps) as console:
         handler = setup_logging(run_dir.logs, "sft")
         try:
-            _record_end(run_dir, command, lambda: _sft(config, tasks, run_dir, console))
+            _record_end(run_dir, command, lambda: _sft(config, tasks, bad_rows, run_dir, console))
         finally:
             _write_report(run_dir.path, EventLog(run_dir, console))
             stop_logging(handler)
     return path
 
 
-def _sft(config: SftConfig, tasks: Sequence[Task], run_dir: RunDir, console: BaseConsole) -> tuple[str, int]:
+def _sft(
+    config: SftConfig, tasks: Sequence[Task], bad_rows: Sequence[str], run_dir: RunDir, console: BaseConsole
+) -> tuple[str, int]:
     from shoal.trainer.sft import SupervisedSteps, supervised_samples, train_supervised
 
     train = config.train
     events = EventLog(run_dir, console)
+    checkpoint = _newest_checkpoint(run_dir, events)
+    for notice in bad_rows:
+        events.warn("data", notice)
     model = build.load(train)
     if model.precision.notice:
         console.note(model.precision.notice)
@@ -237,7 +247,6 @@ def _sft(config: SftConfig, tasks: Sequence[Task], run_dir: RunDir, console: Bas
     steps = SupervisedSteps(
         policy, samples, config.batch_size, train.sequence_len, train.per_device_train_batch_size or 1, train.seed
     )
-    checkpoint = _newest_checkpoint(run_dir, events)
     first = 1
     if checkpoint is not None:
         files.load(checkpoint.path)
@@ -282,13 +291,15 @@ def evaluate(
     seed: int = 0,
     device: str = "auto",
 ) -> dict[str, float]:
-    """Mean reward of a model on the held-out prompts of an environment."""
+    """Mean reward of a model, checkpoint, adapter or run on the held-out prompts of an environment."""
     settings = EvalConfig(
         num_examples=num_examples,
         rollouts_per_example=rollouts_per_example,
         sampling=EvalSamplingConfig(temperature=temperature, max_tokens=max_tokens, seed=seed),
     )
-    return evaluate_config(build.evaluation_config(model, env, dict(env_args or {}), adapter, settings, device))
+    task = build.EvalTask(env, settings, dict(env_args or {}), device)
+    (scores,) = build.score([find_weights(model, adapter=adapter)], task)
+    return scores.metrics
 
 
 def evaluate_config(config: RunConfig, given: build.Given | None = None) -> dict[str, float]:
@@ -298,6 +309,19 @@ def evaluate_config(config: RunConfig, given: build.Given | None = None) -> dict
         return asyncio.run(build.evaluate_once(config, prepared))
     finally:
         asyncio.run(prepared.pool.close())
+
+
+def export(source: str, folder: Path, *, adapter: str | None = None, checkpoint: str | None = None) -> None:
+    """A folder ready to publish: adapters merged, weights and tokenizer for transformers, a model card."""
+    from shoal.models.export import export_folder
+    from shoal.report.card import model_card
+
+    weights = find_weights(source, adapter=adapter, checkpoint=checkpoint)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"command line: {folder}: exists already; name another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with write_folder(folder) as partial:
+        export_folder(weights.model, weights.adapter, partial, model_card(weights))
 
 
 def make_model(kind: str, folder: Path, seed: int = 0) -> None:

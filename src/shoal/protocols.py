@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from shoal.types import Completion, Message, Request, Row, Score, Task
+from shoal.types import Completion, Message, Played, Request, Row, Score, Task
 
 
 @runtime_checkable
@@ -102,6 +102,7 @@ class Episode(Protocol):
     """One attempt at one task; used once."""
 
     messages: list[Message]  # the conversation so far; the policy answers it
+    # An episode may also have `tools`, OpenAI's schemas of the functions the policy may call.
 
     async def reply(self, completion: str) -> list[Message] | None:
         """Take the policy's answer. Returns the messages that follow it, or None when the episode is over."""
@@ -121,6 +122,19 @@ class Environment(Protocol):
 
     def reward(self, task: Task, messages: Sequence[Message]) -> float | Mapping[str, float] | None:
         """Score a finished conversation: a number, named parts, or None to exclude the rollout."""
+        ...
+
+
+@runtime_checkable
+class PlayedEnvironment(Protocol):
+    """An environment that drives the conversation itself, against an OpenAI-compatible endpoint, and scores it."""
+
+    name: str
+
+    def tasks(self, split: str) -> Sequence[Task]: ...
+
+    async def play(self, task: Task, base_url: str, model: str) -> Played:
+        """One rollout. What it raises becomes the rollout's error; TimeoutError its timeout."""
         ...
 
 

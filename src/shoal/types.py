@@ -128,6 +128,15 @@ class Score:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What an environment that talks to the endpoint itself made of a rollout."""
+
+    reward: float | None
+    parts: dict[str, float] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)  # the whole conversation; empty = as the endpoint saw it
+
+
 @dataclass(slots=True)
 class Rollout:
     """One attempt at one prompt. `reward` is what training sees, `raw_reward` what the environment said."""

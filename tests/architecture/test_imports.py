@@ -9,11 +9,12 @@ SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 
 # A room may import from the levels below its own; rooms on one level do not import each other.
 LEVELS = [
+    ["launcher"],
     ["cli", "__main__"],
     ["grpo_trainer", "recipes"],
     ["api"],
     ["demo"],
-    ["launcher", "report"],
+    ["report"],
     ["build"],
     ["orchestrator"],
     ["rollout", "trainer", "transport"],

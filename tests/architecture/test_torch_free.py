@@ -9,7 +9,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 ROOMS = [
     "types", "protocols", "errors", "config", "batching", "envs", "rewards", "orchestrator", "observability", "report",
-    "surfaces", "grpo_trainer", "cli", "algorithms.advantages",
+    "surfaces", "grpo_trainer", "cli", "launcher", "server", "algorithms.advantages",
 ]  # fmt: skip
 HEAVY = ("torch", "transformers", "peft", "accelerate", "safetensors.torch")
 

@@ -218,6 +218,8 @@ def test_wandb_gets_the_project(model: str, tmp_path: Path, monkeypatch: pytest.
         def log(self, step: int, metrics: Any) -> None:
             told.append(step)
 
+        def log_completions(self, step: int, rows: Any) -> None: ...
+
         def close(self) -> None: ...
 
     monkeypatch.setitem(TRACKERS, "wandb", Tracker("json", "", Recorder))

@@ -9,13 +9,16 @@ from shoal.build.plan import make_plan
 from shoal.build.prepare import Prepared, binding, join_ranks, leave_ranks, open_run_dir, prepare
 from shoal.build.run import Assembled, Watching, assemble, make_advantages, make_sinks, total_steps
 from shoal.build.sampler import evaluate_once, evaluation_config, load_model, make_sampler, sampling_params
+from shoal.build.scoring import EvalTask, Scores, score
 
 __all__ = [
     "Assembled",
+    "EvalTask",
     "Given",
     "Model",
     "PolicyFiles",
     "Prepared",
+    "Scores",
     "Watching",
     "assemble",
     "binding",
@@ -34,5 +37,6 @@ __all__ = [
     "open_run_dir",
     "prepare",
     "sampling_params",
+    "score",
     "total_steps",
 ]

@@ -11,8 +11,8 @@ from shoal.build.given import Given
 from shoal.config.orch import DatasetConfig, EnvConfig
 from shoal.config.resolve import as_yaml, binding_data
 from shoal.config.schema import RunConfig
-from shoal.envs.catalogue import BUILT_IN, REASONING_GYM
-from shoal.envs.datasets import DatasetSpec, fingerprint
+from shoal.envs.catalogue import BUILT_IN, OWN_TASKS
+from shoal.envs.datasets import DatasetSpec, fingerprint, heard_problems
 from shoal.envs.registry import load_environment
 from shoal.envs.user_code import load_object
 from shoal.errors import ConfigError
@@ -31,12 +31,18 @@ class Prepared:
     environments: dict[str, Environment]
     pool: RewardPool
     data_fingerprint: str
+    notices: list[str]  # rows that were set aside, with file and line
     given: Given = field(default_factory=Given)
     ranks: Ranks = field(default_factory=Alone)
 
 
 def prepare(config: RunConfig, given: Given | None = None) -> Prepared:
-    orch, given = config.orch, given or Given()
+    with heard_problems() as notices:
+        return _prepare(config, given or Given(), notices)
+
+
+def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
+    orch = config.orch
     if config.infer.engine != "embedded":
         raise ConfigError(
             f"infer.engine: {config.infer.engine} is not available in this version; use infer.engine=embedded"
@@ -60,7 +66,7 @@ def prepare(config: RunConfig, given: Given | None = None) -> Prepared:
     sizes = "+".join(str(len(env.tasks("train"))) for env in trained)
     data = f"{fingerprint(task for env in trained for task in _fingerprinted(env))} {sizes}"
     pool.start()
-    return Prepared(environments, pool, data, given)
+    return Prepared(environments, pool, data, notices, given)
 
 
 def join_ranks(config: RunConfig, prepared: Prepared) -> Ranks:
@@ -87,7 +93,7 @@ def _environment(env: EnvConfig, dataset: DatasetConfig | None, given: Given) ->
         return given.environments[env.label]
     spec = None
     # Environments that make their own tasks stand beside one that reads the data set.
-    makes_its_own = env.id.startswith(REASONING_GYM) or (env.id in BUILT_IN and not BUILT_IN[env.id].takes_dataset)
+    makes_its_own = env.id.startswith(OWN_TASKS) or (env.id in BUILT_IN and not BUILT_IN[env.id].takes_dataset)
     if dataset is not None and not makes_its_own:
         spec = DatasetSpec(dataset.path, dataset.name, dataset.split, dataset.columns, dataset.max_rows)
     return load_environment(env.id, env.args, env.label, spec)

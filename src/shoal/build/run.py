@@ -23,6 +23,7 @@ from shoal.config.resolve import as_data
 from shoal.config.schema import RunConfig, SftConfig
 from shoal.config.train import TrainConfig
 from shoal.envs.user_code import load_function
+from shoal.errors import DataError
 from shoal.observability.console import Console
 from shoal.observability.events import EventLog
 from shoal.observability.follower import FollowerRunDir
@@ -36,15 +37,17 @@ from shoal.orchestrator.admission import Admission
 from shoal.orchestrator.collect import Collector, GroupRules, RunGroup
 from shoal.orchestrator.learn import Learner, LearnSettings
 from shoal.orchestrator.loop import Loop, LoopSettings, Parts
-from shoal.orchestrator.prompts import Buffer, PromptStream
+from shoal.orchestrator.prompts import Buffer, Fits, PromptStream
 from shoal.orchestrator.ranks import SharedGroups
 from shoal.protocols import Ranks
-from shoal.types import Message, Prompt
+from shoal.types import Message, Prompt, Task
 
 if TYPE_CHECKING:
     from shoal.models.chat import Chat
     from shoal.trainer.memory import MemoryPlan
     from shoal.trainer.policy import TrainedPolicy
+
+TEMPLATE_BYTES = 2048  # more than any chat template writes around a short conversation
 
 
 @dataclass
@@ -157,6 +160,8 @@ def _stream(orch: OrchConfig, prepared: Prepared, chat: Chat, events: EventLog) 
     assert orch.seq_len is not None and orch.sampling.max_tokens is not None and orch.sampling.seed is not None
     room = orch.seq_len - orch.sampling.max_tokens
     fitting = fits_in(chat, room)
+    for env in orch.env:
+        _tell_unfit(env.label, prepared.environments[env.label].tasks("train"), fitting, room, events)
 
     def fits(messages: Sequence[Message]) -> bool:
         if fitting(messages):
@@ -167,6 +172,24 @@ def _stream(orch: OrchConfig, prepared: Prepared, chat: Chat, events: EventLog) 
 
     weights = {env.label: env.weight for env in orch.env}
     return PromptStream(prepared.environments, weights, orch.sampling.seed, fits, _buffer(orch))
+
+
+def _tell_unfit(name: str, tasks: Sequence[Task], fits: Fits, room: int, events: EventLog) -> None:
+    """Count the prompts of a data set that are too long; generated ones are met as they are drawn."""
+    if not isinstance(tasks, list):
+        return
+    # A token is at least one byte, so most prompts need no tokenizer to be sure of.
+    long = [task for task in tasks if _bytes_of(task) + TEMPLATE_BYTES > room]
+    unfit = [task for task in long if not fits(task.messages)]
+    if len(unfit) == len(tasks):
+        raise DataError(f"no prompt of {name} fits: prompt plus sampling.max_tokens exceeds orch.seq_len")
+    if unfit:
+        said = f"{len(unfit)} of {len(tasks)} prompts of {name} are longer than {room} tokens (seq_len - max_tokens)"
+        events.warn("set-aside", f"{said} and are set aside", data={"prompts": len(unfit), "of": len(tasks)})
+
+
+def _bytes_of(task: Task) -> int:
+    return sum(len(str(message.get("content") or "").encode("utf-8", "surrogatepass")) for message in task.messages)
 
 
 def _buffer(orch: OrchConfig) -> Buffer:
@@ -234,7 +257,7 @@ def _loop_settings(config: RunConfig, steps: int, prompts: int, next_command: st
     return LoopSettings(
         max_steps=steps,
         save=_save_cadence(train, config.orch, prompts),
-        evaluation=cadence.EvalCadence(evaluation.interval, evaluation.at_start) if evaluation else None,
+        evaluation=_eval_cadence(config.orch, prompts) if evaluation else None,
         save_total_limit=train.save_total_limit,
         keep_best=evaluation.keep_best if evaluation else False,
         stop_after=evaluation.stop_after if evaluation else None,
@@ -249,9 +272,22 @@ def _loop_settings(config: RunConfig, steps: int, prompts: int, next_command: st
 def _save_cadence(train: TrainConfig, orch: OrchConfig, prompts: int) -> cadence.SaveCadence:
     steps = train.save_steps
     if train.save_epochs is not None:
-        per_epoch = -(-prompts * orch.rollouts_per_example // orch.batch_size)
-        steps = max(1, train.save_epochs * per_epoch)
+        steps = train.save_epochs * _epoch_steps(orch, prompts)
     return cadence.SaveCadence(steps, train.save_seconds)
+
+
+def _eval_cadence(orch: OrchConfig, prompts: int) -> cadence.EvalCadence:
+    settings = orch.eval
+    assert settings is not None
+    interval = settings.interval
+    if settings.interval_epochs is not None:
+        interval = settings.interval_epochs * _epoch_steps(orch, prompts)
+    return cadence.EvalCadence(interval, settings.at_start, settings.interval_seconds)
+
+
+def _epoch_steps(orch: OrchConfig, prompts: int) -> int:
+    """Steps of one pass over the prompts, the last of them perhaps shared with the next pass."""
+    return max(1, -(-prompts * orch.rollouts_per_example // orch.batch_size))
 
 
 def _temperature(orch: OrchConfig, steps: int) -> cadence.TemperatureSchedule:

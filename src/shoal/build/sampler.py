@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
 from shoal.errors import DeadlineError, StoppedByPolicy
 from shoal.orchestrator.evaluate import EvalSettings, Evaluator
-from shoal.protocols import Environment
+from shoal.protocols import Environment, PlayedEnvironment
 from shoal.rewards.shaping import RewardShape
 from shoal.types import Message, SamplingParams
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from shoal.models.sampler_view import SamplerView
     from shoal.rollout.embedded import EmbeddedRolloutEngine
     from shoal.rollout.runner import GroupRunner
+    from shoal.server.local import LocalEndpoint
     from shoal.trainer.memory import MemoryPlan
 
 
@@ -65,6 +67,7 @@ class Sampler:
     runner: GroupRunner
     device: ThreadPoolExecutor
     deadline_s: float = 600.0
+    endpoint: LocalEndpoint | None = None
 
     async def on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
         work = asyncio.get_running_loop().run_in_executor(self.device, _within_memory, function, *arguments)
@@ -80,6 +83,8 @@ class Sampler:
     async def close(self) -> None:
         """Wait for the device's thread, but not for ever: it may be what hangs."""
         with contextlib.suppress(TimeoutError):
+            if self.endpoint is not None:
+                await asyncio.wait_for(self.endpoint.close(), CLOSE_LIMIT_S)
             await asyncio.wait_for(self.engine.close(), CLOSE_LIMIT_S)
             self.device.submit(release, self.model).result(CLOSE_LIMIT_S)
         self.device.shutdown(wait=False, cancel_futures=True)
@@ -128,8 +133,21 @@ def make_sampler(config: RunConfig, prepared: Prepared, loaded: Loaded, plan: Me
     inner = device.submit(_engine, config, loaded, plan.slots).result()
     engine = EmbeddedRolloutEngine(inner, device, config.train.seed)
     settings = RunnerSettings(orch.seq_len, orch.sampling.seed, reward_shape(orch))
-    runner = GroupRunner(engine, prepared.environments, prepared.pool, loaded.model.chat, settings)
-    return Sampler(loaded.model, engine, runner, device, orch.deadline_s)
+    endpoint = _endpoint(config, prepared, engine, loaded.model)
+    runner = GroupRunner(engine, prepared.environments, prepared.pool, loaded.model.chat, settings, endpoint)
+    return Sampler(loaded.model, engine, runner, device, orch.deadline_s, endpoint)
+
+
+def _endpoint(config: RunConfig, prepared: Prepared, engine: Any, model: Model) -> LocalEndpoint | None:
+    """HTTP in this process, where an environment plays its rollouts by itself."""
+    if not any(isinstance(env, PlayedEnvironment) for env in prepared.environments.values()):
+        return None
+    from shoal.server.completions import Served
+    from shoal.server.local import LocalEndpoint
+
+    assert config.orch.seq_len is not None
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(config.train.model)).strip("-") or "model"
+    return LocalEndpoint(Served(engine, model.chat, name, config.orch.seq_len))
 
 
 def _engine(config: RunConfig, loaded: Loaded, slots: int) -> Any:
@@ -193,11 +211,15 @@ def evaluation_config(
     return resolve_run(RunConfig.model_validate(raw))
 
 
-async def evaluate_once(config: RunConfig, prepared: Prepared) -> dict[str, float]:
+def sampler_only(config: RunConfig, prepared: Prepared) -> Sampler:
+    """For evaluation: nothing is trained, so only the cache is planned."""
     loaded = load_model(config, prepared.given)
-    sampler = make_sampler(
-        config, prepared, loaded, loaded.device.submit(make_plan, config, loaded.model, None).result()
-    )
+    plan = loaded.device.submit(make_plan, config, loaded.model, None).result()
+    return make_sampler(config, prepared, loaded, plan)
+
+
+async def evaluate_once(config: RunConfig, prepared: Prepared) -> dict[str, float]:
+    sampler = sampler_only(config, prepared)
     try:
         metrics, _ = await make_evaluator(
             config.orch, prepared.environments, sampler.runner, sampler.model.chat

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, DeadlineError, ShoalError
@@ -21,13 +21,14 @@ VERBS = {
     "grpo-orch": ("shoal.cli.split:grpo_orch", "Split layout: the orchestrator."),
     "grpo-train": ("shoal.cli.split:grpo_train", "Split layout: the trainer."),
     "sft": ("shoal.cli.sft:sft", "Train on given completions (supervised)."),
-    "eval": ("shoal.cli.eval:evaluate", "Score a model on an environment."),
+    "eval": ("shoal.cli.eval:evaluate", "Score a model on an environment, or compare two."),
     "report": ("shoal.cli.report:report", "Write one page about one or several runs."),
     "watch": ("shoal.cli.watch:watch", "Serve a live page of a run on this machine."),
     "show": ("shoal.cli.show:show", "Print rollouts of a run, tokens tinted."),
     "doctor": ("shoal.cli.doctor:doctor", "Say what goes wrong in a run, or check the machine."),
     "explain": ("shoal.cli.explain:explain", "Say what a metric means and what to change."),
-    "envs": ("shoal.cli.envs:app", "List the environments, or show one."),
+    "export": ("shoal.cli.export:export", "Write a folder to publish: adapters merged, a model card."),
+    "envs": ("shoal.cli.envs:app", "List the environments, show one, or start one."),
     "shapes": ("shoal.cli.shapes:shapes", "List the layouts a recipe may ask for."),
     "make-model": ("shoal.cli.make_model:make_model", "Build a small or a random model."),
     "init": ("shoal.cli.init:init", "Write the example configurations into a folder."),
@@ -39,8 +40,13 @@ VERBS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; never raises and never shows a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _run(arguments), arguments)
+
+
+def guarded(work: Callable[[], int], arguments: Sequence[str]) -> int:
+    """What any command of Shoal ends with: an exit code, and one line where something went wrong."""
     try:
-        return _run(arguments)
+        return work()
     except DeadlineError as error:
         _complain(str(error), error.exit_code)
         sys.stdout.flush()

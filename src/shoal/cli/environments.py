@@ -15,7 +15,7 @@ from typing import Any
 from shoal.config.orch import EnvConfig, OrchConfig
 from shoal.config.problems import Findings, show
 from shoal.config.schema import RunConfig
-from shoal.envs.catalogue import BUILT_IN, REASONING_GYM, problem_with
+from shoal.envs.catalogue import BUILT_IN, OWN_TASKS, REASONING_GYM, VERIFIERS, problem_with
 
 
 def check_environments(orch: OrchConfig, findings: Findings) -> None:
@@ -58,7 +58,7 @@ def environment_problem(id: str, args: Mapping[str, Any] | None = None) -> tuple
         if importlib.util.find_spec("reasoning_gym") is None:
             return f"{show(id)} needs the package reasoning-gym", "pip install 'shoal[reasoning-gym]'"
         return None
-    return None if id in BUILT_IN else user_code_problem(id)
+    return None if id in BUILT_IN or id.startswith(VERIFIERS) else user_code_problem(id)
 
 
 def user_code_problem(name: str) -> tuple[str, str] | None:
@@ -92,4 +92,4 @@ def _check_dataset_use(orch: OrchConfig, findings: Findings) -> None:
 def _takes_dataset(env: EnvConfig) -> bool:
     """User code may take one: it is asked when it is loaded."""
     info = BUILT_IN.get(env.id)
-    return info.takes_dataset if info is not None else not env.id.startswith(REASONING_GYM)
+    return info.takes_dataset if info is not None else not env.id.startswith(OWN_TASKS)

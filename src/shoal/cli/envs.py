@@ -1,6 +1,8 @@
-"""`shoal envs`: what there is to train on, and what a task of it looks like."""
+"""`shoal envs`: what there is to train on, what a task of it looks like, and the start of one of your own."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from cyclopts import App
 
@@ -9,7 +11,7 @@ from shoal.cli.output import say
 from shoal.envs.catalogue import BUILT_IN
 from shoal.errors import ConfigError
 
-app = App(name="envs", help="List the environments, or show one.", result_action="return_value")
+app = App(name="envs", help="List the environments, show one, or start one.", result_action="return_value")
 
 
 @app.default
@@ -19,7 +21,8 @@ def list_environments() -> None:
     for info in BUILT_IN.values():
         say(f"{info.id:<{width}}  {info.description}")
     say("")
-    say("reasoning-gym:TASK is any task of that package; module:function is your own. More: shoal envs show ID")
+    say("reasoning-gym:TASK and verifiers:ID are environments of those packages; module:function is your own.")
+    say("More: shoal envs show ID. Start one: shoal envs new NAME")
 
 
 @app.command
@@ -43,6 +46,25 @@ def show(id: str) -> None:
             say("  reads orch.dataset")
     if info is None or not info.takes_dataset or id == "reverse-text":
         _show_task(id)
+
+
+@app.command
+def new(name: str, folder: str | None = None) -> None:
+    """Start an environment of your own: a package with a test that passes.
+
+    Parameters
+    ----------
+    name
+        Such as my-env.
+    folder
+        Where to write it; a folder of that name unless given.
+    """
+    from shoal.cli.envs_new import scaffold
+
+    target = Path(folder or name)
+    for path in scaffold(name, target):
+        say(str(path))
+    say(f"try: cd {target} && pytest")
 
 
 def _show_task(id: str) -> None:

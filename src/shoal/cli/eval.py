@@ -1,19 +1,19 @@
-"""`shoal eval`: the mean reward of a model on the held-out prompts of an environment."""
+"""`shoal eval`: a model, checkpoint, adapter or run on the held-out prompts of an environment; or two compared."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 from pydantic import ValidationError
 
 from shoal.cli.environments import environment_problem
-from shoal.cli.output import say
+from shoal.cli.output import notices, say
 from shoal.config.check_train import model_problem
-from shoal.config.problems import Findings, Origins, show
+from shoal.config.problems import Findings, Origins
 from shoal.config.yaml_text import Source, parse_yaml
 from shoal.errors import ConfigError
+from shoal.observability.weights import Weights, find_weights
 
 
 def evaluate(
@@ -22,6 +22,8 @@ def evaluate(
     env: Annotated[str, Parameter(name="--env")],
     args: Annotated[tuple[str, ...], Parameter(name="--arg", negative=())] = (),
     adapter: str | None = None,
+    checkpoint: str | None = None,
+    against: str | None = None,
     num_examples: int = 64,
     rollouts_per_example: int = 1,
     temperature: float = 0.0,
@@ -34,13 +36,17 @@ def evaluate(
     Parameters
     ----------
     model
-        Folder, hub id or GGUF file.
+        Folder, hub id, GGUF file, adapter, checkpoint or run directory.
     env
         Id of the environment; `shoal envs` lists them.
     args
         An argument of the environment, key=value; may be repeated.
     adapter
         Folder of a LoRA adapter to put on the model.
+    checkpoint
+        Which one of a run directory: a step, best, newest or final.
+    against
+        A second model, scored on the same prompts; the difference is paired by prompt.
     num_examples
         Prompts.
     rollouts_per_example
@@ -56,19 +62,49 @@ def evaluate(
     """
     settings = _checked(env=env, temperature=temperature, max_tokens=max_tokens, seed=seed, device=device,
                         num_examples=num_examples, rollouts_per_example=rollouts_per_example)  # fmt: skip
+    models = [find_weights(model, adapter=adapter, checkpoint=checkpoint)]
+    models += [find_weights(against)] if against is not None else []
     findings = Findings()
-    for key, problem in (("model", model_problem(model)), ("--env", environment_problem(env))):
+    problems = [("model", model_problem(models[0].model)), ("--env", environment_problem(env))]
+    problems += [("--against", model_problem(other.model)) for other in models[1:]]
+    for key, problem in problems:
         if problem is not None:
             findings.error(key, *problem)
-    if adapter is not None and not (Path(adapter).expanduser() / "adapter_config.json").is_file():
-        findings.error("--adapter", f"{show(adapter)} holds no adapter_config.json", "name a folder that PEFT wrote")
     findings.raise_errors(Origins(default="command line"))
     env_args = dict(_argument(text) for text in args)
-    from shoal import api
+    if temperature == 0 and rollouts_per_example > 1:
+        notices(["--temperature: 0 makes all rollouts of a prompt equal; give one above 0"])
+    _score(models, env_args, settings)
 
-    metrics = api.evaluate(model=model, env_args=env_args, adapter=adapter, **settings)
-    for name, value in metrics.items():
-        say(f"{name}: {value:.4g}")
+
+def _score(models: list[Weights], env_args: dict[str, Any], settings: dict[str, Any]) -> None:
+    from shoal import build
+    from shoal.config.orch import EvalConfig, EvalSamplingConfig
+
+    sampling = EvalSamplingConfig(**{name: settings[name] for name in ("temperature", "max_tokens", "seed")})
+    asked = EvalConfig(
+        num_examples=settings["num_examples"],
+        rollouts_per_example=settings["rollouts_per_example"],
+        sampling=sampling,
+    )
+    task = build.EvalTask(settings["env"], asked, env_args, settings["device"])
+    scored = build.score(models, task)
+    for weights, scores in zip(models, scored, strict=True):
+        if len(models) > 1:
+            say(f"{weights.adapter or weights.model}:")
+        for name, value in scores.metrics.items():
+            say(f"{name}: {value:.4g}")
+        for name, estimate in scores.estimates().items():
+            say(f"{name}: {estimate} over {estimate.prompts} prompts")
+    if len(scored) == 2:
+        gap = scored[0].minus(scored[1])
+        say(f"first - second: {gap} over {gap.prompts} prompts, paired; {_verdict(gap.low, gap.high)}")
+
+
+def _verdict(low: float, high: float) -> str:
+    if low > 0 or high < 0:
+        return f"the {'first' if low > 0 else 'second'} is better"
+    return "no difference can be told"
 
 
 def _checked(**settings: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -48,14 +49,27 @@ def grpo(
     """
     run, overrides = split_tokens(tokens)
     parts = {name: file for name, file in (("train", train), ("infer", infer), ("orch", orch)) if file is not None}
-    loaded = _load(run, parts, overrides)
+    train_loaded(_load(run, parts, overrides), resume=resume, dry_run=dry_run)
+
+
+def train_loaded(
+    loaded: Loaded[RunConfig],
+    *,
+    resume: bool = False,
+    dry_run: bool = False,
+    wording: Callable[[str], str] = str,
+) -> None:
+    """Check a configuration that was read, whatever surface it came from, and train.
+
+    `wording` puts a notice into the words of that surface.
+    """
     findings = check_run(loaded.config)
     check_environments(loaded.config.orch, findings)
     check_user_code(loaded.config, findings)
     findings.raise_errors(loaded.origins)
     config = resolve_run(loaded.config)
     resume = resume or config.train.resume_from_checkpoint
-    advice = findings.notice_lines() + prepare_folder(loaded, config, resume)
+    advice = [wording(line) for line in findings.notice_lines() + prepare_folder(loaded, config, resume)]
     if dry_run:
         notices(advice)
         say(as_yaml(config))

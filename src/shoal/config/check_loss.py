@@ -96,10 +96,13 @@ def _check_correction(train: TrainConfig, spec: LossSpec, findings: Findings) ->
 
 def _check_kl(train: TrainConfig, spec: LossSpec, findings: Findings) -> None:
     kl = train.loss.kl
-    if not spec.takes_kl and given(kl, "beta", "estimator", "where"):
+    # Folded into the reward it is no term of the loss, so every loss can have it.
+    if not spec.takes_kl and kl.where == "loss" and given(kl, "beta", "estimator", "where"):
         takers = ", ".join(other.name for other in dict.fromkeys(LOSS_CATALOGUE.values()) if other.takes_kl)
         own = "; its own drift penalty is kl_tau" if spec.param("kl_tau") else ""
-        findings.error("train.loss.kl", f"{spec.name} has no KL term{own}", f"remove it, or use one of {takers}")
+        findings.error(
+            "train.loss.kl", f"{spec.name} has no KL term{own}", f"remove it, set in: reward, or use one of {takers}"
+        )
         return
     if kl.beta == 0:
         return

@@ -180,6 +180,9 @@ def _check_eval(orch: OrchConfig, findings: Findings) -> None:
         if other is not None and (env.id, env.args) != (other.id, other.args):
             what = f"is called {show(env.label)} like an environment of training, but is another"
             findings.error(f"orch.eval.env.{index}", what, "give it another name:")
+    cadences = given(orch.eval, "interval", "interval_epochs", "interval_seconds")
+    for name in cadences[1:]:
+        findings.error(f"orch.eval.{name}", f"excludes orch.eval.{cadences[0]}, which is set too", "keep one of them")
     if orch.weight_sync_interval == 0:
         what = "would score the same weights every time: with weight_sync_interval 0 the sampler keeps the first ones"
         findings.error("orch.eval", what, "remove it, or set orch.weight_sync_interval to 1 or more")

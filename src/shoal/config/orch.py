@@ -190,6 +190,12 @@ class EvalConfig(Section):
     interval: PositiveInt = Field(
         default=10, description="Steps between evaluations; the last step is always evaluated."
     )
+    interval_epochs: PositiveInt | None = Field(
+        default=None, description="Passes over the prompts between evaluations; or give interval."
+    )
+    interval_seconds: PositiveFloat | None = Field(
+        default=None, description="Seconds between evaluations; or give interval."
+    )
     at_start: bool = Field(default=True, description="Evaluate before the first step.")
     num_examples: PositiveInt = Field(default=64, description="Prompts of one evaluation.")
     rollouts_per_example: PositiveInt = Field(default=1, description="Rollouts a prompt.")

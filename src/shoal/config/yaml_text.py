@@ -7,7 +7,7 @@ tags other than the core ones are refused, and so are duplicate keys and aliases
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,13 +62,17 @@ class Source:
         return f"{self.name}:{line}" if self.has_lines else self.name
 
 
-def parse_yaml(text: str, source: Source, environ: Mapping[str, str]) -> Document:
-    """Read `text`. Every problem is a ConfigError that names the source and the line."""
+def parse_yaml(text: str, source: Source, environ: Mapping[str, str], keys: Collection[str] = ()) -> Document:
+    """Read `text`. Every problem is a ConfigError that names the source and the line.
+
+    `${NAME}` is an environment variable, except for the names in `keys`: those are left as they stand, for a caller
+    whose files may refer to their own keys.
+    """
     if "\0" in text:
         line = text[: text.index("\0")].count("\n") + 1
         raise ConfigError(f"{source.at(line)}: holds a NUL byte; is it YAML?")
     try:
-        return _Builder(source, environ).document(CoreLoader(text).get_single_node())
+        return _Builder(source, environ, keys).document(CoreLoader(text).get_single_node())
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_yaml_problem(error, source)) from None
     except yaml.YAMLError as error:
@@ -92,9 +96,10 @@ def _yaml_problem(error: yaml.MarkedYAMLError, source: Source) -> str:
 
 
 class _Builder:
-    def __init__(self, source: Source, environ: Mapping[str, str]) -> None:
+    def __init__(self, source: Source, environ: Mapping[str, str], keys: Collection[str] = ()) -> None:
         self.source = source
         self.environ = environ
+        self.keys = keys
         self.lines: dict[KeyPath, int] = {}
         self.templates: dict[KeyPath, str] = {}
         self.count = 0
@@ -152,6 +157,8 @@ class _Builder:
         return _scalar_value(text, tag, lambda: self.fail(node, f"the tag {node.tag!r} is not allowed"))
 
     def variable(self, name: str, node: Node) -> str:
+        if name in self.keys:
+            return f"${{{name}}}"
         if not _VARIABLE_NAME.match(name):
             raise self.fail(node, f"${{{name}}} is not the name of an environment variable")
         if name not in self.environ:

@@ -13,6 +13,8 @@ from typing import Any
 from shoal.config.base import IN_MEMORY
 
 REASONING_GYM = "reasoning-gym:"
+VERIFIERS = "verifiers:"
+OWN_TASKS = (REASONING_GYM, VERIFIERS)  # packages whose environments bring their tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,9 @@ _ALL = (
         "prompts from a dataset of your own, graded against its answer column or by your function",
         "shoal.envs.dataset_env:DatasetEnvironment",
         {
-            "reward": Arg("math", "`math`, `numeric`, `exact` or `module:function` of (task, messages)"),
+            "reward": Arg("math", "`math`, `numeric`, `exact`, `judge` or `module:function` of (task, messages)"),
             "system_prompt": Arg(None, "put before every prompt that has none"),
+            "judge": Arg(None, "a judge over HTTP: `{url, model, best, api_key_var, timeout_s, retries}`"),
         },
         takes_dataset=True,
     ),
@@ -104,6 +107,12 @@ def problem_with(id: str, args: Mapping[str, Any] | None = None) -> str | None:
         return None if id != REASONING_GYM else "name a task, e.g. reasoning-gym:chain_sum"
     if id == IN_MEMORY:
         return "the data of this run is a Python object; run the script that has it again, told to resume"
+    if id.startswith(VERIFIERS):
+        if id == VERIFIERS:
+            return "name an environment, e.g. verifiers:gsm8k-v1"
+        return (
+            None if args is None or "python" in args else "needs args.python; name the interpreter that has verifiers"
+        )
     info = BUILT_IN.get(id)
     if info is None:
         return None if ":" in id else f"unknown environment {id!r}; {_nearest(id)}"
@@ -119,5 +128,5 @@ def _nearest(id: str) -> str:
     near = difflib.get_close_matches(id.replace("_", "-"), [*BUILT_IN, "reasoning-gym"], n=1, cutoff=0.5)
     if near and near[0] == "reasoning-gym":
         return "nearest is 'reasoning-gym:<task>', e.g. reasoning-gym:chain_sum"
-    known = f"built in are {', '.join(BUILT_IN)}; reasoning-gym:<task> and module:attribute work too"
+    known = f"built in are {', '.join(BUILT_IN)}; reasoning-gym:<task>, verifiers:<id> and module:attribute work too"
     return f"nearest is {near[0]!r}" if near else known

@@ -34,22 +34,42 @@ def math(task: Task, messages: Sequence[Message]) -> float:
 
 
 GRADERS: dict[str, Reward] = {"math": math, "numeric": numeric, "exact": exact}
+JUDGE = "judge"
+
+
+def _judge(settings: Mapping[str, Any]) -> Reward:
+    from shoal.rewards.judge import HttpJudge
+
+    try:
+        return HttpJudge(**settings)
+    except TypeError as error:
+        raise ConfigError(f"dataset: judge: {str(error).partition(') ')[2] or error}") from None
 
 
 class DatasetEnvironment(SingleTurn):
     name = "dataset"
 
     def __init__(
-        self, reward: str = "math", system_prompt: str | None = None, dataset: DatasetSpec | None = None
+        self,
+        reward: str = "math",
+        system_prompt: str | None = None,
+        judge: Mapping[str, Any] | None = None,
+        dataset: DatasetSpec | None = None,
     ) -> None:
         if dataset is None:
             raise ConfigError("environment 'dataset' needs a dataset: set orch.dataset.path or orch.dataset.name")
-        if reward not in GRADERS and ":" not in reward:
-            raise ConfigError(f"dataset: unknown reward {reward!r}; use {', '.join(GRADERS)} or module:function")
+        if reward not in (*GRADERS, JUDGE) and ":" not in reward:
+            known = ", ".join((*GRADERS, JUDGE))
+            raise ConfigError(f"dataset: unknown reward {reward!r}; use {known} or module:function")
+        if (reward == JUDGE) != (judge is not None):
+            raise ConfigError("dataset: reward: judge and judge: {url: …} go together; give both or neither")
         self._dataset = dataset
-        self._grader = GRADERS.get(reward) or load_object(reward)
+        self._grader = _judge(judge) if judge is not None else GRADERS.get(reward) or load_object(reward)
         if not callable(self._grader):
             raise ConfigError(f"dataset: reward {reward!r} is not a function of (task, messages)")
+        # What a grader of parts or one with a secret says about itself is the environment's to tell.
+        self.weights = getattr(self._grader, "weights", {})
+        self.keep_env = getattr(self._grader, "keep_env", ())
         self._needed = ("prompt", "answer") if reward in GRADERS else ("prompt",)
         self._system_prompt = system_prompt
         self._splits: dict[str, list[Task]] | None = None
@@ -65,6 +85,8 @@ class DatasetEnvironment(SingleTurn):
     def prepare(self) -> None:
         if self._grader is math:
             math_parser.prepare()
+        elif callable(prepare := getattr(self._grader, "prepare", None)):
+            prepare()
 
     def _task(self, row: Mapping[str, Any]) -> Task:
         messages = to_messages(row["prompt"])

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,23 @@ class DatasetSpec:
     split: str | None = None  # the training split; "train" if unset
     columns: Mapping[str, str] = field(default_factory=dict)
     max_rows: int | None = None
+
+
+@contextmanager
+def heard_problems() -> Iterator[list[str]]:
+    """What is said about rows set aside while the block runs, to be recorded once there is a run to record it in."""
+    heard: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    listener = Listener(logging.WARNING)
+    log.addHandler(listener)
+    try:
+        yield heard
+    finally:
+        log.removeHandler(listener)
 
 
 MakeTask = Callable[[Mapping[str, Any]], Task]

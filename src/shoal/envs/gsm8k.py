@@ -27,7 +27,9 @@ class Gsm8k(SingleTurn):
             raise ConfigError("gsm8k: give the data once, as args.path or as dataset")
         spec = dataset or DatasetSpec(path=path, name=None if path else HUB_NAME)
         columns = {"prompt": "question", "answer": "answer", **spec.columns}
-        self._dataset = DatasetSpec(spec.path, spec.name, spec.split, columns, spec.max_rows)
+        # The hub's data set has two configurations and wants one named.
+        name = HUB_NAME if spec.name == HUB_NAME.partition(":")[0] else spec.name
+        self._dataset = DatasetSpec(spec.path, name, spec.split, columns, spec.max_rows)
         self._instruction = instruction
         self._splits: dict[str, list[Task]] | None = None
 

@@ -9,7 +9,7 @@ from types import MethodType
 from typing import Any
 
 from shoal.envs.base import OneAnswer
-from shoal.envs.catalogue import BUILT_IN, REASONING_GYM, problem_with
+from shoal.envs.catalogue import BUILT_IN, REASONING_GYM, VERIFIERS, problem_with
 from shoal.envs.datasets import DatasetSpec
 from shoal.envs.items import ItemEnvironment
 from shoal.envs.user_code import load_object
@@ -29,6 +29,8 @@ def load_environment(
         environment = _load_built_in(id, args, dataset)
     elif id.startswith(REASONING_GYM):
         environment = _load_reasoning_gym(id.removeprefix(REASONING_GYM), args, dataset)
+    elif id.startswith(VERIFIERS):
+        environment = _load_verifiers(id.removeprefix(VERIFIERS), args, dataset)
     else:
         environment = _load_user(id, args, dataset)
     return _named(environment, name or id)
@@ -67,6 +69,14 @@ def _load_reasoning_gym(task: str, args: dict[str, Any], dataset: DatasetSpec | 
     if dataset is not None:
         raise ConfigError(f"environment 'reasoning-gym:{task}' makes its own tasks and takes no dataset")
     return ReasoningGym(task, **args)
+
+
+def _load_verifiers(id: str, args: dict[str, Any], dataset: DatasetSpec | None) -> Environment:
+    from shoal.envs.verifiers_env import Verifiers
+
+    if dataset is not None:
+        raise ConfigError(f"environment 'verifiers:{id}' makes its own tasks and takes no dataset")
+    return _construct(Verifiers, {"id": id, **args}, f"verifiers:{id}")
 
 
 def _load_user(id: str, args: dict[str, Any], dataset: DatasetSpec | None) -> Environment:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from shoal.errors import DataError
 from shoal.types import Message
 
+Tools = list[dict[str, Any]] | None
 # Stands for a message's content while the template is rendered; private-use characters no data set contains.
 _MARK = "\ue0f1{}\ue0f2"
 
@@ -45,15 +46,15 @@ class Chat:
         rest = [m for m in messages if m.get("role") != "system"]
         return [{"role": "system", "content": self._system_prompt}, *rest]
 
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a conversation the model is to answer."""
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
+        """The ids of a conversation the model is to answer; `tools` are schemas that the template lists."""
         messages = self.prepare(messages)
         if self._special_in(messages):
-            return self._encode_marked(messages, 0)
-        return self._encode(self._render(messages, True))
+            return self._encode_marked(messages, 0, tools)
+        return self._encode(self._render(messages, True, tools))
 
     def next_prompt_ids(
-        self, so_far: Sequence[int], messages: Sequence[Message], following: Sequence[Message]
+        self, so_far: Sequence[int], messages: Sequence[Message], following: Sequence[Message], tools: Tools = None
     ) -> list[int]:
         """`so_far` ends with the answer that is the last of `messages`; the ids that also hold `following`.
 
@@ -61,7 +62,9 @@ class Chat:
         the model wrote is tokenised again, and a template that would strip it from history cannot.
         """
         messages = self.prepare(messages)
-        tail = self._encode_marked([*messages, *following], len(messages) - 1)
+        # The answer's text holds its tool calls already; the template would write them a second time.
+        said = {key: value for key, value in messages[-1].items() if key != "tool_calls"}
+        tail = self._encode_marked([*messages[:-1], said, *following], len(messages) - 1, tools)
         if tail and so_far and so_far[-1] == tail[0]:
             tail = tail[1:]  # the model closed its turn itself
         return [*so_far, *tail]
@@ -75,11 +78,12 @@ class Chat:
     def _token_text(self, token_id: int) -> str:
         return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
 
-    def _render(self, messages: Sequence[Message], generation: bool) -> str:
+    def _render(self, messages: Sequence[Message], generation: bool, tools: Tools = None) -> str:
+        listed = {"tools": tools} if tools else {}
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=generation, **self._kwargs
+                    list(messages), tokenize=False, add_generation_prompt=generation, **listed, **self._kwargs
                 )
             )
         except Exception as error:  # Jinja, and whatever a template raises on purpose
@@ -92,13 +96,13 @@ class Chat:
     def _special_in(self, messages: Sequence[Message]) -> bool:
         return any(token in str(m.get("content") or "") for m in messages for token in self._special)
 
-    def _encode_marked(self, messages: Sequence[Message], after: int) -> list[int]:
+    def _encode_marked(self, messages: Sequence[Message], after: int, tools: Tools = None) -> list[int]:
         """Ids of the rendered messages, with contents encoded as plain text: a special token typed by a user is text.
 
         `after` > 0 leaves out everything up to and including the content of message `after`.
         """
         marked = [{**m, "content": _MARK.format(i)} for i, m in enumerate(messages)]
-        text = self._render(marked, True)
+        text = self._render(marked, True, tools)
         ids: list[int] = []
         first = 0
         if after > 0:

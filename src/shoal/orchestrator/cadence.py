@@ -64,11 +64,24 @@ class SaveCadence:
         self._last = time.monotonic()
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvalCadence:
+    """An evaluation every so many steps, or seconds if those are given; the last step always has one."""
+
     interval: int
     at_start: bool = True
+    seconds: float | None = None
+    _last: float = field(default_factory=time.monotonic)
 
     def due(self, step: int, last_step: int) -> bool:
         """After step `step`; step 0 is before the first."""
-        return self.at_start if step == 0 else step % self.interval == 0 or step == last_step
+        if step == 0:
+            return self.at_start
+        if step == last_step:
+            return True
+        if self.seconds is None:
+            return step % self.interval == 0
+        if time.monotonic() - self._last < self.seconds:
+            return False
+        self._last = time.monotonic()
+        return True

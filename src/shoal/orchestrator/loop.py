@@ -7,7 +7,7 @@ recorded, and the next one draws other prompts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ class Loop:
             self._note_best(step, sum(means) / len(means))
         return metrics
 
-    async def _held_out(self, advance: Callable[[], None], *, first: bool) -> dict[str, float]:
+    async def _held_out(self, advance: Callable[[float], None], *, first: bool) -> dict[str, float]:
         assert self.parts.evaluator is not None
         metrics, _ = await self._unless_stopped(self.parts.evaluator.evaluate(advance), first=first)
         return metrics

@@ -177,7 +177,7 @@ def _start_deployment(run: RunConfig) -> _Deployment:
 
 def _sampler(run: RunConfig, loaded: Any, policy: Any) -> Any:
     plan = loaded.device.submit(build.make_plan, run, loaded.model, policy).result()
-    return build.make_sampler(run, build.Prepared({}, RewardPool({}), ""), loaded, plan)
+    return build.make_sampler(run, build.Prepared({}, RewardPool({}), "", []), loaded, plan)
 
 
 def _device(trainer: _Trainer) -> Device:

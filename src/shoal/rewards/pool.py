@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from shoal.errors import ConfigError, HardwareError
 from shoal.protocols import Environment
+from shoal.rewards.parts import PartCheck
 from shoal.rewards.server import START_LIMIT_S, Limits, become_server
 from shoal.rewards.wire import JOB, MAX_JOB_BYTES, MAX_REPLY_BYTES, READY, RESULT, FrameBuffer, pack
 from shoal.rewards.worker import Judging
@@ -56,6 +57,8 @@ class RewardPool:
             name: {**(getattr(env, "weights", None) or {}), **given.get(name, {})}
             for name, env in self._environments.items()
         }
+        named = {part for parts in given.values() for part in parts}
+        self._parts = PartCheck(named, self._environments)
         self._keep_env = set(keep_env).union(*(getattr(env, "keep_env", ()) for env in self._environments.values()))
         self._pid = 0
         self._socket: socket.socket | None = None
@@ -104,7 +107,10 @@ class RewardPool:
             await asyncio.wait({reply}, timeout=self._deadline_s())
             if not reply.done():
                 self._receive()
-            return reply.result() if reply.done() else Score("error", error="the reward server is silent")
+            score = reply.result() if reply.done() else Score("error", error="the reward server is silent")
+            if score.status == "ok" and score.reward is not None:
+                self._parts.note(env, score.parts)
+            return score
         finally:
             self._waiting.pop(job, None)
 

@@ -9,24 +9,33 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from shoal.errors import DataError, EngineError
-from shoal.protocols import Environment, Judge, RolloutEngine
+from shoal.protocols import Environment, Judge, PlayedEnvironment, RolloutEngine
 from shoal.rewards.shaping import RewardShape
-from shoal.types import Message, Prompt, Request, Rollout, RolloutGroup, SamplingParams, Turn
+from shoal.server.sessions import Session, Tools
+from shoal.types import Message, Prompt, Request, Rollout, RolloutGroup, SamplingParams, Score, Turn
 
 
 class Tokens(Protocol):
     """What the runner needs of a tokenizer and its chat template; models.chat.Chat is one."""
 
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]: ...
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools = None) -> list[int]: ...
 
     def next_prompt_ids(
-        self, so_far: Sequence[int], messages: Sequence[Message], following: Sequence[Message]
+        self, so_far: Sequence[int], messages: Sequence[Message], following: Sequence[Message], tools: Tools = None
     ) -> list[int]: ...
+
+
+class Endpoint(Protocol):
+    """Where environments that talk HTTP play their rollouts; server.local.LocalEndpoint is one."""
+
+    failure: EngineError | None
+
+    def session(self, session: Session) -> AbstractAsyncContextManager[tuple[str, str]]: ...
 
 
 Phase = Callable[[str], AbstractContextManager[None]]
@@ -57,17 +66,19 @@ class GroupRunner:
         judge: Judge,
         tokens: Tokens,
         settings: RunnerSettings,
+        endpoint: Endpoint | None = None,
     ) -> None:
         self._engine = engine
         self._environments = environments
         self._judge = judge
         self._tokens = tokens
         self._settings = settings
+        self._endpoint = endpoint
 
     def with_seed(self, seed: int) -> GroupRunner:
         """The same runner drawing from another seed, for held-out rollouts."""
         settings = replace(self._settings, seed=seed)
-        return GroupRunner(self._engine, self._environments, self._judge, self._tokens, settings)
+        return GroupRunner(self._engine, self._environments, self._judge, self._tokens, settings, self._endpoint)
 
     async def run(self, prompt: Prompt, size: int, sampling: SamplingParams, phase: Phase = _untimed) -> RolloutGroup:
         """`size` rollouts of one prompt, all started together so that the engine reads the prompt once."""
@@ -77,8 +88,12 @@ class GroupRunner:
 
     async def _rollout(self, prompt: Prompt, index: int, sampling: SamplingParams, phase: Phase) -> Rollout:
         rollout = Rollout(prompt, index, [])
+        environment = self._environments[prompt.env]
         try:
             with phase("rollout"):
+                if isinstance(environment, PlayedEnvironment):
+                    score = await self._be_played(environment, rollout, sampling)
+                    return self._settle(rollout, score, sampling)
                 await self._play(rollout, sampling)
         except (EngineError, asyncio.CancelledError):
             raise
@@ -93,7 +108,8 @@ class GroupRunner:
         prompt = rollout.prompt
         environment = self._environments[prompt.env]
         episode = environment.start(environment.tasks(prompt.split)[prompt.index])
-        prompt_ids = self._tokens.prompt_ids(episode.messages)
+        tools: Tools = getattr(episode, "tools", None) or None
+        prompt_ids = self._tokens.prompt_ids(episode.messages, tools)
         while True:
             room = self._settings.context_tokens - len(prompt_ids)
             if room < 1 and not rollout.turns:
@@ -114,11 +130,38 @@ class GroupRunner:
             if following is None or completion.finish_reason != "stop":
                 break
             answered = episode.messages[: len(episode.messages) - len(following)]
-            prompt_ids = self._tokens.next_prompt_ids(prompt_ids + completion.token_ids, answered, following)
+            prompt_ids = self._tokens.next_prompt_ids(prompt_ids + completion.token_ids, answered, following, tools)
+
+    async def _be_played(self, environment: PlayedEnvironment, rollout: Rollout, sampling: SamplingParams) -> Score:
+        """The environment talks to the endpoint; what it asked and got is the rollout, in exact ids."""
+        assert self._endpoint is not None, "build/ gives an endpoint where an environment plays"
+        prompt, settings = rollout.prompt, self._settings
+
+        def seed_of(turn: int) -> int:
+            return rollout_seed(settings.seed, rollout.rollout_id, turn)
+
+        session = Session(rollout.rollout_id, sampling, settings.context_tokens, seed_of)
+        try:
+            async with self._endpoint.session(session) as (base_url, model):
+                task = environment.tasks(prompt.split)[prompt.index]
+                played = await environment.play(task, base_url, model)
+        except TimeoutError as error:
+            return Score("timeout", error=str(error))
+        finally:
+            rollout.turns, rollout.messages = session.turns, session.conversation
+            if self._endpoint.failure is not None:
+                raise self._endpoint.failure
+        if not session.turns:
+            return Score("error", error="the environment never asked the model")
+        rollout.messages = played.messages or session.conversation
+        return Score("ok", played.reward, played.parts)
 
     async def _score(self, rollout: Rollout, sampling: SamplingParams) -> None:
         prompt = rollout.prompt
         score = await self._judge.score(prompt.env, prompt.split, prompt.index, rollout.messages)
+        self._settle(rollout, score, sampling)
+
+    def _settle(self, rollout: Rollout, score: Score, sampling: SamplingParams) -> Rollout:
         rollout.reward_s, rollout.parts = score.seconds, score.parts
         if score.status != "ok":
             rollout.status, rollout.error = score.status, score.error
@@ -127,3 +170,4 @@ class GroupRunner:
         else:
             rollout.raw_reward = score.reward
             rollout.reward = self._settings.shape(score.reward, rollout, sampling.max_tokens)
+        return rollout

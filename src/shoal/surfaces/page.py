@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shoal.config.fields import known_keys, section_at, walk_keys
 from shoal.config.schema import RunConfig
-from shoal.surfaces import recipe, seeds, trainer, trl
+from shoal.surfaces import launcher, recipe, seeds, trainer, trl
 from shoal.surfaces.table import Row, Table
 
 TABLES: tuple[Table, ...] = (
@@ -16,6 +16,8 @@ TABLES: tuple[Table, ...] = (
     trainer.ARGUMENTS,
     seeds.RECIPE,
     recipe.FIELDS,
+    seeds.LAUNCHER,
+    launcher.FIELDS,
     trl.TRAINER,
     trl.FIELDS,
     trl.INHERITED,

@@ -1,4 +1,4 @@
-"""Every command, import and path of the documents the surfaces come from, and ours. The launcher has its own."""
+"""Every command, import and path of the documents the surfaces come from, and ours."""
 
 from __future__ import annotations
 
@@ -85,5 +85,25 @@ RECIPE = Table(
         Row('"dro"', '`policy_loss="dro"`'),
         Row('"gspo"', '`policy_loss="gspo"`'),
         Row('"cispo"', '`policy_loss="cispo"`'),
+    ),
+)
+
+LAUNCHER = Table(
+    "Config file and launcher (GSM8K)",
+    (
+        Row(
+            "python -m areal.launcher.local train_grpo.py --config train_grpo.yaml experiment_name=… trial_name=…",
+            "`python -m shoal.launcher.local examples/gsm8k/train_grpo.py --config examples/gsm8k/train_grpo.yaml "
+            "experiment_name=… trial_name=…`",
+        ),
+        Row("train_grpo.py", "`examples/gsm8k/train_grpo.py`"),
+        Row("train_grpo.yaml", "`examples/gsm8k/train_grpo.yaml`", "keys below"),
+        Row("train_local_simple.py", "`examples/gsm8k/train_local_simple.py`"),
+        Row("train_hf_trainer.py", "`examples/gsm8k/train_hf_trainer.py`"),
+        Row("areal.reward.math_parser", "`shoal.rewards.math_parser`", "`process_results(completion, gold)`"),
+        Row("DOCKER_WINDOWS_SETUP.md, CURSOR_DOCKER_WORKFLOW.md", "`examples/gsm8k/README.md`", "WSL2 and a container"),
+        Row("docs/algorithms/grpo.md", "`docs/algorithms.md`"),
+        Row("examples/math/gsm8k_grpo.py", "`examples/gsm8k/train_grpo.py`"),
+        Row("outputs of a trial", "`outputs/<experiment>/<trial>`", "the run directory"),
     ),
 )

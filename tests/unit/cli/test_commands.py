@@ -1,5 +1,6 @@
 """The commands as a user types them: help, dry runs, refusals, exit codes and what they leave on disk."""
 
+import os
 import subprocess
 import sys
 import time
@@ -153,6 +154,24 @@ def test_envs(capsys: pytest.CaptureFixture[str]):
     assert "reverse-text" in capsys.readouterr().err
 
 
+def test_a_new_environment_passes_its_own_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["envs", "new", "letter-count"]) == 0
+    assert "letter-count/letter_count.py" in capsys.readouterr().out
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=tmp_path / "letter-count",
+        capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert result.returncode == 0 and "3 passed" in result.stdout, result.stdout + result.stderr
+    os.chdir(tmp_path / "letter-count")
+    assert main(["grpo", "run.yaml", "train.model=Qwen/Qwen3-0.6B", "--dry-run"]) == 0
+    assert main(["envs", "show", "letter_count:LetterCount"]) == 0
+    assert "How many letters" in capsys.readouterr().out
+    assert main(["envs", "new", "letter-count", "--folder", "."]) == 2
+    assert main(["envs", "new", "Letter Count"]) == 2
+    assert "small letters, digits and dashes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -167,6 +186,10 @@ def test_envs(capsys: pytest.CaptureFixture[str]):
         (["eval", "Qwen/Qwen3-0.6B", "--env", "arithmetic", "--arg", "level"], "key=value"),
         (["eval", "Qwen/Qwen3-0.6B"], "--env"),
         (["demo", "--seed", "-3"], "--seed"),
+        (["export", "./nothing", "out"], "does not exist"),
+        (["eval", "Qwen/Qwen3-0.6B", "--env", "arithmetic", "--adapter", "x"], "--adapter"),
+        (["eval", "Qwen/Qwen3-0.6B", "--env", "arithmetic", "--against", "./nothing"], "--against"),
+        (["eval", "Qwen/Qwen3-0.6B", "--env", "arithmetic", "--checkpoint", "best"], "--checkpoint"),
         (["nonsense"], "nonsense"),
         (["grpo"], "shoal init"),
         (["grpo", "run.yaml", "--train", "t.yaml"], "--train"),

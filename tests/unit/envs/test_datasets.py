@@ -187,3 +187,20 @@ def test_all_of_gsm8k():
             for answer, reward in answers.items():
                 assert environment.reward(task, [{"role": "assistant", "content": answer}]) == reward
     assert not {t.messages[0]["content"] for t in train} & {t.messages[0]["content"] for t in held_out}
+
+
+def test_a_data_set_by_name_through_the_datasets_library(tmp_path, monkeypatch, caplog):
+    """`name` goes to datasets.load_dataset: here a local folder it understands, with columns of its own names."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    rows: list[dict[str, str | None]] = [{"q": f"q{n}", "a": str(n)} for n in range(6)]
+    rows[2]["q"] = None
+    for split, part in (("train", rows[:4]), ("test", rows[4:])):
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    spec = DatasetSpec(name=str(folder), columns={"prompt": "q", "answer": "a"})
+    splits = read_splits(spec, ("prompt", "answer"), make)
+    assert prompts(splits["train"]) == ["q0", "q1", "q3"] and prompts(splits["eval"]) == ["q4", "q5"]
+    assert "3 rows used, 1 bad rows set aside" in caplog.text and "[train]:row 3: prompt is null" in caplog.text
+    with pytest.raises(DataError, match=r"give a local copy as dataset\.path"):
+        read_splits(DatasetSpec(name="no/such-data-set"), ("prompt",), make)

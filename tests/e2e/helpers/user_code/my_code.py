@@ -47,6 +47,12 @@ def likeness(answer: str, word: str) -> float:
     return SequenceMatcher(None, found, word[::-1]).ratio()
 
 
+def digits(task, messages):
+    """Share of digits: something that random weights get some of, and can learn."""
+    text = messages[-1]["content"]
+    return sum(letter.isdigit() for letter in text) / max(len(text), 1)
+
+
 def flaky_reward(task, messages):
     """Decided by the prompt's first letter: a tenth each hangs, raises, ends its process or says nothing."""
     kind = ord(task.data["answer"][-1]) % 10

@@ -1,0 +1,44 @@
+"""Supervised fine-tuning on GSM8K with the Hugging Face Trainer, to compare with GRPO.
+
+python examples/gsm8k/train_hf_trainer.py --model Qwen/Qwen2.5-0.5B-Instruct --output-dir outputs/gsm8k-hf
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # the examples beside this file
+
+from train_local_simple import arguments, collate, examples
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+
+def train(args):
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    trainer = Trainer(
+        model=AutoModelForCausalLM.from_pretrained(args.model, dtype="float32"),
+        args=TrainingArguments(
+            output_dir=args.output_dir,
+            num_train_epochs=args.epochs,
+            max_steps=args.max_steps or -1,
+            per_device_train_batch_size=args.batch_size,
+            learning_rate=args.lr,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            seed=args.seed,
+            dataloader_num_workers=0,
+        ),
+        train_dataset=examples(args.data, tokenizer, args.max_length),
+        data_collator=partial(collate, pad_id=pad_id),
+    )
+    trainer.train()
+    trainer.save_model(args.output_dir)
+    tokenizer.save_pretrained(args.output_dir)
+    print(f"saved in {args.output_dir}; score it with evaluate.py {args.output_dir}")
+
+
+if __name__ == "__main__":
+    train(arguments())

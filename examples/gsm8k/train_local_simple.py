@@ -1,0 +1,97 @@
+"""Supervised fine-tuning on GSM8K as a plain loop, to compare with GRPO: cross-entropy on the answer's tokens.
+
+python examples/gsm8k/train_local_simple.py --model Qwen/Qwen2.5-0.5B-Instruct --output-dir outputs/gsm8k-sft
+"""
+
+import argparse
+import random
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shoal.envs.registry import load_environment
+
+IGNORED = -100  # what cross-entropy leaves out
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="folder or hub id")
+    parser.add_argument("--data", help="folder with train.jsonl and test.jsonl; openai/gsm8k from the hub unless given")
+    parser.add_argument("--output-dir", default="outputs/gsm8k-sft")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--max-steps", type=int, help="stop after so many steps")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--max-length", type=int, default=1024, help="longer examples are left out, and counted")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def examples(data, tokenizer, max_length):
+    """Token ids of question and worked answer, and labels that hide the question."""
+    environment = load_environment("gsm8k", {"path": data} if data else {})
+    found, too_long = [], 0
+    for task in environment.tasks("train"):
+        prompt = tokenizer.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True)
+        answer = [*task.messages, {"role": "assistant", "content": environment.solution(task)}]
+        whole = tokenizer.apply_chat_template(answer, tokenize=False)
+        prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+        answer_ids = tokenizer.encode(whole.removeprefix(prompt), add_special_tokens=False)
+        if len(prompt_ids) + len(answer_ids) > max_length:
+            too_long += 1
+            continue
+        labels = [IGNORED] * len(prompt_ids) + answer_ids
+        found.append({"input_ids": prompt_ids + answer_ids, "labels": labels})
+    print(f"{len(found)} examples; {too_long} longer than {max_length} tokens are left out")
+    return found
+
+
+def collate(batch, pad_id):
+    """Pad on the right; padding is neither attended to nor scored."""
+    longest = max(len(row["input_ids"]) for row in batch)
+
+    def padded(row, name, filler):
+        return row[name] + [filler] * (longest - len(row[name]))
+
+    return {
+        "input_ids": torch.tensor([padded(row, "input_ids", pad_id) for row in batch]),
+        "labels": torch.tensor([padded(row, "labels", IGNORED) for row in batch]),
+        "attention_mask": torch.tensor(
+            [[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in batch]
+        ),
+    }
+
+
+def train(args):
+    torch.manual_seed(args.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).train()
+    rows = examples(args.data, tokenizer, args.max_length)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    order, step = random.Random(args.seed), 0
+    for _ in range(args.epochs):
+        order.shuffle(rows)
+        for start in range(0, len(rows), args.batch_size):
+            batch = collate(rows[start : start + args.batch_size], pad_id)
+            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            print(f"step {step}  loss {loss.item():.4f}")
+            if step == args.max_steps:
+                break
+        if step == args.max_steps:
+            break
+    model.save_pretrained(args.output_dir)
+    tokenizer.save_pretrained(args.output_dir)
+    print(f"saved in {args.output_dir}; score it with evaluate.py {args.output_dir}")
+
+
+if __name__ == "__main__":
+    train(arguments())

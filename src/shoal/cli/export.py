@@ -1,0 +1,35 @@
+"""`shoal export`: a trained model as a folder to publish."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.cli.output import say
+from shoal.config.check_train import model_problem
+from shoal.errors import ConfigError
+from shoal.observability.weights import find_weights
+
+
+def export(source: str, folder: str, *, adapter: str | None = None, checkpoint: str | None = None) -> None:
+    """Write a folder that transformers load: an adapter merged into its base, the tokenizer, a model card.
+
+    Parameters
+    ----------
+    source
+        Run directory, checkpoint, adapter or model.
+    folder
+        Where to write; made if it does not exist.
+    adapter
+        Adapter to merge into a model.
+    checkpoint
+        Which one of a run directory: a step, best, newest or final.
+    """
+    weights = find_weights(source, adapter=adapter, checkpoint=checkpoint)
+    problem = model_problem(weights.model)
+    if problem is not None:
+        raise ConfigError(f"command line: source: {problem[0]}; {problem[1]}")
+    from shoal import api
+
+    api.export(source, Path(folder), adapter=adapter, checkpoint=checkpoint)
+    merged = " with its adapter merged" if weights.adapter else ""
+    say(f"{folder}: {weights.model}{merged}, ready to load and to publish")

@@ -1,0 +1,201 @@
+"""`verifiers:<id>`: an environment of the verifiers package, in the interpreter that has it (`args.python`).
+
+It plays by itself against the run's endpoint and scores itself. The other Python runs verifiers_host.py; a line of JSON
+is a request or an answer. Secrets of this process are not passed on, except those named in `keep_env`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ConfigError
+from shoal.observability.redact import SECRET_NAME
+from shoal.types import Message, Played, Task
+
+HOST = Path(__file__).with_name("verifiers_host.py")
+LOAD_LIMIT_S = 120.0
+CLOSE_LIMIT_S = 5.0
+
+
+class Verifiers:
+    def __init__(
+        self,
+        id: str,
+        python: str,
+        args: Mapping[str, Any] | None = None,
+        *,
+        path: Sequence[str] = (),
+        harness: str = "null",
+        max_turns: int | None = None,
+        num_tasks: int = 1000,
+        timeout_s: float = 300.0,
+        keep_env: Sequence[str] = (),
+    ) -> None:
+        self.name = f"verifiers:{id}"
+        self._timeout_s = timeout_s
+        self._host = Host(_interpreter(python), path, keep_env)
+        settings = {"harness": harness, "max_turns": max_turns, "num_tasks": num_tasks}
+        loaded = self._host.load({"do": "load", "env": id, "args": dict(args or {}), "settings": settings}, self.name)
+        self.version = str(loaded["version"])
+        self._tasks = _splits(loaded["tasks"], self.name)
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return self._tasks.get(split, [])
+
+    def start(self, task: Task) -> Any:
+        raise RuntimeError(f"{self.name} plays its rollouts itself")
+
+    def reward(self, task: Task, messages: Sequence[Message]) -> float:
+        raise RuntimeError(f"{self.name} scores its rollouts itself")
+
+    async def play(self, task: Task, base_url: str, model: str) -> Played:
+        where = {"split": task.data["split"], "index": task.data["index"], "base_url": base_url, "model": model}
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                found = await self._host.ask({"do": "play", **where})
+        except TimeoutError:
+            raise TimeoutError(f"{self.name} took longer than {self._timeout_s:g} s over a rollout") from None
+        reward = found.get("reward")
+        if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+            raise ValueError(f"{self.name} gave the reward {reward!r}, not a finite number")
+        return Played(None if reward is None else float(reward), found.get("parts") or {}, found.get("messages") or [])
+
+    def close(self) -> None:
+        self._host.close()
+
+
+def _interpreter(python: str) -> str:
+    path = Path(str(python)).expanduser()
+    if not path.is_file() or not os.access(path, os.X_OK):
+        raise ConfigError(
+            f"verifiers: args.python: {str(python)!r} is no Python; name the interpreter that has verifiers"
+        )
+    return str(path.absolute())  # not resolved: a venv's python is a link, and its place is what counts
+
+
+def _splits(found: Mapping[str, list[list[Message]] | None], name: str) -> dict[str, list[Task]]:
+    """Without an eval split of its own, the last tenth of the tasks is held out, as with data sets."""
+    train = [Task(m, {"split": "train", "index": i}) for i, m in enumerate(found["train"] or [])]
+    if not train:
+        raise ConfigError(f"{name} has no tasks")
+    if found.get("eval") is not None:
+        return {
+            "train": train,
+            "eval": [Task(m, {"split": "eval", "index": i}) for i, m in enumerate(found["eval"] or [])],
+        }
+    held_out = min(256, max(1, len(train) // 10)) if len(train) > 1 else 0
+    return {"train": train[: len(train) - held_out], "eval": train[len(train) - held_out :]}
+
+
+class Host:
+    """The other process and the lines to it. Answers are awaited on a loop once `ask` is used."""
+
+    def __init__(self, python: str, path: Sequence[str], keep_env: Sequence[str]) -> None:
+        kept = {k: v for k, v in os.environ.items() if not SECRET_NAME.search(k) or k in keep_env}
+        for name in ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"):
+            kept.pop(name, None)
+        folder = str(Path(python).parent)
+        kept["PATH"] = os.pathsep.join([folder, *filter(None, [kept.get("PATH")])])
+        # In the variable and not in the process alone: tool servers are processes of their own.
+        if path:
+            kept["PYTHONPATH"] = os.pathsep.join(str(Path(entry).expanduser().resolve()) for entry in path)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [python, "-u", str(HOST)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=kept
+        )
+        self._numbers = itertools.count()
+        self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
+        self._reader: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def load(self, request: dict[str, Any], name: str) -> dict[str, Any]:
+        """The first request, before there is a loop."""
+        self._send({"id": -1, **request})
+        line: list[bytes] = []
+        assert self._process.stdout is not None
+        waiting = threading.Thread(target=lambda: line.append(self._process.stdout.readline()), daemon=True)  # type: ignore[union-attr]
+        waiting.start()
+        waiting.join(LOAD_LIMIT_S)
+        if not line or not line[0]:
+            self.close()
+            why = self.last_words() or f"no answer within {LOAD_LIMIT_S:.0f} s"
+            raise ConfigError(f"{name}: its interpreter did not load it: {why}")
+        answer = json.loads(line[0])
+        if "error" in answer:
+            self.close()
+            raise ConfigError(f"{name}: {answer['error']}")
+        return answer["ok"]
+
+    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+        number = next(self._numbers)
+        with self._lock:
+            self._waiting[number] = (loop, answer)
+            if self._reader is None:  # not earlier: the reward server is forked before, and threads do not fork
+                self._reader = threading.Thread(target=self._read, daemon=True, name="verifiers")
+                self._reader.start()
+        try:
+            self._send({"id": number, **request})
+            found = await answer
+        finally:
+            self._waiting.pop(number, None)
+        if "error" in found:
+            raise RuntimeError(found["error"])
+        return found["ok"]
+
+    def _send(self, request: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise RuntimeError(f"the interpreter of the environment ended: {self.last_words() or error}") from None
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            answer = json.loads(line)
+            self._settle(answer["id"], answer)
+        for number in list(self._waiting):
+            self._settle(number, {"error": f"the interpreter of the environment ended: {self.last_words()}"})
+
+    def _settle(self, number: int, answer: dict[str, Any]) -> None:
+        loop, future = self._waiting.get(number, (None, None))
+        if loop is not None and future is not None:
+            with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+                loop.call_soon_threadsafe(lambda: future.done() or future.set_result(answer))
+
+    def last_words(self) -> str:
+        """The last line it printed to stderr."""
+        with contextlib.suppress(OSError, ValueError):
+            self._log.seek(0)
+            lines = self._log.read()[-20_000:].decode("utf-8", "replace").strip().splitlines()
+            return lines[-1].strip()[:300] if lines else ""
+        return ""
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()  # it ends with its input
+        deadline = time.monotonic() + CLOSE_LIMIT_S
+        while self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self._process.poll() is None:
+            self._process.kill()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self._process.kill()

@@ -1,0 +1,189 @@
+"""Runs inside another Python, the one that has `verifiers`: loads an environment and plays its rollouts on request.
+
+Started by verifiers_env.py as a script. One JSON object a line on stdin and stdout. Imports nothing of Shoal, which
+that Python does not have. `Classic` is for releases before 0.4 (load_environment), `Modern` for tasksets of 0.4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+KEY_VARIABLE = "SHOAL_ENDPOINT_KEY"
+
+
+class Classic:
+    """`load_environment(**args)` of a package: SingleTurnEnv, MultiTurnEnv, ToolEnv and their Rubric."""
+
+    def __init__(self, env_id, args, settings):
+        import verifiers
+
+        self._env = verifiers.load_environment(env_id, **args)  # type: ignore[attr-defined]
+        if getattr(self._env, "requires_group_rollouts", False):
+            raise ValueError(f"{env_id} scores the rollouts of a group together, which Shoal does not run")
+        train = self._env.get_dataset()
+        held_out = self._env.get_eval_dataset() if self._has_eval() else None
+        most = settings["num_tasks"]
+        self._rows = {"train": _first(train, most), "eval": _first(held_out, most) if held_out is not None else None}
+
+    def _has_eval(self):
+        self._env.build_eval_dataset()
+        return self._env.eval_dataset is not None
+
+    def tasks(self):
+        return {
+            split: None if rows is None else [as_messages(row["prompt"]) for row in rows]
+            for split, rows in self._rows.items()
+        }
+
+    async def play(self, split, index, base_url, model):
+        from verifiers.types import ClientConfig
+
+        row = self._rows[split][index]
+        client = ClientConfig(api_base_url=base_url, api_key_var=KEY_VARIABLE, max_retries=0)
+        output = await self._env.run_rollout(dict(row), client, model, {})
+        if output.get("error"):
+            raise RuntimeError(f"{output['error']}")
+        messages = [*as_messages(output.get("prompt")), *as_messages(output.get("completion"))]
+        return {"reward": output.get("reward"), "parts": numbers(output.get("metrics")), "messages": messages}
+
+
+class Modern:
+    """A taskset of `verifiers.v1` with its own environment, or the single-agent one."""
+
+    def __init__(self, env_id, args, settings):
+        from verifiers.v1.configs.agent import AgentConfig
+        from verifiers.v1.configs.env import EnvConfig
+        from verifiers.v1.env import Env
+        from verifiers.v1.utils.generic import concrete_type
+        from verifiers.v1.utils.loaders import default_harness_id, environment_class
+
+        kind = environment_class(env_id)
+        config_type = concrete_type(kind, EnvConfig, origin=Env) or EnvConfig
+        roles = [name for name, field in config_type.model_fields.items() if isinstance(field.default, AgentConfig)]
+        seat = {"runtime": {"type": "subprocess"}}
+        if default_harness_id(env_id) != env_id:  # a harness of the taskset's own comes first
+            seat["harness"] = {"id": settings["harness"]}
+        if settings["max_turns"]:
+            seat["max_turns"] = settings["max_turns"]
+        data = {"taskset": {"id": env_id, **args}, **{role: dict(seat) for role in roles}}
+        self._env = kind(config_type.model_validate(data))
+        self._tasks = list(itertools.islice(iter(self._env.taskset), settings["num_tasks"]))
+        self._serving = None
+        self._lock = asyncio.Lock()
+
+    def tasks(self):
+        return {"train": [self._prompt(task.data) for task in self._tasks], "eval": None}
+
+    def _prompt(self, data):
+        said = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+        if data.prompt is None:
+            return said or [{"role": "user", "content": "(the environment opens the conversation)"}]
+        return said + as_messages(data.prompt)
+
+    async def play(self, split, index, base_url, model):
+        from verifiers.v1 import EvalClientConfig, ModelContext
+
+        async with self._lock:
+            if self._serving is None:
+                self._serving = contextlib.AsyncExitStack()
+                await self._serving.enter_async_context(self._env.serving())
+        client = EvalClientConfig(base_url=base_url, api_key_var=KEY_VARIABLE)
+        episode = await self._env.run_episode(self._tasks[index], ModelContext(model=model, client=client))
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if not episode.ok:
+            raise RuntimeError(errors[0].message if errors else "the episode did not end well")
+        trace = episode.traces[0]
+        parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+        return {"reward": trace.reward, "parts": {**numbers(trace.metrics), **numbers(parts)}, "messages": []}
+
+    async def close(self):
+        if self._serving is not None:
+            await self._serving.aclose()
+
+
+def _first(rows, most):
+    return rows.select(range(min(most, len(rows)))).to_list()
+
+
+def as_messages(value):
+    """Messages of either release as plain dicts; a plain prompt is the user's."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    plain = [m if isinstance(m, dict) else m.model_dump(mode="json", exclude_none=True) for m in value]
+    return [{**message, "content": as_text(message.get("content"))} for message in plain]
+
+
+def as_text(content):
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content or ""
+
+
+def numbers(values):
+    return {str(k): float(v) for k, v in (values or {}).items() if isinstance(v, (int, float))}
+
+
+def release():
+    from importlib.metadata import version
+
+    return version("verifiers")
+
+
+def load(request):
+    number = release()
+    kind = Modern if tuple(int(part) for part in number.split(".")[:2]) >= (0, 4) else Classic
+    environment = kind(request["env"], request["args"], request["settings"])
+    return environment, {"version": number, "tasks": environment.tasks()}
+
+
+async def serve(requests, answer):
+    """Each request as a task of its own; the end of stdin is the end of this process."""
+    environment: Any = None
+    running = set()
+
+    async def handle(request):
+        nonlocal environment
+        try:
+            if request["do"] == "load":
+                environment, result = load(request)
+            else:
+                result = await environment.play(*(request[k] for k in ("split", "index", "base_url", "model")))
+            answer({"id": request["id"], "ok": result})
+        except BaseException as error:
+            traceback.print_exc()
+            answer({"id": request["id"], "error": f"{type(error).__name__}: {error}"[:2000]})
+            if not isinstance(error, Exception):
+                raise
+
+    while line := await requests.readline():
+        work = asyncio.ensure_future(handle(json.loads(line)))
+        running.add(work)
+        work.add_done_callback(running.discard)
+    for work in running:
+        work.cancel()
+    if hasattr(environment, "close"):
+        await environment.close()
+
+
+async def main():
+    # What an environment prints must not reach the protocol: stdout becomes stderr, the real one is kept for answers.
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    os.environ.setdefault(KEY_VARIABLE, "none")
+    requests = asyncio.StreamReader(limit=2**26)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
+    await serve(requests, lambda reply: channel.write(json.dumps(reply) + "\n"))
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # the folder of this file: its modules are Shoal's
+    asyncio.run(main())

@@ -1,0 +1,116 @@
+"""Every key of the launcher's files, what it becomes in the one schema, and its default here. Pure data.
+
+translate.py works through this table, and the page for people who come from such files is made from it. A default of
+None leaves the matter to the schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.surfaces.table import Row, Table
+
+MODES_ON = ("auto", "on", "fault", "resume")
+MODES_OFF = ("disabled", "off")
+
+
+@dataclass(frozen=True)
+class Key:
+    to: tuple[str, ...]  # keys of the schema; a value goes to each of them as it is, or through `convert`
+    default: Any = None
+    convert: Callable[[Any], Any] | None = None  # raises ValueError with what is wrong
+    composed: bool = False  # becomes something only together with other keys: translate.py knows how
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def _choose(yes: str, no: str) -> Callable[[Any], str]:
+    return lambda value: yes if _flag(value) else no
+
+
+def _workers(value: Any) -> int:
+    """Data loaders take 0 for none; rewards always run in at least one process beside the training one."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError("must be a number of processes, 0 or more")
+    return max(1, value)
+
+
+def _switch(value: Any) -> bool:
+    if value not in (*MODES_ON, *MODES_OFF):
+        raise ValueError(f"must be one of {', '.join((*MODES_OFF, *MODES_ON))}")
+    return value in MODES_ON
+
+
+def _wandb(value: Any) -> list[str]:
+    if value not in ("disabled", "online", "offline"):
+        raise ValueError("must be disabled, online or offline")
+    return [] if value == "disabled" else ["wandb"]
+
+
+_SAVE = {"epochs": "train.save_epochs", "steps": "train.save_steps", "secs": "train.save_seconds"}
+_EVAL = {"epochs": "orch.eval.interval_epochs", "steps": "orch.eval.interval", "secs": "orch.eval.interval_seconds"}
+
+KEYS: dict[str, Key] = {
+    "experiment_name": Key(("train.output_dir",), composed=True),
+    "trial_name": Key(("train.output_dir",), "trial0", composed=True),
+    "seed": Key(("train.seed",)),
+    "allocation_mode": Key(("infer.engine", "train.gpus"), "embedded:d1|fsdp:d1", composed=True),
+    "total_train_epochs": Key(("train.epochs",), 5, composed=True),
+    "total_train_steps": Key(("train.max_steps",), composed=True),
+    "tokenizer_path": Key(("train.model",), composed=True),
+    "ref.path": Key(("train.model",), composed=True),
+    "actor.path": Key(("train.model",)),
+    "actor.lr": Key(("train.learning_rate",), 1.70e-5),
+    "actor.eps_clip": Key(("train.loss.clip_low", "train.loss.clip_high"), 0.4),
+    "actor.reward_scaling": Key(("orch.reward.scale",), 10.0, composed=True),
+    "actor.reward_bias": Key(("orch.reward.bias",)),
+    "actor.kl_ctl": Key(("train.loss.kl.beta", "train.loss.kl.in"), 0.0, composed=True),
+    "actor.ppo_n_minibatches": Key(("train.minibatches",), 1),
+    "actor.recompute_logprob": Key(("train.recompute_old",), True, _flag),
+    "actor.use_decoupled_loss": Key(("train.loss.type",), True, _choose("decoupled", "grpo")),
+    "actor.behav_imp_weight_cap": Key(("train.loss.cap",), 5.0, composed=True),
+    "actor.group_reward_norm": Key(("orch.advantage.mean",), True, _choose("group", "batch")),
+    "actor.adv_norm": Key(("orch.advantage.std",), "batch"),
+    "actor.mb_spec.max_tokens_per_mb": Key(("train.sequence_len",), composed=True),
+    "mb_spec.max_tokens_per_mb": Key(("train.sequence_len",), 5120, composed=True),
+    "gconfig.n_samples": Key(("orch.rollouts_per_example",), 4),
+    "gconfig.max_new_tokens": Key(("orch.sampling.max_tokens",), 512),
+    "gconfig.temperature": Key(("orch.sampling.temperature",), 1.0),
+    "train_dataset.path": Key(("orch.dataset.path", "orch.dataset.name"), "openai/gsm8k", composed=True),
+    "train_dataset.batch_size": Key(("orch.batch_size",), 8, composed=True),
+    "train_dataset.num_workers": Key(("orch.reward.workers",), None, _workers),
+    "rollout.max_concurrent_rollouts": Key(("infer.max_num_seqs",)),
+    "rollout.max_head_offpolicyness": Key(("orch.max_async_level",), 0),
+    "saver.mode": Key(tuple(_SAVE.values()), "auto", _switch, composed=True),
+    **{f"saver.freq_{unit}": Key((to,), composed=True) for unit, to in _SAVE.items()},
+    "recover.mode": Key(("train.resume_from_checkpoint",), "disabled", _switch),
+    **{f"recover.freq_{unit}": Key((to,), composed=True) for unit, to in _SAVE.items()},
+    "evaluator.mode": Key(("orch.eval",), "auto", _switch, composed=True),
+    **{f"evaluator.freq_{unit}": Key((to,), composed=True) for unit, to in _EVAL.items()},
+    "stats_logger.wandb.mode": Key(("train.report_to",), "disabled", _wandb),
+    "stats_logger.wandb.wandb_api_key": Key(("train.report_to",), composed=True),
+}
+SCHEMA_KEYS: dict[str, str] = {name: ", ".join(key.to) for name, key in KEYS.items()}
+"""Launcher key → the schema's, as the documentation prints it."""
+
+FIELDS = Table("Keys of the launcher's files", tuple(Row(name, key.to) for name, key in KEYS.items()))
+
+
+def table() -> str:
+    """The table of docs/launcher.md."""
+
+    def cell(value: object) -> str:
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        return f"`{text}`".replace("|", "\\|")
+
+    rows = ["| Key | Default | Sets |", "|---|---|---|"]
+    for name, key in KEYS.items():
+        default = "" if key.default is None else cell(key.default)
+        rows.append(f"| `{name}` | {default} | {', '.join(map(cell, key.to))} |")
+    return "\n".join(rows)

@@ -1,0 +1,174 @@
+"""The launcher's own example, in new processes on a tiny model: it trains as `shoal grpo` does, resumes, hides keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from .helpers.processes import environment
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
+SMALL = ["gconfig.max_new_tokens=16", "actor.mb_spec.max_tokens_per_mb=300", "train_dataset.batch_size=4"]
+# A model of random weights never hits a number, so the tests reward what it can learn: digits.
+DENSE = """
+from shoal.envs import answer_of
+from shoal.launcher import load_config, run, train
+
+
+def digits(task, messages):
+    answer = answer_of(messages)
+    return sum(letter.isdigit() for letter in answer) / max(len(answer), 1)
+
+
+def main(args):
+    train(load_config(args, reward=digits))
+"""
+
+
+def run(cwd: Path, *words: str, code: int = 0) -> str:
+    result = subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=200
+    )
+    assert result.returncode == code, result.stdout[-1000:] + result.stderr[-3000:]
+    return result.stdout + result.stderr
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "throughput/"))} for line in lines]
+
+
+@pytest.fixture
+def place(tmp_path: Path, model: Path) -> Path:
+    """A folder with data in GSM8K's format, a model and a script with a reward that random weights can earn."""
+    (tmp_path / "data").mkdir()
+    for split, count in (("train", 12), ("test", 4)):
+        rows = [
+            {
+                "question": f"Ann has {n} pens and buys {n + 1:,} more. How many?",
+                "answer": f"{n} + {n + 1} = <<{n}+{n + 1}={2 * n + 1}>>{2 * n + 1}\n#### {2 * n + 1:,}",
+            }
+            for n in range(600, 600 + count)
+        ]
+        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "model").symlink_to(model)
+    (tmp_path / "dense.py").write_text(DENSE)
+    return tmp_path
+
+
+def launch(place: Path, *words: str, script: str = "dense.py", code: int = 0) -> str:
+    base = ["actor.path=model", "train_dataset.path=data", *SMALL]
+    return run(
+        place,
+        "-m",
+        "shoal.launcher.local",
+        script,
+        "--config",
+        str(EXAMPLE / "train_grpo.yaml"),
+        *base,
+        *words,
+        code=code,
+    )
+
+
+def test_the_shipped_example_runs_as_it_is(place: Path):
+    """The seed's command, with a small model, small data and short answers; then every checkpoint is scored alike."""
+    secret = "canary-0123456789"
+    said = launch(
+        place, "experiment_name=gsm8k-grpo-local", "trial_name=trial0", "total_train_epochs=1",
+        f"stats_logger.wandb.wandb_api_key={secret}", script=str(EXAMPLE / "train_grpo.py"),
+    )  # fmt: skip
+    folder = place / "outputs" / "gsm8k-grpo-local" / "trial0"
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    assert [record["step"] for record in metrics(folder)] == [0, 1, 2, 3]
+    assert "list of processes" in said and "warning" not in said.lower()
+    written = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+    assert secret not in said and not any(secret.encode() in content for content in written)
+    for script, output in (("train_local_simple.py", "sft"), ("train_hf_trainer.py", "hf")):
+        run(
+            place, str(EXAMPLE / script), "--model", "model", "--data", "data", "--output-dir", output,
+            "--max-steps", "2", "--batch-size", "4",
+        )  # fmt: skip
+    scored = run(
+        place, str(EXAMPLE / "evaluate.py"), str(folder), "--against", "sft", "--data", "data", "--num-examples", "4",
+        "--samples", "2", "--temperature", "1", "--max-new-tokens", "16",
+    )  # fmt: skip
+    assert "avg@2:" in scored and "pass@2:" in scored and "paired" in scored
+    run(place, str(EXAMPLE / "evaluate.py"), "hf", "--data", "data", "--num-examples", "2", "--max-new-tokens", "8")
+
+
+def test_it_is_the_same_run_as_shoal_grpo(place: Path):
+    """The same task, seed and numbers through both doors: the same metrics to the bit, and the same weights."""
+    launch(
+        place, "experiment_name=a", "seed=3", "total_train_steps=3", "saver.freq_epochs=null", "actor.lr=1e-3",
+        "evaluator.freq_steps=2", "evaluator.freq_epochs=null",
+    )  # fmt: skip
+    config = {
+        "train": {
+            "model": "model", "output_dir": "outputs/b", "seed": 3, "max_steps": 3, "learning_rate": 1e-3,
+            "sequence_len": 300, "recompute_old": True,
+            "loss": {"type": "decoupled", "clip_low": 0.4, "clip_high": 0.4, "cap": 5.0},
+        },
+        "orch": {
+            "env": "gsm8k", "dataset": {"path": "data"}, "batch_size": 16, "rollouts_per_example": 4,
+            "sampling": {"max_tokens": 16}, "reward": {"scale": 10.0, "function": "dense.py:digits", "workers": 1},
+            "advantage": {"mean": "group", "std": "batch"}, "eval": {"interval": 2},
+        },
+        "infer": {"max_num_seqs": 32},
+    }  # fmt: skip
+    (place / "run.yaml").write_text(yaml.safe_dump(config))
+    run(place, "-m", "shoal", "grpo", "run.yaml")
+    ours, theirs = place / "outputs" / "a" / "trial0", place / "outputs" / "b"
+    assert metrics(ours) == metrics(theirs)
+    assert any(record.get("optim/grad_norm", 0) > 0 for record in metrics(ours)), "it trains"
+    weights = "final/model.safetensors"
+    assert (ours / weights).read_bytes() == (theirs / weights).read_bytes()
+
+
+def test_recover_continues_and_a_used_trial_is_refused_in_the_launchers_words(place: Path):
+    words = ["experiment_name=c", "saver.freq_epochs=null", "saver.freq_steps=1", "evaluator.mode=disabled"]
+    launch(place, *words, "total_train_steps=1")
+    said = launch(place, *words, "total_train_steps=2", code=2)
+    assert "already holds a run" in said and "trial_name=" in said and "train.output_dir" not in said
+    launch(place, *words, "total_train_steps=2", "recover.mode=auto")
+    assert [record["step"] for record in metrics(place / "outputs" / "c" / "trial0")] == [1, 2]
+
+
+def test_the_page_and_the_readme_start_with_the_command_that_is_tested_here():
+    """Both pages' first command is the one of the shipped example; its words are parsed as the launcher does."""
+    from shoal.launcher import load_config
+
+    root = EXAMPLE.parents[1]
+    for page in (root / "docs" / "launcher.md", EXAMPLE / "README.md"):
+        block = page.read_text().split("```bash\n", 1)[1].split("```", 1)[0]
+        words = shlex.split(block.replace("\\\n", " "))
+        assert words[:3] == ["python", "-m", "shoal.launcher.local"] and (root / words[3]).is_file()
+        arguments = [str(root / word) if word.endswith(".yaml") else word for word in words[4:]]
+        assert load_config(arguments).run.train.output_dir == "outputs/gsm8k-grpo-local/trial0"
+
+
+def test_the_container_copies_what_there_is():
+    root, lines = EXAMPLE.parents[1], (EXAMPLE / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
+    assert copied and all((root / word).exists() for word in copied)
+    assert f"-f {(EXAMPLE / 'Dockerfile').relative_to(root)} ." in (EXAMPLE / "container.md").read_text()
+
+
+@pytest.mark.shared
+@pytest.mark.skipif("SHOAL_SHARED" not in os.environ, reason="SHOAL_SHARED is not set")
+def test_the_real_questions_train(place: Path):
+    real = Path(os.environ["SHOAL_SHARED"]) / "data" / "gsm8k"
+    launch(
+        place, "experiment_name=real", f"train_dataset.path={real}", "total_train_steps=1", "evaluator.mode=disabled",
+        "actor.mb_spec.max_tokens_per_mb=1500", script=str(EXAMPLE / "train_grpo.py"),
+    )  # fmt: skip
+    rollouts = (place / "outputs" / "real" / "trial0" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    assert len(rollouts) == 16 and all("boxed" in json.loads(line)["prompt"] for line in rollouts)

@@ -1,0 +1,155 @@
+"""Files, overrides and references of the launcher, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import ConfigError
+from shoal.launcher import load_config
+from shoal.launcher.allocation import AllocationError, parse_allocation
+from shoal.launcher.local import main
+
+BASE = "experiment_name: exp\nactor:\n  path: Qwen/Qwen2.5-0.5B-Instruct\n"
+
+
+def read(folder: Path, *words: str, text: str = BASE):
+    (folder / "file.yaml").write_text(text)
+    return load_config(["--config", str(folder / "file.yaml"), *words])
+
+
+def test_a_reference_follows_an_override(tmp_path: Path):
+    text = BASE + "trial_name: ${experiment_name}-lr${actor.lr}\nseed: ${gconfig.n_samples}\n"
+    config = read(tmp_path, "experiment_name=e2", "actor.lr=0.001", "gconfig.n_samples=2", text=text).run
+    assert config.train.output_dir == "outputs/e2/e2-lr0.001"
+    assert config.train.seed == 2, "a whole reference keeps its type"
+    assert read(tmp_path, text=BASE + "seed: ${gconfig.n_samples}\n").run.train.seed == 4, "or names a default"
+
+
+def test_environment_variables_work_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_LR", "3e-6")
+    assert read(tmp_path, "actor.lr=${MY_LR}").run.train.learning_rate == 3e-6
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["actor.lrr=1"], ["command line: actor.lrr: there is no such key", "`actor.lr`"]),
+        (["lr=1"], ["lr: there is no such key", "`actor.lr`"]),
+        (["actor.lr=abc"], ["command line: actor.lr: must be a number"]),
+        (["actor.lr=true"], ["actor.lr: must be a number"]),
+        (["gconfig.n_samples=0"], ["gconfig.n_samples: must be a whole number of at least 1"]),
+        (["gconfig.n_samples=1"], ["gconfig.n_samples", "a group of one"]),
+        (["train_dataset.batch_size=2.5"], ["train_dataset.batch_size: must be a whole number"]),
+        (["train_dataset.num_workers=-1"], ["train_dataset.num_workers: must be a number of processes"]),
+        (["gconfig.max_new_tokens=6000"], ["gconfig.max_new_tokens: is 6000", "mb_spec.max_tokens_per_mb (5120)"]),
+        (["actor.adv_norm=batches"], ["actor.adv_norm", "group", "batch", "none"]),
+        (["actor.use_decoupled_loss=1"], ["actor.use_decoupled_loss: must be true or false, not 1"]),
+        (["actor.use_decoupled_loss=false", "actor.behav_imp_weight_cap=3"], ["behav_imp_weight_cap: is not used"]),
+        (["saver.mode=maybe"], ["saver.mode: must be one of disabled"]),
+        (["saver.freq_steps=1", "saver.freq_secs=9"], ["saver.freq_secs: excludes saver.freq_steps"]),
+        (["mb_spec.max_tokens_per_mb=1", "actor.mb_spec.max_tokens_per_mb=2"], ["max_tokens_per_mb: is 2 but"]),
+        (["experiment_name=a/b"], ["experiment_name: \"a/b\" cannot name a folder"]),
+        (["actor.path=${actor.path}"], ["actor.path: ${actor.path} refers to itself"]),
+        (["trial_name=${total_train_steps}"], ["trial_name: ${total_train_steps} is not set"]),
+        (["seed=${NO_SUCH_VARIABLE_HERE}"], ["NO_SUCH_VARIABLE_HERE is not set"]),
+        (["actor.path=./missing"], ["actor.path: \"./missing\" does not exist"]),
+        (["allocation_mode=sglang.d1p1t1+d1p1t1"], ["allocation_mode: sglang is not installed", "embedded:d1|fsdp:d1"]),
+        (["nonsense"], ["nonsense: neither key=value nor a known flag"]),
+        (["stats_logger.wandb.mode=loud"], ["stats_logger.wandb.mode: must be disabled, online or offline"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)  # fmt: skip
+def test_one_line_names_the_key(
+    words: list[str],
+    says: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.yaml").write_text(BASE)
+    (tmp_path / "script.py").write_text(
+        "from shoal.launcher import load_config, train\n\n\ndef main(args):\n    train(load_config(args))\n"
+    )
+    assert main(["script.py", "--config", "file.yaml", "--dry-run", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("shoal: error: ") and len(err.splitlines()) == 1, err
+    assert all(word in err for word in says), err
+
+
+def test_the_place_is_the_line_of_the_file(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"file\.yaml:4: actor\.lr: must be a number"):
+        read(tmp_path, text=BASE + "  lr: fast\n")
+    with pytest.raises(
+        ConfigError, match=r"file\.yaml:4: gconfg\.n_samples: there is no such key; did you mean `gconfig"
+    ):
+        read(tmp_path, text=BASE + "gconfg: {n_samples: 3}\n")
+    with pytest.raises(ConfigError, match=r"experiment_name: is required"):
+        read(tmp_path, text="actor: {path: a/b}\n")
+    with pytest.raises(ConfigError, match=r"actor\.path: is required"):
+        read(tmp_path, text="experiment_name: a\n")
+
+
+def test_null_is_left_out(tmp_path: Path):
+    text = BASE + "saver: {freq_epochs: 1, freq_steps: null, freq_secs: null}\nrecover:\n"
+    assert read(tmp_path, text=text).run.train.save_epochs == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"), [(["file.yaml"], "Python script"), (["s.py"], "--config"), (["s.py", "--config"], "--config")]
+)
+def test_wrong_arguments(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+    assert main(argv) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "gconfig.n_samples" in out and "orch.rollouts_per_example" in out
+
+
+def test_a_script_without_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "file.yaml").write_text(BASE)
+    (tmp_path / "empty.py").write_text("x = 1\n")
+    assert main([str(tmp_path / "empty.py"), "--config", str(tmp_path / "file.yaml")]) == 2
+    assert "has no 'main'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [("embedded:d1|fsdp:d1", 1), ("embedded.d2p1t1+d2p1t1", 2), ("d4", 4), ("fsdp:d2", 2), ("fsdp:d3|embedded:d3", 3)],
+)
+def test_allocations_that_work(text: str, gpus: int):
+    assert parse_allocation(text).schema_values() == {"infer.engine": "embedded", "train.gpus": gpus}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("sglang.d1p1t1+d1p1t1", "sglang is not installed here; use allocation_mode=embedded:d1|fsdp:d1"),
+        ("vllm:d2t1|fsdp:d2", "vllm is not installed here; use allocation_mode=embedded:d2|fsdp:d2"),
+        ("vllm:d2|fsdp:d1", "share their devices"),
+        ("embedded:d1+fsdp:d1p2", "p2: the trainer has no pipeline parallelism"),
+        ("embedded:d1+e4d1", "e4: the trainer has no expert parallelism"),
+        ("embedded:d1+d1t2", "t2: the trainer has no tensor parallelism"),
+        ("embedded:d1t2+d1", "t2: the embedded engine does not split a model"),
+        ("embedded:d2+d1", "samples where training runs, but d is 2 and 1"),
+        ("sglang:d1", "does not say where training runs"),
+        ("megatron:d1+d1", "there is no backend 'megatron'"),
+        ("d1+d1", "needs one part for the engine"),
+        ("embedded:x1+d1", "no dimension 'x'"),
+        ("embedded:d1d2+d1", "d must stand once"),
+        ("embedded:d0+d1", "count of at least 1"),
+        ("a+b+c", "is not backend and dimensions"),
+        ("embedded:d1+d1+d1", "has 3 parts"),
+        ("", "needs backend and dimensions"),
+        (3, "needs backend and dimensions"),
+    ],
+)
+def test_allocations_that_do_not(text: object, says: str):
+    with pytest.raises(AllocationError) as caught:
+        parse_allocation(text)
+    assert says in str(caught.value)

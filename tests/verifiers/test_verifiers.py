@@ -1,0 +1,188 @@
+"""Example environments of the verifiers releases, unchanged, in their own Pythons, through the endpoint to a rollout.
+
+An engine that says what the test tells it stands for the model; endpoint, template, host and environment are real.
+`make test-verifiers` installs what is needed and runs this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shoal.batching.samples import rollout_samples
+from shoal.envs.registry import load_environment
+from shoal.errors import ConfigError
+from shoal.models.chat import Chat
+from shoal.rollout.runner import GroupRunner, RunnerSettings
+from shoal.server.completions import Served
+from shoal.server.local import LocalEndpoint
+from shoal.types import Prompt, Request, Rollout, SamplingParams, Score
+from support.models import EOS, TOKENIZER, small_model
+from support.scripted import Script, ScriptedEngine
+
+pytestmark = [pytest.mark.verifiers, pytest.mark.timeout(180)]
+FOLDER = Path(os.environ.get("SHOAL_VERIFIERS", "/nonexistent"))
+HERE = Path(__file__).parent
+
+
+class NoJudge:
+    async def score(self, env: str, split: str, index: int, messages: Any) -> Score:
+        raise AssertionError("such an environment scores itself")
+
+    async def close(self) -> None: ...
+
+
+def verifiers(line: str, id: str, **settings: Any) -> Any:
+    path = [str(FOLDER / "fixtures" / line), str(HERE / "environments")]
+    python = str(FOLDER / line / "bin" / "python")
+    return load_environment(f"verifiers:{id}", {"python": python, "path": path, **settings})
+
+
+@pytest.fixture
+def made() -> Iterator[list[Any]]:
+    environments: list[Any] = []
+    yield environments
+    for environment in environments:
+        environment.close()
+
+
+def play(environment: Any, script: Script, index: int = 0, size: int = 1) -> tuple[list[Rollout], ScriptedEngine]:
+    engine = ScriptedEngine(script)
+    chat = Chat(TOKENIZER)
+    endpoint = LocalEndpoint(Served(engine, chat, "scripted", 6000))
+    settings = RunnerSettings(context_tokens=6000, seed=5)
+    runner = GroupRunner(engine, {"env": environment}, NoJudge(), chat, settings, endpoint)
+    prompt = Prompt("env", index, environment.tasks("train")[index].messages)
+
+    async def run() -> list[Rollout]:
+        try:
+            return (await runner.run(prompt, size, SamplingParams(max_tokens=200))).rollouts
+        finally:
+            await endpoint.close()
+
+    return asyncio.run(run()), engine
+
+
+def said(request: Request) -> str:
+    return str(TOKENIZER.decode(request.prompt_ids))
+
+
+def one_sample(rollout: Rollout) -> None:
+    """Every turn extends the one before id for id: the conversation trains as one sequence, on its answers alone."""
+    (sample,) = rollout_samples(rollout, advantage=1.0)
+    trained = [int(i) for i, kept in zip(sample.token_ids, sample.loss_mask, strict=True) if kept]
+    assert trained == [i for turn in rollout.turns for i in turn.completion.token_ids] and EOS in trained
+
+
+def test_v1_single_turn(made: list[Any]):
+    environment = verifiers("v1", "echo-v1", args={"phrases": ["hello world", "ping", "shoal"]})
+    made.append(environment)
+    assert environment.version == "0.4.0"
+    assert [len(environment.tasks(split)) for split in ("train", "eval")] == [2, 1]
+    script = iter(["it is Hello, World!", "no"])
+    rollouts, engine = play(environment, lambda _: (next(script), "stop"), size=2)
+    assert [rollout.status for rollout in rollouts] == ["ok", "ok"], [rollout.error for rollout in rollouts]
+    assert sorted(rollout.reward or 0 for rollout in rollouts) == [0.0, 1.0]
+    right = next(rollout for rollout in rollouts if rollout.reward == 1)
+    assert right.parts["echoed"] == 1.0 and right.messages[-1]["content"] == "it is Hello, World!"
+    assert "exact phrase: hello world" in said(engine.requests[0])
+    assert len({request.sampling.seed for request in engine.requests}) == 2, "each rollout has its own seed"
+    one_sample(right)
+
+
+def test_v1_multi_turn(made: list[Any]):
+    environment = verifiers("v1", "echo-user-sim-v1")
+    made.append(environment)
+    replies = iter(["hello world", "goodbye"])
+    (rollout,), engine = play(environment, lambda _: (next(replies), "stop"))
+    assert rollout.status == "ok" and rollout.reward == 0.5, rollout.error
+    assert len(rollout.turns) == 2 and "goodbye world" in said(engine.requests[1])
+    one_sample(rollout)
+
+
+def test_v1_tools(made: list[Any]):
+    environment = verifiers("v1", "counter-tool-v1")
+    made.append(environment)
+
+    def bump(request: Request) -> Any:
+        called = said(request).count("count=")
+        call = '<tool_call>{"name": "counter_bump", "arguments": {}}</tool_call>'
+        return (f"step {called}: {call}" if called < 3 else "<answer>done</answer>"), "stop"
+
+    (rollout,), engine = play(environment, bump)
+    assert rollout.status == "ok" and rollout.reward == 1.0, (rollout.error, rollout.messages)
+    assert len(rollout.turns) == 4 and "count=3" in said(engine.requests[3])
+    one_sample(rollout)
+
+
+@pytest.mark.parametrize(("kind", "turns"), [("single", 1), ("multi", 3)])
+def test_v0_single_and_multi_turn(made: list[Any], kind: str, turns: int):
+    settings = {"system_prompt": "Be brief."} if kind == "single" else {"max_turns": 5}
+    environment = verifiers("v0", "examples-v0", args={"kind": kind, **settings})
+    made.append(environment)
+    assert environment.version == "0.3.1"
+    replies = iter(["It is 4."] if kind == "single" else ["let me see", "nearly", "4, DONE"])
+    (rollout,), engine = play(environment, lambda _: (next(replies), "stop"))
+    assert rollout.status == "ok" and rollout.reward == 1.0, rollout.error
+    assert rollout.parts["says"] == 1.0 and len(rollout.turns) == turns
+    assert ("Be brief." in said(engine.requests[0])) == (kind == "single")
+    one_sample(rollout)
+
+
+def test_v0_tools(made: list[Any]):
+    environment = verifiers("v0", "examples-v0", args={"kind": "tools", "max_turns": 4})
+    made.append(environment)
+
+    def square(request: Request) -> Any:
+        if "square_tool" not in said(request):
+            return '<tool_call>{"name": "square_tool", "arguments": {"x": 2}}</tool_call>', "stop"
+        return "so it is 4", "stop"
+
+    (rollout,), engine = play(environment, square)
+    assert rollout.status == "ok" and rollout.reward == 1.0, rollout.error
+    assert len(rollout.turns) == 2 and said(engine.requests[1]).rstrip().splitlines()[-2].startswith("4")
+    one_sample(rollout)
+
+
+def test_a_run_trains_on_one(tmp_path: Path):
+    """`shoal grpo` with a model of random weights; the environment rewards the share of letters."""
+    model = tmp_path / "model"
+    small_model("qwen3").save_pretrained(model)
+    TOKENIZER.save_pretrained(model)
+    python, path = FOLDER / "v0" / "bin" / "python", [str(FOLDER / "fixtures" / "v0"), str(HERE / "environments")]
+    args = {"python": str(python), "path": path, "args": {"kind": "single", "reward": "letters"}}
+    config = {
+        "train": {"model": str(model), "max_steps": 2, "learning_rate": 1e-3, "output_dir": str(tmp_path / "out")},
+        "orch": {"env": [{"id": "verifiers:examples-v0", "args": args}], "batch_size": 8, "rollouts_per_example": 4,
+                 "sampling": {"max_tokens": 8}, "seq_len": 256},
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "shoal", "grpo", str(tmp_path / "run.yaml")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert result.returncode == 0, result.stderr[-2000:]
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["optim/grad_norm"] > 0 and line["mismatch/k3"] < 1e-9 for line in lines), lines
+
+
+def test_an_environment_that_takes_too_long(made: list[Any]):
+    environment = verifiers("v0", "examples-v0", args={"kind": "single"}, timeout_s=0.01)
+    made.append(environment)
+    (rollout,), _ = play(environment, lambda _: ("4", "stop"))
+    assert rollout.status == "timeout" and "longer than 0.01 s" in str(rollout.error)
+
+
+def test_what_cannot_be_loaded_is_told_in_one_line():
+    with pytest.raises(ConfigError, match=r"verifiers:no-such-env: .*Could not import"):
+        verifiers("v0", "no-such-env")
+    with pytest.raises(ConfigError, match="verifiers:no-such-env: "):
+        verifiers("v1", "no-such-env")
