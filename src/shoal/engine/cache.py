@@ -41,9 +41,10 @@ class SlotCache:
         values[self._rows[:batch], :, positions] = value
         return keys[:batch, :, :key_length], values[:batch, :, :key_length]
 
-    def move(self, source: int, target: int, length: int) -> None:
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Slots to other slots, their first `length` positions; one operation a tensor however many move."""
         for tensor in (*self.keys.values(), *self.values.values()):
-            tensor[target, :, :length] = tensor[source, :, :length]
+            tensor[targets, :, :length] = tensor[sources, :, :length]
 
 
 @dataclass

@@ -127,13 +127,22 @@ class EmbeddedEngine:
                 finished += self._decode()
             if not self.scheduler.running:
                 self._forget_launches()
-        for source, target in self.scheduler.compaction():
-            self.cache.move(source, target, self.scheduler.running[target].length)
-            self.sampling.move(source, target)
-            self._last[target] = self._last[source]
-            if self._graphs is not None:
-                self._graphs.move(source, target)
+        self._compact()
         return finished
+
+    def _compact(self) -> None:
+        """Move sequences together, so that the batch fits into a smaller bucket."""
+        moves = self.scheduler.compaction()
+        if not moves:
+            return
+        sources, targets = np.array(moves).T
+        longest = max(s.length + s.in_flight for s in (self.scheduler.running[t] for _, t in moves))
+        at = self._tensor(sources), self._tensor(targets)
+        self.cache.move(*at, min(longest, self.cache.length))
+        self.sampling.move(*at)
+        self._last[targets] = self._last[sources]
+        if self._graphs is not None:
+            self._graphs.move(*at)
 
     def _follow_weights(self) -> None:
         """Weights move when a version is published, or unseen while nothing runs."""
@@ -337,18 +346,18 @@ class EmbeddedEngine:
         return bool(cuts)
 
     def _set_sampling(self, admitted: Sequence[Running]) -> None:
-        slots = self._tensor(np.array([s.slot for s in admitted]))
         params = [s.request.sampling for s in admitted]
-        state = self.sampling
-        state.seeds[slots] = torch.tensor([p.seed for p in params], dtype=torch.int64, device=self.device)
-        state.temperatures[slots] = torch.tensor([float(p.temperature) for p in params], device=self.device)
-        state.top_p[slots] = torch.tensor([float(p.top_p) for p in params], device=self.device)
-        state.top_k[slots] = torch.tensor([p.top_k for p in params], dtype=torch.int64, device=self.device)
-        state.min_p[slots] = torch.tensor([float(p.min_p) for p in params], device=self.device)
-        state.min_tokens[slots] = torch.tensor([p.min_tokens for p in params], dtype=torch.int64, device=self.device)
+        ends = None
         if any(p.min_tokens for p in params):
-            ends = [(self._ends(p) + [-1] * MAX_ENDS)[:MAX_ENDS] for p in params]
-            state.ends[slots] = torch.tensor(ends, dtype=torch.int64, device=self.device)
+            ends = self._tensor(np.array([(self._ends(p) + [-1] * MAX_ENDS)[:MAX_ENDS] for p in params]))
+        integers = self._tensor(np.array([(p.seed, p.top_k, p.min_tokens) for p in params], dtype=np.int64).T)
+        numbers = np.array([(p.temperature, p.top_p, p.min_p) for p in params], dtype=np.float32).T
+        slots = self._tensor(np.array([s.slot for s in admitted]))
+        self.sampling.put(slots, integers, self._tensor(numbers, torch.float32), ends)
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.as_tensor(array, dtype=torch.long).to(self.device, non_blocking=True)
+    def _tensor(self, array: np.ndarray, dtype: torch.dtype = torch.long) -> Tensor:
+        """On the device without waiting for it: from pinned memory, where there is such."""
+        host = torch.as_tensor(np.ascontiguousarray(array), dtype=dtype)
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self.device, non_blocking=True)

@@ -2,7 +2,7 @@
 
 Query, key and value weights (and gate and up) are laid side by side once, and each parameter becomes a view of its
 rows: one matrix product reads them together, while optimizer and checkpoint still see the originals. Adapters follow
-their product as a second, thin one. `make_fused` hands this out only if every layer agrees with its Hugging Face module
+their product as a second, thin one. `make_fused` hands this out only if layers agree with their Hugging Face modules
 in fp32 on a small cache; otherwise the modules decode.
 """
 
@@ -19,7 +19,7 @@ from shoal.engine.cache import SlotCache
 from shoal.engine.linear import Joined, can_join, copy_adapters
 from shoal.models.attention import Decode, Shape
 from shoal.models.decoder import Decoder, LayerShape
-from shoal.models.fused import TOLERANCE, Around, fp32_copy, own_layer, probe, relative_gap, rope_of, why_not
+from shoal.models.fused import TOLERANCE, Around, fp32_copy, own_layer, probe, probed, relative_gap, rope_of, why_not
 
 PROBE_ROWS, PROBE_KEYS = 8, 64
 
@@ -174,8 +174,8 @@ def _gap(decoder: Decoder, shapes: Mapping[int, LayerShape]) -> float:
     positions = torch.arange(PROBE_ROWS, device=device) * (PROBE_KEYS - 1) // (PROBE_ROWS - 1)
     tables = Tables.of(decoder, PROBE_KEYS, torch.float32)
     worst = 0.0
-    for index, module in enumerate(body.layers):
-        twin: Any = fp32_copy(module)
+    for index in probed({i: attention_of(shapes, i) for i in shapes}):
+        twin: Any = fp32_copy(body.layers[index])
         cache = SlotCache({index: shapes[index]}, PROBE_ROWS, PROBE_KEYS, torch.float32, device)
         filled = torch.randn(cache.keys[index].shape, generator=torch.Generator().manual_seed(index))
         for tensor in (cache.keys[index], cache.values[index]):

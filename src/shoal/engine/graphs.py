@@ -98,12 +98,12 @@ class DecodeGraphs:
         """A token for each row of logits with the sampling parameters of `rows`."""
         return self._draw(logits, self._sampling[rows], counts, narrowed)
 
-    def move(self, source: int, target: int) -> None:
+    def move(self, sources: Tensor, targets: Tensor) -> None:
         rows = self.rows
         for tensor in (rows.tokens, rows.positions, rows.counts, rows.limits, rows.done):
-            tensor[target] = tensor[source]
-        rows.done[source] = 1
-        rows.positions[source] = 0
+            tensor[targets] = tensor[sources]
+        rows.done[sources] = 1
+        rows.positions[sources] = 0
 
     def clear(self) -> None:
         """Every row is done; windows in flight are forgotten."""
@@ -144,7 +144,8 @@ class DecodeGraphs:
         return _Flight(hosts, event)
 
     def _upload(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)
+        host = torch.from_numpy(array.astype(np.int64))
+        return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
 
     def _graph(self, rows: int, narrowed: bool) -> torch.cuda.CUDAGraph:
         key = (rows, narrowed, self._view.noisy)

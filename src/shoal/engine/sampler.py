@@ -53,10 +53,17 @@ class SamplingState:
     def __getitem__(self, rows: Tensor | slice) -> SamplingState:
         return SamplingState(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
-    def move(self, source: int, target: int) -> None:
+    def move(self, sources: Tensor, targets: Tensor) -> None:
         for name in self.__dataclass_fields__:
             tensor = getattr(self, name)
-            tensor[target] = tensor[source]
+            tensor[targets] = tensor[sources]
+
+    def put(self, slots: Tensor, integers: Tensor, numbers: Tensor, ends: Tensor | None) -> None:
+        """Parameters of new sequences: seeds, top_k and min_tokens [3, n]; temperature, top_p and min_p [3, n]."""
+        self.seeds[slots], self.top_k[slots], self.min_tokens[slots] = integers
+        self.temperatures[slots], self.top_p[slots], self.min_p[slots] = numbers
+        if ends is not None:
+            self.ends[slots] = ends
 
 
 @dataclass(frozen=True)

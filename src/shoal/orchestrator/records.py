@@ -125,10 +125,14 @@ def _line(
         "spans": _spans(rollout.turns),
         "token_ids": ids,
         "token_texts": [token_text(i) for i in ids],
-        "loss_mask": [int(flag) for flag in mask],
-        "sampler_logprobs": [round(float(x), 5) for x in sampler],
-        "policy_logprobs": [round(float(x), 5) for x in policy] if policy_logprobs is not None else None,
+        "loss_mask": mask.astype(int).tolist(),
+        "sampler_logprobs": _rounded(sampler),
+        "policy_logprobs": _rounded(policy) if policy_logprobs is not None else None,
     }
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return np.round(values.astype(np.float64), 5).tolist()
 
 
 def _answer_tokens(rollout: Rollout) -> tuple[list[int], np.ndarray, np.ndarray]:
@@ -136,7 +140,7 @@ def _answer_tokens(rollout: Rollout) -> tuple[list[int], np.ndarray, np.ndarray]
     if not samples:
         return [], np.zeros(0, dtype=bool), np.zeros(0)
     start = len(rollout.turns[0].prompt_ids)
-    ids = [int(i) for n, s in enumerate(samples) for i in s.token_ids[start if n == 0 else 0 :]]
+    ids = np.concatenate([s.token_ids[start if n == 0 else 0 :] for n, s in enumerate(samples)]).tolist()
     mask = np.concatenate([s.loss_mask[start if n == 0 else 0 :] for n, s in enumerate(samples)])
     sampler = np.concatenate([s.sampler_logprobs[start if n == 0 else 0 :] for n, s in enumerate(samples)])
     return ids, mask, sampler

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from typing import Any
@@ -17,7 +18,7 @@ from shoal.engine.engine import EmbeddedEngine
 from shoal.errors import EngineError
 from shoal.types import Completion, Request
 
-# Decode steps between two looks at the queue: few enough that a new request waits milliseconds.
+# Engine steps between two looks at what else the loop wants of the device's thread.
 STEPS_PER_TURN = 16
 
 
@@ -27,7 +28,7 @@ class EmbeddedRolloutEngine:
         self._device = device
         self._noise_seed = noise_seed
         self._answers: dict[str, asyncio.Future[Completion]] = {}
-        self._inbox: list[Request] = []
+        self._inbox: deque[Request] = deque()  # filled by coroutines, emptied by the device's thread
         self._pump: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._paused = asyncio.Event()
@@ -71,8 +72,7 @@ class EmbeddedRolloutEngine:
         try:
             while self._inbox or self._engine.busy:
                 await self._paused.wait()
-                requests, self._inbox = self._inbox, []
-                for completion in await loop.run_in_executor(self._device, self._turn, requests):
+                for completion in await loop.run_in_executor(self._device, self._turn):
                     answer = self._answers.get(completion.request_id)
                     if answer is not None and not answer.done():
                         answer.set_result(completion)
@@ -82,10 +82,14 @@ class EmbeddedRolloutEngine:
                     answer.set_exception(EngineError(f"the embedded engine failed: {type(error).__name__}: {error}"))
             self._failure = error
 
-    def _turn(self, requests: list[Request]) -> list[Completion]:
-        """On the device thread: take the requests, then step until something finishes or the turn is over."""
-        finished = [answer for request in requests if (answer := self._engine.add(request)) is not None]
+    def _turn(self) -> list[Completion]:
+        """On the device's thread: step until something finishes or the turn is over; requests join at every step."""
+        finished: list[Completion] = []
         for _ in range(STEPS_PER_TURN):
+            while self._inbox:
+                answer = self._engine.add(self._inbox.popleft())
+                if answer is not None:
+                    finished.append(answer)
             if finished or not self._engine.busy:
                 break
             finished += self._engine.step()

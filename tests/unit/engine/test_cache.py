@@ -45,7 +45,7 @@ def test_move_copies_a_slot() -> None:
     cache = make_cache()
     cache.keys[3][2] = torch.rand(1, 5, 8)
     cache.values[3][2] = torch.rand(1, 5, 6)
-    cache.move(2, 0, 3)
+    cache.move(torch.tensor([2]), torch.tensor([0]), 3)
     assert torch.equal(cache.keys[3][0, :, :3], cache.keys[3][2, :, :3])
     assert torch.equal(cache.values[3][0, :, :3], cache.values[3][2, :, :3])
     assert cache.keys[3][0, :, 3:].abs().sum() == 0

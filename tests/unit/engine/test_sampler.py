@@ -163,7 +163,7 @@ def test_sampling_state_moves_whole_rows() -> None:
     made = state(3)
     made.temperatures[:] = torch.tensor([0.1, 0.2, 0.3])
     made.top_k[:] = torch.tensor([4, 5, 6])
-    made.move(2, 0)
+    made.move(torch.tensor([2]), torch.tensor([0]))
     assert made.seeds.tolist() == [2, 1, 2] and made.top_k.tolist() == [6, 5, 6]
     np.testing.assert_allclose(made.temperatures, [0.3, 0.2, 0.3])
 
