@@ -206,11 +206,11 @@ def shape_of(case: Case, model: str, run_dir: Path) -> ModelShape:
     return ModelShape.of(AutoConfig.from_pretrained(folder), 4 if case.precision == "fp32" else 2)
 
 
-def measure(case: Case, rates: Rates) -> dict[str, Any]:
+def measure(case: Case, rates: Rates, cold_too: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_model(case, folder)
-        cold = run(case, model, folder, min(COLD_STEPS, case.steps))
+        cold = run(case, model, folder, min(COLD_STEPS, case.steps)) if cold_too else None
         warm = run(case, model, folder, case.steps)
         shape = shape_of(case, model, folder / "run")
     found = steady(warm["steps"])
@@ -219,7 +219,7 @@ def measure(case: Case, rates: Rates) -> dict[str, Any]:
         **found,
         **limits(case, shape, found, rates),
         "memory": memory(case, shape, warm["memory"]),
-        "first_step_s": {"cold": cold["first_step_s"], "warm": warm["first_step_s"]},
+        "first_step_s": {"cold": cold["first_step_s"] if cold else None, "warm": warm["first_step_s"]},
         "quoted": case.quoted,
         "command": warm["command"],
         "steps": warm["steps"],
@@ -239,6 +239,7 @@ def rates_apart(smoke: bool) -> Rates:
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
+    made.add_argument("--warm-only", action="store_true", help="leave out the run with empty kernel caches")
     made.add_argument("--smollm", metavar="GGUF", help="SmolLM2-135M, for the case that others have measured")
     asked = made.parse_args()
     cases = [SMOKE] if asked.smoke else [CASES[name] for name in asked.cases]
@@ -248,7 +249,7 @@ def main() -> None:
     result: dict[str, Any] = {"smoke": asked.smoke, "rates": rates.__dict__, "rows": [], "problems": []}
     for case in cases:
         try:
-            result["rows"].append(measure(case, rates))
+            result["rows"].append(measure(case, rates, not asked.warm_only))
         except Failed as error:
             print(error, file=sys.stderr, flush=True)
             result["problems"].append(str(error).splitlines()[0])
