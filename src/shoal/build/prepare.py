@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,9 @@ def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
     for env in (orch.eval.env or []) if orch.eval is not None else []:
         if env.label not in environments:  # one that training has too, with the same arguments: checked
             environments[env.label] = _environment(env, orch.dataset, given)
+    for environment in environments.values():
+        # Asked for by every rollout and every reward; some environments build the list anew each time.
+        environment.tasks = functools.cache(environment.tasks)  # type: ignore[method-assign]
     if orch.reward.function is not None:
         function = load_object(orch.reward.function)
         for environment in environments.values():

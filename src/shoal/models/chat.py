@@ -26,6 +26,9 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return found | {str(token.content): int(i) for i, token in added.items() if token.special}
 
 
+PROMPTS_REMEMBERED = 1024
+
+
 class Chat:
     def __init__(
         self,
@@ -37,6 +40,7 @@ class Chat:
         self._kwargs = dict(template_kwargs or {})
         self._system_prompt = system_prompt
         self._special = [token for token in special_tokens(tokenizer) if token]
+        self._prompts: dict[str, list[int]] = {}
         self.token_text = lru_cache(maxsize=1 << 17)(self._token_text)
 
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
@@ -47,8 +51,18 @@ class Chat:
         return [{"role": "system", "content": self._system_prompt}, *rest]
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
-        """The ids of a conversation the model is to answer; `tools` are schemas that the template lists."""
-        messages = self.prepare(messages)
+        """The ids of a conversation the model is to answer; `tools` are schemas that the template lists.
+
+        Remembered: every rollout of a group asks for the same prompt, and templates are slow.
+        """
+        key = repr((messages, tools))
+        if key not in self._prompts:
+            if len(self._prompts) >= PROMPTS_REMEMBERED:
+                self._prompts.clear()
+            self._prompts[key] = self._prompt_ids(self.prepare(messages), tools)
+        return list(self._prompts[key])
+
+    def _prompt_ids(self, messages: list[Message], tools: Tools) -> list[int]:
         if self._special_in(messages):
             return self._encode_marked(messages, 0, tools)
         return self._encode(self._render(messages, True, tools))
