@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.cache import PrefillWriter, SlotCache
+from shoal.engine.endings import Endings
 from shoal.engine.fused import make_fused
 from shoal.engine.graphs import WINDOW, DecodeGraphs, Window
 from shoal.engine.kernel_context import supported
@@ -25,7 +26,7 @@ from shoal.engine.scheduler import Sequence as Running
 from shoal.models.attention import KEY_MULTIPLE, ROW_MULTIPLE, Decode, Packed, round_up
 from shoal.models.decoder import LayerShape
 from shoal.models.sampler_view import SamplerView
-from shoal.types import Completion, FinishReason, Request, SamplingParams
+from shoal.types import Completion, FinishReason, Request
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class EmbeddedEngine:
         self.scheduler = Scheduler(settings.slots, settings.prefill_tokens)
         self.sampling = SamplingState.allocate(settings.slots, self.device)
         self._last = np.zeros(settings.slots, dtype=np.int64)
-        self._eos = set(settings.eos_token_ids)
-        self._end_ids = np.array(sorted(self._eos), dtype=np.int64)
+        self._endings = Endings(settings.eos_token_ids, detokenize)
+        self._end_ids = np.array(sorted(settings.eos_token_ids), dtype=np.int64)
         self._graphs = self._make_graphs()
         self._launched: deque[_Launched] = deque()
         self._served: int | None = None  # the version whose adapters the graphs hold
@@ -101,7 +102,7 @@ class EmbeddedEngine:
         if not request.prompt_ids or limit < 1:
             return Completion(request.request_id, [], [], [], "length")
         narrowed = request.sampling.truncated or request.sampling.min_tokens > 0
-        if request.sampling.min_tokens and len(self._ends(request.sampling)) > MAX_ENDS:
+        if request.sampling.min_tokens and len(self._endings.of(request.sampling)) > MAX_ENDS:
             raise ValueError(f"{request.request_id}: with min_tokens, at most {MAX_ENDS} ids may end a request")
         self.scheduler.waiting.append(Running(request, limit, kept_ids=[] if narrowed else None))
         return None
@@ -266,28 +267,18 @@ class EmbeddedEngine:
         ids, logprobs = drawn.token_ids[None].cpu().numpy(), drawn.logprobs[None].cpu().numpy()
         return self._retire(sequences, ids, logprobs, self.view.version)
 
-    def _ends(self, sampling: SamplingParams) -> list[int]:
-        return sorted(self._eos | set(sampling.stop_token_ids))
-
-    def _allowed(self, sequence: Running, count: int, kept: list[int] | None) -> list[int]:
-        """What token number `count` of the sequence is drawn from, as `Completion.kept_ids` spells it."""
-        ids = [i for i in kept or () if i >= 0]
-        if not ids and count < sequence.request.sampling.min_tokens:
-            return [~i for i in self._ends(sequence.request.sampling)]
-        return ids
-
     def _keep(self, sequences: Sequence[Running], kept: Tensor | None) -> None:
         """Note what each next token is drawn from, where that is not the whole vocabulary."""
         rows = kept.tolist() if kept is not None else [None] * len(sequences)
         for sequence, ids in zip(sequences, rows, strict=True):
             if sequence.kept_ids is not None:
-                sequence.kept_ids.append(self._allowed(sequence, len(sequence.token_ids), ids))
+                sequence.kept_ids.append(self._endings.allowed(sequence, len(sequence.token_ids), ids))
 
     def _keep_window(self, sequence: Running, kept: np.ndarray) -> None:
         """The same for the steps of a window, [steps, MAX_KEPT]; those past the end are cut off when it retires."""
         assert sequence.kept_ids is not None
         start = len(sequence.token_ids)
-        sequence.kept_ids += [self._allowed(sequence, start + i, ids) for i, ids in enumerate(kept.tolist())]
+        sequence.kept_ids += [self._endings.allowed(sequence, start + i, ids) for i, ids in enumerate(kept.tolist())]
 
     def _retire(
         self, sequences: Sequence[Running], ids: np.ndarray, logprobs: np.ndarray, version: int
@@ -304,7 +295,7 @@ class EmbeddedEngine:
         ):
             taken = min(steps, end, sequence.limit - len(sequence.token_ids))
             if sequence.stops:
-                taken = self._until_stop(sequence, token_ids[:taken])
+                taken = self._endings.taken(sequence, token_ids[:taken])
             sequence.extend(token_ids[:taken], values[:taken], version)
             self.generated_tokens += taken
             if sequence.kept_ids is not None:
@@ -320,36 +311,11 @@ class EmbeddedEngine:
         text = self.detokenize(sequence.token_ids) if sequence.text is None else sequence.text
         return sequence.completion(reason, text)
 
-    def _until_stop(self, sequence: Running, token_ids: list[int]) -> int:
-        """How many of the tokens are taken: up to the first that is, or completes, a stop of this request."""
-        sampling, so_far = sequence.request.sampling, sequence.token_ids
-        for taken in range(1, len(token_ids) + 1):
-            if len(so_far) + taken < sampling.min_tokens:
-                continue
-            named = token_ids[taken - 1] in sampling.stop_token_ids
-            if named or (sampling.stop and self._cut(sequence, so_far + token_ids[:taken])):
-                sequence.stopped = True
-                return taken
-        return len(token_ids)
-
-    def _cut(self, sequence: Running, token_ids: list[int]) -> bool:
-        """Whether the newest token completes a stop string; the sequence's text then ends before it."""
-        stops = sequence.request.sampling.stop
-        # A character takes at most four tokens, so this tail holds every string that ends here.
-        tail = self.detokenize(token_ids[-(4 * max(map(len, stops)) + 4) :])
-        if not any(stop in tail for stop in stops):
-            return False
-        text = self.detokenize(token_ids)
-        cuts = [text.find(stop) for stop in stops if stop in text]
-        if cuts:
-            sequence.text = text[: min(cuts)]
-        return bool(cuts)
-
     def _set_sampling(self, admitted: Sequence[Running]) -> None:
         params = [s.request.sampling for s in admitted]
         ends = None
         if any(p.min_tokens for p in params):
-            ends = self._tensor(np.array([(self._ends(p) + [-1] * MAX_ENDS)[:MAX_ENDS] for p in params]))
+            ends = self._tensor(np.array([(self._endings.of(p) + [-1] * MAX_ENDS)[:MAX_ENDS] for p in params]))
         integers = self._tensor(np.array([(p.seed, p.top_k, p.min_tokens) for p in params], dtype=np.int64).T)
         numbers = np.array([(p.temperature, p.top_p, p.min_p) for p in params], dtype=np.float32).T
         slots = self._tensor(np.array([s.slot for s in admitted]))
