@@ -89,7 +89,8 @@ def test_the_shipped_example_runs_as_it_is(place: Path):
     folder = place / "outputs" / "gsm8k-grpo-local" / "trial0"
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
     assert [record["step"] for record in metrics(folder)] == [0, 1, 2, 3]
-    assert "list of processes" in said and "warning" not in said.lower()
+    # About the configuration there is nothing to warn of; that a random model solves nothing may be said later.
+    assert "list of processes" in said and "warning" not in said.lower().split("training ")[0]
     written = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
     assert secret not in said and not any(secret.encode() in content for content in written)
     for script, output in (("train_local_simple.py", "sft"), ("train_hf_trainer.py", "hf")):

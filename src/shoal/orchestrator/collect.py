@@ -23,6 +23,14 @@ RunGroup = Callable[[Prompt], Awaitable[RolloutGroup]]
 GOOD_REWARD = 1.0  # a uniform group whose raw reward reaches this is solved, below it is failed
 
 
+def uniform_kind(group: RolloutGroup) -> Literal["uniform-good", "uniform-bad"] | None:
+    """What kind of group it is that has nothing to compare within it, whether or not it is kept."""
+    if judge_group(group.rewards) not in ("uniform-good", "uniform-bad"):
+        return None
+    raw = [r.raw_reward for r in group.rollouts if r.scored and r.raw_reward is not None]
+    return "uniform-good" if min(raw) >= GOOD_REWARD else "uniform-bad"
+
+
 class Interruption(Exception):
     """The run was asked to stop while groups were out."""
 
@@ -155,9 +163,8 @@ class Collector:
         if verdict == "too-few-scored" and (self.admission.group > 1 or not group.rewards):
             return verdict
         # A group of one, which only batch statistics allow, is kept as it is: there is nothing to compare within it.
-        if self.admission.group > 1 and verdict != "mixed" and self._rules.uniform != "keep":
-            raw = [r.raw_reward for r in group.rollouts if r.scored and r.raw_reward is not None]
-            return "uniform-good" if min(raw) >= GOOD_REWARD else "uniform-bad"
+        if self.admission.group > 1 and self._rules.uniform != "keep" and (uniform := uniform_kind(group)):
+            return uniform
         if self._rules.keep is not None and not self._rules.keep(group):
             return "filtered"
         return None

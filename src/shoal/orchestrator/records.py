@@ -9,6 +9,7 @@ import numpy as np
 
 from shoal.batching.samples import rollout_samples
 from shoal.observability.metrics import Tally
+from shoal.orchestrator.collect import uniform_kind
 from shoal.types import Rollout, RolloutGroup, Turn
 
 TokenText = Callable[[int], str]
@@ -33,8 +34,9 @@ def tally_groups(tally: Tally, groups: Sequence[RolloutGroup], kept: Sequence[Ro
         tally.mean(f"reward/part/{name}", [r.parts[name] for r in scored if name in r.parts])
     _tally_environments(tally, groups)
     reasons = [group.drop_reason for group in groups]
-    tally.mean("group/all_good_frac", [reason == "uniform-good" for reason in reasons])
-    tally.mean("group/all_bad_frac", [reason == "uniform-bad" for reason in reasons])
+    kinds = [uniform_kind(group) if len(group.rewards) > 1 else None for group in groups]
+    tally.mean("group/all_good_frac", [kind == "uniform-good" for kind in kinds])
+    tally.mean("group/all_bad_frac", [kind == "uniform-bad" for kind in kinds])
     tally.mean("group/mixed_frac", [len(set(group.rewards)) > 1 for group in groups])
     tally.value("group/flat", sum(reason in ("uniform-good", "uniform-bad") for reason in reasons))
     if "stale" in reasons:
