@@ -149,8 +149,8 @@ operations alone, over the step."""
     if measured:
         yield "Memory at its peak, and how much of it is neither weights, gradient, optimizer nor keys and values."
         yield table_of(measured, STEP_MEMORY)
-    yield """From the command to the first step on record, with empty kernel caches and once more. Model files are in
-the page cache both times."""
+    yield """From the command to the first step on record: cold with empty kernel caches, warm with an earlier run's.
+Model files are in the page cache both times."""
     yield table_of(rows, FIRST_STEP)
     quoted = [f"- {row['name']}: {row['quoted']}." for row in rows if row.get("quoted")]
     if quoted:

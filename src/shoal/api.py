@@ -306,7 +306,7 @@ def evaluate_config(config: RunConfig, given: build.Given | None = None) -> dict
     """One evaluation as orch.eval describes it: eval/<env>/… by name."""
     prepared = build.prepare(config, given)
     try:
-        return asyncio.run(build.evaluate_once(config, prepared))
+        return asyncio.run(build.evaluate_once(config, prepared))[0]
     finally:
         asyncio.run(prepared.pool.close())
 

@@ -90,14 +90,6 @@ class WeightChannel(Protocol):
         ...
 
 
-class SampleChannel(Protocol):
-    """Carries rollout groups from orchestrator to trainer."""
-
-    async def put(self, groups: Sequence[Any]) -> None: ...
-
-    async def get(self) -> Sequence[Any]: ...
-
-
 class Episode(Protocol):
     """One attempt at one task; used once."""
 

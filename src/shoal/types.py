@@ -277,12 +277,3 @@ class Batch:
     @property
     def sample_tokens(self) -> int:
         return sum(row.sample_tokens for row in self.rows)
-
-
-@dataclass(slots=True)
-class StepReport:
-    """What one training step came to: metric name → value, already reduced."""
-
-    step: int
-    version: int
-    metrics: dict[str, float]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,8 +55,7 @@ def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
         if env.label not in environments:  # one that training has too, with the same arguments: checked
             environments[env.label] = _environment(env, orch.dataset, given)
     for environment in environments.values():
-        # Asked for by every rollout and every reward; some environments build the list anew each time.
-        environment.tasks = functools.cache(environment.tasks)  # type: ignore[method-assign]
+        _remember_tasks(environment)
     if orch.reward.function is not None:
         function = load_object(orch.reward.function)
         for environment in environments.values():
@@ -73,12 +73,27 @@ def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
     return Prepared(environments, pool, data, notices, given)
 
 
+def _remember_tasks(environment: Environment) -> None:
+    """Tasks are asked for by every rollout and every reward, and some environments build the list anew each time."""
+    if hasattr(environment.tasks, "cache_clear"):
+        environment.tasks.cache_clear()  # type: ignore[attr-defined]  # an object of the user's, given a second time
+        return
+    with contextlib.suppress(AttributeError):  # one that takes no attributes does without
+        environment.tasks = functools.cache(environment.tasks)  # type: ignore[method-assign]
+
+
 def join_ranks(config: RunConfig, prepared: Prepared) -> Ranks:
     """Meet the other processes of this run, if there are any. The reward workers are forked by now."""
     if prepared.given.processes > 1:
         if config.orch.weight_sync_interval != 1 or config.orch.max_async_level != 0:
             raise ConfigError(
                 "several processes train in step: set orch.weight_sync_interval=1, orch.max_async_level=0"
+            )
+        by_clock = config.orch.eval is not None and config.orch.eval.interval_seconds is not None
+        if config.train.save_seconds is not None or by_clock:
+            raise ConfigError(
+                "several processes have several clocks: give train.save_steps and orch.eval.interval in steps, "
+                "not train.save_seconds or orch.eval.interval_seconds"
             )
         from shoal.trainer.ranks import ProcessRanks
 

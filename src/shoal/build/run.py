@@ -116,7 +116,7 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
         events=watching.events,
         console=console,
         watchdog=watching.watchdog,
-        sinks=make_sinks(config, watching.run_dir, watching.events),  # type: ignore[arg-type]
+        sinks=make_sinks(config, watching.run_dir, watching.events, main=ranks.rank == 0),  # type: ignore[arg-type]
         phases=phases,
         on_device=sampler.on_device,
         token_text=model.chat.token_text,
@@ -126,9 +126,10 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
     return Assembled(loop, files, sampler, parts.sinks)  # type: ignore[arg-type]
 
 
-def make_sinks(config: RunConfig | SftConfig, run_dir: RunDir, events: EventLog) -> Sinks:
+def make_sinks(config: RunConfig | SftConfig, run_dir: RunDir, events: EventLog, *, main: bool = True) -> Sinks:
+    """Trackers and health notes are the main process's; the others report to it alone."""
     return open_sinks(
-        config.train.report_to,
+        config.train.report_to if main else [],
         run_dir,
         TrackerRun(
             run_dir.path,
@@ -139,7 +140,7 @@ def make_sinks(config: RunConfig | SftConfig, run_dir: RunDir, events: EventLog)
             completions=config.train.log_completions,
         ),
         on_problem=lambda kind, message, data: events.warn(kind, message, data=data),
-        watcher=LiveHealth(run_dir.path, config, events),
+        watcher=LiveHealth(run_dir.path, config, events) if main else None,
     )
 
 

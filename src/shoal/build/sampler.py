@@ -21,7 +21,7 @@ from shoal.errors import DeadlineError, StoppedByPolicy
 from shoal.orchestrator.evaluate import EvalSettings, Evaluator
 from shoal.protocols import Environment, PlayedEnvironment
 from shoal.rewards.shaping import RewardShape
-from shoal.types import Message, SamplingParams
+from shoal.types import Message, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
     from shoal.models.chat import Chat
@@ -218,12 +218,10 @@ def sampler_only(config: RunConfig, prepared: Prepared) -> Sampler:
     return make_sampler(config, prepared, loaded, plan)
 
 
-async def evaluate_once(config: RunConfig, prepared: Prepared) -> dict[str, float]:
+async def evaluate_once(config: RunConfig, prepared: Prepared) -> tuple[dict[str, float], list[RolloutGroup]]:
     sampler = sampler_only(config, prepared)
     try:
-        metrics, _ = await make_evaluator(
-            config.orch, prepared.environments, sampler.runner, sampler.model.chat
-        ).evaluate()
+        evaluator = make_evaluator(config.orch, prepared.environments, sampler.runner, sampler.model.chat)
+        return await evaluator.evaluate()
     finally:
         await sampler.close()
-    return metrics

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.build.prepare import prepare
-from shoal.build.sampler import evaluation_config, make_evaluator, sampler_only
+from shoal.build.sampler import evaluate_once, evaluation_config
 from shoal.config.orch import EvalConfig
 from shoal.observability.weights import Weights
 from shoal.orchestrator.statistics import Estimate, average, difference, pass_at
@@ -59,12 +59,7 @@ def score(models: Sequence[Weights], task: EvalTask) -> list[Scores]:
         log.warning("%s", notice)
 
     async def run(config: Any) -> Scores:
-        sampler = sampler_only(config, prepared)
-        try:
-            evaluator = make_evaluator(config.orch, prepared.environments, sampler.runner, sampler.model.chat)
-            metrics, groups = await evaluator.evaluate()
-        finally:
-            await sampler.close()
+        metrics, groups = await evaluate_once(config, prepared)
         return Scores(metrics, _by_prompt(groups), task.settings.rollouts_per_example)
 
     async def run_all() -> list[Scores]:

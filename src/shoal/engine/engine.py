@@ -1,7 +1,8 @@
 """The embedded engine: schedule, run, sample, retire.
 
 Synchronous and single-threaded; `rollout/embedded.py` drives it. Results depend only on the request (its tokens, its
-sampling parameters with their seed) and the weights: batches are padded so that a row rounds the same in any company.
+sampling parameters with their seed) and the weights: batches are padded so that on a CPU a row rounds the same in any
+company. A GPU chooses its kernels by the size of the batch, and rounds by them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shoal.engine.plain import make_plain
 from shoal.engine.sampler import MAX_ENDS, SamplingState, draw
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.scheduler import Sequence as Running
+from shoal.errors import EngineError
 from shoal.models.attention import KEY_MULTIPLE, ROW_MULTIPLE, Decode, Packed, round_up
 from shoal.models.decoder import LayerShape
 from shoal.models.sampler_view import SamplerView
@@ -75,6 +77,7 @@ class EmbeddedEngine:
         self.sampling = SamplingState.allocate(settings.slots, self.device)
         self._last = np.zeros(settings.slots, dtype=np.int64)
         self._endings = Endings(settings.eos_token_ids, detokenize)
+        self._vocab_size = decoder.vocab_size
         self._end_ids = np.array(sorted(settings.eos_token_ids), dtype=np.int64)
         self._graphs = self._make_graphs()
         self._launched: deque[_Launched] = deque()
@@ -95,6 +98,13 @@ class EmbeddedEngine:
     def busy(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
+    def check(self, request: Request) -> None:
+        """Refuse what would fail on the device, where it would take every other request with it."""
+        if request.prompt_ids and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocab_size:
+            raise EngineError(f"{request.request_id}: token ids must be from 0 to {self._vocab_size - 1}")
+        if request.sampling.min_tokens and len(self._endings.of(request.sampling)) > MAX_ENDS:
+            raise EngineError(f"{request.request_id}: with min_tokens, at most {MAX_ENDS} ids may end a request")
+
     def add(self, request: Request) -> Completion | None:
         """Queue a request. One that cannot be started is answered at once, with no tokens and the reason `length`."""
         room = self.settings.context_tokens - len(request.prompt_ids)
@@ -102,8 +112,6 @@ class EmbeddedEngine:
         if not request.prompt_ids or limit < 1:
             return Completion(request.request_id, [], [], [], "length")
         narrowed = request.sampling.truncated or request.sampling.min_tokens > 0
-        if request.sampling.min_tokens and len(self._endings.of(request.sampling)) > MAX_ENDS:
-            raise ValueError(f"{request.request_id}: with min_tokens, at most {MAX_ENDS} ids may end a request")
         self.scheduler.waiting.append(Running(request, limit, kept_ids=[] if narrowed else None))
         return None
 

@@ -77,10 +77,6 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self._flights: deque[_Flight] = deque()
 
-    @property
-    def in_flight(self) -> int:
-        return len(self._flights)
-
     def begin(self, slots: np.ndarray, positions: np.ndarray, limits: np.ndarray, drawn: Drawn) -> None:
         """New sequences, whose first token is drawn and stands at `positions`; it is collected as a window of one."""
         at, where, most = self._upload(np.stack([slots, positions, limits]))

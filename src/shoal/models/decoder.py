@@ -1,6 +1,6 @@
 """A Hugging Face decoder as Shoal uses it: hidden states from packed rows, logits from hidden states, nothing else.
 
-Both the trainer and the embedded engine hold the same Decoder, so there is one set of parameters. `verify` proves at
+Both the trainer and the embedded engine hold the same Decoder, so there is one set of parameters. `verify` checks at
 load time that this reading of the model agrees with the model's own forward, whatever its architecture.
 """
 

@@ -172,7 +172,8 @@ class Learner:
         for row in rows:
             last = batches[-1] if batches else []
             full = most is not None and len(last) >= most
-            over = tokens is not None and sum(r.tokens for r in last) + row.tokens > tokens
+            # Counted as if no prompt were shared: attention still gathers a prompt's keys for every answer.
+            over = tokens is not None and sum(r.sample_tokens for r in last) + row.sample_tokens > tokens
             if last and not full and not over:
                 last.append(row)
             else:

@@ -121,13 +121,17 @@ def setup_infra(config: Config, needs_reference: bool = False, needs_inference: 
     with ThreadPoolExecutor(2) as parallel:
         trainer = parallel.submit(_attach, _TRAINERS, config.infra.trainer_id, run, _start_trainer)
         deployment = parallel.submit(_attach, _DEPLOYMENTS, deployment_id, run, _start_deployment) if owns else None
-        infra = Infra(
-            config,
-            trainer.result(),
-            deployment.result() if deployment is not None else None,
-            _Wants(needs_reference, needs_inference),
-        )
-    outside_event_loop(lambda: asyncio.run(infra.sync_weights()))
+    infra = Infra(
+        config,
+        trainer.result(),
+        deployment.result() if deployment is not None else None,
+        _Wants(needs_reference, needs_inference),
+    )
+    try:
+        outside_event_loop(lambda: asyncio.run(infra.sync_weights()))
+    except BaseException:
+        infra.close()
+        raise
     return infra
 
 

@@ -18,6 +18,9 @@ from shoal.types import Completion, Message, Request, SamplingParams
 Prompt = str | Sequence[Message] | Sequence[int]
 
 
+_SAMPLERS = itertools.count()
+
+
 class DeploymentSampler:
     """Draws completions from a deployment. `defaults` holds the run's sampling; calls may differ in part."""
 
@@ -29,6 +32,7 @@ class DeploymentSampler:
         self._defaults = defaults
         self._context_tokens = context_tokens
         self._seed = seed
+        self._number = next(_SAMPLERS)  # several may share one engine
         self._calls = itertools.count()
 
     @property
@@ -48,7 +52,9 @@ class DeploymentSampler:
         call = next(self._calls)
         seed = sampling.get("seed", self._seed)
         requests = [
-            Request(f"api:{call}/{i}", prompt_ids, replace(params, seed=rollout_seed(seed, f"{call}/{i}", 0)))
+            Request(
+                f"api:{self._number}:{call}/{i}", prompt_ids, replace(params, seed=rollout_seed(seed, f"{call}/{i}", 0))
+            )
             for i in range(n)
         ]
         completions = await asyncio.gather(*(self.engine.generate(request) for request in requests))

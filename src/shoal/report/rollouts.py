@@ -60,10 +60,6 @@ class GroupHead:
         known = [reward for reward in self.rewards if reward is not None]
         return sum(known) / len(known) if known else None
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(length for _, length in self.places)
-
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _SHOWN}
 

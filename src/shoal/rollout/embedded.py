@@ -53,6 +53,7 @@ class EmbeddedRolloutEngine:
     async def generate(self, request: Request) -> Completion:
         if self._failure is not None:
             raise EngineError(f"the embedded engine failed earlier: {self._failure}")
+        self._engine.check(request)
         if request.request_id in self._answers:
             raise EngineError(f"request {request.request_id} is already running")
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -50,8 +51,8 @@ class Completions:
             drawn = await self._draw(body, prompt_ids, _sampling(body), _count(body))
         else:
             prompt_ids = session.prompt_ids(self._served.tokens, messages, tools)
-            turn = len(session.turns)
-            drawn = [await self._generate(prompt_ids, session.sampling, session.seed_of(turn), session.context_tokens)]
+            seed = session.seed_of(session.begin_turn())
+            drawn = [await self._generate(prompt_ids, session.sampling, seed, session.context_tokens)]
         choices = []
         for number, completion in enumerate(drawn):
             answer = self._message(completion, tools, session, number)
@@ -76,7 +77,7 @@ class Completions:
         self, body: Mapping[str, Any], prompt_ids: list[int], sampling: SamplingParams, count: int
     ) -> list[Completion]:
         seed = body.get("seed")
-        first = seed if isinstance(seed, int) else time.monotonic_ns() % 2**62
+        first = (seed if isinstance(seed, int) else time.monotonic_ns()) % 2**62
         limit = self._served.context_tokens
         return list(
             await asyncio.gather(*(self._generate(prompt_ids, sampling, first + n, limit) for n in range(count)))
@@ -174,8 +175,12 @@ def _sampling(body: Mapping[str, Any]) -> SamplingParams:
         "stop": (stop,) if isinstance(stop, str) else tuple(stop),
     }
     given = {name: value for name, value in values.items() if value is not None}
-    for name in ("temperature", "top_p", "min_p", "top_k", "max_tokens", "min_tokens"):
+    for name in ("temperature", "top_p", "min_p"):
         value = given.get(name, 0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or (name != "top_k" and value < 0):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise BadRequest(f"{name} must be a number of at least 0")
+    for name in ("top_k", "max_tokens", "min_tokens"):
+        value, least = given.get(name, 0), -1 if name == "top_k" else 0
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 2**31:
+            raise BadRequest(f"{name} must be a whole number of at least {least}")
     return SamplingParams(**given)

@@ -43,6 +43,7 @@ class LocalEndpoint:
         try:
             yield base_url, name
         finally:
+            session.closed = True
             del self._sessions[name]
 
     async def start(self) -> str:
@@ -57,7 +58,8 @@ class LocalEndpoint:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._complete)
-        runner = web.AppRunner(app, access_log=None)
+        # A client that gives up takes its request with it: the answer would be a turn the environment never saw.
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, HOST, 0).start()
         return runner

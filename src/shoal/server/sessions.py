@@ -46,6 +46,13 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
     answered: list[Answered] = field(default_factory=list)
     conversation: list[Message] = field(default_factory=list)
+    begun: int = 0  # turns asked for, answered or not
+    closed: bool = False  # the environment is done; what still comes in is not part of the rollout
+
+    def begin_turn(self) -> int:
+        """The number of a turn, its own even if another is still being drawn."""
+        self.begun += 1
+        return self.begun - 1
 
     def prompt_ids(self, chat: Tokens, messages: list[Message], tools: Tools) -> list[int]:
         """The exact ids of an earlier turn and what follows it, if the messages continue one; else from the start."""
@@ -60,6 +67,8 @@ class Session:
     def record(
         self, asked: tuple[list[Message], Tools], prompt_ids: list[int], completion: Completion, answer: Message
     ) -> None:
+        if self.closed:
+            return
         messages, tools = asked
         self.turns.append(Turn(prompt_ids, completion, self.sampling.temperature))
         self.answered.append(Answered(messages, tools, [*prompt_ids, *completion.token_ids], answer, completion.text))

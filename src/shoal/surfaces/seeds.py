@@ -103,7 +103,7 @@ LAUNCHER = Table(
         Row("areal.reward.math_parser", "`shoal.rewards.math_parser`", "`process_results(completion, gold)`"),
         Row("DOCKER_WINDOWS_SETUP.md, CURSOR_DOCKER_WORKFLOW.md", "`examples/gsm8k/README.md`", "WSL2 and a container"),
         Row("algorithms/grpo.md of its documentation", "`docs/algorithms.md`"),
-        Row("examples/math/gsm8k_grpo.py", "`examples/gsm8k/train_grpo.py`"),
+        Row("math/gsm8k_grpo.py of its examples", "`examples/gsm8k/train_grpo.py`"),
         Row("outputs of a trial", "`outputs/<experiment>/<trial>`", "the run directory"),
     ),
 )

@@ -54,6 +54,18 @@ def test_calls_made_together_share_a_prefill(device: ThreadPoolExecutor) -> None
     assert decoder.prefilled == 48, "45 tokens of three prompts, padded to whole rows"
 
 
+def test_a_request_that_would_break_the_device_is_refused_alone(device: ThreadPoolExecutor) -> None:
+    engine = make(device)
+
+    async def both() -> None:
+        bad, good = ask("bad", [5, VOCABULARY], max_tokens=3), ask("good", PROMPTS[0], max_tokens=3)
+        refused, answered = await asyncio.gather(engine.generate(bad), engine.generate(good), return_exceptions=True)
+        assert isinstance(refused, EngineError) and "token ids must be" in str(refused)
+        assert not isinstance(answered, BaseException) and answered.token_ids
+
+    asyncio.run(both())
+
+
 def test_a_request_id_runs_once_at_a_time(device: ThreadPoolExecutor) -> None:
     engine = make(device)
 
