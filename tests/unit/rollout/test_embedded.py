@@ -30,6 +30,15 @@ class CountingDecoder(Decoder):
         return super().hidden(input_ids, position_ids, context)
 
 
+class BreakingDecoder(Decoder):
+    broken = False
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
+        if self.broken:
+            raise IndexError("the device failed")
+        return super().hidden(input_ids, position_ids, context)
+
+
 @pytest.fixture
 def device() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(1) as executor:
@@ -95,12 +104,13 @@ def test_a_cancelled_call_leaves_the_others_alone(device: ThreadPoolExecutor) ->
 
 
 def test_a_failure_ends_every_request_with_its_reason(device: ThreadPoolExecutor) -> None:
-    engine = make(device)
+    decoder = BreakingDecoder(small_decoder().model)
+    engine = make(device, decoder)
+    decoder.broken = True
 
     async def fail() -> None:
-        bad = ask("bad", [VOCABULARY + 5])  # no such token: the embedding raises
         results = await asyncio.gather(
-            engine.generate(bad), engine.generate(ask("good", PROMPTS[0])), return_exceptions=True
+            *(engine.generate(ask(str(i), PROMPTS[i])) for i in range(2)), return_exceptions=True
         )
         assert all(isinstance(r, EngineError) and "IndexError" in str(r) for r in results)
         assert (await engine.health())["ok"] is False
