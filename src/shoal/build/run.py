@@ -232,7 +232,8 @@ def _learner(config: RunConfig, policy: TrainedPolicy, sampler: Sampler, plan: M
         minibatches=train.minibatches,
         ppo_epochs=train.ppo_epochs,
         rows_per_micro_batch=train.per_device_train_batch_size,
-        micro_batch_tokens=plan.micro_batch_tokens,
+        # Rows that the user counted are not counted again in tokens.
+        micro_batch_tokens=plan.micro_batch_tokens if train.per_device_train_batch_size is None else None,
         recompute_old=recomputes_old(train, objective, fp32, remote=False),
         needs_reference=objective.needs_reference,
         reward_kl_beta=train.loss.kl.beta if train.loss.kl.where == "reward" else 0.0,
