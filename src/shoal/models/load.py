@@ -153,7 +153,9 @@ def _locate(name: str) -> tuple[str, str | None]:
         if "auto_map" in _read_config(path / "config.json"):
             raise ModelError(f"{name!r} brings its own code (auto_map), which Shoal does not run")
         return str(path), None
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    # A hub id is owner/name; where a folder of the owner's name lies here, a path was meant.
+    meant_path = "/" in name and Path(name.split("/")[0]).is_dir()
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or meant_path:
         raise ModelError(f"the model folder {name!r} does not exist")
     if os.environ.get("HF_HUB_OFFLINE") == "1" and not _cached(name):
         raise ModelError(f"{name!r} is not a folder here, and HF_HUB_OFFLINE=1 forbids asking the hub for it")

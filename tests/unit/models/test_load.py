@@ -182,3 +182,12 @@ def test_every_declared_end_and_the_template_s_own() -> None:
     tokenizer.eos_token = None
     with pytest.raises(ModelError, match="end-of-sequence"):
         eos_token_ids(None, tokenizer)
+
+
+def test_a_misspelt_folder_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`models/tny` where `models/` lies here: a path was meant, and there is nothing to wait for."""
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(ModelError, match="'models/tny' does not exist"):
+        load_tokenizer("models/tny")
