@@ -108,6 +108,8 @@ def _too_few_mixed(row: Row, _: History) -> Bad | None:
     if mixed >= 0.2:
         return None
     good, bad = row.get("group/all_good_frac", 0.0), row.get("group/all_bad_frac", 0.0)
+    if row.get("reward/error_frac", 0.0) + row.get("reward/timeout_frac", 0.0) > 0.5:
+        return None  # hardly anything was scored: that is not about the prompts, and another rule says so
     side = "too easy" if good > bad else "too hard"
     words = f"only {mixed:.0%} of the groups teach: the prompts are {side} ({good:.0%} all good, {bad:.0%} all bad)"
     return Bad(words, -mixed)

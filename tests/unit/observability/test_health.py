@@ -68,6 +68,11 @@ def test_two_bad_steps_are_not_yet_a_trouble(rule: Any) -> None:
     assert [f for f in check_rows(rows(40, 20, 21, **named(rule.metric, value)), {}) if f.check == rule.check] == []
 
 
+def test_rewards_that_fail_say_nothing_about_the_prompts() -> None:
+    failing = {"group/mixed_frac": 0.0, "group/all_good_frac": 0.0, "group/all_bad_frac": 0.0, "reward/error_frac": 1.0}
+    assert [f.check for f in check_rows(rows(40, 20, 29, **failing), {})] == ["reward-errors"]
+
+
 def test_a_blow_up_needs_truncation_too() -> None:
     longer = {"completion/length_mean": 400.0}
     assert check_rows(rows(40, 20, 40, **longer), {}) == []
