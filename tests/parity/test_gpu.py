@@ -273,3 +273,74 @@ def test_sixteen_thousand_tokens_of_context(dtype: torch.dtype) -> None:
     for row, mine in zip(rows, make_policy(decoder).logprobs(rows), strict=True):
         gap = np.abs(mine - row.sampler_logprobs)[row.loss_mask]
         assert gap.mean() < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
+def test_prefills_of_a_size_met_before_are_graphs(lora: bool) -> None:
+    """Round after round of other prompts, of about the same size, with an optimizer step between: from the second on a
+    graph writes the cache, and log-probs stay those of the trainer. Groups share their prompt."""
+    decoder = lora_on_gpu(torch.bfloat16) if lora else on_gpu("qwen3", torch.bfloat16)
+    engine = make_engine(decoder, slots=16, context_tokens=192, graphs=True)
+    policy = make_policy(decoder)
+    for number in range(4):
+        prompts = random_prompts(50 + number, 60 + number, 40, 81 - number)
+        requests = [ask(f"{g}/{i}", p, seed=g + i, max_tokens=9) for g, p in enumerate(prompts) for i in range(4)]
+        answers = run(engine, requests)
+        rollouts = [
+            as_rollout(i, one_turn(request.prompt_ids, answers[request.request_id], 1.0), 1.0, group=i // 4)
+            for i, request in enumerate(requests)
+        ]
+        metrics, _ = policy.forward_backward(rows_of(rollouts), grpo()).read()
+        total, count = metrics["mismatch/k3"]
+        assert count == 12 * 9 and 0 <= total / count < 1e-3
+        policy.optim_step()
+    assert len(engine._prompts._graphs) == 1
+
+
+def test_long_rows_beside_short_ones() -> None:
+    """Rows of one span, of several, and of more than there are splits: each as the trainer has it."""
+    decoder = on_gpu("qwen2", torch.bfloat16)
+    lengths = (3, 250, 511, 513, 700, 1300, 2900, 5)
+    requests = [ask(str(i), p, seed=i, max_tokens=40) for i, p in enumerate(random_prompts(9, *lengths))]
+    answers = run(make_engine(decoder, slots=8, context_tokens=3072, graphs=True), requests)
+    turns = [one_turn(request.prompt_ids, answers[request.request_id], 1.0) for request in requests]
+    rows = rows_of([as_rollout(i, turn, 1.0, group=i) for i, turn in enumerate(turns)], 3072)
+    for row, mine in zip(rows, make_policy(decoder).logprobs(rows), strict=True):
+        assert np.abs(mine - row.sampler_logprobs)[row.loss_mask].mean() < 0.02
+
+
+@pytest.mark.parametrize("rows", (1, 8, 16, 17, 33, 64, 65, 128))
+def test_products_of_decode_steps(rows: int) -> None:
+    """The shape of a 0.5B model in bf16: no further from float64 than torch's own products are."""
+    from shoal.engine.kernels import products
+
+    generator = torch.Generator(CUDA).manual_seed(0)
+
+    def numbers(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device=CUDA).bfloat16()
+
+    x, weight, down, residual = (
+        numbers(rows, 896),
+        numbers(9728, 896) * 0.03,
+        numbers(896, 4864) * 0.03,
+        numbers(rows, 896),
+    )
+    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    exact = torch.nn.functional.silu(gate) * up
+    plain = torch.nn.functional.silu((x @ weight[:4864].T).float()).bfloat16() * (x @ weight[4864:].T)
+    tile = products.gated_tile(rows, weight)
+    assert (tile is None) == (rows > 64)
+    if tile is not None:
+        ours = products.gated(x, weight, tile)
+        assert (ours - exact).norm() < 1.2 * (plain - exact).norm()
+    tile = products.split_tile(rows, down)
+    assert tile is not None
+    hidden = numbers(rows, 4864)
+    parts = products.split_product(hidden, down, tile)
+    whole = hidden.double() @ down.double().T
+    assert (parts.double().sum(0) - whole).norm() / whole.norm() < 1e-5
+    before = residual.double()
+    normed = products.sum_norm_(parts, residual, torch.ones(896, device=CUDA, dtype=torch.bfloat16), 1e-6)
+    total = before + whole
+    expected = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6)
+    assert (residual - total).norm() / total.norm() < 5e-3 and (normed - expected).norm() / expected.norm() < 1e-2

@@ -15,17 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.engine.cache import PrefillWriter, SlotCache
+from shoal.engine.cache import SlotCache
 from shoal.engine.endings import Endings
 from shoal.engine.fused import make_fused
-from shoal.engine.graphs import WINDOW, DecodeGraphs, Window
+from shoal.engine.graphs import WINDOW, DecodeGraphs, Extent, Window
 from shoal.engine.kernel_context import supported
 from shoal.engine.plain import make_plain
+from shoal.engine.prefill import Prefill
 from shoal.engine.sampler import MAX_ENDS, SamplingState, draw
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.scheduler import Sequence as Running
 from shoal.errors import EngineError
-from shoal.models.attention import KEY_MULTIPLE, ROW_MULTIPLE, Decode, Packed, round_up
+from shoal.models.attention import KEY_MULTIPLE, ROW_MULTIPLE, Decode, round_up
 from shoal.models.decoder import LayerShape
 from shoal.models.sampler_view import SamplerView
 from shoal.types import Completion, FinishReason, Request
@@ -80,6 +81,7 @@ class EmbeddedEngine:
         self._vocab_size = decoder.vocab_size
         self._end_ids = np.array(sorted(settings.eos_token_ids), dtype=np.int64)
         self._graphs = self._make_graphs()
+        self._prompts = Prefill(view, self.cache, self._graphs is not None and self._graphs.fused)
         self._launched: deque[_Launched] = deque()
         self._served: int | None = None  # the version whose adapters the graphs hold
         self._plain = make_plain(decoder, layers, self.cache) if settings.fused else None
@@ -160,27 +162,10 @@ class EmbeddedEngine:
             self._served = self.view.version
 
     def _prefill(self, admitted: Sequence[Running]) -> list[Completion]:
-        """Run each distinct prompt once, write its keys and values wherever they are needed, draw first tokens."""
-        prompts: list[list[int]] = []
-        of_sequence: list[int] = []
-        for sequence in admitted:
-            if not prompts or sequence.request.prompt_ids != prompts[-1]:
-                prompts.append(sequence.request.prompt_ids)
-            of_sequence.append(len(prompts) - 1)
-        lengths = np.array([len(p) for p in prompts])
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        padding = round_up(int(starts[-1]), ROW_MULTIPLE) - int(starts[-1])
-        if padding:  # one more segment, of token 0, that nobody reads
-            starts = np.append(starts, starts[-1] + padding)
-        ids = np.concatenate([*map(np.asarray, prompts), np.zeros(padding, dtype=np.int64)])
-        positions = np.concatenate([np.arange(n) for n in np.diff(starts)])
-        context = Packed(starts, self.device, self._writer(admitted, of_sequence, starts, lengths))
-        hidden = self.view.decoder.hidden(self._tensor(ids)[None], self._tensor(positions)[None], context)[0]
+        """Write the prompts' keys and values wherever they are needed and draw first tokens."""
+        hidden = self._prompts.run(admitted)
         self._set_sampling(admitted)
-        last = starts[1 : len(prompts) + 1] - 1
-        rows = round_up(len(admitted), ROW_MULTIPLE)  # repeated rows: the head is a matrix product too
-        pick = np.resize(last[of_sequence], rows)
-        logits = self.view.decoder.logits(hidden[self._tensor(pick)])[: len(admitted)]
+        logits = self.view.decoder.logits(hidden)[: len(admitted)]
         if self._graphs is None:
             return self._draw(admitted, logits)
         self._begin(self._graphs, admitted, logits)
@@ -193,14 +178,6 @@ class EmbeddedEngine:
         drawn = graphs.draw(logits, rows, torch.zeros_like(rows), any(s.kept_ids is not None for s in admitted))
         graphs.begin(slots, positions, limits, drawn)
         self._note_launch([(sequence, i) for i, sequence in enumerate(admitted)], 1)
-
-    def _writer(
-        self, admitted: Sequence[Running], of_sequence: list[int], starts: np.ndarray, lengths: np.ndarray
-    ) -> PrefillWriter:
-        tokens = [np.arange(starts[p], starts[p] + lengths[p]) for p in of_sequence]
-        slots = [np.full(lengths[p], s.slot) for s, p in zip(admitted, of_sequence, strict=True)]
-        positions = [np.arange(lengths[p]) for p in of_sequence]
-        return PrefillWriter(self.cache, *(self._tensor(np.concatenate(x)) for x in (tokens, slots, positions)))
 
     def _decode(self) -> list[Completion]:
         """One token for every running sequence, or a window of them where graphs do it."""
@@ -252,7 +229,9 @@ class EmbeddedEngine:
         if steps < 1:
             return False
         sequences = [(s, s.slot) for s, _ in left]
-        graphs.launch(self.scheduler.rows, steps, any(s.kept_ids is not None for s, _ in sequences))
+        keys = max(s.length + s.in_flight for s, _ in sequences) + steps
+        extent = Extent.covering(self.scheduler.rows, keys, self.cache.length)
+        graphs.launch(extent, steps, any(s.kept_ids is not None for s, _ in sequences))
         self._note_launch(sequences, steps)
         return True
 

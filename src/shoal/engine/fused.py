@@ -75,15 +75,13 @@ class FusedDecode:
         self._tables = Tables.of(decoder, cache.length, decoder.dtype)
         self._layers = [fuse_layer(layer, attention_of(shapes, i)) for i, layer in enumerate(self._body.layers)]
 
-    def hidden(self, tokens: Tensor, positions: Tensor, splits: int) -> Tensor:
-        from shoal.models.kernels.norm import add_norm_
-
+    def hidden(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         residual = self._body.embed_tokens(tokens)
         x = None
         for layer in self._layers:
-            x, residual = decode_layer(layer, x, residual, Step(self._tables, self._cache, positions, splits))
+            x, residual = decode_layer(layer, x, residual, Step(self._tables, self._cache, positions, longest))
         assert x is not None
-        return add_norm_(x, residual, self._body.norm.weight, self._body.norm.variance_epsilon)
+        return _normed(x, residual, self._body.norm)
 
     def copy_adapters(self) -> None:
         """Take up what the active adapters have become."""
@@ -95,23 +93,42 @@ class Step:
     tables: Tables
     cache: SlotCache
     positions: Tensor  # [B]
-    splits: int = 1
+    longest: int = 512  # keys of any row at most
 
 
 def decode_layer(layer: FusedLayer, x: Tensor | None, residual: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-    """`x` is what the last layer has still to add to the residual (None before the first)."""
+    """`x` is what the last layer has still to add to the residual (None before the first), perhaps in parts."""
+    normed = _normed(x, residual, layer.module.input_layernorm)
+    mixed = layer.out(_attend(layer, layer.qkv(normed), step))
+    normed = _normed(mixed, residual, layer.module.post_attention_layernorm)
+    return _down(layer.down, _gate(layer.gate_up, normed)), residual
+
+
+def _normed(x: Tensor | None, residual: Tensor, norm: Any) -> Tensor:
+    """The norm of residual + x, which replaces residual in place."""
+    from shoal.engine.kernels.products import sum_norm_
     from shoal.models.kernels.norm import add_norm_
+
+    if x is None:
+        return add_norm_(residual, None, norm.weight, norm.variance_epsilon)
+    add = sum_norm_ if x.dim() == 3 else add_norm_
+    return add(x, residual, norm.weight, norm.variance_epsilon)
+
+
+def _gate(gate_up: Joined, x: Tensor) -> Tensor:
+    from shoal.engine.kernels.products import gated, gated_tile
     from shoal.models.kernels.swiglu import swiglu
 
-    before, after = layer.module.input_layernorm, layer.module.post_attention_layernorm
-    if x is None:
-        normed = add_norm_(residual, None, before.weight, before.variance_epsilon)
-    else:
-        normed = add_norm_(x, residual, before.weight, before.variance_epsilon)
-    mixed = layer.out(_attend(layer, layer.qkv(normed), step))
-    normed = add_norm_(mixed, residual, after.weight, after.variance_epsilon)
-    gate, up = layer.gate_up(normed).chunk(2, -1)
-    return layer.down(swiglu(gate, up)), residual
+    tile = gated_tile(len(x), gate_up.weight) if gate_up.plain else None
+    return swiglu(*gate_up(x).chunk(2, -1)) if tile is None else gated(x, gate_up.weight, tile)
+
+
+def _down(down: Joined, x: Tensor) -> Tensor:
+    """[B, hidden], or in parts [splits, B, hidden] whose sum it is."""
+    from shoal.engine.kernels.products import split_product, split_tile
+
+    tile = split_tile(len(x), down.weight) if down.plain else None
+    return down(x) if tile is None else split_product(x, down.weight, tile)
 
 
 def _attend(layer: FusedLayer, qkv: Tensor, step: Step) -> Tensor:
@@ -127,7 +144,7 @@ def _attend(layer: FusedLayer, qkv: Tensor, step: Step) -> Tensor:
     if hasattr(attention, "q_norm"):
         norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
     form = HeadForm(step.tables.cos, step.tables.sin, *norms)
-    launch = launch_for(len(qkv) * key_heads, dim, step.splits)
+    launch = launch_for(len(qkv) * key_heads, step.longest)
     return decode_attention(parts, cache, step.positions, layer.shape, launch, form).flatten(1)  # type: ignore[arg-type]
 
 
@@ -186,5 +203,6 @@ def _gap(decoder: Decoder, shapes: Mapping[int, LayerShape]) -> float:
         layer = fuse_layer(twin, attention_of(shapes, index))
         copy_adapters(layer.products)
         added, residual = decode_layer(layer, None, x.clone(), Step(tables, cache, positions))
-        worst = max(worst, relative_gap(residual + added - x, expected))
+        whole = added.sum(0) if added.dim() == 3 else added
+        worst = max(worst, relative_gap(residual + whole - x, expected))
     return worst

@@ -27,7 +27,22 @@ if TYPE_CHECKING:
     from shoal.engine.kernels.sampling import Rows
 
 WINDOW = 8  # decode steps between two looks at what finished
-PROGRAMS = 512  # attention programs that fill the device; contexts are split until there are about so many
+SHORTEST = 512  # keys; contexts up to here, up to twice this, four times … have graphs of their own
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What a graph is captured for: rows of the batch, and keys that no row exceeds."""
+
+    rows: int
+    longest: int
+
+    @staticmethod
+    def covering(rows: int, keys: int, cache_length: int) -> Extent:
+        longest = SHORTEST
+        while longest < keys:
+            longest *= 2
+        return Extent(rows, min(longest, max(cache_length, SHORTEST)))
 
 
 @dataclass(frozen=True)
@@ -73,9 +88,13 @@ class DecodeGraphs:
         self._device = view.decoder.device
         self.rows: Rows = Rows.allocate(cache.slots, WINDOW, list(end_ids), self._device)
         self._kept: Tensor | None = None  # [WINDOW, slots, MAX_KEPT] int32, made when first needed
-        self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[Extent, bool, bool], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self._flights: deque[_Flight] = deque()
+
+    @property
+    def fused(self) -> bool:
+        return self._fused is not None
 
     def begin(self, slots: np.ndarray, positions: np.ndarray, limits: np.ndarray, drawn: Drawn) -> None:
         """New sequences, whose first token is drawn and stands at `positions`; it is collected as a window of one."""
@@ -112,14 +131,15 @@ class DecodeGraphs:
         if self._fused is not None:
             self._fused.copy_adapters()
 
-    def launch(self, rows: int, steps: int, narrowed: bool) -> None:
-        graph = self._graph(rows, narrowed) if self._device.type == "cuda" else None
+    def launch(self, extent: Extent, steps: int, narrowed: bool) -> None:
+        rows = extent.rows
+        graph = self._graph(extent, narrowed) if self._device.type == "cuda" else None
         self.rows.cursors.zero_()
         for _ in range(steps):
             if graph is not None:
                 graph.replay()
             else:  # Triton's interpreter: the same step without a graph
-                self._step(rows, narrowed)
+                self._step(extent, narrowed)
         results = [self.rows.ids[:steps, :rows], self.rows.logprobs[:steps, :rows]]
         if narrowed and self._kept is not None:
             results.append(self._kept[:steps, :rows])
@@ -143,19 +163,19 @@ class DecodeGraphs:
         host = torch.from_numpy(array.astype(np.int64))
         return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
 
-    def _graph(self, rows: int, narrowed: bool) -> torch.cuda.CUDAGraph:
-        key = (rows, narrowed, self._view.noisy)
+    def _graph(self, extent: Extent, narrowed: bool) -> torch.cuda.CUDAGraph:
+        key = (extent, narrowed, self._view.noisy)
         if key not in self._graphs:
             saved = [t.clone() for t in self._state()]
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self._step(rows, narrowed)  # compiles kernels and fills caches, which must not happen while capturing
+                self._step(extent, narrowed)  # compiles kernels and fills caches, which must not happen while capturing
                 self.rows.cursors.zero_()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                self._step(rows, narrowed)
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._step(extent, narrowed)
             for tensor, value in zip(self._state(), saved, strict=True):
                 tensor.copy_(value)  # the warm-up moved the rows on
             self._graphs[key] = graph
@@ -165,15 +185,15 @@ class DecodeGraphs:
         rows = self.rows
         return rows.tokens, rows.positions, rows.counts, rows.done
 
-    def _step(self, rows: int, narrowed: bool) -> None:
+    def _step(self, extent: Extent, narrowed: bool) -> None:
         from shoal.engine.kernels.sampling import advance
 
-        decoder, state = self._view.decoder, self.rows
+        decoder, state, rows = self._view.decoder, self.rows, extent.rows
         tokens, positions, counts = state.tokens[:rows], state.positions[:rows], state.counts[:rows]
         if self._fused is not None:
-            hidden = self._fused.hidden(tokens, positions, self._splits(rows))
+            hidden = self._fused.hidden(tokens, positions, extent.longest)
         else:
-            context = KernelDecode(self._cache, positions, self._splits(rows))
+            context = KernelDecode(self._cache, positions, extent.longest)
             hidden = decoder.hidden(tokens[:, None], positions[:, None], context)[:, 0]
         drawn = self._draw(decoder.logits(hidden), self._sampling[slice(rows)], counts, narrowed)
         if drawn.kept is not None:
@@ -194,9 +214,3 @@ class DecodeGraphs:
             self._kept = torch.full(shape, -1, dtype=torch.int32, device=self._device)
         at = self.rows.cursors[:1]
         self._kept[:, :rows, : kept.shape[1]].index_copy_(0, at, kept[None].to(torch.int32))
-
-    def _splits(self, rows: int) -> int:
-        """Splits of the context, a power of two: more for small batches and long caches."""
-        heads = next(iter(self._cache.keys.values())).shape[1]
-        wanted = min(PROGRAMS // (rows * heads), self._cache.length // 256, 16)
-        return 1 << max(0, wanted.bit_length() - 1) if wanted > 1 else 1

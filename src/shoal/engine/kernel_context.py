@@ -18,14 +18,15 @@ class KernelDecode:
 
     cache: SlotCache
     positions: Tensor  # [B]
-    splits: int = 1
+    longest: int  # keys of any row at most
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
-        from shoal.engine.kernels.attention import Launch, decode_attention
+        from shoal.engine.kernels.attention import decode_attention, launch_for
 
         heads = (query[:, :, 0].contiguous(), key[:, :, 0].contiguous(), value[:, :, 0].contiguous())
         cache = (self.cache.keys[layer], self.cache.values[layer])
-        return decode_attention(heads, cache, self.positions, shape, Launch(self.splits)).unsqueeze(1)  # [B, 1, H, D]
+        launch = launch_for(len(query) * key.shape[1], self.longest)
+        return decode_attention(heads, cache, self.positions, shape, launch).unsqueeze(1)  # [B, 1, H, D]
 
 
 def supported(decoder: Decoder, cache: SlotCache) -> bool:

@@ -35,6 +35,11 @@ class Joined:
             return out
         return torch.addmm(out, F.linear(x, self._down), self._up.T)
 
+    @property
+    def plain(self) -> bool:
+        """True if it is the product with `weight` and nothing more."""
+        return self.bias is None and not len(self._down) and self.weight.is_contiguous()
+
     def adapter_parts(self) -> Iterator[tuple[Tensor, Tensor, float]]:
         """(where, what, times what) of everything the active adapters are copied from."""
         row = column = 0

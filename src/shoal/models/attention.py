@@ -136,6 +136,13 @@ class Packed:
         elif self.writer is not None or (self.prefixes[self.prefixes[self.prefixes >= 0]] >= 0).any():
             raise ValueError("a prefix continues no other segment, and a prefill has none")
 
+    @staticmethod
+    def planned(starts: Tensor, longest: int, writer: CacheWriter | None = None) -> Packed:
+        """Segments whose bounds only the device knows, none longer than `longest`: for graphs, on a GPU in 16 bits."""
+        context = Packed(np.zeros(1), starts.device, writer)
+        context._plans["varlen"] = ({"starts": starts, "key_starts": starts}, longest, longest)
+        return context
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
         if self.writer is not None:
             self.writer.write(layer, key[0], value[0])

@@ -12,9 +12,15 @@ from support.interpreter import run_interpreted as run
 pytest.importorskip("triton", reason="Triton is installed on Linux only")
 
 
-@pytest.mark.parametrize(("window", "softcap", "splits"), [(None, None, 1), (40, None, 4), (None, 20.0, 2)])
-def test_decode_attention(window: int | None, softcap: float | None, splits: int) -> None:
-    """fp32 and fp16 against float64; keys and values of the new token land in the cache and nothing else moves."""
+@pytest.mark.parametrize(
+    ("window", "softcap", "cut"),
+    [(None, None, "1"), (40, None, "4, 32"), (None, 20.0, "2, 64"), (None, None, "16, 64"), (150, None, "8, 64")],
+)
+def test_decode_attention(window: int | None, softcap: float | None, cut: str) -> None:
+    """fp32 and fp16 against float64; keys and values of the new token land in the cache and nothing else moves.
+
+    Rows of one span stand beside rows of several, and beside rows whose splits take more than one span each.
+    """
     run(f"""
         from shoal.engine.kernels.attention import Launch, decode_attention
         rows, heads, kv_heads, length, dim = 5, 6, 2, 256, 32
@@ -26,7 +32,7 @@ def test_decode_attention(window: int | None, softcap: float | None, splits: int
             ours_keys, ours_values = keys.clone(), values.clone()
             shape = Shape(0.2, {window}, {softcap})
             cache = ours_keys, ours_values
-            ours = decode_attention((query, key, value), cache, positions, shape, Launch({splits}))
+            ours = decode_attention((query, key, value), cache, positions, shape, Launch({cut}))
             keys[torch.arange(rows), :, positions] = key
             values[torch.arange(rows), :, positions] = value
             assert torch.equal(ours_keys, keys) and torch.equal(ours_values, values)
@@ -81,8 +87,8 @@ def test_fused_layers_agree_with_the_modules(architecture: str) -> None:
         positions = torch.tensor([0, 1, 5, 17, 30, 40, 50, 62])
         with torch.no_grad():
             decoder.model.get_input_embeddings().weight.mul_(1.5)  # written in place: both see it
-            expected = decoder.hidden(tokens[:, None], positions[:, None], KernelDecode(theirs, positions))[:, 0]
-            actual = FusedDecode(decoder, layers, ours).hidden(tokens, positions, 2)
+            expected = decoder.hidden(tokens[:, None], positions[:, None], KernelDecode(theirs, positions, 512))[:, 0]
+            actual = FusedDecode(decoder, layers, ours).hidden(tokens, positions, 1024)
         assert (actual - expected).norm() / expected.norm() < 1e-5
         assert max((theirs.keys[i] - ours.keys[i]).abs().max() for i in layers) < 1e-4
         layer = decoder.body.layers[0].self_attn
@@ -142,4 +148,26 @@ def test_narrowed_draws_and_adapters_in_windows(lora: bool) -> None:
                 for parameter in decoder.model.parameters():
                     if parameter.requires_grad:
                         parameter.add_(torch.randn_like(parameter) * 0.05)
+    """)
+
+
+def test_products_that_take_their_neighbours_in() -> None:
+    """SwiGLU behind gate and up, a split sum before a norm: as the separate kernels round, rows that fill no tile too."""
+    run("""
+        from shoal.engine.kernels.products import Tile, gated, split_product, sum_norm_
+        for rows in (5, 70):
+            x, weight = torch.randn(rows, 128).half(), torch.randn(192, 128).half() * 0.1
+            gate, up = (x.float() @ weight.float().T).half().chunk(2, -1)
+            expected = torch.nn.functional.silu(gate.float()).half() * up
+            assert (gated(x, weight, Tile(32, 32, 64)) - expected).abs().max() < 2e-3
+            hidden, down = torch.randn(rows, 384).half(), torch.randn(128, 384).half() * 0.1
+            parts = split_product(hidden, down, Tile(32, 64, 64, splits=4))
+            assert parts.shape == (3, rows, 128)  # a depth of 384 has six steps; four splits of two would be one too many
+            assert (parts.sum(0) - hidden.float() @ down.float().T).abs().max() < 1e-4
+            residual, gain = torch.randn(rows, 128).half(), torch.rand(128).half()
+            total = parts.sum(0).half() + residual
+            wide = total.float()
+            normed = gain * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).half()
+            assert (sum_norm_(parts, residual, gain, 1e-6) - normed).abs().max() < 2e-3
+            assert torch.equal(residual, total)
     """)

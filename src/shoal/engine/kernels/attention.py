@@ -2,7 +2,8 @@
 
 The kernel takes a row's query, key and value as the product left them: it norms and rotates heads, writes the new key
 and value into the cache, and attends, all in one read of the cache. The new token takes part from registers, so there
-is no hazard. Partial results of the splits are joined by a second, small kernel.
+is no hazard. A long row is cut into splits, so that it holds up nobody; their results are joined by a second, small
+kernel. A short row is one split, whatever its neighbours are.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
@@ -52,13 +53,26 @@ def _ready(at, weight, cos, sin, real, dims, eps, DIM: tl.constexpr, NORMED: tl.
 
 
 @triton.jit
+def _share(position, window, split, SPLITS: tl.constexpr, SPAN: tl.constexpr, WINDOWED: tl.constexpr):
+    """[first, last) of the keys before the new one that are this split's, and how many splits the row needs."""
+    start = position * 0
+    if WINDOWED:
+        start = tl.maximum(position - window + 1, 0)
+    # Spans are the unit: a row of one span is one split; a row of many takes as many of them at a time as it must.
+    spans = tl.cdiv(position - start, SPAN)
+    share = tl.maximum(tl.cdiv(spans, SPLITS), 1)
+    first = start + split * share * SPAN
+    return first, tl.minimum(position, first + share * SPAN), tl.maximum(tl.cdiv(spans, share), 1)
+
+
+@triton.jit
 def _attend(
-    query, new_key, new_value, keys, values, positions, out, partial_max, partial_sum,
+    query, new_key, new_value, keys, values, positions, out, partial, partial_max, partial_sum,
     cos, sin, query_norm, key_norm,
     scale, window, softcap, eps,
     stride_slot, stride_head, stride_query, stride_new,
     DIM: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr,
+    SPAN: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """Program (row, key head, split): HEADS query heads against this split's keys."""
     row = tl.program_id(0).to(tl.int64)
@@ -66,20 +80,15 @@ def _attend(
     split = tl.program_id(2)
     heads = tl.num_programs(1)
     position = tl.load(positions + row)
+    first, last, live = _share(position, window, split, SPLITS, SPAN, WINDOWED)
+    if split >= live:
+        return
     dims = tl.arange(0, DIM)
     group = tl.arange(0, PADDED)
     real = group < HEADS
     q_at = query + row * stride_query + (head * HEADS + group)[:, None] * DIM
     turn_cos, turn_sin = cos + position * DIM, sin + position * DIM
     q = _ready(q_at, query_norm, turn_cos, turn_sin, real[:, None], dims[None], eps, DIM, NORMED, ROTATED)
-    start = 0
-    if WINDOWED:
-        start = tl.maximum(position - window + 1, 0)
-    # This split's share of the keys before the new one, in whole blocks.
-    blocks = tl.cdiv(position - start, BLOCK)
-    share = tl.cdiv(blocks, SPLITS)
-    first = start + split * share * BLOCK
-    last = tl.minimum(position, first + share * BLOCK)
     top = tl.full([PADDED], -1.0e30, tl.float32)
     total = tl.zeros([PADDED], tl.float32)
     mixed = tl.zeros([PADDED, DIM], tl.float32)
@@ -117,47 +126,66 @@ def _attend(
         mixed = mixed * rescale[:, None] + weight[:, None] * v_new.to(tl.float32)[None]
         top = higher
     slot = (row * heads + head) * HEADS + group
-    if SPLITS == 1:
-        tl.store(out + slot[:, None] * DIM + dims[None], (mixed / total[:, None]).to(q.dtype), mask=real[:, None])
-    else:
+    whole = real
+    if SPLITS > 1:
+        heads_cut = tl.where(live > 1, HEADS, 0)
+        cut = group < heads_cut
+        whole = real & (group >= heads_cut)
         at_split = slot * SPLITS + split
-        tl.store(out + at_split[:, None] * DIM + dims[None], mixed, mask=real[:, None])
-        tl.store(partial_max + at_split, top, mask=real)
-        tl.store(partial_sum + at_split, total, mask=real)
+        tl.store(partial + at_split[:, None] * DIM + dims[None], mixed, mask=cut[:, None])
+        tl.store(partial_max + at_split, top, mask=cut)
+        tl.store(partial_sum + at_split, total, mask=cut)
+    tl.store(out + slot[:, None] * DIM + dims[None], (mixed / total[:, None]).to(q.dtype), mask=whole[:, None])
 
 
 @triton.jit
-def _join(partial, partial_max, partial_sum, out, DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """Program: one query head of one row; its splits weighed by how much of the softmax each holds."""
-    slot = tl.program_id(0).to(tl.int64)
+def _join(
+    partial, partial_max, partial_sum, out, positions, window,
+    DIM: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Program (row, query head): its splits weighed by how much of the softmax each holds. Rows of one are done."""
+    row = tl.program_id(0).to(tl.int64)
+    _, _, live = _share(tl.load(positions + row), window, 0, SPLITS, SPAN, WINDOWED)
+    if live == 1:
+        return
+    slot = row * tl.num_programs(1) + tl.program_id(1)
     splits = tl.arange(0, SPLITS)
+    there = splits < live
     dims = tl.arange(0, DIM)
-    top = tl.load(partial_max + slot * SPLITS + splits)
+    top = tl.load(partial_max + slot * SPLITS + splits, mask=there, other=float("-inf"))
     weights = tl.exp(top - tl.max(top, 0))
-    total = tl.sum(tl.load(partial_sum + slot * SPLITS + splits) * weights, 0)
-    mixed = tl.load(partial + (slot * SPLITS + splits)[:, None] * DIM + dims[None])
+    total = tl.sum(tl.load(partial_sum + slot * SPLITS + splits, mask=there, other=0.0) * weights, 0)
+    mixed = tl.load(partial + (slot * SPLITS + splits)[:, None] * DIM + dims[None], mask=there[:, None], other=0.0)
     result = tl.sum(mixed * weights[:, None], 0) / total
     tl.store(out + slot * DIM + dims, result.to(out.dtype.element_ty))
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How the kernel is cut: splits of the context, keys a block, warps a program, stages of the loads."""
+    """How the kernel is cut: splits of a row at most, keys of one at least; keys a block, warps, load stages."""
 
     splits: int = 1
+    span: int = 512
     block: int = 64
     warps: int = 4
     stages: int = 3
 
 
-def launch_for(programs: int, dim: int, splits: int) -> Launch:
-    """As measured on an H200; other cards run it, perhaps not at their best.
+SPAN = 512  # keys that one program goes through in about the time the others of a batch take
+MAX_SPLITS = 32
+
+
+def launch_for(programs: int, longest: int) -> Launch:
+    """For `programs` rows times key heads, none with more than `longest` keys. As measured on an H200; other cards run
+    it, perhaps not at their best.
 
     Where programs abound, one warp each with small blocks; where they are few, each takes more of the memory's width.
     """
-    if programs * splits >= 1000:
-        return Launch(splits, 32, 1, 3 if programs >= 4000 else 2)
-    return Launch(splits, 64, 4, 3 if splits == 1 else 2)
+    span = SPAN if programs >= 128 else SPAN // 2
+    splits = min(triton.next_power_of_2(triton.cdiv(longest, span)), MAX_SPLITS)
+    if programs >= 1000:
+        return Launch(splits, span, 32, 1, 3 if programs >= 4000 else 2)
+    return Launch(splits, span, 64, 4, 3 if splits == 1 else 2)
 
 
 def decode_attention(
@@ -176,21 +204,22 @@ def decode_attention(
     out = torch.empty(batch, query_heads, dim, dtype=query.dtype, device=query.device)
     wide = launch.splits > 1
     partial, tops, sums = _partials(batch * query_heads * launch.splits, dim, query) if wide else (out, out, out)
+    cut = {"SPLITS": launch.splits, "SPAN": launch.span, "WINDOWED": shape.window is not None}
     exact = query.dtype == torch.float32
     normed = form is not None and form.query_norm is not None
     _attend[(batch, keys.shape[1], launch.splits)](
-        query, new_key, new_value, keys, values, positions, partial, tops, sums,
+        query, new_key, new_value, keys, values, positions, out, partial, tops, sums,
         form.cos if form else query, form.sin if form else query,
         form.query_norm if form and normed else query, form.key_norm if form and normed else query,
         shape.scale, shape.window or 0, shape.softcap or 0.0, form.eps if form else 0.0,
         keys.stride(0), keys.stride(1), query.stride(0), new_key.stride(0),
         DIM=dim, HEADS=group, PADDED=max(MIN_HEADS, triton.next_power_of_2(group)),
-        BLOCK=32 if exact else launch.block, SPLITS=launch.splits, WINDOWED=shape.window is not None,
-        CAPPED=shape.softcap is not None, NORMED=normed, ROTATED=form is not None,
-        num_warps=launch.warps, num_stages=1 if exact else launch.stages,
+        BLOCK=32 if exact else launch.block, CAPPED=shape.softcap is not None, NORMED=normed,
+        ROTATED=form is not None, **cut, num_warps=launch.warps, num_stages=1 if exact else launch.stages,
     )  # fmt: skip
     if wide:
-        _join[(batch * query_heads,)](partial, tops, sums, out, DIM=dim, SPLITS=launch.splits, num_warps=1)
+        window = shape.window or 0
+        _join[(batch, query_heads)](partial, tops, sums, out, positions, window, DIM=dim, **cut, num_warps=1)
     return out
 
 

@@ -1,0 +1,167 @@
+"""Matrix products of decode steps that take their neighbours in: SwiGLU behind gate and up, a split sum before a norm.
+
+A decode batch has few rows, so a product is mostly the reading of its weights, and a small kernel beside it costs a
+good part of its time again. Rounds where the separate kernels do.
+"""
+
+# pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows, columns and depth of one program's tile; splits of the depth; warps; stages of the loads."""
+
+    rows: int = 64
+    columns: int = 64
+    depth: int = 64
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+@triton.jit
+def _gated(
+    x, weight, out, rows, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Program (columns, rows): a tile of silu(x @ gate.T) * (x @ up.T), gate above up in `weight` [2·WIDTH, DEPTH]."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    at = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    steps = tl.arange(0, STEP)
+    here = (at < rows)[:, None]
+    x_at = x + at[:, None].to(tl.int64) * DEPTH + steps[None]
+    gate_at = weight + columns[None].to(tl.int64) * DEPTH + steps[:, None]
+    up_at = gate_at + WIDTH * DEPTH
+    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for _ in range(0, DEPTH, STEP):
+        a = tl.load(x_at, mask=here, other=0.0)
+        gate = tl.dot(a, tl.load(gate_at), gate, input_precision="ieee")
+        up = tl.dot(a, tl.load(up_at), up, input_precision="ieee")
+        x_at += STEP
+        gate_at += STEP
+        up_at += STEP
+    kind = out.dtype.element_ty
+    wide = gate.to(kind).to(tl.float32)
+    result = (wide * tl.sigmoid(wide)).to(kind) * up.to(kind)
+    tl.store(out + at[:, None].to(tl.int64) * WIDTH + columns[None], result, mask=here)
+
+
+@triton.jit
+def _split(
+    x, weight, partial, rows, WIDTH: tl.constexpr, DEPTH: tl.constexpr, SHARE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Program (columns, rows, split): this split's part of a tile of x @ weight.T, in fp32."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    at = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(2)
+    steps = tl.arange(0, STEP)
+    here = (at < rows)[:, None]
+    first = split * SHARE
+    x_at = x + at[:, None].to(tl.int64) * DEPTH + first + steps[None]
+    weight_at = weight + columns[None].to(tl.int64) * DEPTH + first + steps[:, None]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for _ in range(first, tl.minimum(first + SHARE, DEPTH), STEP):
+        a = tl.load(x_at, mask=here, other=0.0)
+        total = tl.dot(a, tl.load(weight_at), total, input_precision="ieee")
+        x_at += STEP
+        weight_at += STEP
+    where = (split * rows + at[:, None]).to(tl.int64) * WIDTH + columns[None]
+    tl.store(partial + where, total, mask=here)
+
+
+@triton.jit
+def _sum_norm(
+    partial, residual, weight, out, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Program: one row. The sum of the parts, rounded, joins the residual; `out` is the norm of that."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(partial + (split * rows + row) * WIDTH + columns, mask=inside, other=0.0)
+    here = residual + row * WIDTH + columns
+    value = tl.load(here, mask=inside, other=0.0)
+    value = total.to(value.dtype) + value
+    tl.store(here, value, mask=inside)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    gain = tl.load(weight + columns, mask=inside, other=0.0)
+    tl.store(out + row * WIDTH + columns, gain * (wide * scale).to(value.dtype), mask=inside)
+
+
+GATED_ROWS, SPLIT_ROWS = 64, 128  # above them the library's products are as fast, or faster
+EXACT_ROWS = 16  # in fp32 for the check at start alone: such products are slow
+SPLIT_TILES = 64  # where tiles abound nothing needs to be split
+PROGRAMS = 132  # that fill the device
+
+
+def gated_tile(rows: int, weight: Tensor) -> Tile | None:
+    """How `gated` is cut, as measured on an H200; None where a product and a SwiGLU of their own are better."""
+    width, depth = len(weight) // 2, weight.shape[1]
+    exact = weight.dtype == torch.float32
+    if rows > (EXACT_ROWS if exact else GATED_ROWS) or width % 64 or depth % 64:
+        return None
+    return Tile(_rows(rows), 64, 64, stages=2 if exact else 5 if width // 64 <= PROGRAMS else 3)
+
+
+def split_tile(rows: int, weight: Tensor) -> Tile | None:
+    """How `split_product` is cut, likewise."""
+    width, depth = weight.shape
+    tiles = (width // 64) * triton.cdiv(rows, 64)
+    exact = weight.dtype == torch.float32
+    if rows > (EXACT_ROWS if exact else SPLIT_ROWS) or tiles > SPLIT_TILES or width % 64 or depth % 128:
+        return None
+    return Tile(_rows(rows), 64, 128, splits=max(1, min(8, PROGRAMS // tiles)), stages=2 if exact else 4)
+
+
+def _rows(rows: int) -> int:
+    return min(64, max(16, triton.next_power_of_2(rows)))
+
+
+def gated(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+    """silu(x @ gate.T) * (x @ up.T) of x [B, in], gate and up stacked in `weight` [2·width, in] → [B, width]."""
+    rows, depth = x.shape
+    width = len(weight) // 2
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    _gated[(width // tile.columns, triton.cdiv(rows, tile.rows))](
+        x, weight, out, rows, WIDTH=width, DEPTH=depth, ROWS=tile.rows, COLUMNS=tile.columns, STEP=tile.depth,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def split_product(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+    """x [B, in] @ weight [out, in].T in parts: [splits, B, out] fp32, whose sum it is."""
+    rows, depth = x.shape
+    width = len(weight)
+    share = triton.cdiv(triton.cdiv(depth, tile.splits), tile.depth) * tile.depth
+    splits = triton.cdiv(depth, share)
+    partial = torch.empty(splits, rows, width, dtype=torch.float32, device=x.device)
+    _split[(width // tile.columns, triton.cdiv(rows, tile.rows), splits)](
+        x, weight, partial, rows, WIDTH=width, DEPTH=depth, SHARE=share, ROWS=tile.rows, COLUMNS=tile.columns,
+        STEP=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return partial
+
+
+def sum_norm_(partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of residual + the sum of the parts, which replaces residual in place."""
+    splits, rows, width = partial.shape
+    out = torch.empty_like(residual)
+    block = triton.next_power_of_2(width)
+    _sum_norm[(rows,)](
+        partial, residual, weight, out, rows, eps, WIDTH=width, BLOCK=block, SPLITS=splits,
+        num_warps=4 if block <= 2048 else 8,
+    )  # fmt: skip
+    return out

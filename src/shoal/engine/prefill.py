@@ -1,0 +1,167 @@
+"""Prompts into the cache: each distinct one runs once, and its keys and values go to every slot that begins with it.
+
+A few prompts join a running batch again and again, and launching their kernels one by one takes the host longer than
+the device needs to run them. So a prefill of a size that was met before is a CUDA graph, on inputs padded to that size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.engine.cache import PrefillWriter, SlotCache
+from shoal.models.attention import ROW_MULTIPLE, Packed, round_up
+from shoal.models.sampler_view import SamplerView
+from shoal.models.upload import upload
+
+if TYPE_CHECKING:
+    from shoal.engine.scheduler import Sequence as Running
+
+GRAPH_TOKENS = 8192  # of one prefill; larger ones keep the device busy however they are launched
+LEAST_TOKENS, LEAST_SEGMENTS, LEAST_WRITES, LEAST_LENGTH = 256, 8, 1024, 128
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Distinct prompts end to end, and where each of their tokens goes."""
+
+    arrays: Mapping[str, np.ndarray]  # ids, positions [T]; starts [S+1]; tokens, slots, places [N]
+    last: np.ndarray  # [sequences], the last token of each one's prompt
+
+    @staticmethod
+    def of(sequences: Sequence[Running]) -> Prompts:
+        prompts: list[list[int]] = []
+        of_sequence: list[int] = []
+        for sequence in sequences:
+            if not prompts or sequence.request.prompt_ids != prompts[-1]:
+                prompts.append(sequence.request.prompt_ids)
+            of_sequence.append(len(prompts) - 1)
+        lengths = np.array([len(p) for p in prompts])
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        copied = lengths[of_sequence]
+        places = np.concatenate([np.arange(n) for n in copied])
+        arrays = {
+            "ids": np.concatenate([np.asarray(p, dtype=np.int64) for p in prompts]),
+            "positions": np.concatenate([np.arange(n) for n in lengths]),
+            "starts": starts,
+            "tokens": np.repeat(starts[of_sequence], copied) + places,
+            "slots": np.repeat([s.slot for s in sequences], copied),
+            "places": places,
+        }
+        return Prompts(arrays, starts[1:][of_sequence] - 1)
+
+    @property
+    def longest(self) -> int:
+        return int(np.diff(self.arrays["starts"]).max())
+
+    def padded(self, extent: Extent) -> dict[str, np.ndarray]:
+        """Tokens that belong to no prompt, prompts of no tokens, and writes that repeat the first one."""
+        given = self.arrays
+        sizes = {"starts": extent.prompts + 1, "tokens": extent.writes, "slots": extent.writes, "places": extent.writes}
+        fill = {"starts": given["starts"][-1], "tokens": given["tokens"][0], "slots": given["slots"][0]}
+        arrays = {}
+        for name, array in given.items():
+            full = np.full(sizes.get(name, extent.tokens), fill.get(name, 0), dtype=np.int64)
+            full[: len(array)] = array
+            arrays[name] = full
+        arrays["starts"] = arrays["starts"].astype(np.int32)
+        return arrays
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Sizes a graph is captured for, powers of two."""
+
+    tokens: int
+    prompts: int
+    writes: int
+    longest: int
+
+    @staticmethod
+    def covering(prompts: Prompts) -> Extent:
+        arrays = prompts.arrays
+        return Extent(
+            _power(len(arrays["ids"]), LEAST_TOKENS),
+            _power(len(arrays["starts"]) - 1, LEAST_SEGMENTS),
+            _power(len(arrays["tokens"]), LEAST_WRITES),
+            _power(prompts.longest, LEAST_LENGTH),
+        )
+
+
+def _power(count: int, least: int) -> int:
+    return max(least, 1 << (count - 1).bit_length())
+
+
+@dataclass
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: dict[str, Tensor]
+    hidden: Tensor
+
+
+class Prefill:
+    """`graphs` says whether the model's forward may be captured."""
+
+    def __init__(self, view: SamplerView, cache: SlotCache, graphs: bool) -> None:
+        self._view = view
+        self._cache = cache
+        self._device = view.decoder.device
+        self._may_capture = graphs and self._device.type == "cuda" and view.decoder.dtype.itemsize == 2
+        self._met: set[tuple[Extent, bool]] = set()
+        self._graphs: dict[tuple[Extent, bool], _Captured] = {}
+
+    def run(self, sequences: Sequence[Running]) -> Tensor:
+        """The state after each one's prompt, [sequences, hidden], padded with rows that nobody reads."""
+        prompts = Prompts.of(sequences)
+        rows = round_up(len(sequences), ROW_MULTIPLE)  # repeated rows: the head is a matrix product too
+        last = upload({"last": np.resize(prompts.last, rows)}, self._device)["last"]
+        extent = Extent.covering(prompts)
+        key = (extent, self._view.noisy)
+        if not self._may_capture or extent.tokens > GRAPH_TOKENS or key not in self._met:
+            self._met.add(key)  # captured if it comes again
+            return self._eager(prompts)[last]
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(prompts, extent)
+        captured = self._graphs[key]
+        for name, tensor in upload(prompts.padded(extent), self._device).items():
+            captured.inputs[name].copy_(tensor)
+        captured.graph.replay()
+        return captured.hidden[last]
+
+    def _eager(self, prompts: Prompts) -> Tensor:
+        arrays = dict(prompts.arrays)
+        tokens = len(arrays["ids"])
+        padding = round_up(tokens, ROW_MULTIPLE) - tokens
+        if padding:  # one more segment, of token 0, that nobody reads
+            for name, more in (
+                ("ids", np.zeros(padding)),
+                ("positions", np.arange(padding)),
+                ("starts", [tokens + padding]),
+            ):
+                arrays[name] = np.append(arrays[name], more).astype(np.int64)
+        there = upload(arrays, self._device)
+        return self._forward(there, Packed(arrays["starts"], self._device, self._writer(there)))
+
+    def _writer(self, there: Mapping[str, Tensor]) -> PrefillWriter:
+        return PrefillWriter(self._cache, there["tokens"], there["slots"], there["places"])
+
+    def _forward(self, there: Mapping[str, Tensor], context: Packed) -> Tensor:
+        return self._view.decoder.hidden(there["ids"][None], there["positions"][None], context)[0]
+
+    def _capture(self, prompts: Prompts, extent: Extent) -> _Captured:
+        inputs = {name: tensor.clone() for name, tensor in upload(prompts.padded(extent), self._device).items()}
+        context = Packed.planned(inputs["starts"], extent.longest, self._writer(inputs))
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._forward(inputs, context)  # compiles kernels, which must not happen while capturing
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            hidden = self._forward(inputs, context)
+        return _Captured(graph, inputs, hidden)
