@@ -152,7 +152,7 @@ def test_narrowed_draws_and_adapters_in_windows(lora: bool) -> None:
 
 
 def test_products_that_take_their_neighbours_in() -> None:
-    """SwiGLU behind gate and up, a split sum before a norm: as the separate kernels round, rows that fill no tile too."""
+    """SwiGLU behind gate and up, a split sum before a norm: rounded as apart, rows that fill no tile too."""
     run("""
         from shoal.engine.kernels.products import Tile, gated, split_product, sum_norm_
         for rows in (5, 70):
@@ -162,7 +162,7 @@ def test_products_that_take_their_neighbours_in() -> None:
             assert (gated(x, weight, Tile(32, 32, 64)) - expected).abs().max() < 2e-3
             hidden, down = torch.randn(rows, 384).half(), torch.randn(128, 384).half() * 0.1
             parts = split_product(hidden, down, Tile(32, 64, 64, splits=4))
-            assert parts.shape == (3, rows, 128)  # a depth of 384 has six steps; four splits of two would be one too many
+            assert parts.shape == (3, rows, 128)  # six steps of 64, two a split
             assert (parts.sum(0) - hidden.float() @ down.float().T).abs().max() < 1e-4
             residual, gain = torch.randn(rows, 128).half(), torch.rand(128).half()
             total = parts.sum(0).half() + residual
