@@ -47,9 +47,14 @@ def _rollouts(results: Results) -> Iterator[Goal]:
              ("qwen3-0.6b", 512, 85e3, 0.8)]  # fmt: skip
     for shape, count, must, aim in cases:
         work = f"rollout, {shape} shape, 128 + 256 tokens, {count} sequences"
-        texts = (work, f"{number(must)} tok/s", f"{percent(aim)} of the limit")
         row = results.find("rollout", shape=shape, sequences=count)
-        yield Goal(*texts) if row is None else _rate(texts, row, row["tokens_per_s"] > must, row["fraction"] >= aim)
+        for which in ("decode steps", "prefill included"):
+            texts = (f"{work}, {which}", f"{number(must)} tok/s", f"{percent(aim)} of the limit")
+            if row is None:
+                yield Goal(*texts)
+                continue
+            part = {**row, **row["decode"], "tokens_per_s": row["decode_tokens_per_s"]} if "decode" in which else row
+            yield _rate(texts, part, part["tokens_per_s"] > must, part["fraction"] >= aim)
     row = results.find("rollout", shape="qwen2.5-7b", sequences=64)
     texts = ("the same, qwen2.5-7b shape, 64 sequences", "60 % of the bandwidth limit", "80 %")
     share = row["tokens_per_s"] / row["limit_bytes"] if row else 0.0

@@ -123,8 +123,8 @@ log-probs before it."""
     if not others:
         yield "Against others: not measured yet (`--generate`, `--vllm`)."
         return
-    yield """Against others in the same run, same weights and prompts, prefill included. `generate` is timed for 1 and
-for 32 tokens and carried on at that step; it reports no log-probs."""
+    yield """Against others in the same run, same weights and prompts, prefill included. `generate` reports no
+log-probs. Where it was timed over fewer tokens, the rest is carried on at the same step."""
     yield table_of(others, RIVAL)
 
 

@@ -144,7 +144,7 @@ def _attend(layer: FusedLayer, qkv: Tensor, step: Step) -> Tensor:
     if hasattr(attention, "q_norm"):
         norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
     form = HeadForm(step.tables.cos, step.tables.sin, *norms)
-    launch = launch_for(len(qkv) * key_heads, step.longest)
+    launch = launch_for(len(qkv) * key_heads, dim, step.longest)
     return decode_attention(parts, cache, step.positions, layer.shape, launch, form).flatten(1)  # type: ignore[arg-type]
 
 

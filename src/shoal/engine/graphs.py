@@ -104,7 +104,7 @@ class DecodeGraphs:
         rows.tokens[at] = drawn.token_ids
         rows.positions[at] = torch.where(done, 0, where)
         rows.limits[at] = most
-        rows.counts[at] = 1
+        rows.counts.index_fill_(0, at, 1)  # `[at] = 1` would copy the number over, and wait for the device
         rows.done[at] = done.to(rows.done.dtype)
         kept = [] if drawn.kept is None else [drawn.kept[None].to(torch.int32)]
         self._flights.append(self._send([drawn.token_ids[None], drawn.logprobs[None], *kept]))
@@ -117,8 +117,8 @@ class DecodeGraphs:
         rows = self.rows
         for tensor in (rows.tokens, rows.positions, rows.counts, rows.limits, rows.done):
             tensor[targets] = tensor[sources]
-        rows.done[sources] = 1
-        rows.positions[sources] = 0
+        rows.done.index_fill_(0, sources, 1)
+        rows.positions.index_fill_(0, sources, 0)
 
     def clear(self) -> None:
         """Every row is done; windows in flight are forgotten."""

@@ -25,7 +25,7 @@ class KernelDecode:
 
         heads = (query[:, :, 0].contiguous(), key[:, :, 0].contiguous(), value[:, :, 0].contiguous())
         cache = (self.cache.keys[layer], self.cache.values[layer])
-        launch = launch_for(len(query) * key.shape[1], self.longest)
+        launch = launch_for(len(query) * key.shape[1], query.shape[3], self.longest)
         return decode_attention(heads, cache, self.positions, shape, launch).unsqueeze(1)  # [B, 1, H, D]
 
 

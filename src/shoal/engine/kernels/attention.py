@@ -53,14 +53,14 @@ def _ready(at, weight, cos, sin, real, dims, eps, DIM: tl.constexpr, NORMED: tl.
 
 
 @triton.jit
-def _share(position, window, split, SPLITS: tl.constexpr, SPAN: tl.constexpr, WINDOWED: tl.constexpr):
+def _share(position, window, split, splits, SPAN: tl.constexpr, WINDOWED: tl.constexpr):
     """[first, last) of the keys before the new one that are this split's, and how many splits the row needs."""
     start = position * 0
     if WINDOWED:
         start = tl.maximum(position - window + 1, 0)
     # Spans are the unit: a row of one span is one split; a row of many takes as many of them at a time as it must.
     spans = tl.cdiv(position - start, SPAN)
-    share = tl.maximum(tl.cdiv(spans, SPLITS), 1)
+    share = tl.maximum(tl.cdiv(spans, splits), 1)
     first = start + split * share * SPAN
     return first, tl.minimum(position, first + share * SPAN), tl.maximum(tl.cdiv(spans, share), 1)
 
@@ -71,8 +71,8 @@ def _attend(
     cos, sin, query_norm, key_norm,
     scale, window, softcap, eps,
     stride_slot, stride_head, stride_query, stride_new,
-    DIM: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    SPAN: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr,
+    DIM: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    CUT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """Program (row, key head, split): HEADS query heads against this split's keys."""
     row = tl.program_id(0).to(tl.int64)
@@ -80,7 +80,7 @@ def _attend(
     split = tl.program_id(2)
     heads = tl.num_programs(1)
     position = tl.load(positions + row)
-    first, last, live = _share(position, window, split, SPLITS, SPAN, WINDOWED)
+    first, last, live = _share(position, window, split, tl.num_programs(2), SPAN, WINDOWED)
     if split >= live:
         return
     dims = tl.arange(0, DIM)
@@ -127,11 +127,11 @@ def _attend(
         top = higher
     slot = (row * heads + head) * HEADS + group
     whole = real
-    if SPLITS > 1:
+    if CUT:
         heads_cut = tl.where(live > 1, HEADS, 0)
         cut = group < heads_cut
         whole = real & (group >= heads_cut)
-        at_split = slot * SPLITS + split
+        at_split = slot * tl.num_programs(2) + split
         tl.store(partial + at_split[:, None] * DIM + dims[None], mixed, mask=cut[:, None])
         tl.store(partial_max + at_split, top, mask=cut)
         tl.store(partial_sum + at_split, total, mask=cut)
@@ -140,22 +140,22 @@ def _attend(
 
 @triton.jit
 def _join(
-    partial, partial_max, partial_sum, out, positions, window,
-    DIM: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr, WINDOWED: tl.constexpr,
+    partial, partial_max, partial_sum, out, positions, window, splits,
+    DIM: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Program (row, query head): its splits weighed by how much of the softmax each holds. Rows of one are done."""
     row = tl.program_id(0).to(tl.int64)
-    _, _, live = _share(tl.load(positions + row), window, 0, SPLITS, SPAN, WINDOWED)
+    _, _, live = _share(tl.load(positions + row), window, 0, splits, SPAN, WINDOWED)
     if live == 1:
         return
     slot = row * tl.num_programs(1) + tl.program_id(1)
-    splits = tl.arange(0, SPLITS)
-    there = splits < live
+    parts = tl.arange(0, PADDED)
+    there = parts < live
     dims = tl.arange(0, DIM)
-    top = tl.load(partial_max + slot * SPLITS + splits, mask=there, other=float("-inf"))
+    top = tl.load(partial_max + slot * splits + parts, mask=there, other=float("-inf"))
     weights = tl.exp(top - tl.max(top, 0))
-    total = tl.sum(tl.load(partial_sum + slot * SPLITS + splits, mask=there, other=0.0) * weights, 0)
-    mixed = tl.load(partial + (slot * SPLITS + splits)[:, None] * DIM + dims[None], mask=there[:, None], other=0.0)
+    total = tl.sum(tl.load(partial_sum + slot * splits + parts, mask=there, other=0.0) * weights, 0)
+    mixed = tl.load(partial + (slot * splits + parts)[:, None] * DIM + dims[None], mask=there[:, None], other=0.0)
     result = tl.sum(mixed * weights[:, None], 0) / total
     tl.store(out + slot * DIM + dims, result.to(out.dtype.element_ty))
 
@@ -171,21 +171,30 @@ class Launch:
     stages: int = 3
 
 
-SPAN = 512  # keys that one program goes through in about the time the others of a batch take
-MAX_SPLITS = 32
+SHORT = 512  # keys; rows up to here are never cut
+MANY, FEW = 1000, 128  # programs that fill the device many times over, and programs that do not fill it
+MAX_SPLITS = 64
 
 
-def launch_for(programs: int, longest: int) -> Launch:
-    """For `programs` rows times key heads, none with more than `longest` keys. As measured on an H200; other cards run
-    it, perhaps not at their best.
+def launch_for(programs: int, dim: int, longest: int) -> Launch:
+    """For `programs` rows times key heads of `dim`, none with more than `longest` keys, as measured on an H200.
 
-    Where programs abound, one warp each with small blocks; where they are few, each takes more of the memory's width.
+    Other cards run it too, perhaps not at their best.
+
+    Where programs abound and rows are short, one warp each with small blocks; where they are few, each takes more of
+    the memory's width. A long row among many is still one program, of more warps; among few it is cut.
     """
-    span = SPAN if programs >= 128 else SPAN // 2
-    splits = min(triton.next_power_of_2(triton.cdiv(longest, span)), MAX_SPLITS)
-    if programs >= 1000:
-        return Launch(splits, span, 32, 1, 3 if programs >= 4000 else 2)
-    return Launch(splits, span, 64, 4, 3 if splits == 1 else 2)
+    if longest <= SHORT:
+        if programs >= MANY:
+            return Launch(1, SHORT, 32, 1, 3)
+        return Launch(1, SHORT, 64, 4, 3) if programs >= FEW else Launch(1, SHORT, 128, 4, 2)
+    if programs >= MANY:
+        return _cut(longest, 4096, (128 if dim <= 64 else 64, 4, 3))
+    return _cut(longest, 256, (64, 4, 2)) if programs >= FEW else _cut(longest, 128, (128, 4, 2))
+
+
+def _cut(longest: int, span: int, form: tuple[int, int, int]) -> Launch:
+    return Launch(min(triton.cdiv(longest, span), MAX_SPLITS), span, *form)
 
 
 def decode_attention(
@@ -204,7 +213,7 @@ def decode_attention(
     out = torch.empty(batch, query_heads, dim, dtype=query.dtype, device=query.device)
     wide = launch.splits > 1
     partial, tops, sums = _partials(batch * query_heads * launch.splits, dim, query) if wide else (out, out, out)
-    cut = {"SPLITS": launch.splits, "SPAN": launch.span, "WINDOWED": shape.window is not None}
+    cut = {"SPAN": launch.span, "WINDOWED": shape.window is not None}
     exact = query.dtype == torch.float32
     normed = form is not None and form.query_norm is not None
     _attend[(batch, keys.shape[1], launch.splits)](
@@ -215,11 +224,13 @@ def decode_attention(
         keys.stride(0), keys.stride(1), query.stride(0), new_key.stride(0),
         DIM=dim, HEADS=group, PADDED=max(MIN_HEADS, triton.next_power_of_2(group)),
         BLOCK=32 if exact else launch.block, CAPPED=shape.softcap is not None, NORMED=normed,
-        ROTATED=form is not None, **cut, num_warps=launch.warps, num_stages=1 if exact else launch.stages,
+        ROTATED=form is not None, CUT=wide, **cut, num_warps=launch.warps, num_stages=1 if exact else launch.stages,
     )  # fmt: skip
     if wide:
-        window = shape.window or 0
-        _join[(batch, query_heads)](partial, tops, sums, out, positions, window, DIM=dim, **cut, num_warps=1)
+        _join[(batch, query_heads)](
+            partial, tops, sums, out, positions, shape.window or 0, launch.splits,
+            DIM=dim, PADDED=triton.next_power_of_2(launch.splits), **cut, num_warps=1,
+        )  # fmt: skip
     return out
 
 
