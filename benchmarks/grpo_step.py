@@ -116,9 +116,16 @@ def run(case: Case, model: str, folder: Path, steps: int) -> dict[str, Any]:
         "command": " ".join(["shoal", "grpo", *(word for word in shown if word)]),
         "first_step_s": first_step_s,
         "seconds": time.monotonic() - start,
-        "memory": json.loads(peak.read_text("utf-8")) if peak.exists() else None,
+        "memory": {**json.loads(peak.read_text("utf-8")), **_planned(out)} if peak.exists() else None,
         "steps": [_kept(line) for line in read_metrics(out)],
     }
+
+
+def _planned(run_dir: Path) -> dict[str, float]:
+    """What the memory plan said before the first step; nothing on a CPU."""
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text("utf-8").splitlines()]
+    plans = [event["data"]["bytes"] for event in events if event.get("kind") == "memory-plan"]
+    return {"planned_gib": sum(plans[0].values()) / 2**30} if plans and plans[0] else {}
 
 
 def _has_line(path: Path) -> bool:
