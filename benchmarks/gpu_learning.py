@@ -1,8 +1,8 @@
-"""Learning on one GPU, through the command line: SmolLM2 on arithmetic, and the quickstart's shape for ten steps.
+"""Learning on one GPU, through the command line: SmolLM2 on arithmetic.
 
     python benchmarks/gpu_learning.py SMOLLM2.gguf OUT_DIR
 
-Writes OUT_DIR/smollm2_arithmetic.json and OUT_DIR/quickstart_shape.json with every step's metrics.
+Writes OUT_DIR/smollm2_arithmetic.json with every step's metrics.
 """
 
 from __future__ import annotations
@@ -52,28 +52,8 @@ def smollm2(model: str, out: Path, work: Path) -> None:
     print(f"smollm2: held out {held_out[0]:.3f} -> {held_out[-1]:.3f} in {seconds:.0f} s")
 
 
-def quickstart(out: Path, work: Path) -> None:
-    model = work / "qwen3-0.6b"
-    shoal("make-model", str(model), "--shape", "qwen3-0.6b")
-    results = {}
-    for kind, extra in {"lora": [], "full": ["train.lora=false", "train.learning_rate=1e-6"]}.items():
-        run = work / f"quickstart-{kind}"
-        arguments = [
-            "--train", "examples/grpo/train.yaml", "--infer", "examples/grpo/infer.yaml", "--orch",
-            "examples/grpo/orch.yaml", f"train.model={model}", f"infer.model={model}", f"orch.model.name={model}",
-            "train.recipe=bf16", f"train.output_dir={run}", "train.max_steps=10", "orch.max_steps=10",
-            # A random model never writes a tag: it is asked for what random text contains.
-            "orch.env=[{id: 'benchmarks/random_text.py:Sevens'}]", *extra,
-        ]  # fmt: skip
-        seconds = shoal("grpo", *arguments)
-        results[kind] = {"command": ["shoal", "grpo", *arguments], "seconds": seconds, "steps": curve(run)}
-        print(f"quickstart {kind}: {seconds:.0f} s")
-    write_result(out / "quickstart_shape.json", results)
-
-
 if __name__ == "__main__":
     gguf, out_dir = sys.argv[1], Path(sys.argv[2])
     work_dir = Path("/tmp/shoal-gpu")
     shutil.rmtree(work_dir, ignore_errors=True)
     smollm2(gguf, out_dir, work_dir)
-    quickstart(out_dir, work_dir)

@@ -1,0 +1,87 @@
+"""The quickstart's three files as they are, only the model named: one of the same shape that knows the task a little.
+
+    python benchmarks/quickstart.py OUT.json [--shape qwen3-0.6b] [--smoke]
+
+Random weights never write a tag, so every group would be equal and nothing could be learned. A few supervised steps on
+solved examples stand in for what the pretrained model knows; then `shoal grpo` runs the files to their last step.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from machine import write_result
+from workload import parser
+
+from shoal.envs.reverse_text import ReverseText
+from shoal.observability.run_dir import read_metrics
+
+FILES = [word for name in ("train", "infer", "orch") for word in (f"--{name}", f"examples/grpo/{name}.yaml")]
+KEPT = ("reward/mean", "reward/std", "mismatch/k3", "policy/entropy", "optim/grad_norm", "time/step", "time/rollout",
+        "time/train", "throughput/rollout_tok_s", "throughput/train_tok_s", "completion/length_mean",
+        "completion/truncated_frac", "group/mixed_frac", "masked", "noise/sigma")  # fmt: skip
+SMOKE = ["train.recipe=fp32", "train.max_steps=2", "orch.max_steps=2", "orch.batch_size=8",
+         "orch.rollouts_per_example=4", "orch.sampling.max_tokens=16", "train.sequence_len=256",
+         "orch.seq_len=256"]  # fmt: skip
+
+
+def shoal(*arguments: str) -> float:
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-m", "shoal", *arguments], check=True)
+    return time.monotonic() - start
+
+
+def warmed_up(shape: str, steps: int, folder: Path) -> Path:
+    """A folder with a model of that shape after supervised steps on solved tasks."""
+    words = ["tiny", str(folder / "model")] if shape == "tiny" else [str(folder / "model"), "--shape", shape]
+    shoal("make-model", *words)
+    environment = ReverseText(num_train=64 * steps)
+    rows = [
+        {"messages": [*task.messages, {"role": "assistant", "content": environment.solution(task)}]}
+        for task in environment.tasks("train")
+    ]
+    data = folder / "solved.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    shoal(
+        "sft", f"train.model={folder / 'model'}", f"train.output_dir={folder / 'sft'}", f"dataset.path={data}",
+        f"train.max_steps={steps}", "batch_size=64", "train.sequence_len=2048", "train.learning_rate=3e-4",
+        "train.lr_scheduler_type=cosine", f"train.warmup_steps={steps // 10}", "train.save_seconds=100000",
+        "train.logging_steps=50",
+    )  # fmt: skip
+    return folder / "sft" / "final"
+
+
+def curve(run: Path) -> list[dict[str, Any]]:
+    return [{"step": line["step"], **{k: line[k] for k in KEPT if k in line}} for line in read_metrics(run)]
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--shape", default="qwen3-0.6b")
+    made.add_argument("--warm-up", type=int, default=400, help="supervised steps of 64 examples")
+    asked = made.parse_args()
+    shape, steps, extra = ("tiny", 2, SMOKE) if asked.smoke else (asked.shape, asked.warm_up, [])
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model, run = warmed_up(shape, steps, folder), folder / "run"
+        where = [f"train.model={model}", f"infer.model={model}", f"orch.model.name={model}", f"train.output_dir={run}"]
+        seconds = shoal("grpo", *FILES, *where, *extra)
+        found = curve(run)
+        config = (run / "config.yaml").read_text("utf-8").replace(str(folder), "FOLDER")
+    shown = ["train.model=MODEL", "infer.model=MODEL", "orch.model.name=MODEL", *extra]
+    write_result(asked.out, {
+        "smoke": asked.smoke, "run": ["shoal", "grpo", *FILES, *shown], "warm_up_steps": steps, "shape": shape,
+        "seconds": seconds, "steps": found, "config": config,
+    })  # fmt: skip
+    rewards = [line["reward/mean"] for line in found]
+    print(f"{len(found)} steps in {seconds:.0f} s, reward {rewards[0]:.3f} to {rewards[-1]:.3f}")
+
+
+if __name__ == "__main__":
+    main()
