@@ -146,7 +146,7 @@ class HttpRolloutEngine:
 
             async def probe() -> dict[str, Any]:
                 facts, _ = await self._link.get("/shoal/about")
-                if facts.get("incarnation") != met:
+                if met is None or facts.get("incarnation") != met:
                     self._check_facts(facts)
                     await self._restore(facts)
                 return facts
