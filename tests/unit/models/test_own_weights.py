@@ -146,7 +146,7 @@ def test_weights_of_something_else_are_refused_whole(make: Any, says: str, tmp_p
 
 def test_a_server_without_room_for_adapters_says_how_to_get_it(tmp_path: Path):
     manifest = describe(save(lora_decoder(seed=1).model, tmp_path / "v"), 5, "lora")
-    with pytest.raises(ModelError, match="infer.enable_lora=true"):
+    with pytest.raises(ModelError, match=r"infer.enable_lora=true"):
         OwnWeights(as_decoder(small_model("qwen3"))).replace(manifest)
 
 

@@ -250,7 +250,7 @@ def test_nobody_there():
         assert (await engine.health())["ok"] is False
         await engine.close()
         wrong = HttpRolloutEngine(Address("nowhere", deadline_s=0.5))
-        with pytest.raises(ConfigError, match="orch.client.base_url"):
+        with pytest.raises(ConfigError, match=r"orch.client.base_url"):
             await wrong.about()
         await wrong.close()
 
@@ -261,7 +261,7 @@ def test_nobody_there():
 
 def test_a_key_is_asked_for_by_its_name():
     async def work(engine: HttpRolloutEngine) -> None:
-        with pytest.raises(ConfigError, match="wants a key: no; set orch.client.api_key_var"):
+        with pytest.raises(ConfigError, match=r"wants a key: no; set orch.client.api_key_var"):
             await engine.generate(REQUEST)
 
     against(Double([web.Response(text='{"error": {"message": "no"}}', status=401)]), work)

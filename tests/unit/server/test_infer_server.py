@@ -1,4 +1,4 @@
-"""grpo-infer as its clients meet it: the official openai client, curl-like requests, adapters, weights, a real engine."""
+"""grpo-infer as its clients meet it: the official openai client, adapters, weights, a real engine on a real socket."""
 
 from __future__ import annotations
 
