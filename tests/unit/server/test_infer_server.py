@@ -147,7 +147,7 @@ def test_metrics_count_what_happened(serve: Any):
                 model=server.model, prompt=[20] * 5, max_tokens=4, extra_body={"min_tokens": 4}
             )
         assert (await server.ask("/v1/completions", {"prompt": 3}))[0] == 400
-        await server.ask("/nowhere/1"), await server.ask("/nowhere/2")
+        assert [(await server.ask(f"/nowhere/{i}"))[0] for i in range(2)] == [404, 404]
         status, text = await server.ask("/metrics")
         assert status == 200
         found = dict(re.findall(r"^(shoal_\S+) (\S+)$", text, re.MULTILINE))
