@@ -23,7 +23,7 @@ class Access:
     key: str | None = None
     loopback: bool = True  # then only requests to a loopback name are answered, whatever resolves to it elsewhere
     body_bytes: int = 64 * 2**20
-    clients: int = 4096  # requests at once
+    clients: int = 1024  # requests at once
     headers: tuple[tuple[bytes, bytes], ...] = ()  # that every answer carries
 
 

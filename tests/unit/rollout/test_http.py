@@ -73,7 +73,7 @@ class Double:
         app = web.Application()
         app.router.add_get("/shoal/about", self.about)
         app.router.add_post("/{path:.*}", self.answer)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
@@ -257,6 +257,47 @@ def test_nobody_there():
     asyncio.run(run())
     assert said[0] is not None and said[0].startswith("waiting for the inference server at http://127.0.0.1:9 since")
     assert said[-1] is None
+
+
+def test_a_process_that_was_replaced_without_a_word_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    """The request hangs for ever on a connection that leads nowhere; the new process would answer it."""
+    monkeypatch.setattr("shoal.rollout.http.LOOK_EVERY_S", 0.1)
+
+    class Replaced(Double):
+        async def answer(self, request: web.Request) -> web.StreamResponse:
+            if self.facts["incarnation"] == "one":
+                self.facts["incarnation"] = "two"
+                await asyncio.sleep(30)
+            return await super().answer(request)
+
+    async def work(engine: HttpRolloutEngine) -> None:
+        assert (await engine.generate(REQUEST)).token_ids == [7, 8, 9]
+
+    against(Replaced([good()]), work, request_s=60)
+
+
+def test_one_that_hangs_is_waited_for_in_words_and_not_for_ever(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shoal.rollout.http.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("shoal.rollout.link.PROBE_S", 0.2)
+    said: list[str | None] = []
+
+    class Hanging(Double):
+        async def about(self, request: web.Request) -> web.Response:
+            if self.asked:
+                await asyncio.sleep(30)
+            return await super().about(request)
+
+        async def answer(self, request: web.Request) -> web.StreamResponse:
+            self.asked.append((request.path, None))
+            await asyncio.sleep(30)
+            return web.Response()
+
+    async def work(engine: HttpRolloutEngine) -> None:
+        with pytest.raises(DeadlineError, match=r"waited 2 s for the inference server"):
+            await asyncio.gather(*(engine.generate(REQUEST) for _ in range(3)))
+
+    against(Hanging([]), work, request_s=60, waiting=said.append)
+    assert any(text and "no answer to /shoal/about" in text for text in said)
 
 
 def test_a_key_is_asked_for_by_its_name():
