@@ -47,7 +47,7 @@ class Listener:
     def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, date_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=1, backlog=4096,
+            proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=1, backlog=4096,
         )  # fmt: skip
         self._server = _Server(config)
         self._sock = sock
