@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,15 @@ import pytest
 import torch
 
 from shoal.models.sampler_view import SamplerView
+from shoal.observability.manifest import describe
 from shoal.protocols import RolloutEngine
 from shoal.rollout.embedded import EmbeddedRolloutEngine
+from shoal.rollout.http import HttpRolloutEngine
+from shoal.rollout.link import Address
 from shoal.types import Completion, Request, Span
 from support.engines import ask, make_engine
 from support.models import EOS, TOKENIZER, as_decoder, random_prompts, small_model
+from support.servers import save, serving
 
 CONTEXT_TOKENS = 96
 SHORT, LONG = random_prompts(3, 6, 40)
@@ -61,7 +67,31 @@ async def embedded(model: Any) -> AsyncIterator[Served]:
             await engine.close()
 
 
-SERVERS: dict[str, Callable[[Any], AbstractAsyncContextManager[Served]]] = {"embedded": embedded}
+@asynccontextmanager
+async def over_http(model: Any) -> AsyncIterator[Served]:
+    """A grpo-infer with its own copy of the weights, in this process but behind a real socket."""
+    with TemporaryDirectory() as folder:
+        settings = {"max_model_len": CONTEXT_TOKENS, "max_num_seqs": 16}
+        async with serving(save(model, Path(folder) / "model"), **settings) as server:
+            trained = copy.deepcopy(model)
+
+            async def publish(version: int, weights: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+                with torch.no_grad():
+                    for name, parameter in trained.named_parameters():
+                        parameter.copy_(weights[name])
+                return describe(save(trained, Path(folder) / f"v{version:06}"), version, "full")
+
+            engine = HttpRolloutEngine(Address(f"{server.url}/v1", deadline_s=20))
+            try:
+                yield Served(engine, publish)
+            finally:
+                await engine.close()
+
+
+SERVERS: dict[str, Callable[[Any], AbstractAsyncContextManager[Served]]] = {
+    "embedded": embedded,
+    "embedded-over-http": over_http,
+}
 
 
 @dataclass
