@@ -75,8 +75,7 @@ class TrainingService:
             since = time.monotonic()
             while not received:
                 call = await answerer.next()
-                if call is not None:
-                    call.bulk = read_bulk(call, self._folder) if call.bulk is not None else None
+                if call is not None and self._has_payload(call):
                     received.append(call)
                     return
                 if meeting.peers.is_alive("orch"):
@@ -86,6 +85,15 @@ class TrainingService:
         await self._ranks.on_main(listen)
         parts = await self._ranks.exchange(msgspec.msgpack.encode(received[0]) if received else b"")
         return msgspec.msgpack.decode(parts[0], type=Call)
+
+    def _has_payload(self, call: Call) -> bool:
+        """Read what belongs to the call; a caller that was killed may have left a call whose files are gone."""
+        try:
+            call.bulk = read_bulk(call, self._folder) if call.method == "learn" else None
+        except ShoalError as error:
+            log.warning("%s", error)
+            return False
+        return True
 
     async def _answer(self, call: Call) -> Answer:
         self.calls += 1
@@ -127,9 +135,7 @@ class TrainingService:
     async def _learn(self, call: Call) -> dict[str, Any]:
         trainee, tally = self._made(), Tally()
         trainee.untouched = False
-        if not isinstance(call.bulk, bytes):
-            raise ConfigError(f"call {call.number}: learn comes without groups")
-        groups = unpack_groups(call.bulk)
+        groups = unpack_groups(call.bulk or b"")
         fault("service:learn")
         learned = await trainee.learner.learn(groups, tally)
         fault("service:learned")

@@ -29,7 +29,8 @@ class Call(msgspec.Struct, array_like=True):
     to: str  # the answerer's incarnation
     method: str
     head: dict[str, Any] = {}
-    bulk: bytes | str | None = None  # content, or the name of a file beside the call
+    bulk: bytes | None = None  # the payload itself,
+    file: str | None = None  # or the name of its file beside the call
 
 
 class Answer(msgspec.Struct, array_like=True):
@@ -83,11 +84,11 @@ def raise_failed(answer: Answer, who: str) -> None:
 
 def read_bulk(call: Call, folder: Path | None) -> bytes:
     """The payload of a call, wherever it lies."""
-    if isinstance(call.bulk, bytes):
+    if call.bulk is not None:
         return call.bulk
-    if call.bulk is None or folder is None or Path(call.bulk).name != call.bulk:
+    if call.file is None or folder is None or Path(call.file).name != call.file:
         raise ConfigError(f"call {call.number} ({call.method}) comes without its payload")
     try:
-        return (folder / call.session / call.bulk).read_bytes()
+        return (folder / call.session / call.file).read_bytes()
     except OSError as error:
-        raise StorageError(f"call {call.number} ({call.method}): {call.bulk} cannot be read: {error}") from error
+        raise StorageError(f"call {call.number} ({call.method}): {call.file} cannot be read: {error}") from error

@@ -30,7 +30,7 @@ class FolderCaller:
                 remove_quietly(old)
 
     async def ask(self, call: Call, bulk: Path | None, watch: Callable[[], None]) -> Answer:
-        call.bulk = bulk.name if bulk is not None else None
+        call.file = bulk.name if bulk is not None else None
         asked, answered = _paths(self.folder, call.number)
         write_atomic(asked, msgspec.msgpack.encode(call), durable=False)
         pause = PAUSE_S
