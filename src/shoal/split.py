@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import shlex
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,16 +20,18 @@ from shoal.build import Given
 from shoal.build.split import assemble_split, make_answerer, make_trainee
 from shoal.config.problems import Origins
 from shoal.config.resolve import resolve_run
-from shoal.config.schema import OrchConfig, RunConfig, TrainConfig
+from shoal.config.schema import InferConfig, OrchConfig, RunConfig, TrainConfig
 from shoal.config.split import check_split
 from shoal.errors import ShoalError
 from shoal.observability.console import BaseConsole, make_console
 from shoal.observability.logs import setup_logging, stop_logging
-from shoal.orchestrator.meeting import Ended, Meeting, ending_of
+from shoal.orchestrator.meeting import LOOK_S, Ended, Meeting, ending_of
 from shoal.orchestrator.ranks import Alone
 from shoal.orchestrator.service import Trainee, TrainingService
 from shoal.protocols import Ranks
 from shoal.transport.folder_calls import FOLDER as SAMPLES
+
+EARLY_S = 2.0  # to see who else is there before a model loads
 
 
 def orchestrate(
@@ -59,6 +62,32 @@ def serve_training(section: TrainConfig, origins: Origins) -> None:
         if isinstance(close := getattr(ranks, "close", None), Callable):
             close()
         stop_logging(handler)
+
+
+def serve_inference(section: InferConfig, origins: Origins, tell: Callable[[str], None]) -> None:
+    """`shoal grpo-infer`: a server, for whoever asks; in a run it takes part in the meeting and in the end."""
+    with _console() as console, _taking_part("infer", section, console) as meeting:
+        if meeting.others_expected():
+            # Whatever does not go together is said before a model loads, where the others are here already.
+            with contextlib.suppress(TimeoutError):
+                asyncio.run(asyncio.wait_for(meeting.meet(patient=True), EARLY_S))
+                meeting.agree(origins)
+        from shoal.build import infer
+        from shoal.transport.broadcast import BroadcastWeights
+
+        infer.serve(section, tell, {"broadcast": BroadcastWeights}, partial(_accompany, meeting, origins))
+
+
+async def _accompany(meeting: Meeting, origins: Origins) -> None:
+    """Beside the server: nobody is waited for before there is a run, and no longer than the deadline after that."""
+    met: str | None = None
+    while True:
+        await meeting.meet(patient=True)
+        if meeting.incarnation_of("orch") != met:
+            met = meeting.incarnation_of("orch")
+            meeting.agree(origins)
+        meeting.watch("orch", "come back", time.monotonic() - meeting.peers.silent_s("orch"))
+        await asyncio.sleep(LOOK_S)
 
 
 @dataclass(frozen=True)
@@ -120,7 +149,7 @@ def _agreed(meeting: Meeting, origins: Origins) -> RunConfig:
 
 @contextlib.contextmanager
 def _taking_part(
-    component: str, section: OrchConfig | TrainConfig, console: BaseConsole, *, ends_all: bool = False
+    component: str, section: InferConfig | OrchConfig | TrainConfig, console: BaseConsole, *, ends_all: bool = False
 ) -> Iterator[Meeting]:
     """Present for as long as the block runs. An end that is meant is told to the others; a crash is not, it may be
     followed by a restart, unless this is the process whose end is the run's (`ends_all`)."""

@@ -12,15 +12,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from shoal.build.infer import make_inference, start_server
+from shoal.config.infer import InferConfig
 from shoal.models.sampler_view import SamplerView
+from shoal.observability.manifest import describe
 from shoal.protocols import RolloutEngine
 from shoal.rollout.embedded import EmbeddedRolloutEngine
+from shoal.rollout.http import HttpRolloutEngine
+from shoal.rollout.link import Address
+from shoal.server.listen import bind
 from shoal.types import Completion, Request, Span
 from support.engines import ask, make_engine
 from support.models import EOS, TOKENIZER, as_decoder, random_prompts, small_model
@@ -61,7 +69,38 @@ async def embedded(model: Any) -> AsyncIterator[Served]:
             await engine.close()
 
 
-SERVERS: dict[str, Callable[[Any], AbstractAsyncContextManager[Served]]] = {"embedded": embedded}
+@asynccontextmanager
+async def over_http(model: Any) -> AsyncIterator[Served]:
+    """A grpo-infer with its own copy of the weights, in this process but behind a real socket."""
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(f"{folder}/model")
+        TOKENIZER.save_pretrained(f"{folder}/model")
+        config = InferConfig(model=f"{folder}/model", max_model_len=CONTEXT_TOKENS, max_num_seqs=16, dtype="float32")
+        inference = await asyncio.to_thread(make_inference, config)
+        listener, _ = await start_server(config, inference, bind("127.0.0.1", 0), lambda _: None)
+        engine = HttpRolloutEngine(Address(f"http://127.0.0.1:{listener.port}/v1", deadline_s=20))
+        trained = copy.deepcopy(model)
+
+        async def publish(version: int, weights: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+            with torch.no_grad():
+                for name, parameter in trained.named_parameters():
+                    parameter.copy_(weights[name])
+            target = Path(folder) / f"v{version:06}"
+            trained.save_pretrained(target)
+            return describe(target, version, "full")
+
+        try:
+            yield Served(engine, publish)
+        finally:
+            await engine.close()
+            await listener.close()
+            await inference.close()
+
+
+SERVERS: dict[str, Callable[[Any], AbstractAsyncContextManager[Served]]] = {
+    "embedded": embedded,
+    "embedded-over-http": over_http,
+}
 
 
 @dataclass

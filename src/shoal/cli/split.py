@@ -1,4 +1,4 @@
-"""`shoal grpo-infer`, `grpo-orch`, `grpo-train`: the processes of the split layout, each read and checked alone."""
+"""`shoal grpo-orch`, `grpo-train`: processes of the split layout, each read and checked alone."""
 
 from __future__ import annotations
 
@@ -20,21 +20,6 @@ from shoal.orchestrator.supervise import SUPERVISOR
 from shoal.rewards.confine import die_with_parent
 
 DryRun = Flag = Annotated[bool, Parameter(negative=())]
-
-
-def grpo_infer(file: str, *overrides: str, dry_run: DryRun = False) -> None:
-    """Serve the model for the split layout.
-
-    Parameters
-    ----------
-    file
-        File with the infer section.
-    overrides
-        Such as infer.port=8001.
-    dry_run
-        Check everything, print the configuration, and stop.
-    """
-    _checked("infer", file, overrides, dry_run)
 
 
 def grpo_orch(
@@ -59,7 +44,7 @@ def grpo_orch(
     next_command
         How to go on, for status.json, where a supervisor started this.
     """
-    loaded = _checked("orch", file, overrides, dry_run)
+    loaded = read_section("orch", file, overrides, dry_run)
     if loaded is not None:
         from shoal import split
 
@@ -79,14 +64,14 @@ def grpo_train(file: str, *overrides: str, dry_run: DryRun = False) -> None:
     dry_run
         Check everything, print the configuration, and stop.
     """
-    loaded = _checked("train", file, overrides, dry_run)
+    loaded = read_section("train", file, overrides, dry_run)
     if loaded is not None:
         from shoal import split
 
         split.serve_training(loaded.config, loaded.origins)
 
 
-def _checked(name: str, file: str, overrides: tuple[str, ...], dry_run: bool) -> Loaded[Any] | None:
+def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool) -> Loaded[Any] | None:
     """The section, read and checked; None if that is all that was wanted."""
     die_with_supervisor()
     only_overrides = "=" in file and not file.endswith(FILE_SUFFIXES)

@@ -94,12 +94,17 @@ class Meeting:
         if end is not None:
             raise_end(end)
 
+    def others_expected(self) -> bool:
+        """Whether files of the others are here, of living ones or not."""
+        self.look()
+        return bool(self.peers.incarnations())
+
     async def meet(self, *, patient: bool = False) -> None:
         """Until all three are there. A patient process waits for as long as it takes."""
         started = time.monotonic()
         while missing := self._missing():
             waited = time.monotonic() - started
-            for component in missing:
+            for component in missing if not patient or len(missing) == 1 else ():
                 self._waits.note(component, waited)
             if not patient and waited > self.deadline_s:
                 self._too_late(missing, waited)
@@ -148,8 +153,8 @@ class Meeting:
 
     def end_all(self, reason: str, code: int) -> None:
         """Tell whoever is in this run that it is over."""
-        names = tuple(peer.incarnation for part in COMPONENTS if (peer := self.peers.get(part)) is not None)
-        tell_end(self.presence.folder, End(reason, code, self.name, names))
+        self.peers.look()
+        tell_end(self.presence.folder, End(reason, code, self.name, self.peers.incarnations()))
 
     def close(self, error: BaseException | None = None) -> None:
         """A process that found a contradiction leaves its file, so that the others find it too."""

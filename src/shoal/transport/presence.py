@@ -150,6 +150,10 @@ class Peers:
         changed = peer.changed if peer is not None else None
         return time.monotonic() - (self._since if changed is None else changed)
 
+    def incarnations(self) -> tuple[str, ...]:
+        """Of all whose files were read, of living ones or not."""
+        return tuple(peer.incarnation for peer in self._seen.values())
+
     def missing(self) -> list[str]:
         return [name for name in COMPONENTS if name != self.own and not self.is_alive(name)]
 

@@ -38,7 +38,11 @@ def split_config(model: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:
 
 def colocated_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same run in one process: without the keys that only several have."""
-    train = {key: value for key, value in config["train"].items() if key not in ("deadline_s", "weight_broadcast", "rollout_transport")}
+    train = {
+        key: value
+        for key, value in config["train"].items()
+        if key not in ("deadline_s", "weight_broadcast", "rollout_transport")
+    }
     orch = {key: value for key, value in config["orch"].items() if key != "client"}
     return {"train": train, "orch": orch}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import EXIT_BUG, ConfigError, StorageError, StoppedByPolicy
+from shoal.errors import EXIT_BUG, ConfigError, StoppedByPolicy, StorageError
 from shoal.transport.calls import Answer, Answerer, Call, Caller, failed, raise_failed, read_bulk
 from shoal.transport.folder_calls import FolderAnswerer, FolderCaller
 from shoal.transport.tcp_calls import LENGTH, TOKEN_FILE, TcpAnswerer, TcpCaller, write_frame
