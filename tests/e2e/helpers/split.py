@@ -14,6 +14,7 @@ from .runs import Run, base_config, fingerprint
 
 COMPONENTS = ("infer", "train", "orch")
 LIMIT_S = 60.0
+SPLIT_ONLY = ("deadline_s", "weight_broadcast", "rollout_transport")
 
 
 def free_port() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -137,7 +136,7 @@ def test_without_the_token_nothing_is_heard(tmp_path: Path):
                 await write_frame(writer, shown)
             assert await asyncio.wait_for(reader.read(), 5) == b"", "the connection is closed"
             writer.close()
-        assert stat.S_IMODE(os.stat(tmp_path / TOKEN_FILE).st_mode) == 0o600
+        assert stat.S_IMODE((tmp_path / TOKEN_FILE).stat().st_mode) == 0o600
         assert (await pair[0].ask(call(1), None, never_mind)).number == 1
         assert done == [1]
 
@@ -148,7 +147,7 @@ def test_a_taken_port_is_told_with_its_key(tmp_path: Path):
     async def both() -> None:
         first = await TcpAnswerer.listen(tmp_path, TRAINER, "127.0.0.1", 0)
         port = int(first.address.rpartition(":")[2])
-        with pytest.raises(ConfigError, match="train.rollout_transport.port"):
+        with pytest.raises(ConfigError, match=r"train\.rollout_transport\.port"):
             await TcpAnswerer.listen(tmp_path, TRAINER, "127.0.0.1", port)
         await first.close()
 
@@ -175,7 +174,7 @@ def test_folders_of_earlier_sessions_are_removed(tmp_path: Path):
 def test_what_fails_there_fails_here(raised: Exception, told: type[Exception], code: int):
     answer = failed(5, raised)
     assert (answer.number, answer.code) == (5, code)
-    with pytest.raises(told, match="grpo-train: .*a"):
+    with pytest.raises(told, match=r"grpo-train: .*a"):
         raise_failed(answer, "grpo-train")
 
 
