@@ -49,7 +49,7 @@ def supervise(command: SplitCommand, loaded: Loaded[RunConfig]) -> int | None:
     findings.raise_errors(loaded.origins)
     config = resolve_run(loaded.config)
     resume = command.resume or config.train.resume_from_checkpoint
-    notices(findings.notice_lines() + prepare_folder(loaded, config, resume))
+    notices(prepare_folder(loaded, config, resume))  # the rest is told by the orchestrator
     folder = Path(config.train.output_dir)
     if command.dry_run:
         say(as_yaml(config))
