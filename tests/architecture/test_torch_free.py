@@ -11,7 +11,8 @@ ROOMS = [
     "types", "protocols", "errors", "config", "batching", "envs", "rewards", "orchestrator", "observability", "report",
     "surfaces", "grpo_trainer", "cli", "launcher", "server", "algorithms.advantages",
     "split", "transport.calls", "transport.folder_calls", "transport.folder_weights", "transport.presence",
-    "transport.tcp_calls", "rollout.http", "rollout.runner", "models.chat", "models.tokenizer", "build.split",
+    "transport.tcp_calls", "rollout.runner", "rollout.link", "rollout.http", "models.chat",
+    "models.tokenizer", "build.split",
 ]  # fmt: skip
 HEAVY = ("torch", "transformers", "peft", "accelerate", "safetensors.torch")
 

@@ -20,18 +20,16 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.build.infer import make_inference, start_server
-from shoal.config.infer import InferConfig
 from shoal.models.sampler_view import SamplerView
 from shoal.observability.manifest import describe
 from shoal.protocols import RolloutEngine
 from shoal.rollout.embedded import EmbeddedRolloutEngine
 from shoal.rollout.http import HttpRolloutEngine
 from shoal.rollout.link import Address
-from shoal.server.listen import bind
 from shoal.types import Completion, Request, Span
 from support.engines import ask, make_engine
 from support.models import EOS, TOKENIZER, as_decoder, random_prompts, small_model
+from support.servers import save, serving
 
 CONTEXT_TOKENS = 96
 SHORT, LONG = random_prompts(3, 6, 40)
@@ -73,28 +71,21 @@ async def embedded(model: Any) -> AsyncIterator[Served]:
 async def over_http(model: Any) -> AsyncIterator[Served]:
     """A grpo-infer with its own copy of the weights, in this process but behind a real socket."""
     with TemporaryDirectory() as folder:
-        model.save_pretrained(f"{folder}/model")
-        TOKENIZER.save_pretrained(f"{folder}/model")
-        config = InferConfig(model=f"{folder}/model", max_model_len=CONTEXT_TOKENS, max_num_seqs=16, dtype="float32")
-        inference = await asyncio.to_thread(make_inference, config)
-        listener, _ = await start_server(config, inference, bind("127.0.0.1", 0), lambda _: None)
-        engine = HttpRolloutEngine(Address(f"http://127.0.0.1:{listener.port}/v1", deadline_s=20))
-        trained = copy.deepcopy(model)
+        settings = {"max_model_len": CONTEXT_TOKENS, "max_num_seqs": 16}
+        async with serving(save(model, Path(folder) / "model"), **settings) as server:
+            trained = copy.deepcopy(model)
 
-        async def publish(version: int, weights: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
-            with torch.no_grad():
-                for name, parameter in trained.named_parameters():
-                    parameter.copy_(weights[name])
-            target = Path(folder) / f"v{version:06}"
-            trained.save_pretrained(target)
-            return describe(target, version, "full")
+            async def publish(version: int, weights: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+                with torch.no_grad():
+                    for name, parameter in trained.named_parameters():
+                        parameter.copy_(weights[name])
+                return describe(save(trained, Path(folder) / f"v{version:06}"), version, "full")
 
-        try:
-            yield Served(engine, publish)
-        finally:
-            await engine.close()
-            await listener.close()
-            await inference.close()
+            engine = HttpRolloutEngine(Address(f"{server.url}/v1", deadline_s=20))
+            try:
+                yield Served(engine, publish)
+            finally:
+                await engine.close()
 
 
 SERVERS: dict[str, Callable[[Any], AbstractAsyncContextManager[Served]]] = {

@@ -199,7 +199,7 @@ def test_one_that_does_not_come_back_ends_the_run(
     tmp_path: Path, warm: WarmPython, model: Path, victim: str, place: Place
 ):
     config = split_config(model)
-    config["train"]["deadline_s"] = config["orch"]["deadline_s"] = 7.0
+    config["train"]["deadline_s"] = config["orch"]["deadline_s"] = 8.0
     with split_run(tmp_path, warm, config) as run:
         run.start_all(kill_at={victim: place})
         codes = run.end(40)

@@ -195,7 +195,7 @@ def make_engine(config: RunConfig, meeting: Meeting) -> RolloutEngine:
     if client.api_key_var is not None and not key:
         raise ConfigError(f"orch.client.api_key_var: the environment variable {client.api_key_var} is not set")
     # A wait for the server ends before the wait for the groups it should have drawn: the reason names the cause.
-    limit_s = 0.9 * orch.deadline_s
+    limit_s = max(orch.deadline_s / 2, orch.deadline_s - 30)
     address = Address(client.base_url, key, limit_s, client.timeout, max(64, 2 * orch.batch_size))
     waits = Waits(lambda text: meeting.tell(text))
     return HttpRolloutEngine(address, config.train.model, config.train.seed, waits.heard)

@@ -120,7 +120,8 @@ class EmbeddedRolloutEngine:
         await asyncio.sleep(0)  # whoever asked together is batched together
         try:
             while self._inbox or self._engine.busy:
-                await self._running.wait()
+                while not self._running.is_set():  # it may be cleared again before a wake-up comes through
+                    await self._running.wait()
                 self._between_turns.clear()
                 try:
                     finished = await loop.run_in_executor(self._device, self._turn, loop)

@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.errors import EngineError
+from shoal.errors import DeadlineError, EngineError
 from shoal.observability import manifest as manifests
-from shoal.rollout.link import Address, Link, Lost, Waiting
+from shoal.rollout.link import Address, Late, Link, Lost, Waiting
 from shoal.server.control import INCARNATION
 from shoal.types import Completion, Request, Span
 
@@ -36,7 +36,7 @@ class HttpRolloutEngine:
         self._noise_seed = noise_seed
         self._facts: dict[str, Any] = {}  # what the server says about itself
         self._wanted: dict[str, Any] | None = None  # the manifest it has to serve; None = nothing was loaded yet
-        self._version = 0
+        self._version = self._coming = 0
         self._paused = False
         self._running = 0
         self._meeting = asyncio.Lock()
@@ -73,7 +73,7 @@ class HttpRolloutEngine:
             self._running -= 1
         try:
             completion = _completion(request, reply, int(facts["vocab_size"]))
-            _check_versions(completion, min(asked_at, self._version), max(asked_at, self._version))
+            _check_versions(completion, (asked_at, self._version, self._coming))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
             raise EngineError(f"{self._link.name} answered {request.request_id} wrongly: {what}") from error
@@ -83,10 +83,11 @@ class HttpRolloutEngine:
         """A manifest without weights is about the version that is served: its noise."""
         await self.about()
         body = {"noise_seed": self._noise_seed, **(manifest or {}), "version": version}
+        self._coming = version  # from now on it may be what tokens are drawn with
+        reply = await self._ask("/shoal/load", body, self._link.address.deadline_s)
         before = self._wanted
         if before is not None and before["version"] == version and not _has_weights(body):
-            body = {**before, **body}
-        reply = await self._ask("/shoal/load", body, self._link.address.deadline_s)
+            body = {**before, **body}  # a server that is restarted needs all of it
         self._check_loaded(body, reply)
         self._wanted, self._version = body, version
         return str(reply["hash"])
@@ -131,6 +132,8 @@ class HttpRolloutEngine:
             except Lost as error:
                 why = error
             await self._meet(met)
+            if isinstance(why, Late) and self._facts["incarnation"] == met:
+                raise DeadlineError(f"{self._link.name}: {why}; raise orch.client.timeout if that is expected")
             losses = losses + 1 if self._facts["incarnation"] == met else 0
             if losses >= MOST_LOSSES:
                 raise EngineError(f"{self._link.name} is up but lost {path} {losses} times in a row: {why}")
@@ -143,9 +146,9 @@ class HttpRolloutEngine:
 
             async def probe() -> dict[str, Any]:
                 facts, _ = await self._link.get("/shoal/about")
-                if facts.get("incarnation") != met:
+                if met is None or facts.get("incarnation") != met:
                     self._check_facts(facts)
-                    await self._restore()
+                    await self._restore(facts)
                 return facts
 
             self._facts = await self._link.until_up(probe)
@@ -157,12 +160,14 @@ class HttpRolloutEngine:
         if self._model is not None and facts.get("model") != self._model:
             raise EngineError(f"{self._link.name} serves {facts.get('model')!r}, not {self._model!r}")
 
-    async def _restore(self) -> None:
+    async def _restore(self, facts: Mapping[str, Any]) -> None:
+        """Our weights, and our pause: another client may have left one behind."""
+        limit_s = self._link.address.deadline_s
         if self._wanted is not None:
-            reply, _ = await self._link.post("/shoal/load", self._wanted, self._link.address.deadline_s)
+            reply, _ = await self._link.post("/shoal/load", self._wanted, limit_s)
             self._check_loaded(self._wanted, reply)
-        if self._paused:
-            await self._link.post("/shoal/pause", {}, self._link.address.deadline_s)
+        if self._paused != bool(facts.get("paused")):
+            await self._link.post("/shoal/pause" if self._paused else "/shoal/resume", {}, limit_s)
 
 
 def _has_weights(manifest: Mapping[str, Any]) -> bool:
@@ -203,7 +208,7 @@ def _completion(request: Request, reply: Mapping[str, Any], vocab_size: int) -> 
     return Completion(request.request_id, ids, numbers, spans, exact["finish_reason"], text, kept)
 
 
-def _check_versions(completion: Completion, oldest: int, newest: int) -> None:
-    wrong = [span.version for span in completion.spans if not oldest <= span.version <= newest]
+def _check_versions(completion: Completion, served: tuple[int, ...]) -> None:
+    wrong = [span.version for span in completion.spans if not min(served) <= span.version <= max(served)]
     if wrong:
-        raise ValueError(f"drawn with version {wrong[0]}, it should have {newest}")
+        raise ValueError(f"drawn with version {wrong[0]}, it should be {max(served)}")

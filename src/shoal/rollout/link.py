@@ -30,6 +30,10 @@ class Lost(Exception):
     """Nobody answered, or the answer broke off. Says why."""
 
 
+class Late(Lost):
+    """Somebody is there, or was, and has not answered in time."""
+
+
 @dataclass(frozen=True)
 class Address:
     base_url: str  # as OpenAI's clients take it, ending in /v1
@@ -66,7 +70,8 @@ class Link:
         """The answer and its headers. Raises Lost, or EngineError for an answer that is no answer."""
         data = msgspec.json.encode(body) if body is not None else None
         headers = {"Content-Type": "application/json"} if data is not None else {}
-        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S)
+        # From the moment it is sent: a request that waits for a free connection is not late.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=limit_s)
         pool = self._pool(completions=path.endswith("completions"))
         try:
             async with pool.request(
@@ -74,7 +79,7 @@ class Link:
             ) as reply:
                 return self._read(path, reply.status, await reply.read()), reply.headers
         except TimeoutError as error:
-            raise Lost(f"no answer to {path} within {limit_s:.0f} s") from error
+            raise Late(f"no answer to {path} within {limit_s:.0f} s") from error
         except aiohttp.InvalidURL as error:
             raise ConfigError(f"orch.client.base_url: {self.address.base_url!r} is not an address") from error
         except (aiohttp.ClientError, OSError) as error:

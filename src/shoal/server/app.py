@@ -21,9 +21,11 @@ from shoal.server.control import INCARNATION, Control
 from shoal.server.guard import Access, Guard, error_body
 from shoal.server.names import Names
 from shoal.server.streaming import EventStream, stream
+from shoal.server.telemetry import MEDIA_TYPE, Telemetry
 
 T = TypeVar("T")
 Body = Mapping[str, Any]
+Route = Callable[[Request], Awaitable[Response]]
 Failed = Callable[[EngineError], None]
 
 
@@ -37,28 +39,40 @@ class Routes:
     def __init__(self, completions: Completions, names: Names, control: Control | None, failed: Failed) -> None:
         self._completions = completions
         self._names = names
-        self._control = control
         self._failed = failed
-
-    def add_to(self, app: FastAPI) -> None:
-        app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_api_route("/v1/models", self.models, methods=["GET"])
-        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
-        app.add_api_route("/v1/completions", self.complete, methods=["POST"])
-        control = self._control
-        if control is None:
-            return
-        for path, answer in (("/shoal/about", control.about), ("/shoal/version", control.version)):
-            app.add_api_route(path, self._telling(answer), methods=["GET"])
-        for path, work in control.commands().items():
-            app.add_api_route(path, self._doing(work), methods=["POST"])
+        self.gets: dict[str, Route] = {
+            "/health": self.health,
+            "/metrics": self.metrics,
+            "/v1/models": self._telling(names.as_openai),
+            "/v1/models/{name:path}": self.model,
+        }
+        self.posts: dict[str, Route] = {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.complete,
+            "/tokenize": self._doing(completions.tokenize),
+            "/detokenize": self._doing(completions.detokenize),
+        }
+        if control is not None:
+            self.gets |= {
+                "/shoal/about": self._telling(control.about),
+                "/shoal/version": self._telling(control.version),
+            }
+            self.posts |= {path: self._doing(command) for path, command in control.commands().items()}
+        self.telemetry = Telemetry(frozenset([*self.gets, *self.posts]))
 
     async def health(self, request: Request) -> Response:
         health = await self._completions.served.engine.health()
         return _json(health, 200 if health.get("ok") else 503)
 
-    async def models(self, request: Request) -> Response:
-        return _json(self._names.as_openai())
+    async def metrics(self, request: Request) -> Response:
+        health = await self._completions.served.engine.health()
+        return Response(self.telemetry.text(health, self._completions.tokens), media_type=MEDIA_TYPE)
+
+    async def model(self, request: Request) -> Response:
+        async def look_up() -> Response:
+            return _json(self._names.one(request.path_params["name"]))
+
+        return await self._refusing(look_up())
 
     async def chat(self, request: Request) -> Response:
         def read(body: Body) -> Asked:
@@ -83,13 +97,13 @@ class Routes:
 
         return await self._refusing(work())
 
-    def _telling(self, answer: Callable[[], dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
+    def _telling(self, answer: Callable[[], dict[str, Any]]) -> Route:
         async def route(request: Request) -> Response:
             return _json(answer())
 
         return route
 
-    def _doing(self, work: Callable[[Body], Awaitable[dict[str, Any]]]) -> Callable[[Request], Awaitable[Response]]:
+    def _doing(self, work: Callable[[Body], Awaitable[dict[str, Any]]]) -> Route:
         """A command runs to its end even if whoever gave it goes away: weights are never half of one version."""
 
         async def route(request: Request) -> Response:
@@ -126,7 +140,10 @@ def make_app(
     failed: Failed = lambda _: None,
 ) -> ASGIApp:
     app = FastAPI(title="Shoal", docs_url=None, redoc_url=None, openapi_url=None)
-    Routes(completions, names, control, failed).add_to(app)
+    routes = Routes(completions, names, control, failed)
+    for method, handlers in (("GET", routes.gets), ("POST", routes.posts)):
+        for path, handler in handlers.items():
+            app.add_api_route(path, handler, methods=[method])
 
     @app.exception_handler(404)
     @app.exception_handler(405)
@@ -137,7 +154,7 @@ def make_app(
     access = access or Access()
     if control is not None:  # a client must notice that it talks to another process than before
         access = replace(access, headers=((INCARNATION.encode(), control.incarnation.encode()),))
-    return Guard(app, access)
+    return routes.telemetry.around(Guard(app, access))
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -25,6 +25,7 @@ _UNKNOWN: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
     "top_logprobs": (None, 0),
     "prompt_logprobs": (None, False),
+    "tool_choice": (None, "auto", "none"),
 }
 
 

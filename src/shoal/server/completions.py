@@ -61,6 +61,7 @@ class Asked:
 class Completions:
     def __init__(self, served: Served) -> None:
         self.served = served
+        self.tokens = {"prompt": 0, "completion": 0}  # of what was answered
         self._numbers = itertools.count()
 
     @property
@@ -72,6 +73,7 @@ class Completions:
         messages, tools = read_messages(body.get("messages")), read_tools(body)
         if session is None:
             refuse_unknown(body)
+            tools = None if body.get("tool_choice") == "none" else tools
             prompt_ids = self.served.tokens.prompt_ids(messages, tools)
             sampling, seeds = self._limited(read_sampling(body), prompt_ids), _seeds(body)
             return Asked("chat.completion", body, prompt_ids, sampling, seeds, messages, tools)
@@ -88,6 +90,25 @@ class Completions:
         if ids is None:
             raise BadRequest("prompt must be a text or a list of token ids, one prompt a request", "prompt")
         return Asked("text_completion", body, ids, self._limited(read_sampling(body), ids), _seeds(body))
+
+    async def tokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A text as it stands, or messages as the chat template writes them."""
+        prompt, tokens = body.get("prompt"), self.served.tokens
+        if body.get("add_special_tokens"):
+            raise BadRequest("add_special_tokens: nothing is put around a prompt here", "add_special_tokens")
+        if body.get("messages") is not None:
+            ids = tokens.prompt_ids(read_messages(body["messages"]), read_tools(body))
+        elif isinstance(prompt, str):
+            ids = tokens.encode(prompt)
+        else:
+            raise BadRequest("give prompt, a text, or messages", "prompt")
+        return {"count": len(ids), "max_model_len": self.served.context_tokens, "tokens": ids}
+
+    async def detokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        ids = read_ids(body.get("tokens"), "tokens")
+        if ids is None or not all(0 <= i < 2**31 for i in ids):
+            raise BadRequest("tokens must be a list of token ids", "tokens")
+        return {"prompt": self.served.tokens.full_text(ids)}
 
     def _limited(self, sampling: SamplingParams, prompt_ids: list[int], limit: int | None = None) -> SamplingParams:
         limit = self.served.context_tokens if limit is None else limit
@@ -108,8 +129,12 @@ class Completions:
         sampling = replace(asked.sampling, seed=asked.seeds[number])
         request = Request(f"http/{next(self._numbers)}", asked.prompt_ids, sampling)
         if heard is not None and self.streams:
-            return await cast(StreamingEngine, self.served.engine).generate(request, heard)
-        return await self.served.engine.generate(request)
+            completion = await cast(StreamingEngine, self.served.engine).generate(request, heard)
+        else:
+            completion = await self.served.engine.generate(request)
+        self.tokens["prompt"] += len(request.prompt_ids)
+        self.tokens["completion"] += len(completion.token_ids)
+        return completion
 
     def choice(self, asked: Asked, number: int, completion: Completion) -> dict[str, Any]:
         """What a choice of the answer says. A session takes note of it."""

@@ -8,8 +8,6 @@ from typing import Any
 from shoal.server.asked import BadRequest, UnknownModel
 from shoal.server.sessions import Session
 
-Versions = Callable[[], int]
-
 
 class Names:
     """`adapter` is one that a person loaded by name; then the model alone cannot be had."""
@@ -50,9 +48,13 @@ class Names:
         return [self.adapter] if self.adapter is not None else [self.model, self.pinned]
 
     def as_openai(self) -> dict[str, Any]:
-        parent = {"parent": self.model}
-        data = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "shoal", **(parent if name != self.model else {})}
-            for name in self.listed()
-        ]
-        return {"object": "list", "data": data}
+        return {"object": "list", "data": [self._described(name) for name in self.listed()]}
+
+    def one(self, name: str) -> dict[str, Any]:
+        if name not in self.listed():
+            raise self._unknown(name)
+        return self._described(name)
+
+    def _described(self, name: str) -> dict[str, Any]:
+        parent = {} if name == self.model else {"parent": self.model}
+        return {"id": name, "object": "model", "created": 0, "owned_by": "shoal", **parent}

@@ -15,7 +15,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from shoal.errors import EngineError
+from shoal.errors import EngineError, RequestError
 from shoal.server.completions import Asked, Completions, usage
 from shoal.types import Completion
 
@@ -75,9 +75,9 @@ async def stream(completions: Completions, asked: Asked, failed: Callable[[Engin
     try:
         while (event := await events.get()) is not None:
             if isinstance(event, Exception):
-                if isinstance(event, EngineError):
+                if isinstance(event, EngineError) and not isinstance(event, RequestError):
                     failed(event)
-                yield _event({"error": {"message": str(event), "type": "server_error", "code": "engine_failed"}})
+                yield _event({"error": {"message": str(event), "type": "server_error", "code": "failed"}})
                 break
             yield _event({**about, **event})
         else:
