@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
 
-from shoal.config.base import Name, NonEmpty, PositiveInt, Section
+from shoal.config.base import Name, NonEmpty, PositiveFloat, PositiveInt, Section
 
 
 class InferConfig(Section):
@@ -56,4 +56,7 @@ class InferConfig(Section):
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments for a vLLM or SGLang server."
+    )
+    deadline_s: PositiveFloat = Field(
+        default=600.0, description="The server waits no longer than this for an orchestrator that left (split layout)."
     )

@@ -1,0 +1,265 @@
+"""The split layout with real processes: the same run as in one process, in any order of start, whoever is killed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .helpers.processes import WarmPython
+from .helpers.runs import Run, assert_trained_once
+from .helpers.split import COMPONENTS, SplitRun, colocated_config, compared, free_port, split_config, split_run
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "grpo"
+STEPS = 4
+KILLED = -9
+LORA = {"lora": True, "lora_rank": 4, "learning_rate": 2e-3, "lora_dropout": 0.1}
+NOISE = {"noise_scheduler": {"enabled": True, "num_stages": 2, "sigma_start": 0.02, "sigma_end": 0.01}}
+Place = tuple[str, int]
+InOne = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def in_one(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython, model: Path) -> InOne:
+    """What the same run comes to in one process; computed once for each configuration."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def compute(**changes: Any) -> dict[str, Any]:
+        key = repr(changes)
+        if key not in known:
+            config = colocated_config(split_config(model, **changes))
+            run = Run(tmp_path_factory.mktemp("in-one"), warm).write(config)
+            command = run.grpo()
+            assert command.wait() == 0, command.text()
+            known[key] = compared(run)
+        return known[key]
+
+    return compute
+
+
+def finish(run: SplitRun, wanted: dict[str, Any]) -> None:
+    assert run.end() == dict.fromkeys(run.processes, 0)
+    assert run.status()["state"] == "finished"
+    assert_trained_once(run, STEPS)
+    found = compared(run)
+    for name, value in wanted.items():
+        assert found[name] == value, f"{name} differs"
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "noise", "evaluated"])
+def test_split_equals_one_process(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, kind: str):
+    changes: dict[str, Any] = {
+        "full": {},
+        "lora": {"train": LORA},
+        "noise": {"train": NOISE, "orch": {"eval": {"interval": 2, "num_examples": 2}}},
+        "evaluated": {"orch": {"eval": {"interval": 2, "num_examples": 2}}},
+    }[kind]
+    served = {"infer": {"enable_lora": True, "max_lora_rank": 4}} if kind == "lora" else {}
+    with split_run(tmp_path, warm, _with(split_config(model, **changes), served)) as run:
+        run.start_all()
+        finish(run, in_one(**changes))
+        weights = sorted(path.name for path in (run.path / "weights").iterdir())
+        assert weights == ["v000003", "v000004"], "the newest two are kept"
+        files = {path.name for path in (run.path / "weights" / "v000004").iterdir()}
+        assert ("adapter_model.safetensors" in files) == (kind == "lora")
+        assert ("model.safetensors" in files) == (kind != "lora"), "adapters travel alone"
+
+
+def _with(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    for section, values in changes.items():
+        config[section] |= values
+    return config
+
+
+def test_over_connections(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+    """Calls over tcp, weights over gloo: what NCCL runs between GPUs."""
+    ways = {"rollout_transport": {"type": "tcp"}, "weight_broadcast": {"type": "nccl"}}
+    with split_run(tmp_path, warm, split_config(model, train=ways)) as run:
+        run.start_all()
+        finish(run, in_one())
+        assert not (run.path / "weights").exists()
+
+
+def test_adapters_over_connections(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+    config = split_config(model, train=LORA | {"weight_broadcast": {"type": "nccl"}})
+    with split_run(tmp_path, warm, _with(config, {"infer": {"enable_lora": True, "max_lora_rank": 4}})) as run:
+        run.start_all()
+        finish(run, in_one(train=LORA))
+
+
+def test_any_order_of_start(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+    """Each is started when the one before it says that it waits."""
+
+    def check(order: tuple[str, ...]) -> None:
+        with split_run(tmp_path / "-".join(order), warm, split_config(model)) as run:
+            for component in order:
+                command = run.start_one(component)
+                file = run.path / "handshake" / f"{component}.json"
+                _until(lambda: file.exists() or not command.running())  # noqa: B023
+            finish(run, in_one())
+
+    in_one()
+    each([("orch", "train", "infer"), ("train", "infer", "orch"), ("infer", "orch", "train")], check)
+
+
+def each(cases: Iterable[Any], check: Callable[[Any], None], at_once: int = 2) -> None:
+    """Some at a time; all failures are told, not only the first."""
+    cases = list(cases)
+
+    def attempt(case: Any) -> str | None:
+        try:
+            check(case)
+        except AssertionError as error:
+            return f"{case}: {error}"
+        return None
+
+    with ThreadPoolExecutor(at_once) as pool:
+        failures = [told for told in pool.map(attempt, cases) if told is not None]
+    assert not failures, "\n\n".join(failures)
+
+
+def _until(done: Callable[[], bool]) -> None:
+    from .helpers.processes import wait_until
+
+    wait_until(done, 30, "a process to show itself", 0.01)
+
+
+KILLS: list[tuple[str, Place]] = [
+    ("train", ("service:learned", 1)),
+    ("train", ("service:answered:learn", 3)),
+    ("train", ("publish:exported", 4)),
+    ("train", ("service:save", 1)),
+    ("infer", ("engine:turn", 6)),
+    ("infer", ("weights:arrived", 3)),
+    ("orch", ("appended:journal.jsonl", 3)),
+    ("orch", ("checkpoint:files", 1)),
+]
+MORE_KILLS: list[tuple[str, Place]] = [
+    ("train", ("service:answered:load", 1)),
+    ("train", ("service:learn", 1)),
+    ("train", ("service:learned", 3)),
+    ("train", ("publish:exported", 1)),
+    ("train", ("service:answered:save", 1)),
+    ("infer", ("engine:turn", 1)),
+    ("infer", ("weights:arrived", 1)),
+    ("orch", ("appended:journal.jsonl", 1)),
+    ("orch", ("folder:synced", 1)),
+]
+
+
+@pytest.mark.parametrize("kills", [KILLS, pytest.param(MORE_KILLS, marks=pytest.mark.slow)], ids=["some", "more"])
+def test_whoever_is_killed_comes_back(
+    tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, kills: list[tuple[str, Place]]
+):
+    """Killed at a named place and started again: every step once, weights as if nothing had happened."""
+    wanted = in_one()
+
+    def check(case: tuple[str, Place]) -> None:
+        victim, place = case
+        name = f"{victim}-{place[0].replace(':', '-')}-{place[1]}"
+        with split_run(tmp_path / name, warm, split_config(model)) as run:
+            run.start_all(kill_at={victim: place})
+            assert run.processes[victim].wait() == KILLED, "the place was passed"
+            run.start_one(victim, *(["--resume"] if victim == "orch" else []))
+            finish(run, wanted)
+
+    each(kills, check)
+
+
+def test_killed_one_after_the_other(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+    places: dict[str, Place] = {
+        "train": ("service:learned", 1), "infer": ("engine:turn", 6), "orch": ("appended:journal.jsonl", 3)
+    }  # fmt: skip
+    with split_run(tmp_path, warm, split_config(model)) as run:
+        run.start_all(kill_at=places)
+        for victim in ("train", "infer", "orch"):
+            assert run.processes[victim].wait() == KILLED
+            run.start_one(victim, *(["--resume"] if victim == "orch" else []))
+        finish(run, in_one())
+
+
+@pytest.mark.parametrize("absent", COMPONENTS)
+def test_one_that_never_comes_ends_the_run(tmp_path: Path, warm: WarmPython, model: Path, absent: str):
+    config = split_config(model)
+    config["train"]["deadline_s"] = config["orch"]["deadline_s"] = 2.0
+    with split_run(tmp_path, warm, config) as run:
+        run.start_all(*(name for name in COMPONENTS if name != absent))
+        codes = run.end(30)
+        assert codes == dict.fromkeys(codes, 3)
+        for command in run.processes.values():
+            assert f"for grpo-{absent}" in command.text(), "each says whom it waited for"
+
+
+@pytest.mark.parametrize(("victim", "place"), [("train", ("service:learn", 2)), ("infer", ("engine:turn", 4))])
+def test_one_that_does_not_come_back_ends_the_run(
+    tmp_path: Path, warm: WarmPython, model: Path, victim: str, place: Place
+):
+    config = split_config(model)
+    config["train"]["deadline_s"] = config["orch"]["deadline_s"] = 8.0
+    with split_run(tmp_path, warm, config) as run:
+        run.start_all(kill_at={victim: place})
+        codes = run.end(40)
+        assert codes == {**dict.fromkeys(COMPONENTS, 3), victim: KILLED}
+        status = run.status()
+        assert status["state"] == "stopped" and status["resumable"]
+        asked = {"train": "grpo-train", "infer": "the inference server"}[victim]
+        assert asked in status["reason"]
+        assert any(asked in event["message"] for event in run.events("waiting")), "it said that it waited"
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "words"),
+    [
+        ("infer", {"model": "another"}, "names another model"),
+        ("orch", {"max_steps": 9}, "max_steps"),
+        ("orch", {"seq_len": 64}, "seq_len"),
+        ("train", {"lora": True, "lora_rank": 32}, "max_lora_rank"),
+    ],
+)
+def test_contradictions_end_all_three(
+    tmp_path: Path, warm: WarmPython, model: Path, raw_model: Path, section: str, changes: dict[str, Any], words: str
+):
+    if "model" in changes:
+        changes = {"model": str(raw_model)}
+    config = split_config(model, **{section: changes})
+    if "lora" in changes:
+        config["infer"] |= {"enable_lora": True, "max_lora_rank": 8}
+    with split_run(tmp_path, warm, config) as run:
+        run.start_all()
+        codes = run.end(40)
+        assert codes == dict.fromkeys(COMPONENTS, 2)
+        for command in run.processes.values():
+            last = command.text().strip().splitlines()[-1]
+            assert last.startswith("shoal: error:") and words in last
+        assert not (run.path / "status.json").exists(), "there was no run"
+
+
+def test_the_quickstart_files_run_as_three_commands(tmp_path: Path, warm: WarmPython, model: Path):
+    """Unchanged but for the model, the recipe of the machine, sizes and a free port; all three default to ./outputs."""
+    for file in EXAMPLES.glob("*.yaml"):
+        shutil.copy(file, tmp_path / file.name)
+    port = free_port()
+    own = {
+        "infer": [f"infer.model={model}", f"infer.port={port}"],
+        "orch": [f"orch.model.name={model}", f"orch.client.base_url=http://127.0.0.1:{port}/v1"],
+        "train": [f"train.model={model}", "train.recipe=fp32", "train.max_steps=4"],
+    }
+    own["orch"] += ["orch.batch_size=8", "orch.rollouts_per_example=4", "orch.max_steps=4"]
+    commands = {
+        name: warm.start([f"grpo-{name}", f"{name}.yaml", *own[name]], tmp_path, output=tmp_path / f"{name}.txt")
+        for name in COMPONENTS
+    }
+    try:
+        codes = {name: command.wait() for name, command in commands.items()}
+    finally:
+        for command in commands.values():
+            command.kill()
+    assert codes == dict.fromkeys(COMPONENTS, 0), {name: command.text()[-2000:] for name, command in commands.items()}
+    run = Run(tmp_path, warm, "outputs")
+    assert_trained_once(run, 4)
+    assert [step["noise/sigma"] > 0 for step in run.steps()] == [False, True, True, True]
+    assert (run.path / "final" / "adapter_config.json").exists()
