@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from shoal.errors import DeadlineError, EngineError, ShoalError
 from shoal.observability import manifest as manifests
-from shoal.rollout.link import Address, Late, Link, Lost, Waiting
+from shoal.rollout.link import PROBE_S, Address, Late, Link, Lost, Waiting
 from shoal.server.control import INCARNATION
 from shoal.types import Completion, Request, Span
 
@@ -40,7 +40,7 @@ class HttpRolloutEngine:
         waiting: Waiting = lambda _: None,
         republish: Republish | None = None,
     ) -> None:
-        self._link = Link(address, waiting)
+        self._link = Link(address, _said_once(waiting))
         self._model = model
         self._noise_seed = noise_seed
         self._republish = republish
@@ -195,7 +195,7 @@ class HttpRolloutEngine:
                 return  # somebody else met the new one meanwhile
 
             async def probe() -> dict[str, Any]:
-                facts, _ = await self._link.get("/shoal/about")
+                facts, _ = await self._link.get("/shoal/about", PROBE_S)
                 if met is None or facts.get("incarnation") != met:
                     self._check_facts(facts)
                     await self._restore(facts)
@@ -223,6 +223,19 @@ class HttpRolloutEngine:
             self._check_loaded(self._wanted, reply)
         if self._paused != bool(facts.get("paused")):
             await self._link.post("/shoal/pause" if self._paused else "/shoal/resume", {}, limit_s)
+
+
+def _said_once(waiting: Waiting) -> Waiting:
+    """The end of a wait is told where there was one: a look that finds the server as it was is no news."""
+    told = False
+
+    def say(text: str | None) -> None:
+        nonlocal told
+        if text is not None or told:
+            waiting(text)
+        told = text is not None
+
+    return say
 
 
 def _has_weights(manifest: Mapping[str, Any]) -> bool:

@@ -40,7 +40,7 @@ class Address:
     key: str | None = None
     deadline_s: float = 600.0  # without anybody answering
     request_s: float = 600.0  # that one request may take
-    connections: int = 512
+    connections: int = 1024
 
     @property
     def root(self) -> str:
@@ -56,8 +56,8 @@ class Link:
         self._waiting = waiting
         self._pools: dict[bool, aiohttp.ClientSession] = {}
 
-    async def get(self, path: str) -> tuple[dict[str, Any], Mapping[str, str]]:
-        return await self.ask("GET", path, None, PROBE_S)
+    async def get(self, path: str, limit_s: float = PROBE_S) -> tuple[dict[str, Any], Mapping[str, str]]:
+        return await self.ask("GET", path, None, limit_s)
 
     async def post(
         self, path: str, body: Mapping[str, Any], limit_s: float
@@ -107,25 +107,23 @@ class Link:
     async def until_up(self, probe: Callable[[], Awaitable[T]], why: str = "starting") -> T:
         """What `probe` gives as soon as it is not lost; says for whom it waits, and gives up at the deadline."""
         began, pause_s = time.monotonic(), SHORTEST_PAUSE_S
-        since, told = time.strftime("%H:%M:%S"), False
-        try:
-            while True:
-                try:
-                    return await probe()
-                except Lost as error:
-                    why = str(error) or why
-                if time.monotonic() - began > self.address.deadline_s:
-                    raise DeadlineError(
-                        f"waited {self.address.deadline_s:.0f} s for {self.name}, since {since}: {why}; start it with "
-                        "shoal grpo-infer, or check orch.client.base_url"
-                    )
-                self._waiting(f"waiting for {self.name} since {since}: {why}")
-                told = True
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        finally:
-            if told:
+        since = time.strftime("%H:%M:%S")
+        while True:
+            try:
+                found = await probe()
                 self._waiting(None)
+                return found
+            except Lost as error:
+                why = str(error) or why
+            if time.monotonic() - began > self.address.deadline_s:
+                self._waiting(None)
+                raise DeadlineError(
+                    f"waited {self.address.deadline_s:.0f} s for {self.name}, since {since}: {why}; start it with "
+                    "shoal grpo-infer, or check orch.client.base_url"
+                )
+            self._waiting(f"waiting for {self.name} since {since}: {why}")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _pool(self, completions: bool) -> aiohttp.ClientSession:
         if completions not in self._pools:

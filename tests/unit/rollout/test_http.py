@@ -278,7 +278,7 @@ def test_a_process_that_was_replaced_without_a_word_is_noticed(monkeypatch: pyte
 
 def test_one_that_hangs_is_waited_for_in_words_and_not_for_ever(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shoal.rollout.http.LOOK_EVERY_S", 0.1)
-    monkeypatch.setattr("shoal.rollout.link.PROBE_S", 0.2)
+    monkeypatch.setattr("shoal.rollout.http.PROBE_S", 0.2)
     said: list[str | None] = []
 
     class Hanging(Double):
