@@ -55,7 +55,8 @@ def serve_training(section: TrainConfig, origins: Origins) -> None:
     handler = setup_logging(Path(section.output_dir) / "logs", "train" if ranks.rank == 0 else f"train-{ranks.rank}")
     try:
         if ranks.rank > 0:
-            asyncio.run(_follow(given, ranks))
+            with contextlib.suppress(Ended):
+                asyncio.run(_follow(given, ranks))
             return
         with _console() as console, _taking_part("train", section, console) as meeting:
             asyncio.run(_answer_calls(meeting, origins, Team(given, ranks), console))
