@@ -55,7 +55,8 @@ def serve_training(section: TrainConfig, origins: Origins) -> None:
     handler = setup_logging(Path(section.output_dir) / "logs", "train" if ranks.rank == 0 else f"train-{ranks.rank}")
     try:
         if ranks.rank > 0:
-            asyncio.run(_follow(given, ranks))
+            with contextlib.suppress(Ended):
+                asyncio.run(_follow(given, ranks))
             return
         with _console() as console, _taking_part("train", section, console) as meeting:
             asyncio.run(_answer_calls(meeting, origins, Team(given, ranks), console))
@@ -67,6 +68,9 @@ def serve_training(section: TrainConfig, origins: Origins) -> None:
 
 def serve_inference(section: InferConfig, origins: Origins, tell: Callable[[str], None]) -> None:
     """`shoal grpo-infer`: a server, for whoever asks; in a run it takes part in the meeting and in the end."""
+    from shoal.server.listen import bind
+
+    bind(section.host, section.port).close()  # a port that is taken is said before anybody is told that this one came
     with _console() as console, _taking_part("infer", section, console) as meeting:
         if meeting.others_expected():
             # Whatever does not go together is said before a model loads, where the others are here already.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .helpers.processes import WarmPython
+from .helpers.processes import WarmPython, environment
 from .helpers.runs import Run, assert_trained_once
 from .helpers.split import COMPONENTS, SplitRun, colocated_config, compared, free_port, split_config, split_run
 
@@ -89,6 +89,21 @@ def test_adapters_over_connections(tmp_path: Path, warm: WarmPython, model: Path
     with split_run(tmp_path, warm, _with(config, {"infer": {"enable_lora": True, "max_lora_rank": 4}})) as run:
         run.start_all()
         finish(run, in_one(train=LORA))
+
+
+def test_two_processes_train_for_one_orchestrator(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+    """As torchrun starts them: the first receives the calls, both compute; the same run but for rounding."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with split_run(tmp_path, warm, split_config(model)) as run:
+        run.start_all("infer", "orch")
+        for rank in ("0", "1"):
+            env = environment(**place, RANK=rank, LOCAL_RANK=rank)
+            run.processes[f"train-{rank}"] = run.start_one("train", env=env)
+        del run.processes["train"]
+        assert run.end() == dict.fromkeys(run.processes, 0)
+        assert_trained_once(run, STEPS)
+        for found, wanted in zip(run.metrics(), in_one()["metrics"], strict=True):
+            assert found == pytest.approx(wanted, rel=1e-3, abs=1e-6), "the same run"
 
 
 def test_any_order_of_start(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):

@@ -70,7 +70,7 @@ def test_crashes_are_mended_and_the_run_is_the_same(tmp_path: Path, warm: WarmPy
 
 def test_killed_itself_it_leaves_nobody_behind(tmp_path: Path, warm: WarmPython, model: Path):
     run = one_file(tmp_path, warm, model, steps=1000)
-    command = start(run)
+    command = start(run, "train.lora=true", "train.lora_rank=4")  # the server is told to serve adapters
     wait_for_step(run, command, 1)
     below = children_of(command.pid)
     assert {*pids_of(run).values()} <= {*below} and len(below) > 3, "reward workers are below the orchestrator"
@@ -79,7 +79,7 @@ def test_killed_itself_it_leaves_nobody_behind(tmp_path: Path, warm: WarmPython,
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_signal_saves_and_ends_all_three(tmp_path: Path, warm: WarmPython, model: Path, number: int):
+def test_a_signal_saves_and_ends_all_three(tmp_path: Path, warm: WarmPython, model: Path, number: signal.Signals):
     run = one_file(tmp_path, warm, model, steps=1000 if number == signal.SIGINT else 6)
     command = start(run)
     wait_for_step(run, command, 1)

@@ -24,7 +24,7 @@ from shoal.errors import ConfigError, StorageError
 JOIN_S = 60.0  # for both ends of a transfer to meet
 POLL_S = 0.02
 WORLD = 2
-OFFERED, GONE = b"offered", b"gone"
+OFFERED, GONE = "offered", "gone"
 # The tensors of the current version on the host, by the names they have in files, and an adapter's settings.
 Snapshot = Callable[[], Awaitable[tuple[dict[str, Tensor], dict[str, Any] | None]]]
 
@@ -119,7 +119,7 @@ class BroadcastWeights:
         store = dist.TCPStore(host, int(port), WORLD, False, _limit(), wait_for_workers=False)
         number = int(store.add("asked", 1))
         store.set(f"{number}/wanted", str(version))
-        if store.get(f"{number}/state") != OFFERED:
+        if store.get(f"{number}/state") != OFFERED.encode():
             raise StorageError(f"weights: the trainer at {where} does not offer version {version} any more")
         device = torch.device("cuda" if manifest.get("backend") == "nccl" else "cpu")
         group = _group(store, number, 1, device)
@@ -136,9 +136,9 @@ class BroadcastWeights:
 
 
 def describe(name: str, tensor: Tensor) -> dict[str, Any]:
-    raw = tensor.contiguous().view(torch.uint8).numpy() if tensor.dim() else tensor.reshape(1).view(torch.uint8).numpy()
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     kind = str(tensor.dtype).removeprefix("torch.")
-    return {"name": name, "dtype": kind, "shape": list(tensor.shape), "sha256": hashlib.sha256(raw).hexdigest()}
+    return {"name": name, "dtype": kind, "shape": list(tensor.shape), "sha256": hashlib.sha256(raw.data).hexdigest()}
 
 
 def version_hash(version: int, listed: list[Mapping[str, Any]]) -> str:
@@ -152,14 +152,16 @@ def _group(store: dist.TCPStore, number: int, rank: int, device: torch.device) -
     """A group beside whatever this process trains with."""
     prefixed = dist.PrefixStore(f"{number}", store)
     if device.type == "cuda":
-        return dist.ProcessGroupNCCL(prefixed, rank, WORLD, _limit())
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _limit()
+        return dist.ProcessGroupNCCL(prefixed, rank, WORLD, options)
     return dist.ProcessGroupGloo(prefixed, rank, WORLD, _limit())
 
 
 def _broadcast(group: Any, tensor: Tensor) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    group.broadcast([tensor.contiguous() if tensor.is_contiguous() else tensor], options).wait()
+    group.broadcast([tensor], options).wait()
 
 
 def _limit() -> timedelta:

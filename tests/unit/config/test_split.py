@@ -16,9 +16,9 @@ ORCH: dict[str, Any] = {"env": [{"id": "reverse-text", "args": {"api_key": "cana
 
 
 def problems(train: dict[str, Any], infer: dict[str, Any], orch: dict[str, Any]) -> list[str]:
-    own = TrainConfig(**TRAIN | train)
+    own = TrainConfig.model_validate(TRAIN | train)
     others = {
-        "infer": section_data(InferConfig(**{"model": "m", "output_dir": "here"} | infer)),
+        "infer": section_data(InferConfig.model_validate({"model": "m", "output_dir": "here"} | infer)),
         "orch": section_data(OrchConfig.model_validate(ORCH | orch)),
     }
     config = merge_sections("train", own, others)
@@ -55,7 +55,7 @@ def test_secrets_are_not_told_to_the_others():
     told = section_data(OrchConfig.model_validate(ORCH))
     assert "canary" not in repr(told)
     with pytest.raises(ConfigError, match=r"handshake: orch\.batch"):
-        merge_sections("train", TrainConfig(**TRAIN), {"infer": {}, "orch": told | {"batch": 4}})
+        merge_sections("train", TrainConfig.model_validate(TRAIN), {"infer": {}, "orch": told | {"batch": 4}})
 
 
 def test_a_section_is_found_in_a_file_for_the_whole_run(tmp_path):
