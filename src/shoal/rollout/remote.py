@@ -1,0 +1,418 @@
+"""What vLLM and SGLang have in common behind the RolloutEngine seam: versions, adapters, proofs, pauses, restarts.
+
+A subclass says how its server is asked. Every sampling parameter is sent, so no default of a server's applies; text is
+made here from the ids that came back. Free of torch: the process that steers a server may have none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ConfigError, DeadlineError, EngineError
+from shoal.observability.manifest import describe, verify
+from shoal.rollout.launch import ServerProcess
+from shoal.rollout.norms import write_noisy_norms
+from shoal.rollout.probe import PROBE_TOKENS, Probes
+from shoal.rollout.wire import Lost, Refused, Wire
+from shoal.types import Completion, FinishReason, Request, Span
+
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class RemoteSettings:
+    """What an engine must know of the run to ask a server for what the embedded engine would draw."""
+
+    url: str
+    model: str  # folder or hub id that the server must serve
+    context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    detokenize: Callable[[list[int]], str]
+    scratch: Path  # a folder the server can read too
+    api_key: str | None = None
+    timeout_s: float = 600.0  # one request
+    start_s: float = 300.0  # until the server answers
+    lora_rank: int | None = None  # None = full weights
+    noise_seed: int = 0
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server says of itself."""
+
+    model: str
+    context_tokens: int
+    max_lora_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion in the server's terms; `versions` as (start, end, name), empty if it does not say."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    versions: list[tuple[int, int, str]] = field(default_factory=list)
+
+
+@dataclass
+class _Served:
+    """The version being served and where its weights are."""
+
+    version: int = 0
+    manifest: dict[str, Any] = field(default_factory=dict)
+    proof: str = ""
+    adapter: str | None = None
+    noise: tuple[float, int] = (0.0, 0)
+
+
+class RemoteEngine(ABC):
+    name: str
+
+    def __init__(self, settings: RemoteSettings, process: ServerProcess | None = None) -> None:
+        self.settings = settings
+        self.wire = Wire(self.name, settings.url, settings.api_key, settings.timeout_s)
+        self._process = process
+        self._served = _Served()
+        self._probes = Probes(self.name)
+        self._unproved: str | None = None  # loaded in a pause: asked for its probe when it goes on
+        self._in_flight: Counter[str | None] = Counter()  # requests by adapter
+        self._running = asyncio.Event()
+        self._running.set()
+        self._connected = False
+        self._lock = asyncio.Lock()  # one load, restart or connection at a time
+        self.path = f"{self.name} at {self.wire.url}"
+
+    @abstractmethod
+    async def facts(self) -> ServerFacts:
+        """Ask what it serves, and refuse a server that was started without what a run needs."""
+
+    @abstractmethod
+    async def ask(self, request: Request, limit: int, adapter: str | None) -> Answer: ...
+
+    @abstractmethod
+    async def probe(self, token_ids: list[int], adapter: str | None) -> list[float]:
+        """Log-probs of a fixed prompt under the weights served now."""
+
+    @abstractmethod
+    async def read_weights(self, path: str, version: int, *, partial: bool = False) -> None: ...
+
+    @abstractmethod
+    async def receive_weights(self, manifest: Mapping[str, Any], version: int) -> None: ...
+
+    @abstractmethod
+    async def add_adapter(self, name: str, path: str) -> None: ...
+
+    @abstractmethod
+    async def remove_adapter(self, name: str) -> None: ...
+
+    @abstractmethod
+    async def hold(self) -> None:
+        """Draw nothing more; requests in flight are kept."""
+
+    @abstractmethod
+    async def release(self) -> None: ...
+
+    @abstractmethod
+    async def served_version(self) -> str:
+        """The name of the weights served, by which a server that was restarted is recognised."""
+
+    @property
+    def version(self) -> int:
+        return self._served.version
+
+    @property
+    def activity(self) -> str:
+        asked = sum(self._in_flight.values())
+        return f"{asked} asked of {self.name}" if asked else ""
+
+    # Connecting
+
+    async def connect(self) -> None:
+        """Wait until it answers, and compare what it serves with what the run needs. Twice does no harm."""
+        async with self._lock:
+            if not self._connected:
+                await self._wait_for_health(self.settings.start_s)
+                _check_facts(self.name, await self.facts(), self.settings)
+                self._connected = True
+
+    async def _wait_for_health(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                await self.wire.get("/health", timeout_s=min(10.0, limit_s))
+                return
+            except (EngineError, DeadlineError) as error:
+                reason = str(error)
+            ended = self._process.ended() if self._process is not None else None
+            if ended is not None:
+                raise ConfigError(ended)
+            if time.monotonic() > deadline:
+                raise ConfigError(self._late(reason, limit_s))
+            await asyncio.sleep(POLL_S)
+
+    def _late(self, reason: str, limit_s: float) -> str:
+        if self._process is not None:
+            return self._process.why(f"is not ready after {limit_s:g} s (infer.start_deadline_s)")
+        return (
+            f"orch.client.base_url: {reason}; waited {limit_s:g} s (infer.start_deadline_s). Start {self.name} there, or "
+            "set infer.engine_python and Shoal starts it"
+        )
+
+    # Drawing
+
+    async def generate(self, request: Request) -> Completion:
+        self._check(request)
+        sampling = request.sampling
+        limit = min(sampling.max_tokens, self.settings.context_tokens - len(request.prompt_ids))
+        if not request.prompt_ids or limit < 1:
+            return Completion(request.request_id, [], [], [], "length")
+        await self.connect()
+        await self._running.wait()
+        served = self._served
+        self._in_flight[served.adapter] += 1
+        try:
+            answer = await self._asked(request, limit, served)
+        finally:
+            self._in_flight[served.adapter] -= 1
+            if not self._in_flight[served.adapter]:
+                del self._in_flight[served.adapter]
+                await self._drop_unused(served.adapter)
+        return self._completion(request, answer, served)
+
+    def _check(self, request: Request) -> None:
+        vocabulary = self.settings.vocab_size
+        if request.prompt_ids and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
+            raise EngineError(f"{request.request_id}: token ids must be from 0 to {vocabulary - 1}")
+
+    async def _asked(self, request: Request, limit: int, served: _Served) -> Answer:
+        """Asked again if the server went away meanwhile: the seed is in the request, so it comes out the same."""
+        while True:
+            try:
+                return await self.ask(request, limit, served.adapter)
+            except Lost as error:
+                await self._recover(error)
+                served = self._served
+
+    async def _recover(self, error: Lost) -> None:
+        """Wait for the server to come back and give it the version it is to serve. One that we started stays down."""
+        async with self._lock:
+            if self._process is not None and (ended := self._process.ended()) is not None:
+                raise EngineError(ended) from error
+            try:
+                await self._wait_for_health(self.settings.timeout_s)
+            except ConfigError as late:
+                raise EngineError(str(late)) from error
+            served = self._served
+            if served.manifest and await self.served_version() != self.version_name(served):
+                await self._put_in_place(served, served.manifest, served.noise)
+
+    def ends(self, request: Request) -> list[int]:
+        return sorted({*self.settings.eos_token_ids, *request.sampling.stop_token_ids})
+
+    def _completion(self, request: Request, answer: Answer, served: _Served) -> Completion:
+        name, sampling, count = request.request_id, request.sampling, len(answer.token_ids)
+        if answer.finish_reason not in ("stop", "length", "abort"):
+            raise EngineError(f"{self.name} ended {name} with {answer.finish_reason!r}")
+        if len(answer.logprobs) != count:
+            raise EngineError(f"{self.name} gave {len(answer.logprobs)} log-probs for {count} tokens of {name}")
+        text = self.settings.detokenize(answer.token_ids)
+        if answer.finish_reason == "stop":
+            text = text[: min((text.find(stop) for stop in sampling.stop if stop in text), default=len(text))]
+        kept = None
+        if sampling.min_tokens > 0 and not sampling.truncated:
+            banned = [~i for i in self.ends(request)]
+            kept = [banned if i < sampling.min_tokens else [] for i in range(count)]
+        reason: FinishReason = answer.finish_reason  # type: ignore[assignment]
+        logprobs = [min(0.0, float(value)) for value in answer.logprobs]
+        return Completion(name, answer.token_ids, logprobs, _spans(answer, served), reason, text, kept)
+
+    # Weights
+
+    async def load(self, version: int, manifest: Mapping[str, Any] | None = None) -> str:
+        """Serve what the manifest names as `version`. Without a path it is about the weights that are served already."""
+        await self.connect()
+        asked, served = dict(manifest or {}), self._served
+        noise = (float(asked.get("sigma", 0.0)), int(asked.get("noise_seed", self.settings.noise_seed)))
+        if "path" not in asked and "tensors" not in asked:
+            if version != served.version:
+                raise EngineError(
+                    f"version {version} names no weights, and {self.name} serves version {served.version}"
+                )
+            asked = served.manifest or await asyncio.to_thread(_own_files, self.settings.model)
+        async with self._lock, self._held():
+            proof = await asyncio.to_thread(verify, {**asked, "version": version}) if "path" in asked else ""
+            coming = _Served(version, asked, proof)
+            await self._put_in_place(coming, asked, noise)
+        return coming.proof
+
+    @asynccontextmanager
+    async def _held(self):
+        """Around an update: nothing is drawn. In a pause of the caller's nothing is released, and the proof waits."""
+        paused = not self._running.is_set()
+        if not paused:
+            await self.hold()
+        try:
+            yield
+        finally:
+            if not paused:
+                await self.release()
+        if not paused:
+            await self._prove()
+
+    async def _put_in_place(self, coming: _Served, manifest: Mapping[str, Any], noise: tuple[float, int]) -> None:
+        before = self._served
+        if manifest.get("kind") == "lora":
+            await self._switch_adapter(coming, str(manifest["path"]))
+        elif "tensors" in manifest:
+            await self.receive_weights(manifest, coming.version)
+            coming.proof = str(manifest.get("hash", ""))
+        elif not manifest.get("own") or before.manifest:
+            await self.read_weights(str(manifest["path"]), coming.version)
+        coming.noise = noise
+        if noise[0] > 0 or before.noise[0] > 0:
+            await self._put_noise(coming)
+        self._served, self._unproved = coming, f"{_content(manifest)}/{noise}"
+        await self._drop_unused(before.adapter)
+
+    async def _switch_adapter(self, coming: _Served, path: str) -> None:
+        """A new name a version: caches are keyed by it, and requests in flight finish with the adapter they began."""
+        coming.adapter = f"shoal-v{coming.version:06d}"
+        if coming.adapter == self._served.adapter and coming.proof == self._served.proof:
+            return
+        try:
+            await self.add_adapter(coming.adapter, path)
+        except Refused:  # left there by an earlier run, or this version again with other files
+            await self.remove_adapter(coming.adapter)
+            await self.add_adapter(coming.adapter, path)
+
+    async def _drop_unused(self, adapter: str | None) -> None:
+        if adapter is not None and adapter != self._served.adapter and not self._in_flight[adapter]:
+            del self._in_flight[adapter]
+            await self.remove_adapter(adapter)
+
+    async def _put_noise(self, coming: _Served) -> None:
+        lora = coming.manifest.get("kind") == "lora"
+        base = model_folder(self.settings.model) if lora else Path(str(coming.manifest.get("path", "")))
+        sigma, seed = coming.noise
+        self.settings.scratch.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".norms-", dir=self.settings.scratch))
+        try:
+            await asyncio.to_thread(write_noisy_norms, base, folder, sigma, seed, coming.version)
+            await self.read_weights(str(folder.resolve()), coming.version, partial=True)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _prove(self) -> None:
+        """The same weights must give the same log-probs of a fixed prompt as before, and other weights others."""
+        if self._unproved is None:
+            return
+        key, self._unproved = self._unproved, None
+        room = min(PROBE_TOKENS, self.settings.context_tokens - 1)
+        ids = [(7919 * i + 13) % self.settings.vocab_size for i in range(room)]
+        self._probes.judge(key, await self.probe(ids, self._served.adapter), self._served.version)
+
+    def version_name(self, served: _Served) -> str:
+        return served.adapter or str(served.version)
+
+    # The rest of the seam
+
+    async def pause(self) -> None:
+        await self.connect()
+        self._running.clear()
+        await self.hold()
+
+    async def resume(self) -> None:
+        await self.release()
+        self._running.set()
+        await self._prove()
+
+    async def health(self) -> dict[str, Any]:
+        try:
+            await self.wire.get("/health", timeout_s=10.0)
+        except (EngineError, DeadlineError) as error:
+            return {"ok": False, "version": self.version, "reason": str(error)}
+        return {
+            "ok": True,
+            "version": self.version,
+            "running": sum(self._in_flight.values()),
+            "hash": self._served.proof,
+        }
+
+    async def close(self) -> None:
+        await self.wire.close()
+        if self._process is not None:
+            await self._process.close()
+
+
+def _spans(answer: Answer, served: _Served) -> list[Span]:
+    """An adapter draws a whole completion; of full weights the server says which version drew which token."""
+    count = len(answer.token_ids)
+    if not count:
+        return []
+    if served.adapter is not None or not answer.versions:
+        return [Span(0, count, served.version)]
+    named = [(start, end, name) for start, end, name in answer.versions if end > start]
+    return [Span(start, end, int(name) if name.isdigit() else served.version) for start, end, name in named]
+
+
+def _content(manifest: Mapping[str, Any]) -> str:
+    """The files of a version, whatever its number: a step that trained nothing publishes the same content again."""
+    files = manifest.get("files") or {}
+    return " ".join(f"{name}:{files[name]['sha256']}" for name in sorted(files)) or str(manifest.get("hash", ""))
+
+
+def _own_files(model: str) -> dict[str, Any]:
+    """The model a server was started with, as a manifest of version 0."""
+    return {**describe(model_folder(model), 0, "full"), "own": True}
+
+
+def model_folder(model: str) -> Path:
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, local_files_only=True))
+
+
+def _check_facts(name: str, facts: ServerFacts, settings: RemoteSettings) -> None:
+    if not _same_model(facts.model, settings.model):
+        raise ConfigError(
+            f"train.model: the {name} server at {settings.url} serves {facts.model}, this run trains {settings.model}; "
+            "start it with the same model, or name another server in orch.client.base_url"
+        )
+    if facts.context_tokens < settings.context_tokens:
+        raise ConfigError(
+            f"infer.max_model_len: the run needs {settings.context_tokens} tokens of context and the {name} server at "
+            f"{settings.url} has {facts.context_tokens}; start it with more, or lower orch.seq_len"
+        )
+    if settings.lora_rank is None:
+        return
+    if facts.max_lora_rank is None:
+        raise ConfigError(
+            f"train.lora: the {name} server at {settings.url} takes no adapters; start it with --enable-lora "
+            f"--max-lora-rank {settings.lora_rank}, or set train.lora=false"
+        )
+    if settings.lora_rank > facts.max_lora_rank:
+        raise ConfigError(
+            f"train.lora_rank: {settings.lora_rank} is more than the {name} server takes ({facts.max_lora_rank}); lower "
+            f"it, or start the server with --max-lora-rank {settings.lora_rank}"
+        )
+
+
+def _same_model(theirs: str, ours: str) -> bool:
+    """A folder may be mounted elsewhere on the server's machine; then its own name must be the same."""
+    a, b = Path(theirs), Path(ours).expanduser()
+    return theirs == ours or a.resolve() == b.resolve() or (a.is_absolute() and not a.exists() and a.name == b.name)
