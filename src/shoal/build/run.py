@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.model import PolicyFiles, make_objective, make_policy, recomputes_old
@@ -39,7 +40,7 @@ from shoal.orchestrator.learn import Learner, LearnSettings
 from shoal.orchestrator.loop import Loop, LoopSettings, Parts
 from shoal.orchestrator.prompts import Buffer, Fits, PromptStream
 from shoal.orchestrator.ranks import SharedGroups
-from shoal.protocols import Ranks
+from shoal.protocols import Ranks, WeightChannel
 from shoal.types import Message, Prompt, Task
 
 if TYPE_CHECKING:
@@ -56,6 +57,13 @@ class Assembled:
     files: PolicyFiles
     sampler: Sampler
     sinks: Sinks
+
+    async def start(self) -> None:
+        """Wait for a server that is to sample, if there is one; its own log is shown if it does not come up."""
+        engine = self.sampler.engine
+        if hasattr(engine, "connect"):
+            with self.loop.parts.console.progress(f"connecting to {engine.path}"):
+                await engine.connect()
 
     async def export(self) -> None:
         """The weights as people load them, into final/."""
@@ -78,8 +86,6 @@ class Watching:
 
 
 def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_command: str) -> Assembled:
-    from shoal.transport.in_process import InProcessWeights
-
     train, orch, console = config.train, config.orch, watching.console
     with console.progress(f"loading {train.model}"):
         loaded = load_model(config, prepared.given)
@@ -106,7 +112,7 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
 
     parts = Parts(
         engine=sampler.engine,
-        weights=InProcessWeights(),
+        weights=make_weights(config, sampler, files),
         collector=_collector(orch, run_group, stream, ranks),
         stream=stream,
         learner=_learner(config, policy, sampler, plan, ranks),
@@ -124,6 +130,21 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
     )
     loop = Loop(parts, _loop_settings(config, steps, len(stream), next_command))
     return Assembled(loop, files, sampler, parts.sinks)  # type: ignore[arg-type]
+
+
+def make_weights(config: RunConfig, sampler: Sampler, files: PolicyFiles) -> WeightChannel:
+    """Nothing moves where the engine sees the trainer's tensors; a server reads folders, as adapters are."""
+    from shoal.transport.folder_weights import FolderWeightChannel
+    from shoal.transport.in_process import InProcessWeights
+
+    train, infer = config.train, config.infer
+    if infer.engine == "embedded" or (infer.in_process and not train.lora):
+        return InProcessWeights()
+
+    async def export(folder: Path) -> None:
+        await sampler.on_device(files.export, folder)
+
+    return FolderWeightChannel(train.output_dir, "lora" if train.lora else "full", export, train.seed)
 
 
 def make_sinks(config: RunConfig | SftConfig, run_dir: RunDir, events: EventLog, *, main: bool = True) -> Sinks:
@@ -234,7 +255,7 @@ def _learner(config: RunConfig, policy: TrainedPolicy, sampler: Sampler, plan: M
         rows_per_micro_batch=train.per_device_train_batch_size,
         # Rows that the user counted are not counted again in tokens.
         micro_batch_tokens=plan.micro_batch_tokens if train.per_device_train_batch_size is None else None,
-        recompute_old=recomputes_old(train, objective, fp32, remote=False),
+        recompute_old=recomputes_old(train, objective, fp32, remote=config.infer.engine != "embedded"),
         needs_reference=objective.needs_reference,
         reward_kl_beta=train.loss.kl.beta if train.loss.kl.where == "reward" else 0.0,
         trains=reward_shape(orch).trains,

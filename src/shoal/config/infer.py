@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
 
-from shoal.config.base import Name, NonEmpty, PositiveInt, Section
+from shoal.config.base import Name, NonEmpty, PositiveFloat, PositiveInt, Section
 
 
 class InferConfig(Section):
@@ -14,6 +14,15 @@ class InferConfig(Section):
     output_dir: NonEmpty = Field(default="./outputs", description="Where the engine finds weights and writes its log.")
     engine: Literal["embedded", "vllm", "sglang"] = Field(
         default="embedded", description="What samples: the trainer's own model, or a server."
+    )
+    engine_python: NonEmpty | None = Field(
+        default=None,
+        description="Python of the environment that has vLLM or SGLang; the server is started with it. Without it a "
+        "server that runs at orch.client.base_url is used.",
+    )
+    in_process: bool = Field(default=False, description="vLLM inside the training process (vllm.LLM), not a server.")
+    start_deadline_s: PositiveFloat = Field(
+        default=300.0, description="A vLLM or SGLang server answers within this, or the run ends."
     )
     weights: Literal["auto", "own"] = Field(
         default="auto",

@@ -47,8 +47,8 @@ class ServerProcess:
         launch = self.launch
         if port_is_taken(launch.host, launch.port):
             raise ConfigError(
-                f"infer.port: {launch.port} on {launch.host} is taken by another process; choose another port, or leave "
-                "infer.engine_python out and name that server in orch.client.base_url"
+                f"infer.port: {launch.port} on {launch.host} is taken by another process; choose another port, or, if "
+                "that is the server, leave infer.engine_python out and name it in orch.client.base_url"
             )
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         with launch.log.open("wb") as log:

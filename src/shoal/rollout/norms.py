@@ -1,7 +1,7 @@
 """QeRL's noise for a server that reads weights from a folder: the norm tensors alone, with noise on them.
 
-Written with NumPy in the safetensors format, so that the process that steers a server needs no torch. Noise follows from
-(seed, version) and the tensor's name; it is not the same draw as the embedded engine's, only the same distribution.
+Written with NumPy in the safetensors format, so that the process that steers a server needs no torch. Noise follows
+from (seed, version) and the tensor's name: the embedded engine's distribution, not its draw.
 """
 
 from __future__ import annotations

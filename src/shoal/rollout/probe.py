@@ -1,4 +1,4 @@
-"""Log-probs of a fixed prompt, as a proof that a server serves the weights it was given."""
+"""Log-probs after a fixed prompt, as a proof that a server serves the weights it was given."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Probes:
             apart = max((abs(a - b) for a, b in zip(known, numbers, strict=True)), default=0.0)
             if apart > TOLERANCE:
                 raise EngineError(
-                    f"{self._name} was given weights it has served before as version {version}, but the log-probs of a "
+                    f"{self._name} was given weights it has served before as version {version}, but log-probs after a "
                     f"fixed prompt differ by {apart:.3g}: it does not serve what it was given"
                 )
         elif self._last is not None and self._last[1] == numbers:
@@ -37,8 +37,8 @@ class Probes:
             self._unchanged = 0
         if self._unchanged >= MAX_UNCHANGED:
             raise EngineError(
-                f"{self._name} was given {MAX_UNCHANGED} new weight versions (the last is {version}) and the log-probs of "
-                "a fixed prompt have not moved: it does not serve what it was given"
+                f"{self._name} was given {MAX_UNCHANGED} new weight versions (the last is {version}) and the log-probs "
+                "after a fixed prompt have not moved: it does not serve what it was given"
             )
         self._last = (content, numbers)
         self._seen[content] = numbers

@@ -103,7 +103,7 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     async def probe(self, token_ids: list[int], adapter: str | None) -> list[float]:
-        """Log-probs of a fixed prompt under the weights served now."""
+        """The largest log-probs of what follows a fixed prompt, under the weights served now."""
 
     @abstractmethod
     async def read_weights(self, path: str, version: int, *, partial: bool = False) -> None: ...
@@ -166,8 +166,8 @@ class RemoteEngine(ABC):
         if self._process is not None:
             return self._process.why(f"is not ready after {limit_s:g} s (infer.start_deadline_s)")
         return (
-            f"orch.client.base_url: {reason}; waited {limit_s:g} s (infer.start_deadline_s). Start {self.name} there, or "
-            "set infer.engine_python and Shoal starts it"
+            f"orch.client.base_url: {reason}; waited {limit_s:g} s (infer.start_deadline_s). Start {self.name} there, "
+            "or set infer.engine_python and Shoal starts it"
         )
 
     # Drawing
@@ -241,7 +241,7 @@ class RemoteEngine(ABC):
     # Weights
 
     async def load(self, version: int, manifest: Mapping[str, Any] | None = None) -> str:
-        """Serve what the manifest names as `version`. Without a path it is about the weights that are served already."""
+        """Serve what the manifest names as `version`. One without a path is about the weights that are served."""
         await self.connect()
         asked, served = dict(manifest or {}), self._served
         noise = (float(asked.get("sigma", 0.0)), int(asked.get("noise_seed", self.settings.noise_seed)))
@@ -315,7 +315,7 @@ class RemoteEngine(ABC):
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _prove(self) -> None:
-        """The same weights must give the same log-probs of a fixed prompt as before, and other weights others."""
+        """The same weights must give the same log-probs after a fixed prompt as before, and other weights others."""
         if self._unproved is None:
             return
         key, self._unproved = self._unproved, None
@@ -407,8 +407,8 @@ def _check_facts(name: str, facts: ServerFacts, settings: RemoteSettings) -> Non
         )
     if settings.lora_rank > facts.max_lora_rank:
         raise ConfigError(
-            f"train.lora_rank: {settings.lora_rank} is more than the {name} server takes ({facts.max_lora_rank}); lower "
-            f"it, or start the server with --max-lora-rank {settings.lora_rank}"
+            f"train.lora_rank: {settings.lora_rank} is more than the {name} server takes ({facts.max_lora_rank}); "
+            f"lower it, or start the server with --max-lora-rank {settings.lora_rank}"
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import ConfigError, EngineError
+from shoal.rollout.probe import PROBE_TOKENS
 from shoal.rollout.remote import Answer, RemoteEngine, ServerFacts
 from shoal.rollout.wire import Refused
 from shoal.types import Request
@@ -34,8 +35,8 @@ class VllmRolloutEngine(RemoteEngine):
         model, adapters = config["model_config"], config.get("lora_config") or {}
         if model["logprobs_mode"] != "processed_logprobs":
             raise ConfigError(
-                f"orch.client.base_url: the vLLM server at {self.wire.url} returns {model['logprobs_mode']}, which are not "
-                "those of the distribution it draws from; start it with --logprobs-mode processed_logprobs"
+                f"orch.client.base_url: the vLLM server at {self.wire.url} returns {model['logprobs_mode']}, not those "
+                "of the distribution it draws from; start it with --logprobs-mode processed_logprobs"
             )
         await self._check_tokens_route()
         return ServerFacts(str(model["model"]), int(model["max_model_len"]), adapters.get("max_lora_rank"))
@@ -45,8 +46,8 @@ class VllmRolloutEngine(RemoteEngine):
             return (await self.wire.get("/server_info?config_format=json"))["vllm_config"]
         except Refused as error:
             raise ConfigError(
-                f"orch.client.base_url: what answers at {self.wire.url} is no vLLM in development mode ({error}); start "
-                "vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
+                f"orch.client.base_url: what answers at {self.wire.url} is no vLLM in development mode ({error}); "
+                "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
             ) from error
 
     async def _check_tokens_route(self) -> None:
@@ -55,8 +56,8 @@ class VllmRolloutEngine(RemoteEngine):
             await self._generate([0], {"max_tokens": 1, "temperature": 0.0}, None)
         except Refused as error:
             raise ConfigError(
-                f"orch.client.base_url: the vLLM server at {self.wire.url} has no {GENERATE} ({error}); start vLLM 0.32 or "
-                "newer with --enable-scale-out"
+                f"orch.client.base_url: the vLLM server at {self.wire.url} has no {GENERATE} ({error}); start vLLM "
+                "0.32 or newer with --enable-scale-out"
             ) from error
 
     async def _generate(self, token_ids: list[int], sampling: dict[str, Any], adapter: str | None) -> dict[str, Any]:
@@ -95,10 +96,10 @@ class VllmRolloutEngine(RemoteEngine):
         }
 
     async def probe(self, token_ids: list[int], adapter: str | None) -> list[float]:
-        asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        answer = await self._generate(token_ids, asked, adapter)
-        rows = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
-        return [float(row[str(token)]["logprob"]) for token, row in rows]
+        # Not prompt_logprobs: beside other requests they break a server that was started with adapters (0.32).
+        asked = {"max_tokens": 1, "temperature": 0.0, "logprobs": PROBE_TOKENS, "ignore_eos": True}
+        drawn = (await self._generate(token_ids, asked, adapter))["choices"][0]["logprobs"]["content"][0]
+        return sorted((float(entry["logprob"]) for entry in drawn["top_logprobs"]), reverse=True)[:PROBE_TOKENS]
 
     async def read_weights(self, path: str, version: int, *, partial: bool = False) -> None:
         """Layer by layer into the tensors that are there. Tensors that a partial folder lacks stay as they are."""

@@ -1,0 +1,54 @@
+"""Weight versions as folders: weights/v000007 with a manifest, whole or not there, the newest two kept.
+
+The trainer writes, an engine reads; what they have in common is the manifest (observability/manifest.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.observability.atomic import fault, remove_quietly, storage, sweep_folder, write_atomic
+from shoal.observability.checkpoints import write_folder
+from shoal.observability.manifest import Kind, describe
+
+FOLDER = "weights"
+KEPT = 2
+
+
+class FolderWeightChannel:
+    """`export` writes the current weights into a folder; `noise_seed` is what an engine draws its noise from."""
+
+    def __init__(
+        self, output_dir: Path | str, kind: Kind, export: Callable[[Path], Awaitable[Any]], noise_seed: int = 0
+    ) -> None:
+        self._folder = Path(output_dir) / FOLDER
+        self._kind: Kind = kind
+        self._export = export
+        self._noise_seed = noise_seed
+        self._published: list[str] = []  # newest last; a run that went back may publish a lower number again
+        with storage(f"create {self._folder}"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            sweep_folder(self._folder)
+            # An engine may still be reading what an earlier trainer wrote last.
+            self._published = [path.name for path in sorted(self._folder.iterdir(), key=lambda p: p.stat().st_mtime)]
+
+    async def publish(self, version: int) -> Mapping[str, Any]:
+        target = self._folder / f"v{version:06d}"
+        with write_folder(target) as folder:
+            await self._export(folder)
+            fault("publish:exported")
+            manifest = describe(folder, version, self._kind)
+            manifest = {**manifest, "path": str(target.resolve()), "noise_seed": self._noise_seed}
+            write_atomic(folder / "manifest.json", json.dumps(manifest, indent=1).encode())
+        self._prune(target.name)
+        return manifest
+
+    def _prune(self, newest: str) -> None:
+        older = [name for name in self._published if name != newest]
+        self._published = [*older[1 - KEPT :], newest]
+        for old in self._folder.iterdir():
+            if old.name not in self._published:
+                remove_quietly(old)
