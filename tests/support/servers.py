@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import os
 import socket
 import tempfile
+import time
+import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,8 +21,8 @@ from aiohttp import web
 from safetensors.torch import save_file
 
 from shoal.observability.manifest import describe
+from shoal.rollout.facts import RemoteSettings
 from shoal.rollout.launch import Launch, ServerProcess
-from shoal.rollout.remote import RemoteSettings
 from shoal.rollout.sglang import SglangRolloutEngine
 from shoal.rollout.vllm import ENVIRONMENT, FLAGS, VllmRolloutEngine
 from support.engines import detokenize
@@ -28,6 +31,7 @@ from support.sglang_double import SglangDouble
 
 CONTEXT_TOKENS = 96
 LORA_RANK = 8
+START_S = 240.0
 # Two cores, no GPU; the same for every vLLM that a test starts.
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1"}
 
@@ -63,7 +67,10 @@ def contract_model() -> Path:
 
 @functools.cache
 def shared_vllm() -> str:
-    """The address of one real vLLM for all tests of a session: it takes most of a minute to start."""
+    """The address of one real vLLM for all tests of a session: it takes most of a minute to start.
+
+    Started by the main thread, since it ends with the thread that started it.
+    """
     port = free_port()
     own = ["--model", str(contract_model()), "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     size = ["--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "32"]
@@ -73,23 +80,18 @@ def shared_vllm() -> str:
     process = ServerProcess(Launch("vLLM", command, "127.0.0.1", port, log, {**ENVIRONMENT, **CPU}))
     process.start()
     atexit.register(lambda: asyncio.run(process.close()))
-    url = f"http://127.0.0.1:{port}"
-
-    async def wait() -> None:
-        engine = VllmRolloutEngine(settings(url), process)
-        try:
-            await engine.connect()
-        finally:
-            await engine.wire.close()
-
-    asyncio.run(wait())
-    return url
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    while process.ended() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+            return url
+        time.sleep(0.5)
+    raise AssertionError(process.why("did not come up"))
 
 
 def settings(url: str, **changes: Any) -> RemoteSettings:
     own = {"url": url, "model": str(contract_model()), "context_tokens": CONTEXT_TOKENS, "vocab_size": VOCABULARY}
     fixed = {"eos_token_ids": (EOS,), "detokenize": detokenize, "scratch": folder() / "scratch"}
-    return RemoteSettings(**{**own, **fixed, "timeout_s": 120.0, "start_s": 240.0, **changes})
+    return RemoteSettings(**{**own, **fixed, "timeout_s": 120.0, "start_s": START_S, **changes})
 
 
 def publish(version: int, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def publish(version: int, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]
 @asynccontextmanager
 async def attached_vllm(**changes: Any) -> AsyncIterator[VllmRolloutEngine]:
     """On the shared server, which may hold another test's weights: version 0 is put back first."""
-    engine = VllmRolloutEngine(settings(await asyncio.to_thread(shared_vllm), **changes))
+    engine = VllmRolloutEngine(settings(shared_vllm(), **changes))
     try:
         await engine.load(0, describe(contract_model(), 0, "full"))
         yield engine
@@ -128,4 +130,3 @@ async def attached_double(model: Any, **server: Any) -> AsyncIterator[tuple[Sgla
     finally:
         await engine.close()
         await runner.cleanup()
-

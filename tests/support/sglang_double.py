@@ -85,7 +85,7 @@ class SglangDouble:
         name = body.get("lora_path")
         if name is not None and name not in self.adapters:
             return _refuse(f"Got LoRA adapter that has never been loaded: {name}")
-        drawn = _Drawn(sampling, self.adapters.get(name))
+        drawn = _Drawn(sampling, self.adapters[name] if name is not None else None)
         limit = min(int(sampling.get("max_new_tokens", 128)), self.context_tokens - len(ids))
         while drawn.finish is None:
             await self._going.wait()
@@ -100,7 +100,7 @@ class SglangDouble:
         temperature, top_k = float(sampling.get("temperature", 1.0)), int(sampling.get("top_k", -1))
         if temperature < 1e-6:  # as SGLang reads greedy
             temperature, top_k = 1.0, 1
-        ends = set(sampling.get("stop_token_ids") or ())
+        ends: set[int] = set(sampling.get("stop_token_ids") or ())
         if not sampling.get("ignore_eos", False):
             ends.add(self.tokenizer.eos_token_id)
         if len(drawn.ids) < int(sampling.get("min_new_tokens", 0)):

@@ -12,8 +12,9 @@ from typing import Any
 from shoal.config.infer import InferConfig
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError
+from shoal.rollout.facts import RemoteSettings
 from shoal.rollout.launch import Launch, ServerProcess, check_interpreter
-from shoal.rollout.remote import RemoteEngine, RemoteSettings
+from shoal.rollout.remote import RemoteEngine
 from shoal.rollout.sglang import FLAGS as SGLANG_FLAGS
 from shoal.rollout.sglang import SglangRolloutEngine
 from shoal.rollout.vllm import ENVIRONMENT as VLLM_ENVIRONMENT

@@ -138,7 +138,7 @@ def make_weights(config: RunConfig, sampler: Sampler, files: PolicyFiles) -> Wei
     from shoal.transport.in_process import InProcessWeights
 
     train, infer = config.train, config.infer
-    if infer.engine == "embedded" or (infer.in_process and not train.lora):
+    if infer.engine == "embedded" or (infer.in_process and not train.lora and infer.tp == 1):
         return InProcessWeights()
 
     async def export(folder: Path) -> None:

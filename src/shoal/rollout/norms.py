@@ -38,16 +38,16 @@ def write_noisy_norms(model: Path, target: Path, sigma: float, seed: int, versio
     target.mkdir(parents=True, exist_ok=True)
     noisy = {}
     for name, (dtype, values) in tensors.items():
-        noise = sigma * _normal(seed, version, name, values.shape) if sigma > 0 else 0.0
+        noise = sigma * normal(seed, version, name, values.shape) if sigma > 0 else 0.0
         noisy[name] = (dtype, (values.astype(np.float32) + noise).astype(np.float32))
     _write(target / WEIGHTS_FILE, noisy)
     (target / "config.json").write_bytes(config.read_bytes())
     return sorted(noisy)
 
 
-def _normal(seed: int, version: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def normal(seed: int, version: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
     digest = hashlib.blake2b(f"{seed}/{version}/{name}".encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).standard_normal(shape)
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).standardnormal(shape)
 
 
 def is_noisy_norm(name: str, dimensions: int) -> bool:

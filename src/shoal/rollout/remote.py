@@ -12,58 +12,23 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, DeadlineError, EngineError
 from shoal.observability.manifest import describe, verify
+from shoal.rollout.answers import Answer, Reading
+from shoal.rollout.facts import RemoteSettings, ServerFacts, check_facts, model_folder
 from shoal.rollout.launch import ServerProcess
 from shoal.rollout.norms import write_noisy_norms
 from shoal.rollout.probe import PROBE_TOKENS, Probes
 from shoal.rollout.wire import Lost, Refused, Wire
-from shoal.types import Completion, FinishReason, Request, Span
+from shoal.types import Completion, Request
 
 POLL_S = 0.5
-
-
-@dataclass(frozen=True)
-class RemoteSettings:
-    """What an engine must know of the run to ask a server for what the embedded engine would draw."""
-
-    url: str
-    model: str  # folder or hub id that the server must serve
-    context_tokens: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    detokenize: Callable[[list[int]], str]
-    scratch: Path  # a folder the server can read too
-    api_key: str | None = None
-    timeout_s: float = 600.0  # one request
-    start_s: float = 300.0  # until the server answers
-    lora_rank: int | None = None  # None = full weights
-    noise_seed: int = 0
-
-
-@dataclass(frozen=True)
-class ServerFacts:
-    """What a server says of itself."""
-
-    model: str
-    context_tokens: int
-    max_lora_rank: int | None = None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A completion in the server's terms; `versions` as (start, end, name), empty if it does not say."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    versions: list[tuple[int, int, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -82,6 +47,7 @@ class RemoteEngine(ABC):
 
     def __init__(self, settings: RemoteSettings, process: ServerProcess | None = None) -> None:
         self.settings = settings
+        self.reading = Reading(settings.vocab_size, settings.eos_token_ids, settings.detokenize)
         self.wire = Wire(self.name, settings.url, settings.api_key, settings.timeout_s)
         self._process = process
         self._served = _Served()
@@ -144,7 +110,7 @@ class RemoteEngine(ABC):
         async with self._lock:
             if not self._connected:
                 await self._wait_for_health(self.settings.start_s)
-                _check_facts(self.name, await self.facts(), self.settings)
+                check_facts(self.name, await self.facts(), self.settings)
                 self._connected = True
 
     async def _wait_for_health(self, limit_s: float) -> None:
@@ -173,7 +139,7 @@ class RemoteEngine(ABC):
     # Drawing
 
     async def generate(self, request: Request) -> Completion:
-        self._check(request)
+        self.reading.check(request)
         sampling = request.sampling
         limit = min(sampling.max_tokens, self.settings.context_tokens - len(request.prompt_ids))
         if not request.prompt_ids or limit < 1:
@@ -189,12 +155,9 @@ class RemoteEngine(ABC):
             if not self._in_flight[served.adapter]:
                 del self._in_flight[served.adapter]
                 await self._drop_unused(served.adapter)
-        return self._completion(request, answer, served)
-
-    def _check(self, request: Request) -> None:
-        vocabulary = self.settings.vocab_size
-        if request.prompt_ids and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
-            raise EngineError(f"{request.request_id}: token ids must be from 0 to {vocabulary - 1}")
+        if served.adapter is not None:  # it drew the whole completion, whatever else was loaded meanwhile
+            answer = replace(answer, versions=[])
+        return self.reading.completion(request, answer, served.version, self.name)
 
     async def _asked(self, request: Request, limit: int, served: _Served) -> Answer:
         """Asked again if the server went away meanwhile: the seed is in the request, so it comes out the same."""
@@ -217,26 +180,6 @@ class RemoteEngine(ABC):
             served = self._served
             if served.manifest and await self.served_version() != self.version_name(served):
                 await self._put_in_place(served, served.manifest, served.noise)
-
-    def ends(self, request: Request) -> list[int]:
-        return sorted({*self.settings.eos_token_ids, *request.sampling.stop_token_ids})
-
-    def _completion(self, request: Request, answer: Answer, served: _Served) -> Completion:
-        name, sampling, count = request.request_id, request.sampling, len(answer.token_ids)
-        if answer.finish_reason not in ("stop", "length", "abort"):
-            raise EngineError(f"{self.name} ended {name} with {answer.finish_reason!r}")
-        if len(answer.logprobs) != count:
-            raise EngineError(f"{self.name} gave {len(answer.logprobs)} log-probs for {count} tokens of {name}")
-        text = self.settings.detokenize(answer.token_ids)
-        if answer.finish_reason == "stop":
-            text = text[: min((text.find(stop) for stop in sampling.stop if stop in text), default=len(text))]
-        kept = None
-        if sampling.min_tokens > 0 and not sampling.truncated:
-            banned = [~i for i in self.ends(request)]
-            kept = [banned if i < sampling.min_tokens else [] for i in range(count)]
-        reason: FinishReason = answer.finish_reason  # type: ignore[assignment]
-        logprobs = [min(0.0, float(value)) for value in answer.logprobs]
-        return Completion(name, answer.token_ids, logprobs, _spans(answer, served), reason, text, kept)
 
     # Weights
 
@@ -356,17 +299,6 @@ class RemoteEngine(ABC):
             await self._process.close()
 
 
-def _spans(answer: Answer, served: _Served) -> list[Span]:
-    """An adapter draws a whole completion; of full weights the server says which version drew which token."""
-    count = len(answer.token_ids)
-    if not count:
-        return []
-    if served.adapter is not None or not answer.versions:
-        return [Span(0, count, served.version)]
-    named = [(start, end, name) for start, end, name in answer.versions if end > start]
-    return [Span(start, end, int(name) if name.isdigit() else served.version) for start, end, name in named]
-
-
 def _content(manifest: Mapping[str, Any]) -> str:
     """The files of a version, whatever its number: a step that trained nothing publishes the same content again."""
     files = manifest.get("files") or {}
@@ -376,43 +308,3 @@ def _content(manifest: Mapping[str, Any]) -> str:
 def _own_files(model: str) -> dict[str, Any]:
     """The model a server was started with, as a manifest of version 0."""
     return {**describe(model_folder(model), 0, "full"), "own": True}
-
-
-def model_folder(model: str) -> Path:
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model, local_files_only=True))
-
-
-def _check_facts(name: str, facts: ServerFacts, settings: RemoteSettings) -> None:
-    if not _same_model(facts.model, settings.model):
-        raise ConfigError(
-            f"train.model: the {name} server at {settings.url} serves {facts.model}, this run trains {settings.model}; "
-            "start it with the same model, or name another server in orch.client.base_url"
-        )
-    if facts.context_tokens < settings.context_tokens:
-        raise ConfigError(
-            f"infer.max_model_len: the run needs {settings.context_tokens} tokens of context and the {name} server at "
-            f"{settings.url} has {facts.context_tokens}; start it with more, or lower orch.seq_len"
-        )
-    if settings.lora_rank is None:
-        return
-    if facts.max_lora_rank is None:
-        raise ConfigError(
-            f"train.lora: the {name} server at {settings.url} takes no adapters; start it with --enable-lora "
-            f"--max-lora-rank {settings.lora_rank}, or set train.lora=false"
-        )
-    if settings.lora_rank > facts.max_lora_rank:
-        raise ConfigError(
-            f"train.lora_rank: {settings.lora_rank} is more than the {name} server takes ({facts.max_lora_rank}); "
-            f"lower it, or start the server with --max-lora-rank {settings.lora_rank}"
-        )
-
-
-def _same_model(theirs: str, ours: str) -> bool:
-    """A folder may be mounted elsewhere on the server's machine; then its own name must be the same."""
-    a, b = Path(theirs), Path(ours).expanduser()
-    return theirs == ours or a.resolve() == b.resolve() or (a.is_absolute() and not a.exists() and a.name == b.name)

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import ConfigError, EngineError
+from shoal.rollout.answers import Answer
+from shoal.rollout.facts import ServerFacts
 from shoal.rollout.probe import PROBE_TOKENS
-from shoal.rollout.remote import Answer, RemoteEngine, ServerFacts
+from shoal.rollout.remote import RemoteEngine
 from shoal.rollout.wire import Refused
 from shoal.types import Request
 
@@ -70,7 +72,7 @@ class SglangRolloutEngine(RemoteEngine):
             "max_new_tokens": limit,
             "min_new_tokens": min(sampling.min_tokens, limit),
             "stop": list(sampling.stop),
-            "stop_token_ids": self.ends(request),
+            "stop_token_ids": self.reading.ends(request),
             "ignore_eos": True,
             "sampling_seed": sampling.seed,
             "presence_penalty": 0.0,

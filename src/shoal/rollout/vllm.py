@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import ConfigError, EngineError
+from shoal.rollout.answers import Answer
+from shoal.rollout.facts import ServerFacts
 from shoal.rollout.probe import PROBE_TOKENS
-from shoal.rollout.remote import Answer, RemoteEngine, ServerFacts
+from shoal.rollout.remote import RemoteEngine
 from shoal.rollout.wire import Refused
 from shoal.types import Request
 
@@ -67,33 +69,17 @@ class VllmRolloutEngine(RemoteEngine):
         return await self.wire.post(GENERATE, body)
 
     async def ask(self, request: Request, limit: int, adapter: str | None) -> Answer:
-        choice = (await self._generate(request.prompt_ids, self._sampling(request, limit), adapter))["choices"][0]
+        choice = (
+            await self._generate(
+                request.prompt_ids, sampling_parameters(request, limit, self.reading.ends(request)), adapter
+            )
+        )["choices"][0]
         try:
             spans = [(span["start"], span["end"], str(span["version"])) for span in choice["weight_versions"] or ()]
             logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"] or ()]
             return Answer(list(choice["token_ids"]), logprobs, str(choice["finish_reason"]), spans)
         except (KeyError, TypeError) as error:
             raise EngineError(f"vLLM's answer to {request.request_id} has no {error}") from error
-
-    def _sampling(self, request: Request, limit: int) -> dict[str, Any]:
-        """Ends are listed, and vLLM's own idea of them is off: a completion ends where the trainer says."""
-        sampling = request.sampling
-        return {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "max_tokens": limit,
-            "min_tokens": min(sampling.min_tokens, limit),
-            "stop": list(sampling.stop),
-            "stop_token_ids": self.ends(request),
-            "ignore_eos": True,
-            "seed": sampling.seed,
-            "logprobs": 0,  # of the drawn token alone
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "repetition_penalty": 1.0,
-        }
 
     async def probe(self, token_ids: list[int], adapter: str | None) -> list[float]:
         # Not prompt_logprobs: beside other requests they break a server that was started with adapters (0.32).
@@ -159,3 +145,24 @@ class VllmRolloutEngine(RemoteEngine):
             listed = await self.wire.get("/v1/models")
             return adapter if any(model["id"] == adapter for model in listed["data"]) else ""
         return str((await self.wire.get("/weight_info"))["weight_version"])
+
+
+def sampling_parameters(request: Request, limit: int, ends: list[int]) -> dict[str, Any]:
+    """Everything said, so that no default applies. Ends are listed and vLLM's own idea of them is off."""
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_tokens": limit,
+        "min_tokens": min(sampling.min_tokens, limit),
+        "stop": list(sampling.stop),
+        "stop_token_ids": ends,
+        "ignore_eos": True,
+        "seed": sampling.seed,
+        "logprobs": 0,  # of the drawn token alone
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
