@@ -40,9 +40,20 @@ def make_in_process(config: RunConfig, model: Model, device: ThreadPoolExecutor)
         Reading(model.decoder.vocab_size, model.eos_token_ids, model.chat.text),
         config.infer.max_model_len,
         config.train.seed,
-        sleeps=bool(arguments.get("enable_sleep_mode")),
+        sleeps=bool(config.infer.engine_args.get("enable_sleep_mode")),
     )
-    return InProcessVllm(lambda: LLM(**arguments), device, lambda: file_tensors(model), settings)
+
+    def make() -> Any:
+        try:
+            return LLM(**arguments)
+        except (TypeError, ValueError) as error:  # pydantic's too
+            raise ConfigError(f"vllm_args (infer.engine_args): vLLM refuses its arguments: {_short(error)}") from error
+
+    return InProcessVllm(make, device, lambda: file_tensors(model), settings)
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def llm_arguments(config: RunConfig, model: Model) -> dict[str, Any]:
@@ -67,7 +78,11 @@ def llm_arguments(config: RunConfig, model: Model) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = infer.gpu_memory_utilization
     if train.lora:
         arguments |= {"enable_lora": True, "max_lora_rank": lora_rank(infer, train.lora_rank), "max_loras": 2}
-    return {**arguments, **infer.engine_args}
+    arguments |= infer.engine_args
+    if model.decoder.device.type == "cpu":
+        # vLLM has no such mode on a CPU, where sleep and wake_up are calls without effect.
+        arguments.pop("enable_sleep_mode", None)
+    return arguments
 
 
 def file_tensors(model: Model) -> Iterator[tuple[str, Any]]:

@@ -43,7 +43,7 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Returns at once; the server loads meanwhile. Linux ends it with the thread that called this, so a lasting one."""
+        """Returns at once; the server loads meanwhile. It ends with the thread that calls this: take a lasting one."""
         launch = self.launch
         if port_is_taken(launch.host, launch.port):
             raise ConfigError(
