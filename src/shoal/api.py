@@ -14,7 +14,7 @@ from shoal import build
 from shoal.config.load import load_run, load_sft
 from shoal.config.orch import EvalConfig, EvalSamplingConfig
 from shoal.config.resolve import as_yaml, binding_data
-from shoal.config.schema import RunConfig, SftConfig
+from shoal.config.schema import InferConfig, RunConfig, SftConfig
 from shoal.envs.datasets import DatasetSpec, fingerprint, heard_problems
 from shoal.envs.supervised import supervised_tasks
 from shoal.errors import (
@@ -323,6 +323,13 @@ def export(source: str, folder: Path, *, adapter: str | None = None, checkpoint:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with write_folder(folder) as partial:
         export_folder(weights.model, weights.adapter, partial, model_card(weights))
+
+
+def serve(config: InferConfig, tell: Callable[[str], None]) -> None:
+    """Answer over HTTP with the embedded engine until a signal comes."""
+    from shoal.build import infer
+
+    infer.serve(config, tell)
 
 
 def make_model(kind: str, folder: Path, seed: int = 0) -> None:

@@ -55,6 +55,10 @@ class EngineError(StoppedByPolicy):
     """The rollout engine died or broke its contract."""
 
 
+class RequestError(EngineError):
+    """The engine refuses one request for what it asks; the others and the engine are unharmed."""
+
+
 class DeadlineError(StoppedByPolicy):
     """A wait passed its deadline; the message names who waited for whom."""
 

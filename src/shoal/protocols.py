@@ -36,6 +36,19 @@ class RolloutEngine(Protocol):
     async def close(self) -> None: ...
 
 
+# Tokens just drawn and their log-probs.
+Heard = Callable[[list[int], list[float]], None]
+
+
+@runtime_checkable
+class StreamingEngine(Protocol):
+    """An engine that can tell of tokens while they are drawn; its `generate` takes who listens."""
+
+    streams: bool
+
+    async def generate(self, request: Request, heard: Heard | None = None) -> Completion: ...
+
+
 class PendingResults(Protocol):
     """What a micro-batch came to, perhaps still being computed."""
 

@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -19,12 +21,16 @@ import pytest
 import torch
 
 from shoal.models.sampler_view import SamplerView
+from shoal.observability.manifest import describe
 from shoal.protocols import RolloutEngine
 from shoal.rollout.embedded import EmbeddedRolloutEngine
+from shoal.rollout.http import HttpRolloutEngine
+from shoal.rollout.link import Address
 from shoal.types import Completion, Request, Span
-from support import servers
+from support import engine_servers
 from support.engines import ask, make_engine
 from support.models import EOS, TOKENIZER, as_decoder, random_prompts, small_model
+from support.servers import save, serving
 
 CONTEXT_TOKENS = 96
 SHORT, LONG = random_prompts(3, 6, 40)
@@ -67,9 +73,9 @@ async def vllm(model: Any) -> AsyncIterator[Served]:
     """A real vLLM server, shared by all tests of the session; it was started with the weights of `bench`."""
 
     async def publish(version: int, weights: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
-        return servers.publish(version, weights)
+        return engine_servers.publish(version, weights)
 
-    async with servers.attached_vllm() as engine:
+    async with engine_servers.attached_vllm() as engine:
         yield Served(engine, publish)
 
 
@@ -78,14 +84,36 @@ async def sglang_double(model: Any) -> AsyncIterator[Served]:
     """Not SGLang, which needs CUDA: a double of its published API (support/sglang_double.py)."""
 
     async def publish(version: int, weights: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
-        return servers.publish(version, weights)
+        return engine_servers.publish(version, weights)
 
-    async with servers.attached_double(model) as (engine, _):
+    async with engine_servers.attached_double(model) as (engine, _):
         yield Served(engine, publish)
+
+
+@asynccontextmanager
+async def over_http(model: Any) -> AsyncIterator[Served]:
+    """A grpo-infer with its own copy of the weights, in this process but behind a real socket."""
+    with TemporaryDirectory() as folder:
+        settings = {"max_model_len": CONTEXT_TOKENS, "max_num_seqs": 16}
+        async with serving(save(model, Path(folder) / "model"), **settings) as server:
+            trained = copy.deepcopy(model)
+
+            async def publish(version: int, weights: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+                with torch.no_grad():
+                    for name, parameter in trained.named_parameters():
+                        parameter.copy_(weights[name])
+                return describe(save(trained, Path(folder) / f"v{version:06}"), version, "full")
+
+            engine = HttpRolloutEngine(Address(f"{server.url}/v1", deadline_s=20))
+            try:
+                yield Served(engine, publish)
+            finally:
+                await engine.close()
 
 
 SERVERS: dict[str, Callable[[Any], AbstractAsyncContextManager[Served]]] = {
     "embedded": embedded,
+    "embedded-over-http": over_http,
     "vllm": vllm,
     "sglang_double": sglang_double,
 }

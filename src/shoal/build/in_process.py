@@ -14,6 +14,7 @@ from shoal.build.remote import CPU_CACHE_GIB, lora_rank
 from shoal.config.base import IN_MEMORY
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError
+from shoal.rollout.vllm import TIED_ON_CPU
 
 # Not to be had otherwise: training needs the log-probs of the distribution that was drawn from, and explicit sampling.
 FIXED = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
@@ -31,6 +32,8 @@ def make_in_process(config: RunConfig, model: Model, device: ThreadPoolExecutor)
     if model.decoder.device.type == "cpu":
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the threads are the trainer's too
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
+        if not config.train.lora and getattr(model.decoder.model.config, "tie_word_embeddings", False):
+            raise ConfigError(TIED_ON_CPU)
     arguments = llm_arguments(config, model)
     from shoal.rollout.answers import Reading
     from shoal.rollout.vllm_inprocess import LLM, InProcessSettings, InProcessVllm

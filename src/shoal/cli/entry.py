@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 VERBS = {
     "grpo": ("shoal.cli.grpo:grpo", "Train with GRPO: one command, one process a device."),
-    "grpo-infer": ("shoal.cli.split:grpo_infer", "Split layout: the inference server."),
+    "grpo-infer": (
+        "shoal.cli.infer:grpo_infer",
+        "Serve a model over HTTP (OpenAI-compatible); the split layout's server.",
+    ),
     "grpo-orch": ("shoal.cli.split:grpo_orch", "Split layout: the orchestrator."),
     "grpo-train": ("shoal.cli.split:grpo_train", "Split layout: the trainer."),
     "sft": ("shoal.cli.sft:sft", "Train on given completions (supervised)."),

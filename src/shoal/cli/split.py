@@ -1,4 +1,4 @@
-"""`shoal grpo-infer`, `grpo-orch`, `grpo-train`: the processes of the split layout, each read and checked alone."""
+"""`shoal grpo-orch`, `grpo-train`: processes of the split layout, each read and checked alone."""
 
 from __future__ import annotations
 
@@ -15,21 +15,6 @@ from shoal.config.schema import OrchConfig
 from shoal.errors import ConfigError
 
 DryRun = Annotated[bool, Parameter(negative=())]
-
-
-def grpo_infer(file: str, *overrides: str, dry_run: DryRun = False) -> None:
-    """Serve the model for the split layout.
-
-    Parameters
-    ----------
-    file
-        File with the infer section.
-    overrides
-        Such as infer.port=8001.
-    dry_run
-        Check everything, print the configuration, and stop.
-    """
-    _section("infer", file, overrides, dry_run)
 
 
 def grpo_orch(file: str, *overrides: str, dry_run: DryRun = False) -> None:

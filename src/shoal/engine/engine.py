@@ -8,7 +8,7 @@ company. A GPU chooses its kernels by the size of the batch, and rounds by them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ from shoal.engine.plain import make_plain
 from shoal.engine.sampler import MAX_ENDS, SamplingState, draw
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.scheduler import Sequence as Running
-from shoal.errors import EngineError
+from shoal.errors import RequestError
 from shoal.models.attention import KEY_MULTIPLE, ROW_MULTIPLE, Decode, Packed, round_up
 from shoal.models.decoder import LayerShape
 from shoal.models.sampler_view import SamplerView
@@ -101,9 +101,9 @@ class EmbeddedEngine:
     def check(self, request: Request) -> None:
         """Refuse what would fail on the device, where it would take every other request with it."""
         if request.prompt_ids and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocab_size:
-            raise EngineError(f"{request.request_id}: token ids must be from 0 to {self._vocab_size - 1}")
+            raise RequestError(f"{request.request_id}: token ids must be from 0 to {self._vocab_size - 1}")
         if request.sampling.min_tokens and len(self._endings.of(request.sampling)) > MAX_ENDS:
-            raise EngineError(f"{request.request_id}: with min_tokens, at most {MAX_ENDS} ids may end a request")
+            raise RequestError(f"{request.request_id}: with min_tokens, at most {MAX_ENDS} ids may end a request")
 
     def add(self, request: Request) -> Completion | None:
         """Queue a request. One that cannot be started is answered at once, with no tokens and the reason `length`."""
@@ -114,6 +114,12 @@ class EmbeddedEngine:
         narrowed = request.sampling.truncated or request.sampling.min_tokens > 0
         self.scheduler.waiting.append(Running(request, limit, kept_ids=[] if narrowed else None))
         return None
+
+    def cancel(self, request_ids: Set[str]) -> None:
+        """Nobody waits for these any more: their places go to the next. Unknown ones may have just finished."""
+        self.scheduler.drop(request_ids)
+        if not self.scheduler.running:
+            self._forget_launches()
 
     def abort(self) -> list[Completion]:
         """Drop everything; what was drawn so far is returned with the reason `abort`."""

@@ -7,6 +7,7 @@ the batch shrinks over it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from shoal.types import Completion, FinishReason, Request, Span
@@ -96,6 +97,12 @@ class Scheduler:
     def retire(self, sequence: Sequence) -> None:
         sequence.finished = True
         del self.running[sequence.slot]
+
+    def drop(self, request_ids: Set[str]) -> None:
+        """Take requests out, wherever they stand."""
+        self.waiting = deque(s for s in self.waiting if s.request.request_id not in request_ids)
+        for sequence in [s for s in self.running.values() if s.request.request_id in request_ids]:
+            self.retire(sequence)
 
     def compaction(self) -> list[tuple[int, int]]:
         """Moves (source, target) that let the batch shrink to the next bucket; none while requests wait."""

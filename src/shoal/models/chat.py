@@ -83,6 +83,10 @@ class Chat:
             tail = tail[1:]  # the model closed its turn itself
         return [*so_far, *tail]
 
+    def encode(self, text: str) -> list[int]:
+        """Text as it stands, special tokens read as such, nothing put around it."""
+        return self._encode(text)
+
     def text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,3 +76,12 @@ def model_folder(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(model, local_files_only=True))
+
+
+def tied(folder: Path) -> bool:
+    """Whether the model's output layer is its embedding."""
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(config.get("tie_word_embeddings", False))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
@@ -23,12 +22,13 @@ from shoal.observability.manifest import describe, verify
 from shoal.rollout.answers import Answer, Reading
 from shoal.rollout.facts import RemoteSettings, ServerFacts, check_facts, model_folder
 from shoal.rollout.launch import ServerProcess
+from shoal.rollout.link import Address, Late, Link, Lost, Refused, Waiting
 from shoal.rollout.norms import write_noisy_norms
 from shoal.rollout.probe import PROBE_TOKENS, Probes
-from shoal.rollout.wire import Lost, Refused, Wire
 from shoal.types import Completion, Request
 
-POLL_S = 0.5
+HEALTH_S = 10.0
+MOST_LOSSES = 5  # of one request, by a server that comes up again and again
 
 
 @dataclass
@@ -45,10 +45,14 @@ class _Served:
 class RemoteEngine(ABC):
     name: str
 
-    def __init__(self, settings: RemoteSettings, process: ServerProcess | None = None) -> None:
+    def __init__(
+        self, settings: RemoteSettings, process: ServerProcess | None = None, waiting: Waiting = lambda _: None
+    ) -> None:
         self.settings = settings
         self.reading = Reading(settings.vocab_size, settings.eos_token_ids, settings.detokenize)
-        self.wire = Wire(self.name, settings.url, settings.api_key, settings.timeout_s)
+        start = f"start {self.name} there, or set infer.engine_python and Shoal starts it"
+        limits = {"deadline_s": settings.timeout_s, "request_s": settings.timeout_s, "connections": 0}
+        self.link = Link(Address(settings.url, settings.api_key, name=self.name, start=start, **limits), waiting)
         self._process = process
         self._served = _Served()
         self._probes = Probes(self.name)
@@ -58,7 +62,7 @@ class RemoteEngine(ABC):
         self._running.set()
         self._connected = False
         self._lock = asyncio.Lock()  # one load, restart or connection at a time
-        self.path = f"{self.name} at {self.wire.url}"
+        self.path = self.link.name
 
     @abstractmethod
     async def facts(self) -> ServerFacts:
@@ -114,27 +118,23 @@ class RemoteEngine(ABC):
                 self._connected = True
 
     async def _wait_for_health(self, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
-        while True:
-            try:
-                await self.wire.get("/health", timeout_s=min(10.0, limit_s))
-                return
-            except (EngineError, DeadlineError) as error:
-                reason = str(error)
+        async def probe() -> None:
             ended = self._process.ended() if self._process is not None else None
             if ended is not None:
                 raise ConfigError(ended)
-            if time.monotonic() > deadline:
-                raise ConfigError(self._late(reason, limit_s))
-            await asyncio.sleep(POLL_S)
+            await self.link.ask("GET", "/health", None, HEALTH_S, reads=False)
 
-    def _late(self, reason: str, limit_s: float) -> str:
-        if self._process is not None:
-            return self._process.why(f"is not ready after {limit_s:g} s (infer.start_deadline_s)")
-        return (
-            f"orch.client.base_url: {reason}; waited {limit_s:g} s (infer.start_deadline_s). Start {self.name} there, "
-            "or set infer.engine_python and Shoal starts it"
-        )
+        try:
+            await self.link.until_up(probe, limit_s)
+        except DeadlineError as error:
+            late = f"is not ready after {limit_s:g} s (infer.start_deadline_s)"
+            raise ConfigError(self._process.why(late) if self._process is not None else str(error)) from error
+
+    async def get(self, path: str) -> dict[str, Any]:
+        return (await self.link.get(path, self.settings.timeout_s))[0]
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return (await self.link.post(path, body, self.settings.timeout_s))[0]
 
     # Drawing
 
@@ -161,24 +161,30 @@ class RemoteEngine(ABC):
 
     async def _asked(self, request: Request, limit: int, served: _Served) -> Answer:
         """Asked again if the server went away meanwhile: the seed is in the request, so it comes out the same."""
+        losses = 0
         while True:
             try:
                 return await self.ask(request, limit, served.adapter)
+            except Late as error:
+                raise DeadlineError(
+                    f"{self.link.name}: {error}; raise orch.client.timeout if that is expected"
+                ) from error
             except Lost as error:
+                losses += 1
+                if losses >= MOST_LOSSES:
+                    raise EngineError(f"{self.link.name} lost a request {losses} times in a row: {error}") from error
                 await self._recover(error)
                 served = self._served
 
     async def _recover(self, error: Lost) -> None:
         """Wait for the server to come back and give it the version it is to serve. One that we started stays down."""
         async with self._lock:
-            if self._process is not None and (ended := self._process.ended()) is not None:
-                raise EngineError(ended) from error
             try:
                 await self._wait_for_health(self.settings.timeout_s)
             except ConfigError as late:
                 raise EngineError(str(late)) from error
             served = self._served
-            if served.manifest and await self.served_version() != self.version_name(served):
+            if served.manifest and await self.served_version() != (served.adapter or str(served.version)):
                 await self._put_in_place(served, served.manifest, served.noise)
 
     # Weights
@@ -266,9 +272,6 @@ class RemoteEngine(ABC):
         ids = [(7919 * i + 13) % self.settings.vocab_size for i in range(room)]
         self._probes.judge(key, await self.probe(ids, self._served.adapter), self._served.version)
 
-    def version_name(self, served: _Served) -> str:
-        return served.adapter or str(served.version)
-
     # The rest of the seam
 
     async def pause(self) -> None:
@@ -283,8 +286,8 @@ class RemoteEngine(ABC):
 
     async def health(self) -> dict[str, Any]:
         try:
-            await self.wire.get("/health", timeout_s=10.0)
-        except (EngineError, DeadlineError) as error:
+            await self.link.ask("GET", "/health", None, HEALTH_S, reads=False)
+        except (Lost, EngineError) as error:
             return {"ok": False, "version": self.version, "reason": str(error)}
         return {
             "ok": True,
@@ -294,7 +297,7 @@ class RemoteEngine(ABC):
         }
 
     async def close(self) -> None:
-        await self.wire.close()
+        await self.link.close()
         if self._process is not None:
             await self._process.close()
 

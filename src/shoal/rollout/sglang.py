@@ -12,9 +12,9 @@ from typing import Any
 from shoal.errors import ConfigError, EngineError
 from shoal.rollout.answers import Answer
 from shoal.rollout.facts import ServerFacts
+from shoal.rollout.link import Refused
 from shoal.rollout.probe import PROBE_TOKENS
 from shoal.rollout.remote import RemoteEngine
-from shoal.rollout.wire import Refused
 from shoal.types import Request
 
 # Seeds count only in deterministic mode; without it a request asked again comes out otherwise.
@@ -29,26 +29,26 @@ class SglangRolloutEngine(RemoteEngine):
         model, server = await self._about("model_info"), await self._about("server_info")
         if not server.get("enable_deterministic_inference"):
             raise ConfigError(
-                f"orch.client.base_url: the SGLang server at {self.wire.url} ignores seeds, and every rollout has one; "
+                f"orch.client.base_url: {self.link.name} ignores seeds, and every rollout has one; "
                 "start it with --enable-deterministic-inference"
             )
         rank = server.get("max_lora_rank") if server.get("enable_lora") else None
-        context = server.get("context_length") or (await self.wire.get("/v1/models"))["data"][0]["max_model_len"]
+        context = server.get("context_length") or (await self.get("/v1/models"))["data"][0]["max_model_len"]
         return ServerFacts(str(model["model_path"]), int(context), rank)
 
     async def _about(self, what: str) -> dict[str, Any]:
         """`/model_info` and `/server_info` were `/get_model_info` and `/get_server_info` before."""
         try:
-            return await self.wire.get(f"/{what}")
+            return await self.get(f"/{what}")
         except Refused:
             try:
-                return await self.wire.get(f"/get_{what}")
+                return await self.get(f"/get_{what}")
             except Refused as error:
-                said = f"orch.client.base_url: what answers at {self.wire.url} is no SGLang ({error})"
+                said = f"orch.client.base_url: what answers at {self.link.address.root} is no SGLang ({error})"
                 raise ConfigError(f"{said}; name an SGLang server, or set infer.engine") from error
 
     async def _generate(self, body: dict[str, Any], adapter: str | None) -> dict[str, Any]:
-        return await self.wire.post(GENERATE, {**body, "lora_path": adapter} if adapter is not None else body)
+        return await self.post(GENERATE, {**body, "lora_path": adapter} if adapter is not None else body)
 
     async def ask(self, request: Request, limit: int, adapter: str | None) -> Answer:
         body = {"input_ids": request.prompt_ids, "sampling_params": self._sampling(request, limit)}
@@ -113,7 +113,7 @@ class SglangRolloutEngine(RemoteEngine):
     _transfers = False
 
     async def _done(self, path: str, body: dict[str, Any]) -> None:
-        answer = await self.wire.post(path, body)
+        answer = await self.post(path, body)
         if not (isinstance(answer, dict) and answer.get("success")):
             raise EngineError(f"SGLang: {path} failed: {answer}")
 
@@ -125,14 +125,14 @@ class SglangRolloutEngine(RemoteEngine):
 
     async def hold(self) -> None:
         # Retracted requests keep their tokens and compute their past again, so the cache can be flushed between.
-        await self.wire.post("/pause_generation", {"mode": "retract"})
+        await self.link.tell("/pause_generation", {"mode": "retract"})
 
     async def release(self) -> None:
-        await self.wire.post("/continue_generation", {})
+        await self.link.tell("/continue_generation", {})
 
     async def served_version(self) -> str:
         adapter = self._served.adapter
         if adapter is not None:
-            listed = await self.wire.get("/v1/models")
+            listed = await self.get("/v1/models")
             return adapter if any(model["id"] == adapter for model in listed["data"]) else ""
         return str((await self._about("model_info")).get("weight_version"))

@@ -11,10 +11,10 @@ from typing import Any
 
 from shoal.errors import ConfigError, EngineError
 from shoal.rollout.answers import Answer
-from shoal.rollout.facts import ServerFacts
+from shoal.rollout.facts import ServerFacts, model_folder, tied
+from shoal.rollout.link import Refused
 from shoal.rollout.probe import PROBE_TOKENS
 from shoal.rollout.remote import RemoteEngine
-from shoal.rollout.wire import Refused
 from shoal.types import Request
 
 # What a server has to be started with for a run; build/ passes it on, the messages below name it.
@@ -27,6 +27,10 @@ FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--gener
 # Ranks that vLLM has kernels for; a server is started with the next one.
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 GENERATE = "/inference/v1/generate"
+TIED_ON_CPU = (
+    "infer.engine: vLLM on a CPU does not renew the output layer of a model with tied embeddings when weights are "
+    "reloaded, so training would go wrong; use train.lora=true, a model that is not tied, a GPU, or infer.engine embedded"
+)
 
 
 class VllmRolloutEngine(RemoteEngine):
@@ -37,28 +41,38 @@ class VllmRolloutEngine(RemoteEngine):
         model, adapters = config["model_config"], config.get("lora_config") or {}
         if model["logprobs_mode"] != "processed_logprobs":
             raise ConfigError(
-                f"orch.client.base_url: the vLLM server at {self.wire.url} returns {model['logprobs_mode']}, not those "
+                f"orch.client.base_url: {self.link.name} returns {model['logprobs_mode']}, not those "
                 "of the distribution it draws from; start it with --logprobs-mode processed_logprobs"
             )
+        self._check_tied(config)
+        await self.release()  # an earlier run may have left it paused
         await self._check_tokens_route()
         return ServerFacts(str(model["model"]), int(model["max_model_len"]), adapters.get("max_lora_rank"))
 
     async def _server_config(self) -> dict[str, Any]:
         try:
-            return (await self.wire.get("/server_info?config_format=json"))["vllm_config"]
-        except Refused as error:
+            return (await self.get("/server_info?config_format=json"))["vllm_config"]
+        except (EngineError, KeyError) as error:
             raise ConfigError(
-                f"orch.client.base_url: what answers at {self.wire.url} is no vLLM in development mode ({error}); "
-                "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
+                f"orch.client.base_url: what answers at {self.link.address.root} is no vLLM in development mode "
+                f"({error}); start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
             ) from error
+
+    def _check_tied(self, config: Mapping[str, Any]) -> None:
+        """On a CPU vLLM multiplies with a packed copy of the head, which a reload does not renew if it is tied."""
+        on_cpu = (config.get("device_config") or {}).get("device_type") == "cpu"
+        if on_cpu and self.settings.lora_rank is None and tied(model_folder(self.settings.model)):
+            raise ConfigError(TIED_ON_CPU)
 
     async def _check_tokens_route(self) -> None:
         """One token, drawn once: the route exists, and whatever compiles on the first request has compiled."""
         try:
             await self._generate([0], {"max_tokens": 1, "temperature": 0.0}, None)
         except Refused as error:
+            if error.status != 404:
+                raise
             raise ConfigError(
-                f"orch.client.base_url: the vLLM server at {self.wire.url} has no {GENERATE} ({error}); start vLLM "
+                f"orch.client.base_url: {self.link.name} has no {GENERATE} ({error}); start vLLM "
                 "0.32 or newer with --enable-scale-out"
             ) from error
 
@@ -66,7 +80,7 @@ class VllmRolloutEngine(RemoteEngine):
         body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": sampling}
         if adapter is not None:
             body["model"] = adapter
-        return await self.wire.post(GENERATE, body)
+        return await self.post(GENERATE, body)
 
     async def ask(self, request: Request, limit: int, adapter: str | None) -> Answer:
         choice = (
@@ -89,13 +103,13 @@ class VllmRolloutEngine(RemoteEngine):
 
     async def read_weights(self, path: str, version: int, *, partial: bool = False) -> None:
         """Layer by layer into the tensors that are there. Tensors that a partial folder lacks stay as they are."""
-        await self.wire.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        await self.link.tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
         await self._note_version(version)
 
     async def _note_version(self, version: int) -> None:
         # Requests in flight compute their past again: it was computed with other weights.
-        await self.wire.post("/reset_prefix_cache?reset_running_requests=true")
-        await self.wire.post("/update_weight_version", {"new_version": str(version)})
+        await self.link.tell("/reset_prefix_cache?reset_running_requests=true")
+        await self.link.tell("/update_weight_version", {"new_version": str(version)})
 
     async def receive_weights(self, manifest: Mapping[str, Any], version: int) -> None:
         """From the trainer's NCCL broadcast, through the weight-transfer endpoints.
@@ -118,33 +132,33 @@ class VllmRolloutEngine(RemoteEngine):
             "shapes": [tensor["shape"] for tensor in tensors],
         }
         if not self._transfers:
-            await self.wire.post("/init_weight_transfer_engine", {"init_info": init})
+            await self.link.tell("/init_weight_transfer_engine", {"init_info": init})
             self._transfers = True
-        await self.wire.post("/start_weight_update")
-        await self.wire.post("/update_weights", {"update_info": update})
-        await self.wire.post("/finish_weight_update", {"weight_version": str(version)})
-        await self.wire.post("/reset_prefix_cache?reset_running_requests=true")
+        await self.link.tell("/start_weight_update")
+        await self.link.tell("/update_weights", {"update_info": update})
+        await self.link.tell("/finish_weight_update", {"weight_version": str(version)})
+        await self.link.tell("/reset_prefix_cache?reset_running_requests=true")
 
     _transfers = False
 
     async def add_adapter(self, name: str, path: str) -> None:
-        await self.wire.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        await self.link.tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     async def remove_adapter(self, name: str) -> None:
-        await self.wire.post("/v1/unload_lora_adapter", {"lora_name": name})
+        await self.link.tell("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def hold(self) -> None:
-        await self.wire.post("/pause?mode=keep")
+        await self.link.tell("/pause?mode=keep")
 
     async def release(self) -> None:
-        await self.wire.post("/resume")
+        await self.link.tell("/resume")
 
     async def served_version(self) -> str:
         adapter = self._served.adapter
         if adapter is not None:
-            listed = await self.wire.get("/v1/models")
+            listed = await self.get("/v1/models")
             return adapter if any(model["id"] == adapter for model in listed["data"]) else ""
-        return str((await self.wire.get("/weight_info"))["weight_version"])
+        return str((await self.get("/weight_info"))["weight_version"])
 
 
 def sampling_parameters(request: Request, limit: int, ends: list[int]) -> dict[str, Any]:

@@ -1,29 +1,33 @@
 """Requests in OpenAI's shape to completions of an engine, and back, with token ids and log-probs if asked for.
 
-Knows no HTTP: local.py serves it in the training process. Nothing here samples; the engine does.
+Knows no HTTP: app.py serves it, in grpo-infer and in the training process. Nothing here samples; the engine does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
 from shoal.envs.tools import parse_tool_calls
-from shoal.protocols import RolloutEngine
+from shoal.protocols import Heard, RolloutEngine, StreamingEngine
+from shoal.server.asked import (
+    BadRequest,
+    read_count,
+    read_ids,
+    read_messages,
+    read_sampling,
+    read_seed,
+    read_tools,
+    refuse_unknown,
+)
 from shoal.server.sessions import Session, Tokens, call_id
 from shoal.types import Completion, Message, Request, SamplingParams
 
-MAX_CHOICES = 16
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-class BadRequest(ValueError):
-    """The client's fault; the text is sent back with status 400."""
+__all__ = ["Asked", "BadRequest", "Completions", "Served"]
 
 
 @dataclass(frozen=True)
@@ -36,151 +40,162 @@ class Served:
     context_tokens: int
 
 
+@dataclass(frozen=True)
+class Asked:
+    """One request, read and checked: what is to be drawn and what the answer is to hold."""
+
+    kind: Literal["chat.completion", "text_completion"]
+    body: Mapping[str, Any]
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    seeds: list[int]  # one a choice
+    messages: list[Message] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    session: Session | None = None
+
+    @property
+    def chat(self) -> bool:
+        return self.kind == "chat.completion"
+
+
 class Completions:
     def __init__(self, served: Served) -> None:
-        self._served = served
+        self.served = served
+        self.tokens = {"prompt": 0, "completion": 0}  # of what was answered
         self._numbers = itertools.count()
 
-    def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": self._served.model, "object": "model", "owned_by": "shoal"}]}
+    @property
+    def streams(self) -> bool:
+        """Whether the engine tells of tokens while they are drawn."""
+        return isinstance(self.served.engine, StreamingEngine)
 
-    async def chat(self, body: Mapping[str, Any], session: Session | None = None) -> dict[str, Any]:
-        messages, tools = _messages(body.get("messages")), body.get("tools") or None
+    def read_chat(self, body: Mapping[str, Any], session: Session | None = None) -> Asked:
+        messages, tools = read_messages(body.get("messages")), read_tools(body)
         if session is None:
-            prompt_ids = self._served.tokens.prompt_ids(messages, tools)
-            drawn = await self._draw(body, prompt_ids, _sampling(body), _count(body))
-        else:
-            prompt_ids = session.prompt_ids(self._served.tokens, messages, tools)
-            seed = session.seed_of(session.begin_turn())
-            drawn = [await self._generate(prompt_ids, session.sampling, seed, session.context_tokens)]
-        choices = []
-        for number, completion in enumerate(drawn):
-            answer = self._message(completion, tools, session, number)
-            if session is not None:
-                session.record((messages, tools), prompt_ids, completion, answer)
-            choices.append({"index": number, "message": answer, **self._about(completion, body, answer)})
-        return self._envelope("chat.completion", body, prompt_ids, drawn, choices)
+            refuse_unknown(body)
+            tools = None if body.get("tool_choice") == "none" else tools
+            prompt_ids = self.served.tokens.prompt_ids(messages, tools)
+            sampling, seeds = self._limited(read_sampling(body), prompt_ids), _seeds(body)
+            return Asked("chat.completion", body, prompt_ids, sampling, seeds, messages, tools)
+        prompt_ids = session.prompt_ids(self.served.tokens, messages, tools)
+        sampling = self._limited(session.sampling, prompt_ids, session.context_tokens)
+        seeds = [session.seed_of(session.begin_turn())]
+        return Asked("chat.completion", body, prompt_ids, sampling, seeds, messages, tools, session)
 
-    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Token ids in; the plain completions endpoint."""
+    def read_text(self, body: Mapping[str, Any]) -> Asked:
+        """Text or token ids; the plain completions endpoint."""
+        refuse_unknown(body)
         prompt = body.get("prompt")
-        if not isinstance(prompt, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
-            raise BadRequest("prompt must be a list of token ids; for text use /v1/chat/completions")
-        drawn = await self._draw(body, list(prompt), _sampling(body), _count(body))
-        choices = [
-            {"index": number, "text": completion.text, **self._about(completion, body, None)}
-            for number, completion in enumerate(drawn)
-        ]
-        return self._envelope("text_completion", body, list(prompt), drawn, choices)
+        ids = self.served.tokens.encode(prompt) if isinstance(prompt, str) and prompt else read_ids(prompt, "prompt")
+        if ids is None:
+            raise BadRequest("prompt must be a text or a list of token ids, one prompt a request", "prompt")
+        return Asked("text_completion", body, ids, self._limited(read_sampling(body), ids), _seeds(body))
 
-    async def _draw(
-        self, body: Mapping[str, Any], prompt_ids: list[int], sampling: SamplingParams, count: int
-    ) -> list[Completion]:
-        seed = body.get("seed")
-        first = (seed if isinstance(seed, int) else time.monotonic_ns()) % 2**62
-        limit = self._served.context_tokens
-        return list(
-            await asyncio.gather(*(self._generate(prompt_ids, sampling, first + n, limit) for n in range(count)))
-        )
+    async def tokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A text as it stands, or messages as the chat template writes them."""
+        prompt, tokens = body.get("prompt"), self.served.tokens
+        if body.get("add_special_tokens"):
+            raise BadRequest("add_special_tokens: nothing is put around a prompt here", "add_special_tokens")
+        if body.get("messages") is not None:
+            ids = tokens.prompt_ids(read_messages(body["messages"]), read_tools(body))
+        elif isinstance(prompt, str):
+            ids = tokens.encode(prompt)
+        else:
+            raise BadRequest("give prompt, a text, or messages", "prompt")
+        return {"count": len(ids), "max_model_len": self.served.context_tokens, "tokens": ids}
 
-    async def _generate(self, prompt_ids: list[int], sampling: SamplingParams, seed: int, limit: int) -> Completion:
+    async def detokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        ids = read_ids(body.get("tokens"), "tokens")
+        if ids is None or not all(0 <= i < 2**31 for i in ids):
+            raise BadRequest("tokens must be a list of token ids", "tokens")
+        return {"prompt": self.served.tokens.full_text(ids)}
+
+    def _limited(self, sampling: SamplingParams, prompt_ids: list[int], limit: int | None = None) -> SamplingParams:
+        limit = self.served.context_tokens if limit is None else limit
         room = limit - len(prompt_ids)
         if room < 1:
             raise BadRequest(
                 f"This model's maximum context length is {limit} tokens, but the prompt has {len(prompt_ids)}"
             )
-        params = replace(sampling, max_tokens=min(sampling.max_tokens, room), seed=seed)
-        return await self._served.engine.generate(Request(f"http/{next(self._numbers)}", prompt_ids, params))
+        return replace(sampling, max_tokens=min(sampling.max_tokens, room))
 
-    def _message(self, completion: Completion, tools: Any, session: Session | None, number: int) -> Message:
-        text, calls = parse_tool_calls(completion.text) if tools else (completion.text, [])
+    async def answer(self, asked: Asked) -> dict[str, Any]:
+        drawn = await asyncio.gather(*(self.draw(asked, number) for number in range(len(asked.seeds))))
+        choices = [self.choice(asked, number, completion) for number, completion in enumerate(drawn)]
+        reply = {**self.envelope(asked), "choices": choices, "usage": usage(asked, drawn)}
+        return {**reply, "prompt_token_ids": asked.prompt_ids} if asked.body.get("return_token_ids") else reply
+
+    async def draw(self, asked: Asked, number: int, heard: Heard | None = None) -> Completion:
+        sampling = replace(asked.sampling, seed=asked.seeds[number])
+        request = Request(f"http/{next(self._numbers)}", asked.prompt_ids, sampling)
+        if heard is not None and self.streams:
+            completion = await cast(StreamingEngine, self.served.engine).generate(request, heard)
+        else:
+            completion = await self.served.engine.generate(request)
+        self.tokens["prompt"] += len(request.prompt_ids)
+        self.tokens["completion"] += len(completion.token_ids)
+        return completion
+
+    def choice(self, asked: Asked, number: int, completion: Completion) -> dict[str, Any]:
+        """What a choice of the answer says. A session takes note of it."""
+        about = {"index": number, **self.details(asked, completion.token_ids, completion.logprobs)}
+        reason = "stop" if completion.finish_reason == "stop" else "length"
+        if not asked.chat:
+            about |= {"text": completion.text, "finish_reason": reason}
+            return about | _exactly(completion) if asked.body.get("return_token_ids") else about
+        answer = self._message(asked, number, completion)
+        if asked.session is not None:
+            asked.session.record((asked.messages, asked.tools), asked.prompt_ids, completion, answer)
+        return {**about, "message": answer, "finish_reason": "tool_calls" if answer.get("tool_calls") else reason}
+
+    def _message(self, asked: Asked, number: int, completion: Completion) -> Message:
+        text, calls = parse_tool_calls(completion.text) if asked.tools else (completion.text, [])
         message: Message = {"role": "assistant", "content": text}
         if calls:
+            session = asked.session
             name, turn = (session.name, len(session.turns)) if session else (completion.request_id, 0)
             ids = [call_id(name, turn, 100 * number + i) for i in range(len(calls))]
             message["tool_calls"] = [call.as_openai(id_) for call, id_ in zip(calls, ids, strict=True)]
         return message
 
-    def _about(self, completion: Completion, body: Mapping[str, Any], answer: Message | None) -> dict[str, Any]:
-        reason = "stop" if completion.finish_reason == "stop" else "length"
-        fields: dict[str, Any] = {
-            "finish_reason": "tool_calls" if answer and answer.get("tool_calls") else reason,
-            "logprobs": None,
-        }
-        if body.get("logprobs") not in (None, False):
-            texts = [self._served.tokens.token_text(i) for i in completion.token_ids]
-            if answer is None:
-                fields["logprobs"] = {"tokens": texts, "token_logprobs": completion.logprobs}
-            else:
-                pairs = zip(texts, completion.logprobs, strict=True)
+    def details(self, asked: Asked, token_ids: list[int], values: list[float]) -> dict[str, Any]:
+        """Log-probs and ids of tokens, if asked for."""
+        fields: dict[str, Any] = {"logprobs": None}
+        if asked.body.get("logprobs") not in (None, False):
+            texts = [self.served.tokens.token_text(i) for i in token_ids]
+            if asked.chat:
+                pairs = zip(texts, values, strict=True)
                 content = [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
-                fields["logprobs"] = {"content": content}
-        if body.get("return_token_ids"):
-            fields["token_ids"] = completion.token_ids
+                fields["logprobs"] = {"content": content, "refusal": None}
+            else:
+                fields["logprobs"] = {"tokens": texts, "token_logprobs": values, "top_logprobs": None}
+        if asked.body.get("return_token_ids"):
+            fields["token_ids"] = token_ids
         return fields
 
-    def _envelope(
-        self, kind: str, body: Mapping[str, Any], prompt_ids: list[int], drawn: list[Completion], choices: list[Any]
-    ) -> dict[str, Any]:
-        completed = sum(len(completion.token_ids) for completion in drawn)
-        usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": completed}
-        envelope = {
+    def envelope(self, asked: Asked) -> dict[str, Any]:
+        return {
             "id": f"shoal-{next(self._numbers)}",
-            "object": kind,
+            "object": asked.kind,
             "created": int(time.time()),
-            "model": str(body.get("model") or self._served.model),
-            "choices": choices,
-            "usage": {**usage, "total_tokens": len(prompt_ids) + completed},
+            "model": str(asked.body.get("model") or self.served.model),
         }
-        return {**envelope, "prompt_token_ids": prompt_ids} if body.get("return_token_ids") else envelope
 
 
-def _messages(value: Any) -> list[Message]:
-    """Checked, with lists of text parts joined: templates and comparisons want text."""
-    if not isinstance(value, list) or not value:
-        raise BadRequest("messages must be a list with at least one message")
-    messages = []
-    for message in value:
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
-            raise BadRequest(f"a message needs a role, one of {', '.join(_ROLES)}")
-        content = message.get("content")
-        if isinstance(content, list):
-            if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
-                raise BadRequest("only text parts are understood in a message's content")
-            content = "".join(str(part.get("text", "")) for part in content)
-        if content is not None and not isinstance(content, str):
-            raise BadRequest("a message's content must be text")
-        kept = {key: item for key, item in message.items() if item is not None}
-        messages.append({**kept, "content": content or ""})
-    return messages
+def usage(asked: Asked, drawn: list[Completion] | tuple[Completion, ...]) -> dict[str, int]:
+    prompt, completed = len(asked.prompt_ids), sum(len(completion.token_ids) for completion in drawn)
+    return {"prompt_tokens": prompt, "completion_tokens": completed, "total_tokens": prompt + completed}
 
 
-def _count(body: Mapping[str, Any]) -> int:
-    count = body.get("n") or 1
-    if not isinstance(count, int) or not 1 <= count <= MAX_CHOICES:
-        raise BadRequest(f"n must be 1 to {MAX_CHOICES}")
-    return count
+def _exactly(completion: Completion) -> dict[str, Any]:
+    """What OpenAI's shape has no place for, and training needs."""
+    spans = [[span.start, span.end, span.version] for span in completion.spans]
+    return {"shoal": {"spans": spans, "kept_ids": completion.kept_ids, "finish_reason": completion.finish_reason}}
 
 
-def _sampling(body: Mapping[str, Any]) -> SamplingParams:
-    """OpenAI's names, with their defaults; the rest of the context if max_tokens is left out."""
-    stop = body.get("stop") or ()
-    values = {
-        "temperature": body.get("temperature"),
-        "top_p": body.get("top_p"),
-        "top_k": body.get("top_k"),
-        "min_p": body.get("min_p"),
-        "max_tokens": body.get("max_completion_tokens") or body.get("max_tokens") or 2**31,
-        "min_tokens": body.get("min_tokens"),
-        "stop": (stop,) if isinstance(stop, str) else tuple(stop),
-    }
-    given = {name: value for name, value in values.items() if value is not None}
-    for name in ("temperature", "top_p", "min_p"):
-        value = given.get(name, 0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise BadRequest(f"{name} must be a number of at least 0")
-    for name in ("top_k", "max_tokens", "min_tokens"):
-        value, least = given.get(name, 0), -1 if name == "top_k" else 0
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 2**31:
-            raise BadRequest(f"{name} must be a whole number of at least {least}")
-    return SamplingParams(**given)
+def _seeds(body: Mapping[str, Any]) -> list[int]:
+    seed = read_seed(body)
+    if seed is not None and body.get("n") in (None, 1):
+        return [seed % 2**63]
+    first = (seed if seed is not None else time.monotonic_ns()) % 2**62
+    return [first + number for number in range(read_count(body))]

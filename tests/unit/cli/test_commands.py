@@ -102,7 +102,12 @@ def test_nothing_to_resume_yet(capsys: pytest.CaptureFixture[str]):
     assert "nothing to resume" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["train", "infer", "orch"])
+def test_the_server_s_file_is_checked_alone(capsys: pytest.CaptureFixture[str]):
+    assert main(["grpo-infer", str(EXAMPLES / "infer.yaml"), "--dry-run"]) == 0
+    assert "Qwen/Qwen3-0.6B" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["train", "orch"])
 def test_split_commands_are_checked_and_say_what_they_cannot_do(name: str, capsys: pytest.CaptureFixture[str]):
     file = str(EXAMPLES / f"{name}.yaml")
     assert main([f"grpo-{name}", file, "--dry-run"]) == 0

@@ -70,7 +70,7 @@ def test_an_answer_with_ids_and_logprobs():
         assert [item["token"] for item in choice["logprobs"]["content"]][:2] == ["h", "i"]
         assert reply["usage"]["completion_tokens"] == 3
         _, models = await ask("/models")
-        assert [model["id"] for model in models["data"]] == ["fish"]
+        assert [model["id"] for model in models["data"]] == ["fish", "fish-v0"]
 
     engine = serve(lambda _: ("hi", "stop"), work)
     assert (engine.requests[0].sampling.max_tokens, engine.requests[0].sampling.temperature) == (9, 0.5)
@@ -113,10 +113,17 @@ def test_a_stream_is_the_same_answer_in_events():
         ({"messages": [{"role": "user", "content": 3}]}, "must be text"),
         ({"messages": HELLO, "n": 99}, "n must be"),
         ({"messages": HELLO, "temperature": "hot"}, "temperature must be"),
-        ({"messages": HELLO, "temperature": float("nan")}, "temperature must be"),
+        ({"messages": HELLO, "temperature": float("nan")}, "not JSON"),
+        ({"messages": HELLO, "temperature": -1}, "temperature must be"),
+        ({"messages": HELLO, "max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
+        ({"messages": HELLO, "stop": [""]}, "stop must be"),
+        ({"messages": HELLO, "stop": ["x"] * 17}, "at most 16 texts"),
+        ({"messages": HELLO, "seed": "a"}, "seed must be"),
+        ({"messages": HELLO, "top_logprobs": 3}, "top_logprobs is not available"),
+        ({"messages": HELLO, "logit_bias": {"5": 1}}, "logit_bias is not available"),
         ({"messages": HELLO, "max_tokens": 16.5}, "max_tokens must be a whole number"),
         ({"messages": HELLO, "top_k": 2**70}, "top_k must be a whole number"),
-        ({"messages": HELLO, "model": "cat"}, "no model 'cat'"),
+        ({"messages": HELLO, "model": 3}, "model must be a text"),
         ({"messages": [{"role": "user", "content": "x" * 500}]}, "maximum context length is 400"),
         ([1], "must be a JSON object"),
     ],
@@ -127,6 +134,22 @@ def test_bad_requests_are_told_why(body: Any, says: str):
         assert status == 400 and says in reply["error"]["message"], reply
 
     assert not serve(lambda _: ("hi", "stop"), work).requests
+
+
+def test_a_model_that_is_not_served_is_a_404_as_openai_words_it():
+    async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
+        for path, body in (("/chat/completions", {"messages": HELLO}), ("/completions", {"prompt": [5]})):
+            status, reply = await ask(path, {**body, "model": "cat"})
+            assert status == 404 and reply["error"] == {
+                "message": "there is no model 'cat' here; there is 'fish'",
+                "type": "invalid_request_error",
+                "param": "model",
+                "code": "model_not_found",
+            }
+            assert (await ask(path, {**body, "model": "fish-v0"}))[0] == 200, "the version that is served"
+            assert (await ask(path, {**body, "model": "fish-v1"}))[0] == 404
+
+    serve(lambda _: ("hi", "stop"), work)
 
 
 def test_a_broken_engine_is_a_500_and_is_remembered():
@@ -153,7 +176,7 @@ def test_a_session_draws_as_the_run_says_and_continues_in_exact_ids():
             await ask("/chat/completions", {**body, "messages": [*HELLO, answer, result]})
             await ask("/chat/completions", {**body, "messages": [{"role": "user", "content": "anew"}]})
         status, _ = await ask("/chat/completions", {"model": model, "messages": HELLO})
-        assert status == 400, "the session is over"
+        assert status == 404, "the session is over"
 
     said = iter([f"I add: {call}", "4", "new"])
     engine = serve(lambda _: (next(said), "stop"), work)

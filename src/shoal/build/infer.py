@@ -1,0 +1,180 @@
+"""grpo-infer: the model and the embedded engine without a trainer, and the server around them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.build.model import Model, load
+from shoal.build.sampler import CLOSE_LIMIT_S, CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS
+from shoal.config.infer import InferConfig
+from shoal.config.train import TrainConfig
+from shoal.errors import ConfigError, EngineError
+from shoal.observability.logs import setup_logging, stop_logging
+from shoal.server.app import make_app
+from shoal.server.completions import Completions, Served
+from shoal.server.control import Control
+from shoal.server.guard import LOOPBACK, Access
+from shoal.server.listen import Listener, bind
+from shoal.server.names import Names
+
+if TYPE_CHECKING:
+    from shoal.engine.engine import EmbeddedEngine
+    from shoal.models.own_weights import OwnWeights, Reader
+    from shoal.rollout.embedded import EmbeddedRolloutEngine
+
+RECIPES = {"auto": "auto", "bfloat16": "bf16", "float32": "fp32"}
+DEFAULT_CONTEXT_TOKENS = 2048  # as train.sequence_len
+DEFAULT_SLOTS = 256
+DEFAULT_LORA_RANK = 16  # as train.lora_rank
+
+
+@dataclass
+class Inference:
+    """The engine with its own weights, what it says about itself, and the one thread that touches the device."""
+
+    engine: EmbeddedRolloutEngine
+    model: Model
+    facts: dict[str, Any]
+    device: ThreadPoolExecutor
+
+    async def close(self) -> None:
+        await asyncio.wait_for(self.engine.close(), CLOSE_LIMIT_S)
+        self.device.shutdown(wait=False, cancel_futures=True)
+
+
+def train_config(infer: InferConfig) -> TrainConfig:
+    """What loading a model asks of a training section; nothing is trained."""
+    if infer.dtype not in RECIPES:
+        raise ConfigError(f"infer.dtype: the embedded engine computes in bfloat16 or float32, not {infer.dtype}")
+    lora = {"lora": True, "lora_rank": infer.max_lora_rank or DEFAULT_LORA_RANK} if infer.enable_lora else {}
+    return TrainConfig.model_validate({"model": infer.model, "recipe": RECIPES[infer.dtype], **lora})
+
+
+def make_inference(infer: InferConfig, readers: Mapping[str, Reader] | None = None) -> Inference:
+    """`readers` are further transports that weights may come by."""
+    from shoal.rollout.embedded import EmbeddedRolloutEngine
+
+    device = ThreadPoolExecutor(1, thread_name_prefix="device")
+    try:
+        model = device.submit(load, train_config(infer)).result()
+        inner, weights = device.submit(_engine, infer, model, readers).result()
+    except BaseException:
+        device.shutdown(wait=False, cancel_futures=True)
+        raise
+    return Inference(EmbeddedRolloutEngine(inner, device, weights=weights), model, _facts(infer, model, inner), device)
+
+
+def _engine(
+    infer: InferConfig, model: Model, readers: Mapping[str, Reader] | None
+) -> tuple[EmbeddedEngine, OwnWeights]:
+    from shoal.engine.engine import EmbeddedEngine, EngineSettings
+    from shoal.models.own_weights import OwnWeights
+    from shoal.models.sampler_view import SamplerView
+    from shoal.trainer.memory import Demand, cache_only
+
+    model.decoder.model.requires_grad_(False)
+    context = infer.max_model_len or min(DEFAULT_CONTEXT_TOKENS, model.decoder.max_positions or DEFAULT_CONTEXT_TOKENS)
+    demand = Demand(
+        row_tokens=context,
+        step_tokens=context,
+        rows_per_micro_batch=1,
+        recompute=False,
+        slots=infer.max_num_seqs or DEFAULT_SLOTS,
+        context_tokens=context,
+        utilization=infer.gpu_memory_utilization,
+    )
+    plan = cache_only(model.decoder, model.layers, demand)
+    prefill = GPU_PREFILL_TOKENS if model.decoder.device.type == "cuda" else CPU_PREFILL_TOKENS
+    settings = EngineSettings(plan.slots, context, prefill, model.eos_token_ids)
+    rank = (infer.max_lora_rank or DEFAULT_LORA_RANK) if infer.enable_lora else None
+    engine = EmbeddedEngine(SamplerView(model.decoder), model.layers, settings, model.chat.text)
+    return engine, OwnWeights(model.decoder, rank, readers)
+
+
+def _facts(infer: InferConfig, model: Model, engine: EmbeddedEngine) -> dict[str, Any]:
+    import shoal
+
+    return {
+        "engine": "embedded",
+        "shoal": shoal.__version__,
+        "dtype": str(model.decoder.dtype).removeprefix("torch."),
+        "device": str(model.decoder.device),
+        "max_model_len": engine.settings.context_tokens,
+        "max_num_seqs": engine.settings.slots,
+        "vocab_size": model.decoder.vocab_size,
+        "eos_token_ids": list(model.eos_token_ids),
+        "lora": bool(infer.enable_lora),
+        "max_lora_rank": (infer.max_lora_rank or DEFAULT_LORA_RANK) if infer.enable_lora else None,
+        "decoding": engine.path,
+    }
+
+
+def access_of(infer: InferConfig) -> Access:
+    key = None
+    if infer.api_key_var is not None:
+        key = os.environ.get(infer.api_key_var, "").strip()
+        if not key:
+            raise ConfigError(f"infer.api_key_var: the environment variable {infer.api_key_var} is not set")
+    return Access(key=key, loopback=infer.host in LOOPBACK)
+
+
+async def start_server(
+    infer: InferConfig, inference: Inference, sock: socket.socket, failed: Callable[[EngineError], None]
+) -> tuple[Listener, Control]:
+    """Listening when it returns."""
+    engine = inference.engine
+    names = Names(str(infer.model), lambda: engine.version)
+    control = Control(engine, names, inference.facts)
+    control.hash = await engine.load(0)
+    served = Served(engine, inference.model.chat, names.model, inference.facts["max_model_len"])
+    listener = Listener(make_app(Completions(served), names, control, access_of(infer), failed), sock)
+    await listener.start()
+    return listener, control
+
+
+def serve(infer: InferConfig, tell: Callable[[str], None], readers: Mapping[str, Reader] | None = None) -> None:
+    """Serve until a signal comes. The port is taken before the model is loaded: what fails, fails at once."""
+    access_of(infer)
+    sock = bind(infer.host, infer.port)
+    handler = setup_logging(Path(infer.output_dir) / "logs", "infer")
+    try:
+        inference = make_inference(infer, readers)
+        asyncio.run(_serve(infer, inference, sock, tell))
+    finally:
+        sock.close()
+        stop_logging(handler)
+
+
+async def _serve(infer: InferConfig, inference: Inference, sock: socket.socket, tell: Callable[[str], None]) -> None:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[EngineError | signal.Signals] = loop.create_future()
+
+    def end(reason: EngineError | signal.Signals) -> None:
+        if not ended.done():
+            ended.set_result(reason)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end, number)
+    listener, control = await start_server(infer, inference, sock, end)
+    about = control.about()
+    shown = f"[{infer.host}]" if ":" in infer.host else infer.host
+    tell(
+        f"serving {infer.model} at http://{shown}:{listener.port}/v1 ({about['dtype']} on {about['device']}, "
+        f"{about['max_num_seqs']} sequences of {about['max_model_len']} tokens)"
+    )
+    try:
+        reason = await ended
+    finally:
+        await listener.close()
+        await inference.close()
+    if isinstance(reason, EngineError):
+        raise reason
+    tell(f"stopped by {reason.name}")

@@ -1,0 +1,214 @@
+"""A Shoal server (grpo-infer) behind the RolloutEngine seam. Imports no torch.
+
+What is lost is asked again: seeds are counters, so the same comes out. A server that was restarted is given the weights
+it should have first. What it answers is checked before anybody trains on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.errors import DeadlineError, EngineError
+from shoal.observability import manifest as manifests
+from shoal.rollout.link import Address, Late, Link, Lost, Waiting
+from shoal.server.control import INCARNATION
+from shoal.types import Completion, Request, Span
+
+# Losses in a row by one server that is up all the same; then it is not the connection.
+MOST_LOSSES = 5
+
+
+class HttpRolloutEngine:
+    """`model` is what the server has to serve, if it matters; `noise_seed` the run's seed, for QeRL's noise."""
+
+    def __init__(
+        self,
+        address: Address,
+        model: str | None = None,
+        noise_seed: int = 0,
+        waiting: Waiting = lambda _: None,
+    ) -> None:
+        self._link = Link(address, waiting)
+        self._model = model
+        self._noise_seed = noise_seed
+        self._facts: dict[str, Any] = {}  # what the server says about itself
+        self._wanted: dict[str, Any] | None = None  # the manifest it has to serve; None = nothing was loaded yet
+        self._version = self._coming = 0
+        self._paused = False
+        self._running = 0
+        self._meeting = asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def path(self) -> str:
+        """How tokens are decoded, in words."""
+        return f"over HTTP by {self._link.name}"
+
+    @property
+    def activity(self) -> str:
+        return f"{self._running} requests at {self._link.address.root}" if self._running else ""
+
+    async def about(self) -> dict[str, Any]:
+        """The server's facts; waits for it if it is not there yet."""
+        if not self._facts:
+            await self._meet(None)
+        return dict(self._facts)
+
+    async def generate(self, request: Request) -> Completion:
+        facts = await self.about()
+        room = int(facts["max_model_len"]) - len(request.prompt_ids)
+        if not request.prompt_ids or min(room, request.sampling.max_tokens) < 1:
+            return Completion(request.request_id, [], [], [], "length")
+        asked_at = self._version
+        self._running += 1
+        try:
+            reply = await self._ask("/v1/completions", _body(request), self._link.address.request_s)
+        finally:
+            self._running -= 1
+        try:
+            completion = _completion(request, reply, int(facts["vocab_size"]))
+            _check_versions(completion, (asked_at, self._version, self._coming))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+            raise EngineError(f"{self._link.name} answered {request.request_id} wrongly: {what}") from error
+        return completion
+
+    async def load(self, version: int, manifest: Mapping[str, Any] | None = None) -> str:
+        """A manifest without weights is about the version that is served: its noise."""
+        await self.about()
+        body = {"noise_seed": self._noise_seed, **(manifest or {}), "version": version}
+        self._coming = version  # from now on it may be what tokens are drawn with
+        reply = await self._ask("/shoal/load", body, self._link.address.deadline_s)
+        before = self._wanted
+        if before is not None and before["version"] == version and not _has_weights(body):
+            body = {**before, **body}  # a server that is restarted needs all of it
+        self._check_loaded(body, reply)
+        self._wanted, self._version = body, version
+        return str(reply["hash"])
+
+    def _check_loaded(self, body: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
+        if reply.get("version") != body["version"]:
+            raise EngineError(f"{self._link.name} serves version {reply.get('version')}, not {body['version']}")
+        if body.get("files") and reply.get("hash") != manifests.version_hash(body):
+            raise EngineError(
+                f"{self._link.name} loaded other weights than version {body['version']}: the hash differs"
+            )
+
+    async def pause(self) -> None:
+        await self._ask("/shoal/pause", {}, self._link.address.deadline_s)
+        self._paused = True
+
+    async def resume(self) -> None:
+        await self._ask("/shoal/resume", {}, self._link.address.deadline_s)
+        self._paused = False
+
+    async def health(self) -> dict[str, Any]:
+        """One look, without waiting."""
+        try:
+            return (await self._link.get("/health"))[0]
+        except (Lost, EngineError) as error:
+            return {"ok": False, "version": self._version, "reason": str(error)}
+
+    async def close(self) -> None:
+        await self._link.close()
+
+    async def _ask(self, path: str, body: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        """Ask until there is an answer of the server that has our weights."""
+        await self.about()
+        losses = 0
+        while True:
+            met = self._facts["incarnation"]
+            try:
+                answer, headers = await self._link.post(path, body, limit_s)
+                if headers.get(INCARNATION) == met:
+                    return answer
+                why = Lost("it was restarted")
+            except Lost as error:
+                why = error
+            await self._meet(met)
+            if isinstance(why, Late) and self._facts["incarnation"] == met:
+                raise DeadlineError(f"{self._link.name}: {why}; raise orch.client.timeout if that is expected")
+            losses = losses + 1 if self._facts["incarnation"] == met else 0
+            if losses >= MOST_LOSSES:
+                raise EngineError(f"{self._link.name} is up but lost {path} {losses} times in a row: {why}")
+
+    async def _meet(self, met: str | None) -> None:
+        """Wait until the server is there; one that is not the one met before is given what it should have."""
+        async with self._meeting:
+            if self._facts and self._facts["incarnation"] != met:
+                return  # somebody else met the new one meanwhile
+
+            async def probe() -> dict[str, Any]:
+                facts, _ = await self._link.get("/shoal/about")
+                if facts.get("incarnation") != met:
+                    self._check_facts(facts)
+                    await self._restore(facts)
+                return facts
+
+            self._facts = await self._link.until_up(probe)
+
+    def _check_facts(self, facts: Mapping[str, Any]) -> None:
+        for key in ("incarnation", "max_model_len", "vocab_size", "version"):
+            if key not in facts:
+                raise EngineError(f"{self._link.name} does not say its {key}; is it a Shoal server?")
+        if self._model is not None and facts.get("model") != self._model:
+            raise EngineError(f"{self._link.name} serves {facts.get('model')!r}, not {self._model!r}")
+
+    async def _restore(self, facts: Mapping[str, Any]) -> None:
+        """Our weights, and our pause: another client may have left one behind."""
+        limit_s = self._link.address.deadline_s
+        if self._wanted is not None:
+            reply, _ = await self._link.post("/shoal/load", self._wanted, limit_s)
+            self._check_loaded(self._wanted, reply)
+        if self._paused != bool(facts.get("paused")):
+            await self._link.post("/shoal/pause" if self._paused else "/shoal/resume", {}, limit_s)
+
+
+def _has_weights(manifest: Mapping[str, Any]) -> bool:
+    return "path" in manifest or "tensors" in manifest
+
+
+def _body(request: Request) -> dict[str, Any]:
+    """Everything said, so that no default of the server applies."""
+    sampling = request.sampling
+    names = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed")
+    stops = {"stop": list(sampling.stop), "stop_token_ids": list(sampling.stop_token_ids)}
+    wanted = {"n": 1, "logprobs": 1, "return_token_ids": True, "stream": False}
+    return {"prompt": request.prompt_ids, **{name: getattr(sampling, name) for name in names}, **stops, **wanted}
+
+
+def _completion(request: Request, reply: Mapping[str, Any], vocab_size: int) -> Completion:
+    """The answer as a Completion. Raises ValueError for one that no sampler gives."""
+    (choice,) = reply["choices"]
+    ids, values, exact = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["shoal"]
+    if not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
+        raise ValueError(f"a token id is not one of 0 to {vocab_size - 1}")
+    if len(values) != len(ids):
+        raise ValueError(f"{len(ids)} tokens but {len(values)} log-probs")
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+        raise ValueError("a log-prob is missing or not finite")
+    if any(value > 1e-4 for value in values):
+        raise ValueError(f"a log-prob is positive: {max(values)}")
+    if len(ids) > request.sampling.max_tokens:
+        raise ValueError(f"{len(ids)} tokens, {request.sampling.max_tokens} were asked for")
+    if exact["finish_reason"] not in ("stop", "length", "abort"):
+        raise ValueError(f"finish_reason is {exact['finish_reason']!r}")
+    spans = [Span(int(start), int(end), int(version)) for start, end, version in exact["spans"]]
+    edges = [0, *(edge for span in spans for edge in (span.start, span.end)), len(ids)]
+    if edges[::2] != edges[1::2]:
+        raise ValueError(f"its spans do not cover {len(ids)} tokens: {exact['spans']}")
+    numbers = [float(value) for value in values]
+    text, kept = str(choice["text"]), exact["kept_ids"]
+    return Completion(request.request_id, ids, numbers, spans, exact["finish_reason"], text, kept)
+
+
+def _check_versions(completion: Completion, served: tuple[int, ...]) -> None:
+    wrong = [span.version for span in completion.spans if not min(served) <= span.version <= max(served)]
+    if wrong:
+        raise ValueError(f"drawn with version {wrong[0]}, it should be {max(served)}")

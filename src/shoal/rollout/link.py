@@ -1,0 +1,163 @@
+"""The way to a server: JSON over HTTP, with every failure named by address. Used by the engines that are servers.
+
+A lost connection is told apart from an answer that is wrong: the first may be asked again, the second ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from shoal.errors import ConfigError, DeadlineError, EngineError
+
+T = TypeVar("T")
+# Told in words for whom one waits and since when, again and again; None when the wait is over.
+Waiting = Callable[[str | None], None]
+CONNECT_S = 10.0
+PROBE_S = 5.0
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+AWAY = (502, 503, 504)  # a proxy without a server behind it, or one that is not ready
+SHOWN = 200
+
+
+class Lost(Exception):
+    """Nobody answered, or the answer broke off. Says why."""
+
+
+class Late(Lost):
+    """Somebody is there, or was, and has not answered in time."""
+
+
+class Refused(EngineError):
+    """The server answered, and the answer is no; `status` is HTTP's."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Address:
+    base_url: str  # as OpenAI's clients take it, ending in /v1
+    key: str | None = None
+    deadline_s: float = 600.0  # without anybody answering
+    request_s: float = 600.0  # that one request may take
+    connections: int = 1024
+    name: str = "the inference server"
+    start: str = "start it with shoal grpo-infer"  # what to do where nobody answers
+
+    @property
+    def root(self) -> str:
+        return self.base_url.rstrip("/").removesuffix("/v1")
+
+
+class Link:
+    """Requests for completions have a pool of their own, so that steering a server never waits behind them."""
+
+    def __init__(self, address: Address, waiting: Waiting = lambda _: None) -> None:
+        self.address = address
+        self.name = f"{address.name} at {address.root}"
+        self._waiting = waiting
+        self._pools: dict[bool, aiohttp.ClientSession] = {}
+
+    async def get(self, path: str, limit_s: float = PROBE_S) -> tuple[dict[str, Any], Mapping[str, str]]:
+        return await self.ask("GET", path, None, limit_s)
+
+    async def post(
+        self, path: str, body: Mapping[str, Any], limit_s: float
+    ) -> tuple[dict[str, Any], Mapping[str, str]]:
+        return await self.ask("POST", path, body, limit_s)
+
+    async def tell(self, path: str, body: Mapping[str, Any] | None = None, limit_s: float | None = None) -> None:
+        """Post what is answered with a status alone, whatever text comes with it."""
+        await self.ask("POST", path, body or {}, limit_s or self.address.deadline_s, reads=False)
+
+    async def ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float, *, reads: bool = True
+    ) -> tuple[dict[str, Any], Mapping[str, str]]:
+        """The answer and its headers. Raises Lost, or EngineError for an answer that is no answer."""
+        data = msgspec.json.encode(body) if body is not None else None
+        headers = {"Content-Type": "application/json"} if data is not None else {}
+        # From the moment it is sent: a request that waits for a free connection is not late.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=limit_s)
+        pool = self._pool(completions=path.endswith(("completions", "generate")))
+        try:
+            async with pool.request(
+                method, self.address.root + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
+            ) as reply:
+                content = await reply.read()
+                if reply.status == 200 and not reads:
+                    return {}, reply.headers
+                return self._read(path, reply.status, content), reply.headers
+        except TimeoutError as error:
+            raise Late(f"no answer to {path} within {limit_s:.0f} s") from error
+        except aiohttp.InvalidURL as error:
+            raise ConfigError(f"orch.client.base_url: {self.address.base_url!r} is not an address") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise Lost(f"{type(error).__name__}: {error}") from error
+
+    def _read(self, path: str, status: int, raw: bytes) -> dict[str, Any]:
+        try:
+            answer = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if status in AWAY:
+                raise Lost(f"status {status}") from error
+            start = raw[:SHOWN].decode("utf-8", "replace")
+            raise EngineError(
+                f"{self.name} answered {path} with what is not JSON (status {status}): {start!r}"
+            ) from error
+        if status == 200 and isinstance(answer, dict):
+            return answer
+        reason = _message(answer)
+        if status in AWAY:
+            raise Lost(reason)
+        if status == 401:
+            raise ConfigError(f"{self.name} wants a key: {reason}; set orch.client.api_key_var")
+        raise Refused(f"{self.name} refused {path} (status {status}): {reason}", status)
+
+    async def until_up(self, probe: Callable[[], Awaitable[T]], limit_s: float | None = None) -> T:
+        """What `probe` gives as soon as it is not lost; says for whom it waits, and gives up at the deadline."""
+        why, limit_s = "starting", limit_s or self.address.deadline_s
+        began, pause_s = time.monotonic(), SHORTEST_PAUSE_S
+        since = time.strftime("%H:%M:%S")
+        while True:
+            try:
+                found = await probe()
+                self._waiting(None)
+                return found
+            except Lost as error:
+                why = str(error) or why
+            if time.monotonic() - began > limit_s:
+                self._waiting(None)
+                raise DeadlineError(
+                    f"waited {limit_s:.0f} s for {self.name}, since {since}: {why}; {self.address.start}, or check "
+                    "orch.client.base_url"
+                )
+            self._waiting(f"waiting for {self.name} since {since}: {why}")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _pool(self, completions: bool) -> aiohttp.ClientSession:
+        if completions not in self._pools:
+            headers = {"Authorization": f"Bearer {self.address.key}"} if self.address.key is not None else {}
+            limit = self.address.connections if completions else 8
+            connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=30)
+            self._pools[completions] = aiohttp.ClientSession(headers=headers, connector=connector, trust_env=False)
+        return self._pools[completions]
+
+    async def close(self) -> None:
+        for pool in self._pools.values():
+            await pool.close()
+        self._pools.clear()
+
+
+def _message(answer: Any) -> str:
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    text = error.get("message", error) if isinstance(error, dict) else error
+    return str(text)[:1000]

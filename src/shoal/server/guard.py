@@ -1,0 +1,137 @@
+"""Who may ask at all, and how much: a key, the names this machine is called by, sizes, numbers of clients.
+
+Stands before every route, known or not, so a new route is guarded without knowing it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+BODY_LIMIT_S = 60.0
+OPEN_PATHS = ("/health",)
+
+
+@dataclass(frozen=True)
+class Access:
+    key: str | None = None
+    loopback: bool = True  # then only requests to a loopback name are answered, whatever resolves to it elsewhere
+    body_bytes: int = 64 * 2**20
+    clients: int = 4096  # requests at once
+    headers: tuple[tuple[bytes, bytes], ...] = ()  # that every answer carries
+
+
+class _Refusal(Exception):
+    def __init__(self, status: int, text: str, code: str) -> None:
+        super().__init__(text)
+        self.status, self.text, self.code = status, text, code
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+        self._clients = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        self._clients += 1
+        send = self._marked(send)
+        try:
+            self._admit(scope)
+            body = await asyncio.wait_for(self._body(receive), BODY_LIMIT_S)
+            if body is not None:
+                await self._app(scope, _again(body, receive), send)
+        except TimeoutError:
+            await _refuse(send, _Refusal(408, f"the request did not arrive within {BODY_LIMIT_S:.0f} s", "timeout"))
+        except _Refusal as refusal:
+            await _refuse(send, refusal)
+        finally:
+            self._clients -= 1
+
+    def _marked(self, send: Send) -> Send:
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *self._access.headers]}
+            await send(message)
+
+        return marked
+
+    def _admit(self, scope: Scope) -> None:
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        if self._clients > self._access.clients:
+            raise _Refusal(503, f"{self._access.clients} requests are being answered; try again", "overloaded")
+        self._check_names(headers)
+        if self._access.key is not None and not (scope["path"] in OPEN_PATHS and scope["method"] == "GET"):
+            kind, _, given = headers.get("authorization", "").partition(" ")
+            right = hmac.compare_digest(given.strip().encode(), self._access.key.encode())
+            if kind.lower() != "bearer" or not right:
+                raise _Refusal(401, "a key is needed: Authorization: Bearer KEY", "invalid_api_key")
+        if int(headers.get("content-length", "0") or 0) > self._access.body_bytes:
+            raise self._too_large()
+
+    def _check_names(self, headers: dict[str, str]) -> None:
+        """A web page that the user looks at must not reach the server: neither by name nor from its own origin."""
+        if self._access.loopback and _host(headers.get("host", "")) not in LOOPBACK:
+            raise _Refusal(421, "this server answers to localhost and 127.0.0.1 only", "wrong_host")
+        origin = headers.get("origin")
+        if origin is not None and _host(urlsplit(origin).netloc) != _host(headers.get("host", "")):
+            raise _Refusal(403, "requests from web pages of other origins are refused", "wrong_origin")
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """All of it, bounded; None if the client went away."""
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return None
+            body += message.get("body", b"")
+            if len(body) > self._access.body_bytes:
+                raise self._too_large()
+            if not message.get("more_body"):
+                return bytes(body)
+
+    def _too_large(self) -> _Refusal:
+        return _Refusal(413, f"the body is larger than {self._access.body_bytes} bytes", "body_too_large")
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """The body once more, then whatever the client does next."""
+    unread = [body]
+
+    async def replay() -> Message:
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        return await receive()
+
+    return replay
+
+
+def _host(value: str) -> str:
+    """Without the port; [::1]:80 → ::1."""
+    value = value.strip().lower()
+    if value.startswith("["):
+        return value[1:].partition("]")[0]
+    return value.rpartition(":")[0] if value.count(":") == 1 else value
+
+
+def error_body(text: str, code: str, param: str | None = None, kind: str = "invalid_request_error") -> bytes:
+    """As OpenAI's clients read it."""
+    return msgspec.json.encode({"error": {"message": text, "type": kind, "param": param, "code": code}})
+
+
+async def _refuse(send: Send, refusal: _Refusal) -> None:
+    body = error_body(refusal.text, refusal.code)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if refusal.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,137 @@
+"""Nobody gets past the guard: every route, known or not, with and without a key; names, sizes and numbers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+
+from shoal.models.chat import Chat
+from shoal.server.app import Routes, make_app
+from shoal.server.completions import Completions, Served
+from shoal.server.control import Control
+from shoal.server.guard import Access
+from shoal.server.listen import Listener, bind
+from shoal.server.names import Names
+from support.models import TOKENIZER
+from support.scripted import ScriptedEngine
+
+KEY = "sesame-open-42"
+Ask = Callable[..., Awaitable[tuple[int, Any]]]
+
+
+def parts() -> tuple[Completions, Names, Control]:
+    engine: Any = ScriptedEngine(lambda _: ("hi", "stop"))
+    names = Names("fish", lambda: engine.version)
+    return Completions(Served(engine, Chat(TOKENIZER), "fish", 200)), names, Control(engine, names, {})
+
+
+def every_route() -> list[tuple[str, str]]:
+    routes = Routes(*parts(), failed=lambda _: None)
+    named = [("GET", path) for path in routes.gets] + [("POST", path) for path in routes.posts]
+    unknown = [("GET", "/"), ("GET", "/docs"), ("GET", "/openapi.json"), ("DELETE", "/v1/models"), ("POST", "/health")]
+    return [*((method, path.replace("{name:path}", "fish")) for method, path in named), *unknown]
+
+
+def guarded(work: Callable[[Ask], Awaitable[None]], **access: Any) -> None:
+    async def run() -> None:
+        listener = Listener(make_app(*parts(), access=Access(**access)), bind("127.0.0.1", 0))
+        await listener.start()
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http:
+
+            async def ask(method: str, path: str, **options: Any) -> tuple[int, Any]:
+                url = f"http://127.0.0.1:{listener.port}{path}"
+                async with http.request(method, url, **options) as reply:
+                    return reply.status, await (reply.json() if "json" in reply.content_type else reply.text())
+
+            await work(ask)
+        await listener.close()
+
+    asyncio.run(run())
+
+
+def test_the_routes_are_those_that_are_documented():
+    assert len(every_route()) == 20 and ("POST", "/shoal/load") in every_route()
+
+
+@pytest.mark.parametrize(
+    "authorization", (None, "", KEY, "Bearer", "Bearer ", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x")
+)
+def test_every_route_is_denied_without_the_key(authorization: str | None):
+    async def work(ask: Ask) -> None:
+        headers = {} if authorization is None else {"Authorization": authorization}
+        for method, path in every_route():
+            status, reply = await ask(method, path, headers=headers)
+            if (method, path) == ("GET", "/health"):
+                assert status == 200
+            else:
+                assert (status, reply["error"]["code"]) == (401, "invalid_api_key"), (method, path)
+
+    guarded(work, key=KEY)
+
+
+def test_the_key_opens_every_route():
+    async def work(ask: Ask) -> None:
+        for method, path in every_route():
+            status, _ = await ask(method, path, headers={"Authorization": f"Bearer {KEY}"}, json={})
+            assert status in (200, 400, 404, 405), (method, path, status)
+
+    guarded(work, key=KEY)
+
+
+def test_only_names_of_this_machine_are_answered_on_loopback():
+    """A page elsewhere may make its own name resolve to 127.0.0.1."""
+
+    async def work(ask: Ask) -> None:
+        for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example:80"):
+            for method, path in every_route():
+                assert (await ask(method, path, headers={"Host": host}))[0] == 421, (host, path)
+        for host in ("localhost", "localhost:99", "127.0.0.1", "[::1]:5", "LocalHost"):
+            assert (await ask("GET", "/health", headers={"Host": host}))[0] == 200, host
+
+    guarded(work)
+
+
+def test_elsewhere_the_name_is_free():
+    async def work(ask: Ask) -> None:
+        headers = {"Host": "inference.cluster", "Authorization": f"Bearer {KEY}"}
+        assert (await ask("GET", "/v1/models", headers=headers))[0] == 200
+
+    guarded(work, key=KEY, loopback=False)
+
+
+def test_pages_of_other_origins_cannot_post():
+    async def work(ask: Ask) -> None:
+        for origin in ("https://evil.example", "null", "http://localhost.evil.example"):
+            status, reply = await ask("POST", "/shoal/pause", headers={"Origin": origin})
+            assert (status, reply["error"]["code"]) == (403, "wrong_origin")
+        assert (await ask("POST", "/shoal/pause", headers={"Origin": "http://127.0.0.1:80"}))[0] == 200
+
+    guarded(work)
+
+
+def test_a_large_body_is_refused_announced_or_not():
+    async def pieces():
+        for _ in range(40):
+            yield b"x" * 100
+
+    async def work(ask: Ask) -> None:
+        for data in (b"x" * 2000, pieces()):
+            status, reply = await ask("POST", "/v1/completions", data=data)
+            assert (status, reply["error"]["message"]) == (413, "the body is larger than 1000 bytes")
+        assert (await ask("POST", "/tokenize", json={"prompt": "hi"}))[0] == 200
+
+    guarded(work, body_bytes=1000)
+
+
+def test_clients_are_counted():
+    async def work(ask: Ask) -> None:
+        assert (await ask("GET", "/health"))[0] == 200
+        statuses = [status for status, _ in await asyncio.gather(*(ask("GET", "/v1/models") for _ in range(30)))]
+        assert set(statuses) <= {200, 503} and 200 in statuses
+        assert (await ask("GET", "/v1/models"))[0] == 200, "and those that were refused are not counted for ever"
+
+    guarded(work, clients=1)
