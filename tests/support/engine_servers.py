@@ -29,7 +29,8 @@ from support.engines import detokenize
 from support.models import EOS, TOKENIZER, VOCABULARY, small_model
 from support.sglang_double import SglangDouble
 
-CONTEXT_TOKENS = 96
+CONTEXT_TOKENS = 96  # of the contract suite
+SERVER_TOKENS = 160  # of the server, which other tests use too
 LORA_RANK = 8
 START_S = 240.0
 # Two cores, no GPU; the same for every vLLM that a test starts.
@@ -73,7 +74,7 @@ def shared_vllm() -> str:
     """
     port = free_port()
     own = ["--model", str(contract_model()), "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-    size = ["--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "32"]
+    size = ["--max-model-len", str(SERVER_TOKENS), "--max-num-seqs", "32"]
     adapters = ["--enable-lora", "--max-lora-rank", str(LORA_RANK), "--max-loras", "2"]
     command = [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", *FLAGS, *own, *size, *adapters]
     log = folder() / "vllm.log"

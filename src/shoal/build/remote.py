@@ -62,7 +62,7 @@ def make_remote(config: RunConfig, model: ModelFacts, folder: Path) -> RemoteEng
     process = None
     url, key = client.base_url, client.api_key_var
     if infer.engine_python is not None:
-        process = ServerProcess(_launch(config, model, folder))
+        process = ServerProcess(launch_of(config, model, folder))
         host = f"[{infer.host}]" if ":" in infer.host else infer.host
         url, key = f"http://{host}:{infer.port}", infer.api_key_var
     settings = RemoteSettings(
@@ -84,7 +84,7 @@ def make_remote(config: RunConfig, model: ModelFacts, folder: Path) -> RemoteEng
     return ENGINES[infer.engine](settings, process)
 
 
-def _launch(config: RunConfig, model: ModelFacts, folder: Path) -> Launch:
+def launch_of(config: RunConfig, model: ModelFacts, folder: Path) -> Launch:
     infer, name = config.infer, config.infer.engine
     dtype = infer.dtype if infer.dtype != "auto" else model.dtype
     flags = _vllm_flags(config, dtype) if name == "vllm" else _sglang_flags(config, dtype)

@@ -56,7 +56,7 @@ class ServerProcess:
                 # A group of its own: Ctrl-C is for us, and the server has to answer until the state is saved.
                 self._process = subprocess.Popen(
                     list(launch.command),
-                    env={**os.environ, **launch.environment},
+                    env={**_own_environment(), **launch.environment},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -106,6 +106,13 @@ class ServerProcess:
                 await asyncio.sleep(0.1)
 
 
+def _own_environment() -> dict[str, str]:
+    """Ours without what leads its Python to our packages."""
+    return {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    }
+
+
 def port_is_taken(host: str, port: int) -> bool:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -139,7 +146,8 @@ def check_interpreter(python: str, module: str, name: str) -> None:
         raise ConfigError(f"infer.engine_python: {python} is not an executable file; name the Python that has {name}")
     script = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     try:
-        done = subprocess.run([str(path), "-c", script], capture_output=True, timeout=60, check=False)
+        command = [str(path), "-c", script]
+        done = subprocess.run(command, env=_own_environment(), capture_output=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"infer.engine_python: {python} does not run: {error}") from error
     if done.returncode:

@@ -47,7 +47,7 @@ def write_noisy_norms(model: Path, target: Path, sigma: float, seed: int, versio
 
 def normal(seed: int, version: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
     digest = hashlib.blake2b(f"{seed}/{version}/{name}".encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).standardnormal(shape)
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).standard_normal(shape)
 
 
 def is_noisy_norm(name: str, dimensions: int) -> bool:

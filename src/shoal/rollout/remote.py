@@ -242,8 +242,11 @@ class RemoteEngine(ABC):
             return
         try:
             await self.add_adapter(coming.adapter, path)
-        except Refused:  # left there by an earlier run, or this version again with other files
-            await self.remove_adapter(coming.adapter)
+        except Refused as error:  # left there by an earlier run, or this version again with other files; or worse
+            try:
+                await self.remove_adapter(coming.adapter)
+            except Refused:
+                raise error from None
             await self.add_adapter(coming.adapter, path)
 
     async def _drop_unused(self, adapter: str | None) -> None:

@@ -29,7 +29,7 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 GENERATE = "/inference/v1/generate"
 TIED_ON_CPU = (
     "infer.engine: vLLM on a CPU does not renew the output layer of a model with tied embeddings when weights are "
-    "reloaded, so training would go wrong; use train.lora=true, a model that is not tied, a GPU, or infer.engine embedded"
+    "reloaded, so training would go wrong; use train.lora=true, an untied model, a GPU, or infer.engine embedded"
 )
 
 
