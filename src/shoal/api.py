@@ -326,7 +326,12 @@ def export(source: str, folder: Path, *, adapter: str | None = None, checkpoint:
 
 
 def serve(config: InferConfig, tell: Callable[[str], None]) -> None:
-    """Answer over HTTP with the embedded engine until a signal comes."""
+    """Answer over HTTP until a signal comes: with the embedded engine, or vLLM or SGLang in their own environment."""
+    if config.engine != "embedded":
+        from shoal.build.remote import serve_others
+
+        asyncio.run(serve_others(config, tell))
+        return
     from shoal.build import infer
 
     infer.serve(config, tell)

@@ -80,7 +80,7 @@ def llm_arguments(config: RunConfig, model: Model) -> dict[str, Any]:
     if infer.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = infer.gpu_memory_utilization
     if train.lora:
-        arguments |= {"enable_lora": True, "max_lora_rank": lora_rank(infer, train.lora_rank), "max_loras": 2}
+        arguments |= {"enable_lora": True, "max_lora_rank": lora_rank(infer), "max_loras": 2}
     arguments |= infer.engine_args
     if model.decoder.device.type == "cpu":
         # vLLM has no such mode on a CPU, where sleep and wake_up are calls without effect.

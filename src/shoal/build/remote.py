@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +65,7 @@ def make_remote(config: RunConfig, model: ModelFacts, folder: Path) -> RemoteEng
     process = None
     url, key = client.base_url, client.api_key_var
     if infer.engine_python is not None:
-        process = ServerProcess(launch_of(config, model, folder))
+        process = ServerProcess(launch_of(infer, folder, model.dtype, on_cpu=model.on_cpu))
         host = f"[{infer.host}]" if ":" in infer.host else infer.host
         url, key = f"http://{host}:{infer.port}", infer.api_key_var
     settings = RemoteSettings(
@@ -84,12 +87,13 @@ def make_remote(config: RunConfig, model: ModelFacts, folder: Path) -> RemoteEng
     return ENGINES[infer.engine](settings, process)
 
 
-def launch_of(config: RunConfig, model: ModelFacts, folder: Path) -> Launch:
-    infer, name = config.infer, config.infer.engine
-    dtype = infer.dtype if infer.dtype != "auto" else model.dtype
-    flags = _vllm_flags(config, dtype) if name == "vllm" else _sglang_flags(config, dtype)
+def launch_of(infer: InferConfig, folder: Path, dtype: str = "auto", *, on_cpu: bool = False) -> Launch:
+    """The command that serves what `infer` says; `dtype` is what its auto stands for."""
+    name = infer.engine
+    dtype = infer.dtype if infer.dtype != "auto" else dtype
+    flags = _vllm_flags(infer, dtype) if name == "vllm" else _sglang_flags(infer, dtype)
     environment = dict(VLLM_ENVIRONMENT) if name == "vllm" else {}
-    if name == "vllm" and model.on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+    if name == "vllm" and on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         environment["VLLM_CPU_KVCACHE_SPACE"] = CPU_CACHE_GIB
     if name == "vllm" and infer.api_key_var is not None:
         environment["VLLM_API_KEY"] = os.environ[infer.api_key_var]  # not on the command line, which anyone can read
@@ -98,10 +102,9 @@ def launch_of(config: RunConfig, model: ModelFacts, folder: Path) -> Launch:
     return Launch(ENGINES[name].name, command, infer.host, infer.port, log, environment)
 
 
-def _vllm_flags(config: RunConfig, dtype: str) -> list[str]:
-    infer, train = config.infer, config.train
+def _vllm_flags(infer: InferConfig, dtype: str) -> list[str]:
     values: dict[str, Any] = {
-        "model": str(train.model),
+        "model": infer.model,
         "host": infer.host,
         "port": infer.port,
         "dtype": dtype,
@@ -111,20 +114,17 @@ def _vllm_flags(config: RunConfig, dtype: str) -> list[str]:
         "data-parallel-size": infer.dp,
         "enable-prefix-caching": infer.enable_prefix_caching,
         "kv-cache-dtype": infer.kv_cache_dtype,
+        "gpu-memory-utilization": infer.gpu_memory_utilization,
     }
-    if infer.gpu_memory_utilization is not None:
-        values["gpu-memory-utilization"] = infer.gpu_memory_utilization
-    if train.lora:
+    if infer.enable_lora:
         # One more adapter than is served: the one before finishes its requests.
-        values |= {"enable-lora": True, "max-loras": infer.max_loras + 1}
-        values["max-lora-rank"] = lora_rank(infer, train.lora_rank)
+        values |= {"enable-lora": True, "max-loras": infer.max_loras + 1, "max-lora-rank": lora_rank(infer)}
     return [*VLLM_FLAGS, *as_flags({**values, **infer.engine_args})]
 
 
-def _sglang_flags(config: RunConfig, dtype: str) -> list[str]:
-    infer, train = config.infer, config.train
+def _sglang_flags(infer: InferConfig, dtype: str) -> list[str]:
     values: dict[str, Any] = {
-        "model-path": str(train.model),
+        "model-path": infer.model,
         "host": infer.host,
         "port": infer.port,
         "dtype": dtype,
@@ -133,23 +133,49 @@ def _sglang_flags(config: RunConfig, dtype: str) -> list[str]:
         "tp-size": infer.tp,
         "dp-size": infer.dp,
         "kv-cache-dtype": infer.kv_cache_dtype,
+        "mem-fraction-static": infer.gpu_memory_utilization,
     }
     if not infer.enable_prefix_caching:
         values["disable-radix-cache"] = True
-    if infer.gpu_memory_utilization is not None:
-        values["mem-fraction-static"] = infer.gpu_memory_utilization
-    if train.lora:
-        values |= {"enable-lora": True, "max-lora-rank": infer.max_lora_rank or train.lora_rank}
-        values["max-loras-per-batch"] = infer.max_loras + 1
-        values["lora-target-modules"] = train.lora_target_modules or "all"
+    if infer.enable_lora:
+        values |= {
+            "enable-lora": True,
+            "max-lora-rank": infer.max_lora_rank,
+            "max-loras-per-batch": infer.max_loras + 1,
+        }
+        values["lora-target-modules"] = "all"
     flags = list(as_flags({**values, **infer.engine_args}))
     return flags if "enable_deterministic_inference" in infer.engine_args else [*SGLANG_FLAGS, *flags]
 
 
-def lora_rank(infer: InferConfig, rank: int) -> int:
+def lora_rank(infer: InferConfig) -> int:
     """The next rank vLLM has kernels for."""
-    wanted = infer.max_lora_rank or rank
+    wanted = infer.max_lora_rank or LORA_RANKS[1]
     return next((known for known in LORA_RANKS if known >= wanted), wanted)
+
+
+async def serve_others(infer: InferConfig, tell: Callable[[str], None]) -> None:
+    """grpo-infer with vLLM or SGLang: started with what a run needs, and ended with this process."""
+    if infer.engine_python is None:
+        name = ENGINES[infer.engine].name
+        raise ConfigError(f"infer.engine_python: is not set; name the Python of the environment that has {name}")
+    check_interpreter(infer.engine_python, infer.engine, ENGINES[infer.engine].name)
+    process = ServerProcess(launch_of(infer, Path(infer.output_dir), on_cpu=not Path("/dev/nvidiactl").exists()))
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    process.start()
+    launch = process.launch
+    tell(f"{launch.name} starts at http://{launch.host}:{launch.port}/v1; its log is {launch.log}")
+    try:
+        while not stop.is_set():
+            if (ended := process.ended()) is not None:
+                raise ConfigError(ended)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), 0.5)
+    finally:
+        await process.close()
 
 
 def as_flags(values: dict[str, Any]) -> Iterator[str]:

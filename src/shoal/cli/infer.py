@@ -12,7 +12,6 @@ from shoal.config.checks import check_section
 from shoal.config.load import load_section
 from shoal.config.resolve import as_yaml
 from shoal.config.schema import InferConfig
-from shoal.errors import ConfigError
 
 
 def grpo_infer(file: str, *overrides: str, dry_run: Annotated[bool, Parameter(negative=())] = False) -> None:
@@ -39,8 +38,6 @@ def grpo_infer(file: str, *overrides: str, dry_run: Annotated[bool, Parameter(ne
 
 
 def _serve(config: InferConfig) -> None:
-    if config.engine != "embedded":
-        raise ConfigError(f"infer.engine: {config.engine} is not available in this version; use infer.engine=embedded")
     from shoal import api
 
     api.serve(config, _tell)

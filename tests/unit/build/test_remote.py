@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from shoal.build.remote import ModelFacts, as_flags, check_engine, launch_of
+from shoal.build.remote import as_flags, check_engine, launch_of
 from shoal.config.checks import check_run
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError
-
-MODEL = ModelFacts(100, (2,), str, "float32", on_cpu=True)
 
 
 def config(infer: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
@@ -24,7 +22,7 @@ def config(infer: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
 
 
 def command(infer: dict[str, Any], **sections: dict[str, Any]) -> list[str]:
-    return list(launch_of(resolve_run(config(infer, **sections)), MODEL, Path("out")).command)
+    return list(launch_of(resolve_run(config(infer, **sections)).infer, Path("out"), "float32").command)
 
 
 def value(flags: list[str], name: str) -> str:
@@ -66,7 +64,7 @@ def test_lists_stand_one_by_one() -> None:
 def test_a_key_is_no_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINE_KEY", "s3cret")
     infer = {"engine": "vllm", "engine_python": "/venv/bin/python", "api_key_var": "ENGINE_KEY"}
-    launch = launch_of(resolve_run(config(infer)), MODEL, Path("out"))
+    launch = launch_of(resolve_run(config(infer)).infer, Path("out"))
     assert launch.environment["VLLM_API_KEY"] == "s3cret" and "s3cret" not in " ".join(launch.command)
 
 
