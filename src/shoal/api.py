@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import io
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,7 +15,7 @@ from shoal import build
 from shoal.config.load import load_run, load_sft
 from shoal.config.orch import EvalConfig, EvalSamplingConfig
 from shoal.config.resolve import as_yaml, binding_data
-from shoal.config.schema import InferConfig, RunConfig, SftConfig
+from shoal.config.schema import RunConfig, SftConfig
 from shoal.envs.datasets import DatasetSpec, fingerprint, heard_problems
 from shoal.envs.supervised import supervised_tasks
 from shoal.errors import (
@@ -39,6 +40,18 @@ from shoal.orchestrator.supervised import SupervisedRecorder
 from shoal.types import Task
 
 
+async def _colocated(config: RunConfig, prepared: build.Prepared, watching: build.Watching) -> build.Assembled:
+    return build.assemble(config, prepared, watching)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the loop is put together, and what its process is called in logs/."""
+
+    component: str = "grpo"
+    assemble: Callable[[RunConfig, build.Prepared, build.Watching], Awaitable[build.Assembled]] = _colocated
+
+
 def train(
     config: RunConfig,
     *,
@@ -46,6 +59,7 @@ def train(
     notices: Sequence[str] = (),
     given: build.Given | None = None,
     next_command: str | None = None,
+    layout: Layout = Layout(),  # noqa: B008  (frozen)
 ) -> Path:
     """Run GRPO to the end, from the start or from the newest good checkpoint. Returns the run directory.
 
@@ -62,15 +76,14 @@ def train(
             build.open_run_dir(config, prepared, resume, command) as run_dir,
             _console(config.train.logging_steps, None if main else io.StringIO()) as console,
         ):
-            handler = setup_logging(run_dir.logs, "grpo" if main else f"grpo-rank{prepared.ranks.rank}")
+            handler = setup_logging(run_dir.logs, layout.component if main else f"grpo-rank{prepared.ranks.rank}")
             try:
                 events = EventLog(run_dir, console)
                 for notice in notices:
                     console.note(f"note: {notice}")
-                watching = build.Watching(
-                    run_dir, events, console, Watchdog(run_dir.logs, events, stall_s=config.orch.deadline_s)
-                )
-                _record_end(run_dir, command, lambda: asyncio.run(_train(config, prepared, watching, command)))
+                watchdog = Watchdog(run_dir.logs, events, stall_s=config.orch.deadline_s)
+                watching = build.Watching(run_dir, events, console, watchdog, command)
+                _record_end(run_dir, command, lambda: asyncio.run(_train(config, prepared, watching, layout)))
             finally:
                 if main:
                     _write_report(run_dir.path, events)
@@ -82,14 +95,14 @@ def train(
 
 
 async def _train(
-    config: RunConfig, prepared: build.Prepared, watching: build.Watching, command: str
+    config: RunConfig, prepared: build.Prepared, watching: build.Watching, layout: Layout
 ) -> tuple[str, int]:
     run_dir, events, console, watchdog = watching.run_dir, watching.events, watching.console, watching.watchdog
     # Looking for a checkpoint cuts the events too, so nothing may be told before.
     found = await prepared.ranks.on_main(lambda: _find_checkpoint(run_dir, events))
     for notice in prepared.notices:
         events.warn("data", notice)
-    assembled = build.assemble(config, prepared, watching, command)
+    assembled = await layout.assemble(config, prepared, watching)
     watchdog.start()
     loop = assembled.loop
     try:
@@ -323,18 +336,6 @@ def export(source: str, folder: Path, *, adapter: str | None = None, checkpoint:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with write_folder(folder) as partial:
         export_folder(weights.model, weights.adapter, partial, model_card(weights))
-
-
-def serve(config: InferConfig, tell: Callable[[str], None]) -> None:
-    """Answer over HTTP until a signal comes: with the embedded engine, or vLLM or SGLang in their own environment."""
-    if config.engine != "embedded":
-        from shoal.build.remote import serve_others
-
-        asyncio.run(serve_others(config, tell))
-        return
-    from shoal.build import infer
-
-    infer.serve(config, tell)
 
 
 def make_model(kind: str, folder: Path, seed: int = 0) -> None:

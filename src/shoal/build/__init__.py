@@ -7,8 +7,9 @@ from shoal.build.given import Given
 from shoal.build.model import Model, PolicyFiles, load, make_objective, make_policy
 from shoal.build.plan import make_plan
 from shoal.build.prepare import Prepared, binding, join_ranks, leave_ranks, open_run_dir, prepare
-from shoal.build.run import Assembled, Watching, assemble, make_advantages, make_sinks, total_steps
+from shoal.build.run import Assembled, Watching, assemble, make_advantages, make_sinks
 from shoal.build.sampler import evaluate_once, evaluation_config, load_model, make_sampler, sampling_params
+from shoal.build.schedule import total_steps
 from shoal.build.scoring import EvalTask, Scores, score
 
 __all__ = [

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,24 +140,38 @@ async def start_server(
     return listener, control
 
 
-def serve(infer: InferConfig, tell: Callable[[str], None], readers: Mapping[str, Reader] | None = None) -> None:
-    """Serve until a signal comes. The port is taken before the model is loaded: what fails, fails at once."""
+def serve(
+    infer: InferConfig,
+    tell: Callable[[str], None],
+    readers: Mapping[str, Reader] | None = None,
+    beside: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Serve until a signal comes. The port is taken before the model is loaded: what fails, fails at once.
+
+    `beside` runs next to the server and ends it by what it raises.
+    """
     access_of(infer)
     sock = bind(infer.host, infer.port)
     handler = setup_logging(Path(infer.output_dir) / "logs", "infer")
     try:
         inference = make_inference(infer, readers)
-        asyncio.run(_serve(infer, inference, sock, tell))
+        asyncio.run(_serve(infer, inference, sock, tell, beside))
     finally:
         sock.close()
         stop_logging(handler)
 
 
-async def _serve(infer: InferConfig, inference: Inference, sock: socket.socket, tell: Callable[[str], None]) -> None:
+async def _serve(
+    infer: InferConfig,
+    inference: Inference,
+    sock: socket.socket,
+    tell: Callable[[str], None],
+    beside: Callable[[], Awaitable[None]] | None,
+) -> None:
     loop = asyncio.get_running_loop()
-    ended: asyncio.Future[EngineError | signal.Signals] = loop.create_future()
+    ended: asyncio.Future[BaseException | signal.Signals] = loop.create_future()
 
-    def end(reason: EngineError | signal.Signals) -> None:
+    def end(reason: BaseException | signal.Signals) -> None:
         if not ended.done():
             ended.set_result(reason)
 
@@ -170,11 +184,21 @@ async def _serve(infer: InferConfig, inference: Inference, sock: socket.socket, 
         f"serving {infer.model} at http://{shown}:{listener.port}/v1 ({about['dtype']} on {about['device']}, "
         f"{about['max_num_seqs']} sequences of {about['max_model_len']} tokens)"
     )
+    watching = asyncio.ensure_future(_watch(beside, end)) if beside is not None else None
     try:
         reason = await ended
     finally:
+        if watching is not None:
+            watching.cancel()
         await listener.close()
         await inference.close()
-    if isinstance(reason, EngineError):
+    if isinstance(reason, BaseException):
         raise reason
     tell(f"stopped by {reason.name}")
+
+
+async def _watch(beside: Callable[[], Awaitable[None]], end: Callable[[BaseException], None]) -> None:
+    try:
+        await beside()
+    except Exception as error:
+        end(error)

@@ -7,22 +7,27 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from shoal.config.infer import InferConfig
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError
-from shoal.rollout.facts import RemoteSettings
+from shoal.rollout.facts import RemoteSettings, model_folder
 from shoal.rollout.launch import Launch, ServerProcess, check_interpreter
+from shoal.rollout.link import Waiting
 from shoal.rollout.remote import RemoteEngine
 from shoal.rollout.sglang import FLAGS as SGLANG_FLAGS
 from shoal.rollout.sglang import SglangRolloutEngine
 from shoal.rollout.vllm import ENVIRONMENT as VLLM_ENVIRONMENT
 from shoal.rollout.vllm import FLAGS as VLLM_FLAGS
 from shoal.rollout.vllm import LORA_RANKS, VllmRolloutEngine
+
+if TYPE_CHECKING:
+    from shoal.models.chat import Chat
 
 ENGINES: dict[str, type[RemoteEngine]] = {"vllm": VllmRolloutEngine, "sglang": SglangRolloutEngine}
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
@@ -58,33 +63,52 @@ def check_engine(config: RunConfig, processes: int) -> None:
             raise ConfigError(f"{section}.api_key_var: the environment variable {name} is not set")
 
 
-def make_remote(config: RunConfig, model: ModelFacts, folder: Path) -> RemoteEngine:
-    """`folder` is the run's: the server's log goes there, and what it reads. A server of ours starts to load now."""
+def facts_of_files(name: str, chat: Chat) -> ModelFacts:
+    """The same from the model's files, where no model is loaded."""
+    from shoal.models.tokenizer import eos_token_ids
+
+    folder, read = model_folder(name), {}
+    for file in ("config.json", "generation_config.json"):
+        path = folder / file
+        read[file] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    config = read["config.json"].get("text_config") or read["config.json"]
+    ends = [SimpleNamespace(eos_token_id=read[file].get("eos_token_id")) for file in read]
+    model = SimpleNamespace(config=ends[0], generation_config=ends[1])
+    return ModelFacts(int(config["vocab_size"]), eos_token_ids(model, chat.tokenizer), chat.text)
+
+
+def make_remote(
+    config: RunConfig, model: ModelFacts, folder: Path, waiting: Waiting = lambda _: None, *, attach: bool = False
+) -> RemoteEngine:
+    """`folder` is the run's: the server's log goes there, and what it reads. A server of ours starts to load now.
+
+    `attach`: whoever starts it, it is not this process.
+    """
     infer, client = config.infer, config.orch.client
     assert infer.max_model_len is not None
     process = None
     url, key = client.base_url, client.api_key_var
-    if infer.engine_python is not None:
+    if infer.engine_python is not None and not attach:
         process = ServerProcess(launch_of(infer, folder, model.dtype, on_cpu=model.on_cpu))
         host = f"[{infer.host}]" if ":" in infer.host else infer.host
         url, key = f"http://{host}:{infer.port}", infer.api_key_var
     settings = RemoteSettings(
         url=url,
         model=str(config.train.model),
-        context_tokens=infer.max_model_len,
+        context_tokens=config.orch.seq_len or infer.max_model_len,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         detokenize=model.detokenize,
         scratch=folder / WEIGHTS,
         api_key=os.environ.get(key) if key is not None else None,
         timeout_s=client.timeout,
-        start_s=infer.start_deadline_s,
+        start_s=config.orch.deadline_s if attach else infer.start_deadline_s,
         lora_rank=config.train.lora_rank if config.train.lora else None,
         noise_seed=config.train.seed,
     )
     if process is not None:
         process.start()
-    return ENGINES[infer.engine](settings, process)
+    return ENGINES[infer.engine](settings, process, waiting)
 
 
 def launch_of(infer: InferConfig, folder: Path, dtype: str = "auto", *, on_cpu: bool = False) -> Launch:
@@ -154,27 +178,37 @@ def lora_rank(infer: InferConfig) -> int:
     return next((known for known in LORA_RANKS if known >= wanted), wanted)
 
 
-async def serve_others(infer: InferConfig, tell: Callable[[str], None]) -> None:
-    """grpo-infer with vLLM or SGLang: started with what a run needs, and ended with this process."""
+async def serve_others(
+    infer: InferConfig, tell: Callable[[str], None], beside: Callable[[], Awaitable[None]] | None = None
+) -> None:
+    """grpo-infer with vLLM or SGLang: started with what a run needs, and ended with this process.
+
+    `beside` runs next to the server and ends it by what it raises.
+    """
+    name = ENGINES[infer.engine].name
     if infer.engine_python is None:
-        name = ENGINES[infer.engine].name
         raise ConfigError(f"infer.engine_python: is not set; name the Python of the environment that has {name}")
-    check_interpreter(infer.engine_python, infer.engine, ENGINES[infer.engine].name)
-    process = ServerProcess(launch_of(infer, Path(infer.output_dir), on_cpu=not Path("/dev/nvidiactl").exists()))
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    check_interpreter(infer.engine_python, infer.engine, name)
+    on_cpu = not Path("/dev/nvidiactl").exists()
+    process = ServerProcess(launch_of(infer, Path(infer.output_dir), "float32" if on_cpu else "auto", on_cpu=on_cpu))
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     process.start()
     launch = process.launch
-    tell(f"{launch.name} starts at http://{launch.host}:{launch.port}/v1; its log is {launch.log}")
+    tell(f"{name} starts at http://{launch.host}:{launch.port}/v1; its log is {launch.log}")
+    watching = asyncio.ensure_future(beside()) if beside is not None else None
     try:
         while not stop.is_set():
             if (ended := process.ended()) is not None:
                 raise ConfigError(ended)
+            if watching is not None and watching.done():
+                watching.result()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), 0.5)
     finally:
+        if watching is not None:
+            watching.cancel()
         await process.close()
 
 

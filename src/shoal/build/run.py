@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,10 @@ from shoal.build.sampler import (
     reward_shape,
     sampling_params,
 )
-from shoal.config.orch import OrchConfig, TemperatureSchedule
+from shoal.build.schedule import loop_settings, temperature_schedule, total_steps
+from shoal.config.orch import OrchConfig
 from shoal.config.resolve import as_data
 from shoal.config.schema import RunConfig, SftConfig
-from shoal.config.train import TrainConfig
 from shoal.envs.user_code import load_function
 from shoal.errors import DataError
 from shoal.observability.console import Console
@@ -33,18 +33,18 @@ from shoal.observability.run_dir import RunDir
 from shoal.observability.sinks import Sinks, TrackerRun, open_sinks
 from shoal.observability.spans import Phases
 from shoal.observability.watchdog import Watchdog
-from shoal.orchestrator import cadence
 from shoal.orchestrator.admission import Admission
 from shoal.orchestrator.collect import Collector, GroupRules, RunGroup
-from shoal.orchestrator.learn import Learner, LearnSettings
-from shoal.orchestrator.loop import Loop, LoopSettings, Parts
+from shoal.orchestrator.learn import Learner, LearnSettings, OnDevice
+from shoal.orchestrator.loop import Loop, Parts
 from shoal.orchestrator.prompts import Buffer, Fits, PromptStream
 from shoal.orchestrator.ranks import SharedGroups
-from shoal.protocols import Ranks, WeightChannel
+from shoal.protocols import Ranks, RolloutEngine, WeightChannel
 from shoal.types import Message, Prompt, Task
 
 if TYPE_CHECKING:
     from shoal.models.chat import Chat
+    from shoal.rollout.runner import GroupRunner
     from shoal.trainer.memory import MemoryPlan
     from shoal.trainer.policy import TrainedPolicy
 
@@ -83,17 +83,30 @@ class Watching:
     events: EventLog
     console: Console
     watchdog: Watchdog
+    next_command: str | None = None  # how to go on, for status.json
 
 
-def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_command: str) -> Assembled:
+@dataclass
+class Pieces:
+    """What differs between layouts: who samples, who trains, and how either is reached."""
+
+    engine: RolloutEngine
+    runner: GroupRunner
+    tokens: Chat
+    weights: WeightChannel
+    learner: Any  # a Learner, or one that asks another process
+    files: Any  # the policy's side of a checkpoint; what `on_device` runs of it may be a coroutine
+    on_device: OnDevice
+
+
+def assemble(config: RunConfig, prepared: Prepared, watching: Watching) -> Assembled:
     train, orch, console = config.train, config.orch, watching.console
     with console.progress(f"loading {train.model}"):
         loaded = load_model(config, prepared.given)
     model = loaded.model
-    stream = _stream(orch, prepared, model.chat, watching.events)
+    stream = make_stream(orch, prepared, model.chat, watching.events)
     steps = total_steps(config, len(stream))
-    ranks = prepared.ranks
-    summing = getattr(ranks, "sum_gradients", None)
+    summing = getattr(prepared.ranks, "sum_gradients", None)
     with console.progress("measuring memory"):
         policy = loaded.device.submit(make_policy, train, model, steps, summing).result()
         plan = loaded.device.submit(make_plan, config, model, policy).result()
@@ -103,33 +116,51 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
     _tell(sampler, orch, watching)
     tell(plan, console, watching.events)
     files = PolicyFiles(policy, model.chat)
-    phases = Phases()
-    temperature = _temperature(orch, steps)
+    pieces = Pieces(
+        engine=sampler.engine,
+        runner=sampler.runner,
+        tokens=model.chat,
+        weights=make_weights(config, sampler, files),
+        learner=make_learner(config, policy, plan, sampler.on_device, prepared.ranks),
+        files=files,
+        on_device=sampler.on_device,
+    )
+    loop = make_loop(config, prepared, watching, stream, pieces)
+    return Assembled(loop, files, sampler, loop.parts.sinks)  # type: ignore[arg-type]
+
+
+def make_loop(config: RunConfig, prepared: Prepared, watching: Watching, stream: PromptStream, pieces: Pieces) -> Loop:
+    """The one loop, around whatever samples and trains."""
+    orch, ranks, phases = config.orch, prepared.ranks, Phases()
+    steps = total_steps(config, len(stream))
+    temperature = temperature_schedule(orch, steps)
 
     async def run_group(prompt: Prompt) -> Any:
         drawn_with = sampling_params(orch, temperature(loop.progress.step + 1))
-        return await sampler.runner.run(prompt, orch.rollouts_per_example, drawn_with, phases)
+        return await pieces.runner.run(prompt, orch.rollouts_per_example, drawn_with, phases)
 
+    chat = pieces.tokens
     parts = Parts(
-        engine=sampler.engine,
-        weights=make_weights(config, sampler, files),
+        engine=pieces.engine,
+        weights=pieces.weights,
         collector=_collector(orch, run_group, stream, ranks),
         stream=stream,
-        learner=_learner(config, policy, sampler, plan, ranks),
-        files=files,
-        evaluator=make_evaluator(orch, prepared.environments, sampler.runner, model.chat) if orch.eval else None,
+        learner=pieces.learner,
+        files=pieces.files,
+        evaluator=make_evaluator(orch, prepared.environments, pieces.runner, chat) if orch.eval else None,
         run_dir=watching.run_dir,  # type: ignore[arg-type]
         events=watching.events,
-        console=console,
+        console=watching.console,
         watchdog=watching.watchdog,
         sinks=make_sinks(config, watching.run_dir, watching.events, main=ranks.rank == 0),  # type: ignore[arg-type]
         phases=phases,
-        on_device=sampler.on_device,
-        token_text=model.chat.token_text,
+        on_device=pieces.on_device,
+        token_text=chat.token_text,
         ranks=ranks,
     )
-    loop = Loop(parts, _loop_settings(config, steps, len(stream), next_command))
-    return Assembled(loop, files, sampler, parts.sinks)  # type: ignore[arg-type]
+    settings = loop_settings(config, steps, len(stream))
+    loop = Loop(parts, replace(settings, next_command=watching.next_command))
+    return loop
 
 
 def make_weights(config: RunConfig, sampler: Sampler, files: PolicyFiles) -> WeightChannel:
@@ -178,7 +209,7 @@ def _tell(sampler: Sampler, orch: OrchConfig, watching: Watching) -> None:
         watching.events.warn("context", f"{said}; lower it, or expect nonsense beyond them")
 
 
-def _stream(orch: OrchConfig, prepared: Prepared, chat: Chat, events: EventLog) -> PromptStream:
+def make_stream(orch: OrchConfig, prepared: Prepared, chat: Chat, events: EventLog) -> PromptStream:
     assert orch.seq_len is not None and orch.sampling.max_tokens is not None and orch.sampling.seed is not None
     room = orch.seq_len - orch.sampling.max_tokens
     fitting = fits_in(chat, room)
@@ -241,11 +272,14 @@ def _collector(orch: OrchConfig, run_group: RunGroup, stream: PromptStream, rank
     return Collector(SharedGroups(run_group, ranks) if several else run_group, stream, _admission(orch), rules)
 
 
-def _learner(config: RunConfig, policy: TrainedPolicy, sampler: Sampler, plan: MemoryPlan, ranks: Ranks) -> Learner:
+def make_learner(
+    config: RunConfig, policy: TrainedPolicy, plan: MemoryPlan, on_device: OnDevice, ranks: Ranks
+) -> Learner:
     train, orch = config.train, config.orch
     objective = make_objective(train)
     assert orch.sampling.max_tokens is not None
-    fp32 = sampler.model.decoder.dtype.itemsize >= 4
+    fp32 = policy.decoder.dtype.itemsize >= 4
+    remote = config.infer.engine != "embedded"  # its log-probs are not the policy's to the last bit
     settings = LearnSettings(
         token_budget=train.sequence_len,
         aggregation=train.loss.aggregation or "token-mean",
@@ -255,12 +289,12 @@ def _learner(config: RunConfig, policy: TrainedPolicy, sampler: Sampler, plan: M
         rows_per_micro_batch=train.per_device_train_batch_size,
         # Rows that the user counted are not counted again in tokens.
         micro_batch_tokens=plan.micro_batch_tokens if train.per_device_train_batch_size is None else None,
-        recompute_old=recomputes_old(train, objective, fp32, remote=config.infer.engine != "embedded"),
+        recompute_old=recomputes_old(train, objective, fp32, remote=remote),
         needs_reference=objective.needs_reference,
         reward_kl_beta=train.loss.kl.beta if train.loss.kl.where == "reward" else 0.0,
         trains=reward_shape(orch).trains,
     )
-    return Learner(policy, make_advantages(orch), objective, settings, sampler.on_device, ranks)
+    return Learner(policy, make_advantages(orch), objective, settings, on_device, ranks)
 
 
 def make_advantages(orch: OrchConfig) -> Any:
@@ -270,60 +304,3 @@ def make_advantages(orch: OrchConfig) -> Any:
     if advantage.function is not None:
         return CustomAdvantages(load_function(advantage.function), advantage.function)
     return Normaliser(advantage.mean, advantage.std or "none", advantage.leave_one_out, advantage.eps)
-
-
-def _loop_settings(config: RunConfig, steps: int, prompts: int, next_command: str) -> LoopSettings:
-    train, evaluation, noise = config.train, config.orch.eval, config.train.noise_scheduler
-    sigma_at = None
-    if noise.enabled:
-        sigma_at = cadence.NoiseSchedule(noise.sigma_start, noise.sigma_end, noise.num_stages, steps)
-    return LoopSettings(
-        max_steps=steps,
-        save=_save_cadence(train, config.orch, prompts),
-        evaluation=_eval_cadence(config.orch, prompts) if evaluation else None,
-        save_total_limit=train.save_total_limit,
-        keep_best=evaluation.keep_best if evaluation else False,
-        stop_after=evaluation.stop_after if evaluation else None,
-        sigma_at=sigma_at,
-        next_command=next_command,
-        show_completions=train.show_completions,
-        sync_deadline_s=config.orch.sync_deadline_s,
-        save_deadline_s=train.save_deadline_s,
-    )
-
-
-def _save_cadence(train: TrainConfig, orch: OrchConfig, prompts: int) -> cadence.SaveCadence:
-    steps = train.save_steps
-    if train.save_epochs is not None:
-        steps = train.save_epochs * _epoch_steps(orch, prompts)
-    return cadence.SaveCadence(steps, train.save_seconds)
-
-
-def _eval_cadence(orch: OrchConfig, prompts: int) -> cadence.EvalCadence:
-    settings = orch.eval
-    assert settings is not None
-    interval = settings.interval
-    if settings.interval_epochs is not None:
-        interval = settings.interval_epochs * _epoch_steps(orch, prompts)
-    return cadence.EvalCadence(interval, settings.at_start, settings.interval_seconds)
-
-
-def _epoch_steps(orch: OrchConfig, prompts: int) -> int:
-    """Steps of one pass over the prompts, the last of them perhaps shared with the next pass."""
-    return max(1, -(-prompts * orch.rollouts_per_example // orch.batch_size))
-
-
-def _temperature(orch: OrchConfig, steps: int) -> cadence.TemperatureSchedule:
-    temperature = orch.sampling.temperature
-    if isinstance(temperature, TemperatureSchedule):
-        return cadence.TemperatureSchedule(temperature.start, temperature.end, steps, temperature.schedule == "cosine")
-    return cadence.TemperatureSchedule(temperature, temperature)
-
-
-def total_steps(config: RunConfig, prompts: int) -> int:
-    orch = config.orch
-    if config.train.max_steps is not None:
-        return config.train.max_steps
-    assert config.train.epochs is not None
-    groups = orch.batch_size // orch.rollouts_per_example
-    return max(1, -(-prompts * config.train.epochs // groups))

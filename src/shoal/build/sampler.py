@@ -21,7 +21,7 @@ from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
 from shoal.errors import DeadlineError, StoppedByPolicy
 from shoal.orchestrator.evaluate import EvalSettings, Evaluator
-from shoal.protocols import Environment, PlayedEnvironment
+from shoal.protocols import Environment, PlayedEnvironment, RolloutEngine
 from shoal.rewards.shaping import RewardShape
 from shoal.types import Message, RolloutGroup, SamplingParams
 
@@ -59,6 +59,25 @@ def eval_sampling_params(orch: OrchConfig) -> SamplingParams:
     return SamplingParams(**values, min_tokens=own.min_tokens or 0, stop=tuple(own.stop or ()))
 
 
+@dataclass(frozen=True)
+class DeviceThread:
+    """Work for the one thread that touches the device, awaited no longer than the deadline."""
+
+    executor: ThreadPoolExecutor
+    deadline_s: float
+
+    async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        work = asyncio.get_running_loop().run_in_executor(self.executor, _within_memory, function, *arguments)
+        try:
+            return await asyncio.wait_for(work, self.deadline_s)
+        except TimeoutError:
+            name = getattr(function, "__name__", "work")
+            raise DeadlineError(
+                f"the loop waited {self.deadline_s:.0f} s for the device to do {name}; raise orch.deadline_s if a step "
+                "takes that long here"
+            ) from None
+
+
 @dataclass
 class Sampler:
     """The model and everything that samples it. All torch work goes to the device's own thread."""
@@ -74,15 +93,7 @@ class Sampler:
         rest = getattr(self.engine, "rest", None)
         if rest is not None:
             await rest()  # an engine on the same device gives back what it can while training runs
-        work = asyncio.get_running_loop().run_in_executor(self.device, _within_memory, function, *arguments)
-        try:
-            return await asyncio.wait_for(work, self.deadline_s)
-        except TimeoutError:
-            name = getattr(function, "__name__", "work")
-            raise DeadlineError(
-                f"the loop waited {self.deadline_s:.0f} s for the device to do {name}; raise orch.deadline_s if a step "
-                "takes that long here"
-            ) from None
+        return await DeviceThread(self.device, self.deadline_s)(function, *arguments)
 
     async def close(self) -> None:
         """Wait for the device's thread, but not for ever: it may be what hangs."""
@@ -115,13 +126,16 @@ class Loaded:
     device: ThreadPoolExecutor
 
 
+def chat_options(orch: OrchConfig) -> dict[str, Any]:
+    return {"template_kwargs": orch.sampling.chat_template_kwargs, "system_prompt": orch.sampling.system_prompt}
+
+
 def load_model(config: RunConfig, given: Given) -> Loaded:
     from shoal.models.sampler_view import SamplerView
 
-    orch, sampling = config.orch, config.orch.sampling
-    options = {"template_kwargs": sampling.chat_template_kwargs, "system_prompt": sampling.system_prompt}
+    orch = config.orch
     device = ThreadPoolExecutor(1, thread_name_prefix="device")
-    model = device.submit(load, config.train, options, given).result()
+    model = device.submit(load, config.train, chat_options(orch), given).result()
     # Another engine has weights of its own, so nothing here needs a copy.
     in_step = (orch.weight_sync_interval == 1 and orch.max_async_level == 0) or config.infer.engine != "embedded"
     mode = "shared" if in_step and config.infer.weights == "auto" else "snapshot"
@@ -130,15 +144,22 @@ def load_model(config: RunConfig, given: Given) -> Loaded:
 
 
 def make_sampler(config: RunConfig, prepared: Prepared, loaded: Loaded, plan: MemoryPlan) -> Sampler:
+    engine = make_engine(config, loaded, plan.slots)
+    runner, endpoint = make_runner(config, prepared, engine, loaded.model.chat)
+    return Sampler(loaded.model, engine, runner, loaded.device, config.orch.deadline_s, endpoint)
+
+
+def make_runner(
+    config: RunConfig, prepared: Prepared, engine: RolloutEngine, chat: Chat
+) -> tuple[GroupRunner, LocalEndpoint | None]:
+    """What plays environments against an engine, wherever that is."""
     from shoal.rollout.runner import GroupRunner, RunnerSettings
 
-    orch, device = config.orch, loaded.device
+    orch = config.orch
     assert orch.seq_len is not None and orch.sampling.seed is not None
-    engine = make_engine(config, loaded, plan.slots)
     settings = RunnerSettings(orch.seq_len, orch.sampling.seed, reward_shape(orch))
-    endpoint = _endpoint(config, prepared, engine, loaded.model)
-    runner = GroupRunner(engine, prepared.environments, prepared.pool, loaded.model.chat, settings, endpoint)
-    return Sampler(loaded.model, engine, runner, device, orch.deadline_s, endpoint)
+    endpoint = _endpoint(config, prepared, engine, chat)
+    return GroupRunner(engine, prepared.environments, prepared.pool, chat, settings, endpoint), endpoint
 
 
 def make_engine(config: RunConfig, loaded: Loaded, slots: int) -> Any:
@@ -162,7 +183,7 @@ def model_facts(model: Model) -> ModelFacts:
     return ModelFacts(decoder.vocab_size, model.eos_token_ids, model.chat.text, dtype, decoder.device.type == "cpu")
 
 
-def _endpoint(config: RunConfig, prepared: Prepared, engine: Any, model: Model) -> LocalEndpoint | None:
+def _endpoint(config: RunConfig, prepared: Prepared, engine: RolloutEngine, chat: Chat) -> LocalEndpoint | None:
     """HTTP in this process, where an environment plays its rollouts by itself."""
     if not any(isinstance(env, PlayedEnvironment) for env in prepared.environments.values()):
         return None
@@ -171,7 +192,7 @@ def _endpoint(config: RunConfig, prepared: Prepared, engine: Any, model: Model) 
 
     assert config.orch.seq_len is not None
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(config.train.model)).strip("-") or "model"
-    return LocalEndpoint(Served(engine, model.chat, name, config.orch.seq_len))
+    return LocalEndpoint(Served(engine, chat, name, config.orch.seq_len))
 
 
 def _engine(config: RunConfig, loaded: Loaded, slots: int) -> Any:

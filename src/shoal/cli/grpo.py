@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -27,7 +27,8 @@ def grpo(
     orch: str | None = None,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
     resume: Annotated[bool, Parameter(negative=())] = False,
-) -> None:
+    layout: Literal["colocated", "split"] = "colocated",
+) -> int | None:
     """Train with GRPO.
 
     shoal grpo run.yaml, or shoal grpo --train train.yaml --infer infer.yaml --orch orch.yaml; then any overrides.
@@ -46,10 +47,17 @@ def grpo(
         Check everything, print and write the resolved configuration, and stop.
     resume
         Continue the run in train.output_dir.
+    layout
+        colocated: one process a device. split: grpo-infer, grpo-orch and grpo-train, started and supervised here.
     """
     run, overrides = split_tokens(tokens)
     parts = {name: file for name, file in (("train", train), ("infer", infer), ("orch", orch)) if file is not None}
+    if layout == "split":
+        from shoal.cli.layout import SplitCommand, supervise
+
+        return supervise(SplitCommand(run, parts, overrides, resume, dry_run), _load(run, parts, overrides))
     train_loaded(_load(run, parts, overrides), resume=resume, dry_run=dry_run)
+    return None
 
 
 def train_loaded(

@@ -7,10 +7,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from shoal.cli.output import notices, say
-from shoal.config.checks import check_section
-from shoal.config.load import load_section
-from shoal.config.resolve import as_yaml
+from shoal.cli.output import say
+from shoal.cli.split import read_section
+from shoal.config.load import Loaded
 from shoal.config.schema import InferConfig
 
 
@@ -26,21 +25,15 @@ def grpo_infer(file: str, *overrides: str, dry_run: Annotated[bool, Parameter(ne
     dry_run
         Check everything, print the configuration, and stop.
     """
-    loaded = load_section("infer", file, overrides)
-    findings = check_section("infer", loaded.config)
-    findings.raise_errors(loaded.origins)
-    notices(findings.notice_lines())
-    if dry_run:
-        say(as_yaml(loaded.config))
-        return
-    assert isinstance(loaded.config, InferConfig)
-    _serve(loaded.config)
+    loaded = read_section("infer", file, overrides, dry_run)
+    if loaded is not None:
+        _serve(loaded)
 
 
-def _serve(config: InferConfig) -> None:
-    from shoal import api
+def _serve(loaded: Loaded[InferConfig]) -> None:
+    from shoal import split
 
-    api.serve(config, _tell)
+    split.serve_inference(loaded.config, loaded.origins, _tell)
 
 
 def _tell(line: str) -> None:

@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+import sys
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from shoal.cli.environments import check_environments
+from shoal.cli.grpo import FILE_SUFFIXES
 from shoal.cli.output import notices, say
 from shoal.config.checks import check_section
-from shoal.config.load import load_section
+from shoal.config.load import Loaded, load_section
 from shoal.config.resolve import as_yaml
 from shoal.config.schema import OrchConfig
-from shoal.errors import ConfigError
+from shoal.errors import EXIT_TERMINATED
+from shoal.orchestrator.supervise import SUPERVISOR
+from shoal.rewards.confine import die_with_parent
 
-DryRun = Annotated[bool, Parameter(negative=())]
+DryRun = Flag = Annotated[bool, Parameter(negative=())]
 
 
-def grpo_orch(file: str, *overrides: str, dry_run: DryRun = False) -> None:
+def grpo_orch(
+    file: str,
+    *overrides: str,
+    dry_run: DryRun = False,
+    resume: Flag = False,
+    next_command: Annotated[str | None, Parameter(show=False)] = None,
+) -> None:
     """Run rollouts and rewards for the split layout.
 
     Parameters
     ----------
     file
-        File with the orch section.
+        File with the orch section, or with all three.
     overrides
         Such as orch.batch_size=64.
     dry_run
         Check everything, print the configuration, and stop.
+    resume
+        Continue the run in orch.output_dir.
+    next_command
+        How to go on, for status.json, where a supervisor started this.
     """
-    _section("orch", file, overrides, dry_run)
+    loaded = read_section("orch", file, overrides, dry_run)
+    if loaded is not None:
+        from shoal import split
+
+        again = next_command or split.resume_command(file, overrides)
+        split.orchestrate(loaded.config, loaded.origins, resume=resume, next_command=again)
 
 
 def grpo_train(file: str, *overrides: str, dry_run: DryRun = False) -> None:
@@ -38,25 +58,39 @@ def grpo_train(file: str, *overrides: str, dry_run: DryRun = False) -> None:
     Parameters
     ----------
     file
-        File with the train section.
+        File with the train section, or with all three.
     overrides
         Such as train.learning_rate=1e-5.
     dry_run
         Check everything, print the configuration, and stop.
     """
-    _section("train", file, overrides, dry_run)
+    loaded = read_section("train", file, overrides, dry_run)
+    if loaded is not None:
+        from shoal import split
+
+        split.serve_training(loaded.config, loaded.origins)
 
 
-def _section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool) -> None:
-    loaded = load_section(name, file, overrides)
+def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool) -> Loaded[Any] | None:
+    """The section, read and checked; None if that is all that was wanted."""
+    die_with_supervisor()
+    only_overrides = "=" in file and not file.endswith(FILE_SUFFIXES)
+    loaded = load_section(name, None, [file, *overrides]) if only_overrides else load_section(name, file, overrides)
     findings = check_section(name, loaded.config)
     if isinstance(loaded.config, OrchConfig):
         check_environments(loaded.config, findings)
     findings.raise_errors(loaded.origins)
     notices(findings.notice_lines())
     if not dry_run:
-        raise ConfigError(
-            f"grpo-{name}: the configuration is fine, but the split layout is not available in this version; "
-            "use shoal grpo --train T --infer I --orch O, or add --dry-run"
-        )
+        return loaded
     say(as_yaml(loaded.config))
+    return None
+
+
+def die_with_supervisor() -> None:
+    """A process that `shoal grpo --layout split` started ends with it, however that one ends."""
+    supervisor = os.environ.pop(SUPERVISOR, None)
+    if supervisor is not None:
+        die_with_parent()
+        if os.getppid() != int(supervisor):
+            sys.exit(EXIT_TERMINATED)  # it ended before this process could ask for that

@@ -40,6 +40,14 @@ GRPO_ONLY = (
 def check_run(config: RunConfig) -> Findings:
     """Everything that can be said about a co-located run without loading it."""
     findings = Findings()
+    check_common(config, findings)
+    _check_colocated(config, findings)
+    _advise_reward(config, findings)
+    return findings
+
+
+def check_common(config: RunConfig, findings: Findings) -> None:
+    """What holds in any layout."""
     check_train(config.train, findings)
     check_loss(config.train, findings, config.orch)
     check_orch(config.orch, findings)
@@ -50,9 +58,6 @@ def check_run(config: RunConfig) -> Findings:
     _check_steps(config, findings)
     _check_lengths(config, findings)
     _check_adapters(config, findings)
-    _check_colocated(config, findings)
-    _advise_reward(config, findings)
-    return findings
 
 
 def check_section(name: str, section: TrainConfig | InferConfig | OrchConfig) -> Findings:
@@ -216,10 +221,9 @@ def _check_colocated(config: RunConfig, findings: Findings) -> None:
         if given(section, "output_dir") and section.output_dir != train.output_dir:
             what = f"is {show(section.output_dir)} but train.output_dir is {show(train.output_dir)}"
             findings.error(f"{name}.output_dir", what, "a co-located run has one directory: leave this out")
-    for name in given(train, "weight_broadcast", "rollout_transport"):
-        findings.error(
-            f"train.{name}", "is only used by the split layout", "remove it, or run grpo-train, -infer, -orch"
-        )
+    split_only = [f"train.{name}" for name in given(train, "weight_broadcast", "rollout_transport", "deadline_s")]
+    for key in split_only + [f"infer.{name}" for name in given(infer, "deadline_s")]:
+        findings.error(key, "is only used by the split layout", "remove it, or add --layout split")
     if infer.engine == "embedded":
         inert = [f"infer.{name}" for name in given(infer, "host", "port", "api_key_var")]
         for key in inert + [f"orch.{name}" for name in given(orch, "client")]:
@@ -227,14 +231,19 @@ def _check_colocated(config: RunConfig, findings: Findings) -> None:
         _check_embedded_precision(train.recipe, infer.dtype, findings)
     else:
         _check_server(config, findings)
-    truncated = orch.sampling.top_p < 1 or orch.sampling.top_k > 0 or orch.sampling.min_p > 0
-    if infer.engine != "embedded" and truncated:
-        what = f"truncated sampling cannot be replayed with infer.engine {infer.engine}, so training would be biased"
-        findings.error("orch.sampling", what, "set top_p 1, top_k -1, min_p 0, or use infer.engine embedded")
+    check_sampling_replay(config, findings)
     if infer.engine != "embedded" and given(infer, "weights"):
         findings.error("infer.weights", f"is not used: a {infer.engine} server always has its own copy", "remove it")
     if train.device == "cpu" and infer.gpu_memory_utilization is not None and not infer.in_process:
         findings.error("infer.gpu_memory_utilization", "is not used with train.device cpu", "remove it")
+
+
+def check_sampling_replay(config: RunConfig, findings: Findings) -> None:
+    """Only the embedded engine says which tokens a truncated distribution left."""
+    engine, sampling = config.infer.engine, config.orch.sampling
+    if engine != "embedded" and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0):
+        what = f"truncated sampling cannot be replayed with infer.engine {engine}, so training would be biased"
+        findings.error("orch.sampling", what, "set top_p 1, top_k -1, min_p 0, or use infer.engine embedded")
 
 
 def _advise_reward(config: RunConfig, findings: Findings) -> None:

@@ -65,3 +65,6 @@ class InferConfig(Section):
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments for a vLLM or SGLang server."
     )
+    deadline_s: PositiveFloat = Field(
+        default=600.0, description="The server waits no longer than this for an orchestrator that left (split layout)."
+    )

@@ -57,19 +57,30 @@ def load_sft(file: str | None, overrides: Sequence[str] = ()) -> Loaded[SftConfi
     return _load(SftConfig, file, {}, overrides)
 
 
-def load_section(name: str, file: str, overrides: Sequence[str] = ()) -> Loaded[Any]:
-    """One section alone, for the commands of the split layout. Paths in messages start with the section's name."""
+def load_section(name: str, file: str | None, overrides: Sequence[str] = ()) -> Loaded[Any]:
+    """One section alone, for the commands of the split layout; the file may hold the others too.
+
+    Paths in messages start with the section's name.
+    """
     draft = _Draft(RunConfig)
-    draft.add_file(file, (name,))
+    if file is not None:
+        draft.add_file(file, () if _holds_sections(file) else (name,))
     for override in overrides:
         draft.override(override, only=name)
+    data = draft.data.get(name) or {}
     try:
-        config = SECTIONS[name].model_validate(draft.data[name])
+        config = SECTIONS[name].model_validate(data)
     except ValidationError as error:
-        problems = problems_from(error, SECTIONS[name], draft.data[name])
+        problems = problems_from(error, SECTIONS[name], data)
         moved = [Problem((name, *problem.path), problem.what, problem.fix) for problem in problems]
         raise ConfigError(render(moved, draft.origins)) from None
     return Loaded(config, draft.origins)
+
+
+def _holds_sections(file: str) -> bool:
+    """Whether this is a file for a whole run."""
+    value = parse_yaml(read_config_text(file), Source(printable(file)), os.environ).value
+    return isinstance(value, dict) and bool(value) and set(value) <= set(SECTIONS)
 
 
 def _load(model: type[Config], file: str | None, parts: Mapping[str, str], overrides: Sequence[str]) -> Loaded[Config]:

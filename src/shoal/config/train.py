@@ -43,14 +43,19 @@ class NoiseConfig(Section):
 
 class WeightBroadcastConfig(Section):
     type: Literal["filesystem", "nccl"] = Field(
-        default="filesystem", description="How weights reach the engine in the split layout."
+        default="filesystem",
+        description="How weights reach the engine in the split layout; nccl is gloo where there is no GPU.",
     )
+    host: NonEmpty = Field(default="127.0.0.1", description="nccl: address where the trainer is reached.")
+    port: int = Field(default=0, ge=0, le=65535, description="nccl: port of the trainer; 0 takes a free one.")
 
 
 class RolloutTransportConfig(Section):
     type: Literal["filesystem", "tcp"] = Field(
         default="filesystem", description="How rollouts reach the trainer in the split layout."
     )
+    host: NonEmpty = Field(default="127.0.0.1", description="tcp: address where the trainer is reached.")
+    port: int = Field(default=0, ge=0, le=65535, description="tcp: port of the trainer; 0 takes a free one.")
 
 
 class TrainConfig(Section):
@@ -169,6 +174,10 @@ class TrainConfig(Section):
     )
     rollout_transport: RolloutTransportConfig = Field(
         default_factory=RolloutTransportConfig, description="Rollouts on their way to the trainer (split layout)."
+    )
+
+    deadline_s: PositiveFloat = Field(
+        default=600.0, description="The trainer waits no longer than this for the other processes (split layout)."
     )
 
     @property

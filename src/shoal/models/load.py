@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shoal.errors import ModelError
-from shoal.models.chat import special_tokens
 from shoal.models.precision import Precision
 from shoal.models.quantised import quantise_linears
+from shoal.models.tokenizer import eos_token_ids, first_line, load_tokenizer, locate, turn_end_id
+
+__all__ = ["adopt_model", "check_architecture", "check_config", "eos_token_ids", "load_model", "load_tokenizer"]
+__all__ += ["release_model", "turn_end_id"]
 
 # transformers builds models under a default device that all threads share, so two of them must take turns.
 _LOADING = threading.Lock()
@@ -25,24 +25,12 @@ _LOADING = threading.Lock()
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    folder, gguf = _locate(name)
-    extra = {"gguf_file": gguf} if gguf else {}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **extra)
-    except Exception as error:  # the libraries below raise whatever they like for a bad folder
-        raise ModelError(f"no tokenizer could be loaded from {name!r}: {_first_line(error)}") from error
-    if tokenizer.chat_template is None:
-        raise ModelError(f"the tokenizer of {name!r} has no chat template; Shoal talks to models in messages")
-    return tokenizer
-
-
 def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str | None = None) -> nn.Module:
     """The model on `device` in `dtype`, in training mode off, with gradients as loaded.
 
     `stored` names the format its linear layers are kept in; then the device never holds them in `dtype` all at once.
     """
-    folder, gguf = _locate(name)
+    folder, gguf = locate(name)
     try:
         with _LOADING:
             if gguf:
@@ -53,7 +41,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str 
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"no model could be loaded from {name!r}: {_first_line(error)}") from error
+        raise ModelError(f"no model could be loaded from {name!r}: {first_line(error)}") from error
     if stored is not None:
         quantise_linears(model, stored, device)
     return model.to(device).eval()  # type: ignore[arg-type]
@@ -115,66 +103,6 @@ def check_config(config: Any) -> None:
         raise ModelError(f"{architecture} has {', '.join(sorted(kinds))} layers, which Shoal cannot sample")
 
 
-def eos_token_ids(model: nn.Module | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends an answer: those the model and tokenizer declare, and the chat template's end of a turn."""
-    found: list[int] = []
-    configs = [getattr(model, "generation_config", None), getattr(model, "config", None)] if model is not None else []
-    for source in (*configs, tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        found.extend(ids if isinstance(ids, (list, tuple)) else [ids] if ids is not None else [])
-    closing = turn_end_id(tokenizer)
-    if closing is not None:
-        found.append(closing)
-    if not found:
-        raise ModelError("neither the model nor its tokenizer names an end-of-sequence token")
-    return tuple(sorted({int(i) for i in found}))
-
-
-def turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Generic chat models often declare another EOS than the one their template ends an assistant turn with."""
-    mark = "xqzx"
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    tail = text.rsplit(mark, 1)[-1]
-    ids = tokenizer.encode(tail, add_special_tokens=False) if tail else []
-    return ids[0] if ids and ids[0] in special_tokens(tokenizer).values() else None
-
-
-def _locate(name: str) -> tuple[str, str | None]:
-    path = Path(name).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        return str(path.parent), path.name
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            files = sorted(path.glob("*.gguf"))
-            if len(files) == 1:
-                return str(path), files[0].name
-            raise ModelError(f"{name!r} holds no config.json and not exactly one .gguf file")
-        if "auto_map" in _read_config(path / "config.json"):
-            raise ModelError(f"{name!r} brings its own code (auto_map), which Shoal does not run")
-        return str(path), None
-    # A hub id is owner/name; where a folder of the owner's name lies here, a path was meant.
-    meant_path = "/" in name and Path(name.split("/")[0]).is_dir()
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or meant_path:
-        raise ModelError(f"the model folder {name!r} does not exist")
-    if os.environ.get("HF_HUB_OFFLINE") == "1" and not _cached(name):
-        raise ModelError(f"{name!r} is not a folder here, and HF_HUB_OFFLINE=1 forbids asking the hub for it")
-    return name, None
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(file.read_text("utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{str(file)!r} is not a model's config: {_first_line(error)}") from error
-
-
-def _cached(name: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(name, "config.json"), str)
-
-
 def _load_gguf(folder: str, file: str, dtype: torch.dtype) -> nn.Module:
     # transformers marks what it read from GGUF as quantised and then refuses to save it, though the weights are plain
     # tensors by now: the same weights in a model built from a clean config know nothing of where they came from.
@@ -183,8 +111,3 @@ def _load_gguf(folder: str, file: str, dtype: torch.dtype) -> nn.Module:
     clean = AutoModelForCausalLM.from_config(type(loaded.config)(**fields), dtype=dtype)
     clean.load_state_dict(loaded.state_dict())
     return clean
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

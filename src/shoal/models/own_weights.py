@@ -21,6 +21,7 @@ from shoal.errors import ModelError, StorageError
 from shoal.models import lora
 from shoal.models.decoder import Decoder
 from shoal.observability import manifest as manifests
+from shoal.observability.atomic import fault
 
 
 class Incoming(Protocol):
@@ -94,6 +95,7 @@ class OwnWeights:
         if transport not in self._readers:
             raise StorageError(f"weights: this server cannot receive over {transport}; it can over filesystem")
         incoming = self._readers[transport](manifest)
+        fault("weights:arrived")
         try:
             if incoming.adapter is not None:
                 self._replace_adapter(incoming, incoming.adapter)

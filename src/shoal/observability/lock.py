@@ -27,8 +27,8 @@ LATELY_S = 900.0
 class RunLock:
     """Held from construction until `release`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / LOCK_NAME
+    def __init__(self, folder: Path, name: str = LOCK_NAME) -> None:
+        self.path = folder / name
         with storage(f"open {self.path}"):
             self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:

@@ -54,6 +54,17 @@ class Tally:
         sums = {name: total / count if count else total for name, (total, count) in self._sums.items()}
         return sort_metrics({**sums, **self._maxima, **self._values})
 
+    def state(self) -> dict[str, Any]:
+        """As plain data, for a process that goes on with it."""
+        return {"sums": dict(self._sums), "maxima": dict(self._maxima), "values": dict(self._values)}
+
+    def take(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add what another process collected."""
+        self.add_all({name: (total, count) for name, (total, count) in state["sums"].items()})
+        for name, value in state["maxima"].items():
+            self.max(name, value)
+        self.values(state["values"])
+
     def _claim(self, name: str, kind: dict[str, Any]) -> Metric:
         metric = require_metric(name)
         if any(name in other for other in (self._sums, self._maxima, self._values) if other is not kind):

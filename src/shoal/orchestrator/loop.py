@@ -48,6 +48,10 @@ class Loop:
         self._exit_code = exit_code
         self._stop.set()
 
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
     async def run(self) -> str:
         """Train to the end; returns `finished` or `solved`. Raises Interrupted or StoppedByPolicy, state saved."""
         await self._publish(self.progress.step, started=True)

@@ -22,6 +22,7 @@ from shoal.engine.engine import EmbeddedEngine
 from shoal.errors import EngineError, StorageError
 from shoal.models.own_weights import OwnWeights
 from shoal.observability import manifest as manifests
+from shoal.observability.atomic import fault
 from shoal.protocols import Heard
 from shoal.types import Completion, Request
 
@@ -140,6 +141,7 @@ class EmbeddedRolloutEngine:
     def _turn(self, loop: asyncio.AbstractEventLoop) -> list[Completion]:
         """On the device's thread: step until something finishes or the turn is over; requests join at every step."""
         finished: list[Completion] = []
+        fault("engine:turn")
         for _ in range(STEPS_PER_TURN):
             dropped: set[str] = set()
             while self._inbox:

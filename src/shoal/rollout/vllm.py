@@ -60,7 +60,8 @@ class VllmRolloutEngine(RemoteEngine):
 
     def _check_tied(self, config: Mapping[str, Any]) -> None:
         """On a CPU vLLM multiplies with a packed copy of the head, which a reload does not renew if it is tied."""
-        on_cpu = (config.get("device_config") or {}).get("device_type") == "cpu"
+        about = config.get("device_config") or {}
+        on_cpu = "cpu" in (str(about.get("device_type")), str(about.get("device")))
         if on_cpu and self.settings.lora_rank is None and tied(model_folder(self.settings.model)):
             raise ConfigError(TIED_ON_CPU)
 

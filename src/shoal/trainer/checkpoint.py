@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from shoal.errors import StorageError
@@ -53,3 +55,20 @@ def load_state(policy: TrainedPolicy, folder: Path) -> None:
         policy.optimizer_steps = int(counts["optimizer_steps"])
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise StorageError(f"the checkpoint {folder} could not be loaded: {error}") from error
+
+
+@torch.no_grad()
+def snapshot_weights(policy: TrainedPolicy) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """What an engine needs of this version, copied to the host under its names in files; an adapter's settings."""
+    model: Any = policy.decoder.model
+    if not hasattr(model, "peft_config"):
+        return {name: _on_host(tensor) for name, tensor in policy.decoder.inner.named_parameters()}, None
+    mark = f".{lora.TRAINED}."
+    named = {name.replace(mark, "."): tensor for name, tensor in model.named_parameters() if mark in name}
+    settings = model.peft_config[lora.TRAINED].to_dict()
+    kept = ("r", "lora_alpha", "use_rslora", "bias", "use_dora")
+    return {name: _on_host(tensor) for name, tensor in named.items()}, {key: settings.get(key) for key in kept}
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()

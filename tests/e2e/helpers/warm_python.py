@@ -24,7 +24,8 @@ from shoal.observability import atomic
 HEAVY = (
     "shoal.api", "shoal.build", "shoal.engine.engine", "shoal.models.lora", "shoal.models.sampler_view",
     "shoal.rollout.embedded", "shoal.rollout.runner", "shoal.trainer.checkpoint", "shoal.trainer.sft",
-    "shoal.transport.in_process", "shoal.algorithms.losses", "transformers.models.qwen3.modeling_qwen3",
+    "shoal.transport.in_process", "shoal.transport.broadcast", "shoal.algorithms.losses", "shoal.split",
+    "shoal.build.infer", "shoal.rollout.http", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 
 

@@ -1,0 +1,209 @@
+"""The two ends of the split layout that train: the loop around another process's trainer, and that trainer.
+
+What they have in common with a co-located run is made by the same functions; here is only what is different.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.build.given import Given
+from shoal.build.model import PolicyFiles, load, make_policy
+from shoal.build.plan import make_plan
+from shoal.build.prepare import Prepared
+from shoal.build.remote import facts_of_files, make_remote
+from shoal.build.run import Assembled, Pieces, Watching, make_learner, make_loop, make_stream
+from shoal.build.sampler import DeviceThread, chat_options, make_runner
+from shoal.build.schedule import total_steps
+from shoal.config.schema import RunConfig, TrainConfig
+from shoal.errors import ConfigError
+from shoal.observability.atomic import remove_quietly, storage
+from shoal.orchestrator.meeting import Meeting, Waits
+from shoal.orchestrator.remote import RemoteFiles, RemoteTrainer, RemoteWeights, Resources, here
+from shoal.orchestrator.service import Trainee
+from shoal.protocols import Ranks, RolloutEngine, WeightChannel
+from shoal.rollout.remote import RemoteEngine
+from shoal.transport.calls import Answerer, Caller
+from shoal.transport.folder_calls import FOLDER as SAMPLES
+from shoal.transport.folder_calls import FolderAnswerer, FolderCaller
+from shoal.transport.tcp_calls import TcpAnswerer, TcpCaller
+
+if TYPE_CHECKING:
+    from shoal.models.chat import Chat
+    from shoal.server.local import LocalEndpoint
+    from shoal.trainer.policy import TrainedPolicy
+
+
+@dataclass
+class RemoteEnds:
+    """What the orchestrator closes when it ends."""
+
+    engine: RolloutEngine
+    caller: Caller
+    endpoint: LocalEndpoint | None
+    kept: Path  # calls that no trainer will ask for again
+
+    async def close(self) -> None:
+        if self.endpoint is not None:
+            await self.endpoint.close()
+        await self.engine.close()
+        await self.caller.close()
+        remove_quietly(self.kept)
+
+
+async def assemble_split(meeting: Meeting, config: RunConfig, prepared: Prepared, watching: Watching) -> Assembled:
+    """The loop with engine and trainer in other processes. Imports no torch."""
+    chat = load_chat(config)
+    stream = make_stream(config.orch, prepared, chat, watching.events)
+    steps = total_steps(config, len(stream))
+    engine = make_engine(config, meeting, chat)
+    runner, endpoint = make_runner(config, prepared, engine, chat)
+    meeting.tell = functools.partial(watching.events.warn, "waiting")
+    trainer = RemoteTrainer(_resources(config, meeting, watching, lambda: loop.stopping), steps)
+    pieces = Pieces(engine, runner, chat, RemoteWeights(trainer), trainer, RemoteFiles(trainer), here)
+    loop = make_loop(config, prepared, watching, stream, pieces)
+    with watching.console.progress(f"grpo-infer and grpo-train load {config.train.model}"):
+        await asyncio.gather(check_engine(engine, config), trainer.start())
+    for notice in trainer.about.get("notices", []):
+        watching.console.note(notice)
+    ends = RemoteEnds(engine, trainer.parts.caller, endpoint, trainer.parts.folder)
+    return Assembled(loop, pieces.files, ends, loop.parts.sinks)  # type: ignore[arg-type]
+
+
+def _resources(config: RunConfig, meeting: Meeting, watching: Watching, stopping: Callable[[], bool]) -> Resources:
+    run_dir = watching.run_dir
+    folder = run_dir.path / SAMPLES / meeting.presence.incarnation
+    with storage(f"create {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    caller = make_caller(config.train, meeting)
+    return Resources(meeting, caller, folder, run_dir.newest_good_checkpoint, stopping, watching.events.warn)  # type: ignore[union-attr]
+
+
+def load_chat(config: RunConfig) -> Chat:
+    from shoal.models.chat import Chat
+    from shoal.models.tokenizer import load_tokenizer, torch_left_out
+
+    assert config.train.model is not None
+    with torch_left_out():
+        return Chat(load_tokenizer(config.train.model), **chat_options(config.orch))
+
+
+def make_caller(train: TrainConfig, meeting: Meeting) -> Caller:
+    if train.rollout_transport.type == "filesystem":
+        return FolderCaller(train.output_dir, meeting.presence.incarnation)
+
+    def address() -> str | None:
+        peer = meeting.peers.get("train")
+        return peer.about.get("calls") if peer is not None else None
+
+    return TcpCaller(meeting.presence.folder, address)
+
+
+async def make_answerer(train: TrainConfig, meeting: Meeting) -> Answerer:
+    transport, incarnation = train.rollout_transport, meeting.presence.incarnation
+    if transport.type == "tcp":
+        return await TcpAnswerer.listen(meeting.presence.folder, incarnation, transport.host, transport.port)
+
+    def session() -> str | None:
+        meeting.look()
+        return meeting.incarnation_of("orch")
+
+    return FolderAnswerer(train.output_dir, incarnation, session)
+
+
+@dataclass
+class TrainerDevice:
+    """The thread that holds the trained model."""
+
+    executor: ThreadPoolExecutor
+
+    async def close(self) -> None:
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+async def make_trainee(config: RunConfig, ranks: Ranks, given: Given, steps: int) -> Trainee:
+    """A policy as it is before the first step, with everything that the calls need of it."""
+    train = config.train
+    if train.quantised and train.recompute_old == "auto":
+        # The engine's base is not stored as this one is, so its log-probs cannot stand in for the policy's.
+        train = train.model_copy(update={"recompute_old": True})
+        config = config.model_copy(update={"train": train})
+    executor = ThreadPoolExecutor(1, thread_name_prefix="device")
+    on_device = DeviceThread(executor, config.orch.deadline_s)
+    model = await on_device(load, train, chat_options(config.orch), given)
+    policy = await on_device(make_policy, train, model, steps, getattr(ranks, "sum_gradients", None))
+    plan = await on_device(make_plan, config, model, policy)
+    files = PolicyFiles(policy, model.chat)
+    notices = [line for line in (model.precision.notice, f"training: {model.path}") if line]
+    return Trainee(
+        steps,
+        make_learner(config, policy, plan, on_device, ranks),
+        files,
+        make_weights(config, policy, files, on_device),
+        on_device,
+        TrainerDevice(executor),
+        {"notices": notices, "dtype": str(model.decoder.dtype), "device": str(model.decoder.device)},
+    )
+
+
+def make_weights(
+    config: RunConfig, policy: TrainedPolicy, files: PolicyFiles, on_device: DeviceThread
+) -> WeightChannel:
+    """The trainer's end of the way that weights take. Only adapters travel where only adapters are trained."""
+    train = config.train
+    if train.weight_broadcast.type == "filesystem":
+        from shoal.transport.folder_weights import FolderWeightChannel
+
+        export: Callable[[Path], Awaitable[Any]] = functools.partial(on_device, files.export)
+        return FolderWeightChannel(train.output_dir, "lora" if train.lora else "full", export, train.seed)
+    from shoal.trainer.checkpoint import snapshot_weights
+    from shoal.transport.broadcast import BroadcastWeightChannel
+
+    where, kind = train.weight_broadcast, policy.decoder.device.type
+    take = functools.partial(on_device, snapshot_weights, policy)
+    return BroadcastWeightChannel(where.host, where.port, take, train.seed, kind)
+
+
+def make_engine(config: RunConfig, meeting: Meeting, chat: Chat) -> RolloutEngine:
+    """The way to grpo-infer. What it says about itself is compared before anything is asked of it."""
+    waits = Waits(lambda text: meeting.tell(text))
+    if config.infer.engine != "embedded":
+        model = facts_of_files(str(config.train.model), chat)
+        return make_remote(config, model, Path(config.train.output_dir), waits.heard, attach=True)
+    from shoal.rollout.http import HttpRolloutEngine
+    from shoal.rollout.link import Address
+
+    orch, client = config.orch, config.orch.client
+    key = os.environ.get(client.api_key_var) if client.api_key_var is not None else None
+    if client.api_key_var is not None and not key:
+        raise ConfigError(f"orch.client.api_key_var: the environment variable {client.api_key_var} is not set")
+    address = Address(client.base_url, key, orch.deadline_s, client.timeout, max(64, 2 * orch.batch_size))
+    return HttpRolloutEngine(address, config.train.model, config.train.seed, waits.heard)
+
+
+async def check_engine(engine: Any, config: RunConfig) -> None:
+    """The server's own facts against the run: what its section left open is only known now."""
+    if isinstance(engine, RemoteEngine):
+        await engine.connect()
+        return
+    facts, train, orch = await engine.about(), config.train, config.orch
+    assert orch.seq_len is not None
+    if int(facts["max_model_len"]) < orch.seq_len:
+        raise ConfigError(
+            f"orch.seq_len: is {orch.seq_len}, longer than the {facts['max_model_len']} tokens grpo-infer serves; "
+            f"start it with infer.max_model_len={orch.seq_len}"
+        )
+    rank = facts.get("max_lora_rank") if facts.get("lora") else None
+    if train.lora and (rank is None or int(rank) < train.lora_rank):
+        serves = "serves no adapters" if rank is None else f"serves adapters of rank {rank} at most"
+        raise ConfigError(
+            f"train.lora_rank: is {train.lora_rank}, but grpo-infer {serves}; start it with infer.enable_lora=true "
+            f"infer.max_lora_rank={train.lora_rank}"
+        )

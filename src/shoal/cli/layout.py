@@ -1,0 +1,101 @@
+"""`shoal grpo --layout split`: the three processes of a run, each given the files and overrides of its own section."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.cli.environments import check_environments, check_user_code
+from shoal.cli.output import notices, say
+from shoal.cli.run_folder import prepare_folder, write_dry_run
+from shoal.config.load import Loaded
+from shoal.config.resolve import as_yaml, resolve_run
+from shoal.config.schema import RunConfig
+from shoal.config.split import check_split
+from shoal.observability.atomic import storage
+from shoal.observability.run_dir import is_used
+from shoal.orchestrator.supervise import Child, Supervisor
+
+COMPONENTS = ("infer", "train", "orch")
+
+
+@dataclass(frozen=True)
+class SplitCommand:
+    """The command line as it was given."""
+
+    run: str | None
+    parts: dict[str, str]
+    overrides: list[str]
+    resume: bool = False
+    dry_run: bool = False
+
+    def file_for(self, component: str) -> str | None:
+        return self.parts.get(component, self.run)
+
+    def again(self) -> str:
+        words = ["shoal", "grpo", *([self.run] if self.run else []), *self.overrides]
+        named = [word for name, file in self.parts.items() for word in (f"--{name}", file)]
+        return shlex.join([*words, *named, "--layout", "split", "--resume"])
+
+
+def supervise(command: SplitCommand, loaded: Loaded[RunConfig]) -> int | None:
+    """Check the whole run as its processes will when they meet, then start them. Returns the exit code."""
+    findings = check_split(loaded.config)
+    check_environments(loaded.config.orch, findings)
+    check_user_code(loaded.config, findings)
+    findings.raise_errors(loaded.origins)
+    config = resolve_run(loaded.config)
+    resume = command.resume or config.train.resume_from_checkpoint
+    notices(findings.notice_lines() + prepare_folder(loaded, config, resume))
+    folder = Path(config.train.output_dir)
+    if command.dry_run:
+        say(as_yaml(config))
+        write_dry_run(folder, as_yaml(config), resume)
+        return None
+    with storage(f"create {folder}"):
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    implied = _implied(loaded.config, config)
+    children = [_child(command, name, implied[name], folder, resume) for name in COMPONENTS]
+    return Supervisor(children, "grpo-orch", say).run()
+
+
+def _child(command: SplitCommand, name: str, implied: Sequence[str], folder: Path, resume: bool) -> Child:
+    own = [override for override in command.overrides if override.startswith(f"{name}.")]
+    words = [f"grpo-{name}", *([file] if (file := command.file_for(name)) else []), *own, *implied]
+    if name != "orch":
+        return Child(f"grpo-{name}", words, folder / "logs" / f"{name}.out")
+    flags = ["--next-command", command.again(), *(["--resume"] if resume else [])]
+    again = ["--resume"] if not resume else []
+    return Child("grpo-orch", [*words, *flags], restart_arguments=lambda: again if is_used(folder) else [])
+
+
+def _implied(given: RunConfig, resolved: RunConfig) -> dict[str, list[str]]:
+    """What one section of a run takes from the others, as overrides; what was written stays as it is."""
+    model, folder = resolved.train.model, str(Path(resolved.train.output_dir).resolve())
+    implied = {name: [f"{name}.output_dir={_quoted(folder)}"] for name in COMPONENTS}
+    for name, key in (("train", "train.model"), ("infer", "infer.model"), ("orch", "orch.model.name")):
+        implied[name].append(f"{key}={_quoted(str(model))}")
+    infer = resolved.infer
+    if infer.engine != "embedded":  # it is started with what the run needs
+        needs = {"max_model_len": infer.max_model_len, "max_num_seqs": infer.max_num_seqs}
+        needs |= {"enable_lora": True, "max_lora_rank": infer.max_lora_rank} if resolved.train.lora else {}
+        implied["infer"] += [f"infer.{key}={str(value).lower()}" for key, value in needs.items()]
+    ours = infer.engine == "embedded" or infer.engine_python is not None
+    if ours and "client" not in given.orch.model_fields_set:
+        port = resolved.infer.port if "port" in given.infer.model_fields_set else _free_port()
+        implied["infer"].append(f"infer.port={port}")
+        implied["orch"].append(f"orch.client.base_url=http://{resolved.infer.host}:{port}/v1")
+    return implied
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

@@ -1,0 +1,169 @@
+"""The trainer of the split layout: a state machine that executes numbered calls, one after the other.
+
+Its state is a checkpoint and the `learn` calls since, so a killed one is brought back by repeating them. With several
+training processes the first receives, and hands every call to the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from shoal.errors import ConfigError, ShoalError
+from shoal.observability.atomic import fault
+from shoal.observability.metrics import Tally
+from shoal.orchestrator.learn import Learner
+from shoal.orchestrator.meeting import Meeting
+from shoal.orchestrator.parts import Files
+from shoal.orchestrator.wire import pack_learned, unpack_groups
+from shoal.protocols import Ranks, WeightChannel
+from shoal.transport.calls import Answer, Answerer, Call, failed, read_bulk
+
+log = logging.getLogger(__name__)
+
+
+class Closable(Protocol):
+    async def close(self) -> None: ...
+
+
+@dataclass
+class Trainee:
+    """Everything the calls are about, made for a run of so many steps."""
+
+    steps: int
+    learner: Learner
+    files: Files
+    weights: WeightChannel
+    on_device: Callable[..., Awaitable[Any]]
+    sampler: Closable  # what is to be closed with it
+    about: dict[str, Any]  # told to the orchestrator
+    untouched: bool = True  # still as it was made
+
+
+Make = Callable[[int], Awaitable[Trainee]]
+
+
+class TrainingService:
+    def __init__(self, make: Make, ranks: Ranks, folder: Path | None = None) -> None:
+        self._make = make
+        self._ranks = ranks
+        self._folder = folder  # where the payload of calls lies
+        self._trainee: Trainee | None = None
+        self.calls = 0
+
+    async def run(self, answerer: Answerer | None, meeting: Meeting | None) -> None:
+        """Answer until the run ends, which `meeting` raises. Only the first rank has an answerer."""
+        while True:
+            call = await self._receive(answerer, meeting)
+            answer = await self._answer(call)
+            if answerer is not None:
+                await answerer.answer(call, answer)
+                fault(f"service:answered:{call.method}")
+
+    async def _receive(self, answerer: Answerer | None, meeting: Meeting | None) -> Call:
+        """The next call, on every rank. The others wait for as long as the first one shows signs of life."""
+        received: list[Call] = []
+
+        async def listen() -> None:
+            assert answerer is not None and meeting is not None
+            since = time.monotonic()
+            while not received:
+                call = await answerer.next()
+                if call is not None and self._has_payload(call):
+                    received.append(call)
+                    return
+                if meeting.peers.is_alive("orch"):
+                    since = time.monotonic()  # it is doing something else
+                meeting.watch("orch", "come back", since)
+
+        await self._ranks.on_main(listen)
+        parts = await self._ranks.exchange(msgspec.msgpack.encode(received[0]) if received else b"")
+        return msgspec.msgpack.decode(parts[0], type=Call)
+
+    def _has_payload(self, call: Call) -> bool:
+        """Read what belongs to the call; a caller that was killed may have left a call whose files are gone."""
+        try:
+            call.bulk = read_bulk(call, self._folder) if call.method == "learn" else None
+        except ShoalError as error:
+            log.warning("%s", error)
+            return False
+        return True
+
+    async def _answer(self, call: Call) -> Answer:
+        self.calls += 1
+        log.info("call %d: %s %s", call.number, call.method, call.head)
+        handler: Callable[[Call], Awaitable[dict[str, Any]]] | None = getattr(self, f"_{call.method}", None)
+        if handler is None or call.method not in METHODS:
+            return failed(call.number, ConfigError(f"there is no call {call.method!r}; are all processes one version?"))
+        try:
+            return Answer(call.number, await handler(call))
+        except ShoalError as error:
+            return failed(call.number, error)
+        except Exception as error:
+            log.exception("call %d failed", call.number)
+            return failed(call.number, error)
+
+    def _made(self) -> Trainee:
+        if self._trainee is None:
+            raise ConfigError("the trainer was asked before it was told where to start")
+        return self._trainee
+
+    async def _load(self, call: Call) -> dict[str, Any]:
+        """Start from a checkpoint, or from the beginning."""
+        folder, steps = call.head.get("folder"), int(call.head["steps"])
+        await self._have(steps, fresh=folder is None)
+        trainee = self._made()
+        if folder is not None:
+            trainee.untouched = False
+            await trainee.on_device(trainee.files.load, Path(folder))
+        return trainee.about
+
+    async def _have(self, steps: int, *, fresh: bool) -> None:
+        now = self._trainee
+        if now is not None and (now.steps != steps or (fresh and not now.untouched)):
+            self._trainee = None
+            await now.sampler.close()
+        if self._trainee is None:
+            self._trainee = await self._make(steps)
+
+    async def _learn(self, call: Call) -> dict[str, Any]:
+        trainee, tally = self._made(), Tally()
+        trainee.untouched = False
+        groups = unpack_groups(call.bulk or b"")
+        fault("service:learn")
+        learned = await trainee.learner.learn(groups, tally)
+        fault("service:learned")
+        return pack_learned(learned, tally, groups)
+
+    async def _publish(self, call: Call) -> dict[str, Any]:
+        trainee, version = self._made(), int(call.head["version"])
+        return await self._on_main(lambda: trainee.weights.publish(version))
+
+    async def _save(self, call: Call) -> dict[str, Any]:
+        return await self._write(self._made().files.save, call)
+
+    async def _export(self, call: Call) -> dict[str, Any]:
+        return await self._write(self._made().files.export, call)
+
+    async def _write(self, write: Callable[[Path], None], call: Call) -> dict[str, Any]:
+        trainee, folder = self._made(), Path(str(call.head["folder"]))
+        fault(f"service:{call.method}")
+        await self._on_main(lambda: trainee.on_device(write, folder))
+        return {}
+
+    async def _on_main(self, work: Callable[[], Awaitable[Any]]) -> dict[str, Any]:
+        result = await self._ranks.on_main(work)
+        return dict(result) if isinstance(result, Mapping) else {}
+
+    async def close(self) -> None:
+        if self._trainee is not None:
+            await self._trainee.sampler.close()
+
+
+METHODS = ("load", "learn", "publish", "save", "export")

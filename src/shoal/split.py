@@ -1,0 +1,186 @@
+"""What the commands of the split layout do: meet the other two, agree on one run, do one's part, end together.
+
+`shoal grpo-orch` is `api.train` around other processes; `shoal grpo-train` answers its calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from shoal import api
+from shoal.build import Given
+from shoal.build.remote import serve_others
+from shoal.build.split import assemble_split, make_answerer, make_trainee
+from shoal.config.problems import Origins
+from shoal.config.resolve import resolve_run
+from shoal.config.schema import InferConfig, OrchConfig, RunConfig, TrainConfig
+from shoal.config.split import check_split
+from shoal.errors import ShoalError
+from shoal.observability.console import BaseConsole, make_console
+from shoal.observability.logs import setup_logging, stop_logging
+from shoal.orchestrator.meeting import LOOK_S, Ended, Meeting, ending_of
+from shoal.orchestrator.ranks import Alone
+from shoal.orchestrator.service import Trainee, TrainingService
+from shoal.protocols import Ranks
+from shoal.transport.folder_calls import FOLDER as SAMPLES
+
+EARLY_S = 2.0  # to see who else is there before a model loads
+
+
+def orchestrate(
+    section: OrchConfig, origins: Origins, *, resume: bool = False, next_command: str | None = None
+) -> None:
+    """`shoal grpo-orch`: the loop. It owns the run directory, and its end is everybody's."""
+    with _console() as console, _taking_part("orch", section, console, ends_all=True) as meeting:
+        asyncio.run(meeting.meet())
+        config = _agreed(meeting, origins)
+        notices = check_split(config).notice_lines()
+        layout = api.Layout("orch", partial(assemble_split, meeting))
+        resume = resume or config.train.resume_from_checkpoint
+        api.train(config, resume=resume, notices=notices, next_command=next_command, layout=layout)
+
+
+def serve_training(section: TrainConfig, origins: Origins) -> None:
+    """`shoal grpo-train`: holds the policy and executes the orchestrator's calls until the run ends."""
+    given = _given_by_launcher()
+    ranks = _join(given, section.deadline_s)
+    handler = setup_logging(Path(section.output_dir) / "logs", "train" if ranks.rank == 0 else f"train-{ranks.rank}")
+    try:
+        if ranks.rank > 0:
+            asyncio.run(_follow(given, ranks))
+            return
+        with _console() as console, _taking_part("train", section, console) as meeting:
+            asyncio.run(_answer_calls(meeting, origins, Team(given, ranks), console))
+    finally:
+        if isinstance(close := getattr(ranks, "close", None), Callable):
+            close()
+        stop_logging(handler)
+
+
+def serve_inference(section: InferConfig, origins: Origins, tell: Callable[[str], None]) -> None:
+    """`shoal grpo-infer`: a server, for whoever asks; in a run it takes part in the meeting and in the end."""
+    with _console() as console, _taking_part("infer", section, console) as meeting:
+        if meeting.others_expected():
+            # Whatever does not go together is said before a model loads, where the others are here already.
+            with contextlib.suppress(TimeoutError):
+                asyncio.run(asyncio.wait_for(meeting.meet(patient=True), EARLY_S))
+                meeting.agree(origins)
+        accompany = partial(_accompany, meeting, origins)
+        if section.engine != "embedded":
+            asyncio.run(serve_others(section, tell, accompany))
+            return
+        from shoal.build import infer
+        from shoal.transport.broadcast import BroadcastWeights
+
+        infer.serve(section, tell, {"broadcast": BroadcastWeights}, accompany)
+
+
+async def _accompany(meeting: Meeting, origins: Origins) -> None:
+    """Beside the server: nobody is waited for before there is a run, and no longer than the deadline after that."""
+    met: str | None = None
+    while True:
+        await meeting.meet(patient=True)
+        if meeting.incarnation_of("orch") != met:
+            met = meeting.incarnation_of("orch")
+            meeting.agree(origins)
+        meeting.watch("orch", "come back", time.monotonic() - meeting.peers.silent_s("orch"))
+        await asyncio.sleep(LOOK_S)
+
+
+@dataclass(frozen=True)
+class Team:
+    """The processes that train together."""
+
+    given: Given
+    ranks: Ranks
+
+    async def make(self, config: RunConfig | None, steps: int) -> Trainee:
+        """The first process knows the configuration, and hands it on."""
+        told = config.model_dump_json(by_alias=True).encode() if config is not None else b""
+        agreed = RunConfig.model_validate_json((await self.ranks.exchange(told))[0])
+        return await make_trainee(agreed, self.ranks, self.given, steps)
+
+
+async def _answer_calls(meeting: Meeting, origins: Origins, team: Team, console: BaseConsole) -> None:
+    await meeting.meet()
+    first = _agreed(meeting, origins)
+
+    async def make(steps: int) -> Trainee:
+        """For the orchestrator that asks: one that was restarted may have other settings."""
+        config = _agreed(meeting, origins)
+        with console.progress(f"loading {config.train.model}"):
+            return await team.make(config, steps)
+
+    service = TrainingService(make, team.ranks, Path(first.train.output_dir) / SAMPLES)
+    answerer = await make_answerer(first.train, meeting)
+    if answerer.address:
+        meeting.presence.tell(calls=answerer.address)
+    console.note(f"grpo-train is ready in {first.train.output_dir}")
+    try:
+        await service.run(answerer, meeting)
+    finally:
+        await service.close()
+        await answerer.close()
+
+
+async def _follow(given: Given, ranks: Ranks) -> None:
+    service = TrainingService(partial(Team(given, ranks).make, None), ranks)
+    await service.run(None, None)
+
+
+def _given_by_launcher() -> Given:
+    return Given(processes=int(os.environ.get("WORLD_SIZE", "1")), local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _join(given: Given, deadline_s: float) -> Ranks:
+    if given.processes == 1:
+        return Alone()
+    from shoal.trainer.ranks import ProcessRanks
+
+    return ProcessRanks(deadline_s)
+
+
+def _agreed(meeting: Meeting, origins: Origins) -> RunConfig:
+    return resolve_run(meeting.agree(origins))
+
+
+@contextlib.contextmanager
+def _taking_part(
+    component: str, section: InferConfig | OrchConfig | TrainConfig, console: BaseConsole, *, ends_all: bool = False
+) -> Iterator[Meeting]:
+    """Present for as long as the block runs. An end that is meant is told to the others; a crash is not, it may be
+    followed by a restart, unless this is the process whose end is the run's (`ends_all`)."""
+    meeting = Meeting(component, section, console.note)
+    error: BaseException | None = None
+    try:
+        yield meeting
+    except Ended as ended:
+        console.note(str(ended))
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if ends_all or isinstance(error, ShoalError):
+            meeting.end_all(*ending_of(error))
+        meeting.close(error)
+
+
+@contextlib.contextmanager
+def _console() -> Iterator[BaseConsole]:
+    console = make_console(plain=True)
+    try:
+        yield console
+    finally:
+        console.close()
+
+
+def resume_command(file: str, overrides: tuple[str, ...]) -> str:
+    return shlex.join(["shoal", "grpo-orch", file, *overrides, "--resume"])

@@ -1,0 +1,186 @@
+"""Calls over a connection: the trainer listens, the orchestrator connects and proves that it may.
+
+Frames are a length and msgpack. A token from the shared folder, readable by its owner alone, opens a connection; the
+first frame that fails closes it. A call that was answered is not executed again when it is asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import secrets
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from shoal.errors import ConfigError, EngineError
+from shoal.observability.atomic import storage
+from shoal.transport.calls import Answer, Call
+
+MAX_FRAME_BYTES = 4 << 30
+MAX_HELLO_BYTES = 1 << 10
+HELLO_S = 10.0
+RETRY_S = 0.2
+ROUND_S = 0.25
+LENGTH = struct.Struct("!Q")
+TOKEN_FILE = "train.token"
+Address = Callable[[], str | None]
+
+
+def write_token(folder: Path) -> str:
+    """A new secret for this incarnation, mode 0600 from its first byte."""
+    token, path = secrets.token_hex(32), folder / TOKEN_FILE
+    with storage(f"write {path}"):
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(token)
+    return token
+
+
+class TcpCaller:
+    """`address` is where the trainer says it listens; it changes when that one is restarted."""
+
+    def __init__(self, folder: Path, address: Address) -> None:
+        self._folder = folder
+        self._address = address
+        self._connection: tuple[str, asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, call: Call, bulk: Path | None, watch: Callable[[], None]) -> Answer:
+        call.bulk = bulk.read_bytes() if bulk is not None else None
+        frame = msgspec.msgpack.encode(call)
+        while True:
+            asking = asyncio.ensure_future(self._attempt(frame, call.number))
+            try:
+                while not asking.done():
+                    watch()
+                    await asyncio.wait({asking}, timeout=0.05)
+                return asking.result()
+            except (OSError, EOFError, TimeoutError):
+                await self._drop()
+                watch()
+                await asyncio.sleep(RETRY_S)
+            finally:
+                if not asking.done():
+                    asking.cancel()
+                    await asyncio.gather(asking, return_exceptions=True)
+                    await self._drop()  # half a frame may be under way
+
+    async def _attempt(self, frame: bytes, number: int) -> Answer:
+        reader, writer = await self._connected()
+        await write_frame(writer, frame)
+        while True:
+            answer = msgspec.msgpack.decode(await read_frame(reader), type=Answer)
+            if answer.number == number:
+                return answer
+
+    async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        address = self._address()
+        if address is None:
+            raise ConnectionError("grpo-train has not said where it listens")
+        if self._connection is not None and self._connection[0] == address:
+            return self._connection[1], self._connection[2]
+        await self._drop()
+        host, _, port = address.rpartition(":")
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), HELLO_S)
+        await write_frame(writer, (self._folder / TOKEN_FILE).read_bytes())
+        self._connection = (address, reader, writer)
+        return reader, writer
+
+    async def _drop(self) -> None:
+        if self._connection is not None:
+            _, _, writer = self._connection
+            self._connection = None
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+    async def close(self) -> None:
+        await self._drop()
+
+
+class TcpAnswerer:
+    """Made by `listen`. The newest connection that showed the token is the caller."""
+
+    def __init__(self, incarnation: str, token: str) -> None:
+        self._incarnation = incarnation
+        self._token = token
+        self._calls: asyncio.Queue[Call] = asyncio.Queue()
+        self._writer: asyncio.StreamWriter | None = None
+        self._last: tuple[str, int, bytes] | None = None  # session, number, answer
+        self._server: asyncio.Server | None = None
+        self.address = ""
+
+    @classmethod
+    async def listen(cls, folder: Path, incarnation: str, host: str, port: int) -> TcpAnswerer:
+        answerer = cls(incarnation, write_token(folder))
+        try:
+            answerer._server = await asyncio.start_server(answerer._accept, host, port)
+        except OSError as error:
+            raise ConfigError(
+                f"train.rollout_transport: cannot listen on {host}:{port}: {error.strerror or error}; choose another "
+                "train.rollout_transport.port"
+            ) from error
+        bound = answerer._server.sockets[0].getsockname()[1]
+        answerer.address = f"{host}:{bound}"
+        return answerer
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            shown = await asyncio.wait_for(read_frame(reader, MAX_HELLO_BYTES), HELLO_S)
+            if not hmac.compare_digest(shown, self._token.encode()):
+                return
+            self._writer = writer
+            while True:
+                call = msgspec.msgpack.decode(await read_frame(reader), type=Call)
+                if self._last is not None and self._last[:2] == (call.session, call.number):
+                    await write_frame(writer, self._last[2])
+                elif call.to == self._incarnation:
+                    self._calls.put_nowait(call)
+        except (OSError, EOFError, TimeoutError, EngineError, msgspec.MsgspecError):
+            return  # whoever it was is not spoken to any further; a caller connects again
+        finally:
+            writer.close()
+
+    async def next(self) -> Call | None:
+        while True:
+            try:
+                call = await asyncio.wait_for(self._calls.get(), ROUND_S)
+            except TimeoutError:
+                return None
+            if self._last is None or self._last[:2] != (call.session, call.number):
+                return call
+            await self._send(self._last[2])  # asked again over another connection while it was computed
+
+    async def answer(self, call: Call, answer: Answer) -> None:
+        encoded = msgspec.msgpack.encode(answer)
+        self._last = (call.session, call.number, encoded)
+        await self._send(encoded)
+
+    async def _send(self, encoded: bytes) -> None:
+        if self._writer is not None:
+            with suppress(OSError):  # it connects again and asks again
+                await write_frame(self._writer, encoded)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+async def write_frame(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(LENGTH.pack(len(data)))
+    writer.write(data)
+    await writer.drain()
+
+
+async def read_frame(reader: asyncio.StreamReader, limit: int = MAX_FRAME_BYTES) -> bytes:
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    if length > limit:
+        raise EngineError(f"a frame of {length} bytes is more than the {limit} allowed")
+    return await reader.readexactly(length)

@@ -1,0 +1,234 @@
+"""The split layout with real processes: the same run as in one process, in any order of start, whoever is killed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .helpers.processes import WarmPython
+from .helpers.runs import Run, assert_trained_once
+from .helpers.split import COMPONENTS, SplitRun, colocated_config, compared, split_config, split_run
+
+STEPS = 4
+KILLED = -9
+LORA = {"lora": True, "lora_rank": 4, "learning_rate": 2e-3, "lora_dropout": 0.1}
+NOISE = {"noise_scheduler": {"enabled": True, "num_stages": 2, "sigma_start": 0.02, "sigma_end": 0.01}}
+Place = tuple[str, int]
+
+
+@pytest.fixture(scope="module")
+def in_one(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython, model: Path) -> Callable[..., dict[str, Any]]:
+    """What the same run comes to in one process; computed once for each configuration."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def compute(**changes: Any) -> dict[str, Any]:
+        key = repr(changes)
+        if key not in known:
+            config = colocated_config(split_config(model, **changes))
+            run = Run(tmp_path_factory.mktemp("in-one"), warm).write(config)
+            command = run.grpo()
+            assert command.wait() == 0, command.text()
+            known[key] = compared(run)
+        return known[key]
+
+    return compute
+
+
+def finish(run: SplitRun, wanted: dict[str, Any]) -> None:
+    assert run.end() == dict.fromkeys(run.processes, 0)
+    assert run.status()["state"] == "finished"
+    assert_trained_once(run, STEPS)
+    found = compared(run)
+    for name, value in wanted.items():
+        assert found[name] == value, f"{name} differs"
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "noise", "evaluated"])
+def test_split_equals_one_process(
+    tmp_path: Path, warm: WarmPython, model: Path, in_one: Callable[..., dict[str, Any]], kind: str
+):
+    changes: dict[str, Any] = {
+        "full": {},
+        "lora": {"train": LORA},
+        "noise": {"train": NOISE, "orch": {"eval": {"interval": 2, "num_examples": 2}}},
+        "evaluated": {"orch": {"eval": {"interval": 2, "num_examples": 2}}},
+    }[kind]
+    served = {"infer": {"enable_lora": True, "max_lora_rank": 4}} if kind == "lora" else {}
+    with split_run(tmp_path, warm, _with(split_config(model, **changes), served)) as run:
+        run.start_all()
+        finish(run, in_one(**changes))
+        weights = sorted(path.name for path in (run.path / "weights").iterdir())
+        assert weights == ["v000003", "v000004"], "the newest two are kept"
+        files = {path.name for path in (run.path / "weights" / "v000004").iterdir()}
+        assert ("adapter_model.safetensors" in files) == (kind == "lora")
+        assert ("model.safetensors" in files) == (kind != "lora"), "adapters travel alone"
+
+
+def _with(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    for section, values in changes.items():
+        config[section] |= values
+    return config
+
+
+def test_over_connections(tmp_path: Path, warm: WarmPython, model: Path, in_one: Callable[..., dict[str, Any]]):
+    """Calls over tcp, weights over gloo: what NCCL runs between GPUs."""
+    ways = {"rollout_transport": {"type": "tcp"}, "weight_broadcast": {"type": "nccl"}}
+    with split_run(tmp_path, warm, split_config(model, train=ways)) as run:
+        run.start_all()
+        finish(run, in_one())
+        assert not (run.path / "weights").exists()
+
+
+def test_adapters_over_connections(
+    tmp_path: Path, warm: WarmPython, model: Path, in_one: Callable[..., dict[str, Any]]
+):
+    config = split_config(model, train=LORA | {"weight_broadcast": {"type": "nccl"}})
+    with split_run(tmp_path, warm, _with(config, {"infer": {"enable_lora": True, "max_lora_rank": 4}})) as run:
+        run.start_all()
+        finish(run, in_one(train=LORA))
+
+
+def test_any_order_of_start(tmp_path: Path, warm: WarmPython, model: Path, in_one: Callable[..., dict[str, Any]]):
+    """Each is started when the one before it says that it waits."""
+
+    def check(order: tuple[str, ...]) -> None:
+        with split_run(tmp_path / "-".join(order), warm, split_config(model)) as run:
+            for component in order:
+                command = run.start_one(component)
+                file = run.path / "handshake" / f"{component}.json"
+                _until(lambda: file.exists() or not command.running())  # noqa: B023
+            finish(run, in_one())
+
+    in_one()
+    each(itertools.permutations(COMPONENTS), check)
+
+
+def each(cases: Iterable[Any], check: Callable[[Any], None], at_once: int = 2) -> None:
+    """Some at a time; all failures are told, not only the first."""
+    cases = list(cases)
+
+    def attempt(case: Any) -> str | None:
+        try:
+            check(case)
+        except AssertionError as error:
+            return f"{case}: {error}"
+        return None
+
+    with ThreadPoolExecutor(at_once) as pool:
+        failures = [told for told in pool.map(attempt, cases) if told is not None]
+    assert not failures, "\n\n".join(failures)
+
+
+def _until(done: Callable[[], bool]) -> None:
+    from .helpers.processes import wait_until
+
+    wait_until(done, 30, "a process to show itself", 0.01)
+
+
+KILLS: list[tuple[str, Place]] = [
+    ("train", ("service:learn", 1)),
+    ("train", ("service:learned", 2)),
+    ("train", ("service:answered:learn", 3)),
+    ("train", ("publish:exported", 1)),
+    ("train", ("publish:exported", 4)),
+    ("train", ("service:save", 1)),
+    ("train", ("service:answered:save", 1)),
+    ("train", ("service:learned", 3)),
+    ("infer", ("engine:turn", 3)),
+    ("infer", ("engine:turn", 9)),
+    ("infer", ("weights:arrived", 1)),
+    ("infer", ("weights:arrived", 3)),
+    ("orch", ("appended:journal.jsonl", 1)),
+    ("orch", ("appended:journal.jsonl", 3)),
+    ("orch", ("checkpoint:files", 1)),
+    ("orch", ("folder:synced", 1)),
+]
+
+
+def test_whoever_is_killed_comes_back(
+    tmp_path: Path, warm: WarmPython, model: Path, in_one: Callable[..., dict[str, Any]]
+):
+    """Killed at a named place and started again: every step once, weights as if nothing had happened."""
+    wanted = in_one()
+
+    def check(case: tuple[str, Place]) -> None:
+        victim, place = case
+        name = f"{victim}-{place[0].replace(':', '-')}-{place[1]}"
+        with split_run(tmp_path / name, warm, split_config(model)) as run:
+            run.start_all(kill_at={victim: place})
+            assert run.processes[victim].wait() == KILLED, "the place was passed"
+            run.start_one(victim, *(["--resume"] if victim == "orch" else []))
+            finish(run, wanted)
+
+    each(KILLS, check)
+
+
+def test_killed_one_after_the_other(
+    tmp_path: Path, warm: WarmPython, model: Path, in_one: Callable[..., dict[str, Any]]
+):
+    places: dict[str, Place] = {
+        "train": ("service:learned", 1), "infer": ("engine:turn", 6), "orch": ("appended:journal.jsonl", 3)
+    }  # fmt: skip
+    with split_run(tmp_path, warm, split_config(model)) as run:
+        run.start_all(kill_at=places)
+        for victim in ("train", "infer", "orch"):
+            assert run.processes[victim].wait() == KILLED
+            run.start_one(victim, *(["--resume"] if victim == "orch" else []))
+        finish(run, in_one())
+
+
+@pytest.mark.parametrize("absent", COMPONENTS)
+def test_one_that_never_comes_ends_the_run(tmp_path: Path, warm: WarmPython, model: Path, absent: str):
+    config = split_config(model)
+    config["train"]["deadline_s"] = config["orch"]["deadline_s"] = 2.0
+    with split_run(tmp_path, warm, config) as run:
+        run.start_all(*(name for name in COMPONENTS if name != absent))
+        codes = run.end(30)
+        assert codes == dict.fromkeys(codes, 3)
+        for command in run.processes.values():
+            assert f"for grpo-{absent}" in command.text(), "each says whom it waited for"
+
+
+def test_one_that_does_not_come_back_ends_the_run(tmp_path: Path, warm: WarmPython, model: Path):
+    config = split_config(model)
+    config["train"]["deadline_s"] = config["orch"]["deadline_s"] = 6.0
+    with split_run(tmp_path, warm, config) as run:
+        run.start_all(kill_at={"train": ("service:learn", 2)})
+        codes = run.end(40)
+        assert codes == {"train": KILLED, "orch": 3, "infer": 3}
+        status = run.status()
+        assert status["state"] == "stopped" and status["resumable"]
+        assert "grpo-train" in status["reason"] and "silent" in status["reason"]
+        assert [event["message"] for event in run.events("waiting")], "it said that it waited"
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "words"),
+    [
+        ("infer", {"model": "another"}, "names another model"),
+        ("orch", {"max_steps": 9}, "max_steps"),
+        ("orch", {"seq_len": 256}, "seq_len"),
+        ("train", {"lora": True, "lora_rank": 32}, "max_lora_rank"),
+    ],
+)
+def test_contradictions_end_all_three(
+    tmp_path: Path, warm: WarmPython, model: Path, raw_model: Path, section: str, changes: dict[str, Any], words: str
+):
+    if "model" in changes:
+        changes = {"model": str(raw_model)}
+    config = split_config(model, **{section: changes})
+    if "lora" in changes:
+        config["infer"] |= {"enable_lora": True, "max_lora_rank": 8}
+    with split_run(tmp_path, warm, config) as run:
+        run.start_all()
+        codes = run.end(40)
+        assert codes == dict.fromkeys(COMPONENTS, 2)
+        for command in run.processes.values():
+            last = command.text().strip().splitlines()[-1]
+            assert last.startswith("shoal: error:") and words in last
+        assert not (run.path / "status.json").exists(), "there was no run"

@@ -1,0 +1,187 @@
+"""One suite for both ways that calls travel, between real ends in one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import EXIT_BUG, ConfigError, StoppedByPolicy, StorageError
+from shoal.transport.calls import Answer, Answerer, Call, Caller, failed, raise_failed, read_bulk
+from shoal.transport.folder_calls import FolderAnswerer, FolderCaller
+from shoal.transport.tcp_calls import LENGTH, TOKEN_FILE, TcpAnswerer, TcpCaller, write_frame
+
+SESSION, TRAINER = "orch-1", "train-1"
+Ends = tuple[Caller, Answerer]
+
+
+def never_mind() -> None: ...
+
+
+@asynccontextmanager
+async def ends(kind: str, folder: Path) -> AsyncIterator[Ends]:
+    if kind == "filesystem":
+        pair: Ends = (FolderCaller(folder, SESSION), FolderAnswerer(folder, TRAINER, lambda: SESSION))
+    else:
+        answerer = await TcpAnswerer.listen(folder, TRAINER, "127.0.0.1", 0)
+        pair = (TcpCaller(folder, lambda: answerer.address), answerer)
+    try:
+        yield pair
+    finally:
+        await pair[0].close()
+        await pair[1].close()
+
+
+async def serve(answerer: Answerer, folder: Path, done: list[int]) -> None:
+    while True:
+        call = await answerer.next()
+        if call is None:
+            continue
+        done.append(call.number)
+        size = len(read_bulk(call, folder / "samples")) if call.bulk or call.file else 0
+        await answerer.answer(call, Answer(call.number, {"method": call.method, "bytes": size}))
+
+
+def run(kind: str, folder: Path, check: Callable[[Ends, list[int]], Awaitable[Any]]) -> None:
+    async def both() -> None:
+        done: list[int] = []
+        async with ends(kind, folder) as pair:
+            serving = asyncio.create_task(serve(pair[1], folder, done))
+            try:
+                await asyncio.wait_for(check(pair, done), 20)
+            finally:
+                serving.cancel()
+
+    asyncio.run(both())
+
+
+def call(number: int, method: str = "learn", to: str = TRAINER) -> Call:
+    return Call(number, SESSION, to, method, {"step": number})
+
+
+@pytest.mark.parametrize("kind", ["filesystem", "tcp"])
+def test_calls_are_answered_in_order_with_their_payload(tmp_path: Path, kind: str):
+    async def check(pair: Ends, done: list[int]) -> None:
+        (tmp_path / "samples" / SESSION).mkdir(parents=True, exist_ok=True)
+        bulk = tmp_path / "samples" / SESSION / "learn_000001.msgpack"
+        bulk.write_bytes(b"x" * 100_000)
+        for number in (1, 2, 3):
+            answer = await pair[0].ask(call(number), bulk, never_mind)
+            assert answer == Answer(number, {"method": "learn", "bytes": 100_000})
+        assert (await pair[0].ask(call(4, "publish"), None, never_mind)).value == {"method": "publish", "bytes": 0}
+        assert done == [1, 2, 3, 4]
+        assert bulk.exists(), "a payload is kept until a checkpoint covers it"
+
+    run(kind, tmp_path, check)
+
+
+@pytest.mark.parametrize("kind", ["filesystem", "tcp"])
+def test_a_call_to_another_incarnation_is_not_executed(tmp_path: Path, kind: str):
+    class GivenUp(Exception): ...
+
+    async def check(pair: Ends, done: list[int]) -> None:
+        looks = 0
+
+        def watch() -> None:
+            nonlocal looks
+            looks += 1
+            if looks > 20:
+                raise GivenUp
+
+        with pytest.raises(GivenUp):
+            await pair[0].ask(call(1, to="killed"), None, watch)
+        assert (await pair[0].ask(call(2), None, never_mind)).number == 2
+        assert done == [2]
+
+    run(kind, tmp_path, check)
+
+
+def test_a_call_asked_again_is_executed_once(tmp_path: Path):
+    """The connection is cut while the call runs: the answer comes over the next one."""
+
+    async def both() -> None:
+        answerer = await TcpAnswerer.listen(tmp_path, TRAINER, "127.0.0.1", 0)
+        caller = TcpCaller(tmp_path, lambda: answerer.address)
+        asking = asyncio.create_task(caller.ask(call(1), None, never_mind))
+        taken = None
+        while taken is None:
+            taken = await answerer.next()
+        assert answerer._writer is not None
+        answerer._writer.close()
+        await asyncio.sleep(0.6)  # it has connected and asked again by now
+        await answerer.answer(taken, Answer(1, {"done": True}))
+        again = await answerer.next()  # the second asking is answered from memory
+        assert again is None
+        assert (await asyncio.wait_for(asking, 10)).value == {"done": True}
+        await caller.close()
+        await answerer.close()
+
+    asyncio.run(both())
+
+
+def test_without_the_token_nothing_is_heard(tmp_path: Path):
+    async def check(pair: Ends, done: list[int]) -> None:
+        address = pair[1].address
+        host, _, port = address.rpartition(":")
+        for shown in (b"wrong", b"", LENGTH.pack(1 << 40)):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            if len(shown) == LENGTH.size:
+                writer.write(shown)  # a length that nobody should wait for
+            else:
+                await write_frame(writer, shown)
+            assert await asyncio.wait_for(reader.read(), 5) == b"", "the connection is closed"
+            writer.close()
+        assert stat.S_IMODE((tmp_path / TOKEN_FILE).stat().st_mode) == 0o600
+        assert (await pair[0].ask(call(1), None, never_mind)).number == 1
+        assert done == [1]
+
+    run("tcp", tmp_path, check)
+
+
+def test_a_taken_port_is_told_with_its_key(tmp_path: Path):
+    async def both() -> None:
+        first = await TcpAnswerer.listen(tmp_path, TRAINER, "127.0.0.1", 0)
+        port = int(first.address.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=r"train\.rollout_transport\.port"):
+            await TcpAnswerer.listen(tmp_path, TRAINER, "127.0.0.1", port)
+        await first.close()
+
+    asyncio.run(both())
+
+
+def test_folders_of_earlier_sessions_are_removed(tmp_path: Path):
+    old = tmp_path / "samples" / "orch-0"
+    old.mkdir(parents=True)
+    (old / "call_000001.msgpack").write_bytes(b"")
+    FolderCaller(tmp_path, SESSION)
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == [SESSION]
+
+
+@pytest.mark.parametrize(
+    ("raised", "told", "code"),
+    [
+        (ConfigError("a"), ConfigError, 2),
+        (StoppedByPolicy("a"), StoppedByPolicy, 3),
+        (StorageError("a"), StorageError, 4),
+        (ZeroDivisionError("a"), StoppedByPolicy, EXIT_BUG),
+    ],
+)
+def test_what_fails_there_fails_here(raised: Exception, told: type[Exception], code: int):
+    answer = failed(5, raised)
+    assert (answer.number, answer.code) == (5, code)
+    with pytest.raises(told, match=r"grpo-train: .*a"):
+        raise_failed(answer, "grpo-train")
+
+
+def test_a_payload_is_only_looked_for_beside_its_call(tmp_path: Path):
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "samples" / SESSION).mkdir(parents=True)
+    asked = call(1)
+    asked.file = "../../secret"
+    with pytest.raises(ConfigError, match="without its payload"):
+        read_bulk(asked, tmp_path / "samples")

@@ -1,0 +1,101 @@
+"""Who is taken for alive: beats seen to change, never clocks, never what a killed process left."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import RunLockedError
+from shoal.transport import presence as presences
+from shoal.transport.presence import End, Peers, Presence, read_end, tell_end
+
+
+def left_by_a_killed_one(folder: Path, component: str, incarnation: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"component": component, "incarnation": incarnation, "beat": 7, "section": {"model": "m"}}
+    (folder / f"{component}.json").write_text(json.dumps(about))
+
+
+def wait_for(done, limit_s: float = 10.0) -> None:
+    end = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_one_that_comes_later_is_alive_at_once(tmp_path: Path):
+    peers = Peers(tmp_path / "handshake", "orch")
+    peers.look()
+    assert peers.get("train") is None and peers.missing() == ["infer", "train"]
+    trainer = Presence(tmp_path, "train", {"model": "m"})
+    peers.look()
+    found = peers.get("train")
+    assert found is not None and found.incarnation == trainer.incarnation and found.section == {"model": "m"}
+    trainer.close()
+    assert not (tmp_path / "handshake" / "train.json").exists()
+
+
+def test_what_a_killed_one_left_is_not_taken_for_alive(tmp_path: Path):
+    left_by_a_killed_one(tmp_path / "handshake", "train", "old")
+    peers = Peers(tmp_path / "handshake", "orch")
+    for _ in range(3):
+        peers.look()
+    assert peers.get("train") is None
+    trainer = Presence(tmp_path, "train", {})  # its successor
+    peers.look()
+    assert peers.get("train") is not None
+    trainer.close()
+
+
+def test_one_that_was_there_before_shows_itself_by_its_beat(tmp_path: Path):
+    trainer = Presence(tmp_path, "train", {})
+    peers = Peers(tmp_path / "handshake", "orch")
+    peers.look()
+    assert peers.get("train") is None, "it may be a file of the dead"
+
+    def beats() -> bool:
+        peers.look()
+        return peers.is_alive("train")
+
+    wait_for(beats)
+    trainer.close()
+
+
+def test_silence_is_counted_from_the_last_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(presences, "PATIENCE_S", 0.2)
+    peers = Peers(tmp_path / "handshake", "orch")
+    peers.look()
+    trainer = Presence(tmp_path, "train", {})
+    peers.look()
+    assert peers.is_alive("train")
+    trainer.close(leave_word=True)
+    wait_for(lambda: not peers.is_alive("train"))
+    assert peers.get("train") is not None, "it was there; what it said stands"
+    assert peers.silent_s("train") >= 0.2
+
+
+def test_a_component_is_there_once(tmp_path: Path):
+    first = Presence(tmp_path, "train", {})
+    with pytest.raises(RunLockedError, match="in use by process"):
+        Presence(tmp_path, "train", {})
+    first.close()
+    Presence(tmp_path, "train", {}).close()
+
+
+def test_facts_are_told_at_once(tmp_path: Path):
+    trainer = Presence(tmp_path, "train", {})
+    trainer.tell(calls="127.0.0.1:9")
+    assert json.loads((tmp_path / "handshake" / "train.json").read_text())["calls"] == "127.0.0.1:9"
+    trainer.close()
+
+
+def test_an_end_is_for_those_it_names(tmp_path: Path):
+    tell_end(tmp_path, End("no more disk", 4, "grpo-orch", ("a", "b")))
+    found = read_end(tmp_path, "a")
+    assert found is not None and (found.reason, found.code, found.told_by) == ("no more disk", 4, "grpo-orch")
+    assert read_end(tmp_path, "c") is None, "whoever comes later starts another run"
+    (tmp_path / "end.json").write_text("{")
+    assert read_end(tmp_path, "a") is None
