@@ -131,6 +131,7 @@ def _until(done: Callable[[], bool]) -> None:
 
 
 KILLS: list[tuple[str, Place]] = [
+    ("train", ("service:answered:load", 1)),
     ("train", ("service:learn", 1)),
     ("train", ("service:learned", 2)),
     ("train", ("service:answered:learn", 3)),
@@ -194,17 +195,21 @@ def test_one_that_never_comes_ends_the_run(tmp_path: Path, warm: WarmPython, mod
             assert f"for grpo-{absent}" in command.text(), "each says whom it waited for"
 
 
-def test_one_that_does_not_come_back_ends_the_run(tmp_path: Path, warm: WarmPython, model: Path):
+@pytest.mark.parametrize(("victim", "place"), [("train", ("service:learn", 2)), ("infer", ("engine:turn", 4))])
+def test_one_that_does_not_come_back_ends_the_run(
+    tmp_path: Path, warm: WarmPython, model: Path, victim: str, place: Place
+):
     config = split_config(model)
-    config["train"]["deadline_s"] = config["orch"]["deadline_s"] = 6.0
+    config["train"]["deadline_s"] = config["orch"]["deadline_s"] = 7.0
     with split_run(tmp_path, warm, config) as run:
-        run.start_all(kill_at={"train": ("service:learn", 2)})
+        run.start_all(kill_at={victim: place})
         codes = run.end(40)
-        assert codes == {"train": KILLED, "orch": 3, "infer": 3}
+        assert codes == {**dict.fromkeys(COMPONENTS, 3), victim: KILLED}
         status = run.status()
         assert status["state"] == "stopped" and status["resumable"]
-        assert "grpo-train" in status["reason"] and "silent" in status["reason"]
-        assert [event["message"] for event in run.events("waiting")], "it said that it waited"
+        asked = {"train": "grpo-train", "infer": "the inference server"}[victim]
+        assert asked in status["reason"]
+        assert any(asked in event["message"] for event in run.events("waiting")), "it said that it waited"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +217,7 @@ def test_one_that_does_not_come_back_ends_the_run(tmp_path: Path, warm: WarmPyth
     [
         ("infer", {"model": "another"}, "names another model"),
         ("orch", {"max_steps": 9}, "max_steps"),
-        ("orch", {"seq_len": 256}, "seq_len"),
+        ("orch", {"seq_len": 64}, "seq_len"),
         ("train", {"lora": True, "lora_rank": 32}, "max_lora_rank"),
     ],
 )

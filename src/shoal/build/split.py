@@ -65,7 +65,7 @@ async def assemble_split(meeting: Meeting, config: RunConfig, prepared: Prepared
     steps = total_steps(config, len(stream))
     engine = make_engine(config, meeting, chat)
     runner, endpoint = make_runner(config, prepared, engine, chat)
-    meeting.tell = functools.partial(watching.events.warn, "waiting")
+    meeting.tell = functools.partial(_tell_wait, watching)
     trainer = RemoteTrainer(_resources(config, meeting, watching, lambda: loop.stopping), steps)
     pieces = Pieces(engine, runner, chat, RemoteWeights(trainer), trainer, RemoteFiles(trainer), here)
     loop = make_loop(config, prepared, watching, stream, pieces)
@@ -75,6 +75,19 @@ async def assemble_split(meeting: Meeting, config: RunConfig, prepared: Prepared
         watching.console.note(notice)
     ends = RemoteEnds(engine, trainer.parts.caller, endpoint, trainer.parts.folder)
     return Assembled(loop, pieces.files, ends, loop.parts.sinks)  # type: ignore[arg-type]
+
+
+def _tell_wait(watching: Watching, text: str) -> None:
+    """Who is waited for, since when, and that it is over: on the console, in the events and in the status."""
+    watching.events.warn("waiting", text)
+    status = watching.run_dir.status
+    watching.run_dir.write_status(
+        "running",
+        step=status.get("step", 0),
+        reason=text,
+        resumable=bool(status.get("resumable")),
+        next_command=status.get("next_command"),
+    )
 
 
 def _resources(config: RunConfig, meeting: Meeting, watching: Watching, stopping: Callable[[], bool]) -> Resources:

@@ -18,6 +18,7 @@ from shoal.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
+    EXIT_TERMINATED,
     EXIT_USAGE,
     ConfigError,
     DeadlineError,
@@ -167,7 +168,7 @@ def raise_end(end: End) -> None:
         raise Ended(said)
     if end.code == EXIT_USAGE:
         raise ConfigError(said)
-    if end.code in (EXIT_INTERRUPTED, EXIT_INTERRUPTED + 13):
+    if end.code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
         raise Interrupted(said, end.code)
     error = StoppedByPolicy(said)
     error.exit_code = end.code if end.code != EXIT_BUG else EXIT_STOPPED

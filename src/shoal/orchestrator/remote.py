@@ -65,7 +65,7 @@ class RemoteTrainer:
     async def start(self) -> None:
         """From the beginning, until `load` says otherwise."""
         self._incarnation = self._present()
-        await self._request("load", {"folder": None, "steps": self.steps}, None)
+        await self.ask("load", {"folder": None, "steps": self.steps})
 
     async def ask(self, method: str, head: dict[str, Any], bulk: Path | None = None) -> Mapping[str, Any]:
         while True:

@@ -20,6 +20,7 @@ from shoal.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, EX
 SUPERVISOR = "SHOAL_SUPERVISOR"
 MAX_RESTARTS = 3
 GRACE_S = 30.0  # for the others to notice that the run is over
+HEARD_S = 5.0  # for the leader to have heard of another's end
 KILL_S = 5.0
 TICK_S = 0.05
 LAST_LINES = 15
@@ -124,18 +125,22 @@ class Supervisor:
             return EXIT_STOPPED
         if child is self._leader:
             return code
-        # It ended for a reason, and has told it to the leader, who is to say how the run ended.
-        self._wait_for(self._leader)
+        # It ended for a reason, and has told it to the leader, who is to say how the run ended; but a leader that
+        # had not come yet did not hear of it.
+        self._wait_for(self._leader, HEARD_S)
+        self._leader.send(signal.SIGTERM)
+        self._wait_for(self._leader, GRACE_S)
         if code != EXIT_DONE:
             self._show(child)
-        return self._leader.code if self._leader.code is not None and self._leader.code >= 0 else code
+        leaders = self._leader.code
+        return code if leaders is None or leaders < 0 or leaders == EXIT_TERMINATED else leaders
 
     def _show(self, child: Child) -> None:
         for line in child.last_lines():
             self._tell(f"  {child.name}: {line}")
 
-    def _wait_for(self, child: Child) -> None:
-        limit = time.monotonic() + GRACE_S
+    def _wait_for(self, child: Child, limit_s: float) -> None:
+        limit = time.monotonic() + limit_s
         while child.poll() is None and time.monotonic() < limit and len(self._signals) < 2:
             time.sleep(TICK_S)
 
@@ -144,7 +149,7 @@ class Supervisor:
         patient = len(self._signals) < 2 and self._leader.code is not None
         for child in self._children.values():
             if patient:
-                self._wait_for(child)
+                self._wait_for(child, GRACE_S)
             child.send(signal.SIGTERM)
         for child in self._children.values():
             if child.process is not None:

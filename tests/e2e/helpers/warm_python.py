@@ -7,11 +7,14 @@ as a power cut would.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import select
 import signal
 import sys
+import threading
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
@@ -104,9 +107,20 @@ def die_at(place: str, times: int) -> Any:
     return hook
 
 
+def leave(code: int) -> None:
+    """End as Python does, but for taking everything imported apart, which takes seconds in a forked process."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
     sys.path[0] = str(Path.cwd())  # not this folder: its modules are the tests'
     for module in HEAVY:
         import_module(module)
+    gc.collect()
+    gc.freeze()  # what is imported is never garbage; looking at it again would copy its pages into every child
     serve()
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""`shoal grpo --layout split`: one command, three processes, none of them left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+
+from .helpers.processes import Command, WarmPython, alive, children_of, start_fresh, wait_until
+from .helpers.runs import Run, assert_trained_once, base_config
+from .helpers.split import COMPONENTS, compared
+
+STEPS = 4
+LIMIT_S = 90.0
+
+
+def one_file(folder: Path, warm: WarmPython, model: Path, steps: int = STEPS) -> Run:
+    """A run as it would be written for one process: nothing in it speaks of three."""
+    config = base_config(model)
+    config["train"]["max_steps"] = steps
+    config["orch"]["batch_size"] = 8
+    return Run(folder, warm).write(config)
+
+
+def start(run: Run, *arguments: str) -> Command:
+    return start_fresh(["grpo", "run.yaml", "--layout", "split", *arguments], run.folder)
+
+
+def pids_of(run: Run) -> dict[str, int]:
+    files = {name: run.path / "handshake" / f"{name}.json" for name in COMPONENTS}
+    return {name: json.loads(file.read_text())["pid"] for name, file in files.items()}
+
+
+def wait_for_step(run: Run, command: Command, step: int) -> None:
+    journal = run.path / "journal.jsonl"
+
+    def there() -> bool:
+        assert command.running(), command.text()[-3000:]
+        return journal.exists() and len(journal.read_text().splitlines()) >= step
+
+    wait_until(there, LIMIT_S, f"step {step}: {command.text()[-3000:]}", 0.01)
+
+
+def test_crashes_are_mended_and_the_run_is_the_same(tmp_path: Path, warm: WarmPython, model: Path):
+    """Trainer and orchestrator are killed once each; the supervisor starts them again."""
+    whole = one_file(tmp_path / "whole", warm, model)
+    assert whole.grpo().wait() == 0
+    run = one_file(tmp_path / "split", warm, model)
+    command = start(run)
+    wait_for_step(run, command, 1)
+    os.kill(pids_of(run)["train"], signal.SIGKILL)
+    wait_for_step(run, command, 3)
+    os.kill(pids_of(run)["orch"], signal.SIGKILL)
+    assert command.wait(LIMIT_S) == 0, command.text()[-3000:]
+    assert_trained_once(run, STEPS)
+    assert compared(run) == compared(whole)
+    assert "grpo-train ended by signal 9; it is started again (1 of 3)" in command.text()
+    assert not children_of(command.pid)
+
+
+def test_killed_itself_it_leaves_nobody_behind(tmp_path: Path, warm: WarmPython, model: Path):
+    run = one_file(tmp_path, warm, model, steps=1000)
+    command = start(run)
+    wait_for_step(run, command, 1)
+    below = children_of(command.pid)
+    assert {*pids_of(run).values()} <= {*below} and len(below) > 3, "reward workers are below the orchestrator"
+    command.kill()
+    wait_until(lambda: not any(alive(pid) for pid in below), 5, "the end of all children", 0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_ends_all_three(tmp_path: Path, warm: WarmPython, model: Path, number: int):
+    run = one_file(tmp_path, warm, model, steps=1000 if number == signal.SIGINT else 6)
+    command = start(run)
+    wait_for_step(run, command, 1)
+    below = children_of(command.pid)
+    command.send(number)
+    assert command.wait(LIMIT_S) == {signal.SIGINT: 130, signal.SIGTERM: 143}[number], command.text()[-3000:]
+    assert not any(alive(pid) for pid in below)
+    status = run.status()
+    assert status["state"] == "interrupted" and status["resumable"]
+    saved = run.checkpoints()[-1]
+    assert saved == len(run.journal()), "the state after the last step is saved"
+    words = shlex.split(status["next_command"])
+    assert words[:2] == ["shoal", "grpo"] and words[-3:] == ["--layout", "split", "--resume"]
+    if number == signal.SIGTERM:
+        again = start_fresh(words[1:], run.folder)
+        assert again.wait(LIMIT_S) == 0, again.text()[-3000:]
+        assert_trained_once(run, 6)
+
+
+def test_whatever_is_wrong_is_said_before_anything_starts(tmp_path: Path, warm: WarmPython, model: Path):
+    run = one_file(tmp_path, warm, model)
+    command = warm.run(["grpo", "run.yaml", "orch.max_steps=9", "--layout", "split"], run.folder)
+    assert command.wait() == 2
+    assert "orch.max_steps: is 9 but train.max_steps is 4" in command.text()
+    assert not run.path.exists()
+
+
+def test_a_taken_port_ends_all_three(tmp_path: Path, warm: WarmPython, model: Path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        run = one_file(tmp_path, warm, model)
+        command = start(run, f"infer.port={taken.getsockname()[1]}")
+        assert command.wait(LIMIT_S) == 2, command.text()[-3000:]
+    assert "infer.port" in command.text()
+    assert not children_of(command.pid)
