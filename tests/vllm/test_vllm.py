@@ -169,7 +169,9 @@ def test_a_server_that_does_not_fit_is_refused_by_name(name: str) -> None:
         asyncio.run(connect())
 
 
-def grpo(folder: Path, *, infer: dict[str, Any], **sections: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+def grpo(
+    folder: Path, *arguments: str, infer: dict[str, Any], **sections: dict[str, Any]
+) -> subprocess.CompletedProcess[str]:
     """`shoal grpo` with a short run on the model that the shared server has."""
     reverse = {"system_prompt": "Reverse.", "min_len": 3, "max_len": 6, "num_train": 200, "num_eval": 20}
     config = {
@@ -192,7 +194,7 @@ def grpo(folder: Path, *, infer: dict[str, Any], **sections: dict[str, Any]) -> 
     )
     path = os.pathsep.join([str(ROOT / "src"), str(folder)])
     env = {**os.environ, **CPU, "PYTHONPATH": path}
-    command = [sys.executable, "-m", "shoal", "grpo", "run.yaml"]
+    command = [sys.executable, "-m", "shoal", "grpo", "run.yaml", *arguments]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False)
 
 
@@ -221,6 +223,14 @@ def test_a_run_with_a_server_of_its_own(tmp_path: Path) -> None:
     assert "'logprobs_mode': 'processed_logprobs'" in log and "'dtype': 'float32'" in log
     left = subprocess.run(["pgrep", "-f", f"port {infer['port']}"], capture_output=True, text=True, check=False)
     assert left.stdout == "", "the server ends with the run"
+
+
+def test_a_split_run_samples_from_vllm(tmp_path: Path) -> None:
+    """Three processes: grpo-infer starts vLLM, grpo-orch asks it, grpo-train writes what it reloads."""
+    infer = {"engine_python": vllm_python(), "port": free_port(), "engine_args": {"enforce_eager": True}}
+    done = grpo(tmp_path, "--layout", "split", infer=infer, train={"max_steps": 2})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    check_run(tmp_path / "out", 2)
 
 
 def test_a_run_with_adapters_on_a_server_that_runs(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ class InferConfig(Section):
     )
     engine_python: NonEmpty | None = Field(
         default=None,
-        description="Python of the environment that has vLLM or SGLang; the server is started with it. Without it a "
-        "server that runs at orch.client.base_url is used.",
+        description="Python that has vLLM or SGLang, to start a server with; without it orch.client.base_url is asked.",
     )
     in_process: bool = Field(default=False, description="vLLM inside the training process (vllm.LLM), not a server.")
     start_deadline_s: PositiveFloat = Field(
