@@ -32,7 +32,7 @@ from support.sglang_double import SglangDouble
 CONTEXT_TOKENS = 96  # of the contract suite
 SERVER_TOKENS = 160  # of the server, which other tests use too
 LORA_RANK = 8
-START_S = 240.0
+START_S = 420.0
 # Two cores, no GPU; the same for every vLLM that a test starts.
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1"}
 

@@ -5,15 +5,15 @@ python in_process.py MODEL OUTPUT_DIR full|lora
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import vllm
-
 from shoal import GRPOTrainer
 
+LLM: Any = importlib.import_module("vllm").LLM
 SEEN: dict[str, Any] = {"llm": {}, "sleep": [], "wake_up": []}
 
 
@@ -23,7 +23,7 @@ def letters(completion: str, **_: Any) -> float:
 
 def watch() -> None:
     """Note how vLLM is called, and call it."""
-    start, sleep, wake_up = vllm.LLM.__init__, vllm.LLM.sleep, vllm.LLM.wake_up
+    start, sleep, wake_up = LLM.__init__, LLM.sleep, LLM.wake_up
 
     def started(self: Any, *arguments: Any, **named: Any) -> None:
         SEEN["llm"] = {name: value for name, value in named.items() if isinstance(value, str | int | float | bool)}
@@ -37,7 +37,7 @@ def watch() -> None:
         SEEN["wake_up"].append(named)
         return wake_up(self, **named)
 
-    vllm.LLM.__init__, vllm.LLM.sleep, vllm.LLM.wake_up = started, slept, woke
+    LLM.__init__, LLM.sleep, LLM.wake_up = started, slept, woke
 
 
 def main(model: str, output_dir: str, kind: str) -> None:

@@ -36,7 +36,7 @@ def make_in_process(config: RunConfig, model: Model, device: ThreadPoolExecutor)
             raise ConfigError(TIED_ON_CPU)
     arguments = llm_arguments(config, model)
     from shoal.rollout.answers import Reading
-    from shoal.rollout.vllm_inprocess import LLM, InProcessSettings, InProcessVllm
+    from shoal.rollout.vllm_inprocess import InProcessSettings, InProcessVllm
 
     assert config.infer.max_model_len is not None
     settings = InProcessSettings(
@@ -45,18 +45,7 @@ def make_in_process(config: RunConfig, model: Model, device: ThreadPoolExecutor)
         config.train.seed,
         sleeps=bool(config.infer.engine_args.get("enable_sleep_mode")),
     )
-
-    def make() -> Any:
-        try:
-            return LLM(**arguments)
-        except (TypeError, ValueError) as error:  # pydantic's too
-            raise ConfigError(f"vllm_args (infer.engine_args): vLLM refuses its arguments: {_short(error)}") from error
-
-    return InProcessVllm(make, device, lambda: file_tensors(model), settings)
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    return InProcessVllm(arguments, device, lambda: file_tensors(model), settings)
 
 
 def llm_arguments(config: RunConfig, model: Model) -> dict[str, Any]:

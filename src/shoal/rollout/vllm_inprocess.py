@@ -19,7 +19,7 @@ import torch
 from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
 
-from shoal.errors import EngineError
+from shoal.errors import ConfigError, EngineError
 from shoal.observability.manifest import verify
 from shoal.rollout.answers import Answer, Reading
 from shoal.rollout.norms import is_noisy_norm, normal
@@ -48,25 +48,25 @@ class _Call:
 
 
 class InProcessVllm:
-    """`make` builds the LLM, on the device's thread; `weights` gives the trainer's tensors under the file's names."""
+    """`arguments` are those of vllm.LLM; `weights` gives the trainer's tensors under the names they have in files."""
 
     name = "vLLM"
     path = "vLLM in this process"
 
     def __init__(
-        self, make: Callable[[], LLM], device: Executor, weights: Weights, settings: InProcessSettings
+        self, arguments: Mapping[str, Any], device: Executor, weights: Weights, settings: InProcessSettings
     ) -> None:
         self._device = device
         self._weights = weights
         self._settings = settings
-        self._llm: LLM = device.submit(make).result()
+        self._llm: Any = device.submit(_make, arguments).result()
         self._calls: dict[str, _Call] = {}
         self._inbox: deque[_Call] = deque()
         self._pump: asyncio.Task[None] | None = None
         self._running = asyncio.Event()
         self._running.set()
         self._version = 0
-        self._adapter: LoRARequest | None = None
+        self._adapter: Any = None  # a LoRARequest
         self._sigma = 0.0
         self._probes = Probes(self.name)
         self._asleep = False
@@ -229,9 +229,17 @@ class InProcessVllm:
         await asyncio.get_running_loop().run_in_executor(self._device, self._llm.llm_engine.engine_core.shutdown)
 
 
+def _make(arguments: Mapping[str, Any]) -> Any:
+    try:
+        return LLM(**arguments)
+    except (TypeError, ValueError) as error:  # pydantic's too
+        said = " ".join(str(error).split())[:300]
+        raise ConfigError(f"vllm_args (infer.engine_args): vLLM refuses its arguments: {said}") from error
+
+
 def _answer(output: Any) -> Answer:
     ids = list(output.token_ids)
-    logprobs = [entry[token].logprob for token, entry in zip(ids, output.logprobs or (), strict=True)]
+    logprobs: list[float] = [entry[token].logprob for token, entry in zip(ids, output.logprobs or (), strict=True)]
     spans = [(span["start"], span["end"], str(span["version"])) for span in map(_as_dict, output.weight_versions or ())]
     return Answer(ids, logprobs, str(output.finish_reason), spans)
 
