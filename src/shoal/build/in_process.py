@@ -34,6 +34,10 @@ def make_in_process(config: RunConfig, model: Model, device: ThreadPoolExecutor)
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
         if not config.train.lora and getattr(model.decoder.model.config, "tie_word_embeddings", False):
             raise ConfigError(TIED_ON_CPU)
+    if config.infer.tp > 1 and config.train.noise_scheduler.enabled:
+        raise ConfigError(
+            "train.noise_scheduler: vLLM in the training process takes noise with tensor_parallel_size 1 alone"
+        )
     arguments = llm_arguments(config, model)
     from shoal.rollout.answers import Reading
     from shoal.rollout.vllm_inprocess import InProcessSettings, InProcessVllm

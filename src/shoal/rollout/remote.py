@@ -1,17 +1,17 @@
 """What vLLM and SGLang have in common behind the RolloutEngine seam: versions, adapters, proofs, pauses, restarts.
 
-A subclass says how its server is asked. Every sampling parameter is sent, so no default of a server's applies; text is
-made here from the ids that came back. Free of torch: the process that steers a server may have none.
+A subclass says how its server is asked (server_api.py). Every sampling parameter is sent, so no default of a server's
+applies; text is made here from the ids that came back. Free of torch: the process that steers a server may have none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import tempfile
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,12 +19,13 @@ from typing import Any
 
 from shoal.errors import ConfigError, DeadlineError, EngineError
 from shoal.observability.manifest import describe, verify
-from shoal.rollout.answers import Answer, Reading
-from shoal.rollout.facts import RemoteSettings, ServerFacts, check_facts, model_folder
+from shoal.rollout.answers import Answer
+from shoal.rollout.facts import RemoteSettings, check_facts, model_folder
 from shoal.rollout.launch import ServerProcess
-from shoal.rollout.link import Address, Late, Link, Lost, Refused, Waiting
+from shoal.rollout.link import Late, Lost, Refused, Waiting
 from shoal.rollout.norms import write_noisy_norms
 from shoal.rollout.probe import PROBE_TOKENS, Probes
+from shoal.rollout.server_api import ServerApi
 from shoal.types import Completion, Request
 
 HEALTH_S = 10.0
@@ -42,17 +43,11 @@ class _Served:
     noise: tuple[float, int] = (0.0, 0)
 
 
-class RemoteEngine(ABC):
-    name: str
-
+class RemoteEngine(ServerApi):
     def __init__(
         self, settings: RemoteSettings, process: ServerProcess | None = None, waiting: Waiting = lambda _: None
     ) -> None:
-        self.settings = settings
-        self.reading = Reading(settings.vocab_size, settings.eos_token_ids, settings.detokenize)
-        start = f"start {self.name} there, or set infer.engine_python and Shoal starts it"
-        limits = {"deadline_s": settings.timeout_s, "request_s": settings.timeout_s, "connections": 0}
-        self.link = Link(Address(settings.url, settings.api_key, name=self.name, start=start, **limits), waiting)
+        super().__init__(settings, waiting)
         self._process = process
         self._served = _Served()
         self._probes = Probes(self.name)
@@ -63,40 +58,6 @@ class RemoteEngine(ABC):
         self._connected = False
         self._lock = asyncio.Lock()  # one load, restart or connection at a time
         self.path = self.link.name
-
-    @abstractmethod
-    async def facts(self) -> ServerFacts:
-        """Ask what it serves, and refuse a server that was started without what a run needs."""
-
-    @abstractmethod
-    async def ask(self, request: Request, limit: int, adapter: str | None) -> Answer: ...
-
-    @abstractmethod
-    async def probe(self, token_ids: list[int], adapter: str | None) -> list[float]:
-        """The largest log-probs of what follows a fixed prompt, under the weights served now."""
-
-    @abstractmethod
-    async def read_weights(self, path: str, version: int, *, partial: bool = False) -> None: ...
-
-    @abstractmethod
-    async def receive_weights(self, manifest: Mapping[str, Any], version: int) -> None: ...
-
-    @abstractmethod
-    async def add_adapter(self, name: str, path: str) -> None: ...
-
-    @abstractmethod
-    async def remove_adapter(self, name: str) -> None: ...
-
-    @abstractmethod
-    async def hold(self) -> None:
-        """Draw nothing more; requests in flight are kept."""
-
-    @abstractmethod
-    async def release(self) -> None: ...
-
-    @abstractmethod
-    async def served_version(self) -> str:
-        """The name of the weights served, by which a server that was restarted is recognised."""
 
     @property
     def version(self) -> int:
@@ -114,7 +75,10 @@ class RemoteEngine(ABC):
         async with self._lock:
             if not self._connected:
                 await self._wait_for_health(self.settings.start_s)
-                check_facts(self.name, await self.facts(), self.settings)
+                try:
+                    check_facts(self.name, await self.facts(), self.settings)
+                except Lost as error:
+                    raise ConfigError(f"orch.client.base_url: {self.link.name} does not answer: {error}") from error
                 self._connected = True
 
     async def _wait_for_health(self, limit_s: float) -> None:
@@ -129,12 +93,6 @@ class RemoteEngine(ABC):
         except DeadlineError as error:
             late = f"is not ready after {limit_s:g} s (infer.start_deadline_s)"
             raise ConfigError(self._process.why(late) if self._process is not None else str(error)) from error
-
-    async def get(self, path: str) -> dict[str, Any]:
-        return (await self.link.get(path, self.settings.timeout_s))[0]
-
-    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return (await self.link.post(path, body, self.settings.timeout_s))[0]
 
     # Drawing
 
@@ -179,13 +137,16 @@ class RemoteEngine(ABC):
     async def _recover(self, error: Lost) -> None:
         """Wait for the server to come back and give it the version it is to serve. One that we started stays down."""
         async with self._lock:
-            try:
-                await self._wait_for_health(self.settings.timeout_s)
-            except ConfigError as late:
-                raise EngineError(str(late)) from error
+            await self._back_again(error)
             served = self._served
-            if served.manifest and await self.served_version() != (served.adapter or str(served.version)):
-                await self._put_in_place(served, served.manifest, served.noise)
+            if served.manifest and await self.served_version(served.adapter) != (served.adapter or str(served.version)):
+                await self._put_in_place(served, served.manifest, served.noise, again=True)
+
+    async def _back_again(self, error: Lost) -> None:
+        try:
+            await self._wait_for_health(self.settings.timeout_s)
+        except ConfigError as late:
+            raise EngineError(str(late)) from error
 
     # Weights
 
@@ -200,11 +161,17 @@ class RemoteEngine(ABC):
                     f"version {version} names no weights, and {self.name} serves version {served.version}"
                 )
             asked = served.manifest or await asyncio.to_thread(_own_files, self.settings.model)
-        async with self._lock, self._held():
-            proof = await asyncio.to_thread(verify, {**asked, "version": version}) if "path" in asked else ""
+        proof = await asyncio.to_thread(verify, {**asked, "version": version}) if "path" in asked else ""
+        for losses in range(MOST_LOSSES):
             coming = _Served(version, asked, proof)
-            await self._put_in_place(coming, asked, noise)
-        return coming.proof
+            try:
+                async with self._lock, self._held():
+                    await self._put_in_place(coming, asked, noise, again=losses > 0)
+                return coming.proof
+            except Lost as error:
+                lost = error
+                await self._back_again(error)
+        raise EngineError(f"{self.link.name} was lost {MOST_LOSSES} times while it loaded version {version}: {lost}")
 
     @asynccontextmanager
     async def _held(self):
@@ -220,14 +187,17 @@ class RemoteEngine(ABC):
         if not paused:
             await self._prove()
 
-    async def _put_in_place(self, coming: _Served, manifest: Mapping[str, Any], noise: tuple[float, int]) -> None:
+    async def _put_in_place(
+        self, coming: _Served, manifest: Mapping[str, Any], noise: tuple[float, int], *, again: bool = False
+    ) -> None:
+        """`again`: the server may have lost what it was given."""
         before = self._served
         if manifest.get("kind") == "lora":
-            await self._switch_adapter(coming, str(manifest["path"]))
+            await self._switch_adapter(coming, str(manifest["path"]), again)
         elif "tensors" in manifest:
             await self.receive_weights(manifest, coming.version)
             coming.proof = str(manifest.get("hash", ""))
-        elif not manifest.get("own") or before.manifest:
+        elif again or (coming.proof != before.proof and (not manifest.get("own") or before.manifest)):
             await self.read_weights(str(manifest["path"]), coming.version)
         coming.noise = noise
         if noise[0] > 0 or before.noise[0] > 0:
@@ -235,10 +205,10 @@ class RemoteEngine(ABC):
         self._served, self._unproved = coming, f"{_content(manifest)}/{noise}"
         await self._drop_unused(before.adapter)
 
-    async def _switch_adapter(self, coming: _Served, path: str) -> None:
+    async def _switch_adapter(self, coming: _Served, path: str, again: bool) -> None:
         """A new name a version: caches are keyed by it, and requests in flight finish with the adapter they began."""
         coming.adapter = f"shoal-v{coming.version:06d}"
-        if coming.adapter == self._served.adapter and coming.proof == self._served.proof:
+        if coming.adapter == self._served.adapter and coming.proof == self._served.proof and not again:
             return
         try:
             await self.add_adapter(coming.adapter, path)
@@ -252,7 +222,8 @@ class RemoteEngine(ABC):
     async def _drop_unused(self, adapter: str | None) -> None:
         if adapter is not None and adapter != self._served.adapter and not self._in_flight[adapter]:
             del self._in_flight[adapter]
-            await self.remove_adapter(adapter)
+            with contextlib.suppress(Refused):  # a server that was restarted has it no more
+                await self.remove_adapter(adapter)
 
     async def _put_noise(self, coming: _Served) -> None:
         lora = coming.manifest.get("kind") == "lora"
@@ -280,12 +251,18 @@ class RemoteEngine(ABC):
     async def pause(self) -> None:
         await self.connect()
         self._running.clear()
-        await self.hold()
+        await self._told(self.hold)
 
     async def resume(self) -> None:
-        await self.release()
+        await self._told(self.release)
         self._running.set()
-        await self._prove()
+        await self._told(self._prove)
+
+    async def _told(self, word: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await word()
+        except Lost as error:
+            raise EngineError(f"{self.link.name} does not answer: {error}") from error
 
     async def health(self) -> dict[str, Any]:
         try:

@@ -130,8 +130,7 @@ class SglangRolloutEngine(RemoteEngine):
     async def release(self) -> None:
         await self.link.tell("/continue_generation", {})
 
-    async def served_version(self) -> str:
-        adapter = self._served.adapter
+    async def served_version(self, adapter: str | None) -> str:
         if adapter is not None:
             listed = await self.get("/v1/models")
             return adapter if any(model["id"] == adapter for model in listed["data"]) else ""

@@ -154,8 +154,7 @@ class VllmRolloutEngine(RemoteEngine):
     async def release(self) -> None:
         await self.link.tell("/resume")
 
-    async def served_version(self) -> str:
-        adapter = self._served.adapter
+    async def served_version(self, adapter: str | None) -> str:
         if adapter is not None:
             listed = await self.get("/v1/models")
             return adapter if any(model["id"] == adapter for model in listed["data"]) else ""

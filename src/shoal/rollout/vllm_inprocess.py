@@ -66,6 +66,9 @@ class InProcessVllm:
         self._running = asyncio.Event()
         self._running.set()
         self._version = 0
+        self._loaded: int | None = None  # the version whose weights were given; none at the start
+        self._proof = ""
+        self._clean: dict[str, torch.Tensor] = {}  # its norms without noise
         self._adapter: Any = None  # a LoRARequest
         self._sigma = 0.0
         self._probes = Probes(self.name)
@@ -145,47 +148,47 @@ class InProcessVllm:
     def _load(self, version: int, manifest: dict[str, Any]) -> str:
         self._wake()
         sigma, seed = float(manifest.get("sigma", 0.0)), int(manifest.get("noise_seed", self._settings.noise_seed))
-        if manifest.get("kind") == "lora":
-            proof = verify({**manifest, "version": version})
-            before = self._adapter
-            if before is None or before.lora_path != manifest["path"] or version != self._version:
-                self._adapter = LoRARequest(f"shoal-v{version:06d}", version + 1, str(manifest["path"]))
-                if before is not None and before.lora_int_id != self._adapter.lora_int_id:
-                    self._llm.llm_engine.remove_lora(before.lora_int_id)
-            if sigma > 0 or self._sigma > 0:
-                self._reload(_noisy(self._norms(), sigma, seed, version))
-        elif "path" in manifest:  # several workers: they read what the trainer wrote
-            proof = verify({**manifest, "version": version})
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(manifest["path"])})
-        elif self._adapter is None:
-            proof = self._fingerprint(sigma)
-            self._reload(_noisy(self._weights(), sigma, seed, version))
-        else:
-            proof = self._adapter.lora_name
-            self._reload(_noisy(self._norms(), sigma, seed, version))
+        if "path" in manifest:
+            self._proof = verify({**manifest, "version": version})
+            self._read(version, manifest)
+        elif version != self._loaded:
+            # A version that is served already keeps its weights, whatever the trainer did since; only noise changes.
+            self._proof = self._fingerprint()
+            self._reload(((name, tensor.detach()) for name, tensor in self._weights()))
+        if version != self._loaded:
+            self._clean = {name: tensor.clone() for name, tensor in self._weights() if is_noisy_norm(name, tensor.ndim)}
+        if sigma > 0 or self._sigma > 0:
+            self._reload(_noisy(self._clean, sigma, seed, version))
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.llm_engine.set_weight_version(str(version))
-        self._version, self._sigma = version, sigma
-        self._probes.judge(f"{proof}/{sigma}/{seed if sigma else 0}", self._probe(), version)
-        return proof
+        self._version = self._loaded = version
+        self._sigma = sigma
+        if not self._llm.llm_engine.has_unfinished_requests():  # the probe would answer those too
+            self._probes.judge(f"{self._proof}/{sigma}/{seed if sigma else 0}", self._probe(), version)
+        return self._proof
+
+    def _read(self, version: int, manifest: Mapping[str, Any]) -> None:
+        """From the folder: an adapter, or full weights where several workers have to read them."""
+        path, before = str(manifest["path"]), self._adapter
+        if manifest.get("kind") != "lora":
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        elif version != self._loaded:
+            self._adapter = LoRARequest(f"shoal-v{version:06d}", version + 1, path)
+            if before is not None:
+                self._llm.llm_engine.remove_lora(before.lora_int_id)
 
     def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
 
-    def _norms(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor) for name, tensor in self._weights() if is_noisy_norm(name, tensor.ndim))
-
-    def _fingerprint(self, sigma: float) -> str:
+    def _fingerprint(self) -> str:
         """A few numbers of every tensor, as the embedded engine takes them."""
         numbers = torch.cat([tensor.detach().flatten()[:32].float().cpu() for _, tensor in self._weights()])
-        return hashlib.blake2b(numbers.numpy().tobytes() + str(sigma).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(numbers.numpy().tobytes(), digest_size=16).hexdigest()
 
     def _probe(self) -> list[float]:
         room = min(PROBE_TOKENS, self._settings.context_tokens - 1)
         ids = [(7919 * i + 13) % self._settings.reading.vocab_size for i in range(room)]
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=PROBE_TOKENS, ignore_eos=True)
-        if self._llm.llm_engine.has_unfinished_requests():
-            return []  # `generate` below would answer those too
         prompt = {"prompt_token_ids": ids}
         (output,) = self._llm.generate([prompt], params, use_tqdm=False, lora_request=self._adapter)
         drawn = output.outputs[0].logprobs[0]
@@ -249,11 +252,9 @@ def _as_dict(span: Any) -> Mapping[str, Any]:
 
 
 def _noisy(
-    tensors: Iterator[tuple[str, torch.Tensor]], sigma: float, seed: int, version: int
+    norms: Mapping[str, torch.Tensor], sigma: float, seed: int, version: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in tensors:
-        if sigma > 0 and is_noisy_norm(name, tensor.ndim):
-            noise = torch.from_numpy(normal(seed, version, name, tuple(tensor.shape))).to(tensor.device, torch.float32)
-            yield name, (tensor.detach().float() + sigma * noise).to(tensor.dtype)
-        else:
-            yield name, tensor.detach()
+    """With sigma 0 they are as they were."""
+    for name, tensor in norms.items():
+        noise = torch.from_numpy(normal(seed, version, name, tuple(tensor.shape))).to(tensor.device, torch.float32)
+        yield name, (tensor.float() + sigma * noise).to(tensor.dtype)
