@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 
 from shoal.errors import ConfigError, StorageError
 from shoal.observability.manifest import describe
+from shoal.rollout.facts import ServerFacts, check_facts
 from shoal.rollout.norms import write_noisy_norms
 from shoal.rollout.vllm import VllmRolloutEngine
 from shoal.types import Completion
@@ -249,21 +251,23 @@ def test_an_unknown_engine_argument_is_named(tmp_path: Path) -> None:
 
 def test_tied_embeddings_on_a_cpu_are_refused(tmp_path: Path) -> None:
     """A reload leaves the packed copy of the tied head as it was; training on that would be wrong in silence."""
-    model = small_model("qwen3", seed=8, tie_word_embeddings=True)
-    model.save_pretrained(tmp_path / "tied" / "model")
-    TOKENIZER.save_pretrained(tmp_path / "tied" / "model")
-    config = json.loads((tmp_path / "tied" / "model" / "config.json").read_text("utf-8"))
-    assert config["tie_word_embeddings"] is True
-
-    async def connect() -> None:
-        engine = VllmRolloutEngine(settings(shared_vllm(), model=str(tmp_path / "tied" / "model")))
-        try:
-            await engine.connect()
-        finally:
-            await engine.close()
-
+    tied = tmp_path / "model"
+    small_model("qwen3", seed=8, tie_word_embeddings=True).save_pretrained(tied)
+    TOKENIZER.save_pretrained(tied)
+    facts = asyncio.run(facts_of(shared_vllm()))
+    assert facts.on_cpu
     with pytest.raises(ConfigError, match="vLLM on a CPU does not renew the output layer"):
-        asyncio.run(connect())
+        check_facts("vLLM", replace(facts, model=str(tied)), settings(shared_vllm(), model=str(tied)))
+    check_facts("vLLM", facts, settings(shared_vllm()))
+    check_facts("vLLM", replace(facts, model=str(tied)), settings(shared_vllm(), model=str(tied), lora_rank=4))
+
+
+async def facts_of(url: str) -> ServerFacts:
+    engine = VllmRolloutEngine(settings(url))
+    try:
+        return await engine.facts()
+    finally:
+        await engine.close()
 
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))

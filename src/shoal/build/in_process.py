@@ -14,7 +14,7 @@ from shoal.build.remote import CPU_CACHE_GIB, lora_rank
 from shoal.config.base import IN_MEMORY
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError
-from shoal.rollout.vllm import TIED_ON_CPU
+from shoal.rollout.facts import TIED_ON_CPU
 
 # Not to be had otherwise: training needs the log-probs of the distribution that was drawn from, and explicit sampling.
 FIXED = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}

@@ -9,6 +9,11 @@ from pathlib import Path
 
 from shoal.errors import ConfigError
 
+TIED_ON_CPU = (
+    "infer.engine: vLLM on a CPU does not renew the output layer of a model with tied embeddings when weights are "
+    "reloaded, so training would go wrong; use train.lora=true, an untied model, a GPU, or infer.engine embedded"
+)
+
 
 @dataclass(frozen=True)
 class RemoteSettings:
@@ -35,6 +40,7 @@ class ServerFacts:
     model: str
     context_tokens: int
     max_lora_rank: int | None = None
+    on_cpu: bool = False
 
 
 def check_facts(name: str, facts: ServerFacts, settings: RemoteSettings) -> None:
@@ -49,6 +55,9 @@ def check_facts(name: str, facts: ServerFacts, settings: RemoteSettings) -> None
             f"{settings.url} has {facts.context_tokens}; start it with more, or lower orch.seq_len"
         )
     if settings.lora_rank is None:
+        # On a CPU vLLM multiplies with a packed copy of the head, which a reload does not renew if it is tied.
+        if facts.on_cpu and tied(model_folder(settings.model)):
+            raise ConfigError(TIED_ON_CPU)
         return
     if facts.max_lora_rank is None:
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.errors import ConfigError, EngineError
 from shoal.rollout.answers import Answer
-from shoal.rollout.facts import ServerFacts, model_folder, tied
+from shoal.rollout.facts import ServerFacts
 from shoal.rollout.link import Refused
 from shoal.rollout.probe import PROBE_TOKENS
 from shoal.rollout.remote import RemoteEngine
@@ -27,10 +27,6 @@ FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--gener
 # Ranks that vLLM has kernels for; a server is started with the next one.
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 GENERATE = "/inference/v1/generate"
-TIED_ON_CPU = (
-    "infer.engine: vLLM on a CPU does not renew the output layer of a model with tied embeddings when weights are "
-    "reloaded, so training would go wrong; use train.lora=true, an untied model, a GPU, or infer.engine embedded"
-)
 
 
 class VllmRolloutEngine(RemoteEngine):
@@ -44,10 +40,11 @@ class VllmRolloutEngine(RemoteEngine):
                 f"orch.client.base_url: {self.link.name} returns {model['logprobs_mode']}, not those "
                 "of the distribution it draws from; start it with --logprobs-mode processed_logprobs"
             )
-        self._check_tied(config)
         await self.release()  # an earlier run may have left it paused
         await self._check_tokens_route()
-        return ServerFacts(str(model["model"]), int(model["max_model_len"]), adapters.get("max_lora_rank"))
+        about = config.get("device_config") or {}
+        on_cpu = "cpu" in (str(about.get("device_type")), str(about.get("device")))
+        return ServerFacts(str(model["model"]), int(model["max_model_len"]), adapters.get("max_lora_rank"), on_cpu)
 
     async def _server_config(self) -> dict[str, Any]:
         try:
@@ -57,13 +54,6 @@ class VllmRolloutEngine(RemoteEngine):
                 f"orch.client.base_url: what answers at {self.link.address.root} is no vLLM in development mode "
                 f"({error}); start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
             ) from error
-
-    def _check_tied(self, config: Mapping[str, Any]) -> None:
-        """On a CPU vLLM multiplies with a packed copy of the head, which a reload does not renew if it is tied."""
-        about = config.get("device_config") or {}
-        on_cpu = "cpu" in (str(about.get("device_type")), str(about.get("device")))
-        if on_cpu and self.settings.lora_rank is None and tied(model_folder(self.settings.model)):
-            raise ConfigError(TIED_ON_CPU)
 
     async def _check_tokens_route(self) -> None:
         """One token, drawn once: the route exists, and whatever compiles on the first request has compiled."""
@@ -115,8 +105,8 @@ class VllmRolloutEngine(RemoteEngine):
     async def receive_weights(self, manifest: Mapping[str, Any], version: int) -> None:
         """From the trainer's NCCL broadcast, through the weight-transfer endpoints.
 
-        Written from vLLM's published protocol and not run: there is no CPU backend for it, and the GPU it was
-        developed on was one, where trainer and server need two.
+        Written from vLLM's published protocol and not run: it has no CPU backend. The trainer's end is whoever made
+        the manifest; `train.weight_broadcast` speaks to Shoal's server only and is refused with vLLM.
         """
         address, _, port = str(manifest["address"]).rpartition(":")
         init = {"master_address": address, "master_port": int(port), "rank_offset": 1, "world_size": manifest["world"]}
