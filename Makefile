@@ -38,7 +38,7 @@ test-verifiers: venv
 
 # A real vLLM on the CPU, in a Python of its own outside the clone: installed once, and the server started once a run.
 test-vllm: venv
-	$(BIN)/python tests/vllm/install.py $(VLLM)
+	$(BIN)/python tests/real_vllm/install.py $(VLLM)
 	SHOAL_VLLM=$(VLLM) $(BIN)/python -m pytest -q -m vllm
 
 check: venv
