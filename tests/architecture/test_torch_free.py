@@ -10,6 +10,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 ROOMS = [
     "types", "protocols", "errors", "config", "batching", "envs", "rewards", "orchestrator", "observability", "report",
     "surfaces", "grpo_trainer", "cli", "launcher", "server", "algorithms.advantages",
+    "rollout.runner", "rollout.link", "rollout.http",
 ]  # fmt: skip
 HEAVY = ("torch", "transformers", "peft", "accelerate", "safetensors.torch")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,32 @@ def test_the_page_of_the_recipe_starts_with_what_works(reader: Path):
     found = rewards(reader / "outputs" / "recipe")
     assert len(found) == 20  # ten epochs of eight prompts, four a step
     assert sum(found[-3:]) / 3 > sum(found[:3]) / 3 + 0.1
+
+
+def test_the_page_of_the_server_starts_with_what_works(reader: Path):
+    """Its three blocks as they stand, but for the port, which may be taken here."""
+    text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    first, second = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)[:2]
+    written = re.search(r"echo '(.+)' > infer.yaml", first)
+    assert written is not None and "shoal grpo-infer infer.yaml " in first
+    (reader / "infer.yaml").write_text(f"{written[1]}\nport: {port}\n")
+    command = [sys.executable, "-m", "shoal", "grpo-infer", "infer.yaml"]
+    with subprocess.Popen(command, cwd=reader, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline().startswith(f"serving models/tiny at http://127.0.0.1:{port}/v1")
+            curl = subprocess.run(
+                ["bash", "-c", second.replace("8000", str(port))], capture_output=True, text=True, timeout=60
+            )
+            assert len(json.loads(curl.stdout)["choices"][0]["message"]["content"]) > 0
+            (reader / "example.py").write_text(first_example("server.md").replace("8000", str(port)))
+            assert run(reader, "example.py").strip()
+        finally:
+            server.terminate()
+        assert server.wait(20) == 0
 
 
 def test_the_example_of_the_trainer_runs_alone(reader: Path):

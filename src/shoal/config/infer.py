@@ -36,10 +36,11 @@ class InferConfig(Section):
         default="auto", description="Precision of the engine's weights; auto follows train.recipe."
     )
     max_model_len: PositiveInt | None = Field(
-        default=None, description="Longest prompt plus completion (seq_len unless given)."
+        default=None, description="Longest prompt plus completion (seq_len unless given; with grpo-infer 2048)."
     )
     max_num_seqs: PositiveInt | None = Field(
-        default=None, description="Sequences decoded at once (a step's rollouts, at most 256, unless given)."
+        default=None,
+        description="Sequences decoded at once (a step's rollouts, at most 256, unless given; with grpo-infer 256).",
     )
     gpu_memory_utilization: float | None = Field(
         default=None, gt=0, le=1, description="Share of the device the engine may use; measured unless given."

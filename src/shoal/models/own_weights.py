@@ -134,6 +134,7 @@ class OwnWeights:
             if hasattr(module, "lora_A"):
                 module.scaling[lora.TRAINED] = scale  # type: ignore[index]
 
+    @torch.no_grad()
     def clear_adapter(self) -> None:
         """The base alone."""
         for parameter in self._adapter_targets().values():

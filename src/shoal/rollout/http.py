@@ -7,22 +7,30 @@ it should have first. What it answers is checked before anybody trains on it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
-from shoal.errors import DeadlineError, EngineError
+from shoal.errors import DeadlineError, EngineError, ShoalError
 from shoal.observability import manifest as manifests
-from shoal.rollout.link import Address, Late, Link, Lost, Waiting
+from shoal.rollout.link import PROBE_S, Address, Late, Link, Lost, Waiting
 from shoal.server.control import INCARNATION
 from shoal.types import Completion, Request, Span
 
+T = TypeVar("T")
+Republish = Callable[[int], Awaitable[Mapping[str, Any]]]
+COMPLETIONS = "/v1/completions"
+LOOK_EVERY_S = 10.0
 # Losses in a row by one server that is up all the same; then it is not the connection.
 MOST_LOSSES = 5
 
 
 class HttpRolloutEngine:
-    """`model` is what the server has to serve, if it matters; `noise_seed` the run's seed, for QeRL's noise."""
+    """`model` is what the server has to serve, if it matters; `noise_seed` the run's seed, for QeRL's noise.
+
+    `republish` gives the manifest of a version anew for a server that was restarted, where it cannot be read twice.
+    """
 
     def __init__(
         self,
@@ -30,16 +38,24 @@ class HttpRolloutEngine:
         model: str | None = None,
         noise_seed: int = 0,
         waiting: Waiting = lambda _: None,
+        republish: Republish | None = None,
     ) -> None:
-        self._link = Link(address, waiting)
+        self._link = Link(address, _said_once(waiting))
         self._model = model
         self._noise_seed = noise_seed
+        self._republish = republish
         self._facts: dict[str, Any] = {}  # what the server says about itself
         self._wanted: dict[str, Any] | None = None  # the manifest it has to serve; None = nothing was loaded yet
         self._version = self._coming = 0
         self._paused = False
-        self._running = 0
+        self._asking = 0  # requests that are under way
         self._meeting = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None
+
+    @functools.cached_property
+    def _replaced(self) -> asyncio.Future[None]:
+        """Done when another process answers at the address, or none does any more."""
+        return asyncio.get_running_loop().create_future()
 
     @property
     def version(self) -> int:
@@ -52,7 +68,7 @@ class HttpRolloutEngine:
 
     @property
     def activity(self) -> str:
-        return f"{self._running} requests at {self._link.address.root}" if self._running else ""
+        return f"{self._asking} requests at {self._link.address.root}" if self._asking else ""
 
     async def about(self) -> dict[str, Any]:
         """The server's facts; waits for it if it is not there yet."""
@@ -66,11 +82,7 @@ class HttpRolloutEngine:
         if not request.prompt_ids or min(room, request.sampling.max_tokens) < 1:
             return Completion(request.request_id, [], [], [], "length")
         asked_at = self._version
-        self._running += 1
-        try:
-            reply = await self._ask("/v1/completions", _body(request), self._link.address.request_s)
-        finally:
-            self._running -= 1
+        reply = await self._ask(COMPLETIONS, _body(request), self._link.address.request_s)
         try:
             completion = _completion(request, reply, int(facts["vocab_size"]))
             _check_versions(completion, (asked_at, self._version, self._coming))
@@ -116,16 +128,26 @@ class HttpRolloutEngine:
             return {"ok": False, "version": self._version, "reason": str(error)}
 
     async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
         await self._link.close()
 
     async def _ask(self, path: str, body: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         """Ask until there is an answer of the server that has our weights."""
         await self.about()
+        self._asking += 1
+        try:
+            return await self._ask_until_answered(path, body, limit_s)
+        finally:
+            self._asking -= 1
+
+    async def _ask_until_answered(self, path: str, body: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         losses = 0
         while True:
             met = self._facts["incarnation"]
             try:
-                answer, headers = await self._link.post(path, body, limit_s)
+                answer, headers = await self._unless_replaced(self._link.post(path, body, limit_s))
                 if headers.get(INCARNATION) == met:
                     return answer
                 why = Lost("it was restarted")
@@ -133,10 +155,38 @@ class HttpRolloutEngine:
                 why = error
             await self._meet(met)
             if isinstance(why, Late) and self._facts["incarnation"] == met:
-                raise DeadlineError(f"{self._link.name}: {why}; raise orch.client.timeout if that is expected")
+                key = "orch.client.timeout" if path == COMPLETIONS else "orch.deadline_s"
+                raise DeadlineError(f"{self._link.name}: {why}; raise {key} if that is expected")
             losses = losses + 1 if self._facts["incarnation"] == met else 0
             if losses >= MOST_LOSSES:
                 raise EngineError(f"{self._link.name} is up but lost {path} {losses} times in a row: {why}")
+
+    async def _unless_replaced(self, post: Coroutine[Any, Any, T]) -> T:
+        """The answer; or Lost, if another process has taken the place of the one that was asked."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look(), name="look at the server")
+        task, replaced = asyncio.ensure_future(post), self._replaced
+        try:
+            await asyncio.wait([task, replaced], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            replaced.result()
+            raise Lost("it was restarted")
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _look(self) -> None:
+        """While one asks: a server that hangs, or is gone without a word, is noticed before its time is up."""
+        while self._asking:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                await self._meet(self._facts["incarnation"])
+            except ShoalError as error:  # whoever waits for an answer is told
+                self._replaced.set_exception(error)
+                self._replaced.exception()  # it may be that nobody does
+                self._replaced = asyncio.get_running_loop().create_future()
 
     async def _meet(self, met: str | None) -> None:
         """Wait until the server is there; one that is not the one met before is given what it should have."""
@@ -145,13 +195,16 @@ class HttpRolloutEngine:
                 return  # somebody else met the new one meanwhile
 
             async def probe() -> dict[str, Any]:
-                facts, _ = await self._link.get("/shoal/about")
-                if facts.get("incarnation") != met:
+                facts, _ = await self._link.get("/shoal/about", PROBE_S)
+                if met is None or facts.get("incarnation") != met:
                     self._check_facts(facts)
                     await self._restore(facts)
                 return facts
 
             self._facts = await self._link.until_up(probe)
+            if met is not None and self._facts["incarnation"] != met:
+                self._replaced.set_result(None)
+                self._replaced = asyncio.get_running_loop().create_future()
 
     def _check_facts(self, facts: Mapping[str, Any]) -> None:
         for key in ("incarnation", "max_model_len", "vocab_size", "version"):
@@ -164,10 +217,25 @@ class HttpRolloutEngine:
         """Our weights, and our pause: another client may have left one behind."""
         limit_s = self._link.address.deadline_s
         if self._wanted is not None:
+            if self._republish is not None:
+                self._wanted = {**self._wanted, **await self._republish(self._version)}
             reply, _ = await self._link.post("/shoal/load", self._wanted, limit_s)
             self._check_loaded(self._wanted, reply)
         if self._paused != bool(facts.get("paused")):
             await self._link.post("/shoal/pause" if self._paused else "/shoal/resume", {}, limit_s)
+
+
+def _said_once(waiting: Waiting) -> Waiting:
+    """The end of a wait is told where there was one: a look that finds the server as it was is no news."""
+    told = False
+
+    def say(text: str | None) -> None:
+        nonlocal told
+        if text is not None or told:
+            waiting(text)
+        told = text is not None
+
+    return say
 
 
 def _has_weights(manifest: Mapping[str, Any]) -> bool:

@@ -1,4 +1,5 @@
-"""OpenAI-compatible HTTP over any RolloutEngine.
+"""OpenAI-compatible HTTP over any RolloutEngine: asked.py reads requests, completions.py and streaming.py answer them.
 
-completions.py answers requests, sessions.py keeps a rollout in exact ids, local.py serves both inside a process.
+app.py has the routes, guard.py stands before them, control.py steers weights, sessions.py keeps a rollout in exact ids,
+local.py serves all that inside a training process. No torch.
 """

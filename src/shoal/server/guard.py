@@ -23,7 +23,7 @@ class Access:
     key: str | None = None
     loopback: bool = True  # then only requests to a loopback name are answered, whatever resolves to it elsewhere
     body_bytes: int = 64 * 2**20
-    clients: int = 4096  # requests at once
+    clients: int = 1024  # requests at once
     headers: tuple[tuple[bytes, bytes], ...] = ()  # that every answer carries
 
 
@@ -46,13 +46,13 @@ class Guard:
         send = self._marked(send)
         try:
             self._admit(scope)
-            body = await asyncio.wait_for(self._body(receive), BODY_LIMIT_S)
+            body = await self._body(receive)
+        except _Refusal as refusal:
+            self._clients -= 1
+            return await _refuse(send, refusal)
+        try:
             if body is not None:
                 await self._app(scope, _again(body, receive), send)
-        except TimeoutError:
-            await _refuse(send, _Refusal(408, f"the request did not arrive within {BODY_LIMIT_S:.0f} s", "timeout"))
-        except _Refusal as refusal:
-            await _refuse(send, refusal)
         finally:
             self._clients -= 1
 
@@ -86,7 +86,14 @@ class Guard:
             raise _Refusal(403, "requests from web pages of other origins are refused", "wrong_origin")
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """All of it, bounded; None if the client went away."""
+        """All of it, bounded in size and time; None if the client went away."""
+        try:
+            return await asyncio.wait_for(self._read(receive), BODY_LIMIT_S)
+        except TimeoutError:
+            text = f"the request did not arrive within {BODY_LIMIT_S:.0f} s"
+            raise _Refusal(408, text, "timeout") from None
+
+    async def _read(self, receive: Receive) -> bytes | None:
         body = bytearray()
         while True:
             message = await receive()

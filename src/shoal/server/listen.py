@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp
 from shoal.errors import ConfigError, EngineError
 
 START_LIMIT_S = 30.0
+OPEN_FILES = 8192
 CLOSE_LIMIT_S = 5.0
 KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that it is they who close it
 
@@ -39,6 +41,14 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def _allow_connections() -> None:
+    """A connection is an open file, and many systems give a process 1024 of them unless it asks for more."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if now != resource.RLIM_INFINITY and now < OPEN_FILES:
+        wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, wanted), most))
+
+
 def _taken(address: tuple[str, int]) -> ConfigError:
     return ConfigError(f"infer.port: {address[1]} on {address[0]} is taken; end what holds it, or set another")
 
@@ -47,7 +57,7 @@ class Listener:
     def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, date_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=1, backlog=4096,
+            proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=1, backlog=4096,
         )  # fmt: skip
         self._server = _Server(config)
         self._sock = sock
@@ -58,6 +68,7 @@ class Listener:
         return int(self._sock.getsockname()[1])
 
     async def start(self) -> None:
+        _allow_connections()
         self._task = asyncio.create_task(self._server.serve(sockets=[self._sock]), name="listener")
         async with asyncio.timeout(START_LIMIT_S):
             while not self._server.started:

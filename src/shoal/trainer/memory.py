@@ -179,8 +179,8 @@ def cache_only(decoder: Decoder, layers: dict[int, LayerShape], demand: Demand) 
     if slots < ROW_MULTIPLE:
         raise HardwareError(
             f"a cache for {ROW_MULTIPLE} sequences of {demand.context_tokens} tokens takes "
-            f"{ROW_MULTIPLE * per_slot / GIB:.1f} GiB, more than is free; lower orch.seq_len, "
-            "or raise infer.gpu_memory_utilization"
+            f"{ROW_MULTIPLE * per_slot / GIB:.1f} GiB, more than is free; lower orch.seq_len "
+            "(infer.max_model_len in a server), or raise infer.gpu_memory_utilization"
         )
     tokens = demand.row_tokens * (demand.rows_per_micro_batch or 1)
     return MemoryPlan(slots, tokens, bool(demand.recompute))

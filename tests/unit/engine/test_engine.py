@@ -252,3 +252,24 @@ def test_kept_ids_hold_the_drawn_token_and_have_the_asked_size() -> None:
     answer = one(make_engine(DECODER), top_k=6, max_tokens=12)
     assert answer.kept_ids is not None and [len(ids) for ids in answer.kept_ids] == [6] * 12
     assert all(token in ids for token, ids in zip(answer.token_ids, answer.kept_ids, strict=True))
+
+
+def test_cancelled_requests_leave_waiting_or_running_and_the_others_draw_the_same() -> None:
+    decoder = small_decoder()
+    prompts = random_prompts(0, 10, 20, 15)
+    requests = [ask(f"{i}", prompts[i % 3], seed=i, max_tokens=20) for i in range(12)]
+    expected = run(make_engine(decoder), requests)
+    engine = make_engine(decoder)
+    for request in requests:
+        engine.add(request)
+    finished = [*engine.step(), *engine.step()]
+    assert not finished and len(engine.scheduler.running) == 8 and len(engine.scheduler.waiting) == 4
+    engine.cancel({"2", "5", "10", "unknown"})
+    assert len(engine.scheduler.running) == 6 and len(engine.scheduler.waiting) == 3
+    while engine.busy:
+        finished += engine.step()
+    assert {answer.request_id: answer for answer in finished} == {
+        name: answer for name, answer in expected.items() if name not in ("2", "5", "10")
+    }
+    engine.cancel({"3"})
+    assert not engine.busy

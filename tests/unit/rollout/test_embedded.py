@@ -103,6 +103,77 @@ def test_a_cancelled_call_leaves_the_others_alone(device: ThreadPoolExecutor) ->
     asyncio.run(cancel_one())
 
 
+def test_a_cancelled_call_gives_its_slot_to_the_next(device: ThreadPoolExecutor) -> None:
+    """Eight slots, all taken by calls that would take minutes: when they are cancelled, eight more are answered."""
+    engine = make(device, slots=8, context_tokens=4096)
+
+    async def cancel_all() -> None:
+        endless = [asyncio.create_task(engine.generate(ask(f"{i}", PROMPTS[0], max_tokens=4000))) for i in range(12)]
+        while (await engine.health())["running"] < 8:
+            await asyncio.sleep(0.01)
+        for call in endless:
+            call.cancel()
+        await asyncio.gather(*endless, return_exceptions=True)
+        answers = await asyncio.gather(*(engine.generate(ask(f"n{i}", PROMPTS[1], max_tokens=3)) for i in range(8)))
+        assert [len(answer.token_ids) for answer in answers] == [3] * 8
+        health = await engine.health()
+        assert (health["running"], health["waiting"]) == (0, 0) and health["generated_tokens"] < 4000
+
+    asyncio.run(cancel_all())
+
+
+def test_an_id_that_is_used_again_is_not_answered_by_the_old_request(device: ThreadPoolExecutor) -> None:
+    engine = make(device)
+
+    async def reuse() -> None:
+        expected = (await engine.generate(ask("x", PROMPTS[1], seed=2, max_tokens=6))).token_ids
+        for wait_s in (0.0, 0.001, 0.005, 0.02):
+            old = asyncio.create_task(engine.generate(ask("x", PROMPTS[0], seed=1, max_tokens=30)))
+            await asyncio.sleep(wait_s)
+            old.cancel()
+            await asyncio.gather(old, return_exceptions=True)
+            again = await engine.generate(ask("x", PROMPTS[1], seed=2, max_tokens=6))
+            assert (again.request_id, again.token_ids) == ("x", expected)
+
+    asyncio.run(reuse())
+
+
+def test_nothing_is_drawn_once_a_pause_has_returned(device: ThreadPoolExecutor) -> None:
+    engine = make(device, context_tokens=2048)
+
+    async def pause() -> None:
+        call = asyncio.create_task(engine.generate(ask("r", PROMPTS[0], max_tokens=300)))
+        for _ in range(4):
+            await asyncio.sleep(0.02)
+            await engine.pause()
+            drawn = (await engine.health())["generated_tokens"]
+            await asyncio.sleep(0.05)
+            assert (await engine.health())["generated_tokens"] == drawn
+            await engine.resume()
+        assert len((await call).token_ids) == 300
+
+    asyncio.run(pause())
+
+
+def test_whoever_listens_hears_every_token_but_those_of_the_last_step(device: ThreadPoolExecutor) -> None:
+    engine = make(device)
+
+    async def listen() -> None:
+        heard: list[int] = []
+        values: list[float] = []
+
+        def note(token_ids: list[int], logprobs: list[float]) -> None:
+            heard.extend(token_ids)
+            values.extend(logprobs)
+
+        quiet = await engine.generate(ask("quiet", PROMPTS[0], max_tokens=20))
+        answer = await engine.generate(ask("loud", PROMPTS[0], max_tokens=20), note)
+        assert answer.token_ids == quiet.token_ids and heard == answer.token_ids[:19]
+        assert values == answer.logprobs[:19]
+
+    asyncio.run(listen())
+
+
 def test_a_failure_ends_every_request_with_its_reason(device: ThreadPoolExecutor) -> None:
     decoder = BreakingDecoder(small_decoder().model)
     engine = make(device, decoder)

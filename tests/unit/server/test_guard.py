@@ -135,3 +135,18 @@ def test_clients_are_counted():
         assert (await ask("GET", "/v1/models"))[0] == 200, "and those that were refused are not counted for ever"
 
     guarded(work, clients=1)
+
+
+def test_a_request_that_never_ends_is_cut_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shoal.server.guard.BODY_LIMIT_S", 0.2)
+
+    async def slowly():
+        while True:
+            yield b" "
+            await asyncio.sleep(0.05)
+
+    async def work(ask: Ask) -> None:
+        status, reply = await asyncio.wait_for(ask("POST", "/v1/completions", data=slowly()), 10)
+        assert (status, reply["error"]["code"]) == (408, "timeout")
+
+    guarded(work)

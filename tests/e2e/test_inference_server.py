@@ -1,0 +1,173 @@
+"""`shoal grpo-infer` as a process: it starts and stops, refuses what cannot be, and may be killed under its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.observability.manifest import describe
+from shoal.rollout.http import HttpRolloutEngine
+from shoal.rollout.link import Address
+from shoal.types import Completion, Request, SamplingParams
+
+from .helpers.processes import Command, WarmPython, children_of, environment, wait_until
+
+Start = Callable[..., Command]
+REQUESTS = [
+    Request(f"{i}", [20 + i % 3, 30, 40], SamplingParams(max_tokens=200, min_tokens=150, seed=i)) for i in range(6)
+]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def start(warm: WarmPython, raw_model: Path, port: int, tmp_path: Path) -> Iterator[Start]:
+    started: list[Command] = []
+    (tmp_path / "infer.yaml").write_text(f"model: {raw_model}\nport: {port}\nmax_num_seqs: 8\nmax_model_len: 256\n")
+
+    def run(*overrides: str, **env: str) -> Command:
+        command = warm.start(["grpo-infer", "infer.yaml", *overrides], tmp_path, env=environment(**env))
+        started.append(command)
+        return command
+
+    yield run
+    for command in started:
+        if command.running():
+            command.kill()
+
+
+def up(command: Command) -> Command:
+    wait_until(lambda: "serving" in command.text() or not command.running(), 60, "the server")
+    assert command.running(), command.text()
+    return command
+
+
+def get(port: int, path: str) -> Any:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
+        return json.loads(reply.read())
+
+
+def test_it_serves_until_it_is_told_to_stop(start: Start, port: int, tmp_path: Path):
+    server = up(start())
+    assert get(port, "/health")["ok"] and get(port, "/shoal/about")["max_model_len"] == 256
+    second = start()
+    assert second.wait() == 2
+    assert second.text() == (
+        f"shoal: error: infer.port: {port} on 127.0.0.1 is taken; end what holds it, or set another\n"
+    )
+    assert get(port, "/health")["ok"], "the first is unharmed"
+    server.send(signal.SIGTERM)
+    assert server.wait(20) == 0 and server.text().endswith("stopped by SIGTERM\n")
+    assert (tmp_path / "outputs" / "logs" / "infer.log").is_file()
+    assert up(start()).running(), "and the port is free again"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "env", "says"),
+    [
+        (["infer.host=0.0.0.0"], {}, "infer.host"),
+        (["infer.api_key_var=MY_KEY"], {}, "infer.api_key_var: the environment variable MY_KEY is not set"),
+        (["infer.api_key_var=MY_KEY"], {"MY_KEY": " "}, "infer.api_key_var"),
+        (
+            ["infer.host=192.0.2.1", "infer.api_key_var=MY_KEY"],
+            {"MY_KEY": "k"},
+            "infer.host: cannot listen on 192.0.2.1",
+        ),
+        (["infer.model=nowhere/at/all"], {}, "'nowhere/at/all' does not exist"),
+        (["infer.dtype=float16"], {}, "infer.dtype"),
+        (["infer.max_loras=4"], {}, "infer.max_loras"),
+        (["infer.engine_args={a: 1}"], {}, "infer.engine_args"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_2(overrides: list[str], env: dict[str, str], says: str, start: Start):
+    command = start(*overrides, **env)
+    assert command.wait() == 2
+    assert says in command.text() and len(command.text().splitlines()) == 1, command.text()
+
+
+def test_a_key_is_wanted_from_everybody(start: Start, port: int):
+    up(start("infer.host=0.0.0.0", "infer.api_key_var=MY_KEY", MY_KEY="sesame"))
+
+    async def run() -> None:
+        engine = HttpRolloutEngine(Address(f"http://127.0.0.1:{port}/v1", key="sesame"))
+        assert (await engine.generate(REQUESTS[0])).token_ids
+        await engine.close()
+
+    asyncio.run(run())
+    assert get(port, "/health")["ok"]
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        get(port, "/v1/models")
+
+
+async def draw(engine: HttpRolloutEngine) -> list[Completion]:
+    return list(await asyncio.gather(*(engine.generate(request) for request in REQUESTS)))
+
+
+def test_killed_under_way_and_started_again_it_draws_the_same(start: Start, port: int, raw_model: Path, tmp_path: Path):
+    """Weights of version 4 are loaded again by the client, and every request is asked again."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_pretrained(raw_model)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.05, 0.1)
+    model.save_pretrained(tmp_path / "v4")
+    manifest = {**describe(tmp_path / "v4", 4, "full"), "sigma": 0.02}
+    said: list[str | None] = []
+
+    async def run() -> None:
+        engine = HttpRolloutEngine(Address(f"http://127.0.0.1:{port}/v1", deadline_s=60), waiting=said.append)
+        server = up(start())
+        proof = await engine.load(4, manifest)
+        undisturbed = await draw(engine)
+        assert {span.version for completion in undisturbed for span in completion.spans} == {4}
+        calls = asyncio.create_task(draw(engine))
+        before = (await engine.health())["generated_tokens"]
+        while (await engine.health())["generated_tokens"] < before + 60:
+            await asyncio.sleep(0.01)
+        server.send(signal.SIGKILL)
+        await asyncio.to_thread(server.wait, 10)
+        assert not children_of(server.pid)
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(up, start())
+        assert await asyncio.wait_for(calls, 60) == undisturbed
+        assert get(port, "/shoal/version") == {"version": 4, "hash": proof}
+        await engine.close()
+
+    asyncio.run(run())
+    assert any(
+        text and text.startswith(f"waiting for the inference server at http://127.0.0.1:{port}") for text in said
+    )
+    assert said[-1] is None
+
+
+def test_one_that_does_not_come_back_ends_the_wait_with_the_reason(start: Start, port: int):
+    from shoal.errors import DeadlineError
+
+    async def run() -> None:
+        engine = HttpRolloutEngine(Address(f"http://127.0.0.1:{port}/v1", deadline_s=1))
+        server = up(start())
+        await engine.load(0)
+        calls = asyncio.create_task(draw(engine))
+        await asyncio.sleep(0.1)
+        server.send(signal.SIGKILL)
+        with pytest.raises(DeadlineError, match=r"waited 1 s for the inference server"):
+            await asyncio.wait_for(calls, 30)
+        await engine.close()
+
+    asyncio.run(run())

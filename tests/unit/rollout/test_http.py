@@ -1,0 +1,378 @@
+"""The engine that is a server: the same bits as in this process, lost connections, restarts, answers that are wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from shoal.errors import ConfigError, DeadlineError, EngineError
+from shoal.models.sampler_view import SamplerView
+from shoal.observability.manifest import describe, version_hash
+from shoal.rollout.embedded import EmbeddedRolloutEngine
+from shoal.rollout.http import HttpRolloutEngine
+from shoal.rollout.link import Address
+from shoal.server.control import INCARNATION
+from support.engines import ask, make_engine
+from support.models import EOS, as_decoder, lora_decoder, random_prompts, small_model
+from support.servers import save, serving
+
+PROMPTS = random_prompts(5, 7, 30)
+FACTS = {"incarnation": "one", "max_model_len": 64, "vocab_size": 50, "version": 0, "model": "fish", "paused": False}
+
+
+def good(**changes: Any) -> dict[str, Any]:
+    """An answer of three tokens."""
+    choice = {
+        "token_ids": [7, 8, 9],
+        "logprobs": {"token_logprobs": [-0.5, -1, -0.25]},
+        "text": "abc",
+        "shoal": {"spans": [[0, 3, 0]], "kept_ids": None, "finish_reason": "length"},
+    }
+    return {"choices": [{**choice, **changes}]}
+
+
+def exactly(**changes: Any) -> dict[str, Any]:
+    return good(shoal={**good()["choices"][0]["shoal"], **changes})
+
+
+class Double:
+    """Answers as it is told, one answer after the other; None breaks the connection."""
+
+    def __init__(self, answers: list[Any], facts: Mapping[str, Any] | None = None) -> None:
+        self.answers = answers
+        self.facts = dict(facts or FACTS)
+        self.asked: list[tuple[str, Any]] = []
+
+    async def about(self, request: web.Request) -> web.Response:
+        return web.json_response(self.facts)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append((request.path, await request.json()))
+        said = self.answers.pop(0)
+        if callable(said):
+            said = said()
+        if said is None:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        headers = {INCARNATION: self.facts["incarnation"]}
+        if isinstance(said, web.Response):
+            return said
+        return web.json_response(said, headers=headers)
+
+    @asynccontextmanager
+    async def up(self) -> AsyncIterator[str]:
+        app = web.Application()
+        app.router.add_get("/shoal/about", self.about)
+        app.router.add_post("/{path:.*}", self.answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        finally:
+            await runner.cleanup()
+
+
+def against(double: Double, work: Callable[[HttpRolloutEngine], Awaitable[None]], **options: Any) -> None:
+    async def run() -> None:
+        async with double.up() as url:
+            engine = HttpRolloutEngine(Address(url, deadline_s=2, request_s=options.pop("request_s", 5)), **options)
+            try:
+                await asyncio.wait_for(work(engine), 20)
+            finally:
+                await engine.close()
+
+    asyncio.run(run())
+
+
+REQUEST = ask("r", [1, 2, 3], max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (good(token_ids=[7, 8, 50]), "not one of 0 to 49"),
+        (good(token_ids=[7, 8, "9"]), "not one of 0 to 49"),
+        (good(token_ids=[7, 8]), "2 tokens but 3 log-probs"),
+        (good(logprobs={"token_logprobs": [-0.5, None, -1]}), "missing or not finite"),
+        (good(logprobs={"token_logprobs": [-0.5, 0.5, -1]}), "positive: 0.5"),
+        (good(logprobs=None), "TypeError"),
+        (exactly(spans=[[0, 2, 0]]), "do not cover 3 tokens"),
+        (exactly(spans=[[0, 1, 0], [2, 3, 0]]), "do not cover 3 tokens"),
+        (exactly(spans=[[0, 3, 4]]), "drawn with version 4, it should be 0"),
+        (exactly(finish_reason="tired"), "finish_reason is 'tired'"),
+        (exactly(kept_ids=[[1]]), "3 tokens but 1 kept sets"),
+        (good(token_ids=[7] * 9, logprobs={"token_logprobs": [-1.0] * 9}), "9 tokens, 8 were asked for"),
+        ({"choices": []}, "not enough values"),
+        ({"hello": 1}, "KeyError: 'choices'"),
+        (web.Response(text="<html>welcome</html>", content_type="text/html"), "not JSON (status 200): '<html>"),
+        (web.Response(text='{"choices": [{"tok', content_type="application/json"), "not JSON"),
+        (web.Response(text='{"error": {"message": "no"}}', status=500), "(status 500): no"),
+    ],
+)
+def test_an_answer_that_no_sampler_gives_ends_it_and_names_the_server(answer: Any, says: str):
+    async def work(engine: HttpRolloutEngine) -> None:
+        with pytest.raises(EngineError) as caught:
+            await engine.generate(REQUEST)
+        assert says in str(caught.value) and "the inference server at http://127.0.0.1:" in str(caught.value)
+
+    against(Double([answer]), work)
+
+
+def test_a_good_answer_is_what_was_said():
+    async def work(engine: HttpRolloutEngine) -> None:
+        answer = await engine.generate(REQUEST)
+        assert (answer.request_id, answer.token_ids, answer.logprobs) == ("r", [7, 8, 9], [-0.5, -1.0, -0.25])
+
+    double = Double([good()])
+    against(double, work)
+    ((path, body),) = double.asked
+    assert path == "/v1/completions" and body["prompt"] == [1, 2, 3] and body["temperature"] == 1.0
+    assert set(body) >= {"top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids"}
+
+
+def test_a_lost_connection_is_asked_again_but_not_for_ever():
+    async def once(engine: HttpRolloutEngine) -> None:
+        assert (await engine.generate(REQUEST)).token_ids == [7, 8, 9]
+
+    double = Double([None, None, good()])
+    against(double, once)
+    assert len(double.asked) == 3 and double.asked[0] == double.asked[2]
+
+    async def for_ever(engine: HttpRolloutEngine) -> None:
+        with pytest.raises(EngineError, match="is up but lost /v1/completions 5 times in a row"):
+            await engine.generate(REQUEST)
+
+    against(Double([None] * 9), for_ever)
+
+
+def test_an_answer_that_does_not_come_has_a_deadline():
+    async def work(engine: HttpRolloutEngine) -> None:
+        with pytest.raises(DeadlineError, match=r"no answer to /v1/completions within 1 s; raise orch.client.timeout"):
+            await engine.generate(REQUEST)
+
+    class Slow(Double):
+        async def answer(self, request: web.Request) -> web.StreamResponse:
+            await asyncio.sleep(30)
+            return web.Response()
+
+    against(Slow([]), work, request_s=1.0)
+
+
+def test_a_new_process_is_given_the_weights_first(tmp_path: Path):
+    """The server comes back without them: it is loaded and paused as before, then asked again."""
+    (tmp_path / "a").write_bytes(b"fish")
+    manifest = {**describe(tmp_path, 3, "full"), "sigma": 0.5}
+    loaded = {"version": 3, "hash": version_hash(manifest)}
+    double = Double([])
+
+    def restart() -> None:
+        double.facts["incarnation"] = "two"
+
+    double.answers = [loaded, restart, loaded, exactly(spans=[[0, 3, 3]])]
+
+    async def work(engine: HttpRolloutEngine) -> None:
+        assert await engine.load(3, manifest) == loaded["hash"]
+        assert (await engine.generate(REQUEST)).spans[0].version == 3
+
+    against(double, work, noise_seed=9)
+    paths = [path for path, _ in double.asked]
+    assert paths == ["/shoal/load", "/v1/completions", "/shoal/load", "/v1/completions"]
+    assert double.asked[0] == double.asked[2] and double.asked[2][1]["noise_seed"] == 9
+
+
+def test_an_answer_of_a_process_that_has_not_got_our_weights_is_not_taken(tmp_path: Path):
+    """It was restarted between two requests: the first answer it gives is of the wrong weights."""
+    double = Double([])
+
+    def first_of_the_new_one() -> dict[str, Any]:
+        double.facts["incarnation"] = "two"
+        return good()
+
+    double.answers = [
+        {"version": 0, "hash": "h"},
+        first_of_the_new_one,
+        {"version": 0, "hash": "h"},
+        good(text="right"),
+    ]
+
+    async def work(engine: HttpRolloutEngine) -> None:
+        await engine.load(0)
+        assert (await engine.generate(REQUEST)).text == "right"
+
+    against(double, work)
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [({"version": 2, "hash": "h"}, "serves version 2, not 3"), ({"version": 3, "hash": "h"}, "the hash differs")],
+)
+def test_a_load_that_proves_something_else_ends_it(reply: Any, says: str, tmp_path: Path):
+    (tmp_path / "a").write_bytes(b"fish")
+
+    async def work(engine: HttpRolloutEngine) -> None:
+        with pytest.raises(EngineError, match=says):
+            await engine.load(3, describe(tmp_path, 3, "full"))
+
+    against(Double([reply]), work)
+
+
+def test_who_is_met_is_looked_at():
+    async def other(engine: HttpRolloutEngine) -> None:
+        with pytest.raises(EngineError, match="serves 'fish', not 'cat'"):
+            await engine.about()
+
+    against(Double([]), other, model="cat")
+
+    async def stranger(engine: HttpRolloutEngine) -> None:
+        with pytest.raises(EngineError, match="does not say its incarnation; is it a Shoal server"):
+            await engine.about()
+
+    against(Double([], {"hello": "world"}), stranger)
+
+
+def test_nobody_there():
+    said: list[str | None] = []
+
+    async def run() -> None:
+        engine = HttpRolloutEngine(Address("http://127.0.0.1:9/v1", deadline_s=0.5), waiting=said.append)
+        with pytest.raises(DeadlineError, match=r"waited 0 s for the inference server at http://127.0.0.1:9, since"):
+            await engine.about()
+        assert (await engine.health())["ok"] is False
+        await engine.close()
+        wrong = HttpRolloutEngine(Address("nowhere", deadline_s=0.5))
+        with pytest.raises(ConfigError, match=r"orch.client.base_url"):
+            await wrong.about()
+        await wrong.close()
+
+    asyncio.run(run())
+    assert said[0] is not None and said[0].startswith("waiting for the inference server at http://127.0.0.1:9 since")
+    assert said[-1] is None
+
+
+def test_a_process_that_was_replaced_without_a_word_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    """The request hangs for ever on a connection that leads nowhere; the new process would answer it."""
+    monkeypatch.setattr("shoal.rollout.http.LOOK_EVERY_S", 0.1)
+
+    class Replaced(Double):
+        async def answer(self, request: web.Request) -> web.StreamResponse:
+            if self.facts["incarnation"] == "one":
+                self.facts["incarnation"] = "two"
+                await asyncio.sleep(30)
+            return await super().answer(request)
+
+    async def work(engine: HttpRolloutEngine) -> None:
+        assert (await engine.generate(REQUEST)).token_ids == [7, 8, 9]
+
+    against(Replaced([good()]), work, request_s=60)
+
+
+def test_one_that_hangs_is_waited_for_in_words_and_not_for_ever(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shoal.rollout.http.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("shoal.rollout.http.PROBE_S", 0.2)
+    said: list[str | None] = []
+
+    class Hanging(Double):
+        async def about(self, request: web.Request) -> web.Response:
+            if self.asked:
+                await asyncio.sleep(30)
+            return await super().about(request)
+
+        async def answer(self, request: web.Request) -> web.StreamResponse:
+            self.asked.append((request.path, None))
+            await asyncio.sleep(30)
+            return web.Response()
+
+    async def work(engine: HttpRolloutEngine) -> None:
+        with pytest.raises(DeadlineError, match=r"waited 2 s for the inference server"):
+            await asyncio.gather(*(engine.generate(REQUEST) for _ in range(3)))
+
+    against(Hanging([]), work, request_s=60, waiting=said.append)
+    assert any(text and "no answer to /shoal/about" in text for text in said)
+
+
+def test_a_key_is_asked_for_by_its_name():
+    async def work(engine: HttpRolloutEngine) -> None:
+        with pytest.raises(ConfigError, match=r"wants a key: no; set orch.client.api_key_var"):
+            await engine.generate(REQUEST)
+
+    against(Double([web.Response(text='{"error": {"message": "no"}}', status=401)]), work)
+
+
+REQUESTS = [
+    ask(f"{i}", PROMPTS[i % 2], seed=100 + i, max_tokens=24, **extra)
+    for i, extra in enumerate(
+        [
+            {},
+            {"temperature": 0.6},
+            {"top_k": 5},
+            {"top_p": 0.8, "min_p": 0.02},
+            {"min_tokens": 9},
+            {"stop": ("a", "bc")},
+        ]
+        * 2
+    )
+]
+
+
+async def drawn(engine: Any) -> list[Any]:
+    return await asyncio.gather(*(engine.generate(request) for request in REQUESTS))
+
+
+@pytest.mark.parametrize("kind", ("full", "lora"))
+@pytest.mark.parametrize("sigma", (0.0, 0.05), ids=("plain", "noisy"))
+def test_the_same_bits_as_the_engine_in_this_process(kind: Any, sigma: float, tmp_path: Path):
+    """Version 0 and version 2, tokens and log-probs and spans and kept ids, with the noise of the run's own seed."""
+    base = small_model("qwen3", seed=3)
+    trained: Any = as_decoder(small_model("qwen3", seed=6)) if kind == "full" else lora_decoder(seed=3, rank=8)
+
+    async def here() -> list[Any]:
+        with ThreadPoolExecutor(1) as device:
+            found = []
+            for decoder, version in ((as_decoder(copy.deepcopy(base)), 0), (trained, 2)):
+                inner = make_engine(decoder, SamplerView(decoder), slots=8, eos_token_ids=(EOS,))
+                engine = EmbeddedRolloutEngine(inner, device, noise_seed=11)
+                await engine.load(version, {"sigma": sigma})
+                found += await drawn(engine)
+            return found
+
+    async def there() -> list[Any]:
+        lora = {"enable_lora": True, "max_lora_rank": 8} if kind == "lora" else {}
+        async with serving(save(base, tmp_path / "base"), **lora) as server:
+            engine = HttpRolloutEngine(Address(f"{server.url}/v1"), noise_seed=11)
+            await engine.load(0, {"sigma": sigma})
+            found = await drawn(engine)
+            await engine.load(2, {**describe(save(trained.model, tmp_path / "v2"), 2, kind), "sigma": sigma})
+            found += await drawn(engine)
+            await engine.close()
+            return found
+
+    assert asyncio.run(there()) == asyncio.run(here())
+
+
+def test_versions_change_under_way(tmp_path: Path):
+    """A request that is drawn while a version arrives has a span of each, and is taken."""
+    base, trained = small_model("qwen3", seed=3), small_model("qwen3", seed=6)
+
+    async def run() -> None:
+        async with serving(save(base, tmp_path / "base"), max_model_len=512) as server:
+            engine = HttpRolloutEngine(Address(f"{server.url}/v1"))
+            await engine.load(0)
+            call = asyncio.create_task(engine.generate(ask("r", PROMPTS[0], max_tokens=400, min_tokens=400)))
+            while not (await engine.health())["generated_tokens"]:
+                await asyncio.sleep(0.005)
+            await engine.load(1, describe(save(trained, tmp_path / "v1"), 1, "full"))
+            spans = (await call).spans
+            assert [span.version for span in spans] == [0, 1] and spans[1].end == 400
+            await engine.close()
+
+    asyncio.run(run())
