@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from shoal.config.resolve import resolve_run
 from shoal.config.schema import InferConfig, OrchConfig, RunConfig, TrainConfig
 from shoal.config.split import check_split
 from shoal.errors import ShoalError
-from shoal.observability.console import BaseConsole, make_console
+from shoal.observability.console import BaseConsole, PlainConsole
 from shoal.observability.logs import setup_logging, stop_logging
 from shoal.orchestrator.meeting import LOOK_S, Ended, Meeting, ending_of
 from shoal.orchestrator.ranks import Alone
@@ -55,7 +56,8 @@ def serve_training(section: TrainConfig, origins: Origins) -> None:
     handler = setup_logging(Path(section.output_dir) / "logs", "train" if ranks.rank == 0 else f"train-{ranks.rank}")
     try:
         if ranks.rank > 0:
-            asyncio.run(_follow(given, ranks))
+            with contextlib.suppress(Ended):
+                asyncio.run(_follow(given, ranks))
             return
         with _console() as console, _taking_part("train", section, console) as meeting:
             asyncio.run(_answer_calls(meeting, origins, Team(given, ranks), console))
@@ -175,7 +177,8 @@ def _taking_part(
 
 @contextlib.contextmanager
 def _console() -> Iterator[BaseConsole]:
-    console = make_console(plain=True)
+    """Without heartbeats: a process that waits says so itself, and a run has a console of its own."""
+    console = PlainConsole(sys.stdout, heartbeat_s=float("inf"))
     try:
         yield console
     finally:

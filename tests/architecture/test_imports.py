@@ -12,6 +12,7 @@ LEVELS = [
     ["launcher"],
     ["cli", "__main__"],
     ["grpo_trainer", "recipes"],
+    ["split"],
     ["api"],
     ["demo"],
     ["report"],

@@ -10,7 +10,9 @@ SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 ROOMS = [
     "types", "protocols", "errors", "config", "batching", "envs", "rewards", "orchestrator", "observability", "report",
     "surfaces", "grpo_trainer", "cli", "launcher", "server", "algorithms.advantages",
-    "rollout.runner", "rollout.link", "rollout.http",
+    "split", "transport.calls", "transport.folder_calls", "transport.folder_weights", "transport.presence",
+    "transport.tcp_calls", "rollout.runner", "rollout.link", "rollout.http", "models.chat",
+    "models.tokenizer", "build.split",
 ]  # fmt: skip
 HEAVY = ("torch", "transformers", "peft", "accelerate", "safetensors.torch")
 
@@ -54,3 +56,23 @@ def test_room_imports_without_torch(room: str):
 
 def test_the_block_works():
     assert "not allowed here" in import_without_torch(["torch"]).stderr
+
+
+def test_a_tokenizer_loads_without_torch(tmp_path: Path):
+    """What grpo-orch needs of transformers, which imports torch wherever it finds it."""
+    from shoal.models.shapes import character_tokenizer
+
+    character_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    script = f"""
+import sys
+from shoal.models.chat import Chat
+from shoal.models.tokenizer import load_tokenizer, torch_left_out
+with torch_left_out():
+    chat = Chat(load_tokenizer({str(tmp_path)!r}))
+ids = chat.prompt_ids([{{"role": "user", "content": "abc"}}])
+assert "abc" in chat.full_text(ids)
+print("torch" in sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "False", result.stderr[-2000:]

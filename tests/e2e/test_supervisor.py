@@ -35,6 +35,10 @@ def pids_of(run: Run) -> dict[str, int]:
     return {name: json.loads(file.read_text())["pid"] for name, file in files.items()}
 
 
+def loads_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
 def wait_for_step(run: Run, command: Command, step: int) -> None:
     journal = run.path / "journal.jsonl"
 
@@ -52,7 +56,9 @@ def test_crashes_are_mended_and_the_run_is_the_same(tmp_path: Path, warm: WarmPy
     run = one_file(tmp_path / "split", warm, model)
     command = start(run)
     wait_for_step(run, command, 1)
-    os.kill(pids_of(run)["train"], signal.SIGKILL)
+    pids = pids_of(run)
+    assert loads_torch(pids["train"]) and loads_torch(pids["infer"]) and not loads_torch(pids["orch"])
+    os.kill(pids["train"], signal.SIGKILL)
     wait_for_step(run, command, 3)
     os.kill(pids_of(run)["orch"], signal.SIGKILL)
     assert command.wait(LIMIT_S) == 0, command.text()[-3000:]
@@ -64,7 +70,7 @@ def test_crashes_are_mended_and_the_run_is_the_same(tmp_path: Path, warm: WarmPy
 
 def test_killed_itself_it_leaves_nobody_behind(tmp_path: Path, warm: WarmPython, model: Path):
     run = one_file(tmp_path, warm, model, steps=1000)
-    command = start(run)
+    command = start(run, "train.lora=true", "train.lora_rank=4")  # the server is told to serve adapters
     wait_for_step(run, command, 1)
     below = children_of(command.pid)
     assert {*pids_of(run).values()} <= {*below} and len(below) > 3, "reward workers are below the orchestrator"
@@ -72,7 +78,7 @@ def test_killed_itself_it_leaves_nobody_behind(tmp_path: Path, warm: WarmPython,
     wait_until(lambda: not any(alive(pid) for pid in below), 5, "the end of all children", 0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_ends_all_three(tmp_path: Path, warm: WarmPython, model: Path, number: int):
     run = one_file(tmp_path, warm, model, steps=1000 if number == signal.SIGINT else 6)
     command = start(run)

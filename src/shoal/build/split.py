@@ -79,7 +79,10 @@ async def assemble_split(meeting: Meeting, config: RunConfig, prepared: Prepared
 
 def _tell_wait(watching: Watching, text: str) -> None:
     """Who is waited for, since when, and that it is over: on the console, in the events and in the status."""
-    watching.events.warn("waiting", text)
+    waits = text.startswith("waiting")
+    watching.events.emit("waiting", text, level="warning" if waits else "notice")
+    if not waits:
+        watching.console.note(text)
     status = watching.run_dir.status
     watching.run_dir.write_status(
         "running",
@@ -197,7 +200,9 @@ def make_engine(config: RunConfig, meeting: Meeting, chat: Chat) -> RolloutEngin
     key = os.environ.get(client.api_key_var) if client.api_key_var is not None else None
     if client.api_key_var is not None and not key:
         raise ConfigError(f"orch.client.api_key_var: the environment variable {client.api_key_var} is not set")
-    address = Address(client.base_url, key, orch.deadline_s, client.timeout, max(64, 2 * orch.batch_size))
+    # A wait for the server ends before the wait for the groups it should have drawn: the reason names the cause.
+    limit_s = max(orch.deadline_s / 2, orch.deadline_s - 30)
+    address = Address(client.base_url, key, limit_s, client.timeout, max(64, 2 * orch.batch_size))
     return HttpRolloutEngine(address, config.train.model, config.train.seed, waits.heard)
 
 

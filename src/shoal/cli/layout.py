@@ -20,6 +20,7 @@ from shoal.observability.run_dir import is_used
 from shoal.orchestrator.supervise import Child, Supervisor
 
 COMPONENTS = ("infer", "train", "orch")
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def supervise(command: SplitCommand, loaded: Loaded[RunConfig]) -> int | None:
     findings.raise_errors(loaded.origins)
     config = resolve_run(loaded.config)
     resume = command.resume or config.train.resume_from_checkpoint
-    notices(findings.notice_lines() + prepare_folder(loaded, config, resume))
+    notices(prepare_folder(loaded, config, resume))  # the rest is told by the orchestrator
     folder = Path(config.train.output_dir)
     if command.dry_run:
         say(as_yaml(config))
@@ -78,17 +79,24 @@ def _implied(given: RunConfig, resolved: RunConfig) -> dict[str, list[str]]:
     implied = {name: [f"{name}.output_dir={_quoted(folder)}"] for name in COMPONENTS}
     for name, key in (("train", "train.model"), ("infer", "infer.model"), ("orch", "orch.model.name")):
         implied[name].append(f"{key}={_quoted(str(model))}")
-    infer = resolved.infer
-    if infer.engine != "embedded":  # it is started with what the run needs
-        needs = {"max_model_len": infer.max_model_len, "max_num_seqs": infer.max_num_seqs}
-        needs |= {"enable_lora": True, "max_lora_rank": infer.max_lora_rank} if resolved.train.lora else {}
-        implied["infer"] += [f"infer.{key}={str(value).lower()}" for key, value in needs.items()]
-    ours = infer.engine == "embedded" or infer.engine_python is not None
+    implied["infer"] += [f"infer.{key}={value}" for key, value in _served(given, resolved).items()]
+    ours = resolved.infer.engine == "embedded" or resolved.infer.engine_python is not None
     if ours and "client" not in given.orch.model_fields_set:
         port = resolved.infer.port if "port" in given.infer.model_fields_set else _free_port()
         implied["infer"].append(f"infer.port={port}")
         implied["orch"].append(f"orch.client.base_url=http://{resolved.infer.host}:{port}/v1")
     return implied
+
+
+def _served(given: RunConfig, resolved: RunConfig) -> dict[str, object]:
+    """What a server must be able to do for this run, where its section leaves it open."""
+    train, infer = resolved.train, resolved.infer
+    needed: dict[str, object] = {"max_model_len": infer.max_model_len, "max_num_seqs": infer.max_num_seqs}
+    if train.lora:
+        needed |= {"enable_lora": "true", "max_lora_rank": infer.max_lora_rank}
+    if train.recipe in DTYPES:
+        needed["dtype"] = DTYPES[train.recipe]
+    return {key: value for key, value in needed.items() if key not in given.infer.model_fields_set}
 
 
 def _quoted(text: str) -> str:

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 @contextmanager
 def torch_left_out() -> Iterator[None]:
     """transformers imports torch wherever it is installed, which takes seconds that a tokenizer does not need."""
-    absent = "torch" not in sys.modules
-    if absent:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed,
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # which transformers would remark upon
     try:
         yield
     finally:
-        if absent:
-            sys.modules.pop("torch", None)
+        sys.modules.pop("torch", None)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -29,7 +29,7 @@ from shoal.errors import (
 from shoal.transport.presence import COMPONENTS, End, Peers, Presence, read_end, tell_end
 
 LOOK_S = 0.1
-FIRST_WORD_S = 5.0  # of silence, before a wait is told
+FIRST_WORD_S = 3.0  # of silence, before a wait is told
 Tell = Callable[[str], None]
 
 

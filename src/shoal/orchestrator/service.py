@@ -19,7 +19,7 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.observability.atomic import fault
 from shoal.observability.metrics import Tally
 from shoal.orchestrator.learn import Learner
-from shoal.orchestrator.meeting import Meeting
+from shoal.orchestrator.meeting import Ended, Meeting
 from shoal.orchestrator.parts import Files
 from shoal.orchestrator.wire import pack_learned, unpack_groups
 from shoal.protocols import Ranks, WeightChannel
@@ -69,22 +69,30 @@ class TrainingService:
     async def _receive(self, answerer: Answerer | None, meeting: Meeting | None) -> Call:
         """The next call, on every rank. The others wait for as long as the first one shows signs of life."""
         received: list[Call] = []
+        ended: list[Ended] = []
 
         async def listen() -> None:
             assert answerer is not None and meeting is not None
-            since = time.monotonic()
-            while not received:
-                call = await answerer.next()
-                if call is not None and self._has_payload(call):
-                    received.append(call)
-                    return
-                if meeting.peers.is_alive("orch"):
-                    since = time.monotonic()  # it is doing something else
-                meeting.watch("orch", "come back", since)
+            try:
+                received.append(await self._next_call(answerer, meeting))
+            except Ended as error:
+                ended.append(error)
 
         await self._ranks.on_main(listen)
         parts = await self._ranks.exchange(msgspec.msgpack.encode(received[0]) if received else b"")
+        if not parts[0]:
+            raise ended[0] if ended else Ended("the first process ended")
         return msgspec.msgpack.decode(parts[0], type=Call)
+
+    async def _next_call(self, answerer: Answerer, meeting: Meeting) -> Call:
+        since = time.monotonic()
+        while True:
+            call = await answerer.next()
+            if call is not None and self._has_payload(call):
+                return call
+            if meeting.peers.is_alive("orch"):
+                since = time.monotonic()  # it is doing something else
+            meeting.watch("orch", "come back", since)
 
     def _has_payload(self, call: Call) -> bool:
         """Read what belongs to the call; a caller that was killed may have left a call whose files are gone."""

@@ -101,7 +101,7 @@ class Supervisor:
     def _watch(self) -> int:
         while True:
             if len(self._signals) > 1:
-                return EXIT_INTERRUPTED if self._signals[0] == signal.SIGINT else EXIT_TERMINATED
+                return self._signalled()
             for child in self._children.values():
                 code = child.poll()
                 if code is not None:
@@ -109,6 +109,9 @@ class Supervisor:
                     if ended is not None:
                         return ended
             time.sleep(TICK_S)
+
+    def _signalled(self) -> int:
+        return EXIT_INTERRUPTED if self._signals[0] == signal.SIGINT else EXIT_TERMINATED
 
     def _ended(self, child: Child, code: int) -> int | None:
         """What follows from the end of a child: another start, or the end of the run with this exit code."""
@@ -119,6 +122,8 @@ class Supervisor:
             self._tell(f"{child.name} ended by {how}; it is started again ({child.restarts} of {MAX_RESTARTS})")
             child.start(again=True)
             return None
+        if crashed and self._signals:
+            return self._signalled()
         if crashed:
             self._tell(f"{child.name} ended again ({code}) and is given up")
             self._show(child)
@@ -146,7 +151,7 @@ class Supervisor:
 
     def _end_all(self) -> None:
         """The others end by themselves when the run does; whoever does not is ended."""
-        patient = len(self._signals) < 2 and self._leader.code is not None
+        patient = len(self._signals) < 2 and self._leader.code is not None and self._leader.code >= 0
         for child in self._children.values():
             if patient:
                 self._wait_for(child, GRACE_S)

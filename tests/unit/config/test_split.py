@@ -1,0 +1,68 @@
+"""Three sections put together where their processes meet: the same judgement as of one file, secrets left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shoal.config.load import load_section
+from shoal.config.schema import InferConfig, OrchConfig, TrainConfig
+from shoal.config.split import check_split, merge_sections, section_data
+from shoal.errors import ConfigError
+
+TRAIN = {"model": "m", "max_steps": 4, "sequence_len": 128, "output_dir": "there"}
+ORCH: dict[str, Any] = {"env": [{"id": "reverse-text", "args": {"api_key": "canary"}}], "model": {"name": "m"}}
+
+
+def problems(train: dict[str, Any], infer: dict[str, Any], orch: dict[str, Any]) -> list[str]:
+    own = TrainConfig.model_validate(TRAIN | train)
+    others = {
+        "infer": section_data(InferConfig.model_validate({"model": "m", "output_dir": "here"} | infer)),
+        "orch": section_data(OrchConfig.model_validate(ORCH | orch)),
+    }
+    config = merge_sections("train", own, others)
+    assert {config.train.output_dir, config.infer.output_dir, config.orch.output_dir} == {"there"}
+    return [".".join(map(str, problem.path)) for problem in check_split(config).errors]
+
+
+@pytest.mark.parametrize(
+    ("train", "infer", "orch", "key"),
+    [
+        ({}, {"model": "n"}, {}, "infer.model"),
+        ({}, {}, {"max_steps": 5}, "orch.max_steps"),
+        ({}, {}, {"seq_len": 64}, "orch.seq_len"),
+        ({}, {"max_model_len": 64}, {}, "train.sequence_len"),
+        ({}, {}, {"sampling": {"max_tokens": 128}}, "orch.sampling.max_tokens"),
+        ({"lora": True, "lora_rank": 8}, {}, {"model": {"name": "m", "lora_rank": 4}}, "orch.model.lora_rank"),
+        ({"lora": True, "lora_alpha": 8}, {}, {"model": {"name": "m", "lora_alpha": 4}}, "orch.model.lora_alpha"),
+        ({"lora": True, "lora_rank": 8}, {"max_lora_rank": 4}, {}, "train.lora_rank"),
+        ({"lora": True}, {"enable_lora": False}, {}, "infer.enable_lora"),
+        ({}, {"weights": "own"}, {}, "infer.weights"),
+    ],
+)
+def test_contradictions_between_sections(train: dict[str, Any], infer: dict[str, Any], orch: dict[str, Any], key: str):
+    assert key in problems(train, infer, orch)
+
+
+def test_keys_of_the_split_layout_are_welcome():
+    split = {"weight_broadcast": {"type": "nccl"}, "rollout_transport": {"type": "tcp"}, "deadline_s": 5.0}
+    found = problems(split, {"port": 9000, "deadline_s": 5.0}, {"client": {"base_url": "http://127.0.0.1:9000/v1"}})
+    assert not [key for key in found if key != "train.model"]
+
+
+def test_secrets_are_not_told_to_the_others():
+    told = section_data(OrchConfig.model_validate(ORCH))
+    assert "canary" not in repr(told)
+    with pytest.raises(ConfigError, match=r"handshake: orch\.batch"):
+        merge_sections("train", TrainConfig.model_validate(TRAIN), {"infer": {}, "orch": told | {"batch": 4}})
+
+
+def test_a_section_is_found_in_a_file_for_the_whole_run(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("train:\n  model: m\n  max_steps: 3\norch:\n  env: reverse-text\n")
+    assert load_section("train", str(file)).config.max_steps == 3
+    assert load_section("orch", str(file), ["orch.batch_size=32"]).config.batch_size == 32
+    assert load_section("infer", str(file), ["infer.port=9"]).config.port == 9
+    loaded = load_section("train", str(file))
+    assert loaded.origins.at(("train", "max_steps")) == f"{file}:3"

@@ -1,0 +1,109 @@
+"""Weight versions on their way: as folders, and over torch.distributed with gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.errors import ConfigError, StorageError
+from shoal.observability import manifest as manifests
+from shoal.transport.broadcast import BroadcastWeightChannel, BroadcastWeights, version_hash
+from shoal.transport.folder_weights import FolderWeightChannel
+
+
+def folder_channel(folder: Path) -> FolderWeightChannel:
+    async def export(target: Path) -> None:
+        (target / "model.safetensors").write_bytes(b"numbers")
+
+    return FolderWeightChannel(folder, "full", export, noise_seed=7)
+
+
+def versions(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "weights").iterdir())
+
+
+def test_a_version_is_a_folder_with_a_manifest(tmp_path: Path):
+    manifest = asyncio.run(folder_channel(tmp_path).publish(7))
+    assert manifest["path"] == str((tmp_path / "weights" / "v000007").resolve())
+    assert (manifest["version"], manifest["kind"], manifest["noise_seed"]) == (7, "full", 7)
+    assert manifests.verify(manifest) == manifests.version_hash(manifest)
+    assert json.loads((tmp_path / "weights" / "v000007" / "manifest.json").read_text()) == manifest
+    (tmp_path / "weights" / "v000007" / "model.safetensors").write_bytes(b"numbars")
+    with pytest.raises(StorageError, match="checksum differs"):
+        manifests.verify(manifest)
+
+
+def test_the_newest_two_are_kept_in_the_order_they_were_published(tmp_path: Path):
+    async def publish() -> None:
+        channel = folder_channel(tmp_path)
+        for version in (4, 5, 6):
+            await channel.publish(version)
+        assert versions(tmp_path) == ["v000005", "v000006"]
+        await channel.publish(4)  # the run went back to a checkpoint
+        assert versions(tmp_path) == ["v000004", "v000006"]
+
+    asyncio.run(publish())
+    later = folder_channel(tmp_path)  # another trainer: an engine may still read what the last one wrote
+    asyncio.run(later.publish(5))
+    assert versions(tmp_path) == ["v000004", "v000005"]
+
+
+def test_a_version_that_was_cut_short_is_not_there(tmp_path: Path):
+    async def export(target: Path) -> None:
+        (target / "model.safetensors").write_bytes(b"num")
+        raise StorageError("could not save: the disk is full")
+
+    channel = FolderWeightChannel(tmp_path, "full", export)
+    with pytest.raises(StorageError, match="disk is full"):
+        asyncio.run(channel.publish(1))
+    assert versions(tmp_path) == []
+
+
+TENSORS = {
+    "a.weight": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.tensor(2.5)
+}  # fmt: skip
+
+
+def broadcast_channel() -> BroadcastWeightChannel:
+    async def snapshot() -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
+        return dict(TENSORS), {"r": 4}
+
+    return BroadcastWeightChannel("127.0.0.1", 0, snapshot, noise_seed=3)
+
+
+def test_a_version_is_fetched_as_often_as_it_is_asked_for():
+    async def fetch() -> None:
+        channel = broadcast_channel()
+        manifest = await channel.publish(5)
+        assert (manifest["kind"], manifest["backend"], manifest["world"]) == ("lora", "gloo", 2)
+        for _ in range(2):  # the second one was restarted
+            found = await asyncio.to_thread(BroadcastWeights, json.loads(json.dumps(manifest)))
+            assert found.hash == version_hash(5, manifest["tensors"]) and found.adapter == {"r": 4}
+            assert found.shapes == {"a.weight": (3, 4), "b": (5,), "c": ()}
+            for name, tensor in TENSORS.items():
+                assert found.tensor(name).dtype == tensor.dtype and torch.equal(found.tensor(name), tensor)
+        channel.close()
+
+    asyncio.run(fetch())
+
+
+def test_what_arrives_changed_or_is_gone_is_refused():
+    async def fetch() -> None:
+        channel = broadcast_channel()
+        manifest = dict(await channel.publish(5))
+        with pytest.raises(StorageError, match="does not offer version 4"):
+            await asyncio.to_thread(BroadcastWeights, {**manifest, "version": 4})
+        wrong = [{**entry, "sha256": "0" * 64} if entry["name"] == "b" else entry for entry in manifest["tensors"]]
+        with pytest.raises(StorageError, match="b of version 5 arrived changed"):
+            await asyncio.to_thread(BroadcastWeights, {**manifest, "tensors": wrong})
+        port = int(manifest["address"].rpartition(":")[2])
+        with pytest.raises(ConfigError, match=r"train\.weight_broadcast\.port"):
+            BroadcastWeightChannel("127.0.0.1", port, lambda: asyncio.sleep(0))  # type: ignore[arg-type,return-value]
+        channel.close()
+
+    asyncio.run(fetch())
