@@ -6,8 +6,9 @@ STAMP := $(VENV)/.installed
 DEMO_DIR ?= outputs/demo
 DEMO_SEED ?= 1
 VERIFIERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-verifiers
+VLLM ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-vllm
 
-.PHONY: venv demo test test-slow test-verifiers check clean
+.PHONY: venv demo test test-slow test-verifiers test-vllm check clean
 
 venv: $(STAMP)
 
@@ -34,6 +35,11 @@ test-slow: venv
 test-verifiers: venv
 	$(BIN)/python tests/verifiers/install.py $(VERIFIERS)
 	SHOAL_VERIFIERS=$(VERIFIERS) $(BIN)/python -m pytest -q -m verifiers
+
+# A real vLLM on the CPU, in a Python of its own outside the clone: installed once, and the server started once a run.
+test-vllm: venv
+	$(BIN)/python tests/real_vllm/install.py $(VLLM)
+	SHOAL_VLLM=$(VLLM) $(BIN)/python -m pytest -q -m vllm
 
 check: venv
 	$(BIN)/ruff check .

@@ -106,6 +106,7 @@ async def _train(
     watchdog.start()
     loop = assembled.loop
     try:
+        await assembled.start()
         if found is not None:
             await loop.restore(Path(found["path"]))
             events.step = found["step"]

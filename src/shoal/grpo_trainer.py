@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal import api, build
 from shoal.config.base import IN_MEMORY
+from shoal.config.infer import InferConfig
 from shoal.config.orch import EnvConfig, EvalConfig
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
@@ -159,7 +160,8 @@ class GRPOTrainer:
         train = train.model_copy(update=weights)
         env = [EnvConfig(id=IN_MEMORY, name=TEST)]
         orch = orch.model_copy(update={"env": env, "eval": EvalConfig(num_examples=count), "model": type(orch.model)()})
-        infer = self.config.infer.model_copy(update={"model": None})
+        # Tested with the trained weights as they are, whatever sampled in training.
+        infer = InferConfig(max_model_len=self.config.infer.max_model_len)
         return resolve_run(RunConfig.model_construct(train=train, infer=infer, orch=orch))
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from shoal import api
 from shoal.build import Given
+from shoal.build.remote import serve_others
 from shoal.build.split import assemble_split, make_answerer, make_trainee
 from shoal.config.problems import Origins
 from shoal.config.resolve import resolve_run
@@ -77,10 +78,14 @@ def serve_inference(section: InferConfig, origins: Origins, tell: Callable[[str]
             with contextlib.suppress(TimeoutError):
                 asyncio.run(asyncio.wait_for(meeting.meet(patient=True), EARLY_S))
                 meeting.agree(origins)
+        accompany = partial(_accompany, meeting, origins)
+        if section.engine != "embedded":
+            asyncio.run(serve_others(section, tell, accompany))
+            return
         from shoal.build import infer
         from shoal.transport.broadcast import BroadcastWeights
 
-        infer.serve(section, tell, {"broadcast": BroadcastWeights}, partial(_accompany, meeting, origins))
+        infer.serve(section, tell, {"broadcast": BroadcastWeights}, accompany)
 
 
 async def _accompany(meeting: Meeting, origins: Origins) -> None:

@@ -9,7 +9,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 ROOMS = [
     "types", "protocols", "errors", "config", "batching", "envs", "rewards", "orchestrator", "observability", "report",
-    "surfaces", "grpo_trainer", "cli", "launcher", "server", "algorithms.advantages",
+    "surfaces", "grpo_trainer", "cli", "launcher", "server", "algorithms.advantages", "rollout.vllm", "rollout.sglang",
     "split", "transport.calls", "transport.folder_calls", "transport.folder_weights", "transport.presence",
     "transport.tcp_calls", "rollout.runner", "rollout.link", "rollout.http", "models.chat",
     "models.tokenizer", "build.split",

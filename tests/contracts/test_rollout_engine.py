@@ -27,6 +27,7 @@ from shoal.rollout.embedded import EmbeddedRolloutEngine
 from shoal.rollout.http import HttpRolloutEngine
 from shoal.rollout.link import Address
 from shoal.types import Completion, Request, Span
+from support import engine_servers
 from support.engines import ask, make_engine
 from support.models import EOS, TOKENIZER, as_decoder, random_prompts, small_model
 from support.servers import save, serving
@@ -68,6 +69,28 @@ async def embedded(model: Any) -> AsyncIterator[Served]:
 
 
 @asynccontextmanager
+async def vllm(model: Any) -> AsyncIterator[Served]:
+    """A real vLLM server, shared by all tests of the session; it was started with the weights of `bench`."""
+
+    async def publish(version: int, weights: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+        return engine_servers.publish(version, weights)
+
+    async with engine_servers.attached_vllm() as engine:
+        yield Served(engine, publish)
+
+
+@asynccontextmanager
+async def sglang_double(model: Any) -> AsyncIterator[Served]:
+    """Not SGLang, which needs CUDA: a double of its published API (support/sglang_double.py)."""
+
+    async def publish(version: int, weights: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+        return engine_servers.publish(version, weights)
+
+    async with engine_servers.attached_double(model) as (engine, _):
+        yield Served(engine, publish)
+
+
+@asynccontextmanager
 async def over_http(model: Any) -> AsyncIterator[Served]:
     """A grpo-infer with its own copy of the weights, in this process but behind a real socket."""
     with TemporaryDirectory() as folder:
@@ -91,7 +114,10 @@ async def over_http(model: Any) -> AsyncIterator[Served]:
 SERVERS: dict[str, Callable[[Any], AbstractAsyncContextManager[Served]]] = {
     "embedded": embedded,
     "embedded-over-http": over_http,
+    "vllm": vllm,
+    "sglang_double": sglang_double,
 }
+MARKS = {"vllm": (pytest.mark.vllm, pytest.mark.timeout(600))}  # the first test starts the server
 
 
 @dataclass
@@ -115,7 +141,7 @@ class Bench:
         return torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(answer)[:, None])[:, 0].numpy()
 
 
-@pytest.fixture(params=SERVERS)
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in SERVERS])
 def bench(request: pytest.FixtureRequest) -> Bench:
     model = small_model("qwen3", seed=8)
     return Bench(SERVERS[request.param], model, copy.deepcopy(model))

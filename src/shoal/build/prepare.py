@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.build.given import Given
+from shoal.build.remote import check_engine
 from shoal.config.orch import DatasetConfig, EnvConfig
 from shoal.config.resolve import as_yaml, binding_data
 from shoal.config.schema import RunConfig
@@ -45,10 +46,7 @@ def prepare(config: RunConfig, given: Given | None = None) -> Prepared:
 
 def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
     orch = config.orch
-    if config.infer.engine != "embedded":
-        raise ConfigError(
-            f"infer.engine: {config.infer.engine} is not available in this version; use infer.engine=embedded"
-        )
+    check_engine(config, given.processes)
     check_sinks(config.train.report_to)
     environments = {env.label: _environment(env, orch.dataset, given) for env in orch.env}
     for env in (orch.eval.env or []) if orch.eval is not None else []:

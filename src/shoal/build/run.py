@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.model import PolicyFiles, make_objective, make_policy, recomputes_old
@@ -57,6 +58,13 @@ class Assembled:
     sampler: Sampler
     sinks: Sinks
 
+    async def start(self) -> None:
+        """Wait for a server that is to sample, if there is one; its own log is shown if it does not come up."""
+        engine = self.sampler.engine
+        if hasattr(engine, "connect"):
+            with self.loop.parts.console.progress(f"connecting to {engine.path}"):
+                await engine.connect()
+
     async def export(self) -> None:
         """The weights as people load them, into final/."""
         with self.loop.parts.run_dir.export() as folder:
@@ -92,8 +100,6 @@ class Pieces:
 
 
 def assemble(config: RunConfig, prepared: Prepared, watching: Watching) -> Assembled:
-    from shoal.transport.in_process import InProcessWeights
-
     train, orch, console = config.train, config.orch, watching.console
     with console.progress(f"loading {train.model}"):
         loaded = load_model(config, prepared.given)
@@ -114,7 +120,7 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching) -> Assem
         engine=sampler.engine,
         runner=sampler.runner,
         tokens=model.chat,
-        weights=InProcessWeights(),
+        weights=make_weights(config, sampler, files),
         learner=make_learner(config, policy, plan, sampler.on_device, prepared.ranks),
         files=files,
         on_device=sampler.on_device,
@@ -155,6 +161,21 @@ def make_loop(config: RunConfig, prepared: Prepared, watching: Watching, stream:
     settings = loop_settings(config, steps, len(stream))
     loop = Loop(parts, replace(settings, next_command=watching.next_command))
     return loop
+
+
+def make_weights(config: RunConfig, sampler: Sampler, files: PolicyFiles) -> WeightChannel:
+    """Nothing moves where the engine sees the trainer's tensors; a server reads folders, as adapters are."""
+    from shoal.transport.folder_weights import FolderWeightChannel
+    from shoal.transport.in_process import InProcessWeights
+
+    train, infer = config.train, config.infer
+    if infer.engine == "embedded" or (infer.in_process and not train.lora and infer.tp == 1):
+        return InProcessWeights()
+
+    async def export(folder: Path) -> None:
+        await sampler.on_device(files.export, folder)
+
+    return FolderWeightChannel(train.output_dir, "lora" if train.lora else "full", export, train.seed)
 
 
 def make_sinks(config: RunConfig | SftConfig, run_dir: RunDir, events: EventLog, *, main: bool = True) -> Sinks:

@@ -8,12 +8,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.given import Given
 from shoal.build.model import Model, load, release
 from shoal.build.plan import make_plan
 from shoal.build.prepare import Prepared
+from shoal.build.remote import ModelFacts, make_remote
 from shoal.config.orch import EvalConfig, OrchConfig
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
@@ -26,7 +28,6 @@ from shoal.types import Message, RolloutGroup, SamplingParams
 if TYPE_CHECKING:
     from shoal.models.chat import Chat
     from shoal.models.sampler_view import SamplerView
-    from shoal.rollout.embedded import EmbeddedRolloutEngine
     from shoal.rollout.runner import GroupRunner
     from shoal.server.local import LocalEndpoint
     from shoal.trainer.memory import MemoryPlan
@@ -82,13 +83,16 @@ class Sampler:
     """The model and everything that samples it. All torch work goes to the device's own thread."""
 
     model: Model
-    engine: EmbeddedRolloutEngine
+    engine: Any  # a RolloutEngine that also says its path and activity
     runner: GroupRunner
     device: ThreadPoolExecutor
     deadline_s: float = 600.0
     endpoint: LocalEndpoint | None = None
 
     async def on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        rest = getattr(self.engine, "rest", None)
+        if rest is not None:
+            await rest()  # an engine on the same device gives back what it can while training runs
         return await DeviceThread(self.device, self.deadline_s)(function, *arguments)
 
     async def close(self) -> None:
@@ -132,20 +136,17 @@ def load_model(config: RunConfig, given: Given) -> Loaded:
     orch = config.orch
     device = ThreadPoolExecutor(1, thread_name_prefix="device")
     model = device.submit(load, config.train, chat_options(orch), given).result()
-    in_step = orch.weight_sync_interval == 1 and orch.max_async_level == 0
+    # Another engine has weights of its own, so nothing here needs a copy.
+    in_step = (orch.weight_sync_interval == 1 and orch.max_async_level == 0) or config.infer.engine != "embedded"
     mode = "shared" if in_step and config.infer.weights == "auto" else "snapshot"
     view = device.submit(SamplerView, model.decoder, mode).result()
     return Loaded(model, view, device)
 
 
 def make_sampler(config: RunConfig, prepared: Prepared, loaded: Loaded, plan: MemoryPlan) -> Sampler:
-    from shoal.rollout.embedded import EmbeddedRolloutEngine
-
-    device = loaded.device
-    inner = device.submit(_engine, config, loaded, plan.slots).result()
-    engine = EmbeddedRolloutEngine(inner, device, config.train.seed)
+    engine = make_engine(config, loaded, plan.slots)
     runner, endpoint = make_runner(config, prepared, engine, loaded.model.chat)
-    return Sampler(loaded.model, engine, runner, device, config.orch.deadline_s, endpoint)
+    return Sampler(loaded.model, engine, runner, loaded.device, config.orch.deadline_s, endpoint)
 
 
 def make_runner(
@@ -159,6 +160,27 @@ def make_runner(
     settings = RunnerSettings(orch.seq_len, orch.sampling.seed, reward_shape(orch))
     endpoint = _endpoint(config, prepared, engine, chat)
     return GroupRunner(engine, prepared.environments, prepared.pool, chat, settings, endpoint), endpoint
+
+
+def make_engine(config: RunConfig, loaded: Loaded, slots: int) -> Any:
+    """What samples: the trainer's own tensors, vLLM beside them in this process, or a server."""
+    model, device = loaded.model, loaded.device
+    if config.infer.engine == "embedded":
+        from shoal.rollout.embedded import EmbeddedRolloutEngine
+
+        inner = device.submit(_engine, config, loaded, slots).result()
+        return EmbeddedRolloutEngine(inner, device, config.train.seed)
+    if config.infer.in_process:
+        from shoal.build.in_process import make_in_process
+
+        return make_in_process(config, model, device)
+    return make_remote(config, model_facts(model), Path(config.train.output_dir))
+
+
+def model_facts(model: Model) -> ModelFacts:
+    decoder = model.decoder
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    return ModelFacts(decoder.vocab_size, model.eos_token_ids, model.chat.text, dtype, decoder.device.type == "cpu")
 
 
 def _endpoint(config: RunConfig, prepared: Prepared, engine: RolloutEngine, chat: Chat) -> LocalEndpoint | None:

@@ -18,6 +18,7 @@ from shoal.build.given import Given
 from shoal.build.model import PolicyFiles, load, make_policy
 from shoal.build.plan import make_plan
 from shoal.build.prepare import Prepared
+from shoal.build.remote import facts_of_files, make_remote
 from shoal.build.run import Assembled, Pieces, Watching, make_learner, make_loop, make_stream
 from shoal.build.sampler import DeviceThread, chat_options, make_runner
 from shoal.build.schedule import total_steps
@@ -28,6 +29,7 @@ from shoal.orchestrator.meeting import Meeting, Waits
 from shoal.orchestrator.remote import RemoteFiles, RemoteTrainer, RemoteWeights, Resources, here
 from shoal.orchestrator.service import Trainee
 from shoal.protocols import Ranks, RolloutEngine, WeightChannel
+from shoal.rollout.remote import RemoteEngine
 from shoal.transport.calls import Answerer, Caller
 from shoal.transport.folder_calls import FOLDER as SAMPLES
 from shoal.transport.folder_calls import FolderAnswerer, FolderCaller
@@ -61,7 +63,7 @@ async def assemble_split(meeting: Meeting, config: RunConfig, prepared: Prepared
     chat = load_chat(config)
     stream = make_stream(config.orch, prepared, chat, watching.events)
     steps = total_steps(config, len(stream))
-    engine = make_engine(config, meeting)
+    engine = make_engine(config, meeting, chat)
     runner, endpoint = make_runner(config, prepared, engine, chat)
     meeting.tell = functools.partial(_tell_wait, watching)
     trainer = RemoteTrainer(_resources(config, meeting, watching, lambda: loop.stopping), steps)
@@ -185,8 +187,12 @@ def make_weights(
     return BroadcastWeightChannel(where.host, where.port, take, train.seed, kind)
 
 
-def make_engine(config: RunConfig, meeting: Meeting) -> RolloutEngine:
+def make_engine(config: RunConfig, meeting: Meeting, chat: Chat) -> RolloutEngine:
     """The way to grpo-infer. What it says about itself is compared before anything is asked of it."""
+    waits = Waits(lambda text: meeting.tell(text))
+    if config.infer.engine != "embedded":
+        model = facts_of_files(str(config.train.model), chat)
+        return make_remote(config, model, Path(config.train.output_dir), waits.heard, attach=True)
     from shoal.rollout.http import HttpRolloutEngine
     from shoal.rollout.link import Address
 
@@ -197,12 +203,14 @@ def make_engine(config: RunConfig, meeting: Meeting) -> RolloutEngine:
     # A wait for the server ends before the wait for the groups it should have drawn: the reason names the cause.
     limit_s = max(orch.deadline_s / 2, orch.deadline_s - 30)
     address = Address(client.base_url, key, limit_s, client.timeout, max(64, 2 * orch.batch_size))
-    waits = Waits(lambda text: meeting.tell(text))
     return HttpRolloutEngine(address, config.train.model, config.train.seed, waits.heard)
 
 
 async def check_engine(engine: Any, config: RunConfig) -> None:
     """The server's own facts against the run: what its section left open is only known now."""
+    if isinstance(engine, RemoteEngine):
+        await engine.connect()
+        return
     facts, train, orch = await engine.about(), config.train, config.orch
     assert orch.seq_len is not None
     if int(facts["max_model_len"]) < orch.seq_len:

@@ -11,7 +11,6 @@ from shoal.cli.output import say
 from shoal.cli.split import read_section
 from shoal.config.load import Loaded
 from shoal.config.schema import InferConfig
-from shoal.errors import ConfigError
 
 
 def grpo_infer(file: str, *overrides: str, dry_run: Annotated[bool, Parameter(negative=())] = False) -> None:
@@ -32,9 +31,6 @@ def grpo_infer(file: str, *overrides: str, dry_run: Annotated[bool, Parameter(ne
 
 
 def _serve(loaded: Loaded[InferConfig]) -> None:
-    engine = loaded.config.engine
-    if engine != "embedded":
-        raise ConfigError(f"infer.engine: {engine} is not available in this version; use infer.engine=embedded")
     from shoal import split
 
     split.serve_inference(loaded.config, loaded.origins, _tell)

@@ -80,7 +80,8 @@ def _implied(given: RunConfig, resolved: RunConfig) -> dict[str, list[str]]:
     for name, key in (("train", "train.model"), ("infer", "infer.model"), ("orch", "orch.model.name")):
         implied[name].append(f"{key}={_quoted(str(model))}")
     implied["infer"] += [f"infer.{key}={value}" for key, value in _served(given, resolved).items()]
-    if resolved.infer.engine == "embedded" and "client" not in given.orch.model_fields_set:
+    ours = resolved.infer.engine == "embedded" or resolved.infer.engine_python is not None
+    if ours and "client" not in given.orch.model_fields_set:
         port = resolved.infer.port if "port" in given.infer.model_fields_set else _free_port()
         implied["infer"].append(f"infer.port={port}")
         implied["orch"].append(f"orch.client.base_url=http://{resolved.infer.host}:{port}/v1")

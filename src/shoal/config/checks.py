@@ -22,7 +22,15 @@ SERVER_ONLY = {
     "max_loras": "it serves the adapter that is trained",
     "enable_prefix_caching": "a group's prompt is always computed once",
     "kv_cache_dtype": "the cache has the precision of train.recipe",
+    "engine_python": "it runs inside the training process",
+    "in_process": "it always does",
+    "start_deadline_s": "there is no server to wait for",
 }
+# Keys that decide how a server is started, and so say nothing to one that runs already.
+STARTED_ONLY = (
+    "tp", "dp", "max_num_seqs", "max_loras", "max_lora_rank", "gpu_memory_utilization", "enable_prefix_caching",
+    "kv_cache_dtype", "dtype", "engine_args", "host", "port",
+)  # fmt: skip
 GRPO_ONLY = (
     "loss", "reference", "recompute_old", "noise_scheduler", "ppo_epochs", "minibatches", "weight_broadcast",
     "rollout_transport", "log_completions", "show_completions",
@@ -180,6 +188,32 @@ def _check_infer(infer: InferConfig, findings: Findings) -> None:
             findings.error(f"infer.{name}", what, "leave it out, or set infer.engine to vllm or sglang")
 
 
+def _check_server(config: RunConfig, findings: Findings) -> None:
+    """A vLLM or SGLang beside the trainer: started, attached to, or in the same process; one of them."""
+    train, infer, orch = config.train, config.infer, config.orch
+    client, python = given(orch.client, "base_url"), infer.engine_python
+    if infer.in_process and (infer.engine != "vllm" or python is not None or client):
+        what = "is vLLM in the training process, and no server is started or asked"
+        findings.error("infer.in_process", what, "set infer.engine vllm, without engine_python and orch.client")
+    elif python is not None and client:
+        what = f"starts a server, but orch.client.base_url names one that runs ({show(orch.client.base_url)})"
+        findings.error("infer.engine_python", what, "keep one of the two; infer.port says where it listens")
+    elif python is None and not infer.in_process:
+        for name in given(infer, *STARTED_ONLY):
+            if name != "max_num_seqs" and not (name == "max_lora_rank" and infer.max_lora_rank == train.lora_rank):
+                what = f"is for a server that Shoal starts; the one at {show(orch.client.base_url)} runs already"
+                findings.error(f"infer.{name}", what, "remove it, or set infer.engine_python")
+    if infer.engine == "sglang" and python is not None and infer.api_key_var is not None:
+        what = "would stand on SGLang's command line, where everyone on the machine can read it"
+        findings.error("infer.api_key_var", what, "start SGLang yourself and set orch.client.api_key_var")
+    if infer.engine == "sglang" and train.noise_scheduler.enabled:
+        what = "noise cannot be put on the norms of an SGLang server"
+        findings.error("train.noise_scheduler", what, "turn it off, or use infer.engine vllm or embedded")
+    if train.quantised:
+        what = f"a {infer.engine} server would sample from the unquantised base"
+        findings.error("infer.engine", what, "use infer.engine embedded, or train without quantisation")
+
+
 def _check_colocated(config: RunConfig, findings: Findings) -> None:
     """Keys that only the split layout or a remote engine uses are refused where they would do nothing."""
     train, infer, orch = config.train, config.infer, config.orch
@@ -195,10 +229,12 @@ def _check_colocated(config: RunConfig, findings: Findings) -> None:
         for key in inert + [f"orch.{name}" for name in given(orch, "client")]:
             findings.error(key, "is not used: the embedded engine runs inside `shoal grpo`", "remove it")
         _check_embedded_precision(train.recipe, infer.dtype, findings)
+    else:
+        _check_server(config, findings)
     check_sampling_replay(config, findings)
     if infer.engine != "embedded" and given(infer, "weights"):
         findings.error("infer.weights", f"is not used: a {infer.engine} server always has its own copy", "remove it")
-    if train.device == "cpu" and infer.gpu_memory_utilization is not None:
+    if train.device == "cpu" and infer.gpu_memory_utilization is not None and not infer.in_process:
         findings.error("infer.gpu_memory_utilization", "is not used with train.device cpu", "remove it")
 
 

@@ -15,6 +15,14 @@ class InferConfig(Section):
     engine: Literal["embedded", "vllm", "sglang"] = Field(
         default="embedded", description="What samples: the trainer's own model, or a server."
     )
+    engine_python: NonEmpty | None = Field(
+        default=None,
+        description="Python that has vLLM or SGLang, to start a server with; without it orch.client.base_url is asked.",
+    )
+    in_process: bool = Field(default=False, description="vLLM inside the training process (vllm.LLM), not a server.")
+    start_deadline_s: PositiveFloat = Field(
+        default=300.0, description="A vLLM or SGLang server answers within this, or the run ends."
+    )
     weights: Literal["auto", "own"] = Field(
         default="auto",
         description="What the embedded engine reads: the trainer's tensors if in step, or its own copy.",

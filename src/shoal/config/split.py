@@ -43,5 +43,11 @@ def check_split(config: RunConfig) -> Findings:
     if infer.engine == "embedded" and train.quantised:
         what = "is stored quantised by the trainer and not by grpo-infer, so their log-probs differ"
         findings.notice("train.model", f"{what}; the old ones are computed again")
+    if infer.engine != "embedded" and train.weight_broadcast.type != "filesystem":
+        what = f"a {infer.engine} server takes its weights from the shared folder"
+        findings.error("train.weight_broadcast.type", what, "set it to filesystem, or use infer.engine embedded")
+    if infer.engine == "sglang" and train.noise_scheduler.enabled:
+        what = "noise cannot be put on the norms of an SGLang server"
+        findings.error("train.noise_scheduler", what, "turn it off, or use infer.engine vllm or embedded")
     check_sampling_replay(config, findings)
     return findings

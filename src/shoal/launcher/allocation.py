@@ -103,7 +103,11 @@ def _combine(engine: Part, trainer: Part, *, shared: bool) -> Allocation:
         if shared and engine["d"] * engine["t"] * engine["p"] != gpus:
             raise AllocationError("parts joined by | share their devices, so both need the same number")
         installed = find_spec(name) is not None
-        why = "not available in this version" if installed else "not installed here"
+        why = (
+            "a server for shoal grpo (docs/vllm-and-sglang.md), not for the launcher"
+            if installed
+            else "not installed here"
+        )
         raise AllocationError(f"{name} is {why}; use {works}")
     for letter in "ptce":
         if engine[letter] > 1:

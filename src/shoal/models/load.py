@@ -9,13 +9,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shoal.errors import ModelError
-from shoal.models.chat import special_tokens
 from shoal.models.precision import Precision
 from shoal.models.quantised import quantise_linears
-from shoal.models.tokenizer import first_line, load_tokenizer, locate
+from shoal.models.tokenizer import eos_token_ids, first_line, load_tokenizer, locate, turn_end_id
 
 __all__ = ["adopt_model", "check_architecture", "check_config", "eos_token_ids", "load_model", "load_tokenizer"]
 __all__ += ["release_model", "turn_end_id"]
@@ -102,31 +101,6 @@ def check_config(config: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or []) - _KNOWN_LAYERS
     if kinds:
         raise ModelError(f"{architecture} has {', '.join(sorted(kinds))} layers, which Shoal cannot sample")
-
-
-def eos_token_ids(model: nn.Module | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends an answer: those the model and tokenizer declare, and the chat template's end of a turn."""
-    found: list[int] = []
-    configs = [getattr(model, "generation_config", None), getattr(model, "config", None)] if model is not None else []
-    for source in (*configs, tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        found.extend(ids if isinstance(ids, (list, tuple)) else [ids] if ids is not None else [])
-    closing = turn_end_id(tokenizer)
-    if closing is not None:
-        found.append(closing)
-    if not found:
-        raise ModelError("neither the model nor its tokenizer names an end-of-sequence token")
-    return tuple(sorted({int(i) for i in found}))
-
-
-def turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Generic chat models often declare another EOS than the one their template ends an assistant turn with."""
-    mark = "xqzx"
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    tail = text.rsplit(mark, 1)[-1]
-    ids = tokenizer.encode(tail, add_special_tokens=False) if tail else []
-    return ids[0] if ids and ids[0] in special_tokens(tokenizer).values() else None
 
 
 def _load_gguf(folder: str, file: str, dtype: torch.dtype) -> nn.Module:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ModelError
+from shoal.models.chat import special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,3 +83,28 @@ def _cached(name: str) -> bool:
 def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends an answer: those the model and tokenizer declare, and the chat template's end of a turn."""
+    found: list[int] = []
+    configs = [getattr(model, "generation_config", None), getattr(model, "config", None)] if model is not None else []
+    for source in (*configs, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found.extend(ids if isinstance(ids, (list, tuple)) else [ids] if ids is not None else [])
+    closing = turn_end_id(tokenizer)
+    if closing is not None:
+        found.append(closing)
+    if not found:
+        raise ModelError("neither the model nor its tokenizer names an end-of-sequence token")
+    return tuple(sorted({int(i) for i in found}))
+
+
+def turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Generic chat models often declare another EOS than the one their template ends an assistant turn with."""
+    mark = "xqzx"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    tail = text.rsplit(mark, 1)[-1]
+    ids = tokenizer.encode(tail, add_special_tokens=False) if tail else []
+    return ids[0] if ids and ids[0] in special_tokens(tokenizer).values() else None

@@ -34,6 +34,14 @@ class Late(Lost):
     """Somebody is there, or was, and has not answered in time."""
 
 
+class Refused(EngineError):
+    """The server answered, and the answer is no; `status` is HTTP's."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 @dataclass(frozen=True)
 class Address:
     base_url: str  # as OpenAI's clients take it, ending in /v1
@@ -41,6 +49,8 @@ class Address:
     deadline_s: float = 600.0  # without anybody answering
     request_s: float = 600.0  # that one request may take
     connections: int = 1024
+    name: str = "the inference server"
+    start: str = "start it with shoal grpo-infer"  # what to do where nobody answers
 
     @property
     def root(self) -> str:
@@ -52,7 +62,7 @@ class Link:
 
     def __init__(self, address: Address, waiting: Waiting = lambda _: None) -> None:
         self.address = address
-        self.name = f"the inference server at {address.root}"
+        self.name = f"{address.name} at {address.root}"
         self._waiting = waiting
         self._pools: dict[bool, aiohttp.ClientSession] = {}
 
@@ -64,20 +74,27 @@ class Link:
     ) -> tuple[dict[str, Any], Mapping[str, str]]:
         return await self.ask("POST", path, body, limit_s)
 
+    async def tell(self, path: str, body: Mapping[str, Any] | None = None, limit_s: float | None = None) -> None:
+        """Post what is answered with a status alone, whatever text comes with it."""
+        await self.ask("POST", path, body or {}, limit_s or self.address.deadline_s, reads=False)
+
     async def ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float
+        self, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float, *, reads: bool = True
     ) -> tuple[dict[str, Any], Mapping[str, str]]:
         """The answer and its headers. Raises Lost, or EngineError for an answer that is no answer."""
         data = msgspec.json.encode(body) if body is not None else None
         headers = {"Content-Type": "application/json"} if data is not None else {}
         # From the moment it is sent: a request that waits for a free connection is not late.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=limit_s)
-        pool = self._pool(completions=path.endswith("completions"))
+        pool = self._pool(completions=path.endswith(("completions", "generate")))
         try:
             async with pool.request(
                 method, self.address.root + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as reply:
-                return self._read(path, reply.status, await reply.read()), reply.headers
+                content = await reply.read()
+                if reply.status == 200 and not reads:
+                    return {}, reply.headers
+                return self._read(path, reply.status, content), reply.headers
         except TimeoutError as error:
             raise Late(f"no answer to {path} within {limit_s:.0f} s") from error
         except aiohttp.InvalidURL as error:
@@ -102,10 +119,11 @@ class Link:
             raise Lost(reason)
         if status == 401:
             raise ConfigError(f"{self.name} wants a key: {reason}; set orch.client.api_key_var")
-        raise EngineError(f"{self.name} refused {path} (status {status}): {reason}")
+        raise Refused(f"{self.name} refused {path} (status {status}): {reason}", status)
 
-    async def until_up(self, probe: Callable[[], Awaitable[T]], why: str = "starting") -> T:
+    async def until_up(self, probe: Callable[[], Awaitable[T]], limit_s: float | None = None) -> T:
         """What `probe` gives as soon as it is not lost; says for whom it waits, and gives up at the deadline."""
+        why, limit_s = "starting", limit_s or self.address.deadline_s
         began, pause_s = time.monotonic(), SHORTEST_PAUSE_S
         since = time.strftime("%H:%M:%S")
         while True:
@@ -115,11 +133,11 @@ class Link:
                 return found
             except Lost as error:
                 why = str(error) or why
-            if time.monotonic() - began > self.address.deadline_s:
+            if time.monotonic() - began > limit_s:
                 self._waiting(None)
                 raise DeadlineError(
-                    f"waited {self.address.deadline_s:.0f} s for {self.name}, since {since}: {why}; start it with "
-                    "shoal grpo-infer, or check orch.client.base_url"
+                    f"waited {limit_s:.0f} s for {self.name}, since {since}: {why}; {self.address.start}, or check "
+                    "orch.client.base_url"
                 )
             self._waiting(f"waiting for {self.name} since {since}: {why}")
             await asyncio.sleep(pause_s)

@@ -70,7 +70,7 @@ ARGUMENTS = Table(
         Row("enable_wandb", "train.report_to"),
         Row("wandb_project", "train.report_project"),
         Row("use_accelerate", (), "the processes that `accelerate launch` started train together"),
-        Row("use_vllm", "infer.engine"),
+        Row("use_vllm", ("infer.engine", "infer.in_process")),
         Row("vllm_args", ("infer.gpu_memory_utilization", "infer.tp", "infer.engine_args")),
         Row("vllm_enable_sleep", "infer.engine_args.enable_sleep_mode"),
         Row("lora", "train.lora"),
@@ -199,6 +199,7 @@ def _engine(to: Translation, given: Mapping[str, Any]) -> None:
                 to.refuse(name, "is not used without use_vllm=True", "set it, or leave this out")
         return
     to.put("use_vllm", "infer.engine", "vllm")
+    to.put("use_vllm", "infer.in_process", True)
     own = {"gpu_memory_utilization": "infer.gpu_memory_utilization", "tensor_parallel_size": "infer.tp"}
     for name, value in {"gpu_memory_utilization": VLLM_MEMORY, **arguments}.items():
         to.put(f"vllm_args[{name!r}]", own.get(name, f"infer.engine_args.{name}"), value)

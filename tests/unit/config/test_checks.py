@@ -130,7 +130,12 @@ def test_refused(overrides: list[str], key: str):
         ["orch.weight_sync_interval=4", "orch.max_async_level=1"],
         ["orch.groups.uniform=refill", "orch.advantage={mean: batch, std: group}"],
         ["orch.groups.uniform=keep", "train.loss.type=grpo"],
-        ["infer.engine=vllm", "infer.port=9000", "infer.tp=2", "infer.engine_args={enforce_eager: true}"],
+        [
+            "infer.engine=vllm",
+            "infer.engine_python=python3",
+            "infer.port=9000",
+            "infer.engine_args={enforce_eager: true}",
+        ],
         ["orch.env=[arithmetic, {id: arithmetic, name: harder, args: {level: 2}}]"],
         ["orch.eval={env: [{id: arithmetic, name: harder, args: {level: 3}}]}"],
     ],

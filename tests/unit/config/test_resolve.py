@@ -86,7 +86,7 @@ def test_env_names_fit_in_file_names():
         ["orch.advantage=my.code:f", "orch.sampling.temperature={start: 1, end: 0.5}", "orch.truncated=overlong"],
         ["orch.advantage={mean: batch, std: batch}", "orch.env=reasoning-gym:chain_sum"],
         ["orch.sampling.stop=['1e-5', 'on', '~', '0x10', '']".replace(", ''", "")],
-        ["infer.engine=vllm", "infer.tp=2", "train.loss={type: grpo, kl: {beta: 0.1, in: reward}}"],
+        ["infer.engine=vllm", "infer.engine_python=python3", "infer.tp=2", "train.loss.kl={beta: 0.1, in: reward}"],
     ],
     ids=str,
 )

@@ -1,0 +1,226 @@
+"""An engine outside the trainer's tensors: a vLLM or SGLang server, started or attached to, or vLLM in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from shoal.config.infer import InferConfig
+from shoal.config.schema import RunConfig
+from shoal.errors import ConfigError
+from shoal.rollout.facts import RemoteSettings, model_folder
+from shoal.rollout.launch import Launch, ServerProcess, check_interpreter
+from shoal.rollout.link import Waiting
+from shoal.rollout.remote import RemoteEngine
+from shoal.rollout.sglang import FLAGS as SGLANG_FLAGS
+from shoal.rollout.sglang import SglangRolloutEngine
+from shoal.rollout.vllm import ENVIRONMENT as VLLM_ENVIRONMENT
+from shoal.rollout.vllm import FLAGS as VLLM_FLAGS
+from shoal.rollout.vllm import LORA_RANKS, VllmRolloutEngine
+
+if TYPE_CHECKING:
+    from shoal.models.chat import Chat
+
+ENGINES: dict[str, type[RemoteEngine]] = {"vllm": VllmRolloutEngine, "sglang": SglangRolloutEngine}
+MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
+CPU_CACHE_GIB = "1"  # of a vLLM without a GPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise
+WEIGHTS = "weights"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a server is not asked for: ids, ends, text and precision are the trainer's."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    detokenize: Callable[[list[int]], str]
+    dtype: str = "auto"  # as torch names it
+    on_cpu: bool = False
+
+
+def check_engine(config: RunConfig, processes: int) -> None:
+    """Before anything loads: what a remote engine needs on this machine."""
+    infer = config.infer
+    if infer.engine == "embedded":
+        return
+    if processes > 1:
+        raise ConfigError(
+            f"infer.engine: {infer.engine} beside several training processes needs the split layout; use infer.engine "
+            "embedded, or one process"
+        )
+    if infer.engine_python is not None:
+        check_interpreter(infer.engine_python, infer.engine, ENGINES[infer.engine].name)
+    for section, name in (("infer", infer.api_key_var), ("orch.client", config.orch.client.api_key_var)):
+        if name is not None and not os.environ.get(name):
+            raise ConfigError(f"{section}.api_key_var: the environment variable {name} is not set")
+
+
+def facts_of_files(name: str, chat: Chat) -> ModelFacts:
+    """The same from the model's files, where no model is loaded."""
+    from shoal.models.tokenizer import eos_token_ids
+
+    folder, read = model_folder(name), {}
+    for file in ("config.json", "generation_config.json"):
+        path = folder / file
+        read[file] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    config = read["config.json"].get("text_config") or read["config.json"]
+    ends = [SimpleNamespace(eos_token_id=read[file].get("eos_token_id")) for file in read]
+    model = SimpleNamespace(config=ends[0], generation_config=ends[1])
+    return ModelFacts(int(config["vocab_size"]), eos_token_ids(model, chat.tokenizer), chat.text)
+
+
+def make_remote(
+    config: RunConfig, model: ModelFacts, folder: Path, waiting: Waiting = lambda _: None, *, attach: bool = False
+) -> RemoteEngine:
+    """`folder` is the run's: the server's log goes there, and what it reads. A server of ours starts to load now.
+
+    `attach`: whoever starts it, it is not this process.
+    """
+    infer, client = config.infer, config.orch.client
+    assert infer.max_model_len is not None
+    process = None
+    url, key = client.base_url, client.api_key_var
+    if infer.engine_python is not None and not attach:
+        process = ServerProcess(launch_of(infer, folder, model.dtype, on_cpu=model.on_cpu))
+        host = f"[{infer.host}]" if ":" in infer.host else infer.host
+        url, key = f"http://{host}:{infer.port}", infer.api_key_var
+    settings = RemoteSettings(
+        url=url,
+        model=str(config.train.model),
+        context_tokens=config.orch.seq_len or infer.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        detokenize=model.detokenize,
+        scratch=folder / WEIGHTS,
+        api_key=os.environ.get(key) if key is not None else None,
+        timeout_s=client.timeout,
+        start_s=config.orch.deadline_s if attach else infer.start_deadline_s,
+        lora_rank=config.train.lora_rank if config.train.lora else None,
+        noise_seed=config.train.seed,
+    )
+    if process is not None:
+        process.start()
+    return ENGINES[infer.engine](settings, process, waiting)
+
+
+def launch_of(infer: InferConfig, folder: Path, dtype: str = "auto", *, on_cpu: bool = False) -> Launch:
+    """The command that serves what `infer` says; `dtype` is what its auto stands for."""
+    name = infer.engine
+    dtype = infer.dtype if infer.dtype != "auto" else dtype
+    flags = _vllm_flags(infer, dtype) if name == "vllm" else _sglang_flags(infer, dtype)
+    environment = dict(VLLM_ENVIRONMENT) if name == "vllm" else {}
+    if name == "vllm" and on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        environment["VLLM_CPU_KVCACHE_SPACE"] = CPU_CACHE_GIB
+    if name == "vllm" and infer.api_key_var is not None:
+        environment["VLLM_API_KEY"] = os.environ[infer.api_key_var]  # not on the command line, which anyone can read
+    command = [str(Path(str(infer.engine_python)).expanduser()), "-m", MODULES[name], *flags]
+    log = folder / "logs" / f"{name}.log"
+    return Launch(ENGINES[name].name, command, infer.host, infer.port, log, environment)
+
+
+def _vllm_flags(infer: InferConfig, dtype: str) -> list[str]:
+    values: dict[str, Any] = {
+        "model": infer.model,
+        "host": infer.host,
+        "port": infer.port,
+        "dtype": dtype,
+        "max-model-len": infer.max_model_len,
+        "max-num-seqs": infer.max_num_seqs,
+        "tensor-parallel-size": infer.tp,
+        "data-parallel-size": infer.dp,
+        "enable-prefix-caching": infer.enable_prefix_caching,
+        "kv-cache-dtype": infer.kv_cache_dtype,
+        "gpu-memory-utilization": infer.gpu_memory_utilization,
+    }
+    if infer.enable_lora:
+        # One more adapter than is served: the one before finishes its requests.
+        values |= {"enable-lora": True, "max-loras": infer.max_loras + 1, "max-lora-rank": lora_rank(infer)}
+    return [*VLLM_FLAGS, *as_flags({**values, **infer.engine_args})]
+
+
+def _sglang_flags(infer: InferConfig, dtype: str) -> list[str]:
+    values: dict[str, Any] = {
+        "model-path": infer.model,
+        "host": infer.host,
+        "port": infer.port,
+        "dtype": dtype,
+        "context-length": infer.max_model_len,
+        "max-running-requests": infer.max_num_seqs,
+        "tp-size": infer.tp,
+        "dp-size": infer.dp,
+        "kv-cache-dtype": infer.kv_cache_dtype,
+        "mem-fraction-static": infer.gpu_memory_utilization,
+    }
+    if not infer.enable_prefix_caching:
+        values["disable-radix-cache"] = True
+    if infer.enable_lora:
+        values |= {
+            "enable-lora": True,
+            "max-lora-rank": infer.max_lora_rank,
+            "max-loras-per-batch": infer.max_loras + 1,
+        }
+        values["lora-target-modules"] = "all"
+    flags = list(as_flags({**values, **infer.engine_args}))
+    return flags if "enable_deterministic_inference" in infer.engine_args else [*SGLANG_FLAGS, *flags]
+
+
+def lora_rank(infer: InferConfig) -> int:
+    """The next rank vLLM has kernels for."""
+    wanted = infer.max_lora_rank or LORA_RANKS[1]
+    return next((known for known in LORA_RANKS if known >= wanted), wanted)
+
+
+async def serve_others(
+    infer: InferConfig, tell: Callable[[str], None], beside: Callable[[], Awaitable[None]] | None = None
+) -> None:
+    """grpo-infer with vLLM or SGLang: started with what a run needs, and ended with this process.
+
+    `beside` runs next to the server and ends it by what it raises.
+    """
+    name = ENGINES[infer.engine].name
+    if infer.engine_python is None:
+        raise ConfigError(f"infer.engine_python: is not set; name the Python of the environment that has {name}")
+    check_interpreter(infer.engine_python, infer.engine, name)
+    on_cpu = not Path("/dev/nvidiactl").exists()
+    process = ServerProcess(launch_of(infer, Path(infer.output_dir), "float32" if on_cpu else "auto", on_cpu=on_cpu))
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    process.start()
+    launch = process.launch
+    tell(f"{name} starts at http://{launch.host}:{launch.port}/v1; its log is {launch.log}")
+    watching = asyncio.ensure_future(beside()) if beside is not None else None
+    try:
+        while not stop.is_set():
+            if (ended := process.ended()) is not None:
+                raise ConfigError(ended)
+            if watching is not None and watching.done():
+                watching.result()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), 0.5)
+    finally:
+        if watching is not None:
+            watching.cancel()
+        await process.close()
+
+
+def as_flags(values: dict[str, Any]) -> Iterator[str]:
+    """Keys as a command line writes them; a later spelling of the same key replaces the earlier."""
+    named = {name.replace("_", "-"): value for name, value in values.items()}
+    for name, value in named.items():
+        if value is True or value is False:
+            yield f"--{name}" if value else f"--no-{name}"
+        elif isinstance(value, list) and not any(isinstance(item, dict | list) for item in value):
+            yield f"--{name}"
+            yield from (str(item) for item in value)
+        elif value is not None:
+            yield f"--{name}"
+            yield json.dumps(value) if isinstance(value, dict | list) else str(value)

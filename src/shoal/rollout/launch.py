@@ -1,0 +1,154 @@
+"""An inference server of our own: started in its environment, watched while it loads, ended with the run.
+
+Used by the engines that talk to vLLM and SGLang. Its output goes to a log file, whose end is shown when it fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.errors import ConfigError
+from shoal.rewards.confine import wake_at_parent_death
+
+TAIL_LINES = 12
+STOP_S = 15.0
+_UNKNOWN = re.compile(r"unrecognized arguments: (.+)")
+_TAKEN = re.compile(r"address already in use", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start and where it listens."""
+
+    name: str  # vLLM or SGLang, for people
+    command: Sequence[str]
+    host: str
+    port: int
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class ServerProcess:
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns at once; the server loads meanwhile. It ends with the thread that calls this: take a lasting one."""
+        launch = self.launch
+        if port_is_taken(launch.host, launch.port):
+            raise ConfigError(
+                f"infer.port: {launch.port} on {launch.host} is taken by another process; choose another port, or, if "
+                "that is the server, leave infer.engine_python out and name it in orch.client.base_url"
+            )
+        launch.log.parent.mkdir(parents=True, exist_ok=True)
+        with launch.log.open("wb") as log:
+            try:
+                # A group of its own: Ctrl-C is for us, and the server has to answer until the state is saved.
+                self._process = subprocess.Popen(
+                    list(launch.command),
+                    env={**_own_environment(), **launch.environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=wake_at_parent_death,
+                )
+            except OSError as error:
+                what = f"{launch.command[0]} cannot be started ({error.strerror or error})"
+                raise ConfigError(f"infer.engine_python: {what}; name the Python that has {launch.name}") from error
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def ended(self) -> str | None:
+        """None while it runs; else how it ended, with the end of its log."""
+        code = self._process.poll() if self._process is not None else 0
+        return None if code is None else self.why(f"ended with exit code {code}")
+
+    def why(self, what: str) -> str:
+        """One line for what people got wrong and we know; else the last lines of the log."""
+        text = self.tail(400)
+        unknown = _UNKNOWN.search(text)
+        if unknown is not None:
+            return f"infer.engine_args: {self.launch.name} does not know {unknown[1].strip()}; see its --help"
+        if _TAKEN.search(text):
+            return f"infer.port: {self.launch.port} was taken while {self.launch.name} started; choose another port"
+        lines = "\n  ".join(self.tail(TAIL_LINES).splitlines())
+        return f"{self.launch.name} {what}. The end of {self.launch.log}:\n  {lines}"
+
+    def tail(self, lines: int) -> str:
+        with contextlib.suppress(OSError):
+            content = self.launch.log.read_text("utf-8", "replace").splitlines()
+            return "\n".join(line for line in content[-lines:] if line.strip())
+        return ""
+
+    async def close(self) -> None:
+        """End it and everything it started: asked first, then made to."""
+        process = self._process
+        if process is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            _signal_group(process.pid, number)
+            for _ in range(int(STOP_S / 0.1)):
+                if process.poll() is not None and not _group_lives(process.pid):
+                    return
+                await asyncio.sleep(0.1)
+
+
+def _own_environment() -> dict[str, str]:
+    """Ours without what leads its Python to our packages."""
+    return {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    }
+
+
+def port_is_taken(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return True
+    return False
+
+
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def check_interpreter(python: str, module: str, name: str) -> None:
+    """Refuse, before anything loads, an interpreter that is not there or lacks the server's package."""
+    path = Path(python).expanduser()
+    if not path.is_file() or not os.access(path, os.X_OK):
+        raise ConfigError(f"infer.engine_python: {python} is not an executable file; name the Python that has {name}")
+    script = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    try:
+        command = [str(path), "-c", script]
+        done = subprocess.run(command, env=_own_environment(), capture_output=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"infer.engine_python: {python} does not run: {error}") from error
+    if done.returncode:
+        raise ConfigError(f"infer.engine_python: {python} has no package {module}; name the Python that has {name}")

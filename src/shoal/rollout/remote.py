@@ -1,0 +1,293 @@
+"""What vLLM and SGLang have in common behind the RolloutEngine seam: versions, adapters, proofs, pauses, restarts.
+
+A subclass says how its server is asked (server_api.py). Every sampling parameter is sent, so no default of a server's
+applies; text is made here from the ids that came back. Free of torch: the process that steers a server may have none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ConfigError, DeadlineError, EngineError
+from shoal.observability.manifest import describe, verify
+from shoal.rollout.answers import Answer
+from shoal.rollout.facts import RemoteSettings, check_facts, model_folder
+from shoal.rollout.launch import ServerProcess
+from shoal.rollout.link import Late, Lost, Refused, Waiting
+from shoal.rollout.norms import write_noisy_norms
+from shoal.rollout.probe import PROBE_TOKENS, Probes
+from shoal.rollout.server_api import ServerApi
+from shoal.types import Completion, Request
+
+HEALTH_S = 10.0
+MOST_LOSSES = 5  # of one request, by a server that comes up again and again
+
+
+@dataclass
+class _Served:
+    """The version being served and where its weights are."""
+
+    version: int = 0
+    manifest: dict[str, Any] = field(default_factory=dict)
+    proof: str = ""
+    adapter: str | None = None
+    noise: tuple[float, int] = (0.0, 0)
+
+
+class RemoteEngine(ServerApi):
+    def __init__(
+        self, settings: RemoteSettings, process: ServerProcess | None = None, waiting: Waiting = lambda _: None
+    ) -> None:
+        super().__init__(settings, waiting)
+        self._process = process
+        self._served = _Served()
+        self._probes = Probes(self.name)
+        self._unproved: str | None = None  # loaded in a pause: asked for its probe when it goes on
+        self._in_flight: Counter[str | None] = Counter()  # requests by adapter
+        self._running = asyncio.Event()
+        self._running.set()
+        self._connected = False
+        self._lock = asyncio.Lock()  # one load, restart or connection at a time
+        self.path = self.link.name
+
+    @property
+    def version(self) -> int:
+        return self._served.version
+
+    @property
+    def activity(self) -> str:
+        asked = sum(self._in_flight.values())
+        return f"{asked} asked of {self.name}" if asked else ""
+
+    # Connecting
+
+    async def connect(self) -> None:
+        """Wait until it answers, and compare what it serves with what the run needs. Twice does no harm."""
+        async with self._lock:
+            if not self._connected:
+                await self._wait_for_health(self.settings.start_s)
+                try:
+                    check_facts(self.name, await self.facts(), self.settings)
+                except Lost as error:
+                    raise ConfigError(f"orch.client.base_url: {self.link.name} does not answer: {error}") from error
+                self._connected = True
+
+    async def _wait_for_health(self, limit_s: float) -> None:
+        async def probe() -> None:
+            ended = self._process.ended() if self._process is not None else None
+            if ended is not None:
+                raise ConfigError(ended)
+            await self.link.ask("GET", "/health", None, HEALTH_S, reads=False)
+
+        try:
+            await self.link.until_up(probe, limit_s)
+        except DeadlineError as error:
+            late = f"is not ready after {limit_s:g} s (infer.start_deadline_s)"
+            raise ConfigError(self._process.why(late) if self._process is not None else str(error)) from error
+
+    # Drawing
+
+    async def generate(self, request: Request) -> Completion:
+        self.reading.check(request)
+        sampling = request.sampling
+        limit = min(sampling.max_tokens, self.settings.context_tokens - len(request.prompt_ids))
+        if not request.prompt_ids or limit < 1:
+            return Completion(request.request_id, [], [], [], "length")
+        await self.connect()
+        await self._running.wait()
+        served = self._served
+        self._in_flight[served.adapter] += 1
+        try:
+            answer = await self._asked(request, limit, served)
+        finally:
+            self._in_flight[served.adapter] -= 1
+            if not self._in_flight[served.adapter]:
+                del self._in_flight[served.adapter]
+                await self._drop_unused(served.adapter)
+        if served.adapter is not None:  # it drew the whole completion, whatever else was loaded meanwhile
+            answer = replace(answer, versions=[])
+        return self.reading.completion(request, answer, served.version, self.name)
+
+    async def _asked(self, request: Request, limit: int, served: _Served) -> Answer:
+        """Asked again if the server went away meanwhile: the seed is in the request, so it comes out the same."""
+        losses = 0
+        while True:
+            try:
+                return await self.ask(request, limit, served.adapter)
+            except Late as error:
+                raise DeadlineError(
+                    f"{self.link.name}: {error}; raise orch.client.timeout if that is expected"
+                ) from error
+            except Lost as error:
+                losses += 1
+                if losses >= MOST_LOSSES:
+                    raise EngineError(f"{self.link.name} lost a request {losses} times in a row: {error}") from error
+                await self._recover(error)
+                served = self._served
+
+    async def _recover(self, error: Lost) -> None:
+        """Wait for the server to come back and give it the version it is to serve. One that we started stays down."""
+        async with self._lock:
+            await self._back_again(error)
+            served = self._served
+            if served.manifest and await self.served_version(served.adapter) != (served.adapter or str(served.version)):
+                await self._put_in_place(served, served.manifest, served.noise, again=True)
+
+    async def _back_again(self, error: Lost) -> None:
+        try:
+            await self._wait_for_health(self.settings.timeout_s)
+        except ConfigError as late:
+            raise EngineError(str(late)) from error
+
+    # Weights
+
+    async def load(self, version: int, manifest: Mapping[str, Any] | None = None) -> str:
+        """Serve what the manifest names as `version`. One without a path is about the weights that are served."""
+        await self.connect()
+        asked, served = dict(manifest or {}), self._served
+        noise = (float(asked.get("sigma", 0.0)), int(asked.get("noise_seed", self.settings.noise_seed)))
+        if "path" not in asked and "tensors" not in asked:
+            if version != served.version:
+                raise EngineError(
+                    f"version {version} names no weights, and {self.name} serves version {served.version}"
+                )
+            asked = served.manifest or await asyncio.to_thread(_own_files, self.settings.model)
+        proof = await asyncio.to_thread(verify, {**asked, "version": version}) if "path" in asked else ""
+        for losses in range(MOST_LOSSES):
+            coming = _Served(version, asked, proof)
+            try:
+                async with self._lock, self._held():
+                    await self._put_in_place(coming, asked, noise, again=losses > 0)
+                return coming.proof
+            except Lost as error:
+                lost = error
+                await self._back_again(error)
+        raise EngineError(f"{self.link.name} was lost {MOST_LOSSES} times while it loaded version {version}: {lost}")
+
+    @asynccontextmanager
+    async def _held(self):
+        """Around an update: nothing is drawn. In a pause of the caller's nothing is released, and the proof waits."""
+        paused = not self._running.is_set()
+        if not paused:
+            await self.hold()
+        try:
+            yield
+        finally:
+            if not paused:
+                await self.release()
+        if not paused:
+            await self._prove()
+
+    async def _put_in_place(
+        self, coming: _Served, manifest: Mapping[str, Any], noise: tuple[float, int], *, again: bool = False
+    ) -> None:
+        """`again`: the server may have lost what it was given."""
+        before = self._served
+        if manifest.get("kind") == "lora":
+            await self._switch_adapter(coming, str(manifest["path"]), again)
+        elif "tensors" in manifest:
+            await self.receive_weights(manifest, coming.version)
+            coming.proof = str(manifest.get("hash", ""))
+        elif again or (coming.proof != before.proof and (not manifest.get("own") or before.manifest)):
+            await self.read_weights(str(manifest["path"]), coming.version)
+        coming.noise = noise
+        if noise[0] > 0 or before.noise[0] > 0:
+            await self._put_noise(coming)
+        self._served, self._unproved = coming, f"{_content(manifest)}/{noise}"
+        await self._drop_unused(before.adapter)
+
+    async def _switch_adapter(self, coming: _Served, path: str, again: bool) -> None:
+        """A new name a version: caches are keyed by it, and requests in flight finish with the adapter they began."""
+        coming.adapter = f"shoal-v{coming.version:06d}"
+        if coming.adapter == self._served.adapter and coming.proof == self._served.proof and not again:
+            return
+        try:
+            await self.add_adapter(coming.adapter, path)
+        except Refused as error:  # left there by an earlier run, or this version again with other files; or worse
+            try:
+                await self.remove_adapter(coming.adapter)
+            except Refused:
+                raise error from None
+            await self.add_adapter(coming.adapter, path)
+
+    async def _drop_unused(self, adapter: str | None) -> None:
+        if adapter is not None and adapter != self._served.adapter and not self._in_flight[adapter]:
+            del self._in_flight[adapter]
+            with contextlib.suppress(Refused):  # a server that was restarted has it no more
+                await self.remove_adapter(adapter)
+
+    async def _put_noise(self, coming: _Served) -> None:
+        lora = coming.manifest.get("kind") == "lora"
+        base = model_folder(self.settings.model) if lora else Path(str(coming.manifest.get("path", "")))
+        sigma, seed = coming.noise
+        self.settings.scratch.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".norms-", dir=self.settings.scratch))
+        try:
+            await asyncio.to_thread(write_noisy_norms, base, folder, sigma, seed, coming.version)
+            await self.read_weights(str(folder.resolve()), coming.version, partial=True)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _prove(self) -> None:
+        """The same weights must give the same log-probs after a fixed prompt as before, and other weights others."""
+        if self._unproved is None:
+            return
+        key, self._unproved = self._unproved, None
+        room = min(PROBE_TOKENS, self.settings.context_tokens - 1)
+        ids = [(7919 * i + 13) % self.settings.vocab_size for i in range(room)]
+        self._probes.judge(key, await self.probe(ids, self._served.adapter), self._served.version)
+
+    # The rest of the seam
+
+    async def pause(self) -> None:
+        await self.connect()
+        self._running.clear()
+        await self._told(self.hold)
+
+    async def resume(self) -> None:
+        await self._told(self.release)
+        self._running.set()
+        await self._told(self._prove)
+
+    async def _told(self, word: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await word()
+        except Lost as error:
+            raise EngineError(f"{self.link.name} does not answer: {error}") from error
+
+    async def health(self) -> dict[str, Any]:
+        try:
+            await self.link.ask("GET", "/health", None, HEALTH_S, reads=False)
+        except (Lost, EngineError) as error:
+            return {"ok": False, "version": self.version, "reason": str(error)}
+        return {
+            "ok": True,
+            "version": self.version,
+            "running": sum(self._in_flight.values()),
+            "hash": self._served.proof,
+        }
+
+    async def close(self) -> None:
+        await self.link.close()
+        if self._process is not None:
+            await self._process.close()
+
+
+def _content(manifest: Mapping[str, Any]) -> str:
+    """The files of a version, whatever its number: a step that trained nothing publishes the same content again."""
+    files = manifest.get("files") or {}
+    return " ".join(f"{name}:{files[name]['sha256']}" for name in sorted(files)) or str(manifest.get("hash", ""))
+
+
+def _own_files(model: str) -> dict[str, Any]:
+    """The model a server was started with, as a manifest of version 0."""
+    return {**describe(model_folder(model), 0, "full"), "own": True}

@@ -1,0 +1,69 @@
+"""What an inference server has to be able to do to stand behind the seam; one subclass a kind of server.
+
+Only asks and tells: versions, proofs and restarts are remote.py's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.rollout.answers import Answer, Reading
+from shoal.rollout.facts import RemoteSettings, ServerFacts
+from shoal.rollout.link import Address, Link, Waiting
+from shoal.types import Request
+
+
+class ServerApi(ABC):
+    name: str  # for people
+    link: Link
+    reading: Reading
+    settings: RemoteSettings
+
+    def __init__(self, settings: RemoteSettings, waiting: Waiting) -> None:
+        self.settings = settings
+        self.reading = Reading(settings.vocab_size, settings.eos_token_ids, settings.detokenize)
+        start = f"start {self.name} there, or set infer.engine_python and Shoal starts it"
+        limits: dict[str, Any] = {"deadline_s": settings.timeout_s, "request_s": settings.timeout_s, "connections": 0}
+        self.link = Link(Address(settings.url, settings.api_key, name=self.name, start=start, **limits), waiting)
+
+    async def get(self, path: str) -> dict[str, Any]:
+        return (await self.link.get(path, self.settings.timeout_s))[0]
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return (await self.link.post(path, body, self.settings.timeout_s))[0]
+
+    @abstractmethod
+    async def facts(self) -> ServerFacts:
+        """Ask what it serves, and refuse a server that was started without what a run needs."""
+
+    @abstractmethod
+    async def ask(self, request: Request, limit: int, adapter: str | None) -> Answer: ...
+
+    @abstractmethod
+    async def probe(self, token_ids: list[int], adapter: str | None) -> list[float]:
+        """The largest log-probs of what follows a fixed prompt, under the weights served now."""
+
+    @abstractmethod
+    async def read_weights(self, path: str, version: int, *, partial: bool = False) -> None: ...
+
+    @abstractmethod
+    async def receive_weights(self, manifest: Mapping[str, Any], version: int) -> None: ...
+
+    @abstractmethod
+    async def add_adapter(self, name: str, path: str) -> None: ...
+
+    @abstractmethod
+    async def remove_adapter(self, name: str) -> None: ...
+
+    @abstractmethod
+    async def hold(self) -> None:
+        """Draw nothing more; requests in flight are kept."""
+
+    @abstractmethod
+    async def release(self) -> None: ...
+
+    @abstractmethod
+    async def served_version(self, adapter: str | None) -> str:
+        """The name of the weights served, by which a server that was restarted is recognised."""

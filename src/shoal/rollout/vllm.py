@@ -1,0 +1,172 @@
+"""vLLM behind the RolloutEngine seam, over its HTTP server (0.32 or newer).
+
+Tokens go through `/inference/v1/generate`, which takes ids and returns ids, log-probs and the weight version of every
+token. Full weights are read from a folder by `reload_weights`; adapters get a name a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.errors import ConfigError, EngineError
+from shoal.rollout.answers import Answer
+from shoal.rollout.facts import ServerFacts
+from shoal.rollout.link import Refused
+from shoal.rollout.probe import PROBE_TOKENS
+from shoal.rollout.remote import RemoteEngine
+from shoal.types import Request
+
+# What a server has to be started with for a run; build/ passes it on, the messages below name it.
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, reload
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
+# Ranks that vLLM has kernels for; a server is started with the next one.
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+GENERATE = "/inference/v1/generate"
+
+
+class VllmRolloutEngine(RemoteEngine):
+    name = "vLLM"
+
+    async def facts(self) -> ServerFacts:
+        config = await self._server_config()
+        model, adapters = config["model_config"], config.get("lora_config") or {}
+        if model["logprobs_mode"] != "processed_logprobs":
+            raise ConfigError(
+                f"orch.client.base_url: {self.link.name} returns {model['logprobs_mode']}, not those "
+                "of the distribution it draws from; start it with --logprobs-mode processed_logprobs"
+            )
+        await self.release()  # an earlier run may have left it paused
+        await self._check_tokens_route()
+        about = config.get("device_config") or {}
+        on_cpu = "cpu" in (str(about.get("device_type")), str(about.get("device")))
+        return ServerFacts(str(model["model"]), int(model["max_model_len"]), adapters.get("max_lora_rank"), on_cpu)
+
+    async def _server_config(self) -> dict[str, Any]:
+        try:
+            return (await self.get("/server_info?config_format=json"))["vllm_config"]
+        except (EngineError, KeyError) as error:
+            raise ConfigError(
+                f"orch.client.base_url: what answers at {self.link.address.root} is no vLLM in development mode "
+                f"({error}); start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
+            ) from error
+
+    async def _check_tokens_route(self) -> None:
+        """One token, drawn once: the route exists, and whatever compiles on the first request has compiled."""
+        try:
+            await self._generate([0], {"max_tokens": 1, "temperature": 0.0}, None)
+        except Refused as error:
+            if error.status != 404:
+                raise
+            raise ConfigError(
+                f"orch.client.base_url: {self.link.name} has no {GENERATE} ({error}); start vLLM "
+                "0.32 or newer with --enable-scale-out"
+            ) from error
+
+    async def _generate(self, token_ids: list[int], sampling: dict[str, Any], adapter: str | None) -> dict[str, Any]:
+        body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": sampling}
+        if adapter is not None:
+            body["model"] = adapter
+        return await self.post(GENERATE, body)
+
+    async def ask(self, request: Request, limit: int, adapter: str | None) -> Answer:
+        choice = (
+            await self._generate(
+                request.prompt_ids, sampling_parameters(request, limit, self.reading.ends(request)), adapter
+            )
+        )["choices"][0]
+        try:
+            spans = [(span["start"], span["end"], str(span["version"])) for span in choice["weight_versions"] or ()]
+            logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"] or ()]
+            return Answer(list(choice["token_ids"]), logprobs, str(choice["finish_reason"]), spans)
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"vLLM's answer to {request.request_id} has no {error}") from error
+
+    async def probe(self, token_ids: list[int], adapter: str | None) -> list[float]:
+        # Not prompt_logprobs: beside other requests they break a server that was started with adapters (0.32).
+        asked = {"max_tokens": 1, "temperature": 0.0, "logprobs": PROBE_TOKENS, "ignore_eos": True}
+        drawn = (await self._generate(token_ids, asked, adapter))["choices"][0]["logprobs"]["content"][0]
+        return sorted((float(entry["logprob"]) for entry in drawn["top_logprobs"]), reverse=True)[:PROBE_TOKENS]
+
+    async def read_weights(self, path: str, version: int, *, partial: bool = False) -> None:
+        """Layer by layer into the tensors that are there. Tensors that a partial folder lacks stay as they are."""
+        await self.link.tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        await self._note_version(version)
+
+    async def _note_version(self, version: int) -> None:
+        # Requests in flight compute their past again: it was computed with other weights.
+        await self.link.tell("/reset_prefix_cache?reset_running_requests=true")
+        await self.link.tell("/update_weight_version", {"new_version": str(version)})
+
+    async def receive_weights(self, manifest: Mapping[str, Any], version: int) -> None:
+        """From the trainer's NCCL broadcast, through the weight-transfer endpoints.
+
+        Written from vLLM's published protocol and not run: it has no CPU backend. The trainer's end is whoever made
+        the manifest; `train.weight_broadcast` speaks to Shoal's server only and is refused with vLLM.
+        """
+        address, _, port = str(manifest["address"]).rpartition(":")
+        init = {"master_address": address, "master_port": int(port), "rank_offset": 1, "world_size": manifest["world"]}
+        if manifest.get("nccl_unique_id_b64"):
+            init = {
+                "nccl_unique_id_b64": manifest["nccl_unique_id_b64"],
+                "rank_offset": 1,
+                "world_size": init["world_size"],
+            }
+        tensors = manifest["tensors"]
+        update = {
+            "names": [tensor["name"] for tensor in tensors],
+            "dtype_names": [tensor["dtype"] for tensor in tensors],
+            "shapes": [tensor["shape"] for tensor in tensors],
+        }
+        if not self._transfers:
+            await self.link.tell("/init_weight_transfer_engine", {"init_info": init})
+            self._transfers = True
+        await self.link.tell("/start_weight_update")
+        await self.link.tell("/update_weights", {"update_info": update})
+        await self.link.tell("/finish_weight_update", {"weight_version": str(version)})
+        await self.link.tell("/reset_prefix_cache?reset_running_requests=true")
+
+    _transfers = False
+
+    async def add_adapter(self, name: str, path: str) -> None:
+        await self.link.tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    async def remove_adapter(self, name: str) -> None:
+        await self.link.tell("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def hold(self) -> None:
+        await self.link.tell("/pause?mode=keep")
+
+    async def release(self) -> None:
+        await self.link.tell("/resume")
+
+    async def served_version(self, adapter: str | None) -> str:
+        if adapter is not None:
+            listed = await self.get("/v1/models")
+            return adapter if any(model["id"] == adapter for model in listed["data"]) else ""
+        return str((await self.get("/weight_info"))["weight_version"])
+
+
+def sampling_parameters(request: Request, limit: int, ends: list[int]) -> dict[str, Any]:
+    """Everything said, so that no default applies. Ends are listed and vLLM's own idea of them is off."""
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_tokens": limit,
+        "min_tokens": min(sampling.min_tokens, limit),
+        "stop": list(sampling.stop),
+        "stop_token_ids": ends,
+        "ignore_eos": True,
+        "seed": sampling.seed,
+        "logprobs": 0,  # of the drawn token alone
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }

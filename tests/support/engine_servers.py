@@ -1,0 +1,133 @@
+"""Servers that are not ours, for the tests: a real vLLM, started once, and the double of SGLang, with their engines."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import os
+import socket
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+from safetensors.torch import save_file
+
+from shoal.observability.manifest import describe
+from shoal.rollout.facts import RemoteSettings
+from shoal.rollout.launch import Launch, ServerProcess
+from shoal.rollout.sglang import SglangRolloutEngine
+from shoal.rollout.vllm import ENVIRONMENT, FLAGS, VllmRolloutEngine
+from support.engines import detokenize
+from support.models import EOS, TOKENIZER, VOCABULARY, small_model
+from support.sglang_double import SglangDouble
+
+CONTEXT_TOKENS = 96  # of the contract suite
+SERVER_TOKENS = 160  # of the server, which other tests use too
+LORA_RANK = 8
+START_S = 420.0
+# Two cores, no GPU; the same for every vLLM that a test starts.
+CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1"}
+
+
+def vllm_python() -> str:
+    """Where `make test-vllm` put it."""
+    folder = os.environ.get("SHOAL_VLLM", "/nonexistent")
+    return str(Path(folder) / "env" / "bin" / "python")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@functools.cache
+def folder() -> Path:
+    """For models and versions that servers read; gone when the tests are."""
+    kept = tempfile.TemporaryDirectory(prefix="shoal-servers-")
+    atexit.register(kept.cleanup)
+    return Path(kept.name)
+
+
+@functools.cache
+def contract_model() -> Path:
+    """The model of the contract suite as a folder. Its heads are of size 32, the least vLLM's CPU kernels take."""
+    path = folder() / "model"
+    small_model("qwen3", seed=8).save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
+    return path
+
+
+@functools.cache
+def shared_vllm() -> str:
+    """The address of one real vLLM for all tests of a session: it takes most of a minute to start.
+
+    Started by the main thread, since it ends with the thread that started it.
+    """
+    port = free_port()
+    own = ["--model", str(contract_model()), "--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    size = ["--max-model-len", str(SERVER_TOKENS), "--max-num-seqs", "32"]
+    adapters = ["--enable-lora", "--max-lora-rank", str(LORA_RANK), "--max-loras", "2"]
+    command = [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", *FLAGS, *own, *size, *adapters]
+    log = folder() / "vllm.log"
+    process = ServerProcess(Launch("vLLM", command, "127.0.0.1", port, log, {**ENVIRONMENT, **CPU}))
+    process.start()
+    atexit.register(lambda: asyncio.run(process.close()))
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    while process.ended() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+            return url
+        time.sleep(0.5)
+    raise AssertionError(process.why("did not come up"))
+
+
+def settings(url: str, **changes: Any) -> RemoteSettings:
+    own = {"url": url, "model": str(contract_model()), "context_tokens": CONTEXT_TOKENS, "vocab_size": VOCABULARY}
+    fixed = {"eos_token_ids": (EOS,), "detokenize": detokenize, "scratch": folder() / "scratch"}
+    return RemoteSettings(**{**own, **fixed, "timeout_s": 120.0, "start_s": START_S, **changes})
+
+
+def publish(version: int, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """A folder with these weights, as the trainer would write it, and its manifest."""
+    path = folder() / f"v{version:06d}"
+    path.mkdir(exist_ok=True)
+    save_file(
+        {name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}, path / "model.safetensors"
+    )
+    (path / "config.json").write_bytes((contract_model() / "config.json").read_bytes())
+    return describe(path, version, "full")
+
+
+@asynccontextmanager
+async def attached_vllm(**changes: Any) -> AsyncIterator[VllmRolloutEngine]:
+    """On the shared server, which may hold another test's weights: version 0 is put back first."""
+    engine = VllmRolloutEngine(settings(shared_vllm(), **changes))
+    try:
+        await engine.load(0, describe(contract_model(), 0, "full"))
+        yield engine
+    finally:
+        await engine.resume()  # a test may have left it paused
+        await engine.close()
+
+
+@asynccontextmanager
+async def attached_double(model: Any, **server: Any) -> AsyncIterator[tuple[SglangRolloutEngine, SglangDouble]]:
+    double = SglangDouble(model, TOKENIZER, str(contract_model()), CONTEXT_TOKENS, **server)
+    runner = web.AppRunner(double.app())
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    engine = SglangRolloutEngine(settings(f"http://127.0.0.1:{port}"))
+    try:
+        yield engine, double
+    finally:
+        await engine.close()
+        await runner.cleanup()

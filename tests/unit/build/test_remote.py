@@ -1,0 +1,107 @@
+"""From a configuration to a server's command line, and what is refused before anything loads."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.build.remote import as_flags, check_engine, launch_of
+from shoal.config.checks import check_run
+from shoal.config.resolve import resolve_run
+from shoal.config.schema import RunConfig
+from shoal.errors import ConfigError
+
+
+def config(infer: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
+    train = {"model": "org/model", "max_steps": 2, "sequence_len": 128, **sections.get("train", {})}
+    orch = {"env": [{"id": "arithmetic"}], "batch_size": 16, "rollouts_per_example": 4, **sections.get("orch", {})}
+    return RunConfig.model_validate({"train": train, "infer": infer, "orch": orch})
+
+
+def command(infer: dict[str, Any], **sections: dict[str, Any]) -> list[str]:
+    return list(launch_of(resolve_run(config(infer, **sections)).infer, Path("out"), "float32").command)
+
+
+def value(flags: list[str], name: str) -> str:
+    return flags[flags.index(name) + 1]
+
+
+def test_vllm_gets_what_the_run_says_and_what_training_needs() -> None:
+    flags = command({"engine": "vllm", "engine_python": "/venv/bin/python", "port": 8001, "tp": 2})
+    assert flags[:3] == ["/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert value(flags, "--logprobs-mode") == "processed_logprobs" and "--enable-scale-out" in flags
+    assert value(flags, "--generation-config") == "vllm"
+    expected = {"--model": "org/model", "--port": "8001", "--dtype": "float32", "--max-model-len": "128"}
+    expected |= {"--tensor-parallel-size": "2", "--max-num-seqs": "16", "--host": "127.0.0.1"}
+    assert {name: value(flags, name) for name in expected} == expected
+    assert "--enable-prefix-caching" in flags and "--enable-lora" not in flags
+
+
+def test_adapters_get_a_rank_that_has_kernels_and_room_for_the_one_before() -> None:
+    infer = {"engine": "vllm", "engine_python": "/venv/bin/python"}
+    flags = command(infer, train={"lora": True, "lora_rank": 12})
+    assert (value(flags, "--max-lora-rank"), value(flags, "--max-loras")) == ("16", "2")
+    flags = command({**infer, "engine": "sglang"}, train={"lora": True, "lora_rank": 12})
+    assert (value(flags, "--max-lora-rank"), value(flags, "--max-loras-per-batch")) == ("12", "2")
+    assert "--enable-deterministic-inference" in flags and value(flags, "--model-path") == "org/model"
+
+
+def test_engine_args_are_passed_on_and_win() -> None:
+    given = {"max_num_seqs": 4, "enforce_eager": True, "async_scheduling": False, "hf_overrides": {"a": 1}}
+    flags = command({"engine": "vllm", "engine_python": "/venv/bin/python", "engine_args": given})
+    assert value(flags, "--max-num-seqs") == "4" and flags.count("--max-num-seqs") == 1
+    assert "--enforce-eager" in flags and "--no-async-scheduling" in flags
+    assert value(flags, "--hf-overrides") == '{"a": 1}'
+
+
+def test_lists_stand_one_by_one() -> None:
+    assert list(as_flags({"a_b": [1, "x"], "c": None})) == ["--a-b", "1", "x"]
+
+
+def test_a_key_is_no_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_KEY", "s3cret")
+    infer = {"engine": "vllm", "engine_python": "/venv/bin/python", "api_key_var": "ENGINE_KEY"}
+    launch = launch_of(resolve_run(config(infer)).infer, Path("out"))
+    assert launch.environment["VLLM_API_KEY"] == "s3cret" and "s3cret" not in " ".join(launch.command)
+
+
+@pytest.mark.parametrize(
+    ("infer", "sections", "says"),
+    [
+        ({"engine": "vllm", "engine_args": {"a": 1}}, {}, "infer.engine_args"),
+        ({"engine": "vllm", "tp": 2}, {}, "infer.tp"),
+        (
+            {"engine": "vllm", "engine_python": "/p"},
+            {"orch": {"client": {"base_url": "http://10.0.0.1:8000/v1"}}},
+            "infer.engine_python",
+        ),
+        ({"engine": "sglang", "in_process": True}, {}, "infer.in_process"),
+        ({"engine": "embedded", "engine_python": "/p"}, {}, "infer.engine_python"),
+        ({"engine": "sglang"}, {"train": {"noise_scheduler": {"enabled": True}}}, "train.noise_scheduler"),
+        ({"engine": "vllm"}, {"train": {"lora": True, "qlora_bnb": True}}, "infer.engine"),
+        ({"engine": "vllm"}, {"orch": {"sampling": {"top_p": 0.9}}}, "orch.sampling"),
+    ],
+)
+def test_contradictions_are_named(infer: dict[str, Any], sections: dict[str, Any], says: str) -> None:
+    errors = [".".join(map(str, problem.path)) for problem in check_run(config(infer, **sections)).errors]
+    assert says in errors
+
+
+def test_a_server_that_runs_needs_nothing_but_its_address() -> None:
+    attach = {"orch": {"client": {"base_url": "http://10.0.0.1:8000/v1"}}}
+    assert not check_run(config({"engine": "vllm"}, **attach)).errors
+
+
+def test_what_is_not_there_is_refused_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"infer.engine_python: /p is not an executable file"):
+        check_engine(config({"engine": "vllm", "engine_python": "/p"}), 1)
+    with pytest.raises(ConfigError, match="has no package vllm"):
+        check_engine(config({"engine": "vllm", "engine_python": sys.executable}), 1)
+    with pytest.raises(ConfigError, match=r"orch.client.api_key_var: the environment variable NO_SUCH_KEY is not set"):
+        check_engine(config({"engine": "vllm"}, orch={"client": {"api_key_var": "NO_SUCH_KEY"}}), 1)
+    with pytest.raises(ConfigError, match="several training processes"):
+        check_engine(config({"engine": "vllm"}), 2)

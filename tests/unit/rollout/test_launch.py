@@ -1,0 +1,118 @@
+"""A server process of our own: refused before it starts, its log shown when it fails, and nothing left of it after."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import ConfigError
+from shoal.rollout.facts import RemoteSettings
+from shoal.rollout.launch import Launch, ServerProcess, check_interpreter
+from shoal.rollout.vllm import VllmRolloutEngine
+from support.engine_servers import free_port
+
+
+def launch(folder: Path, script: str, port: int | None = None) -> ServerProcess:
+    log = folder / "logs" / "vllm.log"
+    return ServerProcess(Launch("vLLM", [sys.executable, "-c", script], "127.0.0.1", port or free_port(), log))
+
+
+def connect(process: ServerProcess, folder: Path, start_s: float) -> None:
+    """As a run does: wait for health, and end the process whatever happens."""
+    url = f"http://127.0.0.1:{process.launch.port}"
+    settings = RemoteSettings(url, "model", 64, 100, (2,), str, folder, start_s=start_s)
+
+    async def main() -> None:
+        engine = VllmRolloutEngine(settings, process)
+        try:
+            await engine.connect()
+        finally:
+            await engine.close()
+
+    process.start()
+    asyncio.run(main())
+
+
+def test_one_that_dies_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+    script = "import sys; print('loading'); sys.exit('RuntimeError: out of luck')"
+    with pytest.raises(ConfigError, match=r"(?s)vLLM ended with exit code 1. The end of .*vllm.log:\n.*out of luck"):
+        connect(launch(tmp_path, script), tmp_path, 30)
+
+
+def test_an_argument_it_does_not_know_is_one_line(tmp_path: Path) -> None:
+    script = "import argparse; argparse.ArgumentParser().parse_args(['--max-looras', '3'])"
+    with pytest.raises(ConfigError) as caught:
+        connect(launch(tmp_path, script), tmp_path, 30)
+    assert str(caught.value) == "infer.engine_args: vLLM does not know --max-looras 3; see its --help"
+
+
+def test_one_that_never_answers_is_given_up_and_ended(tmp_path: Path) -> None:
+    process = launch(tmp_path, "import subprocess, time; subprocess.Popen(['sleep', '300']); time.sleep(300)")
+    with pytest.raises(ConfigError, match=r"vLLM is not ready after 1 s \(infer.start_deadline_s\)"):
+        connect(process, tmp_path, 1)
+    assert process.pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # neither it nor its child
+
+
+def test_a_port_that_is_taken_is_refused_before_the_start(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"infer.port: {port} on 127.0.0.1 is taken by another process"):
+            launch(tmp_path, "", port).start()
+
+
+def test_an_address_where_nobody_answers(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}/v1"
+
+    async def main() -> None:
+        engine = VllmRolloutEngine(RemoteSettings(url, "model", 64, 100, (2,), str, tmp_path, start_s=0.5))
+        try:
+            await engine.connect()
+        finally:
+            await engine.close()
+
+    with pytest.raises(ConfigError, match=r"waited 0 s for vLLM at http.*orch.client.base_url"):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("python", "message"),
+    [
+        ("/nowhere/bin/python", "infer.engine_python: /nowhere/bin/python is not an executable file"),
+        (sys.executable, "has no package vllm; name the Python that has vLLM"),
+    ],
+)
+def test_an_interpreter_that_will_not_do(python: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_interpreter(python, "vllm", "vLLM")
+
+
+def test_it_ends_when_we_are_killed(tmp_path: Path) -> None:
+    """Killed for good, so that nothing of ours can run: Linux ends the server."""
+    script = (
+        "import time; from pathlib import Path; from shoal.rollout.launch import Launch, ServerProcess\n"
+        f"import sys; launch = Launch('vLLM', [sys.executable, '-c', 'import time; time.sleep(300)'], '127.0.0.1', "
+        f"{free_port()}, Path({str(tmp_path / 'log')!r}))\n"
+        "process = ServerProcess(launch); process.start(); print(process.pid, flush=True); time.sleep(300)"
+    )
+    ours = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert ours.stdout is not None
+    server = int(ours.stdout.readline())
+    ours.kill()
+    ours.wait()
+    for _ in range(100):
+        if not Path(f"/proc/{server}").exists() or " Z " in Path(f"/proc/{server}/stat").read_text():
+            return
+        time.sleep(0.1)
+    os.kill(server, 9)
+    raise AssertionError("the server outlived us")

@@ -1,0 +1,144 @@
+"""What the SGLang engine sends and does, against the double of its published API. No SGLang was run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+
+from shoal.errors import ConfigError, EngineError
+from shoal.observability.manifest import describe
+from shoal.rollout.sglang import SglangRolloutEngine
+from shoal.types import Span
+from support.engine_servers import CONTEXT_TOKENS, attached_double, contract_model, free_port, publish, settings
+from support.engines import ask
+from support.models import TOKENIZER, lora_decoder, random_prompts, small_model
+from support.sglang_double import SglangDouble
+
+(PROMPT,) = random_prompts(5, 12)
+
+
+def test_a_server_that_ignores_seeds_is_refused() -> None:
+    async def main() -> None:
+        async with attached_double(small_model("qwen3", seed=8), enable_deterministic_inference=False) as (engine, _):
+            await engine.connect()
+
+    with pytest.raises(ConfigError, match=r"ignores seeds.*--enable-deterministic-inference"):
+        asyncio.run(main())
+
+
+def test_an_update_is_flushed_and_noted_per_token() -> None:
+    new = small_model("qwen3", seed=21)
+
+    async def main() -> None:
+        async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
+            running = asyncio.create_task(engine.generate(ask("r", PROMPT, max_tokens=60, min_tokens=60)))
+            await asyncio.sleep(0.1)
+            await engine.load(4, publish(4, dict(new.named_parameters())))
+            drawn = await running
+            first, second = drawn.spans
+            assert (first.version, second.version, second.end) == (0, 4, 60) and first.end == second.start
+            assert double.version == "4" and double.flushes == 1
+
+    asyncio.run(main())
+
+
+def test_noise_is_refused_by_name() -> None:
+    async def main() -> None:
+        async with attached_double(small_model("qwen3", seed=8)) as (engine, _):
+            await engine.load(0, {"sigma": 0.1})
+
+    with pytest.raises(ConfigError, match=r"train.noise_scheduler: infer.engine sglang cannot put noise on its norms"):
+        asyncio.run(main())
+
+
+def test_adapters_by_versioned_names(tmp_path: Path) -> None:
+    def adapter(version: int, rank: int) -> dict[str, Any]:
+        decoder: Any = lora_decoder("qwen3", seed=8, rank=rank, alpha=2 * rank)
+        decoder.model.save_pretrained(str(tmp_path / f"{version}"), selected_adapters=["default"])
+        return describe(tmp_path / f"{version}", version, "lora")
+
+    async def main() -> None:
+        async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
+            await engine.load(1, adapter(1, 4))
+            await engine.load(2, adapter(2, 4))
+            assert list(double.adapters) == ["shoal-v000002"]
+            drawn = await engine.generate(ask("r", PROMPT))
+            assert drawn.spans == [Span(0, len(drawn.token_ids), 2)]
+            with pytest.raises(EngineError, match="LoRA rank 16 exceeds max_lora_rank 8"):
+                await engine.load(3, adapter(3, 16))
+
+    asyncio.run(main())
+
+
+def test_a_server_that_was_restarted_gets_its_version_back_and_is_asked_again() -> None:
+    """The seed is in the request, so what was lost comes out as it would have."""
+    port, new = free_port(), small_model("qwen3", seed=21)
+
+    async def serve() -> web.AppRunner:
+        double = SglangDouble(small_model("qwen3", seed=8), TOKENIZER, str(contract_model()), CONTEXT_TOKENS)
+        runner = web.AppRunner(double.app(), shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        return runner
+
+    async def main() -> None:
+        runner = await serve()
+        engine = SglangRolloutEngine(settings(f"http://127.0.0.1:{port}"))
+        await engine.load(4, publish(4, dict(new.named_parameters())))
+        asked = ask("r", PROMPT, max_tokens=60, min_tokens=60, seed=9)
+        undisturbed = await engine.generate(asked)
+        running = asyncio.create_task(engine.generate(asked))
+        await asyncio.sleep(0.05)
+        await runner.cleanup()
+        runner = await serve()
+        drawn = await running
+        assert drawn.token_ids == undisturbed.token_ids and drawn.spans == [Span(0, 60, 4)]
+        await engine.close()
+        await runner.cleanup()
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_no_sampler_gives_is_refused() -> None:
+    async def broken(_: web.Request) -> web.Response:
+        about = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[0.5, 3, None]], "weight_versions": []}
+        return web.json_response({"meta_info": about})
+
+    async def main() -> None:
+        async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
+            await engine.connect()
+            double.generate = broken  # type: ignore[method-assign]
+            runner = web.AppRunner(double.app())
+            await runner.setup()
+            port = free_port()
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+            other = SglangRolloutEngine(settings(f"http://127.0.0.1:{port}"))
+            try:
+                await other.generate(ask("r", PROMPT))
+            finally:
+                await other.close()
+                await runner.cleanup()
+
+    with pytest.raises(EngineError, match="SGLang answered r wrongly: a log-prob is positive or not finite"):
+        asyncio.run(main())
+
+
+def test_the_double_draws_from_the_model_it_has() -> None:
+    """Of the double itself, so that the contract suite rests on something: its log-probs are transformers' own."""
+    model = small_model("qwen3", seed=8)
+
+    async def main() -> None:
+        async with attached_double(model) as (engine, _):
+            drawn = await engine.generate(ask("r", PROMPT, temperature=0.7))
+            with torch.no_grad():
+                logits = model(torch.tensor([PROMPT + drawn.token_ids])).logits[0, len(PROMPT) - 1 : -1].double() / 0.7
+            expected = logits.log_softmax(-1).gather(-1, torch.tensor(drawn.token_ids)[:, None])[:, 0].numpy()
+            np.testing.assert_allclose(drawn.logprobs, expected, rtol=0, atol=1e-6)
+
+    asyncio.run(main())
