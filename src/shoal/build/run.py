@@ -107,7 +107,7 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
     parts = Parts(
         engine=sampler.engine,
         weights=InProcessWeights(),
-        collector=_collector(orch, run_group, stream, ranks),
+        collector=_collector(orch, run_group, stream, ranks, steps),
         stream=stream,
         learner=_learner(config, policy, sampler, plan, ranks),
         files=files,
@@ -203,21 +203,22 @@ def _buffer(orch: OrchConfig) -> Buffer:
     )
 
 
-def _admission(orch: OrchConfig) -> Admission:
+def _admission(orch: OrchConfig, steps: int) -> Admission:
     return Admission(
         orch.batch_size,
         orch.rollouts_per_example,
         orch.weight_sync_interval,
         orch.max_async_level,
         orch.max_off_policy_steps,
+        steps,
     )
 
 
-def _collector(orch: OrchConfig, run_group: RunGroup, stream: PromptStream, ranks: Ranks) -> Collector:
+def _collector(orch: OrchConfig, run_group: RunGroup, stream: PromptStream, ranks: Ranks, steps: int) -> Collector:
     keep = load_function(orch.groups.filter) if orch.groups.filter is not None else None
     several = ranks.world > 1
     rules = GroupRules(orch.groups.uniform or "refill", orch.groups.max_refill, keep, orch.deadline_s, several)
-    return Collector(SharedGroups(run_group, ranks) if several else run_group, stream, _admission(orch), rules)
+    return Collector(SharedGroups(run_group, ranks) if several else run_group, stream, _admission(orch, steps), rules)
 
 
 def _learner(config: RunConfig, policy: TrainedPolicy, sampler: Sampler, plan: MemoryPlan, ranks: Ranks) -> Learner:

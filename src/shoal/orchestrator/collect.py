@@ -186,6 +186,21 @@ class Collector:
         self._ready = fresh
         return stale
 
+    def run_ahead(self, version: int) -> None:
+        """Dispatch what a new version allows before the next step asks for it, where sampling may run ahead at all."""
+        if self.admission.async_level > 0:
+            self._dispatch(version)
+
+    async def drain(self) -> None:
+        """Wait until nothing is in flight, for whoever wants the sampler alone. The next step settles what finished."""
+        pending = {task for task in self._running if not task.done()}
+        while pending:
+            done, pending = await asyncio.wait(
+                pending, return_when=asyncio.FIRST_COMPLETED, timeout=self._rules.deadline_s
+            )
+            if not done:
+                raise self._too_late("none finished")
+
     async def cancel(self) -> None:
         """Take back everything in flight; the prompts are dispatched again when the run continues."""
         for task in self._running:

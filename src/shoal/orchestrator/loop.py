@@ -128,7 +128,8 @@ class Loop:
             self.parts.console.step(0, metrics)
 
     async def _evaluate(self, step: int) -> dict[str, float]:
-        """Held-out metrics if due, with the noise taken off the sampler meanwhile."""
+        """Held-out metrics if due. Rollouts that run ahead go on meanwhile, unless noise must be taken off the sampler:
+        then they are finished first, with the noise they were started with."""
         parts, cadence = self.parts, self.settings.evaluation
         if parts.evaluator is None or cadence is None or not cadence.due(step, self.settings.max_steps):
             return {}
@@ -136,7 +137,10 @@ class Loop:
         groups = parts.evaluator.groups
         with parts.phases("eval"), parts.console.progress(f"evaluation after step {step}", groups, quiet=True) as bar:
             if self._served_sigma > 0:
+                await parts.collector.drain()
                 await parts.engine.load(parts.engine.version, {"sigma": 0.0})
+            elif step > 0:
+                parts.collector.run_ahead(step)
             metrics = await parts.ranks.on_main(lambda: self._held_out(bar.advance, first=step == 0))
             if self._served_sigma > 0:
                 await parts.engine.load(parts.engine.version, {"sigma": self._served_sigma})
@@ -171,6 +175,7 @@ class Loop:
     def _judge(self, learned: Learned, collected: Collected) -> None:
         """Count what must not go on for ever."""
         progress, events = self.progress, self.parts.events
+        self._tell_stale(collected)
         progress.non_finite = progress.non_finite + 1 if learned.skipped else 0
         if learned.skipped:
             events.warn(
@@ -183,6 +188,13 @@ class Loop:
         events.warn("flat", f"step {progress.step} trained nothing: every group was {', '.join(sorted(reasons))}")
         progress.flat += 1
         progress.flat_reasons = sorted(reasons.union(progress.flat_reasons))
+
+    def _tell_stale(self, collected: Collected) -> None:
+        stale = [group for group in collected.dropped if group.drop_reason == "stale"]
+        if stale:
+            limit = self.parts.collector.admission.oldest_allowed
+            said = f"step {self.progress.step}: {len(stale)} groups were more than {limit} versions old and are dropped"
+            self.parts.events.emit("stale", said, data={"groups": [group.prompt.group_id for group in stale]})
 
     def _outcome(self) -> str | None:
         progress, settings = self.progress, self.settings
