@@ -2,7 +2,8 @@
 
 With B rollouts a step, G a group, window N, async level O and weight version v, a whole group is admitted iff
 (v0 + max(N, 1) + O) * B - accepted - running >= G, where v0 is the version at the start of the window. O = 0, N = 1 is
-exactly synchronous: nothing of the next step starts before this one is trained. Nothing starts for a step past the last.
+exactly synchronous: nothing of the next step starts before this one is trained. Nothing starts for a step that never
+comes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sampling that runs ahead: what goes on during an evaluation, under which noise, what is dropped, and where it ends."""
+"""Sampling that runs ahead: what goes on during an evaluation, under which noise, what is dropped, where it ends."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_draining_has_a_deadline_and_loses_nothing():
         return collector
 
     asyncio.run(run(0.02, 5.0))
-    with pytest.raises(DeadlineError, match="none finished; raise orch.deadline_s"):
+    with pytest.raises(DeadlineError, match=r"none finished; raise orch.deadline_s"):
         asyncio.run(run(60.0, 0.05))
 
 
