@@ -1,7 +1,8 @@
 """A simulated engine and a simulated policy with set delays, and the real loop around them.
 
 For what scheduling costs and gains, without a model: runner, collector, loop, records and run directory are Shoal's
-own. A request holds one of the engine's slots for its set time; training holds the device's thread for its own.
+own. A request holds one of the engine's slots for its set time, and an optimizer step takes its own. The clock may be
+the wall's, and then what the loop itself does counts too; or a virtual one that is moved to whatever comes next.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import time
+import selectors
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ import numpy as np
 
 from shoal.algorithms.advantages import Normaliser
 from shoal.envs.base import SingleTurn, TaskList, ask
-from shoal.observability.console import make_console
+from shoal.observability.console import BaseConsole, make_console
 from shoal.observability.events import EventLog
-from shoal.observability.run_dir import RunDir
+from shoal.observability.run_dir import RunDir, read_metrics
 from shoal.observability.sinks import Sinks
 from shoal.observability.spans import Phases
 from shoal.observability.watchdog import Watchdog
@@ -44,6 +44,32 @@ WORDS, MOST_TOKENS = 997, 4096
 LETTERS = "".join(chr(97 + n * n * 7 % 26) for n in range(WORDS + MOST_TOKENS))
 
 
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop that never waits: where nothing is to be done, its clock is moved on instead."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        super().__init__(_NeverWaiting(self))
+
+    def time(self) -> float:
+        return self.now_s
+
+
+class _NeverWaiting(selectors.SelectSelector):
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout:
+            self._loop.now_s += timeout
+        return super().select(0 if timeout is not None else None)
+
+
 class SimulatedEngine:
     """Implements RolloutEngine. Each request takes its set time in one of `slots`; what was loaded meanwhile is in its
     spans, by the share of the time that each version served."""
@@ -63,9 +89,9 @@ class SimulatedEngine:
         self.most_open = max(self.most_open, self._open)
         try:
             async with self._slots:
-                started = time.monotonic()
+                started = now_s()
                 await asyncio.sleep(self._seconds(request))
-                ended = time.monotonic()
+                ended = now_s()
         finally:
             self._open -= 1
         self.busy_s += ended - started
@@ -85,7 +111,7 @@ class SimulatedEngine:
 
     async def load(self, version: int, manifest: Mapping[str, Any] | None = None) -> str:
         self.version = version
-        self._loads = [*self._loads[-16:], (time.monotonic(), version)]
+        self._loads = [*self._loads[-16:], (now_s(), version)]
         return f"simulated-{version}"
 
     async def pause(self) -> None: ...
@@ -100,7 +126,7 @@ class SimulatedEngine:
 
 @dataclass
 class SimulatedPolicy:
-    """Implements Policy: an optimizer step takes its set time and moves nothing."""
+    """Implements Policy: an optimizer step takes its set time, off the event loop's hands, and moves nothing."""
 
     seconds: float
     shares_prefixes: bool = True
@@ -116,10 +142,14 @@ class SimulatedPolicy:
         return SimulatedResults(self.logprobs(rows))
 
     def optim_step(self) -> Mapping[str, float]:
-        started = time.monotonic()
-        time.sleep(self.seconds)
-        self.busy_s += time.monotonic() - started
         return {"optim/lr": 0.0, "optim/skipped": 0.0, "optim/grad_norm": 1.0}
+
+    async def on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if function == self.optim_step:
+            started = now_s()
+            await asyncio.sleep(self.seconds)
+            self.busy_s += now_s() - started
+        return function(*arguments)
 
 
 @dataclass
@@ -151,7 +181,7 @@ class Characters:
 
 
 class Vowels(SingleTurn):
-    """A reward with something in it: the share of vowels in the answer. The prompts are as long as they are asked to."""
+    """A reward with something in it: the share of vowels in the answer."""
 
     name = "vowels"
 
@@ -192,7 +222,7 @@ class Shape:
 @dataclass
 class Outcome:
     wall_s: float
-    rollouts: int
+    rollouts: int  # trained, as the run directory has it
     sampler_idle: float  # share of slot time without a request
     trainer_idle: float
     most_open: int
@@ -202,9 +232,10 @@ class Outcome:
         return self.rollouts / self.wall_s
 
 
-def simulate(shape: Shape, folder: Path, judge: Judge | None = None) -> Outcome:
+def simulate(shape: Shape, folder: Path, judge: Judge | None = None, *, virtual: bool = False) -> Outcome:
     """The real loop to its end in a real run directory; its clock runs from the first dispatch to the last record."""
-    return asyncio.run(_simulate(shape, folder, judge or InstantJudge()))
+    with asyncio.Runner(loop_factory=VirtualLoop if virtual else None) as runner:
+        return runner.run(_simulate(shape, folder, judge or InstantJudge()))
 
 
 async def _simulate(shape: Shape, folder: Path, judge: Judge) -> Outcome:
@@ -212,42 +243,35 @@ async def _simulate(shape: Shape, folder: Path, judge: Judge) -> Outcome:
     engine, policy = SimulatedEngine(slots, shape.seconds, shape.tokens), SimulatedPolicy(shape.train_s)
     with (
         RunDir.create(folder, "train: {}\n", {}) as run_dir,
-        ThreadPoolExecutor(1) as device,
         contextlib.closing(make_console(io.StringIO())) as console,
     ):
-        loop = make_loop(shape, engine, policy, judge, _Around(run_dir, device, console))
-        started = time.monotonic()
+        loop = make_loop(shape, engine, policy, judge, (run_dir, console))
+        started = now_s()
         await loop.run()
-        wall_s = time.monotonic() - started
+        wall_s = now_s() - started
         await loop.parts.collector.cancel()
+        trained = sum(int(line["batch/used"]) for line in read_metrics(folder))
     return Outcome(
         wall_s,
-        shape.steps * shape.batch,
+        trained,
         1 - engine.busy_s / (slots * wall_s),
         1 - policy.busy_s / wall_s,
         engine.most_open,
     )
 
 
-@dataclass
-class _Around:
-    run_dir: RunDir
-    device: ThreadPoolExecutor
-    console: Any
-
-
-def make_loop(shape: Shape, engine: SimulatedEngine, policy: SimulatedPolicy, judge: Judge, around: _Around) -> Loop:
+def make_loop(
+    shape: Shape, engine: SimulatedEngine, policy: SimulatedPolicy, judge: Judge, around: tuple[RunDir, BaseConsole]
+) -> Loop:
     environment, phases = Vowels(), Phases()
-    events = EventLog(around.run_dir)
+    run_dir, console = around
+    events = EventLog(run_dir)
     runner = GroupRunner(engine, {"vowels": environment}, judge, Characters(), RunnerSettings(4096))
     stream = PromptStream({"vowels": environment}, {"vowels": 1.0}, 0, lambda _: True)
     sampling = SamplingParams(max_tokens=shape.tokens)
 
     async def run_group(prompt: Any) -> Any:
         return await runner.run(prompt, shape.group, sampling, phases)
-
-    async def on_device(function: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(around.device, function, *arguments)
 
     admission = Admission(shape.batch, shape.group, 1, shape.level, last_step=shape.steps)
     rules = GroupRules(uniform="keep", deadline_s=NEVER_S)
@@ -257,16 +281,16 @@ def make_loop(shape: Shape, engine: SimulatedEngine, policy: SimulatedPolicy, ju
         weights=InProcessWeights(),
         collector=Collector(run_group, stream, admission, rules),
         stream=stream,
-        learner=Learner(policy, Normaliser(std="none"), None, settings, on_device),
+        learner=Learner(policy, Normaliser(std="none"), None, settings, policy.on_device),
         files=NoFiles(),
         evaluator=None,
-        run_dir=around.run_dir,
+        run_dir=run_dir,
         events=events,
-        console=around.console,
-        watchdog=Watchdog(around.run_dir.logs, events),
-        sinks=Sinks(around.run_dir),
+        console=console,
+        watchdog=Watchdog(run_dir.logs, events),
+        sinks=Sinks(run_dir),
         phases=phases,
-        on_device=on_device,
+        on_device=policy.on_device,
         token_text=chr,
     )
     return Loop(parts, LoopSettings(shape.steps, SaveCadence(0)))
