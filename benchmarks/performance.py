@@ -36,8 +36,8 @@ MISSING = "Not measured yet: `python benchmarks/{name}.py benchmarks/results/{na
 INTRO = """# Performance
 
 How fast Shoal is on one GPU, beside what that GPU could do; and, on a CPU, what its scheduling gains. This page is
-generated from the JSON in `benchmarks/results/`: `python benchmarks/performance.py`. Models have random weights of the named shape unless a file
-is named; ratios are between figures of one run.
+generated from the JSON in `benchmarks/results/`: `python benchmarks/performance.py`. Models have random weights of the
+named shape unless a file is named; ratios are between figures of one run.
 
 A **limit** is the rate if only bytes or only operations cost time, at the copy bandwidth and the bf16 matrix rate
 measured in the same run. Bytes are weights once a decode step, and keys and values once; operations are two a weight
