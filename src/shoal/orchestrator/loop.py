@@ -19,6 +19,7 @@ from shoal.observability.metrics import Tally
 from shoal.observability.spans import throughput
 from shoal.orchestrator.collect import Collected, Interruption
 from shoal.orchestrator.learn import Learned
+from shoal.orchestrator.notes import FailureNotes, tell_stale
 from shoal.orchestrator.parts import Files, LoopSettings, Parts, Progress
 from shoal.orchestrator.ranks import agree
 from shoal.orchestrator.records import completion_lines, rollout_lines, tally_groups
@@ -41,6 +42,7 @@ class Loop:
         self._saved_step: int | None = None
         self._served = ""  # proof of the weights the sampler serves
         self._served_sigma = 0.0  # and the noise on them
+        self._failures = FailureNotes(parts.events)
         self._boundary: dict[str, Any] = {}  # the state between two steps; what a checkpoint holds
 
     def interrupt(self, exit_code: int = EXIT_INTERRUPTED) -> None:
@@ -66,6 +68,7 @@ class Loop:
             if outcome is not None:
                 await self.save()  # with more steps, or other prompts, it may go on from here
                 return outcome
+        self._failures.check_scored(self.progress)
         return "finished"
 
     async def _step(self) -> str | None:
@@ -175,7 +178,8 @@ class Loop:
     def _judge(self, learned: Learned, collected: Collected) -> None:
         """Count what must not go on for ever."""
         progress, events = self.progress, self.parts.events
-        self._tell_stale(collected)
+        self._failures.look(collected.all, progress)
+        tell_stale(events, progress.step, collected.dropped, self.parts.collector.admission.oldest_allowed)
         progress.non_finite = progress.non_finite + 1 if learned.skipped else 0
         if learned.skipped:
             events.warn(
@@ -188,13 +192,6 @@ class Loop:
         events.warn("flat", f"step {progress.step} trained nothing: every group was {', '.join(sorted(reasons))}")
         progress.flat += 1
         progress.flat_reasons = sorted(reasons.union(progress.flat_reasons))
-
-    def _tell_stale(self, collected: Collected) -> None:
-        stale = [group for group in collected.dropped if group.drop_reason == "stale"]
-        if stale:
-            limit = self.parts.collector.admission.oldest_allowed
-            said = f"step {self.progress.step}: {len(stale)} groups were more than {limit} versions old and are dropped"
-            self.parts.events.emit("stale", said, data={"groups": [group.prompt.group_id for group in stale]})
 
     def _outcome(self) -> str | None:
         progress, settings = self.progress, self.settings
