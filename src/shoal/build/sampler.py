@@ -17,7 +17,7 @@ from shoal.build.prepare import Prepared
 from shoal.config.orch import EvalConfig, OrchConfig
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
-from shoal.errors import DeadlineError, StoppedByPolicy
+from shoal.errors import ConfigError, DeadlineError, StoppedByPolicy
 from shoal.orchestrator.evaluate import EvalSettings, Evaluator
 from shoal.protocols import Environment, PlayedEnvironment
 from shoal.rewards.shaping import RewardShape
@@ -221,7 +221,19 @@ def sampler_only(config: RunConfig, prepared: Prepared) -> Sampler:
 async def evaluate_once(config: RunConfig, prepared: Prepared) -> tuple[dict[str, float], list[RolloutGroup]]:
     sampler = sampler_only(config, prepared)
     try:
+        _check_room(config, sampler.model.decoder.max_positions)
         evaluator = make_evaluator(config.orch, prepared.environments, sampler.runner, sampler.model.chat)
         return await evaluator.evaluate()
     finally:
         await sampler.close()
+
+
+def _check_room(config: RunConfig, positions: int | None) -> None:
+    """Beyond the positions a model was made for it writes nonsense, and an evaluation would score that."""
+    assert config.orch.eval is not None
+    longest = config.orch.eval.sampling.max_tokens
+    if positions is not None and longest is not None and longest >= positions:
+        raise ConfigError(
+            f"--max-tokens (orch.eval.sampling.max_tokens): {longest} leaves no room for a prompt in the {positions} "
+            "positions the model was made for; give less"
+        )
