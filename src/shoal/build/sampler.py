@@ -214,6 +214,7 @@ def evaluation_config(
 def sampler_only(config: RunConfig, prepared: Prepared) -> Sampler:
     """For evaluation: nothing is trained, so only the cache is planned."""
     loaded = load_model(config, prepared.given)
+    _check_room(config.orch, loaded.model.decoder.max_positions)
     plan = loaded.device.submit(make_plan, config, loaded.model, None).result()
     return make_sampler(config, prepared, loaded, plan)
 
@@ -221,17 +222,15 @@ def sampler_only(config: RunConfig, prepared: Prepared) -> Sampler:
 async def evaluate_once(config: RunConfig, prepared: Prepared) -> tuple[dict[str, float], list[RolloutGroup]]:
     sampler = sampler_only(config, prepared)
     try:
-        _check_room(config, sampler.model.decoder.max_positions)
         evaluator = make_evaluator(config.orch, prepared.environments, sampler.runner, sampler.model.chat)
         return await evaluator.evaluate()
     finally:
         await sampler.close()
 
 
-def _check_room(config: RunConfig, positions: int | None) -> None:
+def _check_room(orch: OrchConfig, positions: int | None) -> None:
     """Beyond the positions a model was made for it writes nonsense, and an evaluation would score that."""
-    assert config.orch.eval is not None
-    longest = config.orch.eval.sampling.max_tokens
+    longest = orch.eval.sampling.max_tokens if orch.eval is not None else None
     if positions is not None and longest is not None and longest >= positions:
         raise ConfigError(
             f"--max-tokens (orch.eval.sampling.max_tokens): {longest} leaves no room for a prompt in the {positions} "

@@ -50,7 +50,7 @@ def _check_items(name: str, items: Any) -> None:
 def _check_rewards(functions: Any, weights: Any) -> None:
     if functions is not None and not callable(functions) and not isinstance(functions, str) and not _is_list(functions):
         _refuse("reward_funcs", f"must be a function, or a list of them, not {_shown(functions)}")
-    for function in functions if _is_list(functions) else []:
+    for function in list(functions) if _is_list(functions) else []:
         if isinstance(function, Mapping):
             _refuse("reward_funcs", f"holds rows, not functions; the order is {ORDER}")
         if not callable(function) and not isinstance(function, str):
