@@ -1,6 +1,6 @@
 """What running ahead gains: rollouts a second and idle time at asynchronous levels 0, 1 and 4.
 
-    python benchmarks/asynchronous.py OUT.json [--split] [--quiet SECONDS] [--smoke]
+    python benchmarks/asynchronous.py OUT.json [--layouts …] [--split] [--quiet SECONDS] [--smoke]
 
 Simulated: the real loop on an engine and a policy with set delays. Measured: a tiny model on the CPU, co-located
 (`shoal grpo`, sampling and training take turns on one device) and with the embedded engine in a process of its own, one
@@ -29,6 +29,7 @@ from shoal.types import Request
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (0, 1, 4)
+LAYOUTS = ("simulated", "engine process", "co-located")
 EQUAL_S = 0.4
 LIMIT_S = 900
 REPEATS = 3  # of what is measured on a machine with other work to do; the fastest counts
@@ -140,12 +141,12 @@ def predicted_rows(measured: list[dict[str, Any]], steps: int) -> list[dict[str,
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("out", type=Path)
+    made.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     made.add_argument("--split", action="store_true", help="also measure `shoal grpo --layout split`")
     made.add_argument("--quiet", type=float, default=0.0, metavar="SECONDS", help="wait for an idle machine")
     made.add_argument("--smoke", action="store_true", help="few short steps, to see that it runs")
     asked = made.parse_args()
-    steps = 3 if asked.smoke else 20
-    rows = simulated_rows(steps)
+    rows = simulated_rows(3 if asked.smoke else 20) if "simulated" in asked.layouts else []
 
     def write() -> None:
         write_result(asked.out, {"smoke": asked.smoke, "rows": rows})
@@ -154,12 +155,12 @@ def main() -> None:
         folder = Path(temporary)
         subprocess.run([sys.executable, "-m", "shoal", "make-model", "tiny", str(folder / "model")], check=True)
         write()
-        overlapped = measured_rows("engine process", folder, asked.smoke, asked.quiet)
-        rows += predicted_rows(overlapped, make_config(folder, asked.smoke)["train"]["max_steps"])
-        write()
-        for layout in ["co-located", *(["split"] if asked.split else [])]:
-            rows += measured_rows(layout, folder, asked.smoke, asked.quiet)
-            write()
+        for layout in [*asked.layouts, *(["split"] if asked.split else [])]:
+            if layout != "simulated":
+                found = measured_rows(layout, folder, asked.smoke, asked.quiet)
+                steps = make_config(folder, asked.smoke)["train"]["max_steps"]
+                rows += predicted_rows(found, steps) if layout == "engine process" else found
+                write()
     columns = ["layout", "level", "rollouts_per_s", "gain", "sampler_idle", "trainer_idle", "of_predicted"]
     print_table("running ahead", rows, columns)
 

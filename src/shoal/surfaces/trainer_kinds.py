@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from shoal.errors import ArgumentError
 
@@ -59,7 +59,7 @@ def _check_rewards(functions: Any, weights: Any) -> None:
         _refuse("reward_weights", f"must be a list of numbers, not {_shown(weights)}")
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
