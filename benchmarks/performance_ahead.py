@@ -25,6 +25,15 @@ EXPECTED: list[Column] = [
     ("measured", lambda r: f"{r['rollouts_per_s']:.1f}"),
     ("of expected", lambda r: percent(r["of_predicted"])),
 ]
+LAYOUTS = {
+    "simulated": "the real loop on an engine and a policy with set delays: 0.4 s for a step's rollouts and 0.4 s to "
+    "train them; or half of the time for most answers and four times that for the longest.",
+    "engine process": "the embedded engine of a tiny model in a process of its own on a CPU, one thread for it and one "
+    "for training, so that the two overlap; the fastest of three runs.",
+    "co-located": "`shoal grpo` with all threads: sampling and training take turns on one device; the fastest of three "
+    "runs.",
+    "split": "`shoal grpo --layout split`; the fastest of three runs.",
+}
 MANY: list[Column] = [
     ("rollouts at once", lambda r: number(r["most_at_once"])),
     ("tokens each", lambda r: number(r["tokens"])),
@@ -36,11 +45,12 @@ MANY: list[Column] = [
 def asynchronous(results: Results) -> Iterator[str]:
     rows = results.rows["asynchronous"]
     yield """Rollouts a second over a whole run, from the first dispatch to the last record, at `max_async_level` 0, 1
-and 4. *Simulated* is the real loop on an engine and a policy with set delays: 0.4 s for a step's rollouts and 0.4 s to
-train them, or few answers that take four times as long as the others. *Engine process* is the embedded engine of a tiny
-model in a process of its own on a CPU, one thread for it and one for training, so that the two overlap. *Co-located* is
-`shoal grpo` with all threads: sampling and training take turns on one device, so running ahead gains nothing there. The
-fastest of three runs counts."""
+and 4."""
+    layouts = {row["layout"] for row in rows}
+    yield "\n".join(f"- *{name}*: {says}" for name, says in LAYOUTS.items() if name in layouts)
+    missing = ", ".join(name for name in LAYOUTS if name not in layouts)
+    if missing:
+        yield f"Not measured yet: {missing}; `python benchmarks/asynchronous.py` measures them where nothing else runs."
     yield table_of(rows, LAYOUT)
     yield "![Rollouts a second and idle time by level](images/performance_asynchronous.svg)"
     expected = [row for row in rows if "predicted_rollouts_per_s" in row]
