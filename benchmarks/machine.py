@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+import time
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,22 @@ def machine() -> dict[str, Any]:
         found["gpu"] = torch.cuda.get_device_name()
         found["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
     return found
+
+
+def wait_until_quiet(limit_s: float, share: float = 0.9, look_s: float = 3.0) -> float:
+    """Wait until so much of the CPUs is idle, for at most so long; returns the idle share last seen."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        before = _cpu_times()
+        time.sleep(look_s)
+        spent = [now - then for now, then in zip(_cpu_times(), before, strict=True)]
+        idle = (spent[3] + spent[4]) / max(1, sum(spent))  # idle and waiting for a disk
+        if idle >= share or time.monotonic() > deadline:
+            return idle
+
+
+def _cpu_times() -> list[int]:
+    return [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
 
 
 def command() -> str:

@@ -2,7 +2,7 @@
 
     python benchmarks/performance.py [--results DIR] [--out docs/performance.md] [--no-plots]
 
-NAME.json and NAME_*.json of the five benchmarks are read, NAME.json first; of two rows about the same thing the first
+NAME.json and NAME_*.json of the benchmarks are read, NAME.json first; of two rows about the same thing the first
 counts. What is missing is said to be missing. A test compares the page with what this writes.
 """
 
@@ -27,14 +27,17 @@ KEYS = {
     "train": ("name", "shape"),
     "grpo_step": ("name",),
     "growth": ("axis", "value"),
+    "asynchronous": ("layout", "name", "level"),
+    "many_rollouts": ("tokens",),
 }
-MISSING = "Not measured yet: `python benchmarks/{name}.py benchmarks/results/{name}.json` on a GPU."
+ON_CPU = ("asynchronous", "many_rollouts")  # without a device there are no rates of one
+MISSING = "Not measured yet: `python benchmarks/{name}.py benchmarks/results/{name}.json`{where}."
 
 INTRO = """# Performance
 
-How fast Shoal is on one GPU, beside what that GPU could do. This page is generated from the JSON in
-`benchmarks/results/`: `python benchmarks/performance.py`. Models have random weights of the named shape unless a file
-is named; ratios are between figures of one run.
+How fast Shoal is on one GPU, beside what that GPU could do; and, on a CPU, what its scheduling gains. This page is
+generated from the JSON in `benchmarks/results/`: `python benchmarks/performance.py`. Models have random weights of the
+named shape unless a file is named; ratios are between figures of one run.
 
 A **limit** is the rate if only bytes or only operations cost time, at the copy bandwidth and the bf16 matrix rate
 measured in the same run. Bytes are weights once a decode step, and keys and values once; operations are two a weight
@@ -83,7 +86,7 @@ def read_results(folder: Path) -> Results:
     for name in KEYS:
         for path in [folder / f"{name}.json", *sorted(folder.glob(f"{name}_*.json"))]:
             found = json.loads(path.read_text("utf-8")) if path.exists() else {}
-            if "rows" not in found or "rates" not in found or found.get("smoke"):
+            if "rows" not in found or ("rates" not in found and name not in ON_CPU) or found.get("smoke"):
                 continue
             results.files[path.name] = found
             for row in found["rows"]:
@@ -94,7 +97,8 @@ def read_results(folder: Path) -> Results:
 def page(results: Results) -> str:
     parts = [INTRO, "## What is to be reached", goals_table(results)]
     for name, title, write in SECTIONS:
-        parts += [f"## {title}", *(write(results) if results.rows[name] else [MISSING.format(name=name)])]
+        missing = MISSING.format(name=name, where="" if name in ON_CPU else " on a GPU")
+        parts += [f"## {title}", *(write(results) if results.rows[name] else [missing])]
     parts += [TRIED, "## Machines and commands", *_sources(results)]
     return "\n\n".join(parts) + "\n"
 
@@ -103,7 +107,7 @@ def _sources(results: Results) -> Iterator[str]:
     if not results.files:
         yield "No result is in yet."
         return
-    rates = {name: found["rates"] for name, found in results.files.items()}
+    rates = {name: found["rates"] for name, found in results.files.items() if "rates" in found}
     yield table(
         ["run", "copy bandwidth", "bf16 matrix product"],
         [

@@ -1,4 +1,4 @@
-"""The plots of the performance page: a roofline, and how decoding grows. Needs matplotlib; written as SVG."""
+"""The plots of the performance page: a roofline, how decoding grows, running ahead. By matplotlib, as SVG."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ def write(results: Results, folder: Path) -> None:
         _save(_roofline(results), folder / "performance_roofline.svg")
     if results.rows["growth"]:
         _save(_growth(results), folder / "performance_growth.svg")
+    if results.rows["asynchronous"]:
+        _save(_asynchronous(results), folder / "performance_asynchronous.svg")
 
 
 def _save(figure: Any, path: Path) -> None:
@@ -50,7 +52,7 @@ def _points(results: Results) -> list[tuple[str, str, float, float]]:
 
 
 def _roofline(results: Results) -> Any:
-    rates = next(iter(results.files.values()))["rates"]
+    rates = next(found["rates"] for found in results.files.values() if "rates" in found)
     points = _points(results)
     low, high = min(p[2] for p in points) / 3, max(p[2] for p in points) * 3
     ridge = rates["operations_per_s"] / rates["bytes_per_s"]
@@ -85,5 +87,27 @@ def _growth(results: Results) -> Any:
         axes.minorticks_off()
     panels[0].set_ylabel("tokens/s")
     panels[0].legend(fontsize=7, frameon=False)
+    figure.tight_layout()
+    return figure
+
+
+def _asynchronous(results: Results) -> Any:
+    """Gain beside level 0, then the idle share of sampler and trainer where the two are apart."""
+    rows = results.rows["asynchronous"]
+    kinds = list(dict.fromkeys((row["layout"], row["name"]) for row in rows))
+    levels = sorted({row["level"] for row in rows})
+    figure, panels = plt.subplots(1, 3, figsize=(11, 3.2))
+    parts = (("gain", "rollouts/s beside level 0"), ("sampler_idle", "sampler idle"), ("trainer_idle", "trainer idle"))
+    for axes, (key, label) in zip(panels, parts, strict=True):
+        for place, kind in enumerate(kinds):
+            mine = {row["level"]: row.get(key) for row in rows if (row["layout"], row["name"]) == kind}
+            at = [i + (place - (len(kinds) - 1) / 2) * 0.2 for i in range(len(levels))]
+            values = [mine.get(level) or 0.0 for level in levels]
+            if any(mine.values()):
+                name = kind[0] if kind[0] != "simulated" else f"simulated: {kind[1]}"
+                axes.bar(at, values, 0.18, color=f"C{place}", label=name)
+        axes.set(xticks=range(len(levels)), xticklabels=levels, xlabel="max_async_level", ylabel=label)
+    panels[0].axhline(1.5, color="black", linewidth=0.8, linestyle="--")
+    panels[0].legend(fontsize=6, frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.35))
     figure.tight_layout()
     return figure

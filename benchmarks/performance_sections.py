@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from performance_ahead import asynchronous, many_rollouts
 from performance_tables import Column, Row, gib, number, percent, seconds, table_of
 
 if TYPE_CHECKING:
@@ -171,4 +172,6 @@ SECTIONS: list[tuple[str, str, Callable[[Results], Iterator[str]]]] = [
     ("train", "Training", training),
     ("grpo_step", "Whole steps", steps),
     ("growth", "How cost grows", growth),
+    ("asynchronous", "Running ahead", asynchronous),
+    ("many_rollouts", "Many rollouts at once", many_rollouts),
 ]

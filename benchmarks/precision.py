@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from machine import write_result
 
-from shoal.batching.pack import make_batches
+from shoal.batching.pack import Packing, make_batches
 from shoal.batching.samples import rollout_samples
 from shoal.engine.engine import EmbeddedEngine, EngineSettings
 from shoal.models import hybrid
@@ -67,7 +67,7 @@ class Bench:
                 rollouts.append(Rollout(Prompt("bench", number, []), i, turns, advantage=1.0))
         rollouts.sort(key=lambda rollout: rollout.rollout_id)
         samples = [rollout_samples(rollout) for rollout in rollouts]
-        (batch,) = make_batches(samples, token_budget=512, aggregation="token-mean", max_tokens=self.new_tokens)
+        (batch,) = make_batches(samples, Packing(512, "token-mean", self.new_tokens))
         return batch.rows
 
     def measure(self, prepare: Any) -> dict[str, Any]:

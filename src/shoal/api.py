@@ -60,10 +60,12 @@ def train(
     given: build.Given | None = None,
     next_command: str | None = None,
     layout: Layout = Layout(),  # noqa: B008  (frozen)
+    wording: Callable[[str], str] = str,
 ) -> Path:
     """Run GRPO to the end, from the start or from the newest good checkpoint. Returns the run directory.
 
-    `given` holds Python objects that stand in for what the configuration names; `next_command` says how to go on then.
+    `given` holds Python objects that stand in for what the configuration names; `next_command` says how to go on then;
+    `wording` puts what is told on the way into the words of the surface the run was started from.
     """
     path = Path(config.train.output_dir)
     if resume and _already_done(path, config):
@@ -78,7 +80,7 @@ def train(
         ):
             handler = setup_logging(run_dir.logs, layout.component if main else f"grpo-rank{prepared.ranks.rank}")
             try:
-                events = EventLog(run_dir, console)
+                events = EventLog(run_dir, console, wording)
                 for notice in notices:
                     console.note(f"note: {notice}")
                 watchdog = Watchdog(run_dir.logs, events, stall_s=config.orch.deadline_s)
@@ -88,6 +90,8 @@ def train(
                 if main:
                     _write_report(run_dir.path, events)
                 stop_logging(handler)
+            if main:
+                console.note(_last_line(path))
     finally:
         asyncio.run(prepared.pool.close())
         build.leave_ranks(prepared)
@@ -111,7 +115,7 @@ async def _train(
             await loop.restore(Path(found["path"]))
             events.step = found["step"]
             events.emit("resume", f"continuing after step {found['step']}")
-        on_signals(loop.interrupt)
+        on_signals(loop.interrupt, lambda: _give_up(run_dir, watching.next_command))
         steps = loop.settings.max_steps
         console.begin(f"training {config.train.model} for {steps} steps in {run_dir.path}", steps, loop.progress.step)
         outcome = await loop.run()
@@ -173,6 +177,13 @@ def _record_end(run_dir: RunDir | FollowerRunDir, command: str, work: Callable[[
     write("solved" if outcome == "solved" else "finished", f"{outcome} after step {step}", False, step)
 
 
+def _give_up(run_dir: RunDir | FollowerRunDir, command: str | None) -> None:
+    """A second signal ends the process where it is. The newest checkpoint stands; the status must not say running."""
+    reason = "ended at once by a second signal; it goes on from the newest checkpoint"
+    at = run_dir.status.get("step", 0)
+    run_dir.write_status("interrupted", step=at, reason=reason, resumable=True, next_command=command)
+
+
 def _already_done(path: Path, config: RunConfig | SftConfig) -> bool:
     """A finished run says so; one that was given more steps or epochs since goes on."""
     status = read_status(path) if (path / "status.json").exists() else {}
@@ -212,6 +223,16 @@ def _write_report(path: Path, events: EventLog) -> None:
         events.warn("report", f"report.html could not be written: {error}")
 
 
+def _last_line(path: Path) -> str:
+    """Where a run that came to its end is found."""
+    said = [str(read_status(path)["reason"])]
+    if (path / "report.html").exists():
+        said.append(f"the report is {path / 'report.html'}")
+    if (path / "final").exists():
+        said.append(f"the trained weights are in {path / 'final'}")
+    return "; ".join(said)
+
+
 def sft(config: SftConfig, *, resume: bool = False) -> Path:
     """Supervised training; the result is in `final/` of the run directory."""
     path = Path(config.train.output_dir)
@@ -235,6 +256,7 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
         finally:
             _write_report(run_dir.path, EventLog(run_dir, console))
             stop_logging(handler)
+        console.note(_last_line(path))
     return path
 
 
@@ -269,8 +291,8 @@ def _sft(
     sinks = build.make_sinks(config, run_dir, events)
     console.begin(f"supervised training of {train.model} for {total} steps in {run_dir.path}", total, first - 1)
     try:
-        with stop_signals() as stop:
-            command = _resume_command(config)
+        command = _resume_command(config)
+        with stop_signals(lambda: _give_up(run_dir, command)) as stop:
             record = SupervisedRecorder(
                 run_dir, events, console, sinks, files, save, total, train.save_total_limit, command, stop
             )

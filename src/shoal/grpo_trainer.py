@@ -26,6 +26,8 @@ from shoal.orchestrator.signals import outside_event_loop
 from shoal.rewards.functions import RewardFunctions
 from shoal.surfaces.table import unknown_argument
 from shoal.surfaces.trainer import DEFAULT_STEPS, LABEL, translate
+from shoal.surfaces.trainer_kinds import check_kinds
+from shoal.surfaces.uncaught import one_line_if_uncaught
 
 RewardFunction = Callable[..., Any] | str
 TEST = "test"
@@ -86,19 +88,26 @@ class GRPOTrainer:
         **unknown: Any,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
+        with one_line_if_uncaught():
+            self._set_up(arguments, unknown)
+
+    def _set_up(self, arguments: dict[str, Any], unknown: Mapping[str, Any]) -> None:
         if unknown:
             _refuse_unknown(next(iter(unknown)), list(arguments))
-        self._processes = _processes(use_accelerate)
+        check_kinds(arguments)
+        model, train_dataset, eval_dataset = (arguments[n] for n in ("model", "train_dataset", "eval_dataset"))
+        self._processes = _processes(arguments["use_accelerate"])
         translation = translate(arguments, self._processes)
-        _check_vllm(use_vllm)
-        self._rewards = _rewards(reward_funcs, reward_weights, train_dataset)
+        _check_vllm(arguments["use_vllm"])
+        self._rewards = _rewards(arguments["reward_funcs"], arguments["reward_weights"], train_dataset)
         self._eval_dataset = eval_dataset
-        self.config, self.notices = translation.config(_with_precision(overrides, model))
+        self._wording = translation.in_their_words
+        self.config, self.notices = translation.config(_with_precision(arguments["overrides"], model))
         held_out = eval_dataset if eval_dataset is not None else ()
         self._given = build.Given(
             environments={LABEL: ItemEnvironment(train_dataset, held_out, LABEL, self._rewards)},
             model=None if isinstance(model, str) else model,
-            tokenizer=_tokenizer(model, tokenizer),
+            tokenizer=_tokenizer(model, arguments["tokenizer"]),
             processes=self._processes,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         )
@@ -124,7 +133,9 @@ class GRPOTrainer:
         again = f"python {sys.argv[0] or 'your script'}, with GRPOTrainer(resume_from_checkpoint=True)"
         given, notices = self._given, self.notices
         return outside_event_loop(
-            lambda: api.train(self.config, resume=resume, notices=notices, given=given, next_command=again)
+            lambda: api.train(
+                self.config, resume=resume, notices=notices, given=given, next_command=again, wording=self._wording
+            )
         )
 
     def test(self, dataset: Items | None = None) -> dict[str, float]:

@@ -302,6 +302,22 @@ def test_a_new_version(bench: Bench) -> None:
     bench.run(check)
 
 
+def test_a_prompt_is_not_remembered_from_an_older_version(bench: Bench) -> None:
+    """What was computed of a prompt belongs to the weights that computed it: a prefix cache goes by version."""
+    other = small_model("qwen3", seed=9)
+
+    async def check(served: Served) -> None:
+        await draw(served, *(ask(f"old {i}", LONG, seed=i, max_tokens=4) for i in range(4)))
+        await served.engine.load(5, await served.publish(5, dict(other.named_parameters())))
+        answers = await draw(served, *(ask(f"new {i}", LONG, seed=i, max_tokens=4) for i in range(4)))
+        bench.reference = other
+        for answer in answers:
+            expected = bench.logprobs(LONG, answer.token_ids)
+            np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=1e-4)
+
+    bench.run(check)
+
+
 def test_a_pause_holds_everything_and_versions_may_change_in_it(bench: Bench) -> None:
     async def check(served: Served) -> None:
         await served.engine.pause()

@@ -50,3 +50,20 @@ def test_without_a_gpu_a_benchmark_says_what_to_do(tmp_path: Path):
         cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode != 0 and "--smoke" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["asynchronous", "many_rollouts"])
+def test_scheduling_is_measured(name: str, tmp_path: Path):
+    out = tmp_path / f"{name}.json"
+    command = [sys.executable, f"benchmarks/{name}.py", str(out), "--smoke"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(out.read_text("utf-8"))["rows"]
+    if name == "many_rollouts":
+        assert all(row["most_at_once"] == 200 and row["own_ms_a_rollout"] > 0 for row in rows)
+        return
+    layouts = [row["layout"] for row in rows]
+    assert layouts == ["simulated"] * 6 + ["engine process"] * 3 + ["co-located"] * 3
+    assert all(row["rollouts_per_s"] > 0 for row in rows)
+    assert all(row["of_predicted"] > 0 for row in rows if row["layout"] == "engine process")

@@ -150,3 +150,24 @@ def test_what_the_machine_cannot_do_is_refused_and_the_folder_stays_free(new_run
     command = run.grpo("train.recipe=fp32")
     assert command.wait() == 0, command.text()
     assert_trained_once(run, 4)
+
+
+def test_rewards_that_always_fail_are_told_and_are_no_success(new_run: NewRun):
+    """Two steps, so fewer than the five flat ones that stop a run: it still does not end as if all were well."""
+    run = new_run(train={"max_steps": 2}, orch={"reward": {"function": "my_code:broken_reward"}})
+    command = run.grpo()
+    assert command.wait() == 3, command.text()
+    told = [line for line in command.text().splitlines() if "no reward for" in line]
+    assert len(told) == 1, "once, though every message quotes another answer"
+    assert "step 1: no reward for 64 of 64 rollouts of reverse-text: KeyError:" in told[0]
+    assert "my_code.py:" in told[0] and "in broken_reward)" in told[0]
+    assert "not one rollout of 2 steps got a reward (reverse-text: KeyError" in command.text()
+    assert run.status()["state"] == "stopped" and not (run.path / "final").exists()
+
+
+def test_an_environment_without_a_reward_is_refused_at_once(new_run: NewRun):
+    run = new_run(orch={"env": [{"id": "my_code:NoJudge"}]})
+    command = run.grpo()
+    assert command.wait() == 2, command.text()
+    assert "NoJudge has no method reward(self, task, messages); write one, or name a function" in command.text()
+    assert not run.path.exists() or not list(run.path.iterdir())

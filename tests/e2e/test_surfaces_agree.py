@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,27 @@ main(
 )
 """
 )
+LAUNCHED = """
+from judge import reward
+from shoal.launcher import load_config, train
+
+
+def main(args):
+    train(load_config(args, env="dataset", reward=reward))
+"""
+# Its files have no key for either of ALIKE, and a clip, a scale and a statistic of their own.
+LAUNCHER_KEYS = f"""
+experiment_name: agree
+trial_name: same
+seed: {SEED}
+total_train_epochs: 1
+gconfig: {{n_samples: {GROUP}, max_new_tokens: {TOKENS}, temperature: 1.0}}
+actor: {{lr: {RATE}, eps_clip: 0.2, reward_scaling: 1.0, use_decoupled_loss: false, recompute_logprob: false,
+         adv_norm: group}}
+mb_spec: {{max_tokens_per_mb: 128}}
+train_dataset: {{path: data, batch_size: {PROMPTS}}}
+evaluator: {{mode: disabled}}
+"""
 
 
 def by_configuration(model: Path) -> dict[str, Any]:
@@ -79,15 +102,32 @@ def run_configuration(warm: WarmPython, folder: Path, model: Path) -> None:
     assert Run(folder, warm).write(by_configuration(model)).grpo().wait() == 0
 
 
+def run_as_launched(warm: WarmPython, folder: Path, model: Path) -> None:
+    """The configuration again, without what the launcher's files cannot say."""
+    config = by_configuration(model)
+    config["train"] |= {"loss": {"type": "grpo"}, "recompute_old": False}
+    config["orch"].pop("groups")
+    assert Run(folder, warm).write(config).grpo().wait() == 0
+
+
+def run_launcher(warm: WarmPython, folder: Path, model: Path) -> None:
+    (folder / "script.py").write_text(LAUNCHED)
+    (folder / "file.yaml").write_text(LAUNCHER_KEYS)
+    command = ["-m", "shoal.launcher.local", "script.py", "--config", "file.yaml", f"actor.path={model}"]
+    run_python(folder, *command)
+    (folder / "out").symlink_to(folder / "outputs" / "agree" / "same")
+
+
+def run_python(folder: Path, *words: str) -> None:
+    result = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
 def run_script(text: str) -> Callable[[WarmPython, Path, Path], None]:
     def start(warm: WarmPython, folder: Path, model: Path) -> None:
-        import subprocess
-        import sys
-
         values = {"model": str(model), "ROWS": STEPS * PROMPTS, **globals()}
         (folder / "script.py").write_text(text.format(**values))
-        result = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=200)
-        assert result.returncode == 0, result.stderr[-3000:]
+        run_python(folder, "script.py")
 
     return start
 
@@ -96,27 +136,34 @@ SURFACES: dict[str, Callable[[WarmPython, Path, Path], None]] = {
     "configuration": run_configuration,
     "GRPOTrainer": run_script(TRAINER),
     "recipe": run_script(RECIPE),
+    "configuration as launched": run_as_launched,
+    "launcher": run_launcher,
 }
+PAIRS = [
+    ("GRPOTrainer", "configuration"),
+    ("recipe", "configuration"),
+    ("launcher", "configuration as launched"),
+]
 
 
 @pytest.fixture(scope="module")
 def results(warm: WarmPython, raw_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     found = {}
     for name, start in SURFACES.items():
-        folder = tmp_path_factory.mktemp(name)
+        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
         (folder / "judge.py").write_text(JUDGE)
         (folder / "data").mkdir()
-        rows = [json.dumps({"prompt": f"Shout: {word}", "answer": ""}) for word in WORDS[: STEPS * PROMPTS]]
+        rows = [json.dumps({"prompt": f"Shout: {word}", "answer": "any"}) for word in WORDS[: STEPS * PROMPTS]]
         (folder / "data" / "train.jsonl").write_text("\n".join(rows) + "\n")
-        (folder / "data" / "test.jsonl").write_text(json.dumps({"prompt": "Shout: fish", "answer": ""}) + "\n")
+        (folder / "data" / "test.jsonl").write_text(json.dumps({"prompt": "Shout: fish", "answer": "any"}) + "\n")
         start(warm, folder, raw_model)
         found[name] = Run(folder, warm)
     return found
 
 
-@pytest.mark.parametrize("surface", [name for name in SURFACES if name != "configuration"])
-def test_the_same_run_through_every_surface(results: dict[str, Run], surface: str):
-    wanted, found = results["configuration"], results[surface]
+@pytest.mark.parametrize(("surface", "same_as"), PAIRS)
+def test_the_same_run_through_every_surface(results: dict[str, Run], surface: str, same_as: str):
+    wanted, found = results[same_as], results[surface]
     assert found.metrics() == wanted.metrics()
     assert [line["step"] for line in wanted.metrics()] == list(range(1, STEPS + 1))
     assert len({line["reward/mean"] for line in wanted.metrics()}) == STEPS  # something happened

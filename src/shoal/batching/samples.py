@@ -15,13 +15,15 @@ from shoal.types import Rollout, Sample, Turn
 
 @dataclass(slots=True)
 class _Draft:
-    """A sample being written, one entry a token."""
+    """A sample being written: one entry a token, and one piece for each run of tokens that are alike."""
 
     token_ids: list[int] = field(default_factory=list)
-    loss_mask: list[bool] = field(default_factory=list)
     sampler_logprobs: list[float] = field(default_factory=list)
-    temperatures: list[float] = field(default_factory=list)
     kept_ids: list[list[int] | None] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # of the pieces
+    sampled: list[bool] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=list)
+    narrowed: bool = False  # some token was not drawn from the whole vocabulary
 
     def extends_to(self, prompt_ids: list[int]) -> bool:
         return prompt_ids[: len(self.token_ids)] == self.token_ids
@@ -36,10 +38,12 @@ class _Draft:
         self, ids: list[int], sampled: bool, logprobs: list[float], temperature: float, kept_ids: list[list[int]] | None
     ) -> None:
         self.token_ids.extend(ids)
-        self.loss_mask.extend([sampled] * len(ids))
         self.sampler_logprobs.extend(logprobs)
-        self.temperatures.extend([temperature] * len(ids))
         self.kept_ids.extend([None] * len(ids) if kept_ids is None else kept_ids)
+        self.lengths.append(len(ids))
+        self.sampled.append(sampled)
+        self.temperatures.append(temperature)
+        self.narrowed |= bool(kept_ids)
 
 
 def rollout_samples(rollout: Rollout, *, train: bool = True, advantage: float | None = None) -> list[Sample]:
@@ -59,7 +63,8 @@ def rollout_samples(rollout: Rollout, *, train: bool = True, advantage: float | 
 
 
 def _finish(rollout: Rollout, draft: _Draft, advantage: float, train: bool) -> Sample:
-    mask = np.array(draft.loss_mask, dtype=bool) & train
+    mask = np.repeat(np.array(draft.sampled, dtype=bool), draft.lengths) & train
+    temperatures = np.repeat(np.array(draft.temperatures, dtype=np.float32), draft.lengths)
     mask[0] = False  # a completion of an empty prompt: its first token has no context to be predicted from
     return Sample(
         rollout_id=rollout.rollout_id,
@@ -67,7 +72,7 @@ def _finish(rollout: Rollout, draft: _Draft, advantage: float, train: bool) -> S
         token_ids=np.array(draft.token_ids, dtype=np.int64),
         loss_mask=mask,
         sampler_logprobs=np.where(mask, np.array(draft.sampler_logprobs, dtype=np.float32), np.float32(0)),
-        temperatures=np.where(mask, np.array(draft.temperatures, dtype=np.float32), np.float32(1)),
+        temperatures=np.where(mask, temperatures, np.float32(1)),
         advantages=np.full(len(mask), advantage, dtype=np.float32),
-        kept_ids=draft.kept_ids if any(kept is not None for kept in draft.kept_ids) else None,
+        kept_ids=draft.kept_ids if draft.narrowed else None,
     )

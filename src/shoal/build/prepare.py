@@ -14,6 +14,7 @@ from shoal.build.remote import check_engine
 from shoal.config.orch import DatasetConfig, EnvConfig
 from shoal.config.resolve import as_yaml, binding_data
 from shoal.config.schema import RunConfig
+from shoal.envs.base import lacks_reward
 from shoal.envs.catalogue import BUILT_IN, OWN_TASKS
 from shoal.envs.datasets import DatasetSpec, fingerprint, heard_problems
 from shoal.envs.registry import load_environment
@@ -58,6 +59,12 @@ def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
         function = load_object(orch.reward.function)
         for environment in environments.values():
             environment.reward = function  # type: ignore[method-assign]
+    for label, environment in environments.items():
+        if lacks_reward(environment):
+            raise ConfigError(
+                f"orch.env: {label}: {type(environment).__name__} has no method reward(self, task, messages); "
+                "write one, or name a function with orch.reward.function"
+            )
     pool = RewardPool(
         environments,
         workers=orch.reward.workers,

@@ -143,7 +143,7 @@ def make_loop(config: RunConfig, prepared: Prepared, watching: Watching, stream:
     parts = Parts(
         engine=pieces.engine,
         weights=pieces.weights,
-        collector=_collector(orch, run_group, stream, ranks),
+        collector=_collector(orch, run_group, stream, ranks, steps),
         stream=stream,
         learner=pieces.learner,
         files=pieces.files,
@@ -190,6 +190,7 @@ def make_sinks(config: RunConfig | SftConfig, run_dir: RunDir, events: EventLog,
             as_data(config),
             metric_names=config.train.metric_names,
             completions=config.train.log_completions,
+            run_id=run_dir.status.get("run_id"),
         ),
         on_problem=lambda kind, message, data: events.warn(kind, message, data=data),
         watcher=LiveHealth(run_dir.path, config, events) if main else None,
@@ -255,21 +256,22 @@ def _buffer(orch: OrchConfig) -> Buffer:
     )
 
 
-def _admission(orch: OrchConfig) -> Admission:
+def _admission(orch: OrchConfig, steps: int) -> Admission:
     return Admission(
         orch.batch_size,
         orch.rollouts_per_example,
         orch.weight_sync_interval,
         orch.max_async_level,
         orch.max_off_policy_steps,
+        steps,
     )
 
 
-def _collector(orch: OrchConfig, run_group: RunGroup, stream: PromptStream, ranks: Ranks) -> Collector:
+def _collector(orch: OrchConfig, run_group: RunGroup, stream: PromptStream, ranks: Ranks, steps: int) -> Collector:
     keep = load_function(orch.groups.filter) if orch.groups.filter is not None else None
     several = ranks.world > 1
     rules = GroupRules(orch.groups.uniform or "refill", orch.groups.max_refill, keep, orch.deadline_s, several)
-    return Collector(SharedGroups(run_group, ranks) if several else run_group, stream, _admission(orch), rules)
+    return Collector(SharedGroups(run_group, ranks) if several else run_group, stream, _admission(orch, steps), rules)
 
 
 def make_learner(

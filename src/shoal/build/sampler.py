@@ -19,7 +19,7 @@ from shoal.build.remote import ModelFacts, make_remote
 from shoal.config.orch import EvalConfig, OrchConfig
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
-from shoal.errors import DeadlineError, StoppedByPolicy
+from shoal.errors import ConfigError, DeadlineError, StoppedByPolicy
 from shoal.orchestrator.evaluate import EvalSettings, Evaluator
 from shoal.protocols import Environment, PlayedEnvironment, RolloutEngine
 from shoal.rewards.shaping import RewardShape
@@ -259,6 +259,7 @@ def evaluation_config(
 def sampler_only(config: RunConfig, prepared: Prepared) -> Sampler:
     """For evaluation: nothing is trained, so only the cache is planned."""
     loaded = load_model(config, prepared.given)
+    _check_room(config.orch, loaded.model.decoder.max_positions)
     plan = loaded.device.submit(make_plan, config, loaded.model, None).result()
     return make_sampler(config, prepared, loaded, plan)
 
@@ -270,3 +271,13 @@ async def evaluate_once(config: RunConfig, prepared: Prepared) -> tuple[dict[str
         return await evaluator.evaluate()
     finally:
         await sampler.close()
+
+
+def _check_room(orch: OrchConfig, positions: int | None) -> None:
+    """Beyond the positions a model was made for it writes nonsense, and an evaluation would score that."""
+    longest = orch.eval.sampling.max_tokens if orch.eval is not None else None
+    if positions is not None and longest is not None and longest >= positions:
+        raise ConfigError(
+            f"--max-tokens (orch.eval.sampling.max_tokens): {longest} leaves no room for a prompt in the {positions} "
+            "positions the model was made for; give less"
+        )

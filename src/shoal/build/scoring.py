@@ -11,6 +11,7 @@ from typing import Any
 from shoal.build.prepare import prepare
 from shoal.build.sampler import evaluate_once, evaluation_config
 from shoal.config.orch import EvalConfig
+from shoal.errors import StoppedByPolicy
 from shoal.observability.weights import Weights
 from shoal.orchestrator.statistics import Estimate, average, difference, pass_at
 from shoal.types import RolloutGroup
@@ -60,6 +61,7 @@ def score(models: Sequence[Weights], task: EvalTask) -> list[Scores]:
 
     async def run(config: Any) -> Scores:
         metrics, groups = await evaluate_once(config, prepared)
+        _tell_failures(groups)
         return Scores(metrics, _by_prompt(groups), task.settings.rollouts_per_example)
 
     async def run_all() -> list[Scores]:
@@ -69,6 +71,17 @@ def score(models: Sequence[Weights], task: EvalTask) -> list[Scores]:
         return asyncio.run(run_all())
     finally:
         asyncio.run(prepared.pool.close())
+
+
+def _tell_failures(groups: Sequence[RolloutGroup]) -> None:
+    """With the text of the first. A score of nothing is none."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    failed = [rollout for rollout in rollouts if not rollout.scored]
+    why = next((rollout.error for rollout in failed if rollout.error), "the environment gave none")
+    if len(failed) == len(rollouts):
+        raise StoppedByPolicy(f"not one of {len(rollouts)} rollouts got a reward: {why}; fix the environment's reward")
+    if failed:
+        log.warning("no reward for %d of %d rollouts: %s", len(failed), len(rollouts), why)
 
 
 def _by_prompt(groups: Sequence[RolloutGroup]) -> dict[int, list[float]]:

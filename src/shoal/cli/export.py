@@ -25,7 +25,7 @@ def export(source: str, folder: str, *, adapter: str | None = None, checkpoint: 
         Which one of a run directory: a step, best, newest or final.
     """
     weights = find_weights(source, adapter=adapter, checkpoint=checkpoint)
-    problem = model_problem(weights.model)
+    problem = model_problem(weights.model) or _missing(weights.model)
     if problem is not None:
         raise ConfigError(f"command line: source: {problem[0]}; {problem[1]}")
     from shoal import api
@@ -33,3 +33,14 @@ def export(source: str, folder: str, *, adapter: str | None = None, checkpoint: 
     api.export(source, Path(folder), adapter=adapter, checkpoint=checkpoint)
     merged = " with its adapter merged" if weights.adapter else ""
     say(f"{folder}: {weights.model}{merged}, ready to load and to publish")
+
+
+def _missing(model: str) -> tuple[str, str] | None:
+    """An export is of what is here: a name that is no path is looked up among the models that were loaded before."""
+    if Path(model).expanduser().exists():
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        return None
+    return f"{model!r} is neither a folder nor a model that was loaded here before", "check the path"

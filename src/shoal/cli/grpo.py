@@ -69,7 +69,7 @@ def train_loaded(
 ) -> None:
     """Check a configuration that was read, whatever surface it came from, and train.
 
-    `wording` puts a notice into the words of that surface.
+    `wording` puts what is said before and while it trains into the words of that surface.
     """
     findings = check_run(loaded.config)
     check_environments(loaded.config.orch, findings)
@@ -85,7 +85,7 @@ def train_loaded(
         return
     from shoal import api
 
-    api.train(config, resume=resume, notices=advice)
+    api.train(config, resume=resume, notices=advice, wording=wording)
 
 
 def _load(run: str | None, parts: dict[str, str], overrides: list[str]) -> Loaded[RunConfig]:

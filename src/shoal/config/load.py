@@ -25,6 +25,8 @@ from shoal.errors import ConfigError
 
 MAX_FILE_BYTES = 1_000_000
 COMMAND_LINE = "command line"
+# One matter in three places: what the command line says about it stands instead of all that files say.
+LENGTH = (("train", "max_steps"), ("train", "epochs"), ("orch", "max_steps"))
 Config = TypeVar("Config", bound=Section)
 
 
@@ -91,6 +93,7 @@ def _load(model: type[Config], file: str | None, parts: Mapping[str, str], overr
         draft.add_file(part, (name,))
     for override in overrides:
         draft.override(override)
+    draft.displace(LENGTH)
     return Loaded(draft.validate(), draft.origins)
 
 
@@ -131,6 +134,7 @@ class _Draft(Generic[Config]):
         self.model = model
         self.data: dict[str, Any] = {}
         self.origins = Origins(default=COMMAND_LINE)
+        self._overridden: set[KeyPath] = set()
 
     def add_file(self, file: str, prefix: KeyPath) -> None:
         shown = printable(file)
@@ -175,10 +179,20 @@ class _Draft(Generic[Config]):
         document = parse_yaml(value_text, Source(f"{COMMAND_LINE}: {printable(key)}", has_lines=False), os.environ)
         self.origins.forget(path)
         self._place(path, document.value, shown)
+        if document.value is not None:
+            self._overridden.add(path)
         for inner in document.lines:
             self.origins.places[(*path, *inner)] = COMMAND_LINE
         for inner, template in document.templates.items():
             self.origins.templates[(*path, *inner)] = template
+
+    def displace(self, keys: Sequence[KeyPath]) -> None:
+        """Where an override sets one of these keys, a file's values of the others are left out."""
+        if not self._overridden.intersection(keys):
+            return
+        for section, name in keys:
+            if (section, name) not in self._overridden and isinstance(self.data.get(str(section)), dict):
+                self.data[str(section)].pop(name, None)
 
     def _check_section(self, path: KeyPath, shown: str, only: str | None) -> None:
         sections = [only] if only else list(self.model.model_fields)

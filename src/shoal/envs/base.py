@@ -112,6 +112,11 @@ class _Base:
         return None
 
 
+def lacks_reward(environment: object) -> bool:
+    """True if nobody wrote its `reward`: every call of it would fail."""
+    return getattr(getattr(environment, "reward", None), "__func__", None) is _Base.reward
+
+
 class SingleTurn(_Base):
     """One prompt, one answer, one reward."""
 

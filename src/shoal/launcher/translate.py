@@ -148,9 +148,15 @@ def _steps(draft: _Draft) -> None:
 
 
 def _loss(draft: _Draft) -> None:
-    """Defaults that the chosen loss does not have are left out; what the user set is refused by the schema's checks."""
+    """Defaults that the chosen loss does not have are left out; what the user set is refused by the schema's checks.
+
+    A cap in the file stands there for the loss that the file had in mind, so turning that off takes one override.
+    """
     flat, cap, kl = draft.flat, "actor.behav_imp_weight_cap", draft.flat.get("actor.kl_ctl")
-    if cap in flat.values or flat.get("actor.use_decoupled_loss"):
+    decoupled = flat.get("actor.use_decoupled_loss")
+    if decoupled is False and cap in flat.values and flat.at(cap) != COMMAND_LINE:
+        draft.notices.append(f"{cap}: no effect while actor.use_decoupled_loss is false")
+    elif cap in flat.values or decoupled:
         draft.put("train.loss.cap", flat.get(cap), cap)
     if kl:
         draft.put("train.loss.kl.beta", kl, "actor.kl_ctl")

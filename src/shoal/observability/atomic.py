@@ -58,6 +58,8 @@ def storage_error(action: str, error: Exception) -> StorageError:
     cause = str(error)
     if isinstance(error, OSError):
         cause = _CAUSES.get(error.errno or 0, error.strerror or str(error))
+        if error.errno == errno.ENOENT and action.startswith("create "):
+            cause = "no folder can be made there; choose another train.output_dir"
     return StorageError(f"could not {action}: {cause}")
 
 

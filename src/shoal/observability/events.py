@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from shoal.observability.redact import redact
@@ -30,7 +30,10 @@ class Teller(Protocol):
 
 
 class EventLog:
-    def __init__(self, store: EventStore, console: Teller | None = None) -> None:
+    """`wording` puts a message into the words of the surface a run was started from, before anybody reads it."""
+
+    def __init__(self, store: EventStore, console: Teller | None = None, wording: Callable[[str], str] = str) -> None:
+        self._wording = wording
         self.step = 0  # the step going on; the loop sets it
         self.counts: Counter[str] = Counter()
         self._store = store
@@ -46,7 +49,7 @@ class EventLog:
         data: Mapping[str, Any] | None = None,
     ) -> None:
         """Record an event. `kind` is a short stable word such as checkpoint, stall, sink, non-finite."""
-        step = self.step if step is None else step
+        step, message = self.step if step is None else step, self._wording(message)
         record = {"time": time.time(), "step": step, "level": level, "kind": kind, "message": message}
         self.counts[kind] += 1
         if self._console is not None and level != "notice":

@@ -20,7 +20,7 @@ from shoal.observability.atomic import remove_quietly, storage, write_atomic
 from shoal.observability.checkpoints import Checkpoint, CheckpointStore, sweep, write_folder
 from shoal.observability.journal import LineWriter, encode_line, read_lines
 from shoal.observability.lock import RunLock
-from shoal.observability.redact import redact
+from shoal.observability.redact import redact, secret_values
 
 State = Literal["running", "finished", "stopped", "failed", "interrupted", "solved"]
 _FOLDERS = ("rollouts", "checkpoints", "logs")
@@ -134,7 +134,8 @@ class RunDir:
 
     def write_rollouts(self, step: int, rollouts: Iterable[Mapping[str, Any]]) -> Path:
         path = rollouts_path(self.path, step)
-        write_atomic(path, (encode_line(rollout) for rollout in rollouts))
+        secrets = secret_values()
+        write_atomic(path, (encode_line(rollout, secrets) for rollout in rollouts))
         return path
 
     @contextmanager

@@ -29,12 +29,22 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float
 
 
 def time_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Share of the step each phase took, in reading order, without what took none."""
+    """Share of the step each phase took, in whole per cents and reading order, without what took none.
+
+    Phases that overlap add up to more than the step; they are shown by their part of that sum, so that a line never
+    comes to more than 100 %. The metrics time/* have the seconds.
+    """
     step_s = metrics.get("time/step", 0.0)
     if step_s <= 0:
         return []
-    shares = [(word, metrics.get(f"time/{phase}", 0.0) / step_s) for word, phase in (*_SHARES, ("idle", "idle"))]
-    return [(word, share) for word, share in shares if share >= 0.005]
+    shares = {word: metrics.get(f"time/{phase}", 0.0) / step_s for word, phase in (*_SHARES, ("idle", "idle"))}
+    scale = 100 / max(1.0, sum(shares.values()))
+    whole = {word: int(share * scale) for word, share in shares.items()}
+    # What rounding down left over goes to those that lost most by it.
+    left = round(sum(shares.values()) * scale) - sum(whole.values())
+    for word in sorted(shares, key=lambda word: whole[word] - shares[word] * scale)[:left]:
+        whole[word] += 1
+    return [(word, per_cent / 100) for word, per_cent in whole.items() if per_cent]
 
 
 def is_eval_mean(name: str) -> bool:

@@ -2,7 +2,8 @@
 
 With B rollouts a step, G a group, window N, async level O and weight version v, a whole group is admitted iff
 (v0 + max(N, 1) + O) * B - accepted - running >= G, where v0 is the version at the start of the window. O = 0, N = 1 is
-exactly synchronous: nothing of the next step starts before this one is trained.
+exactly synchronous: nothing of the next step starts before this one is trained. Nothing starts for a step that never
+comes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ class Admission:
     interval: int = 1  # N; 0 = weights are never synced, so nothing goes stale
     async_level: int = 0  # O
     max_off_policy_steps: int | None = None
+    last_step: int | None = None  # None = there is no end to run up against
     accepted: int = 0  # rollouts kept for training so far, and those dropped without a replacement
     running: int = 0  # rollouts dispatched and not settled
 
@@ -37,15 +39,21 @@ class Admission:
 
     def allows(self, version: int) -> bool:
         horizon = self.window_start(version) + max(self.interval, 1) + self.async_level
+        if self.last_step is not None:
+            horizon = min(horizon, self.last_step)
         return horizon * self.batch - self.accepted - self.running >= self.group
 
     def is_stale(self, version: int, oldest: int) -> bool:
         if self.interval == 0:
             return False
-        limit = self.max_off_policy_steps
-        if limit is None:
-            limit = self.async_level + max(self.interval, 1) - 1
-        return version - oldest > limit
+        return version - oldest > self.oldest_allowed
+
+    @property
+    def oldest_allowed(self) -> int:
+        """Versions a rollout may be behind where it is trained."""
+        if self.max_off_policy_steps is not None:
+            return self.max_off_policy_steps
+        return self.async_level + max(self.interval, 1) - 1
 
     def dispatch(self) -> None:
         self.running += self.group

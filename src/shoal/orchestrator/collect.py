@@ -61,6 +61,8 @@ class Collector:
         self._rules = rules
         self.admission = admission
         self._running: dict[asyncio.Task[RolloutGroup], tuple[int, Prompt]] = {}
+        self._finished: list[asyncio.Task[RolloutGroup]] = []  # of those running, in the order they ended
+        self._arrival = asyncio.Event()
         self._ready: list[tuple[int, RolloutGroup]] = []
         self._settled: list[tuple[int, RolloutGroup]] = []  # in this step, kept or not
         self._again: list[Prompt] = []  # prompts a checkpoint found in flight
@@ -106,27 +108,38 @@ class Collector:
             prompt = self._again.pop(0) if self._again else self._stream.next()
             task = asyncio.ensure_future(self._run_group(prompt))
             self._running[task] = (self._order, prompt)
+            if not self._rules.lockstep:
+                task.add_done_callback(self._arrive)
             self._order += 1
             self.admission.dispatch()
+
+    def _arrive(self, task: asyncio.Task[RolloutGroup]) -> None:
+        self._finished.append(task)
+        self._arrival.set()
 
     async def _settle_some(self, version: int, stop: asyncio.Event) -> None:
         if self._rules.lockstep:
             await self._settle_round(version)
             return
-        stopping = asyncio.ensure_future(stop.wait())
+        # Two futures however many groups are out: waiting for each of thousands anew would cost more than they do.
+        waiting = [asyncio.ensure_future(self._arrival.wait()), asyncio.ensure_future(stop.wait())]
         try:
-            done, _ = await asyncio.wait(
-                [*self._running, stopping], return_when=asyncio.FIRST_COMPLETED, timeout=self._rules.deadline_s
-            )
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=self._rules.deadline_s)
         finally:
-            stopping.cancel()
+            for future in waiting:
+                future.cancel()
         if stop.is_set():
             raise Interruption
-        if not done:
+        if not self._finished:
             raise self._too_late("none finished")
-        for task in done:
-            order, _ = self._running.pop(task)  # type: ignore[arg-type]
-            self._settle(order, task.result(), version)  # type: ignore[arg-type]
+        for task in self._take_finished():
+            order, _ = self._running.pop(task)
+            self._settle(order, task.result(), version)
+
+    def _take_finished(self) -> list[asyncio.Task[RolloutGroup]]:
+        finished, self._finished = self._finished, []
+        self._arrival.clear()
+        return finished
 
     async def _settle_round(self, version: int) -> None:
         _, pending = await asyncio.wait(list(self._running), timeout=self._rules.deadline_s)
@@ -185,6 +198,21 @@ class Collector:
         self.admission.unaccept(len(stale))
         self._ready = fresh
         return stale
+
+    def run_ahead(self, version: int) -> None:
+        """Dispatch what a new version allows before the next step asks for it, where sampling may run ahead at all."""
+        if self.admission.async_level > 0:
+            self._dispatch(version)
+
+    async def drain(self) -> None:
+        """Wait until nothing is in flight, for whoever wants the sampler alone. The next step settles what finished."""
+        pending = {task for task in self._running if not task.done()}
+        while pending:
+            done, pending = await asyncio.wait(
+                pending, return_when=asyncio.FIRST_COMPLETED, timeout=self._rules.deadline_s
+            )
+            if not done:
+                raise self._too_late("none finished")
 
     async def cancel(self) -> None:
         """Take back everything in flight; the prompts are dispatched again when the run continues."""

@@ -19,6 +19,7 @@ from shoal.observability.metrics import Tally
 from shoal.observability.spans import throughput
 from shoal.orchestrator.collect import Collected, Interruption
 from shoal.orchestrator.learn import Learned
+from shoal.orchestrator.notes import FailureNotes, tell_stale
 from shoal.orchestrator.parts import Files, LoopSettings, Parts, Progress
 from shoal.orchestrator.ranks import agree
 from shoal.orchestrator.records import completion_lines, rollout_lines, tally_groups
@@ -41,6 +42,7 @@ class Loop:
         self._saved_step: int | None = None
         self._served = ""  # proof of the weights the sampler serves
         self._served_sigma = 0.0  # and the noise on them
+        self._failures = FailureNotes(parts.events)
         self._boundary: dict[str, Any] = {}  # the state between two steps; what a checkpoint holds
 
     def interrupt(self, exit_code: int = EXIT_INTERRUPTED) -> None:
@@ -70,6 +72,7 @@ class Loop:
             if outcome is not None:
                 await self.save()  # with more steps, or other prompts, it may go on from here
                 return outcome
+        self._failures.check_scored(self.progress)
         return "finished"
 
     async def _step(self) -> str | None:
@@ -132,7 +135,8 @@ class Loop:
             self.parts.console.step(0, metrics)
 
     async def _evaluate(self, step: int) -> dict[str, float]:
-        """Held-out metrics if due, with the noise taken off the sampler meanwhile."""
+        """Held-out metrics if due. Rollouts that run ahead go on meanwhile, unless noise must be taken off the sampler:
+        then they are finished first, with the noise they were started with."""
         parts, cadence = self.parts, self.settings.evaluation
         if parts.evaluator is None or cadence is None or not cadence.due(step, self.settings.max_steps):
             return {}
@@ -140,7 +144,10 @@ class Loop:
         groups = parts.evaluator.groups
         with parts.phases("eval"), parts.console.progress(f"evaluation after step {step}", groups, quiet=True) as bar:
             if self._served_sigma > 0:
+                await parts.collector.drain()
                 await parts.engine.load(parts.engine.version, {"sigma": 0.0})
+            elif step > 0:
+                parts.collector.run_ahead(step)
             metrics = await parts.ranks.on_main(lambda: self._held_out(bar.advance, first=step == 0))
             if self._served_sigma > 0:
                 await parts.engine.load(parts.engine.version, {"sigma": self._served_sigma})
@@ -175,6 +182,8 @@ class Loop:
     def _judge(self, learned: Learned, collected: Collected) -> None:
         """Count what must not go on for ever."""
         progress, events = self.progress, self.parts.events
+        self._failures.look(collected.all, progress)
+        tell_stale(events, progress.step, collected.dropped, self.parts.collector.admission.oldest_allowed)
         progress.non_finite = progress.non_finite + 1 if learned.skipped else 0
         if learned.skipped:
             events.warn(

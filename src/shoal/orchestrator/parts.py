@@ -75,6 +75,7 @@ class Progress:
 
     step: int = 0  # steps done = version of the policy
     evaluated_start: bool = False
+    scored: bool = False  # some rollout got a reward
     non_finite: int = 0
     flat: int = 0
     flat_reasons: list[str] = field(default_factory=list)  # why groups were dropped in those flat steps

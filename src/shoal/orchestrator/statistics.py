@@ -12,11 +12,12 @@ from statistics import NormalDist, fmean, stdev
 
 SOLVED = 1.0
 LEVEL = 0.95
+FEWEST = 4  # values of a spread one has to estimate; from fewer, it is wider than any range of rewards
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts and the bounds of its confidence interval; the bounds are nan where one prompt is all."""
+    """A mean over prompts and the bounds of its confidence interval; the bounds are nan where prompts are too few."""
 
     value: float
     low: float
@@ -24,6 +25,8 @@ class Estimate:
     prompts: int
 
     def __str__(self) -> str:
+        if math.isnan(self.low):
+            return f"{self.value:.4g} (too few for an interval)"
         return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
 
@@ -58,8 +61,8 @@ def interval(values: Sequence[float], level: float = LEVEL, *, paired: bool = Fa
     mean = fmean(values)
     if not paired and all(value in (0, 1) for value in values):
         return _wilson(mean, n, level)
-    if n == 1:
-        return Estimate(mean, math.nan, math.nan, 1)
+    if n < FEWEST:
+        return Estimate(mean, math.nan, math.nan, n)
     half = student_quantile(0.5 + level / 2, n - 1) * stdev(values) / math.sqrt(n)
     return Estimate(mean, mean - half, mean + half, n)
 

@@ -38,6 +38,7 @@ from shoal.recipes.datums import (
 from shoal.recipes.infra import Infra, check_tokenizers, setup_infra
 from shoal.recipes.sampling import DeploymentSampler
 from shoal.recipes.translate import LABEL, translate
+from shoal.surfaces.recipe import FIELDS
 
 __all__ = [
     "AdamParams",
@@ -89,4 +90,8 @@ def main(config: Config, reward_fn: RewardFn | None = None) -> Path:
         )
     again = "run the same script again: main continues from log_path"
     given = build.Given(environments)
-    return outside_event_loop(lambda: api.train(run, resume=resume, notices=notices, given=given, next_command=again))
+    return outside_event_loop(
+        lambda: api.train(
+            run, resume=resume, notices=notices, given=given, next_command=again, wording=FIELDS.in_their_words
+        )
+    )

@@ -74,6 +74,8 @@ class GroupRunner:
         self._tokens = tokens
         self._settings = settings
         self._endpoint = endpoint
+        # Asked once: comparing an object with a protocol takes longer than the rest of a short rollout's bookkeeping.
+        self._played = {name: env for name, env in environments.items() if isinstance(env, PlayedEnvironment)}
 
     def with_seed(self, seed: int) -> GroupRunner:
         """The same runner drawing from another seed, for held-out rollouts."""
@@ -88,11 +90,11 @@ class GroupRunner:
 
     async def _rollout(self, prompt: Prompt, index: int, sampling: SamplingParams, phase: Phase) -> Rollout:
         rollout = Rollout(prompt, index, [])
-        environment = self._environments[prompt.env]
+        played = self._played.get(prompt.env)
         try:
             with phase("rollout"):
-                if isinstance(environment, PlayedEnvironment):
-                    score = await self._be_played(environment, rollout, sampling)
+                if played is not None:
+                    score = await self._be_played(played, rollout, sampling)
                     return self._settle(rollout, score, sampling)
                 await self._play(rollout, sampling)
         except (EngineError, DeadlineError, asyncio.CancelledError):

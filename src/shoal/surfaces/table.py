@@ -36,6 +36,20 @@ class Table:
     intro: str = ""
     columns: tuple[str, str] = ("there", "in Shoal")
 
+    def in_their_words(self, text: str) -> str:
+        """Schema keys replaced by the names here, where one name alone sets the key."""
+        names: dict[str, list[str]] = {}
+        for row in self.rows:
+            for key in row.keys:
+                names.setdefault(key, []).append(row.theirs)
+        return replace_keys(text, {key: found[0] for key, found in names.items() if len(found) == 1})
+
+
+def replace_keys(text: str, names: Mapping[str, str]) -> str:
+    for key in sorted(names, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w.]){re.escape(key)}(?![\w])", lambda _, key=key: names[key], text)
+    return text
+
 
 class Translation:
     """Collects what the arguments of one call mean in the schema, and turns it into a checked configuration."""
@@ -84,9 +98,7 @@ class Translation:
 
     def in_their_words(self, text: str) -> str:
         """Schema keys replaced by the arguments they came from."""
-        for key in sorted(self.arguments, key=len, reverse=True):
-            text = re.sub(rf"(?<![\w.]){re.escape(key)}(?![\w])", self.arguments[key], text)
-        return text
+        return replace_keys(text, self.arguments)
 
     def value(self, key: str) -> Any:
         found: Any = self.data

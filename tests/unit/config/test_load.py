@@ -116,3 +116,21 @@ def test_files_that_are_none(folder: Path, name: str):
     with pytest.raises(ConfigError) as caught:
         load_run(name)
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "length"),
+    [
+        ("train.max_steps=5", (5, None, None)),
+        ("train.epochs=2", (None, 2, None)),
+        ("orch.max_steps=7", (None, None, 7)),
+        ("train.max_steps=null", (None, None, 3)),
+    ],
+)
+def test_how_long_to_train_is_one_matter_on_the_command_line(folder: Path, override: str, length: tuple):
+    """A resolved file says it twice, train.max_steps and orch.max_steps; extending a run takes one override."""
+    (folder / "orch.yaml").write_text(ORCH + "max_steps: 3\n")
+    config = load_run(parts=PARTS, overrides=[override]).config
+    assert (config.train.max_steps, config.train.epochs, config.orch.max_steps) == length
+    both = load_run(parts=PARTS, overrides=["train.max_steps=5", "orch.max_steps=6"]).config
+    assert (both.train.max_steps, both.orch.max_steps) == (5, 6), "what is said twice is compared, not left out"

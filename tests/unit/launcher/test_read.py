@@ -92,6 +92,17 @@ def test_the_place_is_the_line_of_the_file(tmp_path: Path):
         read(tmp_path, text="experiment_name: a\n")
 
 
+def test_a_cap_in_the_file_does_not_stand_in_the_way_of_another_loss(tmp_path: Path):
+    """The shipped file sets it for its own loss; turning that off takes one override, and says what it leaves out."""
+    text = BASE + "  use_decoupled_loss: true\n  behav_imp_weight_cap: 5.0\n"
+    read_ = read(tmp_path, "actor.use_decoupled_loss=false", text=text)
+    assert read_.run.train.loss.type == "grpo" and read_.run.train.loss.cap is None
+    said = "actor.behav_imp_weight_cap: no effect while actor.use_decoupled_loss is false"
+    assert said in read_.translated.notices
+    assert said not in read(tmp_path, text=text).translated.notices
+    assert read(tmp_path, text=text).run.train.loss.cap == 5.0
+
+
 def test_null_is_left_out(tmp_path: Path):
     text = BASE + "saver: {freq_epochs: 1, freq_steps: null, freq_secs: null}\nrecover:\n"
     assert read(tmp_path, text=text).run.train.save_epochs == 1

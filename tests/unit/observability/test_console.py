@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.observability.console import Pace, PlainConsole, make_console
 from shoal.observability.live import LiveConsole, host_memory
-from shoal.observability.step_line import step_line
+from shoal.observability.step_line import step_line, time_shares
 from shoal.observability.text import duration, one_line, sanitise, short_number, size, sparkline
 
 METRICS = {
@@ -267,3 +267,19 @@ def test_a_bar_that_is_left_by_an_error_is_gone() -> None:
         raise RuntimeError
     assert console._bar is None
     console.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        ({"rollout": 2.0, "train": 1.9}, {"gen": 0.51, "train": 0.49}),  # overlapping: parts of their sum
+        ({"rollout": 1.0, "train": 1.0, "idle": 0.0}, {"gen": 0.5, "train": 0.5}),
+        ({"rollout": 1.092, "reward": 0.034, "train": 0.592, "idle": 0.292}, None),  # 55 + 2 + 30 + 15 if each rounds
+        ({"rollout": 0.666, "train": 0.666, "idle": 0.666}, {"gen": 0.34, "train": 0.33, "idle": 0.33}),
+    ],
+)
+def test_shares_of_a_step_never_come_to_more_than_all_of_it(seconds: dict[str, float], shown: dict[str, float] | None):
+    shares = time_shares({"time/step": 2.0, **{f"time/{name}": value for name, value in seconds.items()}})
+    assert sum(round(100 * share) for _, share in shares) <= 100
+    if shown is not None:
+        assert dict(shares) == shown

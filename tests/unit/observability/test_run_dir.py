@@ -243,3 +243,10 @@ def test_any_cut_of_the_file_loses_only_what_was_cut(tmp_path_factory, records, 
     writer.append({"after": 1})
     writer.close()
     assert list(read_lines(path)) == [*survivors, {"after": 1}]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
+    """/proc takes no folders; the words are about the choice, not about a folder that went away."""
+    with pytest.raises(StorageError, match=r"could not create /proc/foo: no folder can be made there; choose another"):
+        RunDir.create("/proc/foo", "", {})
+    assert StorageError.exit_code == 4

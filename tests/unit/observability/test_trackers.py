@@ -128,6 +128,41 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(client.list_artifacts(run.info.run_id, "completions")) == 2
 
 
+def log_once(path: Path, name: str, step: int) -> str:
+    """A process of the run: started, or started again on the same folder. Returns the id in status.json."""
+    with RunDir.resume(path) if (path / "status.json").exists() else RunDir.create(path, "", {}) as run_dir:
+        run = TrackerRun(path, project="shoal-tests", run_id=run_dir.status["run_id"])
+        problems: list[str] = []
+        sinks = open_sinks([name], run_dir, run, on_problem=lambda _, message, __: problems.append(message))
+        sinks.log(step, {"reward/mean": step / 10})
+        sinks.close(timeout_s=60)
+        assert not problems, problems
+        return run_dir.status["run_id"]
+
+
+def test_a_resumed_run_continues_its_mlflow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed (pip install 'shoal[dev]')")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for folder, step in (("a", 1), ("a", 2), ("b", 1)):
+        log_once(tmp_path / folder, "mlflow", step)
+    client = mlflow.MlflowClient((tmp_path / "store").as_uri())
+    runs = client.search_runs([client.get_experiment_by_name("shoal-tests").experiment_id])
+    told = [client.get_metric_history(run.info.run_id, "reward/mean") for run in runs]
+    steps = sorted(sorted(point.step for point in history) for history in told)
+    assert steps == [[1], [1, 2]], "two runs, the first of them in two parts"
+    assert {run.info.status for run in runs} == {"FINISHED"}
+
+
+def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed (pip install 'shoal[dev]')")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = {log_once(tmp_path / "run", "wandb", step) for step in (1, 2)}
+    written = list((tmp_path / "run/logs/wandb").glob("offline-run-*"))
+    assert written and len(ids) == 1 and all(f"-{next(iter(ids))}" in folder.name for folder in written)
+
+
 def test_names_of_trl_and_verl() -> None:
     metrics = {
         "reward/mean": 0.5,

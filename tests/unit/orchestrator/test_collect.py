@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
@@ -17,7 +18,16 @@ from shoal.orchestrator.admission import Admission
 from shoal.orchestrator.collect import Collected, Collector, GroupRules, Interruption
 from shoal.types import Prompt, RolloutGroup
 
-from .groups import ShuffledRunner, every_third_flat, make_collector, make_group, make_stream, make_turn, mixed
+from .groups import (
+    ShuffledRunner,
+    every_third_flat,
+    make_collector,
+    make_group,
+    make_prompt,
+    make_stream,
+    make_turn,
+    mixed,
+)
 
 TIMEOUT_S = 20
 
@@ -312,3 +322,32 @@ def test_a_group_of_one_is_kept_for_batch_statistics():
     (step,) = steps_of(collector, runner, 1)
     assert len(step.kept) == 4 and all(group.rewards == [1.0] for group in step.kept)
     assert {group.drop_reason for group in step.dropped} <= {"too-few-scored"}
+
+
+def test_waiting_costs_the_same_however_many_groups_are_out():
+    """They end one by one, and the collector looks at that one: ten times as many cost ten times as much in all."""
+
+    def cpu_s_a_group(groups: int) -> float:
+        out: list[asyncio.Future[RolloutGroup]] = []
+
+        async def run_group(prompt: Prompt) -> RolloutGroup:
+            out.append(asyncio.get_running_loop().create_future())
+            return await out[-1]
+
+        async def run() -> float:
+            collector = Collector(run_group, make_stream(10_000), Admission(2 * groups, 2), GroupRules())
+            collecting = asyncio.ensure_future(collector.collect(0, asyncio.Event()))
+            while len(out) < groups:
+                await asyncio.sleep(0)
+            before = time.process_time()
+            for future in out:
+                future.set_result(make_group(make_prompt(), [0.0, 1.0]))
+                for _ in range(6):  # turns in which the collector wakes, settles it and waits again
+                    await asyncio.sleep(0)
+            assert len((await collecting).kept) == groups
+            return (time.process_time() - before) / groups
+
+        return asyncio.run(run())
+
+    cpu_s_a_group(100)
+    assert cpu_s_a_group(3000) < 3 * cpu_s_a_group(300)

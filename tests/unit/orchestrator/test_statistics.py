@@ -55,3 +55,13 @@ def test_a_paired_difference_is_narrower_than_two_intervals():
     assert average(ours).low < average(theirs).high, "unpaired they overlap"
     assert difference(theirs, ours).value == pytest.approx(-0.055)
     assert difference({0: [1.0], 1: []}, {0: [0.5], 2: [1.0]}).prompts == 1
+
+
+def test_too_few_prompts_have_no_interval_and_say_so():
+    """Two rewards of 0.2 and 0.9 would have one from -3.9 to 5. Zeros and ones have Wilson's, however few."""
+    few = interval([0.2, 0.9])
+    assert few.value == pytest.approx(0.55) and math.isnan(few.low) and math.isnan(few.high)
+    assert str(few) == "0.55 (too few for an interval)"
+    assert str(interval([0.25])) == "0.25 (too few for an interval)"
+    assert str(interval([1.0])) == "1 [0.2065, 1]"
+    assert "(" not in str(interval([0.2, 0.9, 0.4, 0.3]))

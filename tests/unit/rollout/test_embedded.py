@@ -237,6 +237,36 @@ def test_the_hash_tells_which_weights_are_served(make_decoder: Any, mode: Any, d
     asyncio.run(hashes())
 
 
+def test_a_group_that_waits_for_slots_is_prefilled_by_the_weights_of_then(device: ThreadPoolExecutor) -> None:
+    """Half of a group starts under version 0; its prompt is computed again for the half that starts under version 1."""
+    decoder = small_decoder()
+    engine, fresh = make(device, decoder, slots=8), make(device, small_decoder(seed=5), slots=8)
+
+    def adopt() -> None:
+        with torch.no_grad():
+            for mine, other in zip(decoder.model.parameters(), small_decoder(seed=5).model.parameters(), strict=True):
+                mine.copy_(other)
+
+    async def check() -> None:
+        group = [ask(f"{i}", PROMPTS[1], seed=i, max_tokens=30 + i % 2 * 10) for i in range(16)]
+        calls = [asyncio.create_task(engine.generate(request)) for request in group]
+        while not (await engine.health())["generated_tokens"]:
+            await asyncio.sleep(0)
+        await engine.pause()
+        await asyncio.get_running_loop().run_in_executor(device, adopt)
+        await engine.load(1)
+        await engine.resume()
+        answers = await asyncio.gather(*calls)
+        late = [i for i, answer in enumerate(answers) if [span.version for span in answer.spans] == [1]]
+        assert [[span.version for span in answers[i].spans] for i in range(8)] == [[0, 1]] * 8
+        assert late == list(range(8, 16))
+        wanted = await asyncio.gather(*(fresh.generate(group[i]) for i in late))
+        assert [answers[i].token_ids for i in late] == [answer.token_ids for answer in wanted]
+        assert [answers[i].logprobs for i in late] == [answer.logprobs for answer in wanted]
+
+    asyncio.run(check())
+
+
 def test_a_change_in_the_last_layer_alone_changes_the_hash(device: ThreadPoolExecutor) -> None:
     decoder = small_decoder()
     engine = make(device, decoder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from shoal.config.resolve import as_data
 from shoal.errors import ArgumentError
 from shoal.grpo_trainer import GRPOTrainer
+from shoal.observability.journal import read_lines
 from shoal.surfaces.trainer import ARGUMENTS, translate
 
 SIGNATURE = inspect.signature(GRPOTrainer.__init__).parameters
@@ -178,3 +180,21 @@ def test_a_wrong_argument_is_named_in_one_line(case: str):
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+def test_what_is_told_on_the_way_names_the_arguments(tmp_path: Path):
+    """Warnings of a step speak of schema keys; a script's author reads the names they wrote."""
+    from shoal.observability.events import EventLog
+    from shoal.observability.run_dir import RunDir
+    from shoal.surfaces.recipe import FIELDS
+
+    said = "completions are cut; raise orch.sampling.max_tokens, or lower train.learning_rate"
+    cases = (
+        (translate(call()).in_their_words, "raise max_new_tokens, or lower optimizer_args['lr']"),
+        (FIELDS.in_their_words, "raise max_completion_tokens, or lower learning_rate"),
+    )
+    for number, (wording, wanted) in enumerate(cases):
+        with RunDir.create(tmp_path / str(number), "", {}) as run_dir:
+            EventLog(run_dir, None, wording).warn("health", said)
+            (event,) = read_lines(run_dir.path / "events.jsonl")
+        assert event["message"] == f"completions are cut; {wanted}"

@@ -13,6 +13,7 @@ from shoal.observability.sinks.tables import COLUMNS, as_markdown
 from shoal.protocols import MetricSink
 
 Rows = Sequence[Mapping[str, Any]]
+OUR_RUN = "shoal.run_id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class TrackerRun:
     config: Mapping[str, Any] = field(default_factory=dict)
     metric_names: str = "native"
     completions: int = 0  # rows of the completions table a step
+    run_id: str | None = None  # as in status.json: a run that is resumed continues the tracker's run, too
 
     @property
     def title(self) -> str:
@@ -44,7 +46,12 @@ class WandbSink:
     def __init__(self, run: TrackerRun) -> None:
         self._wandb = importlib.import_module("wandb")
         self._run = self._wandb.init(
-            project=run.project, name=run.title, dir=str(run.folder / "logs"), config=dict(run.config), resume="allow"
+            project=run.project,
+            name=run.title,
+            id=run.run_id,
+            dir=str(run.folder / "logs"),
+            config=dict(run.config),
+            resume="allow",
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -111,7 +118,20 @@ class MlflowSink:
         self._client = mlflow.MlflowClient(tracking_uri=address)
         experiment = self._client.get_experiment_by_name(run.project)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
-        self._run_id = self._client.create_run(experiment_id, run_name=run.title).info.run_id
+        self._run_id = self._same_run(experiment_id, run.run_id)
+        if self._run_id is None:
+            tags = {OUR_RUN: run.run_id} if run.run_id else {}
+            self._run_id = self._client.create_run(experiment_id, run_name=run.title, tags=tags).info.run_id
+
+    def _same_run(self, experiment_id: str, run_id: str | None) -> str | None:
+        """The run that an earlier process of this run reported to, open again; MLflow chooses ids, so ours is a tag."""
+        if run_id is None:
+            return None
+        found = self._client.search_runs([experiment_id], f"tags.`{OUR_RUN}` = '{run_id}'", max_results=1)
+        for earlier in found:
+            self._client.update_run(earlier.info.run_id, status="RUNNING")
+            return earlier.info.run_id
+        return None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

@@ -106,3 +106,14 @@ def raises(*args):
 
 def one_number(*args):
     return 1.0
+
+
+class NoJudge(SingleTurn):
+    """Somebody forgot to say what an answer is worth."""
+
+    def tasks(self, split):
+        return [ask(f"{word}?") for word in WORDS]
+
+
+def broken_reward(task, messages):
+    raise KeyError(f"no column {messages[-1]['content'][:3]}")

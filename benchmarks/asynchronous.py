@@ -1,0 +1,169 @@
+"""What running ahead gains: rollouts a second and idle time at asynchronous levels 0, 1 and 4.
+
+    python benchmarks/asynchronous.py OUT.json [--layouts …] [--split] [--quiet SECONDS] [--smoke]
+
+Simulated: the real loop on an engine and a policy with set delays. Measured: a tiny model on the CPU, co-located
+(`shoal grpo`, sampling and training take turns on one device) and with the embedded engine in a process of its own, one
+thread each. For the latter the simulation is run with the delays measured at level 0 and says what to expect.
+`--split` adds `shoal grpo --layout split`; `--quiet` waits so long before each run for an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from machine import print_table, wait_until_quiet, write_result
+from overlapped import run_overlapped
+from simulated import Outcome, Shape, simulate
+
+from shoal.observability.run_dir import read_metrics
+from shoal.types import Request
+
+ROOT = Path(__file__).parents[1]
+LEVELS = (0, 1, 4)
+LAYOUTS = ("simulated", "engine process", "co-located")
+EQUAL_S = 0.4
+LIMIT_S = 900
+REPEATS = 3  # of what is measured on a machine with other work to do; the fastest counts
+
+
+def even(request: Request) -> float:
+    return EQUAL_S
+
+
+def tailed(request: Request) -> float:
+    """Half of the time for most, twice for a few: the batch waits for its last."""
+    place = request.sampling.seed % 1000 / 1000
+    return EQUAL_S * (0.5 + 1.5 * place**8)
+
+
+SIMULATED = {"generation = training": even, "generation = training, few long answers": tailed}
+
+
+def simulated_rows(steps: int) -> list[dict[str, Any]]:
+    rows = []
+    for name, seconds in SIMULATED.items():
+        for level in LEVELS:
+            shape = Shape(32, 4, steps, EQUAL_S, seconds, level=level)
+            rows.append({"layout": "simulated", "name": name, "level": level, **_figures(_simulated(shape))})
+    return _with_gain(rows)
+
+
+def _simulated(shape: Shape, virtual: bool = False) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        return simulate(shape, Path(folder) / "run", virtual=virtual)
+
+
+def _figures(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "rollouts_per_s": outcome.rollouts_per_s,
+        "wall_s": outcome.wall_s,
+        "sampler_idle": outcome.sampler_idle,
+        "trainer_idle": outcome.trainer_idle,
+    }
+
+
+def _with_gain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Beside level 0 of the same layout and name."""
+    base = {(row["layout"], row["name"]): row["rollouts_per_s"] for row in rows if row["level"] == 0}
+    return [{**row, "gain": row["rollouts_per_s"] / base[row["layout"], row["name"]]} for row in rows]
+
+
+def make_config(folder: Path, smoke: bool) -> dict[str, Any]:
+    """Answers of one length, so that a step's rollouts end together; rates of zero gain nothing and cost the same."""
+    tokens = 16 if smoke else 96
+    environment = {"id": f"{ROOT}/benchmarks/random_text.py:Evens", "args": {"characters": 40}}
+    return {
+        "train": {
+            "model": str(folder / "model"), "max_steps": 2 if smoke else 12, "learning_rate": 1e-5, "device": "cpu",
+            "sequence_len": 1024, "save_steps": 0, "recompute_old": True, "loss": {"type": "grpo"},
+        },
+        "orch": {
+            "env": [environment], "batch_size": 32, "rollouts_per_example": 8, "groups": {"uniform": "keep"},
+            "sampling": {"max_tokens": tokens, "min_tokens": tokens},
+        },
+        "infer": {"max_num_seqs": 32},
+    }  # fmt: skip
+
+
+def measured_rows(layout: str, folder: Path, smoke: bool, quiet_s: float) -> list[dict[str, Any]]:
+    runs = {"co-located": run_command, "split": run_command, "engine process": run_overlapped}
+    rows = []
+    for level in LEVELS:
+        found = []
+        for attempt in range(1 if smoke else REPEATS):
+            config = make_config(folder, smoke)
+            config["orch"]["max_async_level"] = level
+            config["train"]["output_dir"] = str(folder / f"{layout.replace(' ', '-')}-{level}-{attempt}")
+            idle_before = wait_until_quiet(quiet_s) if quiet_s else None
+            found.append({**runs[layout](config, folder, layout), "idle_before": idle_before})
+        best = max(found, key=lambda row: row["rollouts_per_s"])
+        all_rates = [round(row["rollouts_per_s"], 2) for row in found]
+        rows.append({"layout": layout, "name": "tiny model, CPU", "level": level, **best, "repeats": all_rates})
+    return _with_gain(rows)
+
+
+def run_command(config: dict[str, Any], folder: Path, layout: str) -> dict[str, Any]:
+    """`shoal grpo` on both cores. On one device the phases take turns, so there is no idle share of each to tell."""
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "shoal", "grpo", str(file)]
+    command += ["--layout", "split"] if layout == "split" else []
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, env=dict(os.environ))
+    if done.returncode:
+        raise SystemExit(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    steps = read_metrics(Path(config["train"]["output_dir"]))
+    wall_s = sum(step["time/step"] for step in steps)
+    return {"rollouts_per_s": sum(step["batch/used"] for step in steps) / wall_s, "wall_s": wall_s}
+
+
+def predicted_rows(measured: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """The simulation with the delays of level 0 and a virtual clock, beside what was measured."""
+    base = next(row for row in measured if row["level"] == 0)
+    shape = Shape(32, 8, steps, base["train_s"], lambda _: base["generate_s"], tokens=96)
+    rows = []
+    for row in measured:
+        expected = _simulated(replace(shape, level=row["level"]), virtual=True).rollouts_per_s
+        rows.append({**row, "predicted_rollouts_per_s": expected, "of_predicted": row["rollouts_per_s"] / expected})
+    return rows
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("out", type=Path)
+    made.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    made.add_argument("--split", action="store_true", help="also measure `shoal grpo --layout split`")
+    made.add_argument("--quiet", type=float, default=0.0, metavar="SECONDS", help="wait for an idle machine")
+    made.add_argument("--smoke", action="store_true", help="few short steps, to see that it runs")
+    asked = made.parse_args()
+    rows = simulated_rows(3 if asked.smoke else 20) if "simulated" in asked.layouts else []
+
+    def write() -> None:
+        write_result(asked.out, {"smoke": asked.smoke, "rows": rows})
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        subprocess.run([sys.executable, "-m", "shoal", "make-model", "tiny", str(folder / "model")], check=True)
+        write()
+        for layout in [*asked.layouts, *(["split"] if asked.split else [])]:
+            if layout != "simulated":
+                found = measured_rows(layout, folder, asked.smoke, asked.quiet)
+                steps = make_config(folder, asked.smoke)["train"]["max_steps"]
+                rows += predicted_rows(found, steps) if layout == "engine process" else found
+                write()
+    columns = ["layout", "level", "rollouts_per_s", "gain", "sampler_idle", "trainer_idle", "of_predicted"]
+    print_table("running ahead", rows, columns)
+
+
+if __name__ == "__main__":
+    main()

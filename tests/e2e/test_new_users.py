@@ -1,0 +1,70 @@
+"""What a new user meets first: mistakes of the first hour end in one line that helps; the end says what is where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .helpers.processes import WarmPython
+from .helpers.runs import Run
+
+NewRun = Callable[..., Run]
+
+
+def said(warm: WarmPython, folder: Path, code: int, *words: str) -> str:
+    command = warm.run(list(words), folder)
+    assert command.wait() == code, command.text()
+    return command.text()
+
+
+def test_the_last_line_names_the_report_and_the_weights(new_run: NewRun):
+    run = new_run(train={"max_steps": 1})
+    command = run.grpo()
+    assert command.wait() == 0, command.text()
+    last = command.text().splitlines()[-1]
+    assert last == "finished after step 1; the report is out/report.html; the trained weights are in out/final"
+    assert (run.path / "report.html").is_file() and (run.path / "final" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 2}, {"max_steps": None, "epochs": 1}], ids=["steps", "epochs"])
+def test_a_finished_run_is_extended_from_its_own_file_by_one_override(new_run: NewRun, length: dict):
+    """Its config.yaml says the number of steps twice, or in epochs; one override stands instead of all of it."""
+    rows = {"dataset": {"path": "rows.jsonl"}, "env": [{"id": "dataset", "args": {"reward": "my_code:digits"}}]}
+    run = new_run(train=length, orch=rows)
+    (run.folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(10)))
+    assert run.grpo().wait() == 0
+    before = run.status()["step"]
+    command = run.warm.run(["grpo", "out/config.yaml", "--resume", f"train.max_steps={before + 1}"], run.folder)
+    assert command.wait() == 0, command.text()
+    assert [step["step"] for step in run.steps()] == list(range(1, before + 2))
+
+
+def test_an_evaluation_without_one_reward_is_no_evaluation(warm: WarmPython, model: Path, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "from shoal.envs import SingleTurn, ask\n\n\nclass Mine(SingleTurn):\n"
+        "    def tasks(self, split):\n        return [ask(f'say {n}') for n in range(8)]\n\n"
+        "    def reward(self, task, messages):\n        return task.data['answer']\n"
+    )
+    asked = ["eval", str(model), "--env", "mine.py:Mine", "--num-examples", "3"]
+    text = said(warm, tmp_path, 3, *asked, "--max-tokens", "8")
+    assert "not one of 3 rollouts got a reward: KeyError: 'answer' (mine.py:" in text and "nan" not in text
+    text = said(warm, tmp_path, 2, *asked, "--max-tokens", "100000")
+    assert "--max-tokens" in text and "100000 leaves no room for a prompt in the" in text
+
+
+def test_an_export_of_what_is_not_there_is_refused_without_asking_anybody(warm: WarmPython, tmp_path: Path):
+    """A misspelt folder looks like the name of a model on a hub."""
+    for name in ("outputs/fnal", "nothing-here"):
+        text = said(warm, tmp_path, 2, "export", name, "published")
+        assert f"source: {name!r} is neither a folder nor a model that was loaded here before" in text
+    assert not (tmp_path / "published").exists()
+
+
+def test_a_folder_that_cannot_be_made(new_run: NewRun):
+    command = new_run(train={"output_dir": "/proc/foo"}).grpo()
+    assert command.wait() == 4, command.text()
+    (line,) = [line for line in command.text().splitlines() if "error" in line]
+    assert line.startswith("shoal: error: could not create /proc/foo: no folder can be made there; choose another")

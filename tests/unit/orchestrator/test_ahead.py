@@ -1,0 +1,154 @@
+"""Sampling that runs ahead: what goes on during an evaluation, under which noise, what is dropped, where it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import DeadlineError
+from shoal.orchestrator.admission import Admission
+from shoal.orchestrator.cadence import EvalCadence, NoiseSchedule, SaveCadence
+from shoal.orchestrator.collect import Collector, GroupRules
+from shoal.orchestrator.loop import LoopSettings
+from shoal.types import Prompt, RolloutGroup, SamplingParams
+
+from .groups import make_collector, make_group, make_stream, mixed
+from .world import Plan, World, events_of, journal_of, metrics_of
+
+HALF_NOISY = NoiseSchedule(0.05, 0.05, stages=2, total_steps=6)  # versions 3, 4 and 5 sample with noise
+
+
+class Watched(World):
+    """A world that notes which noise each rollout met on its way, and what else was out during each evaluation."""
+
+    def __init__(self, path: Path, plan: Plan) -> None:
+        super().__init__(path, plan)
+        self.met: set[tuple[int, float]] = set()  # versions rollouts were drawn by, with the noise on them
+        self.out = 0
+        self.out_in_evaluations: list[int] = []
+
+    async def _group(self, prompt: Prompt) -> RolloutGroup:
+        self.out += 1
+        for _ in range(3 + prompt.index % 5):
+            self.met.add(self.engine.loads[-1])
+            await asyncio.sleep(0.001)
+        self.out -= 1
+        return await super()._group(prompt)
+
+    async def _eval_group(self, prompt: Prompt, size: int, sampling: SamplingParams) -> RolloutGroup:
+        self.out_in_evaluations.append(self.out)
+        await asyncio.sleep(0.004)
+        return await super()._eval_group(prompt, size, sampling)
+
+
+def watched(path: Path, level: int, noise: NoiseSchedule | None) -> Watched:
+    settings = LoopSettings(6, SaveCadence(9), EvalCadence(2, at_start=False), sigma_at=noise)
+    world = Watched(path, Plan(eval_rewards=float, admission=Admission(4, 2, 1, level, 4, 6), settings=settings))
+    assert world.run() == "finished"
+    return world
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_an_evaluation_without_noise_does_not_hold_up_sampling(tmp_path: Path, level: int):
+    world = watched(tmp_path, level, None)
+    during = world.out_in_evaluations  # two prompts each, after steps 2, 4 and 6
+    assert len(during) == 6 and min(during[:4]) > 0, "groups were out while the model was evaluated"
+    assert during[4:] == [0, 0], "after the last step nothing is sampled for nobody"
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_no_rollout_in_flight_loses_the_noise_of_its_version(tmp_path: Path, level: int):
+    """An evaluation takes the noise off; whatever runs ahead is finished before it does."""
+    world = watched(tmp_path, level, HALF_NOISY)
+    assert world.met == {(version, HALF_NOISY(version + 1)) for version, _ in world.met}
+    assert {sigma for _, sigma in world.met} == {0.0, 0.05}, "rollouts were drawn with and without noise"
+    assert (4, 0.0) in world.engine.loads and (4, 0.05) in world.engine.loads, "the evaluation was without it"
+    assert world.out_in_evaluations[2:4] == [0, 0], "version 4 is noisy, so its evaluation had the sampler alone"
+
+
+def test_draining_has_a_deadline_and_loses_nothing():
+    async def run(slow_s: float, deadline_s: float) -> Collector:
+        async def run_group(prompt: Prompt) -> RolloutGroup:
+            started.append(prompt)
+            await asyncio.sleep(slow_s if len(started) > 2 else 0.0)
+            return make_group(prompt, [0.0, 1.0])
+
+        started: list[Prompt] = []
+        collector = Collector(
+            run_group, make_stream(), Admission(4, 2, async_level=1), GroupRules(deadline_s=deadline_s)
+        )
+        first = await collector.collect(0, asyncio.Event())
+        try:
+            await collector.drain()
+            second = await collector.collect(1, asyncio.Event())
+            assert len(first.kept) == len(second.kept) == 2
+        finally:
+            await collector.cancel()
+        return collector
+
+    asyncio.run(run(0.02, 5.0))
+    with pytest.raises(DeadlineError, match=r"none finished; raise orch.deadline_s"):
+        asyncio.run(run(60.0, 0.05))
+
+
+@pytest.mark.parametrize(("interval", "level"), [(1, 0), (1, 1), (1, 4), (3, 0), (2, 2), (0, 1)])
+def test_nothing_is_sampled_for_a_step_past_the_last(interval: int, level: int):
+    """Five steps of two groups: ten groups are drawn, however far ahead sampling may run, and every step is full."""
+    collector, runner = make_collector(mixed, Admission(4, 2, interval, level, last_step=5))
+
+    async def run() -> list[int]:
+        kept = []
+        for version in range(5):
+            if collector.admission.syncs_at(version):
+                runner.version = version
+            kept.append(len((await collector.collect(version, asyncio.Event())).kept))
+        return kept
+
+    assert asyncio.run(run()) == [2] * 5
+    assert len(runner.dispatched) == 10
+
+
+def test_stale_groups_are_told_with_their_names(tmp_path: Path):
+    """Windows of three with one version of age allowed: the third step of a window finds its groups too old."""
+    plan = Plan(admission=Admission(4, 2, 3, 0, 1), settings=LoopSettings(3, SaveCadence(9)))
+    world = World(tmp_path, plan)
+    world.run()
+    (event,) = events_of(tmp_path, "stale")
+    dropped = [name for name, reason in journal_of(tmp_path)[2]["dropped"].items() if reason == "stale"]
+    assert event["step"] == 3 and sorted(event["data"]["groups"]) == sorted(dropped) and dropped
+    assert event["message"] == f"step 3: {len(dropped)} groups were more than 1 versions old and are dropped"
+    assert metrics_of(tmp_path)[2]["group/stale"] == len(dropped)
+
+
+def test_a_group_that_took_too_long_is_dropped_where_it_arrives(tmp_path: Path):
+    """Level 1, and the first group needs three steps: the versions went on, and what is too old is not trained."""
+    gate = asyncio.Event()
+    slow: list[str] = []
+
+    class Slow(World):
+        async def _group(self, prompt: Prompt) -> RolloutGroup:
+            drawn_by = self.engine.version
+            if not slow:
+                slow.append(prompt.group_id)
+                await gate.wait()
+            elif self.engine.version >= 3:
+                gate.set()
+                await asyncio.sleep(0.01)
+            return _drawn_by(await super()._group(prompt), drawn_by)
+
+    world = Slow(tmp_path, Plan(admission=Admission(4, 2, 1, 1, last_step=6), settings=LoopSettings(6, SaveCadence(9))))
+    assert world.run() == "finished"
+    journal = journal_of(tmp_path)
+    assert [record["dropped"].get(slow[0]) for record in journal].count("stale") == 1
+    assert not any(rollout_id.startswith(f"{slow[0]}/") for record in journal for rollout_id in record["rollout_ids"])
+    assert all(line["staleness/max"] <= 1 and line["batch/used"] == 4 for line in metrics_of(tmp_path))
+
+
+def _drawn_by(group: RolloutGroup, version: int) -> RolloutGroup:
+    for rollout in group.rollouts:
+        spans: Sequence = rollout.turns[0].completion.spans
+        rollout.turns[0].completion.spans = [type(spans[0])(0, 1, version)]
+    return group

@@ -1,0 +1,54 @@
+"""Failing rewards are told once a kind with their number, and a run without a single reward does not pass for one."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.errors import StoppedByPolicy
+from shoal.observability.events import EventLog
+from shoal.orchestrator.notes import FailureNotes
+from shoal.orchestrator.parts import Progress
+from shoal.types import RolloutGroup
+
+from .groups import make_group, make_prompt
+
+
+class Written(list):
+    def append_event(self, record) -> None:
+        self.append(record)
+
+
+def failing(*errors: str | None, env: str = "letters") -> RolloutGroup:
+    """One rollout an error; None is one that was scored."""
+    group = make_group(make_prompt(env=env), [None if error else 1.0 for error in errors])
+    for rollout, error in zip(group.rollouts, errors, strict=True):
+        rollout.error = error
+        rollout.status = "timeout" if error and error.startswith("no answer") else rollout.status
+    return group
+
+
+def test_a_kind_is_an_exception_at_a_place_in_an_environment():
+    events = Written()
+    notes, progress = FailureNotes(EventLog(events)), Progress(step=3)
+    same = [f"KeyError: {word!r} (mine.py:4 in grade)" for word in ("a", "b", "c")]
+    notes.look([failing(*same), failing("KeyError: 'a' (mine.py:9 in grade)", "no answer in 10 s")], progress)
+    notes.look([failing(*same)], progress)
+    notes.look([failing(same[0], env="other")], progress)
+    assert [event["message"] for event in events] == [
+        "step 3: no reward for 3 of 5 rollouts of letters: KeyError: 'a' (mine.py:4 in grade)",
+        "step 3: no reward for 1 of 5 rollouts of letters: KeyError: 'a' (mine.py:9 in grade)",
+        "step 3: no reward for 1 of 5 rollouts of letters: no answer in 10 s",
+        "step 3: no reward for 1 of 1 rollouts of other: KeyError: 'a' (mine.py:4 in grade)",
+    ]
+    assert [event["data"]["rollouts"] for event in events] == [3, 1, 1, 1]
+    assert {event["level"] for event in events} == {"warning"}
+
+
+def test_one_reward_in_the_whole_run_is_enough():
+    notes, progress = FailureNotes(EventLog(Written())), Progress(step=2)
+    notes.look([failing("ValueError: x")], progress)
+    with pytest.raises(StoppedByPolicy, match=r"not one rollout of 2 steps got a reward \(letters: ValueError: x\)"):
+        notes.check_scored(progress)
+    notes.look([failing("ValueError: x", None)], progress)
+    notes.check_scored(progress)
+    FailureNotes(EventLog(Written())).check_scored(Progress(step=2, scored=True))  # resumed: known from before
