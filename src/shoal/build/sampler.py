@@ -7,6 +7,7 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +69,10 @@ class Sampler:
     device: ThreadPoolExecutor
     deadline_s: float = 600.0
     endpoint: LocalEndpoint | None = None
+    noticing_loss: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # of the other ranks
 
     async def on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        work = asyncio.get_running_loop().run_in_executor(self.device, _within_memory, function, *arguments)
+        work = asyncio.get_running_loop().run_in_executor(self.device, self._on_device, function, *arguments)
         try:
             return await asyncio.wait_for(work, self.deadline_s)
         except TimeoutError:
@@ -79,6 +81,10 @@ class Sampler:
                 f"the loop waited {self.deadline_s:.0f} s for the device to do {name}; raise orch.deadline_s if a step "
                 "takes that long here"
             ) from None
+
+    def _on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        with self.noticing_loss():
+            return _within_memory(function, *arguments)
 
     async def close(self) -> None:
         """Wait for the device's thread, but not for ever: it may be what hangs."""
@@ -135,7 +141,8 @@ def make_sampler(config: RunConfig, prepared: Prepared, loaded: Loaded, plan: Me
     settings = RunnerSettings(orch.seq_len, orch.sampling.seed, reward_shape(orch))
     endpoint = _endpoint(config, prepared, engine, loaded.model)
     runner = GroupRunner(engine, prepared.environments, prepared.pool, loaded.model.chat, settings, endpoint)
-    return Sampler(loaded.model, engine, runner, device, orch.deadline_s, endpoint)
+    noticing = getattr(prepared.ranks, "noticing_loss", contextlib.nullcontext)
+    return Sampler(loaded.model, engine, runner, device, orch.deadline_s, endpoint, noticing)
 
 
 def _endpoint(config: RunConfig, prepared: Prepared, engine: Any, model: Model) -> LocalEndpoint | None:

@@ -27,8 +27,8 @@ def check_train(train: TrainConfig, findings: Findings, supervised: bool = False
         _advise_rate(train, findings)
     for name in given(train, "metric_names", "log_completions") if not train.report_to else []:
         findings.error(f"train.{name}", "is for trackers, and train.report_to names none", "set it, or remove this key")
-    if train.device == "cpu" and train.gpus > 1:
-        findings.error("train.gpus", f"is {train.gpus} with train.device cpu", "leave one of the two out")
+    if supervised and train.gpus > 1:
+        findings.error("train.gpus", f"is {train.gpus}, but supervised training runs on one device", "use train.gpus=1")
 
 
 def _check_exclusive(train: TrainConfig, findings: Findings) -> None:

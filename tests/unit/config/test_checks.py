@@ -107,7 +107,6 @@ def test_corrections_and_kl_where_they_exist(loss: str):
         (["infer.dtype=float16"], "infer.dtype"),
         (["train.recipe=bf16", "infer.dtype=float32"], "infer.dtype"),
         (["train.device=cpu", "infer.gpu_memory_utilization=0.5"], "infer.gpu_memory_utilization"),
-        (["train.device=cpu", "train.gpus=2"], "train.gpus"),
         (["train.lora=true", "infer.enable_lora=false"], "infer.enable_lora"),
         (["train.lora=true", "train.lora_target_modules=[]"], "train.lora_target_modules"),
         (["train.warmup_steps=9"], "train.warmup_steps"),
