@@ -233,5 +233,3 @@ def _handlers_kept() -> Iterator[None]:
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
-
-

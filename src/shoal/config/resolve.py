@@ -172,7 +172,9 @@ def as_data(config: Section, *, secrets: bool = False) -> dict[str, Any]:
 
 def as_yaml(config: Section, *, secrets: bool = False) -> str:
     """The text of config.yaml: loads back to the same configuration."""
-    return yaml.dump(as_data(config, secrets=secrets), Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(
+        as_data(config, secrets=secrets), Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=120
+    )
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

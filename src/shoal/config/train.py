@@ -62,7 +62,8 @@ class TrainConfig(Section):
         default="auto", description="Where to train; auto takes a GPU if there is one."
     )
     gpus: NonNegativeInt = Field(
-        default=1, description="Processes that train together, one a GPU; 0 takes all GPUs; with device cpu, so many on the CPU."
+        default=1,
+        description="Processes that train together, one a GPU; 0 takes all GPUs; with device cpu, so many on the CPU.",
     )
     sharding: Literal["none", "fsdp"] = Field(
         default="none",

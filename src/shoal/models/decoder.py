@@ -6,8 +6,10 @@ load time that this reading of the model agrees with the model's own forward, wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +21,8 @@ from shoal.models.attention import ATTENTION, Context, Packed, Shape
 from shoal.models.fused import FusedBody
 from shoal.models.logprobs import Head
 from shoal.models.quantised import held_bytes
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,10 @@ class Decoder:
         if self.fused is not None:
             decoder.fused = FusedBody(decoder.body, self.fused.shapes)
         return decoder
+
+    def gathered(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns, done while all weights it reads are at hand; here they always are."""
+        return work()
 
     def recompute(self, on: bool) -> None:
         """Whether the backward computes each layer's forward again instead of keeping what it made."""
