@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.model import PolicyFiles, make_objective, make_policy, recomputes_old
@@ -82,21 +83,21 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
 
     train, orch, console = config.train, config.orch, watching.console
     with console.progress(f"loading {train.model}"):
-        loaded = load_model(config, prepared.given)
+        loaded = load_model(config, prepared.given, prepared.ranks)
     model = loaded.model
     stream = _stream(orch, prepared, model.chat, watching.events)
     steps = total_steps(config, len(stream))
     ranks = prepared.ranks
-    summing = getattr(ranks, "sum_gradients", None)
+    summing, mesh = getattr(ranks, "sum_gradients", None), getattr(ranks, "mesh", None)
     with console.progress("measuring memory"):
-        policy = loaded.device.submit(make_policy, train, model, steps, summing).result()
-        plan = loaded.device.submit(make_plan, config, model, policy).result()
+        policy = loaded.device.submit(make_policy, train, model, steps, summing, mesh).result()
+        plan = loaded.device.submit(make_plan, config, model, policy, ranks).result()
     with console.progress("warming up the sampler"):
         sampler = make_sampler(config, prepared, loaded, plan)
     console.activity = lambda: sampler.engine.activity
     _tell(sampler, orch, watching)
     tell(plan, console, watching.events)
-    files = PolicyFiles(policy, model.chat)
+    files = PolicyFiles(policy, model.chat, model.decoder)
     phases = Phases()
     temperature = _temperature(orch, steps)
 
@@ -121,6 +122,7 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching, next_com
         on_device=sampler.on_device,
         token_text=model.chat.token_text,
         ranks=ranks,
+        save_shards=partial(files.save_shards, ranks.talk) if model.sharded is not None else None,  # type: ignore[attr-defined]
     )
     loop = Loop(parts, _loop_settings(config, steps, len(stream), next_command))
     return Assembled(loop, files, sampler, parts.sinks)  # type: ignore[arg-type]

@@ -117,17 +117,28 @@ class Loaded:
     device: ThreadPoolExecutor
 
 
-def load_model(config: RunConfig, given: Given) -> Loaded:
+def load_model(config: RunConfig, given: Given, ranks: Any = None) -> Loaded:
+    """The model, in shards too where the configuration says so; `ranks` are whom it is shared out over."""
     from shoal.models.sampler_view import SamplerView
 
     orch, sampling = config.orch, config.orch.sampling
     options = {"template_kwargs": sampling.chat_template_kwargs, "system_prompt": sampling.system_prompt}
     device = ThreadPoolExecutor(1, thread_name_prefix="device")
     model = device.submit(load, config.train, options, given).result()
+    if config.train.sharding == "fsdp" and ranks is not None:
+        return Loaded(model, device.submit(_shard, model, ranks).result(), device)
     in_step = orch.weight_sync_interval == 1 and orch.max_async_level == 0
     mode = "shared" if in_step and config.infer.weights == "auto" else "snapshot"
     view = device.submit(SamplerView, model.decoder, mode).result()
     return Loaded(model, view, device)
+
+
+def _shard(model: Model, ranks: Any) -> SamplerView:
+    from shoal.models.sampler_view import SamplerView
+    from shoal.models.sharded import ShardedDecoder
+
+    model.sharded = ShardedDecoder(model.decoder, ranks.mesh)
+    return SamplerView.of_shards(model.sharded, model.decoder, ranks.whole)
 
 
 def make_sampler(config: RunConfig, prepared: Prepared, loaded: Loaded, plan: MemoryPlan) -> Sampler:

@@ -67,8 +67,8 @@ class TrainConfig(Section):
     )
     sharding: Literal["none", "fsdp"] = Field(
         default="none",
-        description="What the processes hold of the model: none = each all of it; fsdp = each a share of weights, "
-        "gradients and optimizer, and a whole copy to sample with.",
+        description="What each process holds: none = everything; fsdp = its share of weights, gradients and optimizer, "
+        "and all weights to sample with.",
     )
     seed: NonNegativeInt = Field(default=0, description="Seed of everything random in the run.")
 

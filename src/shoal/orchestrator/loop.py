@@ -242,13 +242,29 @@ class Loop:
         if self._saved_step == step or not self._boundary:
             return  # without a boundary it failed within a step, and that step is computed again
         with parts.phases("save"):
+            if parts.save_shards is not None:
+                await self._write_shards()
             await parts.ranks.on_main(self._write_checkpoint)
         self._saved_step = step
         self.settings.save.saved()
 
+    async def _write_shards(self) -> None:
+        """Every rank its own, aside; the checkpoint takes them in, and a run that is cut here sweeps them away."""
+        parts = self.parts
+        assert parts.save_shards is not None
+
+        async def make_room() -> str:
+            return str(parts.run_dir.make_shards_folder().resolve())
+
+        folder = Path(await parts.ranks.on_main(make_room))
+        shards, limit = parts.on_device(parts.save_shards, folder), self.settings.save_deadline_s
+        await _within(limit, shards, "writing the shards", "train.save_deadline_s")
+
     async def _write_checkpoint(self) -> None:
         parts, step = self.parts, self.progress.step
         with parts.run_dir.checkpoint(step) as folder:
+            if parts.save_shards is not None:
+                parts.run_dir.take_shards(folder)
             files, limit = parts.on_device(parts.files.save, folder), self.settings.save_deadline_s
             await _within(limit, files, "writing the checkpoint", "train.save_deadline_s")
             (folder / LOOP_FILE).write_bytes(msgspec.json.encode(self._boundary))
