@@ -1,7 +1,7 @@
 """One step on one batch is the same step for 1, 2 and 4 ranks, with whole weights and with sharded ones, in float64.
 
 Real processes over gloo. The batch has rows of different lengths: two for the first optimizer step, five for the
-second, so that some of four ranks have none, and one more than the others.
+second, so that some of four ranks have none, and one more than the others. What one world saves, another loads.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from support.rank_steps import CASES, RESTARTS, SAVED
+
 SUPPORT = Path(__file__).parents[1] / "support"
 WORLDS = (1, 2, 4)
-CASES = ("qwen2", "llama-tied", "qwen3-lora")
 LIMIT_S = 240
 
 
@@ -69,3 +70,24 @@ def test_the_step_is_one(folder: Path, case: str):
         squares = sum((found[f"{number}/{name}"] ** 2).sum() for name in trained)
         assert found[f"norm/{number}"].item() == pytest.approx(float(squares) ** 0.5, rel=1e-12)
         assert found[f"norm/{number}"] > 0.1  # the limit it was clipped to
+
+
+@pytest.mark.parametrize(("saved", "sharding", "world"), RESTARTS)
+@pytest.mark.parametrize("case", SAVED)
+def test_a_checkpoint_is_loaded_by_another_number_of_ranks(
+    folder: Path, case: str, saved: str, sharding: str, world: int
+):
+    written = load_file(folder / f"{case}-{saved}-state.safetensors")
+    loaded = load_file(folder / f"{case}-{saved}-to-{sharding}-{world}.safetensors")
+    assert loaded.keys() == written.keys()
+    assert {name.split("/")[0] for name in written} == {"master", "step", "exp_avg", "exp_avg_sq"}
+    for name, tensor in written.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_every_rank_writes_its_own_shards_and_no_pickle(folder: Path):
+    """Two ranks hold half each, of everything."""
+    files = sorted((folder / "llama-tied-fsdp-2" / "shards").iterdir())
+    assert len(files) == 2 and all(file.suffix == ".safetensors" for file in files)
+    whole = (folder / "llama-tied-fsdp-2-state.safetensors").stat().st_size
+    assert all(0.45 < file.stat().st_size / whole < 0.6 for file in files)

@@ -1,12 +1,14 @@
 """One rank of `torchrun … rank_steps.py FOLDER CASE …`: takes the same step on the same groups, whatever the world.
 
 Rank 0 writes what came of it, whole: every parameter's gradient, the norm it was clipped by, the weights afterwards.
+Then it saves, and goes on from what worlds of another size saved.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from shoal.models import lora
 from shoal.models.decoder import Decoder
 from shoal.models.sharded import ShardedDecoder
 from shoal.observability.metrics import Tally
+from shoal.observability.run_dir import SHARDS
 from shoal.orchestrator.learn import Learner, LearnSettings
+from shoal.trainer.checkpoint import load_state, save_shards, save_state
 from shoal.trainer.optimizer import AdamSettings, MasterAdamW
 from shoal.trainer.policy import Reference, TrainedPolicy
 from shoal.trainer.ranks import ProcessRanks
@@ -34,6 +38,16 @@ from support.models import VOCABULARY, lora_decoder, small_decoder
 # has two rows in the first and none in the second.
 GROUPS = [(5, (9, 3)), (7, (4, 2)), (16, (13, 1)), (11, (2, 7)), (14, (9, 15)), (3, (26, 8))]
 CASES = ("qwen2", "llama-tied", "qwen3-lora")
+SAVED = ("llama-tied", "qwen3-lora")
+# Who saved, and who goes on from there: with what weights, and how many ranks.
+RESTARTS = [
+    ("fsdp-2", "fsdp", 1),
+    ("fsdp-2", "none", 1),
+    ("fsdp-2", "fsdp", 4),
+    ("fsdp-1", "fsdp", 2),
+    ("none-1", "fsdp", 2),
+]
+LIMIT_S = 200.0
 
 
 class NotedAdamW(MasterAdamW):
@@ -70,11 +84,12 @@ def make_groups() -> list[RolloutGroup]:
 
 
 def make_policy(case: str, sharded: bool, ranks: ProcessRanks) -> TrainedPolicy:
-    name, _, kind = case.partition("-lora")
-    whole = (lora_decoder if "-lora" in case else small_decoder)(name, 0, torch.float64)
+    name, kind, _ = case.partition("-lora")
+    # Adapters of rank 2: of four ranks, two have nothing of the one that is sharded over its rank.
+    whole = lora_decoder(name, 0, torch.float64, rank=2) if kind else small_decoder(name, 0, torch.float64)
     decoder: Decoder = ShardedDecoder(whole, ranks.mesh) if sharded else whole
     optimizer = NotedAdamW(lora.trained_parameters(decoder.model), AdamSettings())
-    if "-lora" in case:
+    if kind:
         wrapped: Any = decoder.model
         reference = Reference(decoder, lambda: lora.as_reference(wrapped))
     else:
@@ -101,8 +116,7 @@ def make_learner(policy: TrainedPolicy, ranks: ProcessRanks) -> Learner:
     return Learner(policy, Normaliser(), objective, settings, here, ranks)
 
 
-def take_step(case: str, sharding: str, ranks: ProcessRanks) -> dict[str, torch.Tensor]:
-    policy = make_policy(case, sharding == "fsdp", ranks)
+def take_step(policy: TrainedPolicy, ranks: ProcessRanks) -> dict[str, torch.Tensor]:
     tally = Tally()
     learned = asyncio.run(make_learner(policy, ranks).learn(make_groups(), tally))
     optimizer: Any = policy.optimizer
@@ -113,16 +127,52 @@ def take_step(case: str, sharding: str, ranks: ProcessRanks) -> dict[str, torch.
     found |= {f"logprobs/{name}": torch.tensor(values) for name, values in learned.policy_logprobs.items()}
     for name in ("policy/loss", "policy/entropy", "policy/kl_ref", "mismatch/k3"):
         found[f"metric/{name}"] = torch.tensor(tally.reduce()[name], dtype=torch.float64)
-    return {name: ranks.whole(tensor).contiguous() for name, tensor in found.items()}
+    return found
+
+
+def write(file: Path, tensors: dict[str, torch.Tensor], ranks: ProcessRanks) -> None:
+    whole = {name: ranks.whole(tensor).contiguous().clone() for name, tensor in tensors.items()}
+    if ranks.rank == 0:
+        save_file(whole, file)
+
+
+def save(policy: TrainedPolicy, folder: Path, ranks: ProcessRanks) -> None:
+    """As the loop does it: all ranks their shards, then the main one the rest."""
+    folder.mkdir(exist_ok=True)
+    if policy.passes_together:
+        save_shards(policy, folder / SHARDS, ranks.talk)
+    if ranks.rank == 0:
+        save_state(policy, folder)
+
+
+def load_saved(folder: Path, saved: str, sharding: str, ranks: ProcessRanks) -> None:
+    """A new policy continues from what another world saved, once that is there."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (folder / f"{saved}.done").exists():
+        assert time.monotonic() < deadline, f"waited {LIMIT_S} s for {saved}"
+        time.sleep(0.1)
+    policy = make_policy(saved.rsplit("-", 2)[0], sharding == "fsdp", ranks)
+    load_state(policy, folder / saved)
+    assert policy.optimizer_steps == 2
+    write(folder / f"{saved}-to-{sharding}-{ranks.world}.safetensors", policy.optimizer.state(), ranks)
 
 
 def main(folder: Path) -> None:
-    ranks = ProcessRanks(120.0, 2, "cpu")
+    ranks = ProcessRanks(LIMIT_S, 2, "cpu")
     for case in CASES:
         for sharding in ("none", "fsdp"):
-            found = take_step(case, sharding, ranks)
-            if ranks.rank == 0:
-                save_file(found, folder / f"{case}-{sharding}-{ranks.world}.safetensors")
+            policy = make_policy(case, sharding == "fsdp", ranks)
+            name = f"{case}-{sharding}-{ranks.world}"
+            write(folder / f"{name}.safetensors", take_step(policy, ranks), ranks)
+            if case in SAVED:
+                save(policy, folder / name, ranks)
+                write(folder / f"{name}-state.safetensors", policy.optimizer.state(), ranks)
+                if ranks.rank == 0:
+                    (folder / f"{name}.done").touch()
+    for case in SAVED:
+        for saved, sharding, world in RESTARTS:
+            if world == ranks.world:
+                load_saved(folder, f"{case}-{saved}", sharding, ranks)
     ranks.close()
 
 

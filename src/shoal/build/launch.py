@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.build.given import Given
+from shoal.config.load import load_run
 from shoal.config.resolve import as_yaml
 from shoal.config.schema import RunConfig
 from shoal.config.train import TrainConfig
@@ -29,7 +30,6 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what every la
 POLL_S = 0.1
 GRACE_S = 10.0  # for the others to notice by themselves that one is gone, and to write down what they know
 KILL_S = 5  # and to end when they are told to
-CONFIG, START = "config.yaml", "start.json"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def launch(config: RunConfig, count: int, start: Start) -> None:
     # The meeting point lives here, on a port of the system's choice: nobody can take it in between.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder, _handlers_kept():
-        _write_start(Path(folder), config, replace(start, launcher_pid=os.getpid()))
+        for rank in range(count):
+            _write_start(Path(folder), rank, config, replace(start, launcher_pid=os.getpid()))
         context = start_processes(
             "shoal",
             sys.executable,
@@ -115,17 +116,22 @@ def launch(config: RunConfig, count: int, start: Start) -> None:
         _conclude(ended, Path(folder), config, context.pids())
 
 
-def _write_start(folder: Path, config: RunConfig, start: Start) -> None:
-    """Readable by nobody else: unlike config.yaml of the run directory it holds secrets as they are."""
-    for name, text in ((CONFIG, as_yaml(config, secrets=True)), (START, json.dumps(asdict(start)))):
-        file = folder / name
+def _write_start(folder: Path, rank: int, config: RunConfig, start: Start) -> None:
+    """Readable by nobody else, and gone once it is read: it holds secrets, which config.yaml of the run does not."""
+    for name, text in (("config.yaml", as_yaml(config, secrets=True)), ("start.json", json.dumps(asdict(start)))):
+        file = folder / f"rank{rank}-{name}"
         file.touch(mode=0o600)
         file.write_text(text, "utf-8")
 
 
-def read_start(folder: Path) -> Start:
-    data = json.loads((folder / START).read_text("utf-8"))
-    return Start(**{**data, "notices": tuple(data["notices"])})
+def read_start(folder: Path, rank: int) -> tuple[RunConfig, Start]:
+    """What the rank was told, once."""
+    files = {name: folder / f"rank{rank}-{name}" for name in ("config.yaml", "start.json")}
+    config = load_run(str(files["config.yaml"])).config
+    data = json.loads(files["start.json"].read_text("utf-8"))
+    for file in files.values():
+        file.unlink()
+    return config, Start(**{**data, "notices": tuple(data["notices"])})
 
 
 def write_end(folder: Path, rank: int, message: str, *, lost: bool) -> None:
@@ -216,7 +222,7 @@ def _tell_status(config: RunConfig, reason: str, main_pid: int) -> None:
         return
     with contextlib.suppress(ShoalError), RunDir.resume(path) as run_dir:
         state = "failed" if status["state"] == "running" else status["state"]
-        command = status.get("next_command") or f"shoal grpo {path / CONFIG} --resume"
+        command = status.get("next_command") or f"shoal grpo {path / 'config.yaml'} --resume"
         run_dir.write_status(state, step=status["step"], reason=reason, resumable=True, next_command=command)
 
 

@@ -6,25 +6,24 @@ The folder holds the configuration, checked already, and takes the reason if the
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
 from shoal.cli.crash import note_run_folder
 from shoal.cli.entry import guarded
-from shoal.config.load import load_run
 from shoal.errors import EXIT_DONE, EXIT_STOPPED, LostRanksError
 from shoal.rewards.confine import wake_at_parent_death
 
 
 def main(folder: Path) -> int:
-    # Imported here and not above: it stands before torch, as everywhere in this room.
     from shoal.build.launch import read_start, write_end
 
-    start, rank = read_start(folder), int(os.environ["RANK"])
+    rank = int(os.environ["RANK"])
+    config, start = read_start(folder, rank)
     wake_at_parent_death()
     if os.getppid() != start.launcher_pid:
         return EXIT_STOPPED  # it died before the line above
-    config = load_run(str(folder / "config.yaml")).config
     note_run_folder(Path(config.train.output_dir))
 
     def work() -> int:
@@ -36,7 +35,11 @@ def main(folder: Path) -> int:
     def tell(message: str, error: BaseException) -> None:
         write_end(folder, rank, message, lost=isinstance(error, LostRanksError))
 
-    return guarded(work, sys.argv[1:], tell)
+    try:
+        return guarded(work, sys.argv[1:], tell)
+    finally:
+        if os.getppid() != start.launcher_pid:
+            shutil.rmtree(folder, ignore_errors=True)  # nobody else is left to do it
 
 
 if __name__ == "__main__":

@@ -44,7 +44,9 @@ def _check_devices(train: TrainConfig, findings: Findings, supervised: bool) -> 
     }
     for what, asked in not_sharded.items():
         if asked:
-            findings.error("train.sharding", f"is fsdp, which {what} cannot be combined with", "use train.sharding=none")
+            findings.error(
+                "train.sharding", f"is fsdp, which {what} cannot be combined with", "use train.sharding=none"
+            )
 
 
 def _check_exclusive(train: TrainConfig, findings: Findings) -> None:
