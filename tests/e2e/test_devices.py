@@ -1,4 +1,4 @@
-"""`train.gpus: N` on the CPU: real ranks over gloo, with whole weights and with shards; how they end; how they restart."""
+"""`train.gpus: N` on the CPU: real ranks over gloo, whole weights and shards; how they end, and how they restart."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_torchrun_starts_the_same_ranks(one: Run, make: Callable[..., Run]):
 
 
 def test_two_ranks_train_as_one_does_until_one_of_them_ends(one: Run, make: Callable[..., Run]):
-    """Interrupted, it saves and says 130. Continued, a rank is killed: 3, with its reason. Then the first process is."""
+    """Interrupted it saves: 130. Continued, a rank is killed: 3, with the reason. Then the process above them is."""
     run = make("ending", gpus=2, max_steps=2000, save_steps=1, save_total_limit=9999)
     command = run.start()
     wait_for_steps(run, 4, command)

@@ -105,7 +105,7 @@ def launch(config: RunConfig, count: int, start: Start) -> None:
         context = start_processes(
             "shoal",
             sys.executable,
-            {rank: ("-m", "shoal.cli.rank", folder) for rank in range(count)},
+            dict.fromkeys(range(count), ("-m", "shoal.cli.rank", folder)),
             {rank: _environment(rank, count, store.port) for rank in range(count)},
             DefaultLogsSpecs(log_dir=folder),
         )

@@ -48,7 +48,7 @@ def _make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None) ->
 
 @contextmanager
 def _trainable(model: Model) -> Iterator[None]:
-    """The whole copy stands in for the shards: it needs no less, and a rank that runs out of memory is alone with it."""
+    """The whole copy stands in for the shards: it takes no less, and running out of memory is one rank's own affair."""
     if model.sharded is None:
         yield
         return

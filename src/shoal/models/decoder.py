@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,8 +20,6 @@ from shoal.models.attention import ATTENTION, Context, Packed, Shape
 from shoal.models.fused import FusedBody
 from shoal.models.logprobs import Head
 from shoal.models.quantised import held_bytes
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Decoder:
             decoder.fused = FusedBody(decoder.body, self.fused.shapes)
         return decoder
 
-    def gathered(self, work: Callable[[], Result]) -> Result:
+    def gathered(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """What `work` returns, done while all weights it reads are at hand; here they always are."""
         return work()
 

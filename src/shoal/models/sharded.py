@@ -9,17 +9,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shoal.models.decoder import Decoder
 from shoal.models.fused import FusedBody, run_layer
-
-Result = TypeVar("Result")
 
 
 class ShardedDecoder(Decoder):
@@ -39,7 +37,7 @@ class ShardedDecoder(Decoder):
     def dtype(self) -> torch.dtype:
         return self._computes_in
 
-    def gathered(self, work: Callable[[], Result]) -> Result:
+    def gathered(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         result = self.inner(work)
         if not torch.is_grad_enabled():
             # No backward comes to let go of what the root holds, and after a step it would be the old weights.
@@ -47,8 +45,9 @@ class ShardedDecoder(Decoder):
         return result
 
 
-def _call(work: Callable[[], Result]) -> Result:
-    return work()
+def _call(work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """No views: what is hooked into the backward here must not be written to under another name."""
+    return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in work())
 
 
 def _shard(whole: Decoder, mesh: DeviceMesh, frozen: bool) -> nn.Module:

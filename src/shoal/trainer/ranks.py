@@ -45,7 +45,7 @@ class ProcessRanks:
         self.mesh: DeviceMesh = init_device_mesh("cuda" if on_gpu else "cpu", (self.world,))
 
     @property
-    def talk(self) -> dist.ProcessGroup:
+    def talk(self) -> Any:
         """The group that carries words, on the CPU; gradients and weights have the other one to themselves."""
         return self._talk
 
