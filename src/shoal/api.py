@@ -109,7 +109,9 @@ async def _train(
     except DeadlineError:
         raise  # the device may be what hangs; the newest checkpoint stands
     except StoppedByPolicy:
-        await loop.save()
+        # What stopped one rank alone the others do not know: there is nobody to save with, and they end too.
+        if prepared.ranks.world == 1 or loop.stopped_by_rule:
+            await loop.save()
         raise
     finally:
         watchdog.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -230,3 +231,15 @@ def test_the_same_configuration_file_runs_on_any_number(shards: Run):
     written = yaml.safe_load((shards.path / "config.yaml").read_text())
     assert (written["train"]["gpus"], written["train"]["sharding"]) == (2, "fsdp")
     assert not any("gpus" in key or "sharding" in key for key in shards.status()["binding"])
+
+
+def test_the_guide_starts_with_what_works(warm: WarmPython, tmp_path: Path):
+    page = (Path(__file__).parents[2] / "docs" / "scale-out.md").read_text(encoding="utf-8")
+    block = page.split("```bash\n", 1)[1].split("```", 1)[0].replace("\\\n", " ")
+    commands = [shlex.split(line) for line in block.splitlines()]
+    assert [words[:2] for words in commands] == [["shoal", "make-model"], ["shoal", "grpo"]]
+    for words in commands:
+        command = warm.run(words[1:], tmp_path)
+        assert command.wait(START_S) == 0, command.text()
+    status = json.loads((tmp_path / "outputs" / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("finished", 4)

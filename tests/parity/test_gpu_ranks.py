@@ -120,8 +120,9 @@ def make_policy_of(whole: Decoder) -> TrainedPolicy:
 def config(model: Path, sharding: str) -> dict[str, Any]:
     return {
         "train": {
-            "model": str(model), "output_dir": f"out-{sharding}", "device": DEVICE, "sharding": sharding, "max_steps": 3,
-            "learning_rate": 1e-4, "sequence_len": 128, "save_steps": 2, "loss": {"type": "grpo", "kl": {"beta": 0.01}},
+            "model": str(model), "output_dir": f"out-{sharding}", "device": DEVICE, "sharding": sharding,
+            "max_steps": 3, "learning_rate": 1e-4, "sequence_len": 128, "save_steps": 2,
+            "loss": {"type": "grpo", "kl": {"beta": 0.01}},
         },
         "orch": {
             "env": [{"id": "reverse-text", "args": {"system_prompt": "Reverse.", "min_len": 3, "max_len": 6}}],

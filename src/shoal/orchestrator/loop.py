@@ -41,6 +41,7 @@ class Loop:
         self._saved_step: int | None = None
         self._served = ""  # proof of the weights the sampler serves
         self._served_sigma = 0.0  # and the noise on them
+        self.stopped_by_rule = False  # one of its own, which all ranks come to at once
         self._boundary: dict[str, Any] = {}  # the state between two steps; what a checkpoint holds
 
     def interrupt(self, exit_code: int = EXIT_INTERRUPTED) -> None:
@@ -186,6 +187,7 @@ class Loop:
 
     def _outcome(self) -> str | None:
         progress, settings = self.progress, self.settings
+        self.stopped_by_rule = max(progress.non_finite - MAX_NON_FINITE, progress.flat - MAX_FLAT) >= 0
         if progress.non_finite >= MAX_NON_FINITE:
             raise StoppedByPolicy(
                 f"stopped after {MAX_NON_FINITE} steps in a row with non-finite gradients; "
