@@ -245,22 +245,19 @@ class Loop:
             return  # without a boundary it failed within a step, and that step is computed again
         with parts.phases("save"):
             if parts.save_shards is not None:
-                await self._write_shards()
+                await self._write_shards(parts.save_shards)
             await parts.ranks.on_main(self._write_checkpoint)
         self._saved_step = step
         self.settings.save.saved()
 
-    async def _write_shards(self) -> None:
+    async def _write_shards(self, save_shards: Callable[[Path], None]) -> None:
         """Every rank its own, aside; the checkpoint takes them in, and a run that is cut here sweeps them away."""
-        parts = self.parts
-        assert parts.save_shards is not None
 
         async def make_room() -> str:
-            return str(parts.run_dir.make_shards_folder().resolve())
+            return str(self.parts.run_dir.make_shards_folder().resolve())
 
-        folder = Path(await parts.ranks.on_main(make_room))
-        shards, limit = parts.on_device(parts.save_shards, folder), self.settings.save_deadline_s
-        await _within(limit, shards, "writing the shards", "train.save_deadline_s")
+        shards = self.parts.on_device(save_shards, Path(await self.parts.ranks.on_main(make_room)))
+        await _within(self.settings.save_deadline_s, shards, "writing the shards", "train.save_deadline_s")
 
     async def _write_checkpoint(self) -> None:
         parts, step = self.parts, self.progress.step
