@@ -70,8 +70,11 @@ def train(
     path = Path(config.train.output_dir)
     if resume and _already_done(path, config):
         return path
-    prepared = build.prepare(config, given)
     command = next_command or _resume_command(config)
+    if ranks := build.ranks_to_start(config.train, given):
+        build.launch(config, ranks, build.Start(resume, tuple(notices), command))
+        return path
+    prepared = build.prepare(config, build.as_rank(given))
     try:
         main = build.join_ranks(config, prepared).rank == 0
         with (
@@ -124,7 +127,9 @@ async def _train(
     except DeadlineError:
         raise  # the device may be what hangs; the newest checkpoint stands
     except StoppedByPolicy:
-        await loop.save()
+        # What stopped one rank alone the others do not know: there is nobody to save with, and they end too.
+        if prepared.ranks.world == 1 or loop.stopped_by_rule:
+            await loop.save()
         raise
     finally:
         watchdog.close()
@@ -192,7 +197,7 @@ def _already_done(path: Path, config: RunConfig | SftConfig) -> bool:
     load = load_run if isinstance(config, RunConfig) else load_sft
     earlier, now = load(str(path / "config.yaml")).config.train, config.train
     longer = (now.max_steps or 0) > (earlier.max_steps or 0) or (now.epochs or 0) > (earlier.epochs or 0)
-    if not longer:
+    if not longer and build.is_main():
         print(f"{path}: this run is {status['state']} at step {status['step']}; nothing is left to do")
     return not longer
 

@@ -63,6 +63,10 @@ class DeadlineError(StoppedByPolicy):
     """A wait passed its deadline; the message names who waited for whom."""
 
 
+class LostRanksError(DeadlineError):
+    """The other processes of this run are gone, or do not answer; the reason is with one of them."""
+
+
 class StorageError(ShoalError):
     """The run directory could not be written or a checkpoint could not be read."""
 

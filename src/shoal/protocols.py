@@ -65,6 +65,12 @@ class Policy(Protocol):
         """True if what samples begin with may be computed once for all of them; not so where dropout is drawn."""
         ...
 
+    @property
+    def passes_together(self) -> bool:
+        """True if all ranks must make the same passes, since each holds a share of the weights. One without rows for a
+        pass makes it over none."""
+        ...
+
     def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Log-probs of the masked tokens under the current weights, [T] a row, zero elsewhere. No gradient."""
         ...

@@ -4,6 +4,7 @@
 """
 
 from shoal.build.given import Given
+from shoal.build.launch import Start, as_rank, is_main, launch, ranks_to_start
 from shoal.build.model import Model, PolicyFiles, load, make_objective, make_policy
 from shoal.build.plan import make_plan
 from shoal.build.prepare import Prepared, binding, join_ranks, leave_ranks, open_run_dir, prepare
@@ -20,12 +21,16 @@ __all__ = [
     "PolicyFiles",
     "Prepared",
     "Scores",
+    "Start",
     "Watching",
+    "as_rank",
     "assemble",
     "binding",
     "evaluate_once",
     "evaluation_config",
+    "is_main",
     "join_ranks",
+    "launch",
     "leave_ranks",
     "load",
     "load_model",
@@ -37,6 +42,7 @@ __all__ = [
     "make_sinks",
     "open_run_dir",
     "prepare",
+    "ranks_to_start",
     "sampling_params",
     "score",
     "total_steps",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shoal.models.chat import Chat
     from shoal.models.decoder import Decoder, LayerShape
     from shoal.models.precision import Precision
-    from shoal.trainer.policy import TrainedPolicy
+    from shoal.trainer.policy import Reference, TrainedPolicy
 
 
 @dataclass
@@ -30,6 +30,11 @@ class Model:
     precision: Precision
     path: str  # how training and prefill compute, in words
     given: bool = False  # the caller's own object, to be left as it was found
+    sharded: Decoder | None = None  # what is trained where weights are shared out; `decoder` then only samples
+
+    @property
+    def trained(self) -> Decoder:
+        return self.sharded or self.decoder
 
 
 def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None, given: Given | None = None) -> Model:
@@ -78,17 +83,20 @@ def release(model: Model) -> None:
 
 
 def make_policy(
-    train: TrainConfig, model: Model, total_steps: int, sum_gradients: Callable[..., None] | None = None
+    train: TrainConfig,
+    model: Model,
+    total_steps: int,
+    sum_gradients: Callable[..., None] | None = None,
+    mesh: Any = None,
 ) -> TrainedPolicy:
-    import copy
-
+    """`sum_gradients` over the processes that train together; sharded weights do it by themselves, over `mesh`."""
     from shoal.models import lora
     from shoal.trainer.optimizer import AdamSettings, MasterAdamW
-    from shoal.trainer.policy import Reference, TrainedPolicy
+    from shoal.trainer.policy import TrainedPolicy
     from shoal.trainer.schedule import Schedule
 
     optimizer = MasterAdamW(
-        lora.trained_parameters(model.decoder.model),
+        lora.trained_parameters(model.trained.model),
         AdamSettings(
             train.adam_beta1,
             train.adam_beta2,
@@ -108,26 +116,49 @@ def make_policy(
         warmup * optimizer_steps,
         train.final_lr_fraction,
     )
-    reference = None
+    summing = sum_gradients if model.sharded is None else None
+    reference = _reference(train, model, mesh)
+    return TrainedPolicy(model.trained, optimizer, schedule, train.max_grad_norm, reference, summing)
+
+
+def _reference(train: TrainConfig, model: Model, mesh: Any) -> Reference | None:
+    import copy
+
+    from shoal.models import lora
+    from shoal.models.sharded import ShardedDecoder
+    from shoal.trainer.policy import Reference
+
     if train.reference == "adapter-off":
-        wrapped: Any = model.decoder.model
-        reference = Reference(model.decoder, lambda: lora.as_reference(wrapped))
-    elif train.reference == "frozen":
-        reference = Reference(model.decoder.over(copy.deepcopy(model.decoder.model).requires_grad_(False)))
-    return TrainedPolicy(model.decoder, optimizer, schedule, train.max_grad_norm, reference, sum_gradients)
+        wrapped: Any = model.trained.model
+        return Reference(model.trained, lambda: lora.as_reference(wrapped))
+    if train.reference != "frozen":
+        return None
+    if model.sharded is not None:
+        return Reference(ShardedDecoder(model.decoder, mesh, frozen=True))
+    return Reference(model.decoder.over(copy.deepcopy(model.decoder.model).requires_grad_(False)))
 
 
 class PolicyFiles:
-    """The policy's side of a checkpoint: weights people can load, and the state to continue from."""
+    """The policy's side of a checkpoint: weights people can load, and the state to continue from.
 
-    def __init__(self, policy: TrainedPolicy, chat: Chat) -> None:
+    Where weights are sharded, `whole` is the sampler's copy of them, of the same version whenever something is saved.
+    """
+
+    def __init__(self, policy: TrainedPolicy, chat: Chat, whole: Decoder | None = None) -> None:
         self._policy = policy
         self._tokenizer = chat.tokenizer
+        self._whole = whole
+
+    def save_shards(self, group: Any, folder: Path) -> None:
+        """By all ranks, before the main one saves the rest; they agree over `group` who writes what."""
+        from shoal.trainer.checkpoint import save_shards
+
+        save_shards(self._policy, folder, group)
 
     def save(self, folder: Path) -> None:
         from shoal.trainer.checkpoint import export_weights, save_state
 
-        export_weights(self._policy, self._tokenizer, folder / "weights")
+        export_weights(self._policy, self._tokenizer, folder / "weights", self._whole)
         save_state(self._policy, folder)
 
     def load(self, folder: Path) -> None:
@@ -138,7 +169,7 @@ class PolicyFiles:
     def export(self, folder: Path) -> None:
         from shoal.trainer.checkpoint import export_weights
 
-        export_weights(self._policy, self._tokenizer, folder)
+        export_weights(self._policy, self._tokenizer, folder, self._whole)
 
 
 def make_objective(train: TrainConfig) -> Any:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from shoal.build.model import Model
 from shoal.config.schema import RunConfig
@@ -14,8 +17,20 @@ if TYPE_CHECKING:
     from shoal.trainer.policy import TrainedPolicy
 
 
-def make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None) -> MemoryPlan:
-    """On the device's thread. Without a policy (evaluation) or a GPU, only the cache is planned."""
+def make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None, ranks: Any = None) -> MemoryPlan:
+    """On the device's thread. Without a policy (evaluation) or a GPU, only the cache is planned.
+
+    Ranks that pass together cut their micro-batches alike, so there the smallest plan is everybody's.
+    """
+    plan = _make_plan(config, model, policy)
+    if model.sharded is not None:
+        tokens, kept = ranks.smallest([plan.micro_batch_tokens, int(not plan.recompute)])
+        plan = replace(plan, micro_batch_tokens=tokens, recompute=not kept)
+    model.trained.recompute(plan.recompute)
+    return plan
+
+
+def _make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None) -> MemoryPlan:
     from shoal.trainer.memory import cache_only, decide, measure
 
     demand = _demand(config)
@@ -24,12 +39,27 @@ def make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None) -> 
     trained = policy
 
     def dry_run(rows: int) -> None:
-        trained.dry_run(demand.row_tokens, rows)
+        with _trainable(model):
+            trained.dry_run(demand.row_tokens, rows, model.decoder)
 
     measured = measure(model.decoder, model.layers, demand, trained.optimizer.moment_bytes, dry_run)
-    plan = decide(measured, demand)
-    model.decoder.recompute(plan.recompute)
-    return plan
+    return decide(measured, demand)
+
+
+@contextmanager
+def _trainable(model: Model) -> Iterator[None]:
+    """The whole copy stands in for the shards: it takes no less, and running out of memory is one rank's own affair."""
+    if model.sharded is None:
+        yield
+        return
+    trained = [p.requires_grad for p in model.sharded.model.parameters()]
+    for parameter, is_trained in zip(model.decoder.model.parameters(), trained, strict=True):
+        parameter.requires_grad_(is_trained)
+    model.decoder.model.train()
+    try:
+        yield
+    finally:
+        model.decoder.model.eval().requires_grad_(False)
 
 
 def _demand(config: RunConfig) -> Demand:

@@ -89,20 +89,22 @@ def _remember_tasks(environment: Environment) -> None:
 
 def join_ranks(config: RunConfig, prepared: Prepared) -> Ranks:
     """Meet the other processes of this run, if there are any. The reward workers are forked by now."""
-    if prepared.given.processes > 1:
+    several, sharded = prepared.given.processes > 1, config.train.sharding == "fsdp"
+    if several or sharded:
         if config.orch.weight_sync_interval != 1 or config.orch.max_async_level != 0:
             raise ConfigError(
-                "several processes train in step: set orch.weight_sync_interval=1, orch.max_async_level=0"
+                "several processes, and sharded weights, train in step: set orch.weight_sync_interval=1, "
+                "orch.max_async_level=0"
             )
         by_clock = config.orch.eval is not None and config.orch.eval.interval_seconds is not None
-        if config.train.save_seconds is not None or by_clock:
+        if several and (config.train.save_seconds is not None or by_clock):
             raise ConfigError(
                 "several processes have several clocks: give train.save_steps and orch.eval.interval in steps, "
                 "not train.save_seconds or orch.eval.interval_seconds"
             )
         from shoal.trainer.ranks import ProcessRanks
 
-        prepared.ranks = ProcessRanks(config.orch.deadline_s)
+        prepared.ranks = ProcessRanks(config.orch.deadline_s, prepared.given.processes, config.train.device)
     return prepared.ranks
 
 

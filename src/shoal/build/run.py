@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,33 +98,36 @@ class Pieces:
     learner: Any  # a Learner, or one that asks another process
     files: Any  # the policy's side of a checkpoint; what `on_device` runs of it may be a coroutine
     on_device: OnDevice
+    save_shards: Any = None  # every rank's part of a checkpoint, where weights are sharded
 
 
 def assemble(config: RunConfig, prepared: Prepared, watching: Watching) -> Assembled:
     train, orch, console = config.train, config.orch, watching.console
     with console.progress(f"loading {train.model}"):
-        loaded = load_model(config, prepared.given)
+        loaded = load_model(config, prepared.given, prepared.ranks)
     model = loaded.model
     stream = make_stream(orch, prepared, model.chat, watching.events)
     steps = total_steps(config, len(stream))
-    summing = getattr(prepared.ranks, "sum_gradients", None)
+    ranks = prepared.ranks
+    summing, mesh = getattr(ranks, "sum_gradients", None), getattr(ranks, "mesh", None)
     with console.progress("measuring memory"):
-        policy = loaded.device.submit(make_policy, train, model, steps, summing).result()
-        plan = loaded.device.submit(make_plan, config, model, policy).result()
+        policy = loaded.device.submit(make_policy, train, model, steps, summing, mesh).result()
+        plan = loaded.device.submit(make_plan, config, model, policy, ranks).result()
     with console.progress("warming up the sampler"):
         sampler = make_sampler(config, prepared, loaded, plan)
     console.activity = lambda: sampler.engine.activity
     _tell(sampler, orch, watching)
     tell(plan, console, watching.events)
-    files = PolicyFiles(policy, model.chat)
+    files = PolicyFiles(policy, model.chat, model.decoder)
     pieces = Pieces(
         engine=sampler.engine,
         runner=sampler.runner,
         tokens=model.chat,
         weights=make_weights(config, sampler, files),
-        learner=make_learner(config, policy, plan, sampler.on_device, prepared.ranks),
+        learner=make_learner(config, policy, plan, sampler.on_device, ranks),
         files=files,
         on_device=sampler.on_device,
+        save_shards=partial(files.save_shards, ranks.talk) if model.sharded is not None else None,  # type: ignore[attr-defined]
     )
     loop = make_loop(config, prepared, watching, stream, pieces)
     return Assembled(loop, files, sampler, loop.parts.sinks)  # type: ignore[arg-type]
@@ -157,6 +161,7 @@ def make_loop(config: RunConfig, prepared: Prepared, watching: Watching, stream:
         on_device=pieces.on_device,
         token_text=chat.token_text,
         ranks=ranks,
+        save_shards=pieces.save_shards,
     )
     settings = loop_settings(config, steps, len(stream))
     loop = Loop(parts, replace(settings, next_command=watching.next_command))

@@ -7,6 +7,7 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,9 +66,10 @@ class DeviceThread:
 
     executor: ThreadPoolExecutor
     deadline_s: float
+    noticing_loss: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # of the other ranks
 
     async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        work = asyncio.get_running_loop().run_in_executor(self.executor, _within_memory, function, *arguments)
+        work = asyncio.get_running_loop().run_in_executor(self.executor, self._run, function, *arguments)
         try:
             return await asyncio.wait_for(work, self.deadline_s)
         except TimeoutError:
@@ -76,6 +78,10 @@ class DeviceThread:
                 f"the loop waited {self.deadline_s:.0f} s for the device to do {name}; raise orch.deadline_s if a step "
                 "takes that long here"
             ) from None
+
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        with self.noticing_loss():
+            return _within_memory(function, *arguments)
 
 
 @dataclass
@@ -86,14 +92,14 @@ class Sampler:
     engine: Any  # a RolloutEngine that also says its path and activity
     runner: GroupRunner
     device: ThreadPoolExecutor
-    deadline_s: float = 600.0
+    work: DeviceThread
     endpoint: LocalEndpoint | None = None
 
     async def on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
         rest = getattr(self.engine, "rest", None)
         if rest is not None:
             await rest()  # an engine on the same device gives back what it can while training runs
-        return await DeviceThread(self.device, self.deadline_s)(function, *arguments)
+        return await self.work(function, *arguments)
 
     async def close(self) -> None:
         """Wait for the device's thread, but not for ever: it may be what hangs."""
@@ -130,12 +136,15 @@ def chat_options(orch: OrchConfig) -> dict[str, Any]:
     return {"template_kwargs": orch.sampling.chat_template_kwargs, "system_prompt": orch.sampling.system_prompt}
 
 
-def load_model(config: RunConfig, given: Given) -> Loaded:
+def load_model(config: RunConfig, given: Given, ranks: Any = None) -> Loaded:
+    """The model, in shards too where the configuration says so; `ranks` are whom it is shared out over."""
     from shoal.models.sampler_view import SamplerView
 
     orch = config.orch
     device = ThreadPoolExecutor(1, thread_name_prefix="device")
     model = device.submit(load, config.train, chat_options(orch), given).result()
+    if config.train.sharding == "fsdp" and ranks is not None:
+        return Loaded(model, device.submit(_shard, model, ranks).result(), device)
     # Another engine has weights of its own, so nothing here needs a copy.
     in_step = (orch.weight_sync_interval == 1 and orch.max_async_level == 0) or config.infer.engine != "embedded"
     mode = "shared" if in_step and config.infer.weights == "auto" else "snapshot"
@@ -143,10 +152,20 @@ def load_model(config: RunConfig, given: Given) -> Loaded:
     return Loaded(model, view, device)
 
 
+def _shard(model: Model, ranks: Any) -> SamplerView:
+    from shoal.models.sampler_view import SamplerView
+    from shoal.models.sharded import ShardedDecoder
+
+    model.sharded = ShardedDecoder(model.decoder, ranks.mesh)
+    return SamplerView.of_shards(model.sharded, model.decoder, ranks.whole)
+
+
 def make_sampler(config: RunConfig, prepared: Prepared, loaded: Loaded, plan: MemoryPlan) -> Sampler:
     engine = make_engine(config, loaded, plan.slots)
     runner, endpoint = make_runner(config, prepared, engine, loaded.model.chat)
-    return Sampler(loaded.model, engine, runner, loaded.device, config.orch.deadline_s, endpoint)
+    noticing = getattr(prepared.ranks, "noticing_loss", contextlib.nullcontext)
+    work = DeviceThread(loaded.device, config.orch.deadline_s, noticing)
+    return Sampler(loaded.model, engine, runner, loaded.device, work, endpoint)
 
 
 def make_runner(

@@ -46,18 +46,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(lambda: _run(arguments), arguments)
 
 
-def guarded(work: Callable[[], int], arguments: Sequence[str]) -> int:
-    """What any command of Shoal ends with: an exit code, and one line where something went wrong."""
+def _say(message: str, _: BaseException) -> None:
+    from shoal.cli.output import complain
+
+    complain(message)
+
+
+def guarded(
+    work: Callable[[], int], arguments: Sequence[str], tell: Callable[[str, BaseException], None] = _say
+) -> int:
+    """What any command of Shoal ends with: an exit code, and one line where something went wrong, for `tell`."""
     try:
         return work()
     except DeadlineError as error:
-        _complain(str(error), error.exit_code)
+        tell(str(error), error)
         sys.stdout.flush()
         os._exit(error.exit_code)  # a thread hangs, and Python would wait for it
     except ShoalError as error:
-        return _complain(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        return _complain("interrupted", EXIT_INTERRUPTED)
+        tell(str(error), error)
+        return error.exit_code
+    except KeyboardInterrupt as error:
+        tell("interrupted", error)
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader went away (`shoal envs | head`). Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -68,7 +78,8 @@ def guarded(work: Callable[[], int], arguments: Sequence[str]) -> int:
         from shoal.cli.crash import write_crash_bundle
 
         bundle = write_crash_bundle(error, arguments)
-        return _complain(f"a bug in Shoal: {type(error).__name__}; the details are in {bundle}", EXIT_BUG)
+        tell(f"a bug in Shoal: {type(error).__name__}; the details are in {bundle}", error)
+        return EXIT_BUG
 
 
 def _overview() -> str:

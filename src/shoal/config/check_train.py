@@ -27,8 +27,26 @@ def check_train(train: TrainConfig, findings: Findings, supervised: bool = False
         _advise_rate(train, findings)
     for name in given(train, "metric_names", "log_completions") if not train.report_to else []:
         findings.error(f"train.{name}", "is for trackers, and train.report_to names none", "set it, or remove this key")
-    if train.device == "cpu" and train.gpus > 1:
-        findings.error("train.gpus", f"is {train.gpus} with train.device cpu", "leave one of the two out")
+    _check_devices(train, findings, supervised)
+
+
+def _check_devices(train: TrainConfig, findings: Findings, supervised: bool) -> None:
+    if supervised and train.gpus > 1:
+        findings.error("train.gpus", f"is {train.gpus}, but supervised training runs on one device", "use train.gpus=1")
+    if train.sharding == "none":
+        return
+    stored = next((name for name in ("qlora_fp8", "qlora_bnb", "qlora_fp4") if getattr(train, name)), None)
+    not_sharded = {
+        "supervised training": supervised,
+        "train.optimizer: adamw_8bit": train.optimizer == "adamw_8bit",
+        "train.recipe: fp8-hybrid": train.recipe == "fp8-hybrid",
+        f"a quantised base (train.{stored})": stored is not None,
+    }
+    for what, asked in not_sharded.items():
+        if asked:
+            findings.error(
+                "train.sharding", f"is fsdp, which {what} cannot be combined with", "use train.sharding=none"
+            )
 
 
 def _check_exclusive(train: TrainConfig, findings: Findings) -> None:

@@ -160,19 +160,21 @@ def _resolve_eval(orch: OrchConfig, max_tokens: int, seed: int) -> EvalConfig | 
     return _with(orch.eval, env=envs, sampling=_with(orch.eval.sampling, **unset))
 
 
-def as_data(config: Section) -> dict[str, Any]:
-    """Plain data under the names of the files; secrets hidden; parameters other losses have left out."""
+def as_data(config: Section, *, secrets: bool = False) -> dict[str, Any]:
+    """Plain data under the names of the files; secrets hidden unless asked for; parameters of other losses left out."""
     data = config.model_dump(by_alias=True)
     loss = data.get("train", {}).get("loss")
     if loss is not None and loss["type"] in LOSS_CATALOGUE:
         own = {"type", "aggregation", "correction", "kl", "ratio_log_cap", *LOSS_CATALOGUE[loss["type"]].defaults}
         data["train"]["loss"] = {name: value for name, value in loss.items() if name in own}
-    return redact(data)
+    return data if secrets else redact(data)
 
 
-def as_yaml(config: Section) -> str:
+def as_yaml(config: Section, *, secrets: bool = False) -> str:
     """The text of config.yaml: loads back to the same configuration."""
-    return yaml.dump(as_data(config), Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(
+        as_data(config, secrets=secrets), Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=120
+    )
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

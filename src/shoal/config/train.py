@@ -67,7 +67,13 @@ class TrainConfig(Section):
         default="auto", description="Where to train; auto takes a GPU if there is one."
     )
     gpus: NonNegativeInt = Field(
-        default=1, description="Number of GPUs; 0 takes all; without one the CPU is used and said so."
+        default=1,
+        description="Processes that train together, one a GPU; 0 takes all GPUs; with device cpu, so many on the CPU.",
+    )
+    sharding: Literal["none", "fsdp"] = Field(
+        default="none",
+        description="What each process holds: none = everything; fsdp = its share of weights, gradients and optimizer, "
+        "and all weights to sample with.",
     )
     seed: NonNegativeInt = Field(default=0, description="Seed of everything random in the run.")
 

@@ -40,6 +40,8 @@ class Allocation:
 
     def schema_values(self) -> dict[str, Any]:
         values: dict[str, Any] = {"infer.engine": self.engine, "train.gpus": self.gpus}
+        if self.gpus > 1:  # the trainer's backend is fsdp, named or not; one device has nobody to share with
+            values["train.sharding"] = "fsdp"
         if self.engine != "embedded":
             values |= {"infer.dp": self.replicas, "infer.tp": self.tensor_ranks}
         return values

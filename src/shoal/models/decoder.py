@@ -6,6 +6,7 @@ load time that this reading of the model agrees with the model's own forward, wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -69,6 +70,10 @@ class Decoder:
         if self.fused is not None:
             decoder.fused = FusedBody(decoder.body, self.fused.shapes)
         return decoder
+
+    def gathered(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What `work` returns, done while all weights it reads are at hand; here they always are."""
+        return work()
 
     def recompute(self, on: bool) -> None:
         """Whether the backward computes each layer's forward again instead of keeping what it made."""

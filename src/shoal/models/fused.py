@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,10 +41,11 @@ class Around:
 class FusedBody:
     """`hidden` takes and gives what the Hugging Face body does; `recompute` trades a second forward for memory."""
 
-    def __init__(self, body: nn.Module, shapes: Mapping[int, Shape]) -> None:
+    def __init__(self, body: nn.Module, shapes: Mapping[int, Shape], *, through_modules: bool = False) -> None:
         self._body: Any = body
         self.shapes = shapes
         self.recompute = False
+        self._through_modules = through_modules  # sharded layers, whose forward is `run_layer` then: calls gather them
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
         """[1, T] → [1, T, hidden]."""
@@ -54,11 +56,12 @@ class FusedBody:
         around = Around(*rope_of(body, residual, position_ids), context)
         x = None
         for index, layer in enumerate(body.layers):
-            arguments = (layer, self.shapes[index], x, residual, around)
+            run = layer if self._through_modules else partial(run_layer, layer)
+            arguments = (self.shapes[index], x, residual, around)
             if self.recompute and torch.is_grad_enabled():
-                x, residual = checkpoint(run_layer, *arguments, use_reentrant=False)  # type: ignore[misc]
+                x, residual = checkpoint(run, *arguments, use_reentrant=False)  # type: ignore[misc]
             else:
-                x, residual = run_layer(*arguments)
+                x, residual = run(*arguments)
         assert x is not None
         return add_norm(x, residual, body.norm.weight, body.norm.variance_epsilon)[1][None]
 

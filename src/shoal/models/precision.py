@@ -37,7 +37,6 @@ def choose(train: TrainConfig, index: int | None = None) -> Precision:
             notice = "no GPU here: running on the CPU"
     if device == "cuda" and not torch.cuda.is_available():
         raise HardwareError("train.device: cuda was asked for but this machine has no CUDA device; use cpu")
-    _refuse_several(train)
     stored = next((name for key, name in STORED.items() if getattr(train, key)), None)
     if train.qlora_bnb:
         _need("bitsandbytes", "bnb", "train.qlora_bnb", "leave it out, or use train.qlora_fp4")
@@ -51,6 +50,7 @@ def choose(train: TrainConfig, index: int | None = None) -> Precision:
     dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
     where = torch.device(device)
     if device == "cuda" and index is not None:
+        _refuse_crowd(index)
         torch.cuda.set_device(index)
         where = torch.device("cuda", index)
     return Precision(where, dtype, notice, stored, recipe == "fp8-hybrid" and stored is None)
@@ -65,9 +65,13 @@ def limit_threads(parameters: int) -> None:
         torch.set_num_threads(1)
 
 
-def _refuse_several(train: TrainConfig) -> None:
-    if train.gpus > 1 or (train.gpus == 0 and torch.cuda.device_count() > 1):
-        raise HardwareError("train.gpus: several devices are not available in this version; use train.gpus=1")
+def _refuse_crowd(index: int) -> None:
+    found = torch.cuda.device_count()
+    if index >= found:
+        raise HardwareError(
+            f"process {index} of this machine has no GPU of its own, since there are {found}; start {found} processes "
+            "a machine, or set train.device=cpu"
+        )
 
 
 def _need(package: str, extra: str, what: str, instead: str) -> None:

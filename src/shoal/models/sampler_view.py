@@ -1,4 +1,4 @@
-"""What the sampler sees of the trainer's model: the same tensors, a snapshot of them, or either with QeRL noise.
+"""What the sampler sees of the trainer's model: the same tensors, a copy of them, or either with QeRL noise.
 
 `refresh` is called when a new weight version is published; `active` surrounds every engine step. Noise lives in
 norm weights swapped in only while the sampler runs, so the trainer never sees it.
@@ -7,7 +7,7 @@ norm weights swapped in only while the sampler runs, so the trainer never sees i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -21,10 +21,14 @@ Mode = Literal["shared", "snapshot"]
 
 
 class SamplerView:
-    """`shared`: the trainer's own parameters, nothing to sync. `snapshot`: an adapter slot under LoRA, else a copy."""
+    """`shared`: the trainer's own parameters, nothing to sync. `snapshot`: an adapter slot under LoRA, else a copy.
+
+    `of_shards` makes one that gathers: the trainer's weights are shared out, and here they are whole.
+    """
 
     def __init__(self, trained: Decoder, mode: Mode = "shared") -> None:
         self._trained = trained
+        self._gather: Callable[[Tensor], Tensor] = lambda tensor: tensor
         self._slot = False
         self._noisy: dict[nn.Module, Tensor] = {}  # allocated once: captured graphs read these very tensors
         self.noisy = False
@@ -37,6 +41,14 @@ class SamplerView:
         elif mode == "snapshot":
             twin = copy.deepcopy(trained.model).requires_grad_(False)
             self.decoder = trained.over(twin)
+
+    @classmethod
+    def of_shards(cls, trained: Decoder, whole: Decoder, gather: Callable[[Tensor], Tensor]) -> SamplerView:
+        """Gathered into the tensors of `whole`, which stay where they are: captured graphs read on."""
+        view = cls(trained)
+        view.decoder, view._gather = whole, gather
+        whole.model.requires_grad_(False)
+        return view
 
     @property
     def copies_weights(self) -> bool:
@@ -65,7 +77,8 @@ class SamplerView:
             lora.copy_slot(self._trained.model, lora.TRAINED, lora.SAMPLER)  # type: ignore[arg-type]
         elif self.decoder is not self._trained:
             for target, source in zip(self.decoder.model.parameters(), self._trained.model.parameters(), strict=True):
-                target.copy_(source)
+                if source.requires_grad:  # what is frozen is equal for ever
+                    target.copy_(self._gather(source))
 
     def served_tensors(self) -> Iterator[Tensor]:
         """The parameters the sampler reads; other adapter slots of the same model are left out."""

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.errors import ConfigError, StorageError
-from shoal.observability.atomic import remove_quietly, storage, write_atomic
+from shoal.observability.atomic import TEMPORARY, remove_quietly, storage, write_atomic
 from shoal.observability.checkpoints import Checkpoint, CheckpointStore, sweep, write_folder
 from shoal.observability.journal import LineWriter, encode_line, read_lines
 from shoal.observability.lock import RunLock
 from shoal.observability.redact import redact, secret_values
 
 State = Literal["running", "finished", "stopped", "failed", "interrupted", "solved"]
+SHARDS = "shards"  # of a checkpoint: what each of several processes wrote
 _FOLDERS = ("rollouts", "checkpoints", "logs")
 
 
@@ -146,6 +147,19 @@ class RunDir:
             yield folder
             for stream in (self.metrics, self.journal, self.events):
                 stream.sync()
+
+    def make_shards_folder(self) -> Path:
+        """An empty folder beside the checkpoints, for what several processes write of the next one."""
+        folder = self.path / "checkpoints" / f"{TEMPORARY}{SHARDS}"
+        with storage(f"save {folder}"):
+            remove_quietly(folder)
+            folder.mkdir()
+        return folder
+
+    def take_shards(self, checkpoint: Path) -> None:
+        """What they wrote becomes part of the checkpoint that is being written."""
+        with storage(f"save {checkpoint}"):
+            (self.path / "checkpoints" / f"{TEMPORARY}{SHARDS}").rename(checkpoint / SHARDS)
 
     def export(self) -> AbstractContextManager[Path]:
         """Yields an empty folder that becomes `final/` when the block ends."""

@@ -122,8 +122,7 @@ class Learner:
 
     async def _annotate(self, batches: Sequence[Batch]) -> None:
         """Old and reference log-probs, taken once, before the first optimizer step moves the weights."""
-        mine = [row for batch in batches for row in share(batch.rows, self._ranks)]
-        for micro in self._micro_batches(mine):
+        for micro in self._passes(batches):
             if self._settings.recompute_old:
                 for row, values in zip(micro, await self._on_device(self._policy.logprobs, micro), strict=True):
                     row.old_logprobs = values
@@ -140,7 +139,7 @@ class Learner:
                 # Where old = sampler, the mismatch can only be seen before the first optimizer step of this step.
                 source = "old" if epoch == 0 and (self._settings.recompute_old or number == 0) else "none"
                 pending = []
-                for micro in self._micro_batches(share(batch.rows, self._ranks)):
+                for micro in self._passes([batch]):
                     pending.append(await self._forward_backward(micro, source))
                 outcome = await self._on_device(self._policy.optim_step)
                 # Read on the device's thread: a copy from another one would break a graph being captured there.
@@ -164,6 +163,18 @@ class Learner:
         if "optim/grad_norm" in outcome:
             tally.add("optim/grad_norm", outcome["optim/grad_norm"], 1)
         learned.skipped |= bool(outcome["optim/skipped"])
+
+    def _passes(self, batches: Sequence[Batch]) -> list[list[Row]]:
+        """This rank's micro-batches. Where ranks pass together all make as many, the last of them perhaps empty."""
+
+        def dealt_to(rank: int) -> list[list[Row]]:
+            return self._micro_batches([row for batch in batches for row in share(batch.rows, self._ranks, rank)])
+
+        mine = dealt_to(self._ranks.rank)
+        if not self._policy.passes_together:
+            return mine
+        most = max(len(dealt_to(rank)) for rank in range(self._ranks.world))
+        return [*mine, *([] for _ in range(most - len(mine)))]
 
     def _micro_batches(self, rows: Sequence[Row]) -> list[list[Row]]:
         """Neighbouring rows together, within the plan: longer rows make smaller micro-batches."""

@@ -43,6 +43,7 @@ class Loop:
         self._served = ""  # proof of the weights the sampler serves
         self._served_sigma = 0.0  # and the noise on them
         self._failures = FailureNotes(parts.events)
+        self.stopped_by_rule = False  # one of its own, which all ranks come to at once
         self._boundary: dict[str, Any] = {}  # the state between two steps; what a checkpoint holds
 
     def interrupt(self, exit_code: int = EXIT_INTERRUPTED) -> None:
@@ -199,6 +200,7 @@ class Loop:
 
     def _outcome(self) -> str | None:
         progress, settings = self.progress, self.settings
+        self.stopped_by_rule = max(progress.non_finite - MAX_NON_FINITE, progress.flat - MAX_FLAT) >= 0
         if progress.non_finite >= MAX_NON_FINITE:
             raise StoppedByPolicy(
                 f"stopped after {MAX_NON_FINITE} steps in a row with non-finite gradients; "
@@ -255,13 +257,26 @@ class Loop:
         if self._saved_step == step or not self._boundary:
             return  # without a boundary it failed within a step, and that step is computed again
         with parts.phases("save"):
+            if parts.save_shards is not None:
+                await self._write_shards(parts.save_shards)
             await parts.ranks.on_main(self._write_checkpoint)
         self._saved_step = step
         self.settings.save.saved()
 
+    async def _write_shards(self, save_shards: Callable[[Path], None]) -> None:
+        """Every rank its own, aside; the checkpoint takes them in, and a run that is cut here sweeps them away."""
+
+        async def make_room() -> str:
+            return str(self.parts.run_dir.make_shards_folder().resolve())
+
+        shards = self.parts.on_device(save_shards, Path(await self.parts.ranks.on_main(make_room)))
+        await _within(self.settings.save_deadline_s, shards, "writing the shards", "train.save_deadline_s")
+
     async def _write_checkpoint(self) -> None:
         parts, step = self.parts, self.progress.step
         with parts.run_dir.checkpoint(step) as folder:
+            if parts.save_shards is not None:
+                parts.run_dir.take_shards(folder)
             files, limit = parts.on_device(parts.files.save, folder), self.settings.save_deadline_s
             await _within(limit, files, "writing the checkpoint", "train.save_deadline_s")
             (folder / LOOP_FILE).write_bytes(msgspec.json.encode(self._boundary))

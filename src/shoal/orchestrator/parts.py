@@ -52,6 +52,9 @@ class Parts:
     on_device: OnDevice
     token_text: TokenText
     ranks: Ranks = field(default_factory=Alone)
+    save_shards: Callable[[Path], None] | None = (
+        None  # where weights are sharded: all ranks call it before `files.save`
+    )
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ class Alone:
         return await work()
 
 
-def share(items: Sequence[Item], ranks: Ranks) -> list[Item]:
-    """The items dealt to this rank, one after the other."""
-    return list(items[ranks.rank :: ranks.world])
+def share(items: Sequence[Item], ranks: Ranks, rank: int | None = None) -> list[Item]:
+    """The items dealt to this rank, or to another, one after the other."""
+    return list(items[ranks.rank if rank is None else rank :: ranks.world])
 
 
 def undeal(shares: Sequence[Sequence[Item]]) -> list[Item]:

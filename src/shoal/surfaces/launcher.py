@@ -60,7 +60,7 @@ KEYS: dict[str, Key] = {
     "experiment_name": Key(("train.output_dir",), composed=True),
     "trial_name": Key(("train.output_dir",), "trial0", composed=True),
     "seed": Key(("train.seed",)),
-    "allocation_mode": Key(("infer.engine", "train.gpus"), "embedded:d1|fsdp:d1", composed=True),
+    "allocation_mode": Key(("infer.engine", "train.gpus", "train.sharding"), "embedded:d1|fsdp:d1", composed=True),
     "total_train_epochs": Key(("train.epochs",), 5, composed=True),
     "total_train_steps": Key(("train.max_steps",), composed=True),
     "tokenizer_path": Key(("train.model",), composed=True),

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -17,15 +19,22 @@ from transformers import PreTrainedTokenizerBase
 
 from shoal.errors import StorageError
 from shoal.models import lora
+from shoal.models.decoder import Decoder
+from shoal.observability.run_dir import SHARDS
 from shoal.trainer.policy import TrainedPolicy
 
 STATE_FILE = "trainer.safetensors"
 COUNTS_FILE = "trainer.json"
 
 
-def export_weights(policy: TrainedPolicy, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """A folder that `from_pretrained` of transformers (full) or PEFT (LoRA) loads as it is."""
-    model = policy.decoder.model
+def export_weights(
+    policy: TrainedPolicy, tokenizer: PreTrainedTokenizerBase, folder: Path, whole: Decoder | None = None
+) -> None:
+    """A folder that `from_pretrained` of transformers (full) or PEFT (LoRA) loads as it is.
+
+    Weights that are sharded are written from the `whole` copy of them.
+    """
+    model = (whole or policy.decoder).model
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "peft_config"):
         model.save_pretrained(str(folder), selected_adapters=[lora.TRAINED])  # type: ignore[operator]
@@ -34,8 +43,35 @@ def export_weights(policy: TrainedPolicy, tokenizer: PreTrainedTokenizerBase, fo
     tokenizer.save_pretrained(folder)
 
 
+def save_shards(policy: TrainedPolicy, folder: Path, group: dist.ProcessGroup) -> None:
+    """Masters and moments, by all ranks at once: each writes its own shards, as a distributed checkpoint of torch's.
+
+    In safetensors files, since torch's own format is read by unpickling.
+    """
+    tensors = {name: tensor if tensor.ndim else tensor[None] for name, tensor in policy.optimizer.state().items()}
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        dcp.save(tensors, storage_writer=writer, process_group=group)  # type: ignore[arg-type]
+    except (OSError, dcp.CheckpointException) as error:
+        raise StorageError(f"the shards could not be written to {folder}: {str(error).splitlines()[0]}") from error
+
+
+def _read_shards(policy: TrainedPolicy, folder: Path) -> dict[str, torch.Tensor]:
+    """What this rank holds of them now, however many ranks wrote them. Each reads for itself."""
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    masters, tensors = policy.optimizer.masters, {}
+    for name in reader.read_metadata().state_dict_metadata:
+        kind, _, parameter = name.partition("/")
+        if parameter not in masters:
+            raise ValueError("the optimizer state is of another model")
+        tensors[name] = torch.zeros(1) if kind == "step" else torch.zeros_like(masters[parameter], requires_grad=False)
+    dcp.load(tensors, storage_reader=reader, no_dist=True)  # type: ignore[arg-type]
+    return {name: tensor[0] if name.startswith("step/") else tensor for name, tensor in tensors.items()}
+
+
 def save_state(policy: TrainedPolicy, folder: Path) -> None:
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in policy.optimizer.state().items()}
+    state = {} if policy.passes_together else policy.optimizer.state()  # else it is in shards
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
     tensors["rng/cpu"] = torch.get_rng_state()
     if torch.cuda.is_available() and policy.decoder.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state(policy.decoder.device)
@@ -51,9 +87,11 @@ def load_state(policy: TrainedPolicy, folder: Path) -> None:
         cuda = tensors.pop("rng/cuda", None)
         if cuda is not None and policy.decoder.device.type == "cuda":
             torch.cuda.set_rng_state(cuda, policy.decoder.device)
+        if (folder / SHARDS).is_dir():
+            tensors |= _read_shards(policy, folder / SHARDS)
         policy.optimizer.load_state(tensors)
         policy.optimizer_steps = int(counts["optimizer_steps"])
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError, dcp.CheckpointException) as error:
         raise StorageError(f"the checkpoint {folder} could not be loaded: {error}") from error
 
 

@@ -2,6 +2,7 @@
 
 A bf16 parameter loses most small updates to rounding; its master and its gradient sum live here in fp32. An fp32
 parameter is its own master. The two moments are fp32, or through bitsandbytes 8 bits with a scale for every 256.
+Of a sharded parameter (DTensor) this rank's shard is stepped; the norm to clip by is that of all shards.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,10 @@ class MasterAdamW:
             else:
                 self.masters[name] = parameter.detach().float().clone()
                 parameter.register_post_accumulate_grad_hook(self._accumulator(name))
+        self._stepped = {name: local_part(master) for name, master in self.masters.items()}  # what Adam is given
         # Decay pulls matrices towards zero; norms and biases have no business there.
-        decayed = [m for m in self.masters.values() if m.ndim >= 2]
-        plain = [m for m in self.masters.values() if m.ndim < 2]
+        decayed = [t for t in self._stepped.values() if t.ndim >= 2]
+        plain = [t for t in self._stepped.values() if t.ndim < 2]
         groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         common = {"lr": 0.0, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
         self._eight_bit = settings.eight_bit
@@ -60,13 +64,22 @@ class MasterAdamW:
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradient to at most `max_norm`; returns its norm before. Non-finite gradients stay as they are."""
-        grads = [m.grad for m in self.masters.values() if m.grad is not None]
+        grads = [local_part(m.grad) for m in self.masters.values() if m.grad is not None]
         if not grads:
             return torch.zeros(())
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        if (shard := self._shard) is not None:
+            square = norm.double() ** 2
+            dist.all_reduce(square, group=shard.device_mesh.get_group())
+            norm = square.sqrt().to(norm.dtype)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, scale)
         return norm
+
+    @property
+    def _shard(self) -> DTensor | None:
+        """One of the sharded parameters; they are all sharded over the same ranks."""
+        return next((m for m in self.masters.values() if isinstance(m, DTensor)), None)
 
     @torch.no_grad()
     def step(self, rate: float, settings: AdamSettings | None = None) -> None:
@@ -76,6 +89,9 @@ class MasterAdamW:
             if settings is not None:
                 group["betas"], group["eps"] = (settings.beta1, settings.beta2), settings.epsilon
                 group["weight_decay"] = settings.weight_decay if group["params"][0].ndim >= 2 else 0.0
+        for name, master in self.masters.items():
+            if isinstance(master, DTensor) and master.grad is not None:
+                self._stepped[name].grad = local_part(master.grad)
         if self._eight_bit:
             self._step_eight_bit()
         else:
@@ -102,26 +118,27 @@ class MasterAdamW:
         """Memory that masters and moments take; a parameter that is its own master counts as the model's."""
         own = [m for name, m in self.masters.items() if m is not self.parameters[name]]
         moments = [value for name, value in self.state().items() if not name.startswith(("master/", "step/"))]
-        return sum(t.numel() * t.element_size() for t in (*own, *moments))
+        return sum(local_part(t).numel() * t.element_size() for t in (*own, *moments))
 
     def zero_grad(self) -> None:
-        for master in self.masters.values():
-            master.grad = None
+        for tensor in (*self.masters.values(), *self._stepped.values()):
+            tensor.grad = None
 
     @property
     def moment_bytes(self) -> int:
         """What the first step allocates and keeps."""
         each = 1 if self._eight_bit else 4  # small tensors stay in 32 bits even so; they are small
-        return sum(2 * each * master.numel() for master in self.masters.values())
+        return sum(2 * each * tensor.numel() for tensor in self._stepped.values())
 
     def state(self) -> dict[str, Tensor]:
-        """Everything needed to continue exactly, as flat named tensors."""
+        """Everything needed to continue exactly, as flat named tensors; what is sharded says which shard it is."""
         tensors = {f"master/{name}": master.detach() for name, master in self.masters.items()}
         for name, master in self.masters.items():
-            for key, value in self._adam.state.get(master, {}).items():
+            for key, value in self._adam.state.get(self._stepped[name], {}).items():
                 if self._eight_bit and key not in ("step", *_EIGHT_BIT_STATE):
                     continue
-                tensors[f"{key}/{name}"] = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+                tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+                tensors[f"{key}/{name}"] = tensor if key == "step" else _as_shard_like(tensor, master)
         return tensors
 
     @torch.no_grad()
@@ -132,7 +149,7 @@ class MasterAdamW:
         if any(name.startswith("state1/") for name in tensors) != self._eight_bit and len(tensors) > len(expected):
             raise ValueError("the optimizer state is of another train.optimizer")
         for name, master in self.masters.items():
-            master.copy_(tensors[f"master/{name}"])
+            self._stepped[name].copy_(_part_for(tensors[f"master/{name}"], master))
             if master is not self.parameters[name]:
                 self.parameters[name].copy_(master)
         if self._eight_bit:
@@ -140,12 +157,12 @@ class MasterAdamW:
             return
         for name, master in self.masters.items():
             state = {
-                key: tensors[f"{key}/{name}"].to(master.device).clone()
+                key: _part_for(tensors[f"{key}/{name}"], master).to(master.device).clone()
                 for key in ("step", "exp_avg", "exp_avg_sq")
                 if f"{key}/{name}" in tensors
             }
             if state:
-                self._adam.state[master] = state
+                self._adam.state[self._stepped[name]] = state
 
     def _load_eight_bit(self, tensors: dict[str, Tensor]) -> None:
         names = {master: name for name, master in self.masters.items()}
@@ -159,6 +176,28 @@ class MasterAdamW:
             for key in _EIGHT_BIT_STATE:
                 if key in state:
                     state[key].copy_(tensors[f"{key}/{name}"])
+
+
+@torch.no_grad()
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its shard, in the same memory, or all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _as_shard_like(part: Tensor, master: Tensor) -> Tensor:
+    if not isinstance(master, DTensor):
+        return part
+    shape = {"shape": master.shape, "stride": master.stride()}
+    return DTensor.from_local(part, master.device_mesh, master.placements, run_check=False, **shape)
+
+
+def _part_for(value: Tensor, master: Tensor) -> Tensor:
+    """This rank's part of a state that was saved whole or in shards. A step count is a number and belongs to all."""
+    if value.ndim == 0 or isinstance(value, DTensor) or not isinstance(master, DTensor):
+        return local_part(value)
+    # Every rank has read the whole, so nothing is sent.
+    on_device = value.to(master.device)
+    return local_part(distribute_tensor(on_device, master.device_mesh, master.placements, src_data_rank=None))
 
 
 def _make_adam(groups: list[dict[str, Any]], common: dict[str, Any], eight_bit: bool) -> Any:

@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from shoal.algorithms.inputs import LossInputs, Metrics, MismatchSource
 from shoal.models.decoder import Decoder
 from shoal.models.logprobs import Scored, token_logprobs
+from shoal.models.sharded import ShardedDecoder
 from shoal.trainer.micro_batch import MicroBatch, spread_over_rows
 from shoal.trainer.optimizer import AdamSettings, MasterAdamW
 from shoal.trainer.schedule import Schedule
@@ -52,6 +53,8 @@ class RowResults:
 
     def read(self) -> tuple[dict[str, tuple[float, float]], list[np.ndarray]]:
         """Everything in one copy. Sums, counts and log-probs all fit into float64 as they are."""
+        if not self._rows:
+            return {}, []
         pairs = torch.stack([number.detach().double() for pair in self.metrics.values() for number in pair])
         values = torch.cat([pairs, self._logprobs.double()]).cpu()
         numbers, logprobs = values[: len(pairs)].tolist(), values[len(pairs) :]
@@ -81,8 +84,15 @@ class TrainedPolicy:
     def shares_prefixes(self) -> bool:
         return not _is_random(self.decoder)
 
+    @property
+    def passes_together(self) -> bool:
+        """True where weights are sharded: a pass of one rank is a pass of all of them."""
+        return isinstance(self.decoder, ShardedDecoder)
+
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        if not rows:
+            return self._accompany(self.decoder)
         return spread_over_rows(rows, self._score(self.decoder, MicroBatch.upload(rows, self.decoder.device)).logprobs)
 
     @torch.no_grad()
@@ -91,12 +101,18 @@ class TrainedPolicy:
             raise RuntimeError("this policy has no reference model")
         decoder = self.reference.decoder
         with self.reference.within():
+            if not rows:
+                return self._accompany(decoder)
             return spread_over_rows(rows, self._score(decoder, MicroBatch.upload(rows, decoder.device)).logprobs)
 
     def forward_backward(
         self, rows: Sequence[Row], objective: Objective, mismatch_from: MismatchSource = "old"
     ) -> RowResults:
-        """Add the gradient of one micro-batch, its rows laid end to end."""
+        """Add the gradient of one micro-batch, its rows laid end to end. No rows: pass only because others do."""
+        if not rows:
+            with self._training():
+                (_score_anything(self.decoder, 1, 1).logprobs.sum() * 0).backward()
+            return RowResults({}, rows, torch.zeros(0))
         micro = MicroBatch.upload(rows, self.decoder.device)
         with self._training():
             scored = self._score(self.decoder, micro)
@@ -106,16 +122,18 @@ class TrainedPolicy:
         metrics["policy/entropy"] = inputs.token_metric(scored.entropy)
         return RowResults(metrics, rows, scored.logprobs.detach())
 
-    def dry_run(self, tokens: int, rows: int) -> None:
+    def _accompany(self, decoder: Decoder) -> list[np.ndarray]:
+        """A pass over one token that nobody reads: the other ranks need this one's share of the weights."""
+        _score_anything(decoder, 1, 1)
+        return []
+
+    def dry_run(self, tokens: int, rows: int, decoder: Decoder | None = None) -> None:
         """A gradient over full rows of arbitrary tokens, computed and dropped: what a micro-batch costs."""
-        decoder = self.decoder
-        ids = torch.arange(tokens * rows, device=decoder.device)
+        decoder = decoder or self.decoder
         with self._training():
-            context = decoder.pack(np.arange(rows + 1) * tokens)
-            hidden = decoder.hidden((ids % decoder.vocab_size)[None], (ids % tokens)[None], context)[0]
-            ones = torch.ones(len(ids), device=decoder.device)
-            scored = token_logprobs(decoder.head, hidden, ids % decoder.vocab_size, ones, decoder.vocab_size)
-            (scored.logprobs.sum() * 0).backward()
+            (_score_anything(decoder, tokens, rows).logprobs.sum() * 0).backward()
+        for parameter in decoder.model.parameters():
+            parameter.grad = None
         self.optimizer.zero_grad()
 
     def optim_step(self, own: OwnStep | None = None) -> dict[str, float]:
@@ -138,17 +156,18 @@ class TrainedPolicy:
 
     def _score(self, decoder: Decoder, micro: MicroBatch) -> Scored:
         """Log-probs of the masked tokens of the rows, one after another."""
-        with decoder.scoring():
-            hidden = decoder.hidden(micro.token_ids[None], micro.position_ids[None], micro.context)[0]
-        # The state before a token predicts it. For the first after a shared prefix that is the prefix's last.
-        return token_logprobs(
-            decoder.head,
-            hidden[micro.before],
-            micro.targets,
-            micro.scored["temperatures"],
-            decoder.vocab_size,
-            micro.kept_ids,
-        )
+
+        def score() -> tuple[Tensor, Tensor]:
+            with decoder.scoring():
+                hidden = decoder.hidden(micro.token_ids[None], micro.position_ids[None], micro.context)[0]
+            # The state before a token predicts it. For the first after a shared prefix that is the prefix's last.
+            states, temperatures = hidden[micro.before], micro.scored["temperatures"]
+            scored = token_logprobs(
+                decoder.head, states, micro.targets, temperatures, decoder.vocab_size, micro.kept_ids
+            )
+            return scored.logprobs, scored.entropy
+
+        return Scored(*decoder.gathered(score))
 
     @contextmanager
     def _training(self) -> Iterator[None]:
@@ -158,6 +177,20 @@ class TrainedPolicy:
                 yield
         finally:
             self.decoder.model.eval()
+
+
+def _score_anything(decoder: Decoder, tokens: int, rows: int) -> Scored:
+    """Log-probs of full rows of arbitrary tokens."""
+    ids = torch.arange(tokens * rows, device=decoder.device)
+
+    def score() -> tuple[Tensor, Tensor]:
+        context = decoder.pack(np.arange(rows + 1) * tokens)
+        hidden = decoder.hidden((ids % decoder.vocab_size)[None], (ids % tokens)[None], context)[0]
+        ones = torch.ones(len(ids), device=decoder.device)
+        scored = token_logprobs(decoder.head, hidden, ids % decoder.vocab_size, ones, decoder.vocab_size)
+        return scored.logprobs, scored.entropy
+
+    return Scored(*decoder.gathered(score))
 
 
 def _is_random(decoder: Decoder) -> bool:

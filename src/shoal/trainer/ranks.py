@@ -1,49 +1,85 @@
-"""The processes of a data-parallel run: joined through torch.distributed, which a launcher has told who they are.
+"""The processes that train one policy: joined through torch.distributed, which a launcher has told who they are.
 
-Weights are whole on every rank. Gradients are summed before an optimizer step, so all ranks take the same one.
+Whole weights: gradients are summed before an optimizer step, so all ranks take the same one. Sharded weights: the
+model does that itself, over the mesh that is made here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoal.errors import ConfigError, DeadlineError, ShoalError
+from shoal.errors import ConfigError, LostRanksError, ShoalError
 
 JOIN_LIMIT_S = 600.0  # processes of one launch may start minutes apart
 TICK_S = 1.0
 BUCKET_NUMBERS = 1 << 24
 FAILED = "failed"
+# In the words of errors whose class is a plain RuntimeError, and of no other that training raises.
+_TRANSPORTS = ("gloo", "NCCL", "ProcessGroup", "TCPStore")
 
 
 class ProcessRanks:
     """Made once a process, after the reward workers were forked and before the model is loaded."""
 
-    def __init__(self, deadline_s: float) -> None:
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise ConfigError(f"{missing[0]} is not set; start the processes with accelerate launch or torchrun")
-        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    def __init__(self, deadline_s: float, processes: int = 1, device: str = "auto") -> None:
         self._deadline_s = deadline_s
+        self._lost = False
+        on_gpu = device != "cpu" and torch.cuda.is_available()
         self._owns = not dist.is_initialized()
         if self._owns:
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=max(deadline_s, JOIN_LIMIT_S)))
+            backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+            _join(backend, processes, timedelta(seconds=max(deadline_s, JOIN_LIMIT_S)))
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._talk = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
+        self.mesh: DeviceMesh = init_device_mesh("cuda" if on_gpu else "cpu", (self.world,))
+
+    @property
+    def talk(self) -> Any:
+        """The group that carries words, on the CPU; gradients and weights have the other one to themselves."""
+        return self._talk
+
+    @contextlib.contextmanager
+    def noticing_loss(self) -> Iterator[None]:
+        """Around anything that speaks with the other ranks: what it raises when they are gone gets its name."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, ShoalError) or not _is_transport(error):
+                raise
+            self._lost = True
+            raise LostRanksError(
+                f"process {self.rank} of {self.world} lost the others, or waited {self._deadline_s:.0f} s for them: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+    def whole(self, tensor: Any) -> Tensor:
+        """All of a sharded tensor, on every rank; all of them ask for it."""
+        with self.noticing_loss():
+            return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+    def smallest(self, numbers: list[int]) -> list[int]:
+        """The smallest of all ranks, number by number."""
+        with self.noticing_loss():
+            agreed = torch.tensor(numbers, dtype=torch.int64)
+            dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._talk)
+            return [int(number) for number in agreed]
 
     async def exchange(self, mine: bytes) -> list[bytes]:
         return await asyncio.get_running_loop().run_in_executor(None, self._exchange, mine)
 
     def _exchange(self, mine: bytes) -> list[bytes]:
-        try:
+        with self.noticing_loss():
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
             dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._talk)
             room = max(1, *(int(size) for size in sizes))
@@ -51,11 +87,6 @@ class ProcessRanks:
             padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else padded[:0]
             parts = [torch.zeros(room, dtype=torch.uint8) for _ in range(self.world)]
             dist.all_gather(parts, padded, group=self._talk)
-        except RuntimeError as error:
-            raise DeadlineError(
-                f"process {self.rank} of {self.world} lost the others, or waited {self._deadline_s:.0f} s for them: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     async def on_main(self, work: Callable[[], Awaitable[Any]]) -> Any:
@@ -66,7 +97,7 @@ class ProcessRanks:
             answer = json.loads(told)
             if FAILED in answer:
                 # Not one that is followed by a checkpoint: the main process is on its way out.
-                raise (ConfigError if answer["input"] else DeadlineError)(f"the main process failed: {answer[FAILED]}")
+                raise (ConfigError if answer["input"] else LostRanksError)(f"the main process failed: {answer[FAILED]}")
             return answer["result"]
         task = asyncio.ensure_future(work())
         try:
@@ -84,6 +115,10 @@ class ProcessRanks:
     @torch.no_grad()
     def sum_gradients(self, masters: Mapping[str, Tensor]) -> None:
         """Add up the gradients of all ranks; one that had no row of this step adds nothing."""
+        with self.noticing_loss():
+            self._sum_gradients(masters)
+
+    def _sum_gradients(self, masters: Mapping[str, Tensor]) -> None:
         bucket: list[Tensor] = []
         for master in masters.values():
             if master.grad is None:
@@ -102,5 +137,22 @@ class ProcessRanks:
             grad.copy_(total.view_as(grad))
 
     def close(self) -> None:
-        if self._owns and dist.is_initialized():
+        if self._owns and dist.is_initialized() and not self._lost:  # taking leave of the dead may take for ever
             dist.destroy_process_group()
+
+
+def _join(backend: str, processes: int, timeout: timedelta) -> None:
+    if processes == 1 and "RANK" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(f"{missing[0]} is not set; start the processes with accelerate launch or torchrun")
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistError as error:
+        raise LostRanksError(f"the processes of this run did not meet: {str(error).splitlines()[0]}") from error
+
+
+def _is_transport(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or any(name in str(error) for name in _TRANSPORTS)

@@ -134,7 +134,8 @@ def test_a_script_without_main(tmp_path: Path, capsys: pytest.CaptureFixture[str
     [("embedded:d1|fsdp:d1", 1), ("embedded.d2p1t1+d2p1t1", 2), ("d4", 4), ("fsdp:d2", 2), ("fsdp:d3|embedded:d3", 3)],
 )
 def test_allocations_that_work(text: str, gpus: int):
-    assert parse_allocation(text).schema_values() == {"infer.engine": "embedded", "train.gpus": gpus}
+    sharded = {"train.sharding": "fsdp"} if gpus > 1 else {}
+    assert parse_allocation(text).schema_values() == {"infer.engine": "embedded", "train.gpus": gpus, **sharded}
 
 
 @pytest.mark.parametrize(

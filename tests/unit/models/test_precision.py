@@ -47,7 +47,6 @@ def test_bf16_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"device": "cuda"}, "use cpu"),
         ({"recipe": "fp8-hybrid"}, "use train.recipe=fp32"),
-        ({"gpus": 4}, "use train.gpus=1"),
     ],
     ids=str,
 )

@@ -55,6 +55,7 @@ class UnigramPolicy:
     optim_steps: int = 0
     reference: np.ndarray = field(default_factory=lambda: np.zeros(VOCABULARY))
     shares_prefixes: bool = True
+    passes_together: bool = False
 
     def __post_init__(self) -> None:
         self._gradient = np.zeros(VOCABULARY)

@@ -1,0 +1,245 @@
+"""`train.gpus: N` on the CPU: real ranks over gloo, whole weights and shards; how they end, and how they restart."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from .helpers.processes import Command, WarmPython, alive, children_of, environment, wait_until
+from .helpers.runs import REVERSE_ARGS, Run, assert_trained_once
+
+START_S = 90  # several processes that import torch, on a busy machine
+
+
+def config(model: Path, **train: Any) -> dict[str, Any]:
+    """Rows of a few rollouts each, so that ranks get different numbers of them."""
+    settings = {
+        "model": str(model), "output_dir": "out", "device": "cpu", "max_steps": 4, "learning_rate": 1e-3,
+        "sequence_len": 64, "save_steps": 2, "loss": {"type": "grpo", "kl": {"beta": 0.01}}, **train,
+    }  # fmt: skip
+    orch = {
+        "env": [{"id": "reverse-text", "args": REVERSE_ARGS}], "batch_size": 12, "rollouts_per_example": 4,
+        "sampling": {"max_tokens": 8}, "reward": {"function": "my_code:digits"}, "deadline_s": 60,
+    }  # fmt: skip
+    return {"train": settings, "orch": orch}
+
+
+def torchrun(folder: Path, processes: int) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    command = [*launcher, f"--nproc-per-node={processes}", "-m", "shoal", "grpo", "run.yaml"]
+    return subprocess.run(
+        command, cwd=folder, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=240
+    )
+
+
+def ranks_of(command: Command) -> dict[int, int]:
+    """Rank → process id, once the ranks are there."""
+    found: dict[int, int] = {}
+    for pid in children_of(command.pid):
+        try:
+            cmdline = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            variables = dict(v.split(b"=", 1) for v in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if v)
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+        if b"shoal.cli.rank" in cmdline and parent == command.pid:
+            found[int(variables[b"RANK"])] = pid
+    return found
+
+
+def wait_for_steps(run: Run, steps: int, command: Command) -> None:
+    def reached() -> bool:
+        file = run.path / "journal.jsonl"
+        return not command.running() or (file.exists() and file.read_bytes().count(b"\n") >= steps)
+
+    wait_until(reached, START_S, f"step {steps} of {run.path}: {command.text()}", 0.02)
+    assert command.running(), command.text()
+
+
+def weights_of(run: Run, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run.path / "checkpoints" / f"step_{step:06d}" / "weights" / "model.safetensors")
+
+
+def assert_same_training(run: Run, other: Run, steps: int) -> None:
+    """The same rollouts in the same order, and the same weights to rounding."""
+    drawn = [
+        [(r["rollout_id"], r["completion"], r["reward"]) for r in each.rollouts() if r["step"] <= steps]
+        for each in (run, other)
+    ]
+    assert drawn[0] == drawn[1]
+    for ours, theirs in zip(run.steps()[:steps], other.steps()[:steps], strict=True):
+        for name in ("reward/mean", "policy/entropy", "policy/kl_ref", "optim/grad_norm", "tokens/completion"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-7), name
+    found, expected = weights_of(run, steps), weights_of(other, steps)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture(scope="module")
+def make(warm: WarmPython, raw_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    def new(name: str, **train: Any) -> Run:
+        return Run(tmp_path_factory.mktemp(name), warm).write(config(raw_model, **train))
+
+    return new
+
+
+@pytest.fixture(scope="module")
+def one(make: Callable[..., Run]) -> Run:
+    """What all others are compared with: one process, six steps."""
+    run = make("one", max_steps=6, save_total_limit=9)
+    command = run.grpo()
+    assert command.wait() == 0, command.text()
+    return run
+
+
+@pytest.fixture(scope="module")
+def shards(make: Callable[..., Run]) -> Run:
+    """Two ranks with sharded weights, four steps, a checkpoint after the second and after the last."""
+    run = make("shards", gpus=2, sharding="fsdp")
+    command = run.start()
+    assert command.wait(START_S) == 0, command.text()
+    return run
+
+
+def test_two_ranks_with_shards_train_as_one_does(one: Run, shards: Run):
+    assert_trained_once(shards, 4)
+    assert_same_training(shards, one, 4)
+    final = load_file(shards.path / "final" / "model.safetensors")
+    assert all(torch.equal(final[name], tensor) for name, tensor in weights_of(shards, 4).items())
+    checkpoint = shards.path / "checkpoints" / "step_000004"
+    assert len(list((checkpoint / "shards").iterdir())) == 2
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert {f"shards/{file.name}" for file in (checkpoint / "shards").iterdir()} <= manifest["files"].keys()
+    assert not list((shards.path / "checkpoints").glob(".tmp-*"))
+
+
+def test_a_checkpoint_in_shards_is_exported_like_any_other(shards: Run):
+    command = shards.warm.run(["export", "out", "published", "--checkpoint", "2"], shards.folder)
+    assert command.wait() == 0, command.text()
+    published = load_file(shards.folder / "published" / "model.safetensors")
+    assert all(torch.equal(published[name], tensor) for name, tensor in weights_of(shards, 2).items())
+
+
+def test_it_goes_on_with_four_ranks_and_then_with_one(one: Run, shards: Run, tmp_path: Path):
+    """Two ranks took four steps, four take the fifth, and one alone, without shards, takes the sixth."""
+    shutil.copytree(shards.folder, tmp_path / "copy")
+    run = Run(tmp_path / "copy", shards.warm)
+    for steps, train in ((5, {"gpus": 4, "sharding": "fsdp"}), (6, {"gpus": 1, "sharding": "none"})):
+        changes = [f"train.{key}={value}" for key, value in {**train, "max_steps": steps}.items()]
+        command = run.start("--resume", *changes)
+        assert command.wait(2 * START_S) == 0, command.text()
+        assert run.status()["step"] == steps
+    assert [event["message"] for event in run.events("resume")] == [
+        "continuing after step 4",
+        "continuing after step 5",
+    ]
+    assert_trained_once(run, 6)
+    assert_same_training(run, one, 6)
+    assert len(list((run.path / "checkpoints" / "step_000005" / "shards").iterdir())) == 4
+    assert not (run.path / "checkpoints" / "step_000006" / "shards").exists()
+
+
+def test_a_damaged_shard_is_not_resumed_from(shards: Run, tmp_path: Path):
+    shutil.copytree(shards.folder, tmp_path / "copy")
+    run = Run(tmp_path / "copy", shards.warm)
+    shard = sorted((run.path / "checkpoints" / "step_000004" / "shards").iterdir())[1]
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    command = run.start("--resume", "train.max_steps=5", "train.gpus=1", "train.sharding=fsdp")
+    assert command.wait(START_S) == 0, command.text()
+    assert "was changed after it was written" in run.events("checkpoint")[0]["message"]
+    assert_trained_once(run, 5)
+
+
+def test_torchrun_starts_the_same_ranks(one: Run, make: Callable[..., Run]):
+    run = make("torchrun", sharding="fsdp", lora=True, lora_rank=2, max_steps=2)
+    result = torchrun(run.folder, 2)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert_trained_once(run, 2)
+    assert [r["rollout_id"] for r in run.rollouts()] == [r["rollout_id"] for r in one.rollouts() if r["step"] <= 2]
+    adapter = load_file(run.path / "final" / "adapter_model.safetensors")
+    assert any(tensor.abs().sum() > 0 for name, tensor in adapter.items() if "lora_B" in name)
+
+
+def test_two_ranks_train_as_one_does_until_one_of_them_ends(one: Run, make: Callable[..., Run]):
+    """Interrupted it saves: 130. Continued, a rank is killed: 3, with the reason. Then the process above them is."""
+    run = make("ending", gpus=2, max_steps=2000, save_steps=1, save_total_limit=9999)
+    command = run.start()
+    wait_for_steps(run, 4, command)
+    below = children_of(command.pid)
+    command.send(signal.SIGINT)
+    assert command.wait(30) == 130, command.text()
+    status = run.status()
+    assert status["state"] == "interrupted" and status["step"] == len(run.journal()) == run.checkpoints()[-1]
+    assert_same_training(run, one, 4)
+    wait_until(lambda: not any(map(alive, below)), 10, "the end of all processes")
+
+    command = run.start("--resume")
+    wait_for_steps(run, status["step"] + 2, command)
+    ranks, below = ranks_of(command), children_of(command.pid)
+    assert sorted(ranks) == [0, 1]
+    os.kill(ranks[1], signal.SIGKILL)
+    assert command.wait(30) == 3, command.text()
+    assert "rank 1 of 2 was killed by SIGKILL" in command.text().splitlines()[-1]
+    assert "rank 1 of 2 was killed by SIGKILL" in run.status()["reason"] and run.status()["resumable"]
+    wait_until(lambda: not any(map(alive, below)), 10, "the end of all processes")
+
+    step = run.checkpoints()[-1]
+    command = run.start("--resume")
+    wait_until(lambda: run.checkpoints()[-1] > step, START_S, "the next step", 0.02)
+    below = children_of(command.pid)
+    command.kill()
+    wait_until(lambda: not any(map(alive, below)), 30, "the end of the ranks after the process that started them")
+    assert run.status()["state"] == "interrupted"
+    assert_trained_once(run, run.status()["step"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["train.device=cuda", "train.gpus=2"], "train.gpus: 2 GPUs were asked for and"),
+        (["train.device=auto", "train.gpus=64"], "train.gpus: 64 GPUs were asked for and"),
+        (["train.gpus=2", "orch.weight_sync_interval=2"], "orch.weight_sync_interval=1"),
+        (["train.gpus=2", "train.model=./nowhere"], "nowhere"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(make: Callable[..., Run], changes: list[str], said: str):
+    run = make("refused")
+    command = run.start(*changes)
+    assert command.wait(START_S) == 2, command.text()
+    lines = [line for line in command.text().splitlines() if "error" in line]
+    assert len(lines) == 1 and said in lines[0], command.text()
+    assert not (run.path / "status.json").exists()
+
+
+def test_the_same_configuration_file_runs_on_any_number(shards: Run):
+    """What is written down says how it ran, and nothing binds a resumed run to it."""
+    written = yaml.safe_load((shards.path / "config.yaml").read_text())
+    assert (written["train"]["gpus"], written["train"]["sharding"]) == (2, "fsdp")
+    assert not any("gpus" in key or "sharding" in key for key in shards.status()["binding"])
+
+
+def test_the_guide_starts_with_what_works(warm: WarmPython, tmp_path: Path):
+    page = (Path(__file__).parents[2] / "docs" / "scale-out.md").read_text(encoding="utf-8")
+    block = page.split("```bash\n", 1)[1].split("```", 1)[0].replace("\\\n", " ")
+    commands = [shlex.split(line) for line in block.splitlines()]
+    assert [words[:2] for words in commands] == [["shoal", "make-model"], ["shoal", "grpo"]]
+    for words in commands:
+        command = warm.run(words[1:], tmp_path)
+        assert command.wait(START_S) == 0, command.text()
+    status = json.loads((tmp_path / "outputs" / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("finished", 4)
