@@ -38,7 +38,9 @@ def test_an_update_is_flushed_and_noted_per_token() -> None:
     async def main() -> None:
         async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
             running = asyncio.create_task(engine.generate(ask("r", PROMPT, max_tokens=60, min_tokens=60)))
-            await asyncio.sleep(0.1)
+            async with asyncio.timeout(60):
+                while double.drawn_tokens < 3:
+                    await asyncio.sleep(0)
             await engine.load(4, publish(4, dict(new.named_parameters())))
             drawn = await running
             first, second = drawn.spans
