@@ -51,6 +51,10 @@ class Layout:
     component: str = "grpo"
     assemble: Callable[[RunConfig, build.Prepared, build.Watching], Awaitable[build.Assembled]] = _colocated
 
+    @property
+    def colocated(self) -> bool:
+        return self.assemble is _colocated
+
 
 def train(
     config: RunConfig,
@@ -74,7 +78,7 @@ def train(
     if ranks := build.ranks_to_start(config.train, given):
         build.launch(config, ranks, build.Start(resume, tuple(notices), command))
         return path
-    prepared = build.prepare(config, build.as_rank(given))
+    prepared = build.prepare(config, build.as_rank(given), colocated=layout.colocated)
     try:
         main = build.join_ranks(config, prepared).rank == 0
         with (

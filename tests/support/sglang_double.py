@@ -38,6 +38,7 @@ class SglangDouble:
         self.version = "default"
         self.adapters: dict[str, Any] = {}
         self.flushes = 0
+        self.drawn_tokens = 0
         self._going = asyncio.Event()
         self._going.set()
         self._dice = np.random.default_rng(1)
@@ -109,6 +110,7 @@ class SglangDouble:
         logprobs = scaled - np.logaddexp.reduce(scaled)
         token = int(np.argmax(self._kept(logprobs, sampling, top_k) + self._gumbel(drawn, len(logprobs))))
         drawn.take(token, logprobs, self.version, top)
+        self.drawn_tokens += 1
         drawn.finish = self._finish(drawn, token, ends, limit)
 
     @staticmethod

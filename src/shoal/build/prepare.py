@@ -40,14 +40,15 @@ class Prepared:
     ranks: Ranks = field(default_factory=Alone)
 
 
-def prepare(config: RunConfig, given: Given | None = None) -> Prepared:
+def prepare(config: RunConfig, given: Given | None = None, *, colocated: bool = True) -> Prepared:
+    """`colocated`: an engine that is to be started is started by this process, on this machine."""
+    check_engine(config, (given or Given()).processes, starts=colocated)
     with heard_problems() as notices:
         return _prepare(config, given or Given(), notices)
 
 
 def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
     orch = config.orch
-    check_engine(config, given.processes)
     check_sinks(config.train.report_to)
     environments = {env.label: _environment(env, orch.dataset, given) for env in orch.env}
     for env in (orch.eval.env or []) if orch.eval is not None else []:

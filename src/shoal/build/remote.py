@@ -46,8 +46,8 @@ class ModelFacts:
     on_cpu: bool = False
 
 
-def check_engine(config: RunConfig, processes: int) -> None:
-    """Before anything loads: what a remote engine needs on this machine."""
+def check_engine(config: RunConfig, processes: int, *, starts: bool = True) -> None:
+    """Before anything loads: what a remote engine needs on this machine, which may be another than it `starts` on."""
     infer = config.infer
     if infer.engine == "embedded":
         return
@@ -56,11 +56,17 @@ def check_engine(config: RunConfig, processes: int) -> None:
             f"infer.engine: {infer.engine} beside several training processes needs the split layout; use infer.engine "
             "embedded, or one process"
         )
-    if infer.engine_python is not None:
+    keys = {"orch.client": config.orch.client.api_key_var}
+    if starts and infer.engine_python is not None:
         check_interpreter(infer.engine_python, infer.engine, ENGINES[infer.engine].name)
-    for section, name in (("infer", infer.api_key_var), ("orch.client", config.orch.client.api_key_var)):
-        if name is not None and not os.environ.get(name):
-            raise ConfigError(f"{section}.api_key_var: the environment variable {name} is not set")
+        keys["infer"] = infer.api_key_var
+    for section, name in keys.items():
+        _check_key(section, name)
+
+
+def _check_key(section: str, name: str | None) -> None:
+    if name is not None and not os.environ.get(name):
+        raise ConfigError(f"{section}.api_key_var: the environment variable {name} is not set")
 
 
 def facts_of_files(name: str, chat: Chat) -> ModelFacts:
@@ -189,6 +195,7 @@ async def serve_others(
     if infer.engine_python is None:
         raise ConfigError(f"infer.engine_python: is not set; name the Python of the environment that has {name}")
     check_interpreter(infer.engine_python, infer.engine, name)
+    _check_key("infer", infer.api_key_var)
     on_cpu = not Path("/dev/nvidiactl").exists()
     process = ServerProcess(launch_of(infer, Path(infer.output_dir), "float32" if on_cpu else "auto", on_cpu=on_cpu))
     stop, loop = asyncio.Event(), asyncio.get_running_loop()

@@ -33,6 +33,7 @@ from shoal.rollout.remote import RemoteEngine
 from shoal.transport.calls import Answerer, Caller
 from shoal.transport.folder_calls import FOLDER as SAMPLES
 from shoal.transport.folder_calls import FolderAnswerer, FolderCaller
+from shoal.transport.in_process import InProcessWeights
 from shoal.transport.tcp_calls import TcpAnswerer, TcpCaller
 
 if TYPE_CHECKING:
@@ -94,12 +95,13 @@ def _tell_wait(watching: Watching, text: str) -> None:
 
 
 def _resources(config: RunConfig, meeting: Meeting, watching: Watching, stopping: Callable[[], bool]) -> Resources:
-    run_dir = watching.run_dir
+    run_dir: Any = watching.run_dir
     folder = run_dir.path / SAMPLES / meeting.presence.incarnation
     with storage(f"create {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     caller = make_caller(config.train, meeting)
-    return Resources(meeting, caller, folder, run_dir.newest_good_checkpoint, stopping, watching.events.warn)  # type: ignore[union-attr]
+    newest, covered = run_dir.newest_good_checkpoint, run_dir.checkpoints.newest_known_good
+    return Resources(meeting, caller, folder, newest, covered, stopping, watching.events.warn)
 
 
 def load_chat(config: RunConfig) -> Chat:
@@ -136,11 +138,14 @@ async def make_answerer(train: TrainConfig, meeting: Meeting) -> Answerer:
 
 @dataclass
 class TrainerDevice:
-    """The thread that holds the trained model."""
+    """The thread that holds the trained model, and the way its weights take."""
 
     executor: ThreadPoolExecutor
+    weights: Any
 
     async def close(self) -> None:
+        if hasattr(self.weights, "close"):
+            await asyncio.to_thread(self.weights.close)  # a port that the next one may want
         self.executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -157,14 +162,16 @@ async def make_trainee(config: RunConfig, ranks: Ranks, given: Given, steps: int
     policy = await on_device(make_policy, train, model, steps, getattr(ranks, "sum_gradients", None))
     plan = await on_device(make_plan, config, model, policy)
     files = PolicyFiles(policy, model.chat)
+    # The first process publishes for all of them; a port can be listened on once.
+    weights = make_weights(config, policy, files, on_device) if ranks.rank == 0 else InProcessWeights()
     notices = [line for line in (model.precision.notice, f"training: {model.path}") if line]
     return Trainee(
         steps,
         make_learner(config, policy, plan, on_device, ranks),
         files,
-        make_weights(config, policy, files, on_device),
+        weights,
         on_device,
-        TrainerDevice(executor),
+        TrainerDevice(executor, weights),
         {"notices": notices, "dtype": str(model.decoder.dtype), "device": str(model.decoder.device)},
     )
 

@@ -179,6 +179,9 @@ def _check_infer(infer: InferConfig, findings: Findings) -> None:
     if infer.host not in LOOPBACK and infer.api_key_var is None:
         what = f"{show(infer.host)} can be reached from other machines and no key is set"
         findings.error("infer.host", what, "set infer.api_key_var to an environment variable, or use 127.0.0.1")
+    if infer.engine == "sglang" and infer.engine_python is not None and infer.api_key_var is not None:
+        what = "would stand on SGLang's command line, where everyone on the machine can read it"
+        findings.error("infer.api_key_var", what, "start SGLang yourself and set orch.client.api_key_var")
     if infer.engine == "embedded":
         if infer.engine_args:
             what = f"the embedded engine takes no further arguments ({', '.join(infer.engine_args)})"
@@ -203,9 +206,6 @@ def _check_server(config: RunConfig, findings: Findings) -> None:
             if name != "max_num_seqs" and not (name == "max_lora_rank" and infer.max_lora_rank == train.lora_rank):
                 what = f"is for a server that Shoal starts; the one at {show(orch.client.base_url)} runs already"
                 findings.error(f"infer.{name}", what, "remove it, or set infer.engine_python")
-    if infer.engine == "sglang" and python is not None and infer.api_key_var is not None:
-        what = "would stand on SGLang's command line, where everyone on the machine can read it"
-        findings.error("infer.api_key_var", what, "start SGLang yourself and set orch.client.api_key_var")
     if infer.engine == "sglang" and train.noise_scheduler.enabled:
         what = "noise cannot be put on the norms of an SGLang server"
         findings.error("train.noise_scheduler", what, "turn it off, or use infer.engine vllm or embedded")

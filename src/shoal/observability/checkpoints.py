@@ -139,7 +139,7 @@ class CheckpointStore:
         if limit is None:
             return []
         steps = self.steps()
-        protected = {self._newest_known_good(steps), self.best()}
+        protected = {self.newest_known_good(), self.best()}
         surplus = len(steps) - max(limit, 1)
         removed = [step for step in steps if step not in protected][: max(surplus, 0)]
         with storage(f"remove old checkpoints in {self.folder}"):
@@ -150,8 +150,9 @@ class CheckpointStore:
                 remove_quietly(doomed)
         return removed
 
-    def _newest_known_good(self, steps: list[int]) -> int | None:
-        for step in reversed(steps):
+    def newest_known_good(self) -> int | None:
+        """Its step, without reading again what this process has written or verified."""
+        for step in reversed(self.steps()):
             if step in self._known_good:
                 return step
             try:

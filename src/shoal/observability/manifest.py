@@ -41,10 +41,12 @@ def verify(manifest: Mapping[str, Any]) -> str:
 
 
 def version_hash(manifest: Mapping[str, Any]) -> str:
-    """blake2b over the version and the files' hashes in order of their names."""
+    """blake2b over the version and the hashes of its files, or of its tensors, in order of their names."""
+    hashes = {name: about["sha256"] for name, about in manifest.get("files", {}).items()}
+    hashes |= {tensor["name"]: tensor["sha256"] for tensor in manifest.get("tensors", ())}
     digest = hashlib.blake2b(str(int(manifest["version"])).encode(), digest_size=16)
-    for name in sorted(manifest["files"]):
-        digest.update(f"\n{name} {manifest['files'][name]['sha256']}".encode())
+    for name in sorted(hashes):
+        digest.update(f"\n{name} {hashes[name]}".encode())
     return digest.hexdigest()
 
 

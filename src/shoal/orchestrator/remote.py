@@ -47,7 +47,8 @@ class Resources:
     meeting: Meeting
     caller: Caller
     folder: Path  # of kept calls
-    newest_checkpoint: Callable[[], Checkpoint | None]
+    newest_checkpoint: Callable[[], Checkpoint | None]  # read and verified, which takes its time
+    covered_step: Callable[[], int | None]  # of the newest one, as far as this process knows
     stopping: Callable[[], bool]  # whether the run was asked to stop
     tell: Callable[[str, str], None]  # kind and text of an event
 
@@ -146,8 +147,8 @@ class RemoteTrainer:
 
     def _forget(self) -> None:
         """Calls that a checkpoint covers are not needed any more."""
-        covered = self.parts.newest_checkpoint() if self._kept else None
-        for kept in [kept for kept in self._kept if covered is not None and kept.step <= covered.step]:
+        covered = self.parts.covered_step() if self._kept else None
+        for kept in [kept for kept in self._kept if covered is not None and kept.step <= covered]:
             remove_quietly(kept.file)
             self._kept.remove(kept)
 

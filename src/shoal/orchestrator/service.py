@@ -133,10 +133,9 @@ class TrainingService:
         return trainee.about
 
     async def _have(self, steps: int, *, fresh: bool) -> None:
-        now = self._trainee
-        if now is not None and (now.steps != steps or (fresh and not now.untouched)):
-            self._trainee = None
-            await now.sampler.close()
+        if self._trainee is not None and (self._trainee.steps != steps or (fresh and not self._trainee.untouched)):
+            await self._trainee.sampler.close()
+            self._trainee = None  # first: two of them may not fit on the device
         if self._trainee is None:
             self._trainee = await self._make(steps)
 

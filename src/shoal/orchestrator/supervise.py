@@ -80,9 +80,7 @@ class Supervisor:
         self._signals: list[int] = []
 
     def run(self) -> int:
-        earlier = {
-            number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
+        earlier = {number: signal.signal(number, self._heard) for number in STOPPING}
         try:
             for child in self._children.values():
                 child.start()
@@ -115,7 +113,8 @@ class Supervisor:
 
     def _ended(self, child: Child, code: int) -> int | None:
         """What follows from the end of a child: another start, or the end of the run with this exit code."""
-        crashed = code < 0 or code == EXIT_BUG
+        # A leader that met a bug has told the others that the run is over; they are not there for another one.
+        crashed = code < 0 or (code == EXIT_BUG and child is not self._leader)
         if crashed and not self._signals and child.restarts < MAX_RESTARTS:
             child.restarts += 1
             how = f"signal {-code}" if code < 0 else f"exit code {code}"

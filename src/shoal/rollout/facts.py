@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import ConfigError
+from shoal.observability.manifest import describe
 
 TIED_ON_CPU = (
     "infer.engine: vLLM on a CPU does not renew the output layer of a model with tied embeddings when weights are "
@@ -94,3 +96,14 @@ def tied(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return bool(config.get("tie_word_embeddings", False))
+
+
+def content_of(manifest: Mapping[str, Any]) -> str:
+    """The files of a version, whatever its number: a step that trained nothing publishes the same content again."""
+    files = manifest.get("files") or {}
+    return " ".join(f"{name}:{files[name]['sha256']}" for name in sorted(files)) or str(manifest.get("hash", ""))
+
+
+def own_files(model: str) -> dict[str, Any]:
+    """The model a server was started with, as a manifest of version 0."""
+    return {**describe(model_folder(model), 0, "full"), "own": True}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from shoal.errors import DeadlineError, EngineError, ShoalError
@@ -19,7 +19,6 @@ from shoal.server.control import INCARNATION
 from shoal.types import Completion, Request, Span
 
 T = TypeVar("T")
-Republish = Callable[[int], Awaitable[Mapping[str, Any]]]
 COMPLETIONS = "/v1/completions"
 LOOK_EVERY_S = 10.0
 # Losses in a row by one server that is up all the same; then it is not the connection.
@@ -27,10 +26,7 @@ MOST_LOSSES = 5
 
 
 class HttpRolloutEngine:
-    """`model` is what the server has to serve, if it matters; `noise_seed` the run's seed, for QeRL's noise.
-
-    `republish` gives the manifest of a version anew for a server that was restarted, where it cannot be read twice.
-    """
+    """`model` is what the server has to serve, if it matters; `noise_seed` the run's seed, for QeRL's noise."""
 
     def __init__(
         self,
@@ -38,12 +34,10 @@ class HttpRolloutEngine:
         model: str | None = None,
         noise_seed: int = 0,
         waiting: Waiting = lambda _: None,
-        republish: Republish | None = None,
     ) -> None:
         self._link = Link(address, _said_once(waiting))
         self._model = model
         self._noise_seed = noise_seed
-        self._republish = republish
         self._facts: dict[str, Any] = {}  # what the server says about itself
         self._wanted: dict[str, Any] | None = None  # the manifest it has to serve; None = nothing was loaded yet
         self._version = self._coming = 0
@@ -107,7 +101,7 @@ class HttpRolloutEngine:
     def _check_loaded(self, body: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
         if reply.get("version") != body["version"]:
             raise EngineError(f"{self._link.name} serves version {reply.get('version')}, not {body['version']}")
-        if body.get("files") and reply.get("hash") != manifests.version_hash(body):
+        if _has_weights(body) and reply.get("hash") != manifests.version_hash(body):
             raise EngineError(
                 f"{self._link.name} loaded other weights than version {body['version']}: the hash differs"
             )
@@ -217,8 +211,6 @@ class HttpRolloutEngine:
         """Our weights, and our pause: another client may have left one behind."""
         limit_s = self._link.address.deadline_s
         if self._wanted is not None:
-            if self._republish is not None:
-                self._wanted = {**self._wanted, **await self._republish(self._version)}
             reply, _ = await self._link.post("/shoal/load", self._wanted, limit_s)
             self._check_loaded(self._wanted, reply)
         if self._paused != bool(facts.get("paused")):

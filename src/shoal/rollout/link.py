@@ -91,7 +91,8 @@ class Link:
             async with pool.request(
                 method, self.address.root + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as reply:
-                content = await reply.read()
+                async with asyncio.timeout(limit_s):  # one that answers byte by byte is late as well
+                    content = await reply.read()
                 if reply.status == 200 and not reads:
                     return {}, reply.headers
                 return self._read(path, reply.status, content), reply.headers

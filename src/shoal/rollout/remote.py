@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, DeadlineError, EngineError
-from shoal.observability.manifest import describe, verify
+from shoal.observability.manifest import verify
 from shoal.rollout.answers import Answer
-from shoal.rollout.facts import RemoteSettings, check_facts, model_folder
+from shoal.rollout.facts import RemoteSettings, check_facts, content_of, model_folder, own_files
 from shoal.rollout.launch import ServerProcess
 from shoal.rollout.link import Late, Lost, Refused, Waiting
 from shoal.rollout.norms import write_noisy_norms
@@ -30,6 +30,7 @@ from shoal.types import Completion, Request
 
 HEALTH_S = 10.0
 MOST_LOSSES = 5  # of one request, by a server that comes up again and again
+RESTARTED = "it was restarted"
 
 
 @dataclass
@@ -104,35 +105,52 @@ class RemoteEngine(ServerApi):
             return Completion(request.request_id, [], [], [], "length")
         await self.connect()
         await self._running.wait()
-        served = self._served
-        self._in_flight[served.adapter] += 1
-        try:
-            answer = await self._asked(request, limit, served)
-        finally:
-            self._in_flight[served.adapter] -= 1
-            if not self._in_flight[served.adapter]:
-                del self._in_flight[served.adapter]
-                await self._drop_unused(served.adapter)
+        answer, served = await self._asked(request, limit)
         if served.adapter is not None:  # it drew the whole completion, whatever else was loaded meanwhile
             answer = replace(answer, versions=[])
         return self.reading.completion(request, answer, served.version, self.name)
 
-    async def _asked(self, request: Request, limit: int, served: _Served) -> Answer:
+    async def _asked(self, request: Request, limit: int) -> tuple[Answer, _Served]:
         """Asked again if the server went away meanwhile: the seed is in the request, so it comes out the same."""
-        losses = 0
-        while True:
+        lost: Lost | None = None
+        for _ in range(MOST_LOSSES):
             try:
-                return await self.ask(request, limit, served.adapter)
-            except Late as error:
-                raise DeadlineError(
-                    f"{self.link.name}: {error}; raise orch.client.timeout if that is expected"
-                ) from error
-            except Lost as error:
-                losses += 1
-                if losses >= MOST_LOSSES:
-                    raise EngineError(f"{self.link.name} lost a request {losses} times in a row: {error}") from error
-                await self._recover(error)
+                if lost is not None:
+                    await self._recover(lost)
                 served = self._served
+                return await self._drawn(request, limit, served), served
+            except Late as error:
+                said = f"{self.link.name}: {error}; raise orch.client.timeout if that is expected"
+                raise DeadlineError(said) from error
+            except Lost as error:
+                lost = error
+        raise EngineError(f"{self.link.name} lost a request {MOST_LOSSES} times in a row: {lost}") from lost
+
+    async def _drawn(self, request: Request, limit: int, served: _Served) -> Answer:
+        """Raises Lost as well if it was restarted before anybody noticed, and so has none of what it was given."""
+        try:
+            async with self._counted(served.adapter):
+                answer = await self.ask(request, limit, served.adapter)
+        except Refused:
+            if served.adapter is None or await self.served_version(served.adapter) == served.adapter:
+                raise
+            raise Lost(RESTARTED) from None
+        given = served.adapter is None and served.manifest and not served.manifest.get("own")
+        if given and not all(name.isdigit() for _, _, name in answer.versions):
+            raise Lost(RESTARTED)  # versions that it was given have numbers
+        return answer
+
+    @asynccontextmanager
+    async def _counted(self, adapter: str | None):
+        """An adapter that a request is drawn with is not unloaded under it."""
+        self._in_flight[adapter] += 1
+        try:
+            yield
+        finally:
+            self._in_flight[adapter] -= 1
+            if not self._in_flight[adapter]:
+                del self._in_flight[adapter]
+                await self._drop_unused(adapter)
 
     async def _recover(self, error: Lost) -> None:
         """Wait for the server to come back and give it the version it is to serve. One that we started stays down."""
@@ -141,6 +159,8 @@ class RemoteEngine(ServerApi):
             served = self._served
             if served.manifest and await self.served_version(served.adapter) != (served.adapter or str(served.version)):
                 await self._put_in_place(served, served.manifest, served.noise, again=True)
+                if self._running.is_set():
+                    await self._prove()
 
     async def _back_again(self, error: Lost) -> None:
         try:
@@ -160,7 +180,7 @@ class RemoteEngine(ServerApi):
                 raise EngineError(
                     f"version {version} names no weights, and {self.name} serves version {served.version}"
                 )
-            asked = served.manifest or await asyncio.to_thread(_own_files, self.settings.model)
+            asked = served.manifest or await asyncio.to_thread(own_files, self.settings.model)
         proof = await asyncio.to_thread(verify, {**asked, "version": version}) if "path" in asked else ""
         for losses in range(MOST_LOSSES):
             coming = _Served(version, asked, proof)
@@ -202,7 +222,7 @@ class RemoteEngine(ServerApi):
         coming.noise = noise
         if noise[0] > 0 or before.noise[0] > 0:
             await self._put_noise(coming)
-        self._served, self._unproved = coming, f"{_content(manifest)}/{noise}"
+        self._served, self._unproved = coming, f"{content_of(manifest)}/{noise}"
         await self._drop_unused(before.adapter)
 
     async def _switch_adapter(self, coming: _Served, path: str, again: bool) -> None:
@@ -269,25 +289,10 @@ class RemoteEngine(ServerApi):
             await self.link.ask("GET", "/health", None, HEALTH_S, reads=False)
         except (Lost, EngineError) as error:
             return {"ok": False, "version": self.version, "reason": str(error)}
-        return {
-            "ok": True,
-            "version": self.version,
-            "running": sum(self._in_flight.values()),
-            "hash": self._served.proof,
-        }
+        running = sum(self._in_flight.values())
+        return {"ok": True, "version": self.version, "running": running, "hash": self._served.proof}
 
     async def close(self) -> None:
         await self.link.close()
         if self._process is not None:
             await self._process.close()
-
-
-def _content(manifest: Mapping[str, Any]) -> str:
-    """The files of a version, whatever its number: a step that trained nothing publishes the same content again."""
-    files = manifest.get("files") or {}
-    return " ".join(f"{name}:{files[name]['sha256']}" for name in sorted(files)) or str(manifest.get("hash", ""))
-
-
-def _own_files(model: str) -> dict[str, Any]:
-    """The model a server was started with, as a manifest of version 0."""
-    return {**describe(model_folder(model), 0, "full"), "own": True}

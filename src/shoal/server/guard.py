@@ -43,18 +43,19 @@ class Guard:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         self._clients += 1
-        send = self._marked(send)
+        try:
+            await self._answer(scope, receive, self._marked(send))
+        finally:
+            self._clients -= 1
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._admit(scope)
             body = await self._body(receive)
         except _Refusal as refusal:
-            self._clients -= 1
             return await _refuse(send, refusal)
-        try:
-            if body is not None:
-                await self._app(scope, _again(body, receive), send)
-        finally:
-            self._clients -= 1
+        if body is not None:
+            await self._app(scope, _again(body, receive), send)
 
     def _marked(self, send: Send) -> Send:
         async def marked(message: Message) -> None:
@@ -82,7 +83,7 @@ class Guard:
         if self._access.loopback and _host(headers.get("host", "")) not in LOOPBACK:
             raise _Refusal(421, "this server answers to localhost and 127.0.0.1 only", "wrong_host")
         origin = headers.get("origin")
-        if origin is not None and _host(urlsplit(origin).netloc) != _host(headers.get("host", "")):
+        if origin is not None and _host(_name_in(origin)) != _host(headers.get("host", "")):
             raise _Refusal(403, "requests from web pages of other origins are refused", "wrong_origin")
 
     async def _body(self, receive: Receive) -> bytes | None:
@@ -119,6 +120,13 @@ def _again(body: bytes, receive: Receive) -> Receive:
         return await receive()
 
     return replay
+
+
+def _name_in(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:  # such as http://[, which is nobody's
+        return ""
 
 
 def _host(value: str) -> str:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.errors import ConfigError, StorageError
+from shoal.observability import manifest as manifests
 
 JOIN_S = 60.0  # for both ends of a transfer to meet
 POLL_S = 0.02
@@ -47,14 +48,15 @@ class BroadcastWeightChannel:
         self._stop = threading.Event()
         port = port or _free_port(host)
         try:
-            self._store = dist.TCPStore(host, port, WORLD, True, _limit(), wait_for_workers=False)
+            self._store: dist.TCPStore | None = dist.TCPStore(host, port, WORLD, True, _limit(), wait_for_workers=False)
         except RuntimeError as error:
             raise ConfigError(
                 f"train.weight_broadcast: cannot listen on {host}:{port}: {str(error).splitlines()[0]}; choose another "
                 "train.weight_broadcast.port"
             ) from error
         self._address = f"{host}:{port}"
-        threading.Thread(target=self._serve, name="weights", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, args=(self._store,), name="weights", daemon=True)
+        self._thread.start()
 
     async def publish(self, version: int) -> Mapping[str, Any]:
         tensors, adapter = await self._snapshot()
@@ -71,28 +73,32 @@ class BroadcastWeightChannel:
             "noise_seed": self._noise_seed,
         }
 
-    def _serve(self) -> None:
+    def _serve(self, store: dist.TCPStore) -> None:
         """A thread for every engine that asks: one that died on the way holds nobody else up."""
         served = 0
         while not self._stop.wait(POLL_S):
-            asked = int(self._store.add("asked", 0))
+            asked = int(store.add("asked", 0))
             for number in range(served + 1, asked + 1):
-                threading.Thread(target=self._send, args=(number,), name=f"weights-{number}", daemon=True).start()
+                name = f"weights-{number}"
+                threading.Thread(target=self._send, args=(store, number), name=name, daemon=True).start()
             served = asked
 
-    def _send(self, number: int) -> None:
+    def _send(self, store: dist.TCPStore, number: int) -> None:
         with suppress(RuntimeError):  # the engine went away; it asks again if it comes back
-            wanted, offer = int(self._store.get(f"{number}/wanted")), self._offer
+            wanted, offer = int(store.get(f"{number}/wanted")), self._offer
             if offer is None or offer.version != wanted:
-                self._store.set(f"{number}/state", GONE)
+                store.set(f"{number}/state", GONE)
                 return
-            self._store.set(f"{number}/state", OFFERED)
-            group = _group(self._store, number, 0, self._device)
+            store.set(f"{number}/state", OFFERED)
+            group = _group(store, number, 0, self._device)
             for tensor in offer.tensors.values():
                 _broadcast(group, tensor.to(self._device))
 
     def close(self) -> None:
+        """Nothing is offered any more, and the port is free."""
         self._stop.set()
+        self._thread.join(JOIN_S)
+        self._store = self._offer = None
 
 
 class BroadcastWeights:
@@ -110,7 +116,7 @@ class BroadcastWeights:
         for entry in listed:
             if describe(entry["name"], self._tensors[entry["name"]]) != dict(entry):
                 raise StorageError(f"weights: {entry['name']} of version {version} arrived changed (checksum differs)")
-        self.hash = version_hash(version, listed)
+        self.hash = manifests.version_hash(manifest)
         self.shapes = {entry["name"]: tuple(entry["shape"]) for entry in listed}
         self.adapter: Mapping[str, Any] | None = manifest.get("adapter")
 
@@ -139,13 +145,6 @@ def describe(name: str, tensor: Tensor) -> dict[str, Any]:
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     kind = str(tensor.dtype).removeprefix("torch.")
     return {"name": name, "dtype": kind, "shape": list(tensor.shape), "sha256": hashlib.sha256(raw.data).hexdigest()}
-
-
-def version_hash(version: int, listed: list[Mapping[str, Any]]) -> str:
-    digest = hashlib.blake2b(str(version).encode(), digest_size=16)
-    for entry in sorted(listed, key=lambda entry: entry["name"]):
-        digest.update(f"\n{entry['name']} {entry['sha256']}".encode())
-    return digest.hexdigest()
 
 
 def _group(store: dist.TCPStore, number: int, rank: int, device: torch.device) -> Any:

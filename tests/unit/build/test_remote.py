@@ -103,5 +103,7 @@ def test_what_is_not_there_is_refused_before_anything_loads(monkeypatch: pytest.
         check_engine(config({"engine": "vllm", "engine_python": sys.executable}), 1)
     with pytest.raises(ConfigError, match=r"orch.client.api_key_var: the environment variable NO_SUCH_KEY is not set"):
         check_engine(config({"engine": "vllm"}, orch={"client": {"api_key_var": "NO_SUCH_KEY"}}), 1)
+    # The orchestrator of a split run is on another machine, perhaps, than the server's Python and its key.
+    check_engine(config({"engine": "vllm", "engine_python": "/p", "api_key_var": "NO_SUCH_KEY"}), 1, starts=False)
     with pytest.raises(ConfigError, match="several training processes"):
         check_engine(config({"engine": "vllm"}), 2)

@@ -139,7 +139,13 @@ async def world(folder: Path, deadline_s: float = 20.0) -> AsyncIterator[World]:
     kept = folder / "samples" / meeting.presence.incarnation
     made: World
     parts = Resources(
-        meeting, caller, kept, lambda: made.checkpoint, lambda: made.stopping, lambda _, text: made.told.append(text)
+        meeting,
+        caller,
+        kept,
+        lambda: made.checkpoint,
+        lambda: made.checkpoint.step if made.checkpoint is not None else None,
+        lambda: made.stopping,
+        lambda _, text: made.told.append(text),
     )
     made = World(folder, RemoteTrainer(parts, steps=9), meeting)
     try:

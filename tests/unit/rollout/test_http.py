@@ -165,7 +165,17 @@ def test_an_answer_that_does_not_come_has_a_deadline():
             await asyncio.sleep(30)
             return web.Response()
 
-    against(Slow([]), work, request_s=1.0)
+    class Dripping(Double):
+        async def answer(self, request: web.Request) -> web.StreamResponse:
+            reply = web.StreamResponse()
+            await reply.prepare(request)
+            for _ in range(100):
+                await reply.write(b" ")
+                await asyncio.sleep(0.2)
+            return reply
+
+    for double in (Slow([]), Dripping([])):
+        against(double, work, request_s=1.0)
 
 
 def test_a_new_process_is_given_the_weights_first(tmp_path: Path):

@@ -38,7 +38,9 @@ def test_an_update_is_flushed_and_noted_per_token() -> None:
     async def main() -> None:
         async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
             running = asyncio.create_task(engine.generate(ask("r", PROMPT, max_tokens=60, min_tokens=60)))
-            await asyncio.sleep(0.1)
+            async with asyncio.timeout(60):
+                while double.drawn_tokens < 3:
+                    await asyncio.sleep(0)
             await engine.load(4, publish(4, dict(new.named_parameters())))
             drawn = await running
             first, second = drawn.spans
@@ -101,6 +103,28 @@ def test_a_server_that_was_restarted_gets_its_version_back_and_is_asked_again() 
         assert drawn.token_ids == undisturbed.token_ids and drawn.spans == [Span(0, 60, 4)]
         await engine.close()
         await runner.cleanup()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_restart_that_nobody_noticed_is_found_by_what_is_drawn(kind: str, tmp_path: Path) -> None:
+    """No request was under way, so none was lost; the next one meets a server with the weights it started with."""
+    decoder: Any = lora_decoder("qwen3", seed=8, rank=4, alpha=8)
+    decoder.model.save_pretrained(str(tmp_path), selected_adapters=["default"])
+    new, first = small_model("qwen3", seed=21), small_model("qwen3", seed=8)
+
+    async def main() -> None:
+        async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
+            adapter = describe(tmp_path, 4, "lora")
+            await engine.load(4, adapter if kind == "lora" else publish(4, dict(new.named_parameters())))
+            undisturbed = await engine.generate(ask("r", PROMPT, seed=9))
+            double.model.load_state_dict(first.state_dict())
+            double.version = "default"
+            double.adapters.clear()
+            again = await engine.generate(ask("r", PROMPT, seed=9))
+            assert again.token_ids == undisturbed.token_ids and again.logprobs == undisturbed.logprobs
+            assert again.spans == [Span(0, len(again.token_ids), 4)]
 
     asyncio.run(main())
 

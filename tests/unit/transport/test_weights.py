@@ -12,7 +12,7 @@ import torch
 
 from shoal.errors import ConfigError, StorageError
 from shoal.observability import manifest as manifests
-from shoal.transport.broadcast import BroadcastWeightChannel, BroadcastWeights, version_hash
+from shoal.transport.broadcast import BroadcastWeightChannel, BroadcastWeights
 from shoal.transport.folder_weights import FolderWeightChannel
 
 
@@ -83,7 +83,7 @@ def test_a_version_is_fetched_as_often_as_it_is_asked_for():
         assert (manifest["kind"], manifest["backend"], manifest["world"]) == ("lora", "gloo", 2)
         for _ in range(2):  # the second one was restarted
             found = await asyncio.to_thread(BroadcastWeights, json.loads(json.dumps(manifest)))
-            assert found.hash == version_hash(5, manifest["tensors"]) and found.adapter == {"r": 4}
+            assert found.hash == manifests.version_hash(manifest) and found.adapter == {"r": 4}
             assert found.shapes == {"a.weight": (3, 4), "b": (5,), "c": ()}
             for name, tensor in TENSORS.items():
                 assert found.tensor(name).dtype == tensor.dtype and torch.equal(found.tensor(name), tensor)
@@ -105,5 +105,6 @@ def test_what_arrives_changed_or_is_gone_is_refused():
         with pytest.raises(ConfigError, match=r"train\.weight_broadcast\.port"):
             BroadcastWeightChannel("127.0.0.1", port, lambda: asyncio.sleep(0))  # type: ignore[arg-type,return-value]
         channel.close()
+        BroadcastWeightChannel("127.0.0.1", port, lambda: asyncio.sleep(0)).close()  # type: ignore[arg-type,return-value]
 
     asyncio.run(fetch())
