@@ -52,7 +52,7 @@ def orchestrate(
 def serve_training(section: TrainConfig, origins: Origins) -> None:
     """`shoal grpo-train`: holds the policy and executes the orchestrator's calls until the run ends."""
     given = _given_by_launcher()
-    ranks = _join(given, section.deadline_s)
+    ranks = _join(given, section)
     handler = setup_logging(Path(section.output_dir) / "logs", "train" if ranks.rank == 0 else f"train-{ranks.rank}")
     try:
         if ranks.rank > 0:
@@ -145,12 +145,12 @@ def _given_by_launcher() -> Given:
     return Given(processes=int(os.environ.get("WORLD_SIZE", "1")), local_rank=int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def _join(given: Given, deadline_s: float) -> Ranks:
+def _join(given: Given, train: TrainConfig) -> Ranks:
     if given.processes == 1:
         return Alone()
     from shoal.trainer.ranks import ProcessRanks
 
-    return ProcessRanks(deadline_s)
+    return ProcessRanks(train.deadline_s, given.processes, train.device)
 
 
 def _agreed(meeting: Meeting, origins: Origins) -> RunConfig:

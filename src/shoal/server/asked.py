@@ -99,6 +99,8 @@ def refuse_unknown(body: Mapping[str, Any]) -> None:
     for name, nothing in _UNKNOWN.items():
         if body.get(name) not in nothing:
             raise BadRequest(f"{name} is not available here; leave it out", name)
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise BadRequest("stream_options must be an object", "stream_options")
     logprobs = body.get("logprobs")
     if isinstance(logprobs, int) and not isinstance(logprobs, bool) and logprobs > 1:
         raise BadRequest("logprobs: only that of the token drawn is known here; ask for 1", "logprobs")

@@ -57,6 +57,12 @@ class Asked:
     def chat(self) -> bool:
         return self.kind == "chat.completion"
 
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with the number of tokens."""
+        options = self.body.get("stream_options")
+        return isinstance(options, dict) and bool(options.get("include_usage"))
+
 
 class Completions:
     def __init__(self, served: Served) -> None:

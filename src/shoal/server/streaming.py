@@ -94,7 +94,7 @@ async def _draw_all(completions: Completions, asked: Asked, events: asyncio.Queu
     except Exception as error:  # whoever reads the queue says it to the client
         events.put_nowait(error)
         return
-    if (asked.body.get("stream_options") or {}).get("include_usage"):
+    if asked.with_usage:
         events.put_nowait({"choices": [], "usage": usage(asked, drawn)})
     events.put_nowait(None)
 

@@ -125,6 +125,7 @@ def test_a_stream_is_the_same_answer_in_events():
         ({"messages": HELLO, "top_k": 2**70}, "top_k must be a whole number"),
         ({"messages": HELLO, "model": 3}, "model must be a text"),
         ({"messages": [{"role": "user", "content": "x" * 500}]}, "maximum context length is 400"),
+        ({"messages": HELLO, "stream": True, "stream_options": "usage"}, "stream_options must be an object"),
         ([1], "must be a JSON object"),
     ],
 )
