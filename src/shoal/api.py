@@ -50,6 +50,7 @@ class Layout:
 
     component: str = "grpo"
     assemble: Callable[[RunConfig, build.Prepared, build.Watching], Awaitable[build.Assembled]] = _colocated
+    trains: bool = True  # in this process, which may then be one of several
 
 
 def train(
@@ -71,12 +72,12 @@ def train(
     if resume and _already_done(path, config):
         return path
     command = next_command or _resume_command(config)
-    if ranks := build.ranks_to_start(config.train, given):
+    if layout.trains and (ranks := build.ranks_to_start(config.train, given)):
         build.launch(config, ranks, build.Start(resume, tuple(notices), command))
         return path
-    prepared = build.prepare(config, build.as_rank(given))
+    prepared = build.prepare(config, build.as_rank(given) if layout.trains else given)
     try:
-        main = build.join_ranks(config, prepared).rank == 0
+        main = not layout.trains or build.join_ranks(config, prepared).rank == 0
         with (
             build.open_run_dir(config, prepared, resume, command) as run_dir,
             _console(config.train.logging_steps, None if main else io.StringIO()) as console,

@@ -68,7 +68,7 @@ def grpo_train(file: str, *overrides: str, dry_run: DryRun = False) -> None:
     if loaded is not None:
         from shoal import split
 
-        split.serve_training(loaded.config, loaded.origins)
+        split.serve_training(loaded.config, loaded.origins, ("grpo-train", file, *overrides))
 
 
 def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool) -> Loaded[Any] | None:
@@ -80,7 +80,8 @@ def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool
     if isinstance(loaded.config, OrchConfig):
         check_environments(loaded.config, findings)
     findings.raise_errors(loaded.origins)
-    notices(findings.notice_lines())
+    if os.environ.get("RANK", "0") == "0":  # of several that were started alike, one says it
+        notices(findings.notice_lines())
     if not dry_run:
         return loaded
     say(as_yaml(loaded.config))
