@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 
 from .helpers.processes import WarmPython, environment
 from .helpers.runs import Run, assert_trained_once
-from .helpers.split import COMPONENTS, SplitRun, colocated_config, compared, free_port, split_config, split_run
+from .helpers.split import COMPONENTS, LIMIT_S, SplitRun, colocated_config, compared, free_port, split_config, split_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "grpo"
 STEPS = 4
@@ -120,13 +122,31 @@ def test_two_processes_train_for_one_orchestrator(
         run.start_all("infer", "orch")
         start_ranks(run)
         finish_ranks(run, in_one())
-        assert len(list((run.path / "checkpoints" / "step_000004").glob("shards/*"))) == (2 if sharding == "fsdp" else 0)
+        assert len(list((run.path / "checkpoints" / "step_000004").glob("shards/*"))) == (
+            2 if sharding == "fsdp" else 0
+        )
         final, published = (run.path / name / "model.safetensors" for name in ("final", "weights/v000004"))
         assert final.read_bytes() == published.read_bytes()
 
 
+def test_torchrun_starts_the_trainer(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+    """As docs/scale-out.md and the Slurm script write it."""
+    with split_run(tmp_path, warm, split_config(model)) as run:
+        run.start_all("infer", "orch")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
+        command = [*launcher, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "shoal", "grpo-train"]
+        trainer = subprocess.run(
+            [*command, "run.yaml", "train.sharding=fsdp"], cwd=run.folder, env=environment(OMP_NUM_THREADS="1"),
+            capture_output=True, text=True, timeout=LIMIT_S,
+        )  # fmt: skip
+        assert trainer.returncode == 0, trainer.stderr[-3000:]
+        finish_ranks(run, in_one())
+        assert len(list((run.path / "checkpoints" / "step_000004").glob("shards/*"))) == 2
+
+
 @pytest.mark.parametrize(
-    ("place", "killed"), [(("service:learned", 3), RANKS), (("service:save", 2), RANKS), (("service:learn", 3), RANKS[1:])]
+    ("place", "killed"),
+    [(("service:learned", 3), RANKS), (("service:save", 2), RANKS), (("service:learn", 3), RANKS[1:])],
 )
 def test_ranks_that_are_killed_come_back(
     tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, place: Place, killed: tuple[str, ...]
