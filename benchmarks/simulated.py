@@ -130,6 +130,7 @@ class SimulatedPolicy:
 
     seconds: float
     shares_prefixes: bool = True
+    passes_together: bool = False
     busy_s: float = 0.0
 
     def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:

@@ -50,11 +50,7 @@ class Layout:
 
     component: str = "grpo"
     assemble: Callable[[RunConfig, build.Prepared, build.Watching], Awaitable[build.Assembled]] = _colocated
-
-    @property
-    def colocated(self) -> bool:
-        return self.assemble is _colocated
-
+    trains: bool = True  # in this process, which may then be one of several
 
 def train(
     config: RunConfig,
@@ -75,12 +71,12 @@ def train(
     if resume and _already_done(path, config):
         return path
     command = next_command or _resume_command(config)
-    if ranks := build.ranks_to_start(config.train, given):
+    if layout.trains and (ranks := build.ranks_to_start(config.train, given)):
         build.launch(config, ranks, build.Start(resume, tuple(notices), command))
         return path
-    prepared = build.prepare(config, build.as_rank(given), colocated=layout.colocated)
+    prepared = build.prepare(config, build.as_rank(given) if layout.trains else given, colocated=layout.trains)
     try:
-        main = build.join_ranks(config, prepared).rank == 0
+        main = not layout.trains or build.join_ranks(config, prepared).rank == 0
         with (
             build.open_run_dir(config, prepared, resume, command) as run_dir,
             _console(config.train.logging_steps, None if main else io.StringIO()) as console,

@@ -7,29 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from shoal import api
-from shoal.build import Given
+from shoal.build import Given, as_rank, launch_command, ranks_to_start
 from shoal.build.remote import serve_others
-from shoal.build.split import assemble_split, make_answerer, make_trainee
+from shoal.build.split import assemble_split, make_answerer
+from shoal.build.trainee import make_trainee
 from shoal.config.problems import Origins
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import InferConfig, OrchConfig, RunConfig, TrainConfig
 from shoal.config.split import check_split
-from shoal.errors import ShoalError
+from shoal.errors import LostRanksError, ShoalError
 from shoal.observability.console import BaseConsole, PlainConsole
 from shoal.observability.logs import setup_logging, stop_logging
 from shoal.orchestrator.meeting import LOOK_S, Ended, Meeting, ending_of
 from shoal.orchestrator.ranks import Alone
-from shoal.orchestrator.service import Trainee, TrainingService
+from shoal.orchestrator.service import Trainee, TrainingService, unless_ended
 from shoal.protocols import Ranks
 from shoal.transport.folder_calls import FOLDER as SAMPLES
 
@@ -44,14 +44,20 @@ def orchestrate(
         asyncio.run(meeting.meet())
         config = _agreed(meeting, origins)
         notices = check_split(config).notice_lines()
-        layout = api.Layout("orch", partial(assemble_split, meeting))
+        layout = api.Layout("orch", partial(assemble_split, meeting), trains=False)
         resume = resume or config.train.resume_from_checkpoint
         api.train(config, resume=resume, notices=notices, next_command=next_command, layout=layout)
 
 
-def serve_training(section: TrainConfig, origins: Origins) -> None:
-    """`shoal grpo-train`: holds the policy and executes the orchestrator's calls until the run ends."""
-    given = _given_by_launcher()
+def serve_training(section: TrainConfig, origins: Origins, command: Sequence[str]) -> None:
+    """`shoal grpo-train`: holds the policy and executes the orchestrator's calls until the run ends.
+
+    Where it takes several processes and no launcher started them, each runs `command`.
+    """
+    if count := ranks_to_start(section, None):
+        launch_command(command, count, section.save_deadline_s + section.deadline_s)
+        return
+    given = as_rank(None)
     ranks = _join(given, section)
     handler = setup_logging(Path(section.output_dir) / "logs", "train" if ranks.rank == 0 else f"train-{ranks.rank}")
     try:
@@ -107,22 +113,25 @@ class Team:
     given: Given
     ranks: Ranks
 
-    async def make(self, config: RunConfig | None, steps: int) -> Trainee:
+    async def make(self, agreed: Callable[[], RunConfig] | None, steps: int) -> Trainee:
         """The first process knows the configuration, and hands it on."""
-        told = config.model_dump_json(by_alias=True).encode() if config is not None else b""
-        agreed = RunConfig.model_validate_json((await self.ranks.exchange(told))[0])
-        return await make_trainee(agreed, self.ranks, self.given, steps)
+
+        async def tell() -> str:
+            assert agreed is not None
+            return agreed().model_dump_json(by_alias=True)
+
+        config = RunConfig.model_validate_json(await self.ranks.on_main(tell))
+        return await make_trainee(config, self.ranks, self.given, steps)
 
 
 async def _answer_calls(meeting: Meeting, origins: Origins, team: Team, console: BaseConsole) -> None:
-    await meeting.meet()
+    await unless_ended(team.ranks, meeting.meet)
     first = _agreed(meeting, origins)
 
     async def make(steps: int) -> Trainee:
         """For the orchestrator that asks: one that was restarted may have other settings."""
-        config = _agreed(meeting, origins)
-        with console.progress(f"loading {config.train.model}"):
-            return await team.make(config, steps)
+        with console.progress(f"loading {first.train.model}"):
+            return await team.make(partial(_agreed, meeting, origins), steps)
 
     service = TrainingService(make, team.ranks, Path(first.train.output_dir) / SAMPLES)
     answerer = await make_answerer(first.train, meeting)
@@ -138,19 +147,19 @@ async def _answer_calls(meeting: Meeting, origins: Origins, team: Team, console:
 
 async def _follow(given: Given, ranks: Ranks) -> None:
     service = TrainingService(partial(Team(given, ranks).make, None), ranks)
-    await service.run(None, None)
+    await unless_ended(ranks)  # the first one meets the others
+    try:
+        await service.run(None, None)
+    finally:
+        await service.close()
 
 
-def _given_by_launcher() -> Given:
-    return Given(processes=int(os.environ.get("WORLD_SIZE", "1")), local_rank=int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def _join(given: Given, train: TrainConfig) -> Ranks:
-    if given.processes == 1:
+def _join(given: Given, section: TrainConfig) -> Ranks:
+    if given.processes == 1 and section.sharding == "none":
         return Alone()
     from shoal.trainer.ranks import ProcessRanks
 
-    return ProcessRanks(train.deadline_s, given.processes, train.device)
+    return ProcessRanks(section.deadline_s, given.processes, section.device)
 
 
 def _agreed(meeting: Meeting, origins: Origins) -> RunConfig:
@@ -161,8 +170,8 @@ def _agreed(meeting: Meeting, origins: Origins) -> RunConfig:
 def _taking_part(
     component: str, section: InferConfig | OrchConfig | TrainConfig, console: BaseConsole, *, ends_all: bool = False
 ) -> Iterator[Meeting]:
-    """Present for as long as the block runs. An end that is meant is told to the others; a crash is not, it may be
-    followed by a restart, unless this is the process whose end is the run's (`ends_all`)."""
+    """Present for as long as the block runs. An end that is meant is told to the others; a crash is not, of this one
+    or of one that trains with it: it may be followed by a restart. Unless its end is the run's (`ends_all`)."""
     meeting = Meeting(component, section, console.note)
     error: BaseException | None = None
     try:
@@ -173,7 +182,7 @@ def _taking_part(
         error = raised
         raise
     finally:
-        if ends_all or isinstance(error, ShoalError):
+        if ends_all or (isinstance(error, ShoalError) and not isinstance(error, LostRanksError)):
             meeting.end_all(*ending_of(error))
         meeting.close(error)
 

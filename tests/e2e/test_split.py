@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 
 from .helpers.processes import WarmPython, environment
 from .helpers.runs import Run, assert_trained_once
-from .helpers.split import COMPONENTS, SplitRun, colocated_config, compared, free_port, split_config, split_run
+from .helpers.split import COMPONENTS, LIMIT_S, SplitRun, colocated_config, compared, free_port, split_config, split_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "grpo"
 STEPS = 4
@@ -91,19 +93,73 @@ def test_adapters_over_connections(tmp_path: Path, warm: WarmPython, model: Path
         finish(run, in_one(train=LORA))
 
 
-def test_two_processes_train_for_one_orchestrator(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
-    """As torchrun starts them: the first receives the calls, both compute; the same run but for rounding."""
+RANKS = ("train-0", "train-1")
+
+
+def start_ranks(run: SplitRun, kill_at: Place | None = None, killed: Iterable[str] = RANKS) -> None:
+    """Two training processes, as torchrun starts them."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for rank, name in enumerate(RANKS):
+        env = environment(**place, RANK=str(rank), LOCAL_RANK=str(rank))
+        run.processes[name] = run.start_one("train", env=env, kill_at=kill_at if name in killed else None)
+    del run.processes["train"]
+
+
+def finish_ranks(run: SplitRun, wanted: dict[str, Any]) -> None:
+    """The same run but for rounding."""
+    assert run.end() == dict.fromkeys(run.processes, 0)
+    assert_trained_once(run, STEPS)
+    for found, expected in zip(run.metrics(), wanted["metrics"], strict=True):
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-6), "the same run"
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_two_processes_train_for_one_orchestrator(
+    tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, sharding: str
+):
+    """The first receives the calls, both compute; shards are gathered for what is published, saved or exported."""
+    with split_run(tmp_path, warm, split_config(model, train={"sharding": sharding})) as run:
+        run.start_all("infer", "orch")
+        start_ranks(run)
+        finish_ranks(run, in_one())
+        assert len(list((run.path / "checkpoints" / "step_000004").glob("shards/*"))) == (
+            2 if sharding == "fsdp" else 0
+        )
+        final, published = (run.path / name / "model.safetensors" for name in ("final", "weights/v000004"))
+        assert final.read_bytes() == published.read_bytes()
+
+
+def test_torchrun_starts_the_trainer(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+    """As docs/scale-out.md and the Slurm script write it."""
     with split_run(tmp_path, warm, split_config(model)) as run:
         run.start_all("infer", "orch")
-        for rank in ("0", "1"):
-            env = environment(**place, RANK=rank, LOCAL_RANK=rank)
-            run.processes[f"train-{rank}"] = run.start_one("train", env=env)
-        del run.processes["train"]
-        assert run.end() == dict.fromkeys(run.processes, 0)
-        assert_trained_once(run, STEPS)
-        for found, wanted in zip(run.metrics(), in_one()["metrics"], strict=True):
-            assert found == pytest.approx(wanted, rel=1e-3, abs=1e-6), "the same run"
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
+        command = [*launcher, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "shoal", "grpo-train"]
+        trainer = subprocess.run(
+            [*command, "run.yaml", "train.sharding=fsdp"], cwd=run.folder, env=environment(OMP_NUM_THREADS="1"),
+            capture_output=True, text=True, timeout=LIMIT_S,
+        )  # fmt: skip
+        assert trainer.returncode == 0, trainer.stderr[-3000:]
+        finish_ranks(run, in_one())
+        assert len(list((run.path / "checkpoints" / "step_000004").glob("shards/*"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "killed"),
+    [(("service:learned", 3), RANKS), (("service:save", 2), RANKS), (("service:learn", 3), RANKS[1:])],
+)
+def test_ranks_that_are_killed_come_back(
+    tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, place: Place, killed: tuple[str, ...]
+):
+    """All of them, or one, which is the end of the others too: started again, they go on from the shards of step 2."""
+    with split_run(tmp_path, warm, split_config(model, train={"sharding": "fsdp"})) as run:
+        run.start_all("infer", "orch")
+        start_ranks(run, place, killed)
+        codes = {name: run.processes.pop(name).wait() for name in RANKS}
+        assert codes == {name: KILLED if name in killed else 3 for name in RANKS}, "the place was passed"
+        start_ranks(run)
+        finish_ranks(run, in_one())
+        assert any("goes back to step 2" in event["message"] for event in run.events("restart"))
 
 
 def test_any_order_of_start(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):

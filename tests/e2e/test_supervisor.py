@@ -68,6 +68,31 @@ def test_crashes_are_mended_and_the_run_is_the_same(tmp_path: Path, warm: WarmPy
     assert not children_of(command.pid)
 
 
+def test_one_of_several_training_processes_is_killed(tmp_path: Path, warm: WarmPython, model: Path):
+    """`train.gpus: 2`: the trainer starts its ranks, ends with them, and is started again as any trainer is."""
+    whole = one_file(tmp_path / "whole", warm, model)
+    assert whole.grpo().wait() == 0
+    run = one_file(tmp_path / "split", warm, model)
+    command = start(run, "train.gpus=2", "train.device=cpu", "train.sharding=fsdp")
+    wait_for_step(run, command, 2)
+    first = pids_of(run)["train"]
+    second = next(pid for pid in children_of(command.pid) if _rank_of(pid) == "1")
+    assert _rank_of(first) == "0", "the first rank takes part in the run"
+    os.kill(second, signal.SIGKILL)
+    assert command.wait(2 * LIMIT_S) == 0, command.text()[-3000:]
+    assert_trained_once(run, STEPS)
+    assert "rank 1 of 2 was killed by SIGKILL" in (run.path / "logs" / "train.out").read_text()
+    assert "grpo-train ended by exit code 70; it is started again (1 of 3)" in command.text()
+    assert not children_of(command.pid)
+    for ours, theirs in zip(run.metrics(), whole.metrics(), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
+
+
+def _rank_of(pid: int) -> str | None:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return next((line.removeprefix("RANK=") for line in variables if line.startswith("RANK=")), None)
+
+
 def test_killed_itself_it_leaves_nobody_behind(tmp_path: Path, warm: WarmPython, model: Path):
     run = one_file(tmp_path, warm, model, steps=1000)
     command = start(run, "train.lora=true", "train.lora_rank=4")  # the server is told to serve adapters

@@ -4,7 +4,7 @@
 """
 
 from shoal.build.given import Given
-from shoal.build.launch import Start, as_rank, is_main, launch, ranks_to_start
+from shoal.build.launch import Start, as_rank, is_main, launch, launch_command, ranks_to_start
 from shoal.build.model import Model, PolicyFiles, load, make_objective, make_policy
 from shoal.build.plan import make_plan
 from shoal.build.prepare import Prepared, binding, join_ranks, leave_ranks, open_run_dir, prepare
@@ -31,6 +31,7 @@ __all__ = [
     "is_main",
     "join_ranks",
     "launch",
+    "launch_command",
     "leave_ranks",
     "load",
     "load_model",

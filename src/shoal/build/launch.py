@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Start:
     notices: tuple[str, ...]
     next_command: str
     launcher_pid: int = 0
+    command: tuple[str, ...] = ()  # of `shoal`: what the ranks run if it is not a co-located run
 
 
 class RankError(ShoalError):
@@ -94,6 +95,40 @@ def _visible_gpus(train: TrainConfig) -> int:
 
 def launch(config: RunConfig, count: int, start: Start) -> None:
     """Start the ranks and wait for the end of all of them. Raises what ended the run, unless it finished."""
+    patience_s = config.train.save_deadline_s + config.orch.deadline_s
+    end = _run(count, {"config.yaml": as_yaml(config, secrets=True)}, start, patience_s)
+    if end is None:
+        return
+    _tell_status(config, end.reason, end.main_pid)
+    if end.code in (130, 143):
+        raise Interrupted(end.reason, end.code)
+    raise RankError(end.reason, EXIT_STOPPED if end.code < 0 else end.code if end.code > 1 else EXIT_BUG)
+
+
+def launch_command(words: Sequence[str], count: int, patience_s: float) -> None:
+    """Ranks that each run a command of `shoal`, which reads and checks its own files.
+
+    Killed ranks are a crash of the whole: whoever watches this process may start it again.
+    """
+    end = _run(count, {}, Start(False, (), "", command=tuple(words)), patience_s)
+    if end is None:
+        return
+    if end.signalled or end.code in (130, 143):
+        raise Interrupted(end.reason, end.code if end.code > 0 else 128 - end.code)
+    raise RankError(end.reason, end.code if end.code > 1 else EXIT_BUG)
+
+
+@dataclass(frozen=True)
+class _End:
+    """How the ranks ended that did not end well."""
+
+    reason: str
+    code: int  # of the rank that is the reason; below 0: the signal that killed it
+    main_pid: int
+    signalled: bool  # it was asked for
+
+
+def _run(count: int, files: Mapping[str, str], start: Start, patience_s: float) -> _End | None:
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
@@ -101,7 +136,8 @@ def launch(config: RunConfig, count: int, start: Start) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder, _handlers_kept():
         for rank in range(count):
-            _write_start(Path(folder), rank, config, replace(start, launcher_pid=os.getpid()))
+            told = json.dumps(asdict(replace(start, launcher_pid=os.getpid())))
+            _write_start(Path(folder), rank, {**files, "start.json": told})
         context = start_processes(
             "shoal",
             sys.executable,
@@ -110,28 +146,28 @@ def launch(config: RunConfig, count: int, start: Start) -> None:
             DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            ended = _Watched(context, config.train.save_deadline_s + config.orch.deadline_s).wait()
+            ended = _Watched(context, patience_s).wait()
         finally:
             context.close(signal.SIGKILL, KILL_S)
-        _conclude(ended, Path(folder), config, context.pids())
+        return _conclude(ended, Path(folder), context.pids()[0])
 
 
-def _write_start(folder: Path, rank: int, config: RunConfig, start: Start) -> None:
+def _write_start(folder: Path, rank: int, files: Mapping[str, str]) -> None:
     """Readable by nobody else, and gone once it is read: it holds secrets, which config.yaml of the run does not."""
-    for name, text in (("config.yaml", as_yaml(config, secrets=True)), ("start.json", json.dumps(asdict(start)))):
+    for name, text in files.items():
         file = folder / f"rank{rank}-{name}"
         file.touch(mode=0o600)
         file.write_text(text, "utf-8")
 
 
-def read_start(folder: Path, rank: int) -> tuple[RunConfig, Start]:
-    """What the rank was told, once."""
-    files = {name: folder / f"rank{rank}-{name}" for name in ("config.yaml", "start.json")}
-    config = load_run(str(files["config.yaml"])).config
-    data = json.loads(files["start.json"].read_text("utf-8"))
-    for file in files.values():
-        file.unlink()
-    return config, Start(**{**data, "notices": tuple(data["notices"])})
+def read_start(folder: Path, rank: int) -> tuple[RunConfig | None, Start]:
+    """What the rank was told, once; no configuration where it runs a command that reads its own."""
+    file, told = folder / f"rank{rank}-config.yaml", folder / f"rank{rank}-start.json"
+    config = load_run(str(file)).config if file.exists() else None
+    data = json.loads(told.read_text("utf-8"))
+    told.unlink()
+    file.unlink(missing_ok=True)
+    return config, Start(**{**data, "notices": tuple(data["notices"]), "command": tuple(data["command"])})
 
 
 def write_end(folder: Path, rank: int, message: str, *, lost: bool) -> None:
@@ -188,10 +224,10 @@ class _Watched:
                 process.send_signal(number)  # to the rank alone: its reward workers are its own business
 
 
-def _conclude(watched: _Watched, folder: Path, config: RunConfig, pids: dict[int, int]) -> None:
+def _conclude(watched: _Watched, folder: Path, main_pid: int) -> _End | None:
     failed = {rank: code for rank, code in watched.ended.items() if code != 0}
     if not failed:
-        return
+        return None
     told = {rank: _read_end(folder, rank) for rank in failed}
     # Whoever only lost the others is not the reason; being killed comes before words.
     rank = min(failed, key=lambda r: (watched.signalled and r != 0, failed[r] > 0, told[r].get("lost", False), r))
@@ -200,11 +236,7 @@ def _conclude(watched: _Watched, folder: Path, config: RunConfig, pids: dict[int
         name = signal.Signals(-code).name
         message = f"was killed by {name}, and the other ranks were ended; the newest checkpoint stands"
     who = "" if rank == 0 and code > 0 else f"rank {rank} of {len(watched.ended)} "
-    reason = f"{who}{message or f'ended with exit code {code}'}"
-    _tell_status(config, reason, pids[0])
-    if code in (130, 143):
-        raise Interrupted(reason, code)
-    raise RankError(reason, EXIT_STOPPED if code < 0 else code if code > 1 else EXIT_BUG)
+    return _End(f"{who}{message or f'ended with exit code {code}'}", code, main_pid, watched.signalled)
 
 
 def _read_end(folder: Path, rank: int) -> dict[str, Any]:

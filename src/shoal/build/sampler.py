@@ -144,7 +144,7 @@ def load_model(config: RunConfig, given: Given, ranks: Any = None) -> Loaded:
     device = ThreadPoolExecutor(1, thread_name_prefix="device")
     model = device.submit(load, config.train, chat_options(orch), given).result()
     if config.train.sharding == "fsdp" and ranks is not None:
-        return Loaded(model, device.submit(_shard, model, ranks).result(), device)
+        return Loaded(model, device.submit(shard, model, ranks).result(), device)
     # Another engine has weights of its own, so nothing here needs a copy.
     in_step = (orch.weight_sync_interval == 1 and orch.max_async_level == 0) or config.infer.engine != "embedded"
     mode = "shared" if in_step and config.infer.weights == "auto" else "snapshot"
@@ -152,7 +152,8 @@ def load_model(config: RunConfig, given: Given, ranks: Any = None) -> Loaded:
     return Loaded(model, view, device)
 
 
-def _shard(model: Model, ranks: Any) -> SamplerView:
+def shard(model: Model, ranks: Any) -> SamplerView:
+    """Share the model out over the ranks; what is seen of it is the whole copy, of the last version gathered."""
     from shoal.models.sampler_view import SamplerView
     from shoal.models.sharded import ShardedDecoder
 

@@ -1,6 +1,7 @@
-"""The two ends of the split layout that train: the loop around another process's trainer, and that trainer.
+"""The orchestrator of the split layout: the loop around another process's trainer; and how calls travel between them.
 
-What they have in common with a co-located run is made by the same functions; here is only what is different.
+What it has in common with a co-located run is made by the same functions; here is only what is different. The trainer
+itself is in trainee.py.
 """
 
 from __future__ import annotations
@@ -8,27 +9,22 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.build.given import Given
-from shoal.build.model import PolicyFiles, load, make_policy
-from shoal.build.plan import make_plan
 from shoal.build.prepare import Prepared
 from shoal.build.remote import facts_of_files, make_remote
-from shoal.build.run import Assembled, Pieces, Watching, make_learner, make_loop, make_stream
-from shoal.build.sampler import DeviceThread, chat_options, make_runner
+from shoal.build.run import Assembled, Pieces, Watching, make_loop, make_stream
+from shoal.build.sampler import chat_options, make_runner
 from shoal.build.schedule import total_steps
 from shoal.config.schema import RunConfig, TrainConfig
 from shoal.errors import ConfigError
 from shoal.observability.atomic import remove_quietly, storage
 from shoal.orchestrator.meeting import Meeting, Waits
 from shoal.orchestrator.remote import RemoteFiles, RemoteTrainer, RemoteWeights, Resources, here
-from shoal.orchestrator.service import Trainee
-from shoal.protocols import Ranks, RolloutEngine, WeightChannel
+from shoal.protocols import RolloutEngine
 from shoal.rollout.remote import RemoteEngine
 from shoal.transport.calls import Answerer, Caller
 from shoal.transport.folder_calls import FOLDER as SAMPLES
@@ -39,7 +35,6 @@ from shoal.transport.tcp_calls import TcpAnswerer, TcpCaller
 if TYPE_CHECKING:
     from shoal.models.chat import Chat
     from shoal.server.local import LocalEndpoint
-    from shoal.trainer.policy import TrainedPolicy
 
 
 @dataclass
@@ -134,64 +129,6 @@ async def make_answerer(train: TrainConfig, meeting: Meeting) -> Answerer:
         return meeting.incarnation_of("orch")
 
     return FolderAnswerer(train.output_dir, incarnation, session)
-
-
-@dataclass
-class TrainerDevice:
-    """The thread that holds the trained model, and the way its weights take."""
-
-    executor: ThreadPoolExecutor
-    weights: Any
-
-    async def close(self) -> None:
-        if hasattr(self.weights, "close"):
-            await asyncio.to_thread(self.weights.close)  # a port that the next one may want
-        self.executor.shutdown(wait=False, cancel_futures=True)
-
-
-async def make_trainee(config: RunConfig, ranks: Ranks, given: Given, steps: int) -> Trainee:
-    """A policy as it is before the first step, with everything that the calls need of it."""
-    train = config.train
-    if train.quantised and train.recompute_old == "auto":
-        # The engine's base is not stored as this one is, so its log-probs cannot stand in for the policy's.
-        train = train.model_copy(update={"recompute_old": True})
-        config = config.model_copy(update={"train": train})
-    executor = ThreadPoolExecutor(1, thread_name_prefix="device")
-    on_device = DeviceThread(executor, config.orch.deadline_s)
-    model = await on_device(load, train, chat_options(config.orch), given)
-    policy = await on_device(make_policy, train, model, steps, getattr(ranks, "sum_gradients", None))
-    plan = await on_device(make_plan, config, model, policy)
-    files = PolicyFiles(policy, model.chat)
-    # The first process publishes for all of them; a port can be listened on once.
-    weights = make_weights(config, policy, files, on_device) if ranks.rank == 0 else InProcessWeights()
-    notices = [line for line in (model.precision.notice, f"training: {model.path}") if line]
-    return Trainee(
-        steps,
-        make_learner(config, policy, plan, on_device, ranks),
-        files,
-        weights,
-        on_device,
-        TrainerDevice(executor, weights),
-        {"notices": notices, "dtype": str(model.decoder.dtype), "device": str(model.decoder.device)},
-    )
-
-
-def make_weights(
-    config: RunConfig, policy: TrainedPolicy, files: PolicyFiles, on_device: DeviceThread
-) -> WeightChannel:
-    """The trainer's end of the way that weights take. Only adapters travel where only adapters are trained."""
-    train = config.train
-    if train.weight_broadcast.type == "filesystem":
-        from shoal.transport.folder_weights import FolderWeightChannel
-
-        export: Callable[[Path], Awaitable[Any]] = functools.partial(on_device, files.export)
-        return FolderWeightChannel(train.output_dir, "lora" if train.lora else "full", export, train.seed)
-    from shoal.trainer.checkpoint import snapshot_weights
-    from shoal.transport.broadcast import BroadcastWeightChannel
-
-    where, kind = train.weight_broadcast, policy.decoder.device.type
-    take = functools.partial(on_device, snapshot_weights, policy)
-    return BroadcastWeightChannel(where.host, where.port, take, train.seed, kind)
 
 
 def make_engine(config: RunConfig, meeting: Meeting, chat: Chat) -> RolloutEngine:

@@ -43,7 +43,7 @@ VERBS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; never raises and never shows a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: _run(arguments), arguments)
+    return guarded(lambda: run_command(arguments), arguments)
 
 
 def _say(message: str, _: BaseException) -> None:
@@ -92,7 +92,7 @@ def _overview() -> str:
     )
 
 
-def _run(arguments: list[str]) -> int:
+def run_command(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("--help", "-h"):
         print(_overview())
         return EXIT_DONE

@@ -1,6 +1,6 @@
-"""`python -m shoal.cli.rank FOLDER`: one process of a run on several devices. Started by `shoal grpo`, not by people.
+"""`python -m shoal.cli.rank FOLDER`: one process of a run on several devices. Started by `shoal`, not by people.
 
-The folder holds the configuration, checked already, and takes the reason if the rank ends early.
+The folder holds the configuration, checked already, or the command to run, and takes the reason if the rank ends early.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from shoal.cli.crash import note_run_folder
-from shoal.cli.entry import guarded
+from shoal.cli.entry import guarded, run_command
 from shoal.errors import EXIT_DONE, EXIT_STOPPED, LostRanksError
 from shoal.rewards.confine import wake_at_parent_death
 
@@ -24,9 +24,12 @@ def main(folder: Path) -> int:
     wake_at_parent_death()
     if os.getppid() != start.launcher_pid:
         return EXIT_STOPPED  # it died before the line above
-    note_run_folder(Path(config.train.output_dir))
+    if config is not None:
+        note_run_folder(Path(config.train.output_dir))
 
     def work() -> int:
+        if config is None:
+            return run_command(list(start.command))
         from shoal import api
 
         api.train(config, resume=start.resume, notices=start.notices, next_command=start.next_command)

@@ -15,7 +15,7 @@ from shoal.config.checks import check_section
 from shoal.config.load import Loaded, load_section
 from shoal.config.resolve import as_yaml
 from shoal.config.schema import OrchConfig
-from shoal.errors import EXIT_TERMINATED
+from shoal.errors import EXIT_TERMINATED, ConfigError
 from shoal.orchestrator.supervise import SUPERVISOR
 from shoal.rewards.confine import die_with_parent
 
@@ -52,7 +52,12 @@ def grpo_orch(
         split.orchestrate(loaded.config, loaded.origins, resume=resume, next_command=again)
 
 
-def grpo_train(file: str, *overrides: str, dry_run: DryRun = False) -> None:
+def grpo_train(
+    file: str,
+    *overrides: str,
+    dry_run: DryRun = False,
+    forward_only: Annotated[bool, Parameter(negative=(), show=False)] = False,
+) -> None:
     """Train for the split layout.
 
     Parameters
@@ -63,12 +68,19 @@ def grpo_train(file: str, *overrides: str, dry_run: DryRun = False) -> None:
         Such as train.learning_rate=1e-5.
     dry_run
         Check everything, print the configuration, and stop.
+    forward_only
+        Refused: a trainer computes the reference itself.
     """
+    if forward_only:
+        raise ConfigError(
+            "--forward-only: no trainer serves the reference alone: grpo-train holds it beside the policy; "
+            "set train.reference=frozen (or adapter-off with train.lora), and leave this flag out"
+        )
     loaded = read_section("train", file, overrides, dry_run)
     if loaded is not None:
         from shoal import split
 
-        split.serve_training(loaded.config, loaded.origins)
+        split.serve_training(loaded.config, loaded.origins, ("grpo-train", file, *overrides))
 
 
 def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool) -> Loaded[Any] | None:
@@ -80,7 +92,8 @@ def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool
     if isinstance(loaded.config, OrchConfig):
         check_environments(loaded.config, findings)
     findings.raise_errors(loaded.origins)
-    notices(findings.notice_lines())
+    if os.environ.get("RANK", "0") == "0":  # of several that were started alike, one says it
+        notices(findings.notice_lines())
     if not dry_run:
         return loaded
     say(as_yaml(loaded.config))

@@ -38,14 +38,6 @@ def check_split(config: RunConfig) -> Findings:
     findings = Findings()
     check_common(config, findings)
     train, infer = config.train, config.infer
-    if train.gpus != 1:
-        count = train.gpus or "N"
-        what = f"is {train.gpus}, but grpo-train takes the number of its processes from torchrun"
-        way = f"leave it out and start torchrun --nproc-per-node {count} -m shoal grpo-train"
-        findings.error("train.gpus", what, way)
-    if train.sharding != "none":
-        what = "is fsdp, which the split layout does not have: every training process holds all weights"
-        findings.error("train.sharding", what, "use train.sharding=none, or the co-located layout")
     if given(infer, "weights"):
         findings.error("infer.weights", "is not used: a server always has its own copy", "remove it")
     if infer.engine == "embedded" and train.quantised:

@@ -50,6 +50,16 @@ class SamplerView:
         whole.model.requires_grad_(False)
         return view
 
+    def leave_device(self, *, keep: bool) -> None:
+        """Of shards, where nothing samples: the whole copy is kept on the host, for files, or not at all."""
+        if keep:
+            self.decoder.model.to("cpu")  # type: ignore[operator]
+            return
+        for parameter in self.decoder.model.parameters():
+            parameter.data = parameter.data.new_empty(0)
+        gather = self._gather
+        self._gather = lambda tensor: gather(tensor).flatten()[:0]  # with the others, who need this rank's share
+
     @property
     def copies_weights(self) -> bool:
         return self._slot or self.decoder is not self._trained

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from shoal.protocols import Ranks
+from shoal.transport.calls import Answer, failed, raise_failed
 from shoal.types import Prompt, RolloutGroup
 
 Item = TypeVar("Item")
@@ -46,6 +47,23 @@ def undeal(shares: Sequence[Sequence[Item]]) -> list[Item]:
 async def agree(ranks: Ranks, flag: bool) -> bool:
     """True everywhere if it is true anywhere."""
     return b"1" in await ranks.exchange(b"1" if flag else b"0")
+
+
+async def all_or_none(ranks: Ranks, work: Awaitable[Item]) -> Item:
+    """What each rank's own work came to, if it succeeded on all of them: what fails on one fails on every one."""
+    failure: Exception | None = None
+    result: Any = None
+    try:
+        result = await work
+    except Exception as error:
+        failure = error
+    told = await ranks.exchange(b"" if failure is None else msgspec.msgpack.encode(failed(0, failure)))
+    if failure is not None:
+        raise failure
+    for rank, reason in enumerate(told):
+        if reason:
+            raise_failed(msgspec.msgpack.decode(reason, type=Answer), f"process {rank} of {ranks.world}")
+    return result
 
 
 class SharedGroups:

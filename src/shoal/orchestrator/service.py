@@ -1,7 +1,7 @@
 """The trainer of the split layout: a state machine that executes numbered calls, one after the other.
 
 Its state is a checkpoint and the `learn` calls since, so a killed one is brought back by repeating them. With several
-training processes the first receives, and hands every call to the others.
+training processes the first receives and hands every call to the others; all of them execute it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from shoal.errors import ConfigError, ShoalError
-from shoal.observability.atomic import fault
+from shoal.errors import ConfigError, LostRanksError, ShoalError
+from shoal.observability.atomic import fault, remove_quietly, storage
 from shoal.observability.metrics import Tally
+from shoal.observability.run_dir import SHARDS
 from shoal.orchestrator.learn import Learner
 from shoal.orchestrator.meeting import Ended, Meeting
 from shoal.orchestrator.parts import Files
+from shoal.orchestrator.ranks import all_or_none
 from shoal.orchestrator.wire import pack_learned, unpack_groups
 from shoal.protocols import Ranks, WeightChannel
 from shoal.transport.calls import Answer, Answerer, Call, failed, read_bulk
@@ -32,6 +34,16 @@ class Closable(Protocol):
     async def close(self) -> None: ...
 
 
+class Shards(Protocol):
+    """Weights that are shared out over the ranks. Both are done by all of them at once."""
+
+    def gather(self, moved: int) -> None:
+        """Have the whole weights where they are written from; `moved` says whether they are the same as last time."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+
 @dataclass
 class Trainee:
     """Everything the calls are about, made for a run of so many steps."""
@@ -39,11 +51,12 @@ class Trainee:
     steps: int
     learner: Learner
     files: Files
-    weights: WeightChannel
+    weights: WeightChannel | None  # the first rank's alone
     on_device: Callable[..., Awaitable[Any]]
     sampler: Closable  # what is to be closed with it
     about: dict[str, Any]  # told to the orchestrator
-    untouched: bool = True  # still as it was made
+    shards: Shards | None = None
+    moved: int = 0  # how often the weights were changed since it was made
 
 
 Make = Callable[[int], Awaitable[Trainee]]
@@ -69,19 +82,13 @@ class TrainingService:
     async def _receive(self, answerer: Answerer | None, meeting: Meeting | None) -> Call:
         """The next call, on every rank. The others wait for as long as the first one shows signs of life."""
         received: list[Call] = []
-        ended: list[Ended] = []
 
         async def listen() -> None:
             assert answerer is not None and meeting is not None
-            try:
-                received.append(await self._next_call(answerer, meeting))
-            except Ended as error:
-                ended.append(error)
+            received.append(await self._next_call(answerer, meeting))
 
-        await self._ranks.on_main(listen)
+        await unless_ended(self._ranks, listen)
         parts = await self._ranks.exchange(msgspec.msgpack.encode(received[0]) if received else b"")
-        if not parts[0]:
-            raise ended[0] if ended else Ended("the first process ended")
         return msgspec.msgpack.decode(parts[0], type=Call)
 
     async def _next_call(self, answerer: Answerer, meeting: Meeting) -> Call:
@@ -109,12 +116,16 @@ class TrainingService:
         handler: Callable[[Call], Awaitable[dict[str, Any]]] | None = getattr(self, f"_{call.method}", None)
         if handler is None or call.method not in METHODS:
             return failed(call.number, ConfigError(f"there is no call {call.method!r}; are all processes one version?"))
+        learns = call.method == "learn"  # in which the ranks meet all the way
         try:
-            return Answer(call.number, await handler(call))
-        except ShoalError as error:
-            return failed(call.number, error)
+            return Answer(call.number, await (handler(call) if learns else all_or_none(self._ranks, handler(call))))
         except Exception as error:
-            log.exception("call %d failed", call.number)
+            # Ranks without each other are no trainer, and the next one is brought back. One that fails while it learns
+            # leaves the others in the middle of it: that it is gone is how they notice.
+            if isinstance(error, LostRanksError) if self._ranks.rank == 0 else learns:
+                raise
+            if not isinstance(error, ShoalError):
+                log.exception("call %d failed", call.number)
             return failed(call.number, error)
 
     def _made(self) -> Trainee:
@@ -128,20 +139,21 @@ class TrainingService:
         await self._have(steps, fresh=folder is None)
         trainee = self._made()
         if folder is not None:
-            trainee.untouched = False
+            trainee.moved += 1
             await trainee.on_device(trainee.files.load, Path(folder))
         return trainee.about
 
     async def _have(self, steps: int, *, fresh: bool) -> None:
-        if self._trainee is not None and (self._trainee.steps != steps or (fresh and not self._trainee.untouched)):
-            await self._trainee.sampler.close()
-            self._trainee = None  # first: two of them may not fit on the device
+        now = self._trainee
+        if now is not None and (now.steps != steps or (fresh and now.moved > 0)):
+            await now.sampler.close()
+            self._trainee = now = None  # first: two of them may not fit on the device
         if self._trainee is None:
             self._trainee = await self._make(steps)
 
     async def _learn(self, call: Call) -> dict[str, Any]:
         trainee, tally = self._made(), Tally()
-        trainee.untouched = False
+        trainee.moved += 1
         groups = unpack_groups(call.bulk or b"")
         fault("service:learn")
         learned = await trainee.learner.learn(groups, tally)
@@ -149,28 +161,62 @@ class TrainingService:
         return pack_learned(learned, tally, groups)
 
     async def _publish(self, call: Call) -> dict[str, Any]:
-        trainee, version = self._made(), int(call.head["version"])
-        return await self._on_main(lambda: trainee.weights.publish(version))
+        trainee, version = await self._whole(), int(call.head["version"])
+
+        async def publish() -> Mapping[str, Any]:
+            assert trainee.weights is not None
+            return await trainee.weights.publish(version)
+
+        return dict(await self._ranks.on_main(publish))
+
+    async def _whole(self) -> Trainee:
+        """The trainee, with its weights in one place if they were not."""
+        trainee = self._made()
+        if trainee.shards is not None:
+            await trainee.on_device(trainee.shards.gather, trainee.moved)
+        return trainee
 
     async def _save(self, call: Call) -> dict[str, Any]:
+        shards, folder = self._made().shards, Path(str(call.head["folder"])) / SHARDS
+        if shards is not None:
+
+            async def make_room() -> None:
+                with storage(f"save {folder}"):
+                    remove_quietly(folder)  # of a trainer that was killed while it wrote
+                    folder.mkdir()
+
+            await self._ranks.on_main(make_room)
+            await self._made().on_device(shards.save, folder)
         return await self._write(self._made().files.save, call)
 
     async def _export(self, call: Call) -> dict[str, Any]:
         return await self._write(self._made().files.export, call)
 
     async def _write(self, write: Callable[[Path], None], call: Call) -> dict[str, Any]:
-        trainee, folder = self._made(), Path(str(call.head["folder"]))
+        trainee, folder = await self._whole(), Path(str(call.head["folder"]))
         fault(f"service:{call.method}")
-        await self._on_main(lambda: trainee.on_device(write, folder))
+        await self._ranks.on_main(lambda: trainee.on_device(write, folder))
         return {}
-
-    async def _on_main(self, work: Callable[[], Awaitable[Any]]) -> dict[str, Any]:
-        result = await self._ranks.on_main(work)
-        return dict(result) if isinstance(result, Mapping) else {}
 
     async def close(self) -> None:
         if self._trainee is not None:
             await self._trainee.sampler.close()
+
+
+async def unless_ended(ranks: Ranks, work: Callable[[], Awaitable[None]] | None = None) -> None:
+    """Work of the first rank, during which the run may end, in order: then it does so for all of them."""
+    ended: list[Ended] = []
+
+    async def listen() -> bool:
+        assert work is not None
+        try:
+            await work()
+        except Ended as error:
+            ended.append(error)
+        return bool(ended)
+
+    if await ranks.on_main(listen):
+        raise ended[0] if ended else Ended("the first process ended")
 
 
 METHODS = ("load", "learn", "publish", "save", "export")

@@ -73,7 +73,11 @@ RECIPE = Table(
         Row("WeightSyncConfig", "`WeightSyncConfig(weight_sync_interval=1, dcp_save_interval=0)`"),
         Row("dcp_save_interval=0", "`train.save_steps=0`", "no checkpoints but when interrupted"),
         Row("weight_sync_interval", "`orch.weight_sync_interval`", "1, N > 1 and 0 mean the same"),
-        Row("--forward-only", "`infra.reference`", "a frozen copy in the same process; it only has `forward`"),
+        Row(
+            "--forward-only",
+            "`infra.reference`",
+            "a frozen copy in the same process; the flag is refused by name",
+        ),
         Row("asyncio.run(...)", "`asyncio.run(infra.sampler.sample_with_tokens(…))`"),
         Row(
             "inference[1:]", "`datum.sampler_logprobs[1:]`", "`shoal.algorithms.align` does it for the built-in losses"

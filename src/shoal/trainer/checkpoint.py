@@ -96,11 +96,11 @@ def load_state(policy: TrainedPolicy, folder: Path) -> None:
 
 
 @torch.no_grad()
-def snapshot_weights(policy: TrainedPolicy) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+def snapshot_weights(decoder: Decoder) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     """What an engine needs of this version, copied to the host under its names in files; an adapter's settings."""
-    model: Any = policy.decoder.model
+    model: Any = decoder.model
     if not hasattr(model, "peft_config"):
-        return {name: _on_host(tensor) for name, tensor in policy.decoder.inner.named_parameters()}, None
+        return {name: _on_host(tensor) for name, tensor in decoder.inner.named_parameters()}, None
     mark = f".{lora.TRAINED}."
     named = {name.replace(mark, "."): tensor for name, tensor in model.named_parameters() if mark in name}
     settings = model.peft_config[lora.TRAINED].to_dict()

@@ -249,3 +249,10 @@ def test_plain_ascii_terminal():
     )
     assert result.returncode == 2
     assert result.stderr.decode("ascii").startswith("shoal: error: nope.yaml: no such file")
+
+
+def test_a_trainer_that_only_serves_the_reference_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert main(["grpo-train", str(EXAMPLES / "train.yaml"), "--forward-only"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said and said.startswith("shoal: error: --forward-only:") and "train.reference=frozen" in said
+    assert not Path("outputs").exists()

@@ -39,9 +39,6 @@ def problems(train: dict[str, Any], infer: dict[str, Any], orch: dict[str, Any])
         ({"lora": True, "lora_rank": 8}, {"max_lora_rank": 4}, {}, "train.lora_rank"),
         ({"lora": True}, {"enable_lora": False}, {}, "infer.enable_lora"),
         ({}, {"weights": "own"}, {}, "infer.weights"),
-        ({"gpus": 2}, {}, {}, "train.gpus"),
-        ({"gpus": 0}, {}, {}, "train.gpus"),
-        ({"sharding": "fsdp"}, {}, {}, "train.sharding"),
         ({}, {"engine": "sglang", "engine_python": "/p", "api_key_var": "KEY"}, {}, "infer.api_key_var"),
     ],
 )

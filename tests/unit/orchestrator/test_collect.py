@@ -350,4 +350,4 @@ def test_waiting_costs_the_same_however_many_groups_are_out():
         return asyncio.run(run())
 
     cpu_s_a_group(100)
-    assert cpu_s_a_group(3000) < 3 * cpu_s_a_group(300)
+    assert cpu_s_a_group(3000) < 6 * cpu_s_a_group(300)  # looking at all of them each time: over ten
