@@ -52,6 +52,7 @@ class Layout:
     assemble: Callable[[RunConfig, build.Prepared, build.Watching], Awaitable[build.Assembled]] = _colocated
     trains: bool = True  # in this process, which may then be one of several
 
+
 def train(
     config: RunConfig,
     *,

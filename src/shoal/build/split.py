@@ -29,7 +29,6 @@ from shoal.rollout.remote import RemoteEngine
 from shoal.transport.calls import Answerer, Caller
 from shoal.transport.folder_calls import FOLDER as SAMPLES
 from shoal.transport.folder_calls import FolderAnswerer, FolderCaller
-from shoal.transport.in_process import InProcessWeights
 from shoal.transport.tcp_calls import TcpAnswerer, TcpCaller
 
 if TYPE_CHECKING:
