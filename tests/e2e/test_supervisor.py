@@ -126,7 +126,7 @@ def test_a_signal_saves_and_ends_all_three(tmp_path: Path, warm: WarmPython, mod
 
 def test_whatever_is_wrong_is_said_before_anything_starts(tmp_path: Path, warm: WarmPython, model: Path):
     run = one_file(tmp_path, warm, model)
-    command = warm.run(["grpo", "run.yaml", "orch.max_steps=9", "--layout", "split"], run.folder)
+    command = warm.run(["grpo", "run.yaml", "train.max_steps=4", "orch.max_steps=9", "--layout", "split"], run.folder)
     assert command.wait() == 2
     assert "orch.max_steps: is 9 but train.max_steps is 4" in command.text()
     assert not run.path.exists()

@@ -79,6 +79,8 @@ def _implied(given: RunConfig, resolved: RunConfig) -> dict[str, list[str]]:
     implied = {name: [f"{name}.output_dir={_quoted(folder)}"] for name in COMPONENTS}
     for name, key in (("train", "train.model"), ("infer", "infer.model"), ("orch", "orch.model.name")):
         implied[name].append(f"{key}={_quoted(str(model))}")
+    for key, value in _length(resolved).items():
+        implied[key.partition(".")[0]].append(f"{key}={'null' if value is None else value}")
     implied["infer"] += [f"infer.{key}={value}" for key, value in _served(given, resolved).items()]
     ours = resolved.infer.engine == "embedded" or resolved.infer.engine_python is not None
     if ours and "client" not in given.orch.model_fields_set:
@@ -86,6 +88,16 @@ def _implied(given: RunConfig, resolved: RunConfig) -> dict[str, list[str]]:
         implied["infer"].append(f"infer.port={port}")
         implied["orch"].append(f"orch.client.base_url=http://{resolved.infer.host}:{port}/v1")
     return implied
+
+
+def _length(resolved: RunConfig) -> dict[str, int | None]:
+    """How long the run is, everywhere: what the command line says of it stands instead of all that files say."""
+    steps, epochs = resolved.train.max_steps, resolved.train.epochs
+    return {
+        "train.max_steps": steps,
+        "train.epochs": epochs if steps is None else None,
+        "orch.max_steps": steps,
+    }
 
 
 def _served(given: RunConfig, resolved: RunConfig) -> dict[str, object]:
