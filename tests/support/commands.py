@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SHOWN = 6000
-DUMP_S = 3.0  # for the stacks to be written
+DUMP_S = 0.5  # for the stacks of one process to be written, before those of the next
 
 
 def run_within(limit_s: float, command: Sequence[str], folder: Path, env: Mapping[str, str]) -> str:
@@ -31,7 +31,7 @@ def run_within(limit_s: float, command: Sequence[str], folder: Path, env: Mappin
         below = children_of(process.pid)
         for pid in (*reversed(below), process.pid):
             _send(pid, signal.SIGABRT)  # Python writes the stacks of all its threads
-        time.sleep(DUMP_S)
+            time.sleep(DUMP_S)
         for pid in (process.pid, *below):
             _send(pid, signal.SIGKILL)
         process.wait(10)
