@@ -129,6 +129,23 @@ def test_two_processes_train_for_one_orchestrator(
         assert final.read_bytes() == published.read_bytes()
 
 
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_two_processes_hand_over_shards_over_connections(
+    tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, kind: str
+):
+    """Gathered on the first rank, which sends them over gloo; with LoRA only adapters are gathered and sent."""
+    own = {name: value for name, value in LORA.items() if name != "lora_dropout"} if kind == "lora" else {}
+    ways = {"rollout_transport": {"type": "tcp"}, "weight_broadcast": {"type": "nccl", "port": free_port()}}
+    config = split_config(model, train={"sharding": "fsdp", **ways, **own})
+    served = {"infer": {"enable_lora": True, "max_lora_rank": 4}} if kind == "lora" else {}
+    with split_run(tmp_path, warm, _with(config, served)) as run:
+        run.start_all("infer", "orch")
+        start_ranks(run)
+        finish_ranks(run, in_one(train=own) if own else in_one())
+        assert not (run.path / "weights").exists()
+        assert (run.path / "final" / f"{'adapter_' if own else ''}model.safetensors").is_file()
+
+
 def test_torchrun_starts_the_trainer(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
     """As docs/scale-out.md and the Slurm script write it."""
     with split_run(tmp_path, warm, split_config(model)) as run:

@@ -1,4 +1,4 @@
-"""Running ahead in the split layout: the server goes on sampling while the trainer learns, each in its process."""
+"""Running ahead in the split layout: the server goes on sampling while the trainer learns, each in its own process."""
 
 from __future__ import annotations
 

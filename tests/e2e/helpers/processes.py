@@ -15,6 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from support.commands import children_of as children_of  # for those who import it from here
+
 LIMIT_S = 120.0  # far more than any command of these tests takes on a busy machine
 HERE = Path(__file__).parent
 USER_CODE = HERE / "user_code"
@@ -136,24 +138,6 @@ class WarmPython:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(10)
-
-
-def children_of(pid: int) -> list[int]:
-    """Every process below `pid`, from /proc."""
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, queue = [], [pid]
-    while queue:
-        below = parents.get(queue.pop(), [])
-        found += below
-        queue += below
-    return found
 
 
 def alive(pid: int) -> bool:
