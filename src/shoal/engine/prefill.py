@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shoal.engine.scheduler import Sequence as Running
 
 GRAPH_TOKENS = 8192  # of one prefill; larger ones keep the device busy however they are launched
+MAX_GRAPHS = 8  # each holds the activations of its size
 LEAST_TOKENS, LEAST_SEGMENTS, LEAST_WRITES, LEAST_LENGTH = 256, 8, 1024, 128
 
 
@@ -126,6 +127,8 @@ class Prefill:
             self._met.add(key)  # captured if it comes again
             return self._eager(prompts)[last]
         if key not in self._graphs:
+            if len(self._graphs) >= MAX_GRAPHS:
+                return self._eager(prompts)[last]
             self._graphs[key] = self._capture(prompts, extent)
         captured = self._graphs[key]
         for name, tensor in upload(prompts.padded(extent), self._device).items():
