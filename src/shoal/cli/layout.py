@@ -17,7 +17,7 @@ from shoal.config.schema import RunConfig
 from shoal.config.split import check_split
 from shoal.observability.atomic import storage
 from shoal.observability.run_dir import is_used
-from shoal.orchestrator.supervise import Child, Supervisor
+from shoal.orchestrator.supervise import SERVER_KILL_S, Child, Supervisor
 
 COMPONENTS = ("infer", "train", "orch")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -60,6 +60,8 @@ def supervise(command: SplitCommand, loaded: Loaded[RunConfig]) -> int | None:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     implied = _implied(loaded.config, config)
     children = [_child(command, name, implied[name], folder, resume) for name in COMPONENTS]
+    if config.infer.engine_python is not None:
+        children[0].kill_s = SERVER_KILL_S
     return Supervisor(children, "grpo-orch", say).run()
 
 

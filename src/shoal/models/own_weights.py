@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shoal.errors import ModelError, StorageError
+from shoal.errors import EngineError, ModelError, StorageError
 from shoal.models import lora
 from shoal.models.decoder import Decoder
 from shoal.observability import manifest as manifests
@@ -78,6 +78,16 @@ class FolderWeights:
             raise StorageError(f"weights {self._folder}: adapter_config.json cannot be read: {error}") from error
 
 
+@contextmanager
+def _whole_or_broken() -> Iterator[None]:
+    """Everything was checked; what fails now leaves half of one version and half of another, which nobody may draw
+    from."""
+    try:
+        yield
+    except Exception as error:
+        raise EngineError(f"weights could be read in part only ({error}); start the server again") from error
+
+
 class OwnWeights:
     """`max_lora_rank` is None where adapters are not served. `readers` by the manifest's transport."""
 
@@ -114,8 +124,9 @@ class OwnWeights:
         tied = set(self._decoder.inner.state_dict()) - set(dict(self._decoder.inner.named_parameters()))
         _check_names(set(targets), set(incoming.shapes) - tied, "model")
         _check_shapes({name: tuple(t.shape) for name, t in targets.items()}, incoming)
-        for name, parameter in targets.items():
-            parameter.copy_(incoming.tensor(name))
+        with _whole_or_broken():
+            for name, parameter in targets.items():
+                parameter.copy_(incoming.tensor(name))
         self.clear_adapter()
 
     def _replace_adapter(self, incoming: Incoming, config: Mapping[str, Any]) -> None:
@@ -125,9 +136,10 @@ class OwnWeights:
         if unknown:
             raise ModelError(f"the adapter changes {unknown[0]}, which this server has no adapter on")
         _check_shapes({n: _cut(targets[n], n, rank).shape for n in incoming.shapes}, incoming)
-        self.clear_adapter()
-        for name in incoming.shapes:
-            _cut(targets[name], name, rank).copy_(incoming.tensor(name))
+        with _whole_or_broken():
+            self.clear_adapter()
+            for name in incoming.shapes:
+                _cut(targets[name], name, rank).copy_(incoming.tensor(name))
         alpha = float(config.get("lora_alpha", rank))
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         for module in self._decoder.inner.modules():

@@ -22,6 +22,7 @@ MAX_RESTARTS = 3
 GRACE_S = 30.0  # for the others to notice that the run is over
 HEARD_S = 5.0  # for the leader to have heard of another's end
 KILL_S = 5.0
+SERVER_KILL_S = 40.0  # for a process that ends a server of its own first
 TICK_S = 0.05
 LAST_LINES = 15
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -36,6 +37,7 @@ class Child:
     output: Path | None = None  # None: the supervisor's own
     restart_arguments: Callable[[], Sequence[str]] = tuple
     environment: Mapping[str, str] = field(default_factory=dict)
+    kill_s: float = KILL_S
     restarts: int = 0
     process: subprocess.Popen[bytes] | None = None
     code: int | None = None
@@ -158,7 +160,7 @@ class Supervisor:
         for child in self._children.values():
             if child.process is not None:
                 try:
-                    child.process.wait(KILL_S)
+                    child.process.wait(child.kill_s)
                 except subprocess.TimeoutExpired:
                     child.process.kill()
                     child.process.wait(KILL_S)

@@ -182,7 +182,7 @@ class EmbeddedRolloutEngine:
         sigma, seed = float(manifest.get("sigma", 0.0)), int(manifest.get("noise_seed", self._noise_seed))
         if self._weights is not None and ("path" in manifest or "tensors" in manifest):
             manifest = {**manifest, "version": version}
-            found = self._weights.replace(manifest)
+            found = self._replace(self._weights, manifest)
             view.refresh(version, sigma, seed)
             self._served = manifest, found
             return found
@@ -192,6 +192,13 @@ class EmbeddedRolloutEngine:
             )
         view.refresh(version, sigma, seed)
         return self._served[1] if self._served is not None else self._hash()
+
+    def _replace(self, weights: OwnWeights, manifest: Mapping[str, Any]) -> str:
+        try:
+            return weights.replace(manifest)
+        except EngineError as error:
+            self._failure = error  # half of a version is none: nothing is drawn any more
+            raise
 
     def _hash(self) -> str:
         view = self._engine.view
@@ -212,12 +219,12 @@ class EmbeddedRolloutEngine:
         assert self._weights is not None, "build/ gives a server its own weights"
         if not (folder / "adapter_config.json").is_file():
             raise StorageError(f"lora_path: {str(folder)!r} holds no adapter_config.json; name a folder PEFT wrote")
-        return self._weights.replace(manifests.describe(folder, self.version, "lora"))
+        return self._replace(self._weights, manifests.describe(folder, self.version, "lora"))
 
     def _unload_adapter(self) -> str:
         assert self._weights is not None, "build/ gives a server its own weights"
         if self._served is not None and self._served[0].get("kind") == "lora":
-            return self._weights.replace(self._served[0])
+            return self._replace(self._weights, self._served[0])
         self._weights.clear_adapter()
         return self._served[1] if self._served is not None else self._hash()
 

@@ -13,11 +13,11 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, null
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from shoal.errors import DataError, DeadlineError, EngineError
+from shoal.errors import ConfigError, DataError, DeadlineError, EngineError
 from shoal.protocols import Environment, Judge, PlayedEnvironment, RolloutEngine
 from shoal.rewards.shaping import RewardShape
 from shoal.server.sessions import Session, Tools
-from shoal.types import Message, Prompt, Request, Rollout, RolloutGroup, SamplingParams, Score, Turn
+from shoal.types import Completion, Message, Prompt, Request, Rollout, RolloutGroup, SamplingParams, Score, Turn
 
 
 class Tokens(Protocol):
@@ -125,7 +125,7 @@ class GroupRunner:
                 seed=rollout_seed(self._settings.seed, rollout.rollout_id, turn),
             )
             request = Request(f"{prompt.split}:{rollout.rollout_id}/{turn}", prompt_ids, drawn_with)
-            completion = await self._engine.generate(request)
+            completion = await self._draw(request)
             rollout.turns.append(Turn(prompt_ids, completion, sampling.temperature))
             following = await episode.reply(completion.text)
             rollout.messages = list(episode.messages)
@@ -133,6 +133,13 @@ class GroupRunner:
                 break
             answered = episode.messages[: len(episode.messages) - len(following)]
             prompt_ids = self._tokens.next_prompt_ids(prompt_ids + completion.token_ids, answered, following, tools)
+
+    async def _draw(self, request: Request) -> Completion:
+        """What an engine refuses is no fault of the environment: it ends the run, and is not a rollout's error."""
+        try:
+            return await self._engine.generate(request)
+        except ConfigError as error:
+            raise EngineError(str(error)) from error
 
     async def _be_played(self, environment: PlayedEnvironment, rollout: Rollout, sampling: SamplingParams) -> Score:
         """The environment talks to the endpoint; what it asked and got is the rollout, in exact ids."""

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shoal.errors import ModelError, StorageError
+from shoal.errors import EngineError, ModelError, StorageError
 from shoal.models.decoder import Decoder
 from shoal.models.lora import LoraSettings, attach
-from shoal.models.own_weights import OwnWeights
+from shoal.models.own_weights import FolderWeights, OwnWeights
 from shoal.observability.manifest import describe, verify, version_hash
 from support.engines import greedy
 from support.models import as_decoder, lora_decoder, random_prompts, small_model
@@ -178,3 +178,18 @@ def test_the_hash_is_of_the_version_and_every_file(tmp_path: Path):
     other, later = describe(tmp_path, 1, "full"), describe(tmp_path, 2, "full")
     assert verify(other) == version_hash(other) and verify(later) == version_hash(later)
     assert len({version_hash(manifest) for manifest in (one, other, later)}) == 3
+
+
+def test_a_version_that_arrives_in_part_is_none(tmp_path: Path):
+    """A disk that fails after everything was verified: half is replaced, so nothing may be drawn from it."""
+
+    class Failing(FolderWeights):
+        def tensor(self, name: str) -> torch.Tensor:
+            if "norm" in name:
+                raise OSError("input/output error")
+            return super().tensor(name)
+
+    decoder = as_decoder(small_model("qwen3", seed=2))
+    manifest = describe(save(small_model("qwen3", seed=1), tmp_path / "v"), 5, "full")
+    with pytest.raises(EngineError, match=r"read in part only \(input/output error\); start the server again"):
+        OwnWeights(decoder, readers={"filesystem": Failing}).replace(manifest)

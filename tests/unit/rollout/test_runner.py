@@ -13,7 +13,7 @@ import pytest
 
 from shoal.batching.samples import rollout_samples
 from shoal.envs import MultiTurn, SingleTurn, answer_of, ask
-from shoal.errors import EngineError
+from shoal.errors import ConfigError, EngineError
 from shoal.models.chat import Chat
 from shoal.protocols import Environment, RolloutEngine
 from shoal.rewards.pool import RewardPool
@@ -143,9 +143,12 @@ def test_one_failure_leaves_the_others(pool: RewardPool) -> None:
     assert [rollout.status for rollout in group.rollouts] == ["ok", "error", "ok"] and group.rewards == [3, 3]
 
 
-def test_a_dead_engine_ends_the_run(pool: RewardPool) -> None:
+@pytest.mark.parametrize(
+    "error", (EngineError("gone"), ConfigError("wants a key, or is gone")), ids=("dead", "refused")
+)
+def test_an_engine_that_is_of_no_use_ends_the_run(pool: RewardPool, error: Exception) -> None:
     with pytest.raises(EngineError, match="gone"):
-        play(ScriptedEngine(lambda _: EngineError("gone")), pool, desk("plain"), size=2)
+        play(ScriptedEngine(lambda _: error), pool, desk("plain"), size=2)
 
 
 def test_a_conversation_keeps_what_was_sampled(pool: RewardPool) -> None:
