@@ -148,6 +148,7 @@ class TrainingService:
         if now is not None and (now.steps != steps or (fresh and now.moved > 0)):
             self._trainee = None
             await now.sampler.close()
+            del now  # its memory is the next one's
         if self._trainee is None:
             self._trainee = await self._make(steps)
 

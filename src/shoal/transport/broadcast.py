@@ -47,14 +47,15 @@ class BroadcastWeightChannel:
         self._stop = threading.Event()
         port = port or _free_port(host)
         try:
-            self._store = dist.TCPStore(host, port, WORLD, True, _limit(), wait_for_workers=False)
+            self._store: dist.TCPStore | None = dist.TCPStore(host, port, WORLD, True, _limit(), wait_for_workers=False)
         except RuntimeError as error:
             raise ConfigError(
                 f"train.weight_broadcast: cannot listen on {host}:{port}: {str(error).splitlines()[0]}; choose another "
                 "train.weight_broadcast.port"
             ) from error
         self._address = f"{host}:{port}"
-        threading.Thread(target=self._serve, name="weights", daemon=True).start()
+        self._serving = threading.Thread(target=self._serve, args=(self._store,), name="weights", daemon=True)
+        self._serving.start()
 
     async def publish(self, version: int) -> Mapping[str, Any]:
         tensors, adapter = await self._snapshot()
@@ -71,28 +72,32 @@ class BroadcastWeightChannel:
             "noise_seed": self._noise_seed,
         }
 
-    def _serve(self) -> None:
+    def _serve(self, store: dist.TCPStore) -> None:
         """A thread for every engine that asks: one that died on the way holds nobody else up."""
         served = 0
         while not self._stop.wait(POLL_S):
-            asked = int(self._store.add("asked", 0))
+            asked = int(store.add("asked", 0))
             for number in range(served + 1, asked + 1):
-                threading.Thread(target=self._send, args=(number,), name=f"weights-{number}", daemon=True).start()
+                name, arguments = f"weights-{number}", (store, number)
+                threading.Thread(target=self._send, args=arguments, name=name, daemon=True).start()
             served = asked
 
-    def _send(self, number: int) -> None:
+    def _send(self, store: dist.TCPStore, number: int) -> None:
         with suppress(RuntimeError):  # the engine went away; it asks again if it comes back
-            wanted, offer = int(self._store.get(f"{number}/wanted")), self._offer
+            wanted, offer = int(store.get(f"{number}/wanted")), self._offer
             if offer is None or offer.version != wanted:
-                self._store.set(f"{number}/state", GONE)
+                store.set(f"{number}/state", GONE)
                 return
-            self._store.set(f"{number}/state", OFFERED)
-            group = _group(self._store, number, 0, self._device)
+            store.set(f"{number}/state", OFFERED)
+            group = _group(store, number, 0, self._device)
             for tensor in offer.tensors.values():
                 _broadcast(group, tensor.to(self._device))
 
     def close(self) -> None:
+        """The port is free again once nobody holds the store."""
         self._stop.set()
+        self._serving.join(JOIN_S)
+        self._store = self._offer = None
 
 
 class BroadcastWeights:
