@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from shoal.build.given import Given
 from shoal.build.launch import Start, _conclude, _write_start, as_rank, ranks_to_start, read_start, write_end
+from shoal.config.resolve import as_yaml
 from shoal.config.schema import RunConfig
 from shoal.config.train import TrainConfig
 from shoal.errors import ConfigError, HardwareError, Interrupted, ShoalError
@@ -83,11 +85,19 @@ def config(folder: Path) -> RunConfig:
 
 def test_a_rank_reads_what_it_is_told_once_and_whole(tmp_path: Path):
     start = Start(True, ("a note",), "shoal grpo --resume", 12)
-    _write_start(tmp_path, 1, config(tmp_path), start)
+    files = {"config.yaml": as_yaml(config(tmp_path), secrets=True), "start.json": json.dumps(asdict(start))}
+    _write_start(tmp_path, 1, files)
     modes = {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
     assert modes == {0o600}
     told, again = read_start(tmp_path, 1)
-    assert again == start and told.orch.env[0].args == {"api_key": "s3cret"}
+    assert told is not None and again == start and told.orch.env[0].args == {"api_key": "s3cret"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_of_another_command_is_told_the_command_alone(tmp_path: Path):
+    start = Start(False, (), "", 12, ("grpo-train", "train.yaml", "train.gpus=2"))
+    _write_start(tmp_path, 0, {"start.json": json.dumps(asdict(start))})
+    assert read_start(tmp_path, 0) == (None, start)
     assert not list(tmp_path.iterdir())
 
 
@@ -114,20 +124,34 @@ def test_the_reason_is_that_of_the_rank_that_had_one(
     for rank, (message, lost) in told.items():
         write_end(tmp_path, rank, message, lost=lost)
     watched: Any = Ended(codes)
+    end = _conclude(watched, tmp_path, os.getpid())
+    assert end is not None and end.main_pid == os.getpid()
     with pytest.raises(ShoalError, match=says) as error:
-        _conclude(watched, tmp_path, config(tmp_path), {0: os.getpid(), 1: 2})
+        end.throw(killed=3)
+    assert error.value.exit_code == code
+
+
+@pytest.mark.parametrize(("signalled", "killed", "code"), [(False, 70, 70), (True, 143, 143)])
+def test_a_killed_rank_has_the_code_of_whoever_started_it(tmp_path: Path, signalled: bool, killed: int, code: int):
+    watched: Any = Ended({0: -15, 1: -15}, signalled=signalled)
+    end = _conclude(watched, tmp_path, 1)
+    assert end is not None and (end.code, end.signalled) == (-15, signalled)
+    with pytest.raises(Interrupted if signalled else ShoalError, match="killed by SIGTERM") as error:
+        end.throw(killed)
     assert error.value.exit_code == code
 
 
 def test_after_a_signal_the_first_rank_speaks(tmp_path: Path):
     write_end(tmp_path, 0, "interrupted; saved", lost=False)
     watched: Any = Ended({1: 3, 0: 130}, signalled=True)
+    end = _conclude(watched, tmp_path, 1)
+    assert end is not None
     with pytest.raises(Interrupted, match="interrupted; saved") as error:
-        _conclude(watched, tmp_path, config(tmp_path), {0: 1, 1: 2})
+        end.throw(killed=3)
     assert error.value.exit_code == 130
     assert json.loads((tmp_path / "rank0.json").read_text())["lost"] is False
 
 
 def test_all_well(tmp_path: Path):
     watched: Any = Ended({0: 0, 1: 0})
-    _conclude(watched, tmp_path, config(tmp_path), {0: 1, 1: 2})
+    assert _conclude(watched, tmp_path, 1) is None
