@@ -125,8 +125,14 @@ class Team:
 
 
 async def _answer_calls(meeting: Meeting, origins: Origins, team: Team, console: BaseConsole) -> None:
-    await unless_ended(team.ranks, meeting.meet)
-    first = _agreed(meeting, origins)
+    agreed: list[RunConfig] = []
+
+    async def meet() -> None:
+        await meeting.meet()
+        agreed.append(_agreed(meeting, origins))
+
+    await unless_ended(team.ranks, meet)
+    first = agreed[0]
 
     async def make(steps: int) -> Trainee:
         """For the orchestrator that asks: one that was restarted may have other settings."""

@@ -11,6 +11,7 @@ import pytest
 
 from .helpers.processes import WarmPython
 from .helpers.runs import REVERSE_ARGS, SUM_ARGS, Run, base_config
+from .helpers.split import InOne, colocated_config, compared, split_config
 
 WARM_UP = ["train.learning_rate=3e-3", "train.sequence_len=256", "batch_size=32", "train.save_steps=1000"]
 
@@ -78,3 +79,21 @@ def new_run(warm: WarmPython, model: Path, tmp_path: Path) -> Callable[..., Run]
         return Run(tmp_path / name, warm).write(config)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def in_one(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython, model: Path) -> InOne:
+    """What the same run comes to in one process; computed once for each configuration."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def compute(**changes: Any) -> dict[str, Any]:
+        key = repr(changes)
+        if key not in known:
+            config = colocated_config(split_config(model, **changes))
+            run = Run(tmp_path_factory.mktemp("in-one"), warm).write(config)
+            command = run.grpo()
+            assert command.wait() == 0, command.text()
+            known[key] = compared(run)
+        return known[key]
+
+    return compute

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from .helpers.processes import WarmPython, environment
+from .helpers.processes import WarmPython
 from .helpers.runs import Run, assert_trained_once
-from .helpers.split import COMPONENTS, LIMIT_S, SplitRun, colocated_config, compared, free_port, split_config, split_run
+from .helpers.split import COMPONENTS, InOne, SplitRun, compared, free_port, split_config, split_run, with_changes
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "grpo"
 STEPS = 4
@@ -22,25 +20,6 @@ KILLED = -9
 LORA = {"lora": True, "lora_rank": 4, "learning_rate": 2e-3, "lora_dropout": 0.1}
 NOISE = {"noise_scheduler": {"enabled": True, "num_stages": 2, "sigma_start": 0.02, "sigma_end": 0.01}}
 Place = tuple[str, int]
-InOne = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def in_one(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython, model: Path) -> InOne:
-    """What the same run comes to in one process; computed once for each configuration."""
-    known: dict[str, dict[str, Any]] = {}
-
-    def compute(**changes: Any) -> dict[str, Any]:
-        key = repr(changes)
-        if key not in known:
-            config = colocated_config(split_config(model, **changes))
-            run = Run(tmp_path_factory.mktemp("in-one"), warm).write(config)
-            command = run.grpo()
-            assert command.wait() == 0, command.text()
-            known[key] = compared(run)
-        return known[key]
-
-    return compute
 
 
 def finish(run: SplitRun, wanted: dict[str, Any]) -> None:
@@ -61,7 +40,7 @@ def test_split_equals_one_process(tmp_path: Path, warm: WarmPython, model: Path,
         "evaluated": {"orch": {"eval": {"interval": 2, "num_examples": 2}}},
     }[kind]
     served = {"infer": {"enable_lora": True, "max_lora_rank": 4}} if kind == "lora" else {}
-    with split_run(tmp_path, warm, _with(split_config(model, **changes), served)) as run:
+    with split_run(tmp_path, warm, with_changes(split_config(model, **changes), served)) as run:
         run.start_all()
         finish(run, in_one(**changes))
         weights = sorted(path.name for path in (run.path / "weights").iterdir())
@@ -69,12 +48,6 @@ def test_split_equals_one_process(tmp_path: Path, warm: WarmPython, model: Path,
         files = {path.name for path in (run.path / "weights" / "v000004").iterdir()}
         assert ("adapter_model.safetensors" in files) == (kind == "lora")
         assert ("model.safetensors" in files) == (kind != "lora"), "adapters travel alone"
-
-
-def _with(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    for section, values in changes.items():
-        config[section] |= values
-    return config
 
 
 def test_over_connections(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
@@ -88,95 +61,9 @@ def test_over_connections(tmp_path: Path, warm: WarmPython, model: Path, in_one:
 
 def test_adapters_over_connections(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
     config = split_config(model, train=LORA | {"weight_broadcast": {"type": "nccl"}})
-    with split_run(tmp_path, warm, _with(config, {"infer": {"enable_lora": True, "max_lora_rank": 4}})) as run:
+    with split_run(tmp_path, warm, with_changes(config, {"infer": {"enable_lora": True, "max_lora_rank": 4}})) as run:
         run.start_all()
         finish(run, in_one(train=LORA))
-
-
-RANKS = ("train-0", "train-1")
-
-
-def start_ranks(run: SplitRun, kill_at: Place | None = None, killed: Iterable[str] = RANKS) -> None:
-    """Two training processes, as torchrun starts them."""
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for rank, name in enumerate(RANKS):
-        env = environment(**place, RANK=str(rank), LOCAL_RANK=str(rank))
-        run.processes[name] = run.start_one("train", env=env, kill_at=kill_at if name in killed else None)
-    del run.processes["train"]
-
-
-def finish_ranks(run: SplitRun, wanted: dict[str, Any]) -> None:
-    """The same run but for rounding."""
-    assert run.end() == dict.fromkeys(run.processes, 0)
-    assert_trained_once(run, STEPS)
-    for found, expected in zip(run.metrics(), wanted["metrics"], strict=True):
-        assert found == pytest.approx(expected, rel=1e-3, abs=1e-6), "the same run"
-
-
-@pytest.mark.parametrize("sharding", ["none", "fsdp"])
-def test_two_processes_train_for_one_orchestrator(
-    tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, sharding: str
-):
-    """The first receives the calls, both compute; shards are gathered for what is published, saved or exported."""
-    with split_run(tmp_path, warm, split_config(model, train={"sharding": sharding})) as run:
-        run.start_all("infer", "orch")
-        start_ranks(run)
-        finish_ranks(run, in_one())
-        assert len(list((run.path / "checkpoints" / "step_000004").glob("shards/*"))) == (
-            2 if sharding == "fsdp" else 0
-        )
-        final, published = (run.path / name / "model.safetensors" for name in ("final", "weights/v000004"))
-        assert final.read_bytes() == published.read_bytes()
-
-
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_two_processes_hand_over_shards_over_connections(
-    tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, kind: str
-):
-    """Gathered on the first rank, which sends them over gloo; with LoRA only adapters are gathered and sent."""
-    own = {name: value for name, value in LORA.items() if name != "lora_dropout"} if kind == "lora" else {}
-    ways = {"rollout_transport": {"type": "tcp"}, "weight_broadcast": {"type": "nccl", "port": free_port()}}
-    config = split_config(model, train={"sharding": "fsdp", **ways, **own})
-    served = {"infer": {"enable_lora": True, "max_lora_rank": 4}} if kind == "lora" else {}
-    with split_run(tmp_path, warm, _with(config, served)) as run:
-        run.start_all("infer", "orch")
-        start_ranks(run)
-        finish_ranks(run, in_one(train=own) if own else in_one())
-        assert not (run.path / "weights").exists()
-        assert (run.path / "final" / f"{'adapter_' if own else ''}model.safetensors").is_file()
-
-
-def test_torchrun_starts_the_trainer(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
-    """As docs/scale-out.md and the Slurm script write it."""
-    with split_run(tmp_path, warm, split_config(model)) as run:
-        run.start_all("infer", "orch")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
-        command = [*launcher, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "shoal", "grpo-train"]
-        trainer = subprocess.run(
-            [*command, "run.yaml", "train.sharding=fsdp"], cwd=run.folder, env=environment(OMP_NUM_THREADS="1"),
-            capture_output=True, text=True, timeout=LIMIT_S,
-        )  # fmt: skip
-        assert trainer.returncode == 0, trainer.stderr[-3000:]
-        finish_ranks(run, in_one())
-        assert len(list((run.path / "checkpoints" / "step_000004").glob("shards/*"))) == 2
-
-
-@pytest.mark.parametrize(
-    ("place", "killed"),
-    [(("service:learned", 3), RANKS), (("service:save", 2), RANKS), (("service:learn", 3), RANKS[1:])],
-)
-def test_ranks_that_are_killed_come_back(
-    tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, place: Place, killed: tuple[str, ...]
-):
-    """All of them, or one, which is the end of the others too: started again, they go on from the shards of step 2."""
-    with split_run(tmp_path, warm, split_config(model, train={"sharding": "fsdp"})) as run:
-        run.start_all("infer", "orch")
-        start_ranks(run, place, killed)
-        codes = {name: run.processes.pop(name).wait() for name in RANKS}
-        assert codes == {name: KILLED if name in killed else 3 for name in RANKS}, "the place was passed"
-        start_ranks(run)
-        finish_ranks(run, in_one())
-        assert any("goes back to step 2" in event["message"] for event in run.events("restart"))
 
 
 def test_any_order_of_start(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
@@ -256,6 +143,16 @@ def test_whoever_is_killed_comes_back(
             finish(run, wanted)
 
     each(kills, check)
+
+
+def test_a_trainer_starts_anew_on_the_same_port(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+    """The orchestrator is killed before the first checkpoint, so the next one asks the trainer to begin again."""
+    ways = {"weight_broadcast": {"type": "nccl", "port": free_port()}}
+    with split_run(tmp_path, warm, split_config(model, train=ways)) as run:
+        run.start_all(kill_at={"orch": ("appended:journal.jsonl", 1)})
+        assert run.processes["orch"].wait() == KILLED
+        run.start_one("orch", "--resume")
+        finish(run, in_one())
 
 
 def test_killed_one_after_the_other(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):

@@ -16,14 +16,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shoal.build.given import Given
 from shoal.config.load import load_run
 from shoal.config.resolve import as_yaml
 from shoal.config.schema import RunConfig
 from shoal.config.train import TrainConfig
-from shoal.errors import EXIT_BUG, EXIT_STOPPED, ConfigError, HardwareError, Interrupted, ShoalError
+from shoal.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    EXIT_TERMINATED,
+    ConfigError,
+    HardwareError,
+    Interrupted,
+    ShoalError,
+)
 from shoal.observability.run_dir import RunDir, is_used, read_status
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what every launcher tells a rank
@@ -97,12 +106,9 @@ def launch(config: RunConfig, count: int, start: Start) -> None:
     """Start the ranks and wait for the end of all of them. Raises what ended the run, unless it finished."""
     patience_s = config.train.save_deadline_s + config.orch.deadline_s
     end = _run(count, {"config.yaml": as_yaml(config, secrets=True)}, start, patience_s)
-    if end is None:
-        return
-    _tell_status(config, end.reason, end.main_pid)
-    if end.code in (130, 143):
-        raise Interrupted(end.reason, end.code)
-    raise RankError(end.reason, EXIT_STOPPED if end.code < 0 else end.code if end.code > 1 else EXIT_BUG)
+    if end is not None:
+        _tell_status(config, end.reason, end.main_pid)
+        end.throw(killed=EXIT_STOPPED)
 
 
 def launch_command(words: Sequence[str], count: int, patience_s: float) -> None:
@@ -111,11 +117,8 @@ def launch_command(words: Sequence[str], count: int, patience_s: float) -> None:
     Killed ranks are a crash of the whole: whoever watches this process may start it again.
     """
     end = _run(count, {}, Start(False, (), "", command=tuple(words)), patience_s)
-    if end is None:
-        return
-    if end.signalled or end.code in (130, 143):
-        raise Interrupted(end.reason, end.code if end.code > 0 else 128 - end.code)
-    raise RankError(end.reason, end.code if end.code > 1 else EXIT_BUG)
+    if end is not None:
+        end.throw(killed=128 - end.code if end.signalled else EXIT_BUG)
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,13 @@ class _End:
     code: int  # of the rank that is the reason; below 0: the signal that killed it
     main_pid: int
     signalled: bool  # it was asked for
+
+    def throw(self, killed: int) -> NoReturn:
+        """As this process's own end; `killed` is the exit code where a signal ended the rank."""
+        code = killed if self.code < 0 else self.code if self.code > 1 else EXIT_BUG
+        if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+            raise Interrupted(self.reason, code)
+        raise RankError(self.reason, code)
 
 
 def _run(count: int, files: Mapping[str, str], start: Start, patience_s: float) -> _End | None:

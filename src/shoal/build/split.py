@@ -64,11 +64,15 @@ async def assemble_split(meeting: Meeting, config: RunConfig, prepared: Prepared
     trainer = RemoteTrainer(_resources(config, meeting, watching, lambda: loop.stopping), steps)
     pieces = Pieces(engine, runner, chat, RemoteWeights(trainer), trainer, RemoteFiles(trainer), here)
     loop = make_loop(config, prepared, watching, stream, pieces)
-    with watching.console.progress(f"grpo-infer and grpo-train load {config.train.model}"):
-        await asyncio.gather(check_engine(engine, config), trainer.start())
+    ends = RemoteEnds(engine, trainer.parts.caller, endpoint, trainer.parts.folder)
+    try:
+        with watching.console.progress(f"grpo-infer and grpo-train load {config.train.model}"):
+            await asyncio.gather(check_engine(engine, config), trainer.start())
+    except BaseException:
+        await ends.close()
+        raise
     for notice in trainer.about.get("notices", []):
         watching.console.note(notice)
-    ends = RemoteEnds(engine, trainer.parts.caller, endpoint, trainer.parts.folder)
     return Assembled(loop, pieces.files, ends, loop.parts.sinks)  # type: ignore[arg-type]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from .runs import Run, base_config, fingerprint
 COMPONENTS = ("infer", "train", "orch")
 LIMIT_S = 60.0
 SPLIT_ONLY = ("deadline_s", "weight_broadcast", "rollout_transport")
+InOne = Callable[..., dict[str, Any]]
 
 
 def free_port() -> int:
@@ -46,6 +47,12 @@ def colocated_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     orch = {key: value for key, value in config["orch"].items() if key != "client"}
     return {"train": train, "orch": orch}
+
+
+def with_changes(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    for section, values in changes.items():
+        config[section] |= values
+    return config
 
 
 class SplitRun(Run):

@@ -17,7 +17,7 @@ from shoal.build.launch import Start, _conclude, _write_start, as_rank, ranks_to
 from shoal.config.resolve import as_yaml
 from shoal.config.schema import RunConfig
 from shoal.config.train import TrainConfig
-from shoal.errors import ConfigError, HardwareError
+from shoal.errors import ConfigError, HardwareError, Interrupted, ShoalError
 
 LAUNCHED = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 
@@ -90,7 +90,14 @@ def test_a_rank_reads_what_it_is_told_once_and_whole(tmp_path: Path):
     modes = {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
     assert modes == {0o600}
     told, again = read_start(tmp_path, 1)
-    assert again == start and told is not None and told.orch.env[0].args == {"api_key": "s3cret"}
+    assert told is not None and again == start and told.orch.env[0].args == {"api_key": "s3cret"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_of_another_command_is_told_the_command_alone(tmp_path: Path):
+    start = Start(False, (), "", 12, ("grpo-train", "train.yaml", "train.gpus=2"))
+    _write_start(tmp_path, 0, {"start.json": json.dumps(asdict(start))})
+    assert read_start(tmp_path, 0) == (None, start)
     assert not list(tmp_path.iterdir())
 
 
@@ -104,11 +111,11 @@ class Ended:
 @pytest.mark.parametrize(
     ("codes", "told", "code", "says"),
     [
-        ({0: 3, 1: -9}, {0: ("lost", True)}, -9, "rank 1 of 2 was killed by SIGKILL"),
+        ({0: 3, 1: -9}, {0: ("lost", True)}, 3, "rank 1 of 2 was killed by SIGKILL"),
         ({0: 3, 1: 3}, {0: ("lost", True), 1: ("out of memory", False)}, 3, "rank 1 of 2 out of memory"),
         ({1: 3, 0: 4}, {1: ("lost", True), 0: ("disk full", False)}, 4, "disk full"),
         ({1: 70, 0: 3}, {1: ("a bug", False), 0: ("lost", True)}, 70, "rank 1 of 2 a bug"),
-        ({0: 1, 1: 3}, {1: ("lost", True)}, 1, "ended with exit code 1"),
+        ({0: 1, 1: 3}, {1: ("lost", True)}, 70, "ended with exit code 1"),
     ],
 )
 def test_the_reason_is_that_of_the_rank_that_had_one(
@@ -118,16 +125,30 @@ def test_the_reason_is_that_of_the_rank_that_had_one(
         write_end(tmp_path, rank, message, lost=lost)
     watched: Any = Ended(codes)
     end = _conclude(watched, tmp_path, os.getpid())
-    assert end is not None and says in end.reason
-    assert (end.code, end.main_pid, end.signalled) == (code, os.getpid(), False)
+    assert end is not None and end.main_pid == os.getpid()
+    with pytest.raises(ShoalError, match=says) as error:
+        end.throw(killed=3)
+    assert error.value.exit_code == code
+
+
+@pytest.mark.parametrize(("signalled", "killed", "code"), [(False, 70, 70), (True, 143, 143)])
+def test_a_killed_rank_has_the_code_of_whoever_started_it(tmp_path: Path, signalled: bool, killed: int, code: int):
+    watched: Any = Ended({0: -15, 1: -15}, signalled=signalled)
+    end = _conclude(watched, tmp_path, 1)
+    assert end is not None and (end.code, end.signalled) == (-15, signalled)
+    with pytest.raises(Interrupted if signalled else ShoalError, match="killed by SIGTERM") as error:
+        end.throw(killed)
+    assert error.value.exit_code == code
 
 
 def test_after_a_signal_the_first_rank_speaks(tmp_path: Path):
     write_end(tmp_path, 0, "interrupted; saved", lost=False)
     watched: Any = Ended({1: 3, 0: 130}, signalled=True)
     end = _conclude(watched, tmp_path, 1)
-    assert end is not None and end.reason == "interrupted; saved"
-    assert (end.code, end.signalled) == (130, True)
+    assert end is not None
+    with pytest.raises(Interrupted, match="interrupted; saved") as error:
+        end.throw(killed=3)
+    assert error.value.exit_code == 130
     assert json.loads((tmp_path / "rank0.json").read_text())["lost"] is False
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.errors import EngineError
+from shoal.errors import EngineError, StorageError
 from shoal.orchestrator.admission import Admission
 from shoal.orchestrator.collect import Collector, GroupRules
-from shoal.orchestrator.ranks import Alone, SharedGroups, agree, gather_results, share, undeal
+from shoal.orchestrator.ranks import Alone, SharedGroups, agree, all_or_none, gather_results, share, undeal
 from shoal.types import Prompt, RolloutGroup
 
 from .groups import make_group, make_stream
@@ -77,6 +77,29 @@ def test_any_rank_may_ask_to_stop():
         return list(await asyncio.gather(agree(meeting.rank(0), False), agree(meeting.rank(1), True)))
 
     assert asyncio.run(run()) == [True, True]
+
+
+def test_what_fails_on_one_rank_fails_on_all():
+    """Each with its own reason, or with that of the first that had one; and they are in step afterwards."""
+
+    async def work(rank: int) -> int:
+        if rank == 1:
+            raise StorageError("the disk of the second machine is full")
+        return rank
+
+    async def one(rank: Any) -> tuple[str, list[bytes]]:
+        with pytest.raises(StorageError) as caught:
+            await all_or_none(rank, work(rank.rank))
+        return str(caught.value), await rank.exchange(b"next")
+
+    async def run() -> Any:
+        meeting = Meeting(3)
+        return await asyncio.gather(*(one(meeting.rank(number)) for number in range(3)))
+
+    told = "the disk of the second machine is full"
+    first, second, third = asyncio.run(run())
+    assert (first[0], second[0], third[0]) == (f"process 1 of 3: {told}", told, f"process 1 of 3: {told}")
+    assert first[1] == second[1] == third[1] == [b"next"] * 3
 
 
 def test_results_come_back_in_order_with_their_arrays():
