@@ -1,11 +1,12 @@
 """What running ahead gains: rollouts a second and idle time at asynchronous levels 0, 1 and 4.
 
-    python benchmarks/asynchronous.py OUT.json [--layouts …] [--split] [--quiet SECONDS] [--smoke]
+    python benchmarks/asynchronous.py OUT.json [--layouts …] [--split] [--gpu SHAPE] [--quiet SECONDS] [--smoke]
 
 Simulated: the real loop on an engine and a policy with set delays. Measured: a tiny model on the CPU, co-located
 (`shoal grpo`, sampling and training take turns on one device) and with the embedded engine in a process of its own, one
 thread each. For the latter the simulation is run with the delays measured at level 0 and says what to expect.
-`--split` adds `shoal grpo --layout split`; `--quiet` waits so long before each run for an idle machine.
+`--split` adds `shoal grpo --layout split`; `--quiet` waits so long before each run for an idle machine. `--gpu`
+measures a random model of that shape on the one GPU instead, which processes of a split run then share.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,37 +78,62 @@ def _with_gain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**row, "gain": row["rollouts_per_s"] / base[row["layout"], row["name"]]} for row in rows]
 
 
-def make_config(folder: Path, smoke: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Bench:
+    """What is measured, and on what."""
+
+    folder: Path
+    smoke: bool
+    quiet_s: float
+    shape: str | None  # of a model on a GPU; None = the tiny one on the CPU
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}, GPU" if self.shape else "tiny model, CPU"
+
+    @property
+    def repeats(self) -> int:
+        return 1 if self.smoke or self.shape else REPEATS
+
+    def make_model(self) -> None:
+        where = str(self.folder / "model")
+        words = [where, "--shape", self.shape] if self.shape else ["tiny", where]
+        subprocess.run([sys.executable, "-m", "shoal", "make-model", *words], check=True)
+
+
+def make_config(bench: Bench) -> dict[str, Any]:
     """Answers of one length, so that a step's rollouts end together; rates of zero gain nothing and cost the same."""
-    tokens = 16 if smoke else 96
+    tokens = 16 if bench.smoke else 256 if bench.shape else 96
+    rollouts = 128 if bench.shape else 32
     environment = {"id": f"{ROOT}/benchmarks/random_text.py:Evens", "args": {"characters": 40}}
     return {
         "train": {
-            "model": str(folder / "model"), "max_steps": 2 if smoke else 12, "learning_rate": 1e-5, "device": "cpu",
-            "sequence_len": 1024, "save_steps": 0, "recompute_old": True, "loss": {"type": "grpo"},
+            "model": str(bench.folder / "model"), "max_steps": 2 if bench.smoke else 12, "learning_rate": 1e-5,
+            "device": "cuda" if bench.shape else "cpu", "sequence_len": 2304 if bench.shape else 1024,
+            "save_steps": 0, "recompute_old": True, "loss": {"type": "grpo"},
         },
         "orch": {
-            "env": [environment], "batch_size": 32, "rollouts_per_example": 8, "groups": {"uniform": "keep"},
+            "env": [environment], "batch_size": rollouts, "rollouts_per_example": 8, "groups": {"uniform": "keep"},
             "sampling": {"max_tokens": tokens, "min_tokens": tokens},
         },
-        "infer": {"max_num_seqs": 32},
+        "infer": {"max_num_seqs": rollouts},
     }  # fmt: skip
 
 
-def measured_rows(layout: str, folder: Path, smoke: bool, quiet_s: float) -> list[dict[str, Any]]:
+def measured_rows(layout: str, bench: Bench) -> list[dict[str, Any]]:
     runs = {"co-located": run_command, "split": run_command, "engine process": run_overlapped}
     rows = []
     for level in LEVELS:
         found = []
-        for attempt in range(1 if smoke else REPEATS):
-            config = make_config(folder, smoke)
+        for attempt in range(bench.repeats):
+            config, folder = make_config(bench), bench.folder
             config["orch"]["max_async_level"] = level
             config["train"]["output_dir"] = str(folder / f"{layout.replace(' ', '-')}-{level}-{attempt}")
-            idle_before = wait_until_quiet(quiet_s) if quiet_s else None
+            idle_before = wait_until_quiet(bench.quiet_s) if bench.quiet_s else None
             found.append({**runs[layout](config, folder, layout), "idle_before": idle_before})
         best = max(found, key=lambda row: row["rollouts_per_s"])
         all_rates = [round(row["rollouts_per_s"], 2) for row in found]
-        rows.append({"layout": layout, "name": "tiny model, CPU", "level": level, **best, "repeats": all_rates})
+        rows.append({"layout": layout, "name": bench.name, "level": level, **best, "repeats": all_rates})
     return _with_gain(rows)
 
 
@@ -143,6 +169,7 @@ def main() -> None:
     made.add_argument("out", type=Path)
     made.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     made.add_argument("--split", action="store_true", help="also measure `shoal grpo --layout split`")
+    made.add_argument("--gpu", metavar="SHAPE", help="a model of this shape on the GPU, such as qwen2.5-0.5b")
     made.add_argument("--quiet", type=float, default=0.0, metavar="SECONDS", help="wait for an idle machine")
     made.add_argument("--smoke", action="store_true", help="few short steps, to see that it runs")
     asked = made.parse_args()
@@ -152,13 +179,13 @@ def main() -> None:
         write_result(asked.out, {"smoke": asked.smoke, "rows": rows})
 
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        subprocess.run([sys.executable, "-m", "shoal", "make-model", "tiny", str(folder / "model")], check=True)
+        bench = Bench(Path(temporary), asked.smoke, asked.quiet, asked.gpu)
+        bench.make_model()
         write()
         for layout in [*asked.layouts, *(["split"] if asked.split else [])]:
             if layout != "simulated":
-                found = measured_rows(layout, folder, asked.smoke, asked.quiet)
-                steps = make_config(folder, asked.smoke)["train"]["max_steps"]
+                found = measured_rows(layout, bench)
+                steps = make_config(bench)["train"]["max_steps"]
                 rows += predicted_rows(found, steps) if layout == "engine process" else found
                 write()
     columns = ["layout", "level", "rollouts_per_s", "gain", "sampler_idle", "trainer_idle", "of_predicted"]
