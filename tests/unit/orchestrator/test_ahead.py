@@ -55,9 +55,8 @@ def watched(path: Path, level: int, noise: NoiseSchedule | None) -> Watched:
 def test_an_evaluation_without_noise_does_not_hold_up_sampling(tmp_path: Path, level: int):
     world = watched(tmp_path, level, None)
     during = world.out_in_evaluations  # two prompts each, after steps 2, 4 and 6
+    # Later everything up to the last step may be in already.
     assert len(during) == 6 and max(during[:2]) > 0, "groups were out while the model was evaluated"
-    if level == 1:  # three steps ahead everything up to the last step may be in by then
-        assert max(during[2:4]) > 0
     assert during[4:] == [0, 0], "after the last step nothing is sampled for nobody"
 
 
