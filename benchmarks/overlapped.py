@@ -20,7 +20,6 @@ from shoal.observability.console import make_console
 from shoal.observability.events import EventLog
 from shoal.observability.run_dir import read_metrics
 from shoal.observability.watchdog import Watchdog
-from shoal.rollout.runner import GroupRunner, RunnerSettings
 
 
 def run_overlapped(raw: dict[str, Any], folder: Path, layout: str) -> dict[str, Any]:
@@ -47,11 +46,12 @@ async def _run(config: RunConfig, prepared: build.Prepared, file: Path) -> dict[
             await engine.start()
             events = EventLog(run_dir)
             watching = build.Watching(run_dir, events, console, Watchdog(run_dir.logs, events))
-            assembled = build.assemble(config, prepared, watching, "")
-            _take_over(assembled, config, prepared, engine)
+            assembled = build.assemble(config, prepared, watching)
+            _take_over(assembled, config, engine)
             await assembled.loop.run()
             await assembled.loop.parts.collector.cancel()
             busy_s = engine.busy_s
+            assert busy_s > 0, "the engine of the other process drew nothing"
             await assembled.close()
     finally:
         console.close()
@@ -59,13 +59,10 @@ async def _run(config: RunConfig, prepared: build.Prepared, file: Path) -> dict[
     return _figures(read_metrics(path), busy_s)
 
 
-def _take_over(assembled: build.Assembled, config: RunConfig, prepared: build.Prepared, engine: EngineProcess) -> None:
+def _take_over(assembled: build.Assembled, config: RunConfig, engine: EngineProcess) -> None:
     """The engine of the other process behind the same seams."""
     sampler, parts = assembled.sampler, assembled.loop.parts
-    assert config.orch.seq_len is not None and config.orch.sampling.seed is not None
-    settings = RunnerSettings(config.orch.seq_len, config.orch.sampling.seed)
-    sampler.runner = GroupRunner(engine, prepared.environments, prepared.pool, sampler.model.chat, settings)
-    parts.engine = engine
+    sampler.runner._engine = parts.engine = engine
     weights = Path(config.train.output_dir) / "weights.safetensors"
     parts.weights = FileWeights(sampler.model.decoder.model, weights, parts.on_device)
 
