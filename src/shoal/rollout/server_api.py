@@ -15,6 +15,24 @@ from shoal.rollout.link import Address, Link, Waiting
 from shoal.types import Request
 
 
+def said_in_full(request: Request, ends: list[int]) -> dict[str, Any]:
+    """The sampling parameters that servers have by the same names, all of them, so that no default of a server applies.
+    Ends are listed, and a server's own idea of them is off."""
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "stop": list(sampling.stop),
+        "stop_token_ids": ends,
+        "ignore_eos": True,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+
+
 class ServerApi(ABC):
     name: str  # for people
     link: Link

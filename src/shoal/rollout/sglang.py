@@ -15,6 +15,7 @@ from shoal.rollout.facts import ServerFacts
 from shoal.rollout.link import Refused
 from shoal.rollout.probe import PROBE_TOKENS
 from shoal.rollout.remote import RemoteEngine
+from shoal.rollout.server_api import said_in_full
 from shoal.types import Request
 
 # Seeds count only in deterministic mode; without it a request asked again comes out otherwise.
@@ -65,19 +66,10 @@ class SglangRolloutEngine(RemoteEngine):
     def _sampling(self, request: Request, limit: int) -> dict[str, Any]:
         sampling = request.sampling
         return {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
+            **said_in_full(request, self.reading.ends(request)),
             "max_new_tokens": limit,
             "min_new_tokens": min(sampling.min_tokens, limit),
-            "stop": list(sampling.stop),
-            "stop_token_ids": self.reading.ends(request),
-            "ignore_eos": True,
             "sampling_seed": sampling.seed,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "repetition_penalty": 1.0,
         }
 
     async def probe(self, token_ids: list[int], adapter: str | None) -> list[float]:

@@ -15,6 +15,7 @@ from shoal.rollout.facts import ServerFacts
 from shoal.rollout.link import Refused
 from shoal.rollout.probe import PROBE_TOKENS
 from shoal.rollout.remote import RemoteEngine
+from shoal.rollout.server_api import said_in_full
 from shoal.types import Request
 
 # What a server has to be started with for a run; build/ passes it on, the messages below name it.
@@ -152,21 +153,11 @@ class VllmRolloutEngine(RemoteEngine):
 
 
 def sampling_parameters(request: Request, limit: int, ends: list[int]) -> dict[str, Any]:
-    """Everything said, so that no default applies. Ends are listed and vLLM's own idea of them is off."""
     sampling = request.sampling
     return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
+        **said_in_full(request, ends),
         "max_tokens": limit,
         "min_tokens": min(sampling.min_tokens, limit),
-        "stop": list(sampling.stop),
-        "stop_token_ids": ends,
-        "ignore_eos": True,
         "seed": sampling.seed,
         "logprobs": 0,  # of the drawn token alone
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
     }
