@@ -63,7 +63,9 @@ TRIED = """## What was tried and did not help
 - Triton products with SwiGLU inside, or split with the sum in the next norm, for large batches: 24 µs against 20 of the
   library's (0.5B shape, 512 rows). Up to 64 and 128 rows they gain 1 to 2 µs each, and are used there.
 - `tensor[index] = 1` while prompts join a batch: the number travels from the host, which then waits for the device,
-  17 ms each time. `index_fill_` does not."""
+  17 ms each time. `index_fill_` does not.
+
+The last four are from [profile_mixed_h200.json](../benchmarks/results/profile_mixed_h200.json)."""
 
 
 @dataclass

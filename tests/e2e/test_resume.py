@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .helpers.processes import WarmPython, start_fresh, wait_until
-from .helpers.runs import Run, assert_same_run, assert_trained_once, base_config, fingerprint, hash_of
+from .helpers.runs import Run, assert_same_run, assert_trained_once, base_config, each, fingerprint, hash_of
 
 STEPS = 6
 KILLED = -9
-PARALLEL = 2
 Place = tuple[str, int]  # of shoal.observability.atomic.fault, and the how many-th time
 
 # In the order in which a run passes them.
@@ -79,22 +77,6 @@ def finish(run: Run) -> None:
     assert command.wait() == 0, command.text()
     assert run.status()["state"] == "finished" and run.status()["step"] == STEPS
     assert_trained_once(run, STEPS)
-
-
-def each(cases: Iterable[Any], check: Callable[[Any], None]) -> None:
-    """Some at a time; all failures are told, not only the first."""
-    cases = list(cases)
-
-    def attempt(case: Any) -> str | None:
-        try:
-            check(case)
-        except AssertionError as error:
-            return f"{case}: {error}"
-        return None
-
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        failures = [told for told in pool.map(attempt, cases) if told is not None]
-    assert not failures, "\n\n".join(failures)
 
 
 def test_killed_at_every_stage(tmp_path: Path, warm: WarmPython, model: Path, undisturbed: dict[str, Any]):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .helpers.processes import WarmPython
-from .helpers.runs import Run, assert_trained_once
+from .helpers.runs import Run, assert_trained_once, each
 from .helpers.split import COMPONENTS, InOne, SplitRun, compared, free_port, split_config, split_run, with_changes
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "grpo"
@@ -79,22 +78,6 @@ def test_any_order_of_start(tmp_path: Path, warm: WarmPython, model: Path, in_on
 
     in_one()
     each([("orch", "train", "infer"), ("train", "infer", "orch"), ("infer", "orch", "train")], check)
-
-
-def each(cases: Iterable[Any], check: Callable[[Any], None], at_once: int = 2) -> None:
-    """Some at a time; all failures are told, not only the first."""
-    cases = list(cases)
-
-    def attempt(case: Any) -> str | None:
-        try:
-            check(case)
-        except AssertionError as error:
-            return f"{case}: {error}"
-        return None
-
-    with ThreadPoolExecutor(at_once) as pool:
-        failures = [told for told in pool.map(attempt, cases) if told is not None]
-    assert not failures, "\n\n".join(failures)
 
 
 def _until(done: Callable[[], bool]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,19 @@ def assert_trained_once(run: Run, steps: int) -> None:
 def overrides(**values: Any) -> Sequence[str]:
     """train__max_steps=6 → train.max_steps=6; values as YAML flow."""
     return [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in values.items()]
+
+
+def each(cases: Iterable[Any], check: Callable[[Any], None], at_once: int = 2) -> None:
+    """Some at a time; all failures are told, not only the first."""
+    cases = list(cases)
+
+    def attempt(case: Any) -> str | None:
+        try:
+            check(case)
+        except AssertionError as error:
+            return f"{case}: {error}"
+        return None
+
+    with ThreadPoolExecutor(at_once) as pool:
+        failures = [told for told in pool.map(attempt, cases) if told is not None]
+    assert not failures, "\n\n".join(failures)
