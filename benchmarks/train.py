@@ -1,9 +1,10 @@
 """Packed training: 64 sequences of 384 tokens in one row, forward and backward, then the optimizer apart.
 
-    python benchmarks/train.py OUT.json [--shape qwen2.5-0.5b] [--sequences 64] [--length 384] [--smoke]
+    python benchmarks/train.py OUT.json [--shape qwen2.5-0.5b] [--sequences 64] [--length 384] [--modules] [--smoke]
 
 Every token but the first of a sequence is in the loss, so 6·N operations a token, N all parameters, is what there is to
 do; `fraction` is that over the measured bf16 rate, which is the MFU. Adapters need 4·N, for the base has no gradient.
+--modules adds the model's own modules, as they are and with torch.compile on each layer, whose first step compiles.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from limits import Rates
 from machine import print_table, write_result
 from workload import TINY, begin, free, load, parser, peak_gib, reset_peak, wait
@@ -21,6 +23,7 @@ from workload import TINY, begin, free, load, parser, peak_gib, reset_peak, wait
 from shoal.algorithms.losses import LOSSES
 from shoal.algorithms.objective import Objective
 from shoal.batching.pack import Packing, make_batches
+from shoal.models import fused
 from shoal.models.decoder import Decoder
 from shoal.models.lora import LoraSettings, trained_parameters
 from shoal.trainer.optimizer import AdamSettings, MasterAdamW
@@ -36,9 +39,16 @@ class Variant:
     name: str
     lora_rank: int | None = None
     recompute: bool = False
+    own_modules: bool = False
+    compiled: bool = False
 
 
 VARIANTS = [Variant("full"), Variant("full, recompute", recompute=True), Variant("LoRA r16", lora_rank=16)]
+MODULES = [
+    Variant("full, its own modules", own_modules=True),
+    Variant("full, its own modules compiled", own_modules=True, compiled=True),
+    Variant("full, few kernels compiled", compiled=True),
+]
 
 
 def one_row(sequences: int, length: int, vocabulary: int) -> Row:
@@ -71,8 +81,19 @@ def make_policy(decoder: Decoder) -> TrainedPolicy:
     return TrainedPolicy(decoder, optimizer, Schedule(1e-6, 1000))
 
 
+def prepare(decoder: Decoder, variant: Variant) -> None:
+    decoder.recompute(variant.recompute)
+    if variant.own_modules:
+        decoder.fused = None
+        if variant.compiled:
+            for layer in decoder.body.layers:  # type: ignore[union-attr]
+                layer.compile()
+    elif variant.compiled:
+        fused.run_layer = torch.compile(fused.run_layer)
+
+
 def timed(policy: TrainedPolicy, row: Row) -> tuple[list[float], list[float]]:
-    """Seconds of forward and backward, and of the optimizer step, each run."""
+    """Seconds of forward and backward, and of the optimizer step, each run, those to warm up first."""
     objective = Objective(LOSSES["grpo"]())
     forward_backward, optimizer = [], []
     for number in range(WARM_UP + REPEATS):
@@ -87,16 +108,17 @@ def timed(policy: TrainedPolicy, row: Row) -> tuple[list[float], list[float]]:
         wait()
         forward_backward.append(middle - start)
         optimizer.append(time.perf_counter() - middle)
-    return forward_backward[WARM_UP:], optimizer[WARM_UP:]
+    return forward_backward, optimizer
 
 
 def measure(shape: str, variant: Variant, size: tuple[int, int], rates: Rates) -> dict[str, Any]:
     loaded = load(shape, LoraSettings(variant.lora_rank) if variant.lora_rank else None)
-    loaded.decoder.recompute(variant.recompute)
+    prepare(loaded.decoder, variant)
     policy = make_policy(loaded.decoder)
     row = one_row(*size, loaded.decoder.vocab_size)
-    forward_backward, optimizer = timed(policy, row)
-    seconds, step_s = statistics.median(forward_backward), statistics.median(optimizer)
+    every, every_optimizer = timed(policy, row)
+    forward_backward = every[WARM_UP:]
+    seconds, step_s = statistics.median(forward_backward), statistics.median(every_optimizer[WARM_UP:])
     trained = sum(p.numel() for p in policy.optimizer.parameters.values())
     adapters = trained if variant.lora_rank else 0
     work = loaded.shape.train(row.tokens, adapters)
@@ -113,6 +135,7 @@ def measure(shape: str, variant: Variant, size: tuple[int, int], rates: Rates) -
         "operations": work.operations,
         "seconds": seconds,
         "all_seconds": forward_backward,
+        "first_s": every[0],
         "optimizer_s": step_s,
         "optimizer_fraction": loaded.shape.optimizer_bytes(trained) / rates.bytes_per_s / step_s,
         "tokens_per_s_with_optimizer": row.tokens / (seconds + step_s),
@@ -125,16 +148,17 @@ def main() -> None:
     made.add_argument("--shape", default="qwen2.5-0.5b")
     made.add_argument("--sequences", type=int, default=64)
     made.add_argument("--length", type=int, default=384)
+    made.add_argument("--modules", action="store_true", help="also the model's own modules, plain and compiled")
     asked = made.parse_args()
     rates, result = begin(asked.smoke)
     shape, size = (TINY, (8, 16)) if asked.smoke else (asked.shape, (asked.sequences, asked.length))
     result |= {"sequences": size[0], "length": size[1]}
-    for variant in VARIANTS:
+    for variant in [*VARIANTS, *(MODULES if asked.modules else [])]:
         result["rows"].append(measure(shape, variant, size, rates))
         write_result(asked.out, result)
         free()
     columns = ["name", "tokens_per_s", "limit_operations", "fraction", "seconds", "optimizer_s", "optimizer_fraction",
-               "memory_gib"]  # fmt: skip
+               "memory_gib", "first_s"]  # fmt: skip
     print_table("training", result["rows"], columns)
 
 

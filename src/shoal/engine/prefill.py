@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shoal.engine.scheduler import Sequence as Running
 
 GRAPH_TOKENS = 8192  # of one prefill; larger ones keep the device busy however they are launched
-MAX_GRAPHS = 8  # each holds the activations of its size
+MAX_GRAPHS = 32  # each holds its inputs and the states it ends with; what lies between shares one pool
 LEAST_TOKENS, LEAST_SEGMENTS, LEAST_WRITES, LEAST_LENGTH = 256, 8, 1024, 128
 
 
@@ -115,6 +115,8 @@ class Prefill:
         self._may_capture = graphs and self._device.type == "cuda" and view.decoder.dtype.itemsize == 2
         self._met: set[tuple[Extent, bool]] = set()
         self._graphs: dict[tuple[Extent, bool], _Captured] = {}
+        # They run one after another and their states are read before the next, so they may share what lies between.
+        self._pool = torch.cuda.graph_pool_handle() if self._may_capture else None
 
     def run(self, sequences: Sequence[Running]) -> Tensor:
         """The state after each one's prompt, [sequences, hidden], padded with rows that nobody reads."""
@@ -165,6 +167,6 @@ class Prefill:
             self._forward(inputs, context)  # compiles kernels, which must not happen while capturing
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             hidden = self._forward(inputs, context)
         return _Captured(graph, inputs, hidden)
