@@ -225,6 +225,24 @@ def test_every_edge_of_a_batch_bucket(count: int) -> None:
         np.testing.assert_allclose(answer.logprobs, eager[name].logprobs, rtol=0, atol=1e-4)
 
 
+def test_a_window_is_all_that_is_written() -> None:
+    """Graphs of other batch sizes are captured between windows, as rows end and as contexts grow: what lies behind a
+    window's numbers is somebody else's."""
+    engine = make_engine(on_gpu("qwen2", torch.bfloat16), slots=32, context_tokens=1024, graphs=True)
+    rows = engine._graphs.rows  # type: ignore[union-attr]
+    behind = {}
+    for name in ("ids", "logprobs"):
+        window = getattr(rows, name)
+        wide = torch.full((2 * len(window), window.shape[1]), -7, dtype=window.dtype, device=CUDA)
+        setattr(rows, name, wide[: len(window)])
+        behind[name] = wide[len(window) :]
+    prompts = random_prompts(21, *(480 + i % 9 for i in range(32)))
+    run(engine, [ask(str(i), prompt, seed=i, max_tokens=9 + 3 * i) for i, prompt in enumerate(prompts)])
+    assert len(engine._graphs._graphs) > 3  # type: ignore[union-attr]
+    for name, tensor in behind.items():
+        assert (tensor == -7).all(), name
+
+
 def test_narrowed_draws_inside_the_graph() -> None:
     """top-p, top-k, min-p and min_tokens beside a plain row: the same tokens, log-probs and kept ids as eagerly."""
     decoder = on_gpu("llama")

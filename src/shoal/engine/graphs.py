@@ -133,8 +133,8 @@ class DecodeGraphs:
 
     def launch(self, extent: Extent, steps: int, narrowed: bool) -> None:
         rows = extent.rows
+        self.rows.cursors.zero_()  # before a graph is captured too, which takes a step: beyond the window is not ours
         graph = self._graph(extent, narrowed) if self._device.type == "cuda" else None
-        self.rows.cursors.zero_()
         for _ in range(steps):
             if graph is not None:
                 graph.replay()
