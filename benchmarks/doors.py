@@ -56,7 +56,7 @@ def commands(model: str, gsm8k: Path, steps: int, small: bool) -> dict[str, tupl
     short = [f"train.max_steps={steps}", f"orch.max_steps={steps}"]
     tiny = ["train.recipe=fp32", "orch.batch_size=8", "orch.rollouts_per_example=4", "orch.sampling.max_tokens=8"]
     launched = ["examples/gsm8k/train_grpo.py", "--config", "examples/gsm8k/train_grpo.yaml", f"actor.path={model}"]
-    batch = 2 if small else 8
+    batch, answers = (2, 4) if small else (16, 8)
     return {
         "quickstart": (["-m", "shoal", "grpo", *files, *named, *short, *(tiny if small else [])], "out"),
         "GRPOTrainer": (
@@ -68,7 +68,7 @@ def commands(model: str, gsm8k: Path, steps: int, small: bool) -> dict[str, tupl
         "launcher": (
             ["-m", "shoal.launcher.local", *launched, f"train_dataset.path={gsm8k}", "experiment_name=doors",
              "trial_name=one", "total_train_epochs=1", f"train_dataset.batch_size={batch}",
-             f"gconfig.max_new_tokens={16 if small else 256}"],
+             f"gconfig.n_samples={answers}", f"gconfig.max_new_tokens={16 if small else 256}"],
             "outputs/doors/one",
         ),
     }  # fmt: skip
@@ -116,7 +116,7 @@ def main() -> None:
         if asked.smoke:
             model = str(folder / "tiny")
             subprocess.run([sys.executable, "-m", "shoal", "make-model", "tiny", model], check=True, timeout=LIMIT_S)
-        questions = (2 if asked.smoke else 8) * steps
+        questions = (2 if asked.smoke else 16) * steps
         rows = first_rows(asked.gsm8k, folder / "gsm8k", {"train.jsonl": questions, "test.jsonl": 16})
         hidden = {str(model): Path(model).name, str(rows): "GSM8K"}
         for surface, (words, where) in commands(model, rows, steps, asked.smoke).items():
