@@ -242,6 +242,39 @@ def test_a_run_with_adapters_on_a_server_that_runs(tmp_path: Path) -> None:
     check_run(tmp_path / "out", 2)
 
 
+LAUNCHED = """
+from shoal.launcher import load_config, train
+
+
+def letters(task, messages):
+    return sum(letter.isalpha() for letter in messages[-1]["content"]) / 10
+
+
+def main(args):
+    train(load_config(args, reward=letters))
+"""
+
+
+def test_the_launcher_starts_a_server(tmp_path: Path) -> None:
+    row = {"question": "Ann has 6 pens and buys 7. How many?", "answer": "6 + 7 = 13\n#### 13"}
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "data" / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * 8, "utf-8")
+    (tmp_path / "task.py").write_text(LAUNCHED, "utf-8")
+    config = {
+        "experiment_name": "e", "trial_name": "t", "allocation_mode": "vllm:d1t1+d1", "total_train_steps": 2,
+        "rollout": {"engine_python": vllm_python(), "port": free_port()}, "train_dataset": {"path": "data"},
+        "actor": {"path": str(contract_model()), "mb_spec": {"max_tokens_per_mb": 128}},
+        "gconfig": {"max_new_tokens": 10},
+    }  # fmt: skip
+    (tmp_path / "file.yaml").write_text(yaml.safe_dump(config), "utf-8")
+    env = {**os.environ, **CPU, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "shoal.launcher.local", "task.py", "--config", "file.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    check_run(tmp_path / "outputs" / "e" / "t", 2)
+
+
 def test_an_unknown_engine_argument_is_named(tmp_path: Path) -> None:
     infer = {"engine_python": vllm_python(), "port": free_port(), "engine_args": {"enforce_eeger": True}}
     done = grpo(tmp_path, infer=infer)

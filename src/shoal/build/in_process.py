@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.build.model import Model
-from shoal.build.remote import CPU_CACHE_GIB, lora_rank
+from shoal.build.remote import CPU_CACHE_GIB, lora_rank, whole_prompts
 from shoal.config.base import IN_MEMORY
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError
@@ -74,8 +74,11 @@ def llm_arguments(config: RunConfig, model: Model) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = infer.gpu_memory_utilization
     if train.lora:
         arguments |= {"enable_lora": True, "max_lora_rank": lora_rank(infer), "max_loras": 2}
+    on_cpu = model.decoder.device.type == "cpu"
+    if on_cpu:
+        arguments |= whole_prompts(infer.max_model_len)
     arguments |= infer.engine_args
-    if model.decoder.device.type == "cpu":
+    if on_cpu:
         # vLLM has no such mode on a CPU, where sleep and wake_up are calls without effect.
         arguments.pop("enable_sleep_mode", None)
     return arguments

@@ -121,7 +121,7 @@ def launch_of(infer: InferConfig, folder: Path, dtype: str = "auto", *, on_cpu: 
     """The command that serves what `infer` says; `dtype` is what its auto stands for."""
     name = infer.engine
     dtype = infer.dtype if infer.dtype != "auto" else dtype
-    flags = _vllm_flags(infer, dtype) if name == "vllm" else _sglang_flags(infer, dtype)
+    flags = _vllm_flags(infer, dtype, on_cpu) if name == "vllm" else _sglang_flags(infer, dtype)
     environment = dict(VLLM_ENVIRONMENT) if name == "vllm" else {}
     if name == "vllm" and on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         environment["VLLM_CPU_KVCACHE_SPACE"] = CPU_CACHE_GIB
@@ -132,7 +132,7 @@ def launch_of(infer: InferConfig, folder: Path, dtype: str = "auto", *, on_cpu: 
     return Launch(ENGINES[name].name, command, infer.host, infer.port, log, environment)
 
 
-def _vllm_flags(infer: InferConfig, dtype: str) -> list[str]:
+def _vllm_flags(infer: InferConfig, dtype: str, on_cpu: bool) -> list[str]:
     values: dict[str, Any] = {
         "model": infer.model,
         "host": infer.host,
@@ -146,10 +146,17 @@ def _vllm_flags(infer: InferConfig, dtype: str) -> list[str]:
         "kv-cache-dtype": infer.kv_cache_dtype,
         "gpu-memory-utilization": infer.gpu_memory_utilization,
     }
+    if on_cpu:
+        values |= whole_prompts(infer.max_model_len)
     if infer.enable_lora:
         # One more adapter than is served: the one before finishes its requests.
         values |= {"enable-lora": True, "max-loras": infer.max_loras + 1, "max-lora-rank": lora_rank(infer)}
     return [*VLLM_FLAGS, *as_flags({**values, **infer.engine_args})]
+
+
+def whole_prompts(longest: int | None) -> dict[str, Any]:
+    """On a CPU vLLM (0.32) breaks down when it cuts a prompt whose request has a seed, so that it must not cut any."""
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest or 0)}
 
 
 def _sglang_flags(infer: InferConfig, dtype: str) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 ENGINES = ("embedded", "vllm", "sglang")
@@ -38,13 +37,22 @@ class Allocation:
     tensor_ranks: int
     gpus: int  # that train
 
-    def schema_values(self) -> dict[str, Any]:
+    def schema_values(self, *, starts_server: bool = True) -> dict[str, Any]:
         values: dict[str, Any] = {"infer.engine": self.engine, "train.gpus": self.gpus}
         if self.gpus > 1:  # the trainer's backend is fsdp, named or not; one device has nobody to share with
             values["train.sharding"] = "fsdp"
-        if self.engine != "embedded":
-            values |= {"infer.dp": self.replicas, "infer.tp": self.tensor_ranks}
+        if self.engine != "embedded" and starts_server:  # training may share its device
+            values |= {"infer.dp": self.replicas, "infer.tp": self.tensor_ranks, "infer.gpu_memory_utilization": 0.5}
         return values
+
+    @property
+    def without_server(self) -> str:
+        """The allocation that needs no server."""
+        return works_everywhere(self.gpus)
+
+
+def works_everywhere(gpus: int) -> str:
+    return f"allocation_mode=embedded:d{gpus}|fsdp:d{gpus}"
 
 
 def parse_allocation(text: Any) -> Allocation:
@@ -100,22 +108,29 @@ def _check_trainer(part: Part) -> None:
 
 def _combine(engine: Part, trainer: Part, *, shared: bool) -> Allocation:
     gpus, name = trainer["d"], engine.backend or "embedded"
-    works = f"allocation_mode=embedded:d{gpus}|fsdp:d{gpus}"
+    works = works_everywhere(gpus)
     if name != "embedded":
-        if shared and engine["d"] * engine["t"] * engine["p"] != gpus:
-            raise AllocationError("parts joined by | share their devices, so both need the same number")
-        installed = find_spec(name) is not None
-        why = (
-            "a server for shoal grpo (docs/vllm-and-sglang.md), not for the launcher"
-            if installed
-            else "not installed here"
-        )
-        raise AllocationError(f"{name} is {why}; use {works}")
+        return _beside_server(engine, gpus, shared=shared)
     for letter in "ptce":
         if engine[letter] > 1:
             raise AllocationError(f"{letter}{engine[letter]}: the embedded engine does not split a model; use {works}")
     if engine["d"] != gpus:
         raise AllocationError(
             f"the embedded engine samples where training runs, but d is {engine['d']} and {gpus}; use {works}"
+        )
+    return Allocation(name, engine["d"], engine["t"], gpus)
+
+
+def _beside_server(engine: Part, gpus: int, *, shared: bool) -> Allocation:
+    name = engine.backend or ""
+    for letter in "pce":
+        if engine[letter] > 1:
+            raise AllocationError(f"{letter}{engine[letter]}: {name} has d and t here; use {letter}1 and more t")
+    if shared and engine["d"] * engine["t"] != gpus:
+        raise AllocationError("parts joined by | share their devices, so both need the same number")
+    if gpus > 1:
+        raise AllocationError(
+            f"d{gpus}: beside {name} the launcher trains in one process; use d1, or `shoal grpo --layout split` for "
+            f"more (docs/layouts.md), or {works_everywhere(gpus)}"
         )
     return Allocation(name, engine["d"], engine["t"], gpus)

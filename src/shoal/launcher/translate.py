@@ -6,7 +6,9 @@ Most keys are moved by the table (keys.py). Here are those that become something
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +225,17 @@ def _allocation(draft: _Draft) -> None:
         allocation = parse_allocation(flat.get(key))
     except AllocationError as error:
         raise flat.error(key, str(error)) from None
-    for schema_key, value in allocation.schema_values().items():
+    attached = "rollout.base_url" in flat.values  # its sizes are its own affair
+    for schema_key, value in allocation.schema_values(starts_server=not attached).items():
         draft.put(schema_key, value, key)
+    if allocation.engine != "embedded" and not attached and "rollout.engine_python" not in flat.values:
+        if find_spec(allocation.engine) is None:
+            raise flat.error(
+                key,
+                f"{allocation.engine} is not installed here; use {allocation.without_server}, or name the Python that "
+                "has it (rollout.engine_python=…) or a server that runs (rollout.base_url=http://host:port/v1)",
+            )
+        draft.put("infer.engine_python", sys.executable, key)
 
 
 def _tracker_environment(draft: _Draft) -> dict[str, str]:

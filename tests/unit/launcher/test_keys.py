@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,9 @@ APART = {
     "recover.freq_secs": "test_recover_has_its_own_frequency",
     "evaluator.mode": "test_a_disabled_evaluator_evaluates_nothing",
     "stats_logger.wandb.wandb_api_key": "test_the_key_reaches_wandb_alone",
+    "rollout.engine_python": "test_a_server_is_started_or_attached_to",
+    "rollout.base_url": "test_a_server_is_started_or_attached_to",
+    "rollout.port": "test_a_server_is_started_or_attached_to",
 }
 
 
@@ -117,6 +121,19 @@ def test_the_table_names_keys_of_the_schema():
 def test_the_page_has_the_table():
     page = (Path(__file__).parents[3] / "docs" / "launcher.md").read_text(encoding="utf-8")
     assert table() in page
+
+
+def test_a_server_is_started_or_attached_to(tmp_path: Path):
+    with_server = "allocation_mode=vllm:d1t2+d1"
+    started = load(tmp_path, with_server, f"rollout.engine_python={sys.executable}", "rollout.port=9000").infer
+    assert (started.engine, started.engine_python, started.tp, started.port) == ("vllm", sys.executable, 2, 9000)
+    attached = load(tmp_path, with_server, "rollout.base_url=http://gpu:9/v1")
+    assert (attached.infer.engine, attached.infer.engine_python) == ("vllm", None)
+    assert attached.orch.client.base_url == "http://gpu:9/v1"
+    with pytest.raises(ConfigError, match=r"allocation_mode: vllm is not installed here; .*rollout.engine_python=…"):
+        load(tmp_path, with_server)
+    with pytest.raises(ConfigError, match=r"rollout.engine_python: starts a server, but rollout.base_url names one"):
+        load(tmp_path, with_server, "rollout.base_url=http://gpu:9/v1", f"rollout.engine_python={sys.executable}")
 
 
 def test_other_paths_are_refused(tmp_path: Path):

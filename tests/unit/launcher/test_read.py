@@ -139,10 +139,24 @@ def test_allocations_that_work(text: str, gpus: int):
 
 
 @pytest.mark.parametrize(
+    ("text", "engine", "replicas", "ranks"),
+    [("sglang.d1p1t1+d1p1t1", "sglang", 1, 1), ("vllm:d1t2+fsdp:d1", "vllm", 1, 2), ("vllm:d2+d1", "vllm", 2, 1)],
+)
+def test_allocations_with_a_server(text: str, engine: str, replicas: int, ranks: int):
+    assert parse_allocation(text).schema_values() == {
+        "infer.engine": engine,
+        "infer.dp": replicas,
+        "infer.tp": ranks,
+        "infer.gpu_memory_utilization": 0.5,
+        "train.gpus": 1,
+    }
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("sglang.d1p1t1+d1p1t1", "sglang is not installed here; use allocation_mode=embedded:d1|fsdp:d1"),
-        ("vllm:d2t1|fsdp:d2", "vllm is not installed here; use allocation_mode=embedded:d2|fsdp:d2"),
+        ("vllm:d2t1|fsdp:d2", "d2: beside vllm the launcher trains in one process; use d1"),
+        ("sglang.d1p2t1+d1", "p2: sglang has d and t here; use p1 and more t"),
         ("vllm:d2|fsdp:d1", "share their devices"),
         ("embedded:d1+fsdp:d1p2", "p2: the trainer has no pipeline parallelism"),
         ("embedded:d1+e4d1", "e4: the trainer has no expert parallelism"),
