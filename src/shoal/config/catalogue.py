@@ -256,10 +256,3 @@ KL_PLACES: dict[str, tuple[str, ...]] = {"loss": ("k3", "k2", "k3-unbiased"), "r
 
 # Products of ratios collapse with length: above this max_tokens, `masked` with ratio_type sequence gives a notice.
 SEQUENCE_PRODUCT_NOTICE_TOKENS = 64
-
-
-def find_loss(name: str) -> LossSpec | None:
-    """The spec of a built-in loss, of an alias, or of the user's own (`module:function`); None if there is none."""
-    if ":" in name:
-        return LossSpec(name, "the user's own loss", takes_kl=True, takes_correction=False)
-    return LOSS_CATALOGUE.get(name)

@@ -6,8 +6,6 @@ binding part (faults: resume refuses if it changed) and the difference between t
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
 import yaml
@@ -194,11 +192,6 @@ def binding_data(config: Section) -> dict[str, Any]:
         for key, value in flat.items()
         if any(key == bound or key.startswith(bound + ".") for bound in BINDING_KEYS)
     }
-
-
-def binding_hash(config: Section) -> str:
-    text = json.dumps(binding_data(config), sort_keys=True, ensure_ascii=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def difference(old: Section, new: Section) -> dict[str, tuple[Any, Any]]:

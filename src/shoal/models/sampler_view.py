@@ -60,10 +60,6 @@ class SamplerView:
         gather = self._gather
         self._gather = lambda tensor: gather(tensor).flatten()[:0]  # with the others, who need this rank's share
 
-    @property
-    def copies_weights(self) -> bool:
-        return self._slot or self.decoder is not self._trained
-
     @torch.no_grad()
     def refresh(self, version: int, sigma: float = 0.0, seed: int = 0) -> None:
         """Serve the trainer's current weights as `version`, with noise of that sigma drawn from (seed, version).

@@ -41,11 +41,6 @@ class Phases:
                 if not self._open[phase]:
                     del self._open[phase]
 
-    def open_phases(self) -> list[str]:
-        """What is going on right now, for heartbeats."""
-        with self._guard:
-            return sorted(self._open, key=PHASES.index)
-
     def take(self) -> dict[str, float]:
         """The time/* metrics since the last take. Phases still open go on into the next window."""
         with self._guard:
