@@ -138,7 +138,7 @@ def measured_rows(layout: str, bench: Bench) -> list[dict[str, Any]]:
 
 
 def run_command(config: dict[str, Any], folder: Path, layout: str) -> dict[str, Any]:
-    """`shoal grpo` on both cores. On one device the phases take turns, so there is no idle share of each to tell."""
+    """`shoal grpo` on both cores. Idle is the share of time in which a part had nothing to do, its turn or not."""
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "shoal", "grpo", str(file)]
@@ -150,7 +150,13 @@ def run_command(config: dict[str, Any], folder: Path, layout: str) -> dict[str, 
         )
     steps = read_metrics(Path(config["train"]["output_dir"]))
     wall_s = sum(step["time/step"] for step in steps)
-    return {"rollouts_per_s": sum(step["batch/used"] for step in steps) / wall_s, "wall_s": wall_s}
+    busy = {name: sum(step.get(f"time/{name}", 0.0) for step in steps) for name in ("rollout", "train")}
+    return {
+        "rollouts_per_s": sum(step["batch/used"] for step in steps) / wall_s,
+        "wall_s": wall_s,
+        "sampler_idle": max(0.0, 1 - busy["rollout"] / wall_s),
+        "trainer_idle": max(0.0, 1 - busy["train"] / wall_s),
+    }
 
 
 def predicted_rows(measured: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ matplotlib.rcParams.update(
     {"svg.hashsalt": "shoal", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 )
 KINDS = {"decode": "o", "prefill": "s", "training": "^"}
+RATES = (10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000)
 
 
 def write(results: Results, folder: Path) -> None:
@@ -74,7 +75,7 @@ def _growth(results: Results) -> Any:
         "context": "context tokens (128 sequences)",
         "group": "group size (512 sequences)",
     }
-    figure, panels = plt.subplots(1, len(labels), figsize=(10, 3))
+    figure, panels = plt.subplots(1, len(labels), figsize=(10, 3), sharey=True)
     for axes, (axis, label) in zip(panels, labels.items(), strict=True):
         rows = [row for row in results.rows["growth"] if row["axis"] == axis]
         values = [row["value"] for row in rows]
@@ -84,6 +85,7 @@ def _growth(results: Results) -> Any:
         axes.plot(values, [row["tokens_per_s"] for row in rows], "s--", label="with prefill")
         axes.set(xscale="log", yscale="log", xlabel=label)
         axes.set_xticks(values, [f"{value:,}" for value in values], rotation=45, minor=False)
+        axes.set_yticks(RATES, [f"{rate // 1000}k" for rate in RATES])
         axes.minorticks_off()
     panels[0].set_ylabel("tokens/s")
     panels[0].legend(fontsize=7, frameon=False)
