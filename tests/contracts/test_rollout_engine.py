@@ -104,7 +104,7 @@ async def over_http(model: Any) -> AsyncIterator[Served]:
                         parameter.copy_(weights[name])
                 return describe(save(trained, Path(folder) / f"v{version:06}"), version, "full")
 
-            engine = HttpRolloutEngine(Address(f"{server.url}/v1", deadline_s=20))
+            engine = HttpRolloutEngine(server.address(deadline_s=20))
             try:
                 yield Served(engine, publish)
             finally:
