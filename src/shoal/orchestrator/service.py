@@ -76,7 +76,7 @@ class _Missing:
         if what not in self.since:
             said = f"waiting for {call.file}, which call {call.number} ({call.method}) of grpo-orch names"
             log.warning("%s", said)
-            self.tell(f"{said}, for {PAYLOAD_S:.0f} s at most")
+            self.tell(f"{said}, for {PAYLOAD_S:g} s at most")
         return now - self.since.setdefault(what, now) > PAYLOAD_S
 
 
@@ -172,9 +172,9 @@ class TrainingService:
             self._trainee = await self._make(steps)
 
     async def _learn(self, call: Call) -> dict[str, Any]:
-        trainee, tally = self._made(), Tally()
         if call.bulk is None:
-            raise StorageError(f"{call.file} of call {call.number} did not come within {PAYLOAD_S:.0f} s")
+            raise StorageError(f"{call.file}, which call {call.number} names, did not come within {PAYLOAD_S:g} s")
+        trainee, tally = self._made(), Tally()
         trainee.moved += 1
         groups = unpack_groups(call.bulk)
         fault("service:learn")
