@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from peft import PeftModel
 from safetensors.torch import load_file
 
 from shoal.errors import ConfigError, StorageError
@@ -29,9 +28,9 @@ from shoal.rollout.norms import write_noisy_norms
 from shoal.rollout.vllm import VllmRolloutEngine
 from shoal.types import Completion
 from support import engine_servers
-from support.engine_servers import CPU, LORA_RANK, contract_model, free_port, settings, shared_vllm, vllm_python
+from support.engine_servers import CPU, LORA_RANK, adapter, contract_model, free_port, settings, shared_vllm, vllm_python
 from support.engines import ask
-from support.models import TOKENIZER, lora_decoder, random_prompts, small_model
+from support.models import TOKENIZER, random_prompts, small_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 (PROMPT,) = random_prompts(5, 12)
@@ -51,19 +50,6 @@ def logprobs(model: Any, completion: Completion, start: int = 0, end: int | None
     ids = PROMPT + completion.token_ids
     rows = model(torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1].double().log_softmax(-1)
     return rows.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0].numpy()[start:end]
-
-
-def adapter(folder: Path, seed: int, rank: int) -> tuple[dict[str, Any], Any]:
-    """An adapter's manifest, as the trainer publishes it, and the model that has it merged."""
-    decoder: Any = lora_decoder("qwen3", seed=8, rank=rank, alpha=2 * rank)
-    with torch.no_grad():
-        for i, parameter in enumerate(p for p in decoder.model.parameters() if p.requires_grad):
-            parameter.copy_(
-                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * seed + i))
-            )
-    decoder.model.save_pretrained(str(folder), selected_adapters=["default"])
-    merged = PeftModel.from_pretrained(small_model("qwen3", seed=8), str(folder)).merge_and_unload()  # type: ignore[operator]
-    return describe(folder, seed, "lora"), merged
 
 
 def test_adapters_have_a_name_a_version(tmp_path: Path) -> None:
