@@ -25,7 +25,6 @@ from shoal.observability.manifest import describe
 from shoal.protocols import RolloutEngine
 from shoal.rollout.embedded import EmbeddedRolloutEngine
 from shoal.rollout.http import HttpRolloutEngine
-from shoal.rollout.link import Address
 from shoal.types import Completion, Request, Span
 from support import engine_servers
 from support.engines import ask, make_engine

@@ -22,15 +22,23 @@ import yaml
 from safetensors.torch import load_file
 
 from shoal.errors import ConfigError, StorageError
-from shoal.observability.manifest import describe
 from shoal.rollout.facts import ServerFacts, check_facts
 from shoal.rollout.norms import write_noisy_norms
 from shoal.rollout.vllm import VllmRolloutEngine
 from shoal.types import Completion
 from support import engine_servers
-from support.engine_servers import CPU, LORA_RANK, adapter, contract_model, free_port, settings, shared_vllm, vllm_python
+from support.engine_servers import (
+    CPU,
+    LORA_RANK,
+    adapter,
+    contract_model,
+    free_port,
+    settings,
+    shared_vllm,
+    vllm_python,
+)
 from support.engines import ask
-from support.models import TOKENIZER, random_prompts, small_model
+from support.models import EOS, TOKENIZER, random_prompts, small_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 (PROMPT,) = random_prompts(5, 12)
@@ -46,10 +54,12 @@ def run(test: Callable[[VllmRolloutEngine], Awaitable[None]], **changes: Any) ->
 
 
 @torch.no_grad()
-def logprobs(model: Any, completion: Completion, start: int = 0, end: int | None = None) -> np.ndarray:
-    ids = PROMPT + completion.token_ids
-    rows = model(torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1].double().log_softmax(-1)
-    return rows.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0].numpy()[start:end]
+def logprobs(model: Any, completion: Completion, *, ended_late: bool = False) -> np.ndarray:
+    """`ended_late`: with min_tokens the end was not to be drawn, so the rest shares its mass."""
+    rows = model(torch.tensor([PROMPT + completion.token_ids])).logits[0, len(PROMPT) - 1 : -1].double()
+    if ended_late:
+        rows[:, EOS] = -torch.inf
+    return rows.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0].numpy()
 
 
 def test_adapters_have_a_name_a_version(tmp_path: Path) -> None:
@@ -68,7 +78,8 @@ def test_adapters_have_a_name_a_version(tmp_path: Path) -> None:
         await engine.load(1, first)
         across = await running
         assert [span.version for span in across.spans] == [2], "a request finishes with the adapter it began with"
-        np.testing.assert_allclose(across.logprobs[60:], logprobs(second_model, across, 60), rtol=0, atol=1e-4)
+        expected = logprobs(second_model, across, ended_late=True)
+        np.testing.assert_allclose(across.logprobs, expected, rtol=0, atol=1e-4)
         after = await engine.generate(ask("d", PROMPT))
         np.testing.assert_allclose(after.logprobs, logprobs(first_model, after), rtol=0, atol=1e-4)
 
@@ -86,13 +97,8 @@ def test_an_update_in_flight_is_noted_per_token() -> None:
         drawn = await running
         first, second = drawn.spans
         assert (first.version, second.version) == (0, 5) and first.end == second.start and second.end == 80
-        ban = torch.tensor([2])  # min_tokens: the end was not to be drawn, so the rest shares its mass
         for model, span in ((old, first), (new, second)):
-            with torch.no_grad():
-                rows = model(torch.tensor([PROMPT + drawn.token_ids])).logits[0, len(PROMPT) - 1 : -1].double()
-            rows[:, ban] = -torch.inf
-            expected = rows.log_softmax(-1).gather(-1, torch.tensor(drawn.token_ids)[:, None])[:, 0].numpy()
-            part = slice(span.start, span.end)
+            expected, part = logprobs(model, drawn, ended_late=True), slice(span.start, span.end)
             np.testing.assert_allclose(drawn.logprobs[part], expected[part], rtol=0, atol=1e-4)
 
     run(check)

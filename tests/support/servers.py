@@ -38,7 +38,7 @@ class Server:
     failures: list[EngineError] = field(default_factory=list)
 
     async def ask(self, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
-        """Status and JSON, or text; a GET where there is no body. With the token that steers, unless headers are given."""
+        """Status and JSON, or text; a GET where there is no body. With the token, unless headers are given."""
         if "headers" not in options:
             options["headers"] = {"Authorization": f"Bearer {self.token_file.read_text()}"}
         timeout = aiohttp.ClientTimeout(total=30)

@@ -112,4 +112,3 @@ class Control:
         busy = health["running"] + health["waiting"]
         if busy:
             raise BadRequest(f"{busy} requests are being answered; change adapters when none is", "lora_name")
-

@@ -207,9 +207,10 @@ def _group(store: dist.TCPStore, number: int, rank: int, device: torch.device, h
         return dist.ProcessGroupNCCL(prefixed, rank, WORLD, options)
     if host not in LOOPBACK:
         return dist.ProcessGroupGloo(prefixed, rank, WORLD, _limit())
-    near = dist.ProcessGroupGloo._Options()
-    near._timeout, near._devices = _limit(), [dist.ProcessGroupGloo.create_device(hostname=host)]
-    return dist.ProcessGroupGloo(prefixed, rank, WORLD, near)
+    gloo: Any = dist.ProcessGroupGloo
+    near = gloo._Options()
+    near._timeout, near._devices = _limit(), [gloo.create_device(hostname=host)]
+    return gloo(prefixed, rank, WORLD, near)
 
 
 def _broadcast(group: Any, tensor: Tensor) -> None:
@@ -220,4 +221,3 @@ def _broadcast(group: Any, tensor: Tensor) -> None:
 
 def _limit() -> timedelta:
     return timedelta(seconds=JOIN_S)
-

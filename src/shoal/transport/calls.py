@@ -23,7 +23,6 @@ from shoal.errors import (
     StorageError,
 )
 
-
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a name that stays in its folder
 
 

@@ -181,7 +181,8 @@ def test_what_fails_there_fails_here(raised: Exception, told: type[Exception], c
 
 
 @pytest.mark.parametrize(
-    ("session", "file"), [(SESSION, "../../secret"), (SESSION, ".."), ("..", "secret"), (".", "x"), ("", "x"), ("/", "x")]
+    ("session", "file"),
+    [(SESSION, "../../secret"), (SESSION, ".."), ("..", "secret"), (".", "x"), ("", "x"), ("/", "x")],
 )
 def test_a_payload_is_only_looked_for_beside_its_call(tmp_path: Path, session: str, file: str):
     (tmp_path / "secret").write_text("x")
