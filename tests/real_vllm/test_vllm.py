@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +27,7 @@ from shoal.errors import ConfigError, StorageError
 from shoal.rollout.facts import ServerFacts, check_facts
 from shoal.rollout.norms import write_noisy_norms
 from shoal.rollout.vllm import VllmRolloutEngine
-from shoal.types import Completion
+from shoal.types import Completion, Request
 from support import engine_servers
 from support.engine_servers import (
     CPU,
@@ -62,6 +64,22 @@ def logprobs(model: Any, completion: Completion, *, ended_late: bool = False) ->
     return rows.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0].numpy()
 
 
+def tokens_drawn() -> float:
+    with urllib.request.urlopen(f"{shared_vllm()}/metrics", timeout=10) as reply:
+        counts = re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", reply.read().decode(), re.MULTILINE)
+    return sum(map(float, counts))
+
+
+async def under_way(engine: VllmRolloutEngine, request: Request) -> asyncio.Task[Completion]:
+    """A request of which vLLM has drawn a few tokens."""
+    before = await asyncio.to_thread(tokens_drawn)
+    running = asyncio.create_task(engine.generate(request))
+    async with asyncio.timeout(60):
+        while await asyncio.to_thread(tokens_drawn) < before + 3:
+            await asyncio.sleep(0.01)
+    return running
+
+
 def test_adapters_have_a_name_a_version(tmp_path: Path) -> None:
     first, first_model = adapter(tmp_path / "one", 1, 4)
     second, second_model = adapter(tmp_path / "two", 2, 4)
@@ -73,8 +91,7 @@ def test_adapters_have_a_name_a_version(tmp_path: Path) -> None:
         assert drawn.spans[0].version == 2
         listed = [model["id"] for model in (await engine.get("/v1/models"))["data"]]
         assert "shoal-v000002" in listed and "shoal-v000001" not in listed, "the old one is unloaded"
-        running = asyncio.create_task(engine.generate(ask("c", PROMPT, max_tokens=60, min_tokens=60, seed=4)))
-        await asyncio.sleep(0.1)
+        running = await under_way(engine, ask("c", PROMPT, max_tokens=60, min_tokens=60, seed=4))
         await engine.load(1, first)
         across = await running
         assert [span.version for span in across.spans] == [2], "a request finishes with the adapter it began with"
@@ -91,8 +108,7 @@ def test_an_update_in_flight_is_noted_per_token() -> None:
     old, new = small_model("qwen3", seed=8), small_model("qwen3", seed=21)
 
     async def check(engine: VllmRolloutEngine) -> None:
-        running = asyncio.create_task(engine.generate(ask("r", PROMPT, max_tokens=80, min_tokens=80, seed=3)))
-        await asyncio.sleep(0.15)
+        running = await under_way(engine, ask("r", PROMPT, max_tokens=80, min_tokens=80, seed=3))
         await engine.load(5, engine_servers.publish(5, dict(new.named_parameters())))
         drawn = await running
         first, second = drawn.spans
