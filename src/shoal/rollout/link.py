@@ -55,7 +55,7 @@ class Address:
     name: str = "the inference server"
     start: str = "start it with shoal grpo-infer"  # what to do where nobody answers
     token_file: Path | None = None  # where a server without a key leaves the token that steers it
-    answer_bytes: int = 1 << 30  # the longest answer that is read
+    answer_bytes: int = 1 << 28  # the longest answer that is read; 128k tokens with all they were drawn from are less
 
     @property
     def root(self) -> str:
@@ -151,7 +151,7 @@ class Link:
         """A token that is not there yet, or is another by now, is waited for; one that stays wrong is another run's."""
         file = self.address.token_file
         if file is not None and (shown is None or read_token(file) != shown):
-            return Lost(f"its token is not in {file} yet")
+            return Lost(f"its token cannot be read in {file}")
         return ConfigError(
             f"{self.name} is not steered by the token of this run ({file}); is it the grpo-infer of this output_dir? "
             "Check orch.client.base_url, or give the server a key: infer.api_key_var and orch.client.api_key_var"

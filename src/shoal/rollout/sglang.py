@@ -105,7 +105,7 @@ class SglangRolloutEngine(RemoteEngine):
     _transfers = False
 
     async def _done(self, path: str, body: dict[str, Any]) -> None:
-        """A failure comes with status 400, which the link refuses; whatever else does not say that it succeeded did not."""
+        """A failure comes with status 400, which the link refuses; what does not say that it succeeded did not."""
         answer = await self.post(path, body)
         if answer.get("success") is not True:
             raise Refused(f"SGLang: {path} failed: {answer}", 200)
