@@ -27,6 +27,7 @@ from shoal.config.split import check_split
 from shoal.errors import LostRanksError, ShoalError
 from shoal.observability.console import BaseConsole, PlainConsole
 from shoal.observability.logs import setup_logging, stop_logging
+from shoal.observability.token import WEIGHTS
 from shoal.orchestrator.meeting import LOOK_S, Ended, Meeting, ending_of
 from shoal.orchestrator.ranks import Alone
 from shoal.orchestrator.service import Trainee, TrainingService, unless_ended
@@ -91,7 +92,8 @@ def serve_inference(section: InferConfig, origins: Origins, tell: Callable[[str]
         from shoal.build import infer
         from shoal.transport.broadcast import BroadcastWeights
 
-        infer.serve(section, tell, {"broadcast": BroadcastWeights}, accompany)
+        fetch = partial(BroadcastWeights, meeting.presence.folder / WEIGHTS)
+        infer.serve(section, tell, {"broadcast": fetch}, accompany)
 
 
 async def _accompany(meeting: Meeting, origins: Origins) -> None:

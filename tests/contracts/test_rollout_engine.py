@@ -25,7 +25,6 @@ from shoal.observability.manifest import describe
 from shoal.protocols import RolloutEngine
 from shoal.rollout.embedded import EmbeddedRolloutEngine
 from shoal.rollout.http import HttpRolloutEngine
-from shoal.rollout.link import Address
 from shoal.types import Completion, Request, Span
 from support import engine_servers
 from support.engines import ask, make_engine
@@ -104,7 +103,7 @@ async def over_http(model: Any) -> AsyncIterator[Served]:
                         parameter.copy_(weights[name])
                 return describe(save(trained, Path(folder) / f"v{version:06}"), version, "full")
 
-            engine = HttpRolloutEngine(Address(f"{server.url}/v1", deadline_s=20))
+            engine = HttpRolloutEngine(server.address(deadline_s=20))
             try:
                 yield Served(engine, publish)
             finally:

@@ -56,14 +56,22 @@ def up(command: Command) -> Command:
     return command
 
 
-def get(port: int, path: str) -> Any:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
+def get(port: int, path: str, token: str = "") -> Any:
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(asked, timeout=10) as reply:
         return json.loads(reply.read())
+
+
+def token_file(folder: Path) -> Path:
+    """Where a server that was started in the folder leaves its token."""
+    return folder / "outputs" / "handshake" / "infer.token"
 
 
 def test_it_serves_until_it_is_told_to_stop(start: Start, port: int, tmp_path: Path):
     server = up(start())
-    assert get(port, "/health")["ok"] and get(port, "/shoal/about")["max_model_len"] == 256
+    token = token_file(tmp_path).read_text()
+    assert get(port, "/health")["ok"] and get(port, "/shoal/about", token)["max_model_len"] == 256
+    assert token not in server.text()
     second = start()
     assert second.wait() == 2
     assert second.text() == (
@@ -72,8 +80,16 @@ def test_it_serves_until_it_is_told_to_stop(start: Start, port: int, tmp_path: P
     assert get(port, "/health")["ok"], "the first is unharmed"
     server.send(signal.SIGTERM)
     assert server.wait(20) == 0 and server.text().endswith("stopped by SIGTERM\n")
-    assert (tmp_path / "outputs" / "logs" / "infer.log").is_file()
+    assert token not in (tmp_path / "outputs" / "logs" / "infer.log").read_text()
     assert up(start()).running(), "and the port is free again"
+
+
+def test_a_terminal_that_goes_away_ends_it_in_order(start: Start, tmp_path: Path):
+    server = up(start())
+    assert (tmp_path / "outputs" / "handshake" / "infer.json").is_file()
+    server.send(signal.SIGHUP)
+    assert server.wait(20) == 0 and server.text().endswith("stopped by SIGHUP\n")
+    assert not (tmp_path / "outputs" / "handshake" / "infer.json").exists(), "nobody takes it for one that is there"
 
 
 @pytest.mark.parametrize(
@@ -126,12 +142,13 @@ def test_killed_under_way_and_started_again_it_draws_the_same(start: Start, port
     model = AutoModelForCausalLM.from_pretrained(raw_model)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.05, 0.1)
-    model.save_pretrained(tmp_path / "v4")
-    manifest = {**describe(tmp_path / "v4", 4, "full"), "sigma": 0.02}
+    model.save_pretrained(tmp_path / "outputs" / "weights" / "v4")
+    manifest = {**describe(tmp_path / "outputs" / "weights" / "v4", 4, "full"), "sigma": 0.02}
     said: list[str | None] = []
 
     async def run() -> None:
-        engine = HttpRolloutEngine(Address(f"http://127.0.0.1:{port}/v1", deadline_s=60), waiting=said.append)
+        address = Address(f"http://127.0.0.1:{port}/v1", deadline_s=60, token_file=token_file(tmp_path))
+        engine = HttpRolloutEngine(address, waiting=said.append)
         server = up(start())
         proof = await engine.load(4, manifest)
         undisturbed = await draw(engine)
@@ -146,7 +163,8 @@ def test_killed_under_way_and_started_again_it_draws_the_same(start: Start, port
         await asyncio.sleep(0.3)
         await asyncio.to_thread(up, start())
         assert await asyncio.wait_for(calls, 60) == undisturbed
-        assert get(port, "/shoal/version") == {"version": 4, "hash": proof}
+        token = token_file(tmp_path).read_text()
+        assert get(port, "/shoal/version", token) == {"version": 4, "hash": proof}
         await engine.close()
 
     asyncio.run(run())
@@ -156,12 +174,13 @@ def test_killed_under_way_and_started_again_it_draws_the_same(start: Start, port
     assert said[-1] is None
 
 
-def test_one_that_does_not_come_back_ends_the_wait_with_the_reason(start: Start, port: int):
+def test_one_that_does_not_come_back_ends_the_wait_with_the_reason(start: Start, port: int, tmp_path: Path):
     from shoal.errors import DeadlineError
 
     async def run() -> None:
-        engine = HttpRolloutEngine(Address(f"http://127.0.0.1:{port}/v1", deadline_s=1))
         server = up(start())
+        address = Address(f"http://127.0.0.1:{port}/v1", deadline_s=1, token_file=token_file(tmp_path))
+        engine = HttpRolloutEngine(address)
         await engine.load(0)
         calls = asyncio.create_task(draw(engine))
         await asyncio.sleep(0.1)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,19 +21,26 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from peft import PeftModel
 from safetensors.torch import load_file
 
 from shoal.errors import ConfigError, StorageError
-from shoal.observability.manifest import describe
 from shoal.rollout.facts import ServerFacts, check_facts
 from shoal.rollout.norms import write_noisy_norms
 from shoal.rollout.vllm import VllmRolloutEngine
-from shoal.types import Completion
+from shoal.types import Completion, Request
 from support import engine_servers
-from support.engine_servers import CPU, LORA_RANK, contract_model, free_port, settings, shared_vllm, vllm_python
+from support.engine_servers import (
+    CPU,
+    LORA_RANK,
+    adapter,
+    contract_model,
+    free_port,
+    settings,
+    shared_vllm,
+    vllm_python,
+)
 from support.engines import ask
-from support.models import TOKENIZER, lora_decoder, random_prompts, small_model
+from support.models import EOS, TOKENIZER, random_prompts, small_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 (PROMPT,) = random_prompts(5, 12)
@@ -47,23 +56,28 @@ def run(test: Callable[[VllmRolloutEngine], Awaitable[None]], **changes: Any) ->
 
 
 @torch.no_grad()
-def logprobs(model: Any, completion: Completion, start: int = 0, end: int | None = None) -> np.ndarray:
-    ids = PROMPT + completion.token_ids
-    rows = model(torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1].double().log_softmax(-1)
-    return rows.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0].numpy()[start:end]
+def logprobs(model: Any, completion: Completion, *, ended_late: bool = False) -> np.ndarray:
+    """`ended_late`: with min_tokens the end was not to be drawn, so the rest shares its mass."""
+    rows = model(torch.tensor([PROMPT + completion.token_ids])).logits[0, len(PROMPT) - 1 : -1].double()
+    if ended_late:
+        rows[:, EOS] = -torch.inf
+    return rows.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0].numpy()
 
 
-def adapter(folder: Path, seed: int, rank: int) -> tuple[dict[str, Any], Any]:
-    """An adapter's manifest, as the trainer publishes it, and the model that has it merged."""
-    decoder: Any = lora_decoder("qwen3", seed=8, rank=rank, alpha=2 * rank)
-    with torch.no_grad():
-        for i, parameter in enumerate(p for p in decoder.model.parameters() if p.requires_grad):
-            parameter.copy_(
-                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * seed + i))
-            )
-    decoder.model.save_pretrained(str(folder), selected_adapters=["default"])
-    merged = PeftModel.from_pretrained(small_model("qwen3", seed=8), str(folder)).merge_and_unload()  # type: ignore[operator]
-    return describe(folder, seed, "lora"), merged
+def tokens_drawn() -> float:
+    with urllib.request.urlopen(f"{shared_vllm()}/metrics", timeout=10) as reply:
+        counts = re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", reply.read().decode(), re.MULTILINE)
+    return sum(map(float, counts))
+
+
+async def under_way(engine: VllmRolloutEngine, request: Request) -> asyncio.Task[Completion]:
+    """A request of which vLLM has drawn a few tokens."""
+    before = await asyncio.to_thread(tokens_drawn)
+    running = asyncio.create_task(engine.generate(request))
+    async with asyncio.timeout(60):
+        while await asyncio.to_thread(tokens_drawn) < before + 3:
+            await asyncio.sleep(0.01)
+    return running
 
 
 def test_adapters_have_a_name_a_version(tmp_path: Path) -> None:
@@ -77,12 +91,12 @@ def test_adapters_have_a_name_a_version(tmp_path: Path) -> None:
         assert drawn.spans[0].version == 2
         listed = [model["id"] for model in (await engine.get("/v1/models"))["data"]]
         assert "shoal-v000002" in listed and "shoal-v000001" not in listed, "the old one is unloaded"
-        running = asyncio.create_task(engine.generate(ask("c", PROMPT, max_tokens=60, min_tokens=60, seed=4)))
-        await asyncio.sleep(0.1)
+        running = await under_way(engine, ask("c", PROMPT, max_tokens=60, min_tokens=60, seed=4))
         await engine.load(1, first)
         across = await running
         assert [span.version for span in across.spans] == [2], "a request finishes with the adapter it began with"
-        np.testing.assert_allclose(across.logprobs[60:], logprobs(second_model, across, 60), rtol=0, atol=1e-4)
+        expected = logprobs(second_model, across, ended_late=True)
+        np.testing.assert_allclose(across.logprobs, expected, rtol=0, atol=1e-4)
         after = await engine.generate(ask("d", PROMPT))
         np.testing.assert_allclose(after.logprobs, logprobs(first_model, after), rtol=0, atol=1e-4)
 
@@ -94,19 +108,13 @@ def test_an_update_in_flight_is_noted_per_token() -> None:
     old, new = small_model("qwen3", seed=8), small_model("qwen3", seed=21)
 
     async def check(engine: VllmRolloutEngine) -> None:
-        running = asyncio.create_task(engine.generate(ask("r", PROMPT, max_tokens=80, min_tokens=80, seed=3)))
-        await asyncio.sleep(0.15)
+        running = await under_way(engine, ask("r", PROMPT, max_tokens=80, min_tokens=80, seed=3))
         await engine.load(5, engine_servers.publish(5, dict(new.named_parameters())))
         drawn = await running
         first, second = drawn.spans
         assert (first.version, second.version) == (0, 5) and first.end == second.start and second.end == 80
-        ban = torch.tensor([2])  # min_tokens: the end was not to be drawn, so the rest shares its mass
         for model, span in ((old, first), (new, second)):
-            with torch.no_grad():
-                rows = model(torch.tensor([PROMPT + drawn.token_ids])).logits[0, len(PROMPT) - 1 : -1].double()
-            rows[:, ban] = -torch.inf
-            expected = rows.log_softmax(-1).gather(-1, torch.tensor(drawn.token_ids)[:, None])[:, 0].numpy()
-            part = slice(span.start, span.end)
+            expected, part = logprobs(model, drawn, ended_late=True), slice(span.start, span.end)
             np.testing.assert_allclose(drawn.logprobs[part], expected[part], rtol=0, atol=1e-4)
 
     run(check)

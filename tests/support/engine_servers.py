@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from aiohttp import web
+from peft import PeftModel
 from safetensors.torch import save_file
 
 from shoal.observability.manifest import describe
@@ -26,7 +27,7 @@ from shoal.rollout.launch import Launch, ServerProcess
 from shoal.rollout.sglang import SglangRolloutEngine
 from shoal.rollout.vllm import ENVIRONMENT, FLAGS, VllmRolloutEngine
 from support.engines import detokenize
-from support.models import EOS, TOKENIZER, VOCABULARY, small_model
+from support.models import EOS, TOKENIZER, VOCABULARY, lora_decoder, small_model
 from support.sglang_double import SglangDouble
 
 CONTEXT_TOKENS = 96  # of the contract suite
@@ -104,6 +105,19 @@ def publish(version: int, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]
     )
     (path / "config.json").write_bytes((contract_model() / "config.json").read_bytes())
     return describe(path, version, "full")
+
+
+def adapter(folder: Path, seed: int, rank: int) -> tuple[dict[str, Any], Any]:
+    """An adapter's manifest, as the trainer publishes it, and the model that has it merged."""
+    decoder: Any = lora_decoder("qwen3", seed=8, rank=rank, alpha=2 * rank)
+    with torch.no_grad():
+        for i, parameter in enumerate(p for p in decoder.model.parameters() if p.requires_grad):
+            parameter.copy_(
+                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * seed + i))
+            )
+    decoder.model.save_pretrained(str(folder), selected_adapters=["default"])
+    merged = PeftModel.from_pretrained(small_model("qwen3", seed=8), str(folder)).merge_and_unload()  # type: ignore[operator]
+    return describe(folder, seed, "lora"), merged
 
 
 @asynccontextmanager

@@ -14,6 +14,8 @@ import aiohttp
 from shoal.build.infer import Inference, make_inference, start_server
 from shoal.config.infer import InferConfig
 from shoal.errors import EngineError
+from shoal.observability.token import CONTROL
+from shoal.rollout.link import Address
 from shoal.server.control import Control
 from shoal.server.listen import bind
 from support.models import TOKENIZER
@@ -30,18 +32,24 @@ def save(model: Any, folder: Path) -> Path:
 class Server:
     url: str
     model: str
+    token_file: Path
     inference: Inference
     control: Control
     failures: list[EngineError] = field(default_factory=list)
 
     async def ask(self, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
-        """Status and JSON, or text; a GET where there is no body."""
+        """Status and JSON, or text; a GET where there is no body. With the token, unless headers are given."""
+        if "headers" not in options:
+            options["headers"] = {"Authorization": f"Bearer {self.token_file.read_text()}"}
         timeout = aiohttp.ClientTimeout(total=30)
         async with aiohttp.ClientSession(timeout=timeout) as http:
             method = "GET" if body is None else "POST"
             async with http.request(method, self.url + path, json=body, **options) as reply:
                 as_json = reply.content_type == "application/json"
                 return reply.status, await (reply.json() if as_json else reply.text())
+
+    def address(self, **options: Any) -> Address:
+        return Address(f"{self.url}/v1", token_file=self.token_file, **options)
 
     async def until_idle(self) -> None:
         async with asyncio.timeout(20):
@@ -51,13 +59,16 @@ class Server:
 
 @asynccontextmanager
 async def serving(folder: Path, **settings: Any) -> AsyncIterator[Server]:
-    values = {"max_model_len": 128, "max_num_seqs": 8, "dtype": "float32", **settings}
+    """Its run's folder is the one that the model lies in, unless said otherwise."""
+    own = {"max_model_len": 128, "max_num_seqs": 8, "dtype": "float32", "output_dir": str(folder.parent)}
+    values = {**own, **settings}
     config = InferConfig.model_validate({"model": str(folder), **values})
     inference = await asyncio.to_thread(make_inference, config)
     failures: list[EngineError] = []
     listener, control = await start_server(config, inference, bind("127.0.0.1", 0), failures.append)
     try:
-        yield Server(f"http://127.0.0.1:{listener.port}", str(folder), inference, control, failures)
+        url, token_file = f"http://127.0.0.1:{listener.port}", Path(config.output_dir) / "handshake" / CONTROL
+        yield Server(url, str(folder), token_file, inference, control, failures)
     finally:
         await listener.close()
         await inference.close()

@@ -8,22 +8,25 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.model import Model, load
+from shoal.build.remote import on_ending
 from shoal.build.sampler import CLOSE_LIMIT_S, CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS
 from shoal.config.infer import InferConfig
 from shoal.config.train import TrainConfig
 from shoal.errors import ConfigError, EngineError
 from shoal.observability.logs import setup_logging, stop_logging
+from shoal.observability.token import CONTROL, write_token
 from shoal.server.app import make_app
 from shoal.server.completions import Completions, Served
 from shoal.server.control import Control
 from shoal.server.guard import LOOPBACK, Access
 from shoal.server.listen import Listener, bind
 from shoal.server.names import Names
+from shoal.transport.presence import FOLDER as HANDSHAKE
 
 if TYPE_CHECKING:
     from shoal.engine.engine import EmbeddedEngine
@@ -132,10 +135,13 @@ async def start_server(
     """Listening when it returns."""
     engine = inference.engine
     names = Names(str(infer.model), lambda: engine.version)
-    control = Control(engine, names, inference.facts)
+    folder, access = Path(infer.output_dir), access_of(infer)
+    if access.key is None:
+        access = replace(access, token=write_token(folder / HANDSHAKE / CONTROL))
+    control = Control(engine, names, inference.facts, (folder,))
     control.hash = await engine.load(0)
     served = Served(engine, inference.model.chat, names.model, inference.facts["max_model_len"])
-    listener = Listener(make_app(Completions(served), names, control, access_of(infer), failed), sock)
+    listener = Listener(make_app(Completions(served), names, control, access, failed), sock)
     await listener.start()
     return listener, control
 
@@ -168,15 +174,13 @@ async def _serve(
     tell: Callable[[str], None],
     beside: Callable[[], Awaitable[None]] | None,
 ) -> None:
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[BaseException | signal.Signals] = loop.create_future()
+    ended: asyncio.Future[BaseException | signal.Signals] = asyncio.get_running_loop().create_future()
 
     def end(reason: BaseException | signal.Signals) -> None:
         if not ended.done():
             ended.set_result(reason)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end, number)
+    on_ending(end)
     listener, control = await start_server(infer, inference, sock, end)
     about = control.about()
     shown = f"[{infer.host}]" if ":" in infer.host else infer.host

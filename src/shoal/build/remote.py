@@ -191,6 +191,13 @@ def lora_rank(infer: InferConfig) -> int:
     return next((known for known in LORA_RANKS if known >= wanted), wanted)
 
 
+def on_ending(end: Callable[[signal.Signals], None]) -> None:
+    """What ends grpo-infer, whichever engine it serves. Under nohup a hangup stays ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, end, number)
+
+
 async def serve_others(
     infer: InferConfig, tell: Callable[[str], None], beside: Callable[[], Awaitable[None]] | None = None
 ) -> None:
@@ -205,9 +212,8 @@ async def serve_others(
     _check_key("infer", infer.api_key_var)
     on_cpu = not Path("/dev/nvidiactl").exists()
     process = ServerProcess(launch_of(infer, Path(infer.output_dir), "float32" if on_cpu else "auto", on_cpu=on_cpu))
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    stop = asyncio.Event()
+    on_ending(lambda _: stop.set())
     process.start()
     launch = process.launch
     tell(f"{name} starts at http://{launch.host}:{launch.port}/v1; its log is {launch.log}")

@@ -22,6 +22,7 @@ from shoal.build.schedule import total_steps
 from shoal.config.schema import RunConfig, TrainConfig
 from shoal.errors import ConfigError
 from shoal.observability.atomic import remove_quietly, storage
+from shoal.observability.token import CONTROL
 from shoal.orchestrator.meeting import Meeting, Waits
 from shoal.orchestrator.remote import RemoteFiles, RemoteTrainer, RemoteWeights, Resources, here
 from shoal.protocols import RolloutEngine
@@ -149,7 +150,8 @@ def make_engine(config: RunConfig, meeting: Meeting, chat: Chat) -> RolloutEngin
         raise ConfigError(f"orch.client.api_key_var: the environment variable {client.api_key_var} is not set")
     # A wait for the server ends before the wait for the groups it should have drawn: the reason names the cause.
     limit_s = max(orch.deadline_s / 2, orch.deadline_s - 30)
-    address = Address(client.base_url, key, limit_s, client.timeout, max(64, 2 * orch.batch_size))
+    connections, token_file = max(64, 2 * orch.batch_size), meeting.presence.folder / CONTROL
+    address = Address(client.base_url, key, limit_s, client.timeout, connections, token_file=token_file)
     return HttpRolloutEngine(address, config.train.model, config.train.seed, waits.heard)
 
 

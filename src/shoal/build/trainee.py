@@ -17,9 +17,11 @@ from shoal.build.plan import make_plan
 from shoal.build.run import make_learner
 from shoal.build.sampler import DeviceThread, chat_options, shard
 from shoal.config.schema import RunConfig
+from shoal.observability.token import WEIGHTS, write_token
 from shoal.orchestrator.ranks import all_or_none
 from shoal.orchestrator.service import Trainee
 from shoal.protocols import Ranks, WeightChannel
+from shoal.transport.presence import FOLDER as HANDSHAKE
 
 if TYPE_CHECKING:
     from shoal.models.sampler_view import SamplerView
@@ -99,8 +101,9 @@ def make_weights(config: RunConfig, model: Model, files: PolicyFiles, on_device:
         export: Callable[[Path], Awaitable[Any]] = functools.partial(on_device, files.export)
         return FolderWeightChannel(train.output_dir, "lora" if train.lora else "full", export, train.seed)
     from shoal.trainer.checkpoint import snapshot_weights
-    from shoal.transport.broadcast import BroadcastWeightChannel
+    from shoal.transport.broadcast import BroadcastWeightChannel, Place
 
     where, kind = train.weight_broadcast, model.trained.device.type
     take = functools.partial(on_device, snapshot_weights, model.decoder)
-    return BroadcastWeightChannel(where.host, where.port, take, train.seed, kind)
+    place = Place(where.host, where.port, write_token(Path(train.output_dir) / HANDSHAKE / WEIGHTS))
+    return BroadcastWeightChannel(place, take, train.seed, kind)

@@ -206,12 +206,23 @@ def _check_server(config: RunConfig, findings: Findings) -> None:
             if name != "max_num_seqs" and not (name == "max_lora_rank" and infer.max_lora_rank == train.lora_rank):
                 what = f"is for a server that Shoal starts; the one at {show(orch.client.base_url)} runs already"
                 findings.error(f"infer.{name}", what, "remove it, or set infer.engine_python")
-    if infer.engine == "sglang" and train.noise_scheduler.enabled:
+
+
+def check_served(config: RunConfig, findings: Findings) -> None:
+    """What a vLLM or SGLang server cannot do for a run, in any layout."""
+    train, engine, sampling = config.train, config.infer.engine, config.orch.sampling
+    if engine == "embedded":
+        return
+    if engine == "sglang" and train.noise_scheduler.enabled:
         what = "noise cannot be put on the norms of an SGLang server"
         findings.error("train.noise_scheduler", what, "turn it off, or use infer.engine vllm or embedded")
     if train.quantised:
-        what = f"a {infer.engine} server would sample from the unquantised base"
+        what = f"a {engine} server would sample from the unquantised base"
         findings.error("infer.engine", what, "use infer.engine embedded, or train without quantisation")
+    if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
+        # Only the embedded engine says which tokens a truncated distribution left.
+        what = f"truncated sampling cannot be replayed with infer.engine {engine}, so training would be biased"
+        findings.error("orch.sampling", what, "set top_p 1, top_k -1, min_p 0, or use infer.engine embedded")
 
 
 def _check_colocated(config: RunConfig, findings: Findings) -> None:
@@ -231,19 +242,11 @@ def _check_colocated(config: RunConfig, findings: Findings) -> None:
         _check_embedded_precision(train.recipe, infer.dtype, findings)
     else:
         _check_server(config, findings)
-    check_sampling_replay(config, findings)
+    check_served(config, findings)
     if infer.engine != "embedded" and given(infer, "weights"):
         findings.error("infer.weights", f"is not used: a {infer.engine} server always has its own copy", "remove it")
     if train.device == "cpu" and infer.gpu_memory_utilization is not None and not infer.in_process:
         findings.error("infer.gpu_memory_utilization", "is not used with train.device cpu", "remove it")
-
-
-def check_sampling_replay(config: RunConfig, findings: Findings) -> None:
-    """Only the embedded engine says which tokens a truncated distribution left."""
-    engine, sampling = config.infer.engine, config.orch.sampling
-    if engine != "embedded" and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0):
-        what = f"truncated sampling cannot be replayed with infer.engine {engine}, so training would be biased"
-        findings.error("orch.sampling", what, "set top_p 1, top_k -1, min_p 0, or use infer.engine embedded")
 
 
 def _advise_reward(config: RunConfig, findings: Findings) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shoal.config.base import Section, given
-from shoal.config.checks import check_common, check_sampling_replay
+from shoal.config.checks import check_common, check_served
 from shoal.config.problems import Findings, Origins, redact, render
 from shoal.config.schema import RunConfig
 from shoal.config.schema_errors import problems_from
@@ -46,8 +46,5 @@ def check_split(config: RunConfig) -> Findings:
     if infer.engine != "embedded" and train.weight_broadcast.type != "filesystem":
         what = f"a {infer.engine} server takes its weights from the shared folder"
         findings.error("train.weight_broadcast.type", what, "set it to filesystem, or use infer.engine embedded")
-    if infer.engine == "sglang" and train.noise_scheduler.enabled:
-        what = "noise cannot be put on the norms of an SGLang server"
-        findings.error("train.noise_scheduler", what, "turn it off, or use infer.engine vllm or embedded")
-    check_sampling_replay(config, findings)
+    check_served(config, findings)
     return findings

@@ -130,7 +130,7 @@ class OwnWeights:
         self.clear_adapter()
 
     def _replace_adapter(self, incoming: Incoming, config: Mapping[str, Any]) -> None:
-        rank = self._checked_rank(config)
+        rank, scale = self._checked_scale(config)
         targets = self._adapter_targets()
         unknown = sorted(set(incoming.shapes) - set(targets))
         if unknown:
@@ -140,8 +140,6 @@ class OwnWeights:
             self.clear_adapter()
             for name in incoming.shapes:
                 _cut(targets[name], name, rank).copy_(incoming.tensor(name))
-        alpha = float(config.get("lora_alpha", rank))
-        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         for module in self._decoder.inner.modules():
             if hasattr(module, "lora_A"):
                 module.scaling[lora.TRAINED] = scale  # type: ignore[index]
@@ -160,10 +158,14 @@ class OwnWeights:
             if ".lora_A." in name or ".lora_B." in name
         }
 
-    def _checked_rank(self, config: Mapping[str, Any]) -> int:
+    def _checked_scale(self, config: Mapping[str, Any]) -> tuple[int, float]:
+        """Rank, and what its product is multiplied by."""
         if self._max_rank is None:
             raise ModelError("this server holds no adapters; start it with infer.enable_lora=true")
-        rank = int(config.get("r", 0))
+        try:
+            rank, alpha = int(config.get("r", 0)), float(config.get("lora_alpha", config.get("r", 0)))
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"the adapter's r and lora_alpha must be numbers: {error}") from error
         if not 1 <= rank <= self._max_rank:
             raise ModelError(f"the adapter's rank is {rank}, over infer.max_lora_rank ({self._max_rank})")
         special = [key for key in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save") if config.get(key)]
@@ -171,7 +173,7 @@ class OwnWeights:
             special.append("bias")
         if special:
             raise ModelError(f"the adapter uses {', '.join(special)}, which this server does not apply")
-        return rank
+        return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _cut(parameter: Tensor, name: str, rank: int) -> Tensor:

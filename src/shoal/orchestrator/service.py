@@ -6,16 +6,17 @@ training processes the first receives and hands every call to the others; all of
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from shoal.errors import ConfigError, LostRanksError, ShoalError
+from shoal.errors import ConfigError, LostRanksError, ShoalError, StorageError
 from shoal.observability.atomic import fault, remove_quietly, storage
 from shoal.observability.metrics import Tally
 from shoal.observability.run_dir import SHARDS
@@ -28,6 +29,7 @@ from shoal.protocols import Ranks, WeightChannel
 from shoal.transport.calls import Answer, Answerer, Call, failed, read_bulk
 
 log = logging.getLogger(__name__)
+PAYLOAD_S, PAYLOAD_PAUSE_S = 30.0, 0.25
 
 
 class Closable(Protocol):
@@ -62,6 +64,22 @@ class Trainee:
 Make = Callable[[int], Awaitable[Trainee]]
 
 
+@dataclass
+class _Missing:
+    """A call whose payload is not there: on a network's file system it may come later. Told once, and not for ever."""
+
+    tell: Callable[[str], None]
+    since: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def too_long(self, call: Call) -> bool:
+        now, what = time.monotonic(), (call.session, call.number)
+        if what not in self.since:
+            said = f"waiting for {call.file}, which call {call.number} ({call.method}) of grpo-orch names"
+            log.warning("%s", said)
+            self.tell(f"{said}, for {PAYLOAD_S:g} s at most")
+        return now - self.since.setdefault(what, now) > PAYLOAD_S
+
+
 class TrainingService:
     def __init__(self, make: Make, ranks: Ranks, folder: Path | None = None) -> None:
         self._make = make
@@ -92,11 +110,13 @@ class TrainingService:
         return msgspec.msgpack.decode(parts[0], type=Call)
 
     async def _next_call(self, answerer: Answerer, meeting: Meeting) -> Call:
-        since = time.monotonic()
+        since, missing = time.monotonic(), _Missing(meeting.tell)
         while True:
             call = await answerer.next()
-            if call is not None and self._has_payload(call):
+            if call is not None and (self._has_payload(call) or missing.too_long(call)):
                 return call
+            if call is not None:  # the channel has it still, and would give it again at once
+                await asyncio.sleep(PAYLOAD_PAUSE_S)
             if meeting.peers.is_alive("orch"):
                 since = time.monotonic()  # it is doing something else
             meeting.watch("orch", "come back", since)
@@ -106,7 +126,7 @@ class TrainingService:
         try:
             call.bulk = read_bulk(call, self._folder) if call.method == "learn" else None
         except ShoalError as error:
-            log.warning("%s", error)
+            log.debug("%s", error)
             return False
         return True
 
@@ -152,9 +172,11 @@ class TrainingService:
             self._trainee = await self._make(steps)
 
     async def _learn(self, call: Call) -> dict[str, Any]:
+        if call.bulk is None:
+            raise StorageError(f"{call.file}, which call {call.number} names, did not come within {PAYLOAD_S:g} s")
         trainee, tally = self._made(), Tally()
         trainee.moved += 1
-        groups = unpack_groups(call.bulk or b"")
+        groups = unpack_groups(call.bulk)
         fault("service:learn")
         learned = await trainee.learner.learn(groups, tally)
         fault("service:learned")

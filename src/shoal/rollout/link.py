@@ -9,12 +9,15 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
 from shoal.errors import ConfigError, DeadlineError, EngineError
+from shoal.observability.token import read_token
+from shoal.server.guard import NO_TOKEN
 
 T = TypeVar("T")
 # Told in words for whom one waits and since when, again and again; None when the wait is over.
@@ -51,6 +54,8 @@ class Address:
     connections: int = 1024
     name: str = "the inference server"
     start: str = "start it with shoal grpo-infer"  # what to do where nobody answers
+    token_file: Path | None = None  # where a server without a key leaves the token that steers it
+    answer_bytes: int = 1 << 28  # the longest answer that is read; 128k tokens with all they were drawn from are less
 
     @property
     def root(self) -> str:
@@ -83,19 +88,23 @@ class Link:
     ) -> tuple[dict[str, Any], Mapping[str, str]]:
         """The answer and its headers. Raises Lost, or EngineError for an answer that is no answer."""
         data = msgspec.json.encode(body) if body is not None else None
+        steers = not path.endswith(("completions", "generate"))
+        token = self._token() if steers else None
         headers = {"Content-Type": "application/json"} if data is not None else {}
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
         # From the moment it is sent: a request that waits for a free connection is not late.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=limit_s)
-        pool = self._pool(completions=path.endswith(("completions", "generate")))
+        pool = self._pool(completions=not steers)
         try:
             async with pool.request(
                 method, self.address.root + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as reply:
                 async with asyncio.timeout(limit_s):  # one that answers byte by byte is late as well
-                    content = await reply.read()
+                    content = await self._content(path, reply)
                 if reply.status == 200 and not reads:
                     return {}, reply.headers
-                return self._read(path, reply.status, content), reply.headers
+                return self._read(path, reply.status, content, token), reply.headers
         except TimeoutError as error:
             raise Late(f"no answer to {path} within {limit_s:.0f} s") from error
         except aiohttp.InvalidURL as error:
@@ -103,7 +112,21 @@ class Link:
         except (aiohttp.ClientError, OSError) as error:
             raise Lost(f"{type(error).__name__}: {error}") from error
 
-    def _read(self, path: str, status: int, raw: bytes) -> dict[str, Any]:
+    async def _content(self, path: str, reply: aiohttp.ClientResponse) -> bytes:
+        """All of it, unless it is more than anybody asked for."""
+        content, limit = bytearray(), self.address.answer_bytes
+        async for piece in reply.content.iter_any():
+            content += piece
+            if len(content) > limit:
+                raise EngineError(f"{self.name} answered {path} with more than {limit} bytes, which is the limit")
+        return bytes(content)
+
+    def _token(self) -> str | None:
+        """Read anew each time: a server that was restarted has another."""
+        file = self.address.token_file
+        return read_token(file) if file is not None and self.address.key is None else None
+
+    def _read(self, path: str, status: int, raw: bytes, token: str | None = None) -> dict[str, Any]:
         try:
             answer = msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -118,9 +141,21 @@ class Link:
         reason = _message(answer)
         if status in AWAY:
             raise Lost(reason)
+        if status == 401 and _code(answer) == NO_TOKEN:
+            raise self._denied(token)
         if status == 401:
             raise ConfigError(f"{self.name} wants a key: {reason}; set orch.client.api_key_var")
         raise Refused(f"{self.name} refused {path} (status {status}): {reason}", status)
+
+    def _denied(self, shown: str | None) -> Exception:
+        """A token that is not there yet, or is another by now, is waited for; one that stays wrong is another run's."""
+        file = self.address.token_file
+        if file is not None and (shown is None or read_token(file) != shown):
+            return Lost(f"its token cannot be read in {file}")
+        return ConfigError(
+            f"{self.name} is not steered by the token of this run ({file}); is it the grpo-infer of this output_dir? "
+            "Check orch.client.base_url, or give the server a key: infer.api_key_var and orch.client.api_key_var"
+        )
 
     async def until_up(self, probe: Callable[[], Awaitable[T]], limit_s: float | None = None) -> T:
         """What `probe` gives as soon as it is not lost; says for whom it waits, and gives up at the deadline."""
@@ -156,6 +191,11 @@ class Link:
         for pool in self._pools.values():
             await pool.close()
         self._pools.clear()
+
+
+def _code(answer: Any) -> Any:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return error.get("code") if isinstance(error, dict) else None
 
 
 def _message(answer: Any) -> str:

@@ -105,9 +105,10 @@ class SglangRolloutEngine(RemoteEngine):
     _transfers = False
 
     async def _done(self, path: str, body: dict[str, Any]) -> None:
+        """A failure comes with status 400, which the link refuses; what does not say that it succeeded did not."""
         answer = await self.post(path, body)
-        if not (isinstance(answer, dict) and answer.get("success")):
-            raise EngineError(f"SGLang: {path} failed: {answer}")
+        if answer.get("success") is not True:
+            raise Refused(f"SGLang: {path} failed: {answer}", 200)
 
     async def add_adapter(self, name: str, path: str) -> None:
         await self._done("/load_lora_adapter", {"lora_name": name, "lora_path": path})

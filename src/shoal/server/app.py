@@ -52,12 +52,12 @@ class Routes:
             "/tokenize": self._doing(completions.tokenize),
             "/detokenize": self._doing(completions.detokenize),
         }
+        self.steering: frozenset[str] = frozenset()
         if control is not None:
-            self.gets |= {
-                "/shoal/about": self._telling(control.about),
-                "/shoal/version": self._telling(control.version),
-            }
-            self.posts |= {path: self._doing(command) for path, command in control.commands().items()}
+            gets = {"/shoal/about": self._telling(control.about), "/shoal/version": self._telling(control.version)}
+            posts = {path: self._doing(command) for path, command in control.commands().items()}
+            self.gets, self.posts = self.gets | gets, self.posts | posts
+            self.steering = frozenset([*gets, *posts])
         self.telemetry = Telemetry(frozenset([*self.gets, *self.posts]))
 
     async def health(self, request: Request) -> Response:
@@ -151,7 +151,7 @@ def make_app(
         status = int(getattr(error, "status_code", 404))
         return _refusal(f"there is no {request.method} {request.url.path} here", status, "unknown_url")
 
-    access = access or Access()
+    access = replace(access or Access(), steering=routes.steering)
     if control is not None:  # a client must notice that it talks to another process than before
         access = replace(access, headers=((INCARNATION.encode(), control.incarnation.encode()),))
     return routes.telemetry.around(Guard(app, access))

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from shoal.protocols import RolloutEngine
 from shoal.server.asked import BadRequest, UnknownModel
+from shoal.server.manifest import find_folder, read_manifest, read_name, read_text
 from shoal.server.names import Names
 
 INCARNATION = "x-shoal-incarnation"  # the header that names the process
@@ -30,11 +31,15 @@ class AdapterEngine(RolloutEngine, Protocol):
 
 @dataclass
 class Control:
-    """`facts` are those that never change: dtype, sizes, adapters; `hash` is that of the weights served now."""
+    """`facts` are those that never change: dtype, sizes, adapters; `hash` is that of the weights served now.
+
+    Weights and adapters are read from `folders` and nowhere else.
+    """
 
     engine: AdapterEngine
     names: Names
     facts: Mapping[str, Any]
+    folders: tuple[Path, ...] = ()
     hash: str = ""
     paused: bool = False
     incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -56,16 +61,10 @@ class Control:
             "/v1/unload_lora_adapter": self.unload_adapter,
         }
 
-    async def load(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        version = manifest.get("version")
-        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise BadRequest("version must be a whole number of at least 0", "version")
-        for key in ("sigma", "noise_seed"):
-            value = manifest.get(key, 0)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
-                raise BadRequest(f"{key} must be a number of at least 0", key)
+    async def load(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        manifest = read_manifest(body, self.folders)
         async with self._loading:
-            self.hash = await self.engine.load(version, manifest)
+            self.hash = await self.engine.load(manifest["version"], manifest)
             if "path" in manifest or "tensors" in manifest:
                 self.names.adapter = None
         return self.version()
@@ -81,7 +80,8 @@ class Control:
         return {"paused": False}
 
     async def load_adapter(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        name, folder = _text(body, "lora_name"), _text(body, "lora_path")
+        name = read_name(body, "lora_name")
+        folder = find_folder(read_text(body, "lora_path"), self.folders, "lora_path")
         async with self._loading:
             if self.names.adapter is not None:
                 raise BadRequest(
@@ -92,12 +92,12 @@ class Control:
             if name in (self.names.model, self.names.pinned):
                 raise BadRequest(f"{name!r} is the model's own name; give the adapter another", "lora_name")
             await self._idle()
-            self.hash = await self.engine.load_adapter(Path(folder))
+            self.hash = await self.engine.load_adapter(folder)
             self.names.adapter = name
         return {"loaded": name, **self.version()}
 
     async def unload_adapter(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        name = _text(body, "lora_name")
+        name = read_text(body, "lora_name")
         async with self._loading:
             if name != self.names.adapter:
                 raise UnknownModel(f"no adapter {name[:80]!r} is loaded", "lora_name")
@@ -112,10 +112,3 @@ class Control:
         busy = health["running"] + health["waiting"]
         if busy:
             raise BadRequest(f"{busy} requests are being answered; change adapters when none is", "lora_name")
-
-
-def _text(body: Mapping[str, Any], key: str) -> str:
-    value = body.get(key)
-    if not isinstance(value, str) or not value or len(value) > 4096:
-        raise BadRequest(f"{key} must be a text", key)
-    return value

@@ -1,4 +1,4 @@
-"""Who may ask at all, and how much: a key, the names this machine is called by, sizes, numbers of clients.
+"""Who may ask at all, and how much: a key, a token to steer, the names of this machine, sizes, numbers of clients.
 
 Stands before every route, known or not, so a new route is guarded without knowing it.
 """
@@ -13,14 +13,19 @@ from urllib.parse import urlsplit
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoal.observability.token import CONTROL
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BODY_LIMIT_S = 60.0
 OPEN_PATHS = ("/health",)
+NO_KEY, NO_TOKEN = "invalid_api_key", "invalid_token"
 
 
 @dataclass(frozen=True)
 class Access:
-    key: str | None = None
+    key: str | None = None  # for everything
+    token: str | None = None  # where there is no key: for the paths of `steering`
+    steering: frozenset[str] = frozenset()  # without a key and a token nobody has them
     loopback: bool = True  # then only requests to a loopback name are answered, whatever resolves to it elsewhere
     body_bytes: int = 64 * 2**20
     clients: int = 1024  # requests at once
@@ -70,13 +75,24 @@ class Guard:
         if self._clients > self._access.clients:
             raise _Refusal(503, f"{self._access.clients} requests are being answered; try again", "overloaded")
         self._check_names(headers)
-        if self._access.key is not None and not (scope["path"] in OPEN_PATHS and scope["method"] == "GET"):
-            kind, _, given = headers.get("authorization", "").partition(" ")
-            right = hmac.compare_digest(given.strip().encode(), self._access.key.encode())
-            if kind.lower() != "bearer" or not right:
-                raise _Refusal(401, "a key is needed: Authorization: Bearer KEY", "invalid_api_key")
+        self._check_secret(scope, headers.get("authorization", ""))
         if int(headers.get("content-length", "0") or 0) > self._access.body_bytes:
             raise self._too_large()
+
+    def _check_secret(self, scope: Scope, authorization: str) -> None:
+        access, (kind, _, given) = self._access, authorization.partition(" ")
+        needed = access.key if access.key is not None else access.token or ""
+        if access.key is None:
+            is_open = scope["path"] not in access.steering
+        else:
+            is_open = scope["path"] in OPEN_PATHS and scope["method"] == "GET"
+        right = bool(needed) and hmac.compare_digest(given.strip().encode(), needed.encode())
+        if is_open or (right and kind.lower() == "bearer"):
+            return
+        if access.key is not None:
+            raise _Refusal(401, "a key is needed: Authorization: Bearer KEY", NO_KEY)
+        what = f"the token in handshake/{CONTROL} of the server's output_dir is needed: Authorization: Bearer TOKEN"
+        raise _Refusal(401, what, NO_TOKEN)
 
     def _check_names(self, headers: dict[str, str]) -> None:
         """A web page that the user looks at must not reach the server: neither by name nor from its own origin."""

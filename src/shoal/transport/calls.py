@@ -6,6 +6,7 @@ taken for something new. Large payloads lie in files; a channel sends the file's
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from shoal.errors import (
     StoppedByPolicy,
     StorageError,
 )
+
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a name that stays in its folder
 
 
 class Call(msgspec.Struct, array_like=True):
@@ -86,7 +89,7 @@ def read_bulk(call: Call, folder: Path | None) -> bytes:
     """The payload of a call, wherever it lies."""
     if call.bulk is not None:
         return call.bulk
-    if call.file is None or folder is None or Path(call.file).name != call.file:
+    if call.file is None or folder is None or not all(map(_PLAIN.fullmatch, (call.session, call.file))):
         raise ConfigError(f"call {call.number} ({call.method}) comes without its payload")
     try:
         return (folder / call.session / call.file).read_bytes()

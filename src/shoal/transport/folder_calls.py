@@ -87,7 +87,7 @@ class FolderAnswerer:
                 continue  # taken back meanwhile
             except msgspec.MsgspecError as error:
                 raise EngineError(f"{path} is not a call of this Shoal: {error}") from error
-            if call.to == self._incarnation:
+            if call.to == self._incarnation and call.session == session:  # its answer is written by that name
                 return call
         return None
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import os
-import secrets
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import ConfigError, EngineError
-from shoal.observability.atomic import storage
+from shoal.observability.token import CALLS, write_token
 from shoal.transport.calls import Answer, Call
 
 MAX_FRAME_BYTES = 4 << 30
@@ -27,19 +25,7 @@ HELLO_S = 10.0
 RETRY_S = 0.2
 ROUND_S = 0.25
 LENGTH = struct.Struct("!Q")
-TOKEN_FILE = "train.token"
 Address = Callable[[], str | None]
-
-
-def write_token(folder: Path) -> str:
-    """A new secret for this incarnation, mode 0600 from its first byte."""
-    token, path = secrets.token_hex(32), folder / TOKEN_FILE
-    with storage(f"write {path}"):
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(token)
-    return token
 
 
 class TcpCaller:
@@ -87,7 +73,7 @@ class TcpCaller:
         await self._drop()
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), HELLO_S)
-        await write_frame(writer, (self._folder / TOKEN_FILE).read_bytes())
+        await write_frame(writer, (self._folder / CALLS).read_bytes())
         self._connection = (address, reader, writer)
         return reader, writer
 
@@ -117,7 +103,7 @@ class TcpAnswerer:
 
     @classmethod
     async def listen(cls, folder: Path, incarnation: str, host: str, port: int) -> TcpAnswerer:
-        answerer = cls(incarnation, write_token(folder))
+        answerer = cls(incarnation, write_token(folder / CALLS))
         try:
             answerer._server = await asyncio.start_server(answerer._accept, host, port)
         except OSError as error:

@@ -39,11 +39,21 @@ def problems(train: dict[str, Any], infer: dict[str, Any], orch: dict[str, Any])
         ({"lora": True, "lora_rank": 8}, {"max_lora_rank": 4}, {}, "train.lora_rank"),
         ({"lora": True}, {"enable_lora": False}, {}, "infer.enable_lora"),
         ({}, {"weights": "own"}, {}, "infer.weights"),
+        ({"lora": True, "qlora_bnb": True}, {"engine": "vllm"}, {}, "infer.engine"),
+        ({"lora": True, "qlora_fp8": True}, {"engine": "sglang"}, {}, "infer.engine"),
+        ({"noise_scheduler": {"enabled": True}}, {"engine": "sglang"}, {}, "train.noise_scheduler"),
+        ({}, {"engine": "vllm"}, {"sampling": {"top_p": 0.9}}, "orch.sampling"),
         ({}, {"engine": "sglang", "engine_python": "/p", "api_key_var": "KEY"}, {}, "infer.api_key_var"),
     ],
 )
 def test_contradictions_between_sections(train: dict[str, Any], infer: dict[str, Any], orch: dict[str, Any], key: str):
     assert key in problems(train, infer, orch)
+
+
+def test_the_embedded_engine_does_what_servers_cannot():
+    """A quantised base too: its old log-probs are computed again."""
+    found = problems({"lora": True, "qlora_bnb": True}, {}, {"sampling": {"top_p": 0.9}})
+    assert not [key for key in found if key != "train.model"]
 
 
 def test_keys_of_the_split_layout_are_welcome():

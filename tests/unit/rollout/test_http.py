@@ -358,7 +358,7 @@ def test_the_same_bits_as_the_engine_in_this_process(kind: Any, sigma: float, tm
     async def there() -> list[Any]:
         lora = {"enable_lora": True, "max_lora_rank": 8} if kind == "lora" else {}
         async with serving(save(base, tmp_path / "base"), **lora) as server:
-            engine = HttpRolloutEngine(Address(f"{server.url}/v1"), noise_seed=11)
+            engine = HttpRolloutEngine(server.address(), noise_seed=11)
             await engine.load(0, {"sigma": sigma})
             found = await drawn(engine)
             await engine.load(2, {**describe(save(trained.model, tmp_path / "v2"), 2, kind), "sigma": sigma})
@@ -375,7 +375,7 @@ def test_versions_change_under_way(tmp_path: Path):
 
     async def run() -> None:
         async with serving(save(base, tmp_path / "base"), max_model_len=512) as server:
-            engine = HttpRolloutEngine(Address(f"{server.url}/v1"))
+            engine = HttpRolloutEngine(server.address())
             await engine.load(0)
             call = asyncio.create_task(engine.generate(ask("r", PROMPTS[0], max_tokens=400, min_tokens=400)))
             while not (await engine.health())["generated_tokens"]:

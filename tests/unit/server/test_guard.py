@@ -20,6 +20,16 @@ from support.models import TOKENIZER
 from support.scripted import ScriptedEngine
 
 KEY = "sesame-open-42"
+TOKEN = "of-this-run-17"
+STEERING = {
+    ("GET", "/shoal/about"),
+    ("GET", "/shoal/version"),
+    ("POST", "/shoal/load"),
+    ("POST", "/shoal/pause"),
+    ("POST", "/shoal/resume"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
+}
 Ask = Callable[..., Awaitable[tuple[int, Any]]]
 
 
@@ -82,6 +92,37 @@ def test_the_key_opens_every_route():
     guarded(work, key=KEY)
 
 
+@pytest.mark.parametrize("token", (TOKEN, None), ids=("with a token", "without any"))
+def test_without_a_key_only_the_token_steers(token: str | None):
+    """On loopback everybody on the machine may draw; who may change what is drawn is another matter."""
+
+    async def work(ask: Ask) -> None:
+        for authorization in (None, "", "Bearer", "Bearer ", f"Bearer {TOKEN}x", f"Basic {TOKEN}", "Bearer any"):
+            headers = {} if authorization is None else {"Authorization": authorization}
+            for method, path in every_route():
+                status, reply = await ask(method, path, headers=headers, json={})
+                if (method, path) in STEERING:
+                    assert (status, reply["error"]["code"]) == (401, "invalid_token"), (method, path)
+                    assert "handshake/infer.token" in reply["error"]["message"]
+                else:
+                    assert status in (200, 400, 404, 405), (method, path, status)
+        for method, path in STEERING:
+            status, _ = await ask(method, path, headers={"Authorization": f"Bearer {TOKEN}"}, json={})
+            assert status == 401 if token is None else status in (200, 400, 404), (method, path, status)
+
+    assert set(every_route()) >= STEERING
+    guarded(work, token=token)
+
+
+def test_with_a_key_the_key_steers_and_no_token_does():
+    async def work(ask: Ask) -> None:
+        for method, path in STEERING:
+            assert (await ask(method, path, headers={"Authorization": f"Bearer {TOKEN}"}, json={}))[0] == 401
+        assert (await ask("POST", "/shoal/pause", headers={"Authorization": f"Bearer {KEY}"}))[0] == 200
+
+    guarded(work, key=KEY, token=TOKEN)
+
+
 def test_only_names_of_this_machine_are_answered_on_loopback():
     """A page elsewhere may make its own name resolve to 127.0.0.1."""
 
@@ -108,9 +149,10 @@ def test_pages_of_other_origins_cannot_post():
         for origin in ("https://evil.example", "null", "http://localhost.evil.example", "http://[", "http://[::1"):
             status, reply = await ask("POST", "/shoal/pause", headers={"Origin": origin})
             assert (status, reply["error"]["code"]) == (403, "wrong_origin")
-        assert (await ask("POST", "/shoal/pause", headers={"Origin": "http://127.0.0.1:80"}))[0] == 200
+        headers = {"Origin": "http://127.0.0.1:80", "Authorization": f"Bearer {TOKEN}"}
+        assert (await ask("POST", "/shoal/pause", headers=headers))[0] == 200
 
-    guarded(work, clients=2)  # one that is refused is not counted for ever
+    guarded(work, token=TOKEN, clients=2)  # one that is refused is not counted for ever
 
 
 def test_a_large_body_is_refused_announced_or_not():

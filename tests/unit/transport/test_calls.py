@@ -9,12 +9,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from shoal.errors import EXIT_BUG, ConfigError, StoppedByPolicy, StorageError
+from shoal.observability.token import CALLS
 from shoal.transport.calls import Answer, Answerer, Call, Caller, failed, raise_failed, read_bulk
 from shoal.transport.folder_calls import FolderAnswerer, FolderCaller
-from shoal.transport.tcp_calls import LENGTH, TOKEN_FILE, TcpAnswerer, TcpCaller, write_frame
+from shoal.transport.tcp_calls import LENGTH, TcpAnswerer, TcpCaller, write_frame
 
 SESSION, TRAINER = "orch-1", "train-1"
 Ends = tuple[Caller, Answerer]
@@ -136,7 +138,7 @@ def test_without_the_token_nothing_is_heard(tmp_path: Path):
                 await write_frame(writer, shown)
             assert await asyncio.wait_for(reader.read(), 5) == b"", "the connection is closed"
             writer.close()
-        assert stat.S_IMODE((tmp_path / TOKEN_FILE).stat().st_mode) == 0o600
+        assert stat.S_IMODE((tmp_path / CALLS).stat().st_mode) == 0o600
         assert (await pair[0].ask(call(1), None, never_mind)).number == 1
         assert done == [1]
 
@@ -178,10 +180,26 @@ def test_what_fails_there_fails_here(raised: Exception, told: type[Exception], c
         raise_failed(answer, "grpo-train")
 
 
-def test_a_payload_is_only_looked_for_beside_its_call(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("session", "file"),
+    [(SESSION, "../../secret"), (SESSION, ".."), ("..", "secret"), (".", "x"), ("", "x"), ("/", "x")],
+)
+def test_a_payload_is_only_looked_for_beside_its_call(tmp_path: Path, session: str, file: str):
     (tmp_path / "secret").write_text("x")
     (tmp_path / "samples" / SESSION).mkdir(parents=True)
-    asked = call(1)
-    asked.file = "../../secret"
+    (tmp_path / "samples" / "x").write_text("x")
+    asked = Call(1, session, TRAINER, "learn", file=file)
     with pytest.raises(ConfigError, match="without its payload"):
         read_bulk(asked, tmp_path / "samples")
+
+
+def test_a_call_that_names_another_session_is_not_taken(tmp_path: Path):
+    """Its answer would be written where that name leads."""
+    answerer = FolderAnswerer(tmp_path, TRAINER, lambda: SESSION)
+    folder = tmp_path / "samples" / SESSION
+    folder.mkdir(parents=True)
+    for number, session in ((1, "../.."), (2, SESSION)):
+        encoded = msgspec.msgpack.encode(Call(number, session, TRAINER, "publish"))
+        (folder / f"call_{number:06d}.msgpack").write_bytes(encoded)
+    taken = asyncio.run(answerer.next())
+    assert taken is not None and taken.number == 2

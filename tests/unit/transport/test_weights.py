@@ -12,7 +12,8 @@ import torch
 
 from shoal.errors import ConfigError, StorageError
 from shoal.observability import manifest as manifests
-from shoal.transport.broadcast import BroadcastWeightChannel, BroadcastWeights
+from shoal.observability.token import WEIGHTS, write_token
+from shoal.transport.broadcast import BroadcastWeightChannel, BroadcastWeights, Place
 from shoal.transport.folder_weights import FolderWeightChannel
 
 
@@ -69,20 +70,25 @@ TENSORS = {
 }  # fmt: skip
 
 
-def broadcast_channel() -> BroadcastWeightChannel:
-    async def snapshot() -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
-        return dict(TENSORS), {"r": 4}
-
-    return BroadcastWeightChannel("127.0.0.1", 0, snapshot, noise_seed=3)
+async def snapshot() -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
+    return dict(TENSORS), {"r": 4}
 
 
-def test_a_version_is_fetched_as_often_as_it_is_asked_for():
+def broadcast_channel(folder: Path, port: int = 0) -> BroadcastWeightChannel:
+    return BroadcastWeightChannel(Place("127.0.0.1", port, write_token(folder / WEIGHTS)), snapshot, noise_seed=3)
+
+
+async def fetched(folder: Path, manifest: Any) -> BroadcastWeights:
+    return await asyncio.to_thread(BroadcastWeights, folder / WEIGHTS, manifest)
+
+
+def test_a_version_is_fetched_as_often_as_it_is_asked_for(tmp_path: Path):
     async def fetch() -> None:
-        channel = broadcast_channel()
+        channel = broadcast_channel(tmp_path)
         manifest = await channel.publish(5)
         assert (manifest["kind"], manifest["backend"], manifest["world"]) == ("lora", "gloo", 2)
         for _ in range(2):  # the second one was restarted
-            found = await asyncio.to_thread(BroadcastWeights, json.loads(json.dumps(manifest)))
+            found = await fetched(tmp_path, json.loads(json.dumps(manifest)))
             assert found.hash == manifests.version_hash(manifest) and found.adapter == {"r": 4}
             assert found.shapes == {"a.weight": (3, 4), "b": (5,), "c": ()}
             for name, tensor in TENSORS.items():
@@ -92,19 +98,52 @@ def test_a_version_is_fetched_as_often_as_it_is_asked_for():
     asyncio.run(fetch())
 
 
-def test_what_arrives_changed_or_is_gone_is_refused():
+def test_what_arrives_changed_or_is_gone_is_refused(tmp_path: Path):
     async def fetch() -> None:
-        channel = broadcast_channel()
+        channel = broadcast_channel(tmp_path)
         manifest = dict(await channel.publish(5))
         with pytest.raises(StorageError, match="does not offer version 4"):
-            await asyncio.to_thread(BroadcastWeights, {**manifest, "version": 4})
+            await fetched(tmp_path, {**manifest, "version": 4})
         wrong = [{**entry, "sha256": "0" * 64} if entry["name"] == "b" else entry for entry in manifest["tensors"]]
         with pytest.raises(StorageError, match="b of version 5 arrived changed"):
-            await asyncio.to_thread(BroadcastWeights, {**manifest, "tensors": wrong})
+            await fetched(tmp_path, {**manifest, "tensors": wrong})
         port = int(manifest["address"].rpartition(":")[2])
         with pytest.raises(ConfigError, match=r"train\.weight_broadcast\.port"):
-            BroadcastWeightChannel("127.0.0.1", port, lambda: asyncio.sleep(0))  # type: ignore[arg-type,return-value]
+            broadcast_channel(tmp_path / "other", port)
         channel.close()
-        BroadcastWeightChannel("127.0.0.1", port, lambda: asyncio.sleep(0)).close()  # type: ignore[arg-type,return-value]
+        broadcast_channel(tmp_path, port).close()
 
     asyncio.run(fetch())
+
+
+def test_without_the_token_nothing_is_sent(tmp_path: Path):
+    """Neither to one that has none, nor to one that shows the token's proof of another request."""
+
+    async def fetch() -> None:
+        channel = broadcast_channel(tmp_path)
+        manifest = await channel.publish(5)
+        write_token(tmp_path / "stranger" / WEIGHTS)
+        for folder in (tmp_path / "nobody", tmp_path / "stranger"):
+            with pytest.raises(StorageError, match=rf"has another token than {folder}"):
+                await fetched(folder, manifest)
+        await fetched(tmp_path, manifest)
+        host, _, port = manifest["address"].rpartition(":")
+        store = torch.distributed.TCPStore(host, int(port), 2, False, wait_for_workers=False)
+        seen = store.get("3/wanted").decode()  # of the one that was sent them
+        number = store.add("asked", 1)
+        store.set(f"{number}/wanted", seen)
+        assert (number, store.get(f"{number}/state")) == (4, b"denied")
+        channel.close()
+
+    asyncio.run(fetch())
+
+
+def test_on_loopback_it_cannot_be_reached_from_elsewhere(tmp_path: Path):
+    """Left to itself, torch's store listens on every address of the machine."""
+    channel = broadcast_channel(tmp_path)
+    manifest = asyncio.run(channel.publish(5))
+    port = f"{int(manifest['address'].rpartition(':')[2]):04X}"
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    listening = [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port}")]
+    channel.close()
+    assert listening == [f"0100007F:{port}"]  # 127.0.0.1

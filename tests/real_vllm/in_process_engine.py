@@ -1,0 +1,133 @@
+"""The engine around vllm.LLM with requests in flight, run by test_in_process.py in the Python that has vLLM.
+
+python in_process_engine.py ASKED.json SAID.json: versions arrive, requests are cancelled, and at last vLLM breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+from shoal.errors import EngineError
+from shoal.rollout.answers import Reading
+from shoal.rollout.vllm_inprocess import InProcessSettings, InProcessVllm
+from shoal.types import Completion, Request, SamplingParams
+
+TOKENS = 120
+
+
+class Bench:
+    def __init__(self, engine: InProcessVllm, prompt: list[int]) -> None:
+        self.engine = engine
+        self.inner: Any = engine._llm.llm_engine  # vLLM's own, to see what it has
+        self.prompt = prompt
+
+    def ask(self, name: str, tokens: int = TOKENS) -> asyncio.Task[Completion]:
+        sampling = SamplingParams(max_tokens=tokens, min_tokens=tokens, seed=4)
+        return asyncio.create_task(self.engine.generate(Request(name, self.prompt, sampling)))
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not holds():
+                await asyncio.sleep(0.005)
+
+    async def drawn(self, tokens: int) -> None:
+        """Until vLLM has drawn so many of the one request it has."""
+
+        def far_enough() -> bool:
+            states = list(self.inner.output_processor.request_states.values())
+            return bool(states) and states[0].detokenizer.num_output_tokens() >= tokens
+
+        await self.until(far_enough)
+
+    async def has(self) -> dict[str, Any]:
+        """Asked on the device's thread, between two turns."""
+        return await asyncio.get_running_loop().run_in_executor(self.engine._device, self._has)
+
+    def _has(self) -> dict[str, Any]:
+        return {"requests": self.inner.get_num_unfinished_requests(), "adapters": sorted(self.inner.list_loras())}
+
+
+async def versions_in_flight(bench: Bench, adapters: list[dict[str, Any]]) -> dict[str, Any]:
+    await bench.engine.load(1, adapters[0])
+    running = bench.ask("across")
+    await bench.drawn(5)
+    await bench.engine.load(2, adapters[1])
+    meanwhile, still = await bench.has(), not running.done()
+    after = bench.ask("after", 8)
+    across, after = await running, await after
+    said = {"across": told(across), "after": told(after), "meanwhile": meanwhile, "still": still}
+    return {**said, "unproved": bench.engine._unproved, "later": await bench.has()}
+
+
+async def cancelled(bench: Bench) -> dict[str, Any]:
+    running = bench.ask("gone")
+    await bench.drawn(5)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    again = bench.ask("gone", 16)  # by the same name, while the first may still be on its way out
+    said = told(await again)
+    left = await bench.has()
+    return {"again": said, "left": left, "undisturbed": told(await bench.ask("alone", 16))}
+
+
+async def paused(bench: Bench) -> dict[str, Any]:
+    running = bench.ask("held")
+    await bench.drawn(5)
+    await bench.engine.pause()
+    (state,) = bench.inner.output_processor.request_states.values()
+    before = state.detokenizer.num_output_tokens()
+    await asyncio.sleep(0.3)
+    held = state.detokenizer.num_output_tokens() == before < TOKENS
+    await bench.engine.resume()
+    return {"held": held, "tokens": len((await running).token_ids)}
+
+
+async def broken(bench: Bench) -> dict[str, Any]:
+    def break_down() -> None:
+        raise RuntimeError("the device is lost")
+
+    well = await bench.engine.health()
+    bench.inner.step = break_down
+    said = []
+    for name in ("first", "second"):
+        try:
+            await bench.ask(name, 8)
+        except EngineError as error:
+            said.append(str(error))
+    return {"well": well, "said": said, "ill": await bench.engine.health()}
+
+
+def told(completion: Completion) -> dict[str, Any]:
+    spans = [[span.start, span.end, span.version] for span in completion.spans]
+    return {"ids": completion.token_ids, "logprobs": completion.logprobs, "spans": spans}
+
+
+async def main(asked: dict[str, Any]) -> dict[str, Any]:
+    reading = Reading(asked["vocab_size"], tuple(asked["eos"]), lambda ids: " ".join(map(str, ids)))
+    arguments = {
+        "model": asked["model"], "dtype": "float32", "max_model_len": 160, "max_num_seqs": 8, "enforce_eager": True,
+        "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "enable_lora": True, "max_lora_rank": 8,
+        "max_loras": 2,
+    }  # fmt: skip
+    device = ThreadPoolExecutor(1)
+    engine = InProcessVllm(arguments, device, lambda: iter(()), InProcessSettings(reading, 160))
+    bench = Bench(engine, asked["prompt"])
+    said = {"versions": await versions_in_flight(bench, asked["adapters"]), "cancelled": await cancelled(bench)}
+    said |= {"paused": await paused(bench), "broken": await broken(bench)}
+    await engine.close()
+    device.shutdown()
+    return said
+
+
+if __name__ == "__main__":
+    done = asyncio.run(main(json.loads(Path(sys.argv[1]).read_text("utf-8"))))
+    Path(sys.argv[2]).write_text(json.dumps(done), "utf-8")

@@ -1,0 +1,83 @@
+"""vLLM in this process while requests are in flight: versions that arrive, requests that are cancelled, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.engine_servers import CPU, adapter, contract_model, vllm_python
+from support.models import EOS, VOCABULARY, random_prompts
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+(PROMPT,) = random_prompts(5, 12)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], Any]]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return [adapter(folder / str(seed), seed, 4) for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def said(models: list[tuple[dict[str, Any], Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One vLLM for all of it: it takes most of a minute to start."""
+    folder = tmp_path_factory.mktemp("in_process")
+    asked = {"model": str(contract_model()), "prompt": PROMPT, "vocab_size": VOCABULARY, "eos": [EOS]}
+    asked["adapters"] = [manifest for manifest, _ in models]
+    (folder / "asked.json").write_text(json.dumps(asked), "utf-8")
+    env = {**os.environ, **CPU, "PYTHONPATH": str(ROOT / "src"), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    script = Path(__file__).parent / "in_process_engine.py"
+    command = [vllm_python(), str(script), str(folder / "asked.json"), str(folder / "said.json")]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads((folder / "said.json").read_text("utf-8"))
+
+
+@torch.no_grad()
+def expected(model: Any, ids: list[int]) -> np.ndarray:
+    """Log-probs where the end was not to be drawn (min_tokens), so the rest shares its mass."""
+    rows = model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1].double()
+    rows[:, EOS] = -torch.inf
+    return rows.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].numpy()
+
+
+def test_a_request_finishes_with_the_adapter_it_began_with(
+    said: dict[str, Any], models: list[tuple[dict[str, Any], Any]]
+):
+    found = said["versions"]
+    assert found["still"], "the version arrived while it was drawn"
+    assert found["meanwhile"]["adapters"] == [1], "its adapter is kept under it; the new one comes with a request"
+    for name, version in (("across", 1), ("after", 2)):
+        drawn, model = found[name], models[version - 1][1]
+        assert drawn["spans"] == [[0, len(drawn["ids"]), version]]
+        np.testing.assert_allclose(drawn["logprobs"], expected(model, drawn["ids"]), rtol=0, atol=1e-4)
+    assert np.abs(expected(models[1][1], found["across"]["ids"]) - found["across"]["logprobs"]).max() > 1e-2
+    assert found["later"] == {"requests": 0, "adapters": [2]}, "and is dropped after it"
+    assert found["unproved"] is None, "the probe was asked for when nothing was drawn any more"
+
+
+def test_a_cancelled_request_is_taken_out_of_vllm(said: dict[str, Any]):
+    found = said["cancelled"]
+    assert found["left"]["requests"] == 0
+    assert len(found["again"]["ids"]) == 16 and found["again"] == found["undisturbed"]
+
+
+def test_nothing_is_drawn_in_a_pause(said: dict[str, Any]):
+    assert said["paused"] == {"held": True, "tokens": 120}
+
+
+def test_health_tells_of_a_vllm_that_broke(said: dict[str, Any]):
+    found = said["broken"]
+    assert found["well"]["ok"] is True and "reason" not in found["well"]
+    first, second = found["said"]
+    assert first == "vLLM failed: RuntimeError: the device is lost"
+    assert second == "vLLM failed earlier: the device is lost", "at once, not by asking it again"
+    assert found["ill"]["ok"] is False and found["ill"]["reason"] == "the device is lost"

@@ -1,0 +1,98 @@
+"""The trainer's service and a call whose payload is not there: waited for, told once, and not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.config.schema import TrainConfig
+from shoal.errors import EXIT_STORAGE, EXIT_USAGE
+from shoal.orchestrator import service as services
+from shoal.orchestrator.meeting import Meeting
+from shoal.orchestrator.ranks import Alone
+from shoal.orchestrator.service import Trainee, TrainingService
+from shoal.transport.calls import Answer, Call
+from shoal.transport.folder_calls import FolderAnswerer
+
+SESSION = "orch-1"
+
+
+class CountingAnswerer(FolderAnswerer):
+    looks = 0
+
+    async def next(self) -> Call | None:
+        self.looks += 1
+        return await super().next()
+
+
+@dataclass
+class Bench:
+    """A folder with one `learn` call in it, and the service that reads it."""
+
+    output_dir: Path
+    answerer: CountingAnswerer
+    told: list[str] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        return self.output_dir / "samples" / SESSION
+
+    async def answer(self) -> Answer:
+        path = self.folder / "answer_000001.msgpack"
+        async with asyncio.timeout(20):
+            while not path.exists():
+                await asyncio.sleep(0.02)
+        return msgspec.msgpack.decode(path.read_bytes(), type=Answer)
+
+
+def served(output_dir: Path, work: Callable[[Bench], Awaitable[None]]) -> None:
+    async def never(steps: int) -> Trainee:
+        raise AssertionError("nothing was loaded")
+
+    async def main() -> None:
+        section = TrainConfig(model="m", output_dir=str(output_dir), deadline_s=20.0)
+        bench = Bench(output_dir, None)  # type: ignore[arg-type]
+        meeting = Meeting("train", section, bench.told.append)
+        bench.answerer = CountingAnswerer(output_dir, meeting.presence.incarnation, lambda: SESSION)
+        bench.folder.mkdir(parents=True)
+        call = Call(1, SESSION, meeting.presence.incarnation, "learn", file="learn_000001.msgpack")
+        (bench.folder / "call_000001.msgpack").write_bytes(msgspec.msgpack.encode(call))
+        service = TrainingService(never, Alone(), output_dir / "samples")
+        serving = asyncio.create_task(service.run(bench.answerer, meeting))
+        try:
+            await work(bench)
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            meeting.close()
+
+    asyncio.run(main())
+
+
+def test_a_payload_that_never_comes_is_answered_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(services, "PAYLOAD_S", 1.0)
+
+    async def work(bench: Bench) -> None:
+        answer = await bench.answer()
+        assert answer.code == EXIT_STORAGE
+        assert answer.error == "learn_000001.msgpack, which call 1 names, did not come within 1 s"
+        assert bench.answerer.looks <= 8, "it looks four times a second, not as often as it can"
+        (said,) = (text for text in bench.told if "learn_000001" in text)
+        assert said.startswith("waiting for learn_000001.msgpack, which call 1 (learn) of grpo-orch names")
+
+    served(tmp_path, work)
+
+
+def test_a_payload_that_comes_late_is_taken(tmp_path: Path):
+    async def work(bench: Bench) -> None:
+        await asyncio.sleep(0.6)
+        (bench.folder / "learn_000001.msgpack").write_bytes(b"groups")
+        answer = await bench.answer()
+        assert (answer.code, answer.error) == (EXIT_USAGE, "the trainer was asked before it was told where to start")
+
+    served(tmp_path, work)
