@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.build.model import Model
-from shoal.build.remote import CPU_CACHE_GIB, lora_rank
+from shoal.build.remote import CPU_CACHE_GIB, WHOLE_PROMPTS, lora_rank
 from shoal.config.base import IN_MEMORY
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError
@@ -70,6 +70,8 @@ def llm_arguments(config: RunConfig, model: Model) -> dict[str, Any]:
         "seed": train.seed,
         **FIXED,
     }
+    if model.decoder.device.type == "cpu":
+        arguments |= WHOLE_PROMPTS
     if infer.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = infer.gpu_memory_utilization
     if train.lora:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 ENGINES: dict[str, type[RemoteEngine]] = {"vllm": VllmRolloutEngine, "sglang": SglangRolloutEngine}
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
+# vLLM sets a request's generator back after a part of its prompt, and a CPU's has no offset to set (0.32).
+WHOLE_PROMPTS = {"enable_chunked_prefill": False}
 CPU_CACHE_GIB = "1"  # of a vLLM without a GPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise
 WEIGHTS = "weights"
 
@@ -121,7 +123,7 @@ def launch_of(infer: InferConfig, folder: Path, dtype: str = "auto", *, on_cpu: 
     """The command that serves what `infer` says; `dtype` is what its auto stands for."""
     name = infer.engine
     dtype = infer.dtype if infer.dtype != "auto" else dtype
-    flags = _vllm_flags(infer, dtype) if name == "vllm" else _sglang_flags(infer, dtype)
+    flags = _vllm_flags(infer, dtype, on_cpu) if name == "vllm" else _sglang_flags(infer, dtype)
     environment = dict(VLLM_ENVIRONMENT) if name == "vllm" else {}
     if name == "vllm" and on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         environment["VLLM_CPU_KVCACHE_SPACE"] = CPU_CACHE_GIB
@@ -132,7 +134,7 @@ def launch_of(infer: InferConfig, folder: Path, dtype: str = "auto", *, on_cpu: 
     return Launch(ENGINES[name].name, command, infer.host, infer.port, log, environment)
 
 
-def _vllm_flags(infer: InferConfig, dtype: str) -> list[str]:
+def _vllm_flags(infer: InferConfig, dtype: str, on_cpu: bool) -> list[str]:
     values: dict[str, Any] = {
         "model": infer.model,
         "host": infer.host,
@@ -146,6 +148,8 @@ def _vllm_flags(infer: InferConfig, dtype: str) -> list[str]:
         "kv-cache-dtype": infer.kv_cache_dtype,
         "gpu-memory-utilization": infer.gpu_memory_utilization,
     }
+    if on_cpu:
+        values |= WHOLE_PROMPTS
     if infer.enable_lora:
         # One more adapter than is served: the one before finishes its requests.
         values |= {"enable-lora": True, "max-loras": infer.max_loras + 1, "max-lora-rank": lora_rank(infer)}
