@@ -46,10 +46,10 @@ class Waits:
     _next: dict[str, float] = field(default_factory=dict)
     _since: float | None = None  # of a wait that is told in others' words
 
-    def note(self, component: str, silent_s: float) -> None:
+    def note(self, component: str, silent_s: float, where: str = "") -> None:
         if silent_s >= self._next.get(component, FIRST_WORD_S):
             self._next[component] = 2 * silent_s
-            self.tell(f"waiting for grpo-{component} since {silent_s:.0f} s")
+            self.tell(f"waiting for grpo-{component} since {silent_s:.0f} s{where}")
 
     def over(self, component: str) -> None:
         if self._next.pop(component, None) is not None:
@@ -107,7 +107,7 @@ class Meeting:
         while missing := self._missing():
             waited = time.monotonic() - started
             for component in missing if not patient or len(missing) == 1 else ():
-                self._waits.note(component, waited)
+                self._waits.note(component, waited, f", to come to {self.presence.folder.parent}")
             if not patient and waited > self.deadline_s:
                 self._too_late(missing, waited)
             await asyncio.sleep(LOOK_S)

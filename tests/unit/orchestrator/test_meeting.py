@@ -10,7 +10,7 @@ import pytest
 
 from shoal.config.problems import Origins
 from shoal.config.schema import InferConfig, OrchConfig, TrainConfig
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, DeadlineError
 from shoal.orchestrator.meeting import Meeting, ending_of, raise_end
 from shoal.transport import presence as presences
 from shoal.transport.presence import COMPONENTS, End
@@ -58,6 +58,17 @@ def test_one_that_left_is_not_taken_for_one_that_came(tmp_path: Path, monkeypatc
     assert told[-1] == "grpo-orch is there"
     for meeting in (server, back, trainer):
         meeting.close()
+
+
+def test_who_has_not_come_yet_is_waited_for_by_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Most often it went to another one."""
+    monkeypatch.setattr("shoal.orchestrator.meeting.FIRST_WORD_S", 0.0)
+    told: list[str] = []
+    trainer = come(tmp_path, "train", told, deadline_s=0.3)
+    with pytest.raises(DeadlineError, match="grpo-infer and grpo-orch, which did not come to"):
+        asyncio.run(trainer.meet())
+    assert {f"waiting for grpo-{name} since 0 s, to come to {tmp_path}" for name in ("infer", "orch")} <= set(told)
+    trainer.close()
 
 
 def test_whoever_passes_an_end_on_says_who_began_it():
