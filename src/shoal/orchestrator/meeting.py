@@ -152,8 +152,8 @@ class Meeting:
 
     def _origins(self, origins: Origins) -> Origins:
         """What this process did not read itself was given to the process whose section it is."""
-        read = {path[0] for path in origins.places} | {self.presence.component}
-        others = {(name,): f"grpo-{name}" for name in COMPONENTS if name not in read}
+        read = {path[:1] for path in origins.places} | {(self.presence.component,)}
+        others = {(name,): f"grpo-{name}" for name in COMPONENTS if (name,) not in read}
         return replace(origins, places={**origins.places, **others})
 
     def incarnation_of(self, component: str) -> str | None:

@@ -90,7 +90,7 @@ def test_a_key_is_said_to_be_of_the_process_that_was_given_it(tmp_path: Path, wh
         about = {"incarnation": name, "beat": 1, "section": {**sections[name], "output_dir": str(tmp_path)}}
         (meeting.presence.folder / f"{name}.json").write_text(json.dumps(about))
     meeting.peers.look()
-    origins = Origins({(who,): f"{who}.yaml:1"}, default="command line")
+    origins = Origins({(): f"{who}.yaml:1", (who,): f"{who}.yaml:1"}, default="command line")
     with pytest.raises(ConfigError) as refused:
         meeting.agree(origins)
     place = "orch.yaml:1" if who == "orch" else "grpo-orch"
