@@ -121,7 +121,9 @@ async def _train(
             events.emit("resume", f"continuing after step {found['step']}")
         on_signals(loop.interrupt, lambda: _give_up(run_dir, watching.next_command))
         steps = loop.settings.max_steps
-        console.begin(f"training {config.train.model} for {steps} steps in {run_dir.path}", steps, loop.progress.step)
+        onward = f", continuing after step {found['step']}" if found is not None else ""
+        said = f"training {config.train.model} for {steps} steps in {run_dir.path}{onward}"
+        console.begin(said, steps, loop.progress.step)
         outcome = await loop.run()
         await prepared.ranks.on_main(assembled.export)
         return outcome, loop.progress.step
@@ -165,7 +167,7 @@ def _record_end(run_dir: RunDir | FollowerRunDir, command: str, work: Callable[[
         outcome, step = work()
     except Interrupted as error:
         write("interrupted", str(error), True)
-        raise
+        raise Interrupted(f"{error}; to continue: {command}", error.exit_code) from error
     except StoppedByPolicy as error:
         write("stopped", str(error), True)
         raise

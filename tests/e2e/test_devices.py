@@ -241,5 +241,7 @@ def test_the_guide_starts_with_what_works(warm: WarmPython, tmp_path: Path):
     for words in commands:
         command = warm.run(words[1:], tmp_path)
         assert command.wait(START_S) == 0, command.text()
-    status = json.loads((tmp_path / "outputs" / "status.json").read_text())
+    status = json.loads((tmp_path / "outputs" / "two" / "status.json").read_text())
     assert (status["state"], status["step"]) == ("finished", 4)
+    metrics = [json.loads(line) for line in (tmp_path / "outputs" / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["optim/grad_norm"] > 0 for line in metrics), "there is something to learn from"

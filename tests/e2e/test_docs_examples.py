@@ -78,6 +78,7 @@ def test_the_page_of_the_server_starts_with_what_works(reader: Path):
     with subprocess.Popen(command, cwd=reader, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
+            assert server.stdout.readline() == "loading models/tiny\n"
             assert server.stdout.readline().startswith(f"serving models/tiny at http://127.0.0.1:{port}/v1")
             curl = subprocess.run(
                 ["bash", "-c", second.replace("8000", str(port))], capture_output=True, text=True, timeout=60

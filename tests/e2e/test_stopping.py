@@ -67,12 +67,14 @@ def test_a_signal_saves_and_the_next_command_continues(new_run: NewRun, number: 
     assert status["state"] == "interrupted" and status["resumable"] and "saved" in status["reason"]
     assert status["step"] == len(run.journal()) == run.checkpoints()[-1] >= 2
     assert not (run.path / "final").exists()
+    assert f"to continue: {status['next_command']}" in command.text()
     program, *arguments = shlex.split(status["next_command"])
     assert program == "shoal" and "--resume" in arguments
     resumed = run.warm.run(arguments, run.folder)
     assert resumed.wait() == 0, resumed.text()
     assert run.status()["state"] == "finished" and run.status()["next_command"] is None
     assert len(run.events("resume")) == 1
+    assert f", continuing after step {status['step']}" in resumed.text()
     assert running.wait() == 0
     assert_trained_once(run, 4)
     assert_same_run(run, fingerprint(whole))

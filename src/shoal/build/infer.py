@@ -160,6 +160,7 @@ def serve(
     sock = bind(infer.host, infer.port)
     handler = setup_logging(Path(infer.output_dir) / "logs", "infer")
     try:
+        tell(f"loading {infer.model}")
         inference = make_inference(infer, readers)
         asyncio.run(_serve(infer, inference, sock, tell, beside))
     finally:

@@ -155,7 +155,7 @@ def _vllm_flags(infer: InferConfig, dtype: str, on_cpu: bool) -> list[str]:
 
 
 def whole_prompts(longest: int | None) -> dict[str, Any]:
-    """On a CPU vLLM (0.32) breaks down when it cuts a prompt whose request has a seed, so that it must not cut any."""
+    """vLLM sets a request's generator back after a part of its prompt, and a CPU's has no offset to set (0.32)."""
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest or 0)}
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from shoal.cli.output import say
+from shoal.observability.text import count
 
 
 def doctor(run: str | None = None, *, as_json: Annotated[bool, Parameter(name="--json", negative=())] = False) -> None:
@@ -40,7 +41,7 @@ def doctor(run: str | None = None, *, as_json: Annotated[bool, Parameter(name="-
             say(f"    change: {finding.remedy}")
     warnings = sum(finding.level == "warning" for finding in findings)
     say(
-        f"{run}: {warnings} warnings, {len(findings) - warnings} remarks"
+        f"{run}: {count(warnings, 'warning')}, {count(len(findings) - warnings, 'remark')}"
         if findings
         else f"{run}: nothing to complain about"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.cli.output import say
 from shoal.errors import ConfigError
 from shoal.observability.catalogue import CATALOGUE, FAMILIES, Metric, find_metric, nearest_metrics
+from shoal.observability.step_line import WORDS
 
 
 def explain(metric: str | None = None) -> None:
@@ -13,13 +14,14 @@ def explain(metric: str | None = None) -> None:
     Parameters
     ----------
     metric
-        Its name, such as mismatch/k3 or eval/gsm8k/mean; names of TRL and verl are known too.
+        Its name, such as mismatch/k3 or eval/gsm8k/mean, or a word of the step line, such as ent; names of TRL and
+        verl are known too.
     """
     if metric is None:
         for entry in [*CATALOGUE.values(), *FAMILIES.values()]:
             say(f"{entry.name:<28} {entry.meaning}")
         return
-    found = find_metric(metric) or _by_other_name(metric)
+    found = find_metric(metric) or find_metric(WORDS.get(metric, "")) or _by_other_name(metric)
     if found is None:
         near = nearest_metrics(metric)[:4]
         hint = f"did you mean {', '.join(near)}?" if near else "`shoal explain` lists all names"

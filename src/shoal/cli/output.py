@@ -23,7 +23,7 @@ def complain(message: str) -> None:
 
 def notices(lines: Iterable[str]) -> None:
     for line in lines:
-        _write(f"notice: {redact(line)}")
+        _write(f"note: {redact(line)}")
 
 
 def say(text: str) -> None:

@@ -29,13 +29,22 @@ def check_orch(orch: OrchConfig, findings: Findings) -> None:
     _check_envs(orch, findings)
     _check_staleness(orch, findings)
     _check_eval(orch, findings)
-    url = urlsplit(orch.client.base_url)
-    if url.scheme not in ("http", "https") or not url.netloc:
+    if port_of(orch.client.base_url) is None:
         findings.error(
             "orch.client.base_url", f"{show(orch.client.base_url)} is not an address", "write http://host:port/v1"
         )
     if orch.dataset is not None:
         check_dataset(orch.dataset, "orch.dataset", findings)
+
+
+def port_of(address: str) -> int | None:
+    """The port an HTTP address names or implies; None if it is no such address."""
+    try:
+        url = urlsplit(address)
+        implied = {"http": 80, "https": 443}.get(url.scheme) if url.hostname else None
+        return implied and (implied if url.port is None else url.port)
+    except ValueError:  # a port that is no number, or half an IPv6 address
+        return None
 
 
 def _group_statistics(advantage: AdvantageConfig) -> bool:

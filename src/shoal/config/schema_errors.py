@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from shoal.config.base import NAME_PATTERN, USER_CODE_PATTERN, Section
 from shoal.config.fields import known_keys, nearest, section_at, suggestion
-from shoal.config.problems import Problem, show
+from shoal.config.problems import Problem, dotted, show
 from shoal.config.yaml_text import KeyPath
 
 _TYPES = {
@@ -128,7 +128,10 @@ def _unquote_fix(value: str, kind: str) -> str:
 
 
 def _missing_fix(root: type[Section], path: KeyPath) -> str:
-    section = section_at(root, path[:-1])
+    section, missing = section_at(root, path[:-1]), section_at(root, path)
+    for key, inner in known_keys(missing).items() if missing else ():
+        if inner.is_required():  # of a section, what it cannot be without
+            return f"set {dotted((*path, key))}: {inner.description}"
     info = known_keys(section).get(str(path[-1])) if section else None
     return f"add it: {info.description}" if info is not None and info.description else "add it"
 

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shoal.config.base import Section, given
+from shoal.config.check_orch import port_of
 from shoal.config.checks import check_common, check_served
 from shoal.config.problems import Findings, Origins, redact, render
 from shoal.config.schema import RunConfig
@@ -33,6 +34,14 @@ def merge_sections(name: str, own: Any, others: Mapping[str, Mapping[str, Any]])
         raise ConfigError(render(problems_from(error, RunConfig, data), Origins(default="handshake"))) from None
 
 
+def _check_port(config: RunConfig, findings: Findings) -> None:
+    """Somebody may forward the port, so it is no error; but the wait for a server that is elsewhere is a long one."""
+    asked, port = port_of(config.orch.client.base_url), config.infer.port
+    if asked not in (None, port):
+        what = f"asks port {asked}, but grpo-infer listens on {port} (infer.port)"
+        findings.notice("orch.client.base_url", what, "make them equal, unless something forwards one to the other")
+
+
 def check_split(config: RunConfig) -> Findings:
     """What can be said about a split run before a model loads."""
     findings = Findings()
@@ -40,6 +49,7 @@ def check_split(config: RunConfig) -> Findings:
     train, infer = config.train, config.infer
     if given(infer, "weights"):
         findings.error("infer.weights", "is not used: a server always has its own copy", "remove it")
+    _check_port(config, findings)
     if infer.engine == "embedded" and train.quantised:
         what = "is stored quantised by the trainer and not by grpo-infer, so their log-probs differ"
         findings.notice("train.model", f"{what}; the old ones are computed again")

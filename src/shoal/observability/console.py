@@ -189,7 +189,7 @@ class BaseConsole:
 
     def _show_heartbeat(self) -> None:
         where = f"step {self._step}/{self._total} done" if self._total else "working"
-        self._print(f"… {where}, waiting for {self._describe_waiting()}")
+        self._print(f"… {where}; now: {self._describe_waiting()}")
 
     def _describe_waiting(self) -> str:
         """What is waited for, how far it is, and what the sampler does."""

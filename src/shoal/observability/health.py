@@ -175,7 +175,7 @@ def _long_enough(stretch: list[tuple[int, Bad]], rule: Rule, measured: int) -> l
 def _finding(rule: Rule, told: Sequence[tuple[int, Bad]]) -> Finding:
     worst = max((bad for _, bad in told), key=lambda bad: bad.severity)
     steps = (told[0][0], told[-1][0])
-    return Finding(rule.check, rule.level, worst.words, rule.remedy, rule.metric, steps, len(told))
+    return Finding(rule.check, rule.level, worst.words, worst.remedy or rule.remedy, rule.metric, steps, len(told))
 
 
 def _status_findings(run: Path) -> list[Finding]:

@@ -41,6 +41,7 @@ class History:
 class Bad:
     words: str
     severity: float  # larger is worse, within one rule
+    remedy: str = ""  # where the rule's own would say too much
 
 
 Judge = Callable[[Row, History], "Bad | None"]
@@ -110,9 +111,10 @@ def _too_few_mixed(row: Row, _: History) -> Bad | None:
     good, bad = row.get("group/all_good_frac", 0.0), row.get("group/all_bad_frac", 0.0)
     if row.get("reward/error_frac", 0.0) + row.get("reward/timeout_frac", 0.0) > 0.5:
         return None  # hardly anything was scored: that is not about the prompts, and another rule says so
-    side = "too easy" if good > bad else "too hard"
-    words = f"only {mixed:.0%} of the groups teach: the prompts are {side} ({good:.0%} all good, {bad:.0%} all bad)"
-    return Bad(words, -mixed)
+    side, remedy = ("too easy", catalogue.HARDER_PROMPTS) if good > bad else ("too hard", catalogue.EASIER_PROMPTS)
+    share = f"only {mixed:.0%}" if mixed else "none"
+    words = f"{share} of the groups teach: the prompts are {side} ({good:.0%} all good, {bad:.0%} all bad)"
+    return Bad(words, -mixed, remedy)
 
 
 def _idle(row: Row, _: History) -> Bad | None:

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.observability.text import duration, short_number
+from shoal.observability.text import count, duration, short_number
 
-_SHARES = (("gen", "rollout"), ("rew", "reward"), ("train", "train"), ("sync", "sync"), ("eval", "eval"))
+_SHARES = (
+    ("gen", "rollout"), ("rew", "reward"), ("train", "train"), ("sync", "sync"), ("eval", "eval"), ("save", "save"),
+)  # fmt: skip
+_SIGNALS = (("k3", "mismatch/k3"), ("ent", "policy/entropy"), ("gn", "optim/grad_norm"))
+# The words of a line and the metrics they stand for; `shoal explain` takes them too.
+WORDS = {
+    "reward": "reward/mean",
+    "loss": "sft/loss",
+    "used": "batch/used",
+    "flat": "group/flat",
+    "mixed": "group/mixed_frac",
+    "len": "completion/length_mean",
+    "trunc": "completion/truncated_frac",
+    **dict(_SIGNALS),
+    "stale": "staleness/max",
+    "tok/s": "throughput/rollout_tok_s",
+    **{word: f"time/{phase}" for word, phase in (*_SHARES, ("idle", "idle"))},
+}
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None = None) -> str:
     """A step in one line; what was not measured is not mentioned."""
     parts = [f"step {step}/{total}" if total else f"step {step}"]
     parts += [part for part in (_reward(metrics), _loss(metrics), _used(metrics), _length(metrics)) if part]
-    signals = (("k3", "mismatch/k3"), ("ent", "policy/entropy"), ("gn", "optim/grad_norm"))
-    parts += [" ".join(f"{word} {short_number(metrics[name])}" for word, name in signals if name in metrics)]
+    parts += [" ".join(f"{word} {short_number(metrics[name])}" for word, name in _SIGNALS if name in metrics)]
     if metrics.get("masked"):
         parts.append(f"masked {metrics['masked']:.0%}")
     if metrics.get("staleness/max"):
@@ -69,7 +85,7 @@ def _loss(metrics: Mapping[str, float]) -> str:
 def _used(metrics: Mapping[str, float]) -> str:
     if "batch/used" in metrics and "batch/rollouts" in metrics:
         text = f"used {metrics['batch/used']:.0f}/{metrics['batch/rollouts']:.0f}"
-        return f"{text}, {metrics['group/flat']:.0f} groups flat" if metrics.get("group/flat") else text
+        return f"{text}, {count(round(metrics['group/flat']), 'group')} flat" if metrics.get("group/flat") else text
     return f"mixed {metrics['group/mixed_frac']:.0%}" if "group/mixed_frac" in metrics else ""
 
 

@@ -42,6 +42,11 @@ def short_number(value: float) -> str:
     return text.replace("0.", ".", 1) if size < 1 else text
 
 
+def count(number: int, noun: str) -> str:
+    """1 step, 2 steps."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def duration(seconds: float) -> str:
     """42s, 3m05, 1h12, 2d03h."""
     if not math.isfinite(seconds):

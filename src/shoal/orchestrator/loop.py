@@ -57,6 +57,7 @@ class Loop:
 
     async def run(self) -> str:
         """Train to the end; returns `finished` or `solved`. Raises Interrupted or StoppedByPolicy, state saved."""
+        self.parts.phases.take()  # what it took to get here is no part of the first step
         await self._publish(self.progress.step, started=True)
         try:
             await self._evaluate_at_start()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.config.problems import Origins
 from shoal.config.schema import InferConfig, OrchConfig, RunConfig, TrainConfig
@@ -29,6 +29,7 @@ from shoal.errors import (
 from shoal.transport.presence import COMPONENTS, End, Peers, Presence, read_end, tell_end
 
 LOOK_S = 0.1
+ENDED_BY = "ended the run: "
 FIRST_WORD_S = 3.0  # of silence, before a wait is told
 Tell = Callable[[str], None]
 
@@ -45,10 +46,10 @@ class Waits:
     _next: dict[str, float] = field(default_factory=dict)
     _since: float | None = None  # of a wait that is told in others' words
 
-    def note(self, component: str, silent_s: float) -> None:
+    def note(self, component: str, silent_s: float, where: str = "") -> None:
         if silent_s >= self._next.get(component, FIRST_WORD_S):
             self._next[component] = 2 * silent_s
-            self.tell(f"waiting for grpo-{component} since {silent_s:.0f} s")
+            self.tell(f"waiting for grpo-{component} since {silent_s:.0f} s{where}")
 
     def over(self, component: str) -> None:
         if self._next.pop(component, None) is not None:
@@ -106,7 +107,7 @@ class Meeting:
         while missing := self._missing():
             waited = time.monotonic() - started
             for component in missing if not patient or len(missing) == 1 else ():
-                self._waits.note(component, waited)
+                self._waits.note(component, waited, f", to come to {self.presence.folder.parent}")
             if not patient and waited > self.deadline_s:
                 self._too_late(missing, waited)
             await asyncio.sleep(LOOK_S)
@@ -115,7 +116,8 @@ class Meeting:
         self.look()
         missing = [name for name in COMPONENTS if name != self.presence.component and self.peers.get(name) is None]
         for name in set(COMPONENTS) - set(missing):
-            self._waits.over(name)
+            if self.peers.is_alive(name):  # one that came once may be gone again
+                self._waits.over(name)
         return missing
 
     def watch(self, component: str, what: str, since: float) -> None:
@@ -145,8 +147,14 @@ class Meeting:
         """The configuration of the run from all three sections; what does not go together ends all three alike."""
         others = {name: peer.section for name in COMPONENTS if (peer := self.peers.get(name)) is not None}
         config = merge_sections(self.presence.component, self._section, others)
-        check_split(config).raise_errors(origins or Origins(default="handshake"))
+        check_split(config).raise_errors(self._origins(origins or Origins(default="handshake")))
         return config
+
+    def _origins(self, origins: Origins) -> Origins:
+        """What this process did not read itself was given to the process whose section it is."""
+        read = {path[:1] for path in origins.places} | {(self.presence.component,)}
+        others = {(name,): f"grpo-{name}" for name in COMPONENTS if (name,) not in read}
+        return replace(origins, places={**origins.places, **others})
 
     def incarnation_of(self, component: str) -> str | None:
         peer = self.peers.get(component)
@@ -163,7 +171,8 @@ class Meeting:
 
 
 def raise_end(end: End) -> None:
-    said = f"{end.told_by} ended the run: {end.reason}"
+    # What was told on is told as it was: the first to know is the one to look at.
+    said = end.reason if ENDED_BY in end.reason else f"{end.told_by} {ENDED_BY}{end.reason}"
     if end.code == EXIT_DONE:
         raise Ended(said)
     if end.code == EXIT_USAGE:

@@ -18,6 +18,7 @@ from shoal.errors import EngineError, Interrupted, StoppedByPolicy
 from shoal.observability.atomic import remove_quietly, write_atomic
 from shoal.observability.checkpoints import Checkpoint
 from shoal.observability.metrics import Tally
+from shoal.observability.text import count
 from shoal.orchestrator.learn import Learned
 from shoal.orchestrator.meeting import Meeting
 from shoal.orchestrator.wire import pack_groups, unpack_learned
@@ -113,8 +114,8 @@ class RemoteTrainer:
                 raise StoppedByPolicy(
                     f"grpo-train was restarted and step {step + 1} is not kept; continue with --resume"
                 )
-            said = f"grpo-train was restarted; it goes back to step {step} and learns {len(again)} steps again"
-            self.parts.tell("restart", said)
+            learns = f" and learns {count(len(again), 'step')} again" if again else ""
+            self.parts.tell("restart", f"grpo-train was restarted; it goes back to step {step}{learns}")
             with suppress(Restarted):
                 folder = str(checkpoint.path.resolve()) if checkpoint is not None else None
                 await self._request("load", {"folder": folder, "steps": self.steps}, None)

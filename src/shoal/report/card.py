@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def _origin(weights: Weights, config: dict[str, Any]) -> str:
     if not config:
         return f"`{base}`{' with an adapter merged in' if weights.adapter else ''}, exported with Shoal."
     train, orch = config.get("train", {}), config.get("orch")
-    rows = {"Steps": train.get("max_steps"), "Epochs": train.get("epochs"), "Learning rate": train.get("learning_rate")}
+    steps = _steps(weights, train.get("max_steps"))
+    rows = {"Steps": steps, "Epochs": train.get("epochs"), "Learning rate": train.get("learning_rate")}
     if orch is not None:
         rows |= {
             "Environments": ", ".join(env["id"] for env in orch["env"]),
@@ -69,6 +71,13 @@ def _origin(weights: Weights, config: dict[str, Any]) -> str:
     lines = "\n".join(f"| {name} | {show(value).strip(chr(34))} |" for name, value in rows.items() if value is not None)
     start = Path(str(train.get("model"))).name if _local(train.get("model")) else train.get("model")
     return f"Trained from `{start}` with Shoal, {how}.\n\n| | |\n|---|---|\n{lines}"
+
+
+def _steps(weights: Weights, planned: int | None) -> int | str | None:
+    """How many these weights were trained for, which may be fewer than the run was meant to have."""
+    at = re.fullmatch(r"step_(\d+)", Path(weights.adapter or weights.model).parent.name)
+    done = int(at[1]) if at else read_status(weights.run).get("step") if weights.run is not None else None
+    return planned if done in (None, planned) else f"{done} of {planned}" if planned is not None else done
 
 
 def _local(model: object) -> bool:

@@ -68,6 +68,19 @@ def test_a_key_is_no_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch.environment["VLLM_API_KEY"] == "s3cret" and "s3cret" not in " ".join(launch.command)
 
 
+def test_vllm_on_a_cpu_takes_prompts_whole_unless_told_otherwise() -> None:
+    """It ends at the first prompt that it takes in parts and that has a seed; every request of a run has one."""
+
+    def flags(on_cpu: bool, **arguments: Any) -> list[str]:
+        infer = {"engine": "vllm", "engine_python": "/venv/bin/python", "engine_args": arguments}
+        return list(launch_of(resolve_run(config(infer)).infer, Path("out"), "float32", on_cpu=on_cpu).command)
+
+    assert "--no-enable-chunked-prefill" in flags(True)
+    assert not [flag for flag in flags(False) if "chunked" in flag]
+    asked = flags(True, enable_chunked_prefill=True)
+    assert "--enable-chunked-prefill" in asked and "--no-enable-chunked-prefill" not in asked
+
+
 @pytest.mark.parametrize(
     ("infer", "sections", "says"),
     [

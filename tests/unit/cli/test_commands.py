@@ -79,7 +79,7 @@ def test_dry_run_may_be_repeated_and_run_from_its_own_output(capsys: pytest.Capt
 def test_notices_go_to_stderr(capsys: pytest.CaptureFixture[str]):
     assert main([*THREE, "--dry-run", "train.lora=false"]) == 0
     err = capsys.readouterr().err
-    assert all(line.startswith("notice: ") for line in err.splitlines()) and "train.learning_rate" in err
+    assert all(line.startswith("note: ") for line in err.splitlines()) and "train.learning_rate" in err
 
 
 def test_a_used_folder_is_refused_with_the_two_ways_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

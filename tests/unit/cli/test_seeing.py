@@ -104,7 +104,7 @@ def test_doctor_names_metric_steps_and_remedy(run: Path, capsys: Output) -> None
     text = capsys.readouterr().out
     assert "warning: 90% of the completions are cut at the length limit" in text
     assert "seen in: completion/truncated_frac, steps 1–3, 3 steps" in text
-    assert "change: raise orch.sampling.max_tokens" in text and text.strip().endswith("1 warnings, 0 remarks")
+    assert "change: raise orch.sampling.max_tokens" in text and text.strip().endswith("1 warning, 0 remarks")
     assert main(["doctor", str(run), "--json"]) == 0
     (finding,) = json.loads(capsys.readouterr().out)
     assert finding["check"] == "truncated" and finding["steps"] == [1, 3]
@@ -137,6 +137,9 @@ def test_explain_knows_all_names_and_those_people_bring(capsys: Output) -> None:
     assert main(["explain", "eval/gsm8k/mean"]) == 0
     assert "eval/gsm8k/mean (eval/<env>/mean) [reward]" in capsys.readouterr().out
     for other, ours in (
+        ("k3", "mismatch/k3"),  # a word of the step line
+        ("ent", "policy/entropy"),
+        ("gen", "time/rollout"),
         ("response_length/clip_ratio", "completion/truncated_frac"),
         ("clip_ratio/region_mean", "policy/clip_frac"),
     ):

@@ -134,3 +134,8 @@ def test_how_long_to_train_is_one_matter_on_the_command_line(folder: Path, overr
     assert (config.train.max_steps, config.train.epochs, config.orch.max_steps) == length
     both = load_run(parts=PARTS, overrides=["train.max_steps=5", "orch.max_steps=6"]).config
     assert (both.train.max_steps, both.orch.max_steps) == (5, 6), "what is said twice is compared, not left out"
+
+
+def test_a_section_that_is_missing_is_asked_for_by_the_key_it_cannot_be_without():
+    with pytest.raises(ConfigError, match=r"orch: is required but not set; set orch\.env: The environments"):
+        load_run(overrides=["train.model=models/tiny", "train.max_steps=2"])

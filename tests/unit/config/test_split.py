@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shoal.config.checks import check_section
 from shoal.config.load import load_section
 from shoal.config.schema import InferConfig, OrchConfig, TrainConfig
 from shoal.config.split import check_split, merge_sections, section_data
@@ -13,6 +14,33 @@ from shoal.errors import ConfigError
 
 TRAIN = {"model": "m", "max_steps": 4, "sequence_len": 128, "output_dir": "there"}
 ORCH: dict[str, Any] = {"env": [{"id": "reverse-text", "args": {"api_key": "canary"}}], "model": {"name": "m"}}
+
+
+@pytest.mark.parametrize(
+    ("url", "port", "asked"),
+    [
+        ("http://127.0.0.1:8000/v1", 8000, None),
+        ("http://node2:8001/v1", 8000, 8001),
+        ("https://node2/v1", 8000, 443),
+        ("http://[::1]:8000/v1", 8001, 8000),
+    ],
+)
+def test_an_address_with_another_port_than_the_servers_is_remarked(url: str, port: int, asked: int | None):
+    own = TrainConfig.model_validate(TRAIN)
+    orch = OrchConfig.model_validate(ORCH | {"client": {"base_url": url}})
+    infer = InferConfig.model_validate({"model": "m", "port": port})
+    config = merge_sections("train", own, {"infer": section_data(infer), "orch": section_data(orch)})
+    said = [line for line in check_split(config).notice_lines() if "base_url" in line]
+    expected = f"orch.client.base_url: asks port {asked}, but grpo-infer listens on {port} (infer.port)"
+    assert [line.partition(";")[0] for line in said] == ([expected] if asked is not None else [])
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "http://", "http://node2:port/v1", "http://[::1/v1", "ftp://node2/v1"]
+)
+def test_what_is_no_address_is_refused(url: str):
+    findings = check_section("orch", OrchConfig.model_validate(ORCH | {"client": {"base_url": url}}))
+    assert [".".join(map(str, problem.path)) for problem in findings.errors] == ["orch.client.base_url"]
 
 
 def problems(train: dict[str, Any], infer: dict[str, Any], orch: dict[str, Any]) -> list[str]:

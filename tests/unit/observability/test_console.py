@@ -51,6 +51,17 @@ def test_the_line_worth_having() -> None:
     )
 
 
+def test_a_checkpoint_is_part_of_the_step_that_waited_for_it() -> None:
+    line = step_line(11, 30, {"time/step": 2.0, "time/rollout": 1.0, "time/save": 0.5, "time/idle": 0.5})
+    assert line == "step 11/30  gen 50% save 25% idle 25%"
+
+
+def test_one_is_not_many() -> None:
+    assert step_line(1, 2, {"batch/used": 16, "batch/rollouts": 32, "group/flat": 1}).endswith(
+        "used 16/32, 1 group flat"
+    )
+
+
 def test_what_was_not_measured_is_not_mentioned() -> None:
     assert step_line(1, 2, {}) == "step 1/2"
     assert step_line(2, 2, {"eval/a/mean": 0.5}, left_s=3) == "step 2/2  eval a 0.500"
@@ -145,10 +156,10 @@ def test_heartbeat_says_what_is_waited_for() -> None:
     console.step(3, {})
     console.waiting("the reward of 4 rollouts")
     deadline = time.monotonic() + 5
-    while "waiting for the reward" not in stream.getvalue() and time.monotonic() < deadline:
+    while "now: the reward" not in stream.getvalue() and time.monotonic() < deadline:
         time.sleep(0.01)
     console.close()
-    assert "… step 3/10 done, waiting for the reward of 4 rollouts" in stream.getvalue()
+    assert "… step 3/10 done; now: the reward of 4 rollouts" in stream.getvalue()
 
 
 class Closed(io.StringIO):
@@ -238,11 +249,11 @@ def test_a_quiet_bar_says_nothing_of_its_own_and_shows_in_the_heartbeat() -> Non
     with console.progress("rollouts of step 4", 16, quiet=True) as bar:
         bar.advance(5)
         deadline = time.monotonic() + 5
-        while "waiting for rollouts" not in stream.getvalue() and time.monotonic() < deadline:
+        while "now: rollouts" not in stream.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
     console.close()
     lines = set(stream.getvalue().splitlines())
-    assert lines == {"… working, waiting for rollouts of step 4 (5/16, 3 to prefill, 13 decoding)"}
+    assert lines == {"… working; now: rollouts of step 4 (5/16, 3 to prefill, 13 decoding)"}
 
 
 def test_the_live_block_holds_the_bar_of_what_goes_on() -> None:

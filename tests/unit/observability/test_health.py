@@ -10,6 +10,7 @@ import pytest
 
 from shoal.config.resolve import as_yaml, resolve_run
 from shoal.config.schema import RunConfig
+from shoal.observability import catalogue
 from shoal.observability.events import EventLog
 from shoal.observability.health import LiveHealth, check_rows, diagnose
 from shoal.observability.rules import RULES
@@ -66,6 +67,16 @@ def test_two_bad_steps_are_not_yet_a_trouble(rule: Any) -> None:
     worse = {"policy/entropy": 0.0, "completion/length_mean": 1.0, "group/mixed_frac": 0.0, "reward/std": 0.0}
     value = worse.get(rule.metric, 1e6)
     assert [f for f in check_rows(rows(40, 20, 21, **named(rule.metric, value)), {}) if f.check == rule.check] == []
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "side", "remedy"),
+    [(0.0, 1.0, "too hard", catalogue.EASIER_PROMPTS), (1.0, 0.0, "too easy", catalogue.HARDER_PROMPTS)],
+)
+def test_flat_groups_get_the_advice_of_their_own_side(good: float, bad: float, side: str, remedy: str) -> None:
+    flat = {"group/mixed_frac": 0.0, "group/all_good_frac": good, "group/all_bad_frac": bad}
+    (finding,) = check_rows(rows(40, 20, 29, **flat), {})
+    assert finding.what.startswith(f"none of the groups teach: the prompts are {side}") and finding.remedy == remedy
 
 
 def test_rewards_that_fail_say_nothing_about_the_prompts() -> None:

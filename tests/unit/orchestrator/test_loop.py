@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from shoal.errors import EXIT_STOPPED, DeadlineError, Interrupted, StoppedByPolicy, UserCodeError
 from shoal.observability.console import make_console
 from shoal.observability.journal import read_lines
-from shoal.observability.run_dir import rollouts_path
+from shoal.observability.run_dir import read_metrics, rollouts_path
 from shoal.orchestrator.admission import Admission
 from shoal.orchestrator.cadence import EvalCadence, NoiseSchedule, SaveCadence
 from shoal.orchestrator.collect import GroupRules
@@ -64,6 +65,14 @@ def test_a_step_leaves_metrics_a_journal_record_and_rollouts(tmp_path: Path):
         assert {line["rollout_id"] for line in lines} == set(journal[step - 1]["rollout_ids"])
     assert all(line["batch/used"] == 4 and line["staleness/max"] == 0 for line in metrics)
     assert world.engine.loads == [(version, 0.0) for version in range(5)]
+
+
+def test_what_came_before_the_run_is_no_part_of_its_first_step(tmp_path: Path):
+    """Other processes load their models while the loop stands ready."""
+    world = World(tmp_path, Plan())
+    time.sleep(1.0)
+    world.run()
+    assert read_metrics(tmp_path)[0]["time/step"] < 1.0
 
 
 def test_three_steps_in_a_row_that_are_not_finite_stop_the_run(tmp_path: Path):
