@@ -35,7 +35,7 @@ from shoal.observability.sinks import check_sinks
 from shoal.observability.watchdog import Watchdog
 from shoal.observability.weights import find_weights
 from shoal.orchestrator.cadence import SaveCadence
-from shoal.orchestrator.signals import on_signals, stop_signals
+from shoal.orchestrator.signals import on_signals, stop_signals, terminated_at_once
 from shoal.orchestrator.supervised import SupervisedRecorder
 from shoal.types import Task
 
@@ -53,6 +53,7 @@ class Layout:
     trains: bool = True  # in this process, which may then be one of several
 
 
+@terminated_at_once()
 def train(
     config: RunConfig,
     *,
@@ -169,8 +170,8 @@ def _record_end(run_dir: RunDir | FollowerRunDir, command: str, work: Callable[[
     except StoppedByPolicy as error:
         write("stopped", str(error), True)
         raise
-    except KeyboardInterrupt:
-        write("interrupted", "interrupted while it was loading; nothing is lost", True)
+    except KeyboardInterrupt as error:
+        write("interrupted", f"{str(error) or 'interrupted'} while it was loading; nothing is lost", True)
         raise
     except ConfigError as error:
         if not run_dir.free_if_untouched():
@@ -239,6 +240,7 @@ def _last_line(path: Path) -> str:
     return "; ".join(said)
 
 
+@terminated_at_once()
 def sft(config: SftConfig, *, resume: bool = False) -> Path:
     """Supervised training; the result is in `final/` of the run directory."""
     path = Path(config.train.output_dir)

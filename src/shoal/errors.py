@@ -85,3 +85,9 @@ class Interrupted(ShoalError):
     def __init__(self, message: str, exit_code: int = EXIT_INTERRUPTED) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP before there was a step to finish. As Ctrl-C is: no handler of other errors takes it."""
+
+    exit_code = EXIT_TERMINATED

@@ -125,7 +125,11 @@ class RunDir:
         write_atomic(self.path / "status.json", json.dumps(self.status, indent=1).encode() + b"\n")
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.metrics.append({"step": step, **{name: _spell(value) for name, value in metrics.items()}})
+        self.metrics.append({"step": step, **_spelt(metrics)})
+
+    def amend_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add to the record of a step that is there."""
+        self.metrics.amend(step, _spelt(metrics))
 
     def append_journal(self, step: int, record: Mapping[str, Any]) -> None:
         self.journal.append({"step": step, **record})
@@ -241,6 +245,10 @@ def _spell(value: float) -> float | str:
     """JSON has no NaN; null would hide which of the three it was, and float() reads these words back."""
     value = float(value)
     return value if math.isfinite(value) else str(value)
+
+
+def _spelt(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    return {name: _spell(value) for name, value in metrics.items()}
 
 
 def _now() -> str:
