@@ -22,6 +22,7 @@ from shoal.errors import (
     ConfigError,
     DeadlineError,
     Interrupted,
+    NonFiniteError,
     ShoalError,
     StoppedByPolicy,
 )
@@ -126,8 +127,8 @@ async def _train(
         outcome = await loop.run()
         await prepared.ranks.on_main(assembled.export)
         return outcome, loop.progress.step
-    except DeadlineError:
-        raise  # the device may be what hangs; the newest checkpoint stands
+    except (DeadlineError, NonFiniteError):
+        raise  # the device may hang, or the weights are spoilt; the newest checkpoint stands
     except StoppedByPolicy:
         # What stopped one rank alone the others do not know: there is nobody to save with, and they end too.
         if prepared.ranks.world == 1 or loop.stopped_by_rule:

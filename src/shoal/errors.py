@@ -59,6 +59,10 @@ class RequestError(EngineError):
     """The engine refuses one request for what it asks; the others and the engine are unharmed."""
 
 
+class NonFiniteError(EngineError):
+    """The weights that are served compute what is no number. They are not worth a checkpoint; the last one stands."""
+
+
 class DeadlineError(StoppedByPolicy):
     """A wait passed its deadline; the message names who waited for whom."""
 
