@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.errors import ConfigError, StorageError
-from shoal.observability.atomic import TEMPORARY, remove_quietly, storage, write_atomic
+from shoal.observability.atomic import TEMPORARY, overwrite, remove_quietly, storage, write_atomic
 from shoal.observability.checkpoints import Checkpoint, CheckpointStore, sweep, write_folder
 from shoal.observability.journal import LineWriter, encode_line, read_lines
 from shoal.observability.lock import RunLock
@@ -122,7 +122,12 @@ class RunDir:
         told = {"state": state, "step": step, "reason": redact(reason), "resumable": resumable}
         told["next_command"] = redact(next_command) if next_command else None
         self.status = {**told, "pid": os.getpid(), "updated_at": _now(), **_identity(self.status)}
-        write_atomic(self.path / "status.json", json.dumps(self.status, indent=1).encode() + b"\n")
+        text = json.dumps(self.status, indent=1).encode() + b"\n"
+        try:
+            write_atomic(self.path / "status.json", text)
+        except StorageError:
+            overwrite(self.path / "status.json", text)
+            raise
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics.append({"step": step, **_spelt(metrics)})
