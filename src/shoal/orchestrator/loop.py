@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from shoal.errors import EXIT_INTERRUPTED, DeadlineError, EngineError, Interrupted, StoppedByPolicy
+from shoal.observability.journal import encode_line
 from shoal.observability.metrics import Tally
 from shoal.observability.spans import throughput
 from shoal.observability.watchdog import awake_within
@@ -295,7 +296,9 @@ class Loop:
                 parts.run_dir.take_shards(folder)
             files, limit = parts.on_device(parts.files.save, folder), self.settings.save_deadline_s
             await _within(limit, files, "writing the checkpoint", "train.save_deadline_s")
-            (folder / LOOP_FILE).write_bytes(msgspec.json.encode(self._boundary))
+            (folder / LOOP_FILE).write_bytes(
+                encode_line(msgspec.to_builtins(self._boundary))
+            )  # prompts may hold a secret
         parts.run_dir.prune_checkpoints(self.settings.save_total_limit)
         parts.run_dir.write_status(
             "running", step=step, reason="checkpoint", resumable=True, next_command=self.settings.next_command

@@ -111,6 +111,18 @@ def one_number(*args):
     return 1.0
 
 
+class Leaky(SingleTurn):
+    """Puts a secret where it does not belong: into prompts, and into the words of an error."""
+
+    def tasks(self, split):
+        return [ask(f"{word} {os.environ['SHOP_API_KEY']}", system="Reverse.") for word in WORDS]
+
+    def reward(self, task, messages):
+        if task.messages[-1]["content"].startswith("reef"):
+            raise ValueError(f"could not judge {task.messages[-1]['content']}")
+        return len(answer_of(messages)) / 20
+
+
 class NoJudge(SingleTurn):
     """Somebody forgot to say what an answer is worth."""
 
