@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from shoal.errors import ConfigError, HardwareError
 from shoal.protocols import Environment
+from shoal.rewards.isolate import check_isolation
 from shoal.rewards.parts import PartCheck
 from shoal.rewards.server import START_LIMIT_S, Limits, become_server
 from shoal.rewards.wire import JOB, MAX_JOB_BYTES, MAX_REPLY_BYTES, READY, RESULT, FrameBuffer, pack
@@ -35,7 +36,8 @@ class RewardPool:
     """Runs `Environment.reward` in worker processes that can be killed. Implements `protocols.Judge`.
 
     `weights` gives, per environment, the weight of each named reward part; where it is silent the environment's own
-    attribute `weights` speaks, else 1. `keep_env` names secrets that reward code may see after all.
+    attribute `weights` speaks, else 1. `keep_env` names secrets that reward code may see after all. `isolated` is for
+    rewards that run what a model wrote; where the kernel does not allow it, `start` refuses.
     """
 
     def __init__(
@@ -47,11 +49,12 @@ class RewardPool:
         memory_bytes: int = 2 * 2**30,
         weights: Mapping[str, Mapping[str, float]] | None = None,
         keep_env: Sequence[str] = (),
+        isolated: bool = False,
     ) -> None:
         if workers < 1 or timeout_s <= 0 or memory_bytes <= 0:
             raise ConfigError("the reward pool needs at least one worker, a positive timeout and positive memory")
         self._environments = dict(environments)
-        self._limits = Limits(workers, timeout_s, memory_bytes)
+        self._limits = Limits(workers, timeout_s, memory_bytes, isolated)
         given = weights or {}
         self._weights = {
             name: {**(getattr(env, "weights", None) or {}), **given.get(name, {})}
@@ -73,6 +76,8 @@ class RewardPool:
         """Read every task list and fork the server. Workers inherit both, so any Python object can judge."""
         if self._pid:
             raise RuntimeError("the reward pool is already started")
+        if self._limits.isolated:
+            check_isolation()
         tasks = {(name, split): env.tasks(split) for name, env in self._environments.items() for split in SPLITS}
         judging = Judging(self._environments, tasks, self._weights)
         ours, theirs = socket.socketpair()
