@@ -51,6 +51,10 @@ class UserCodeError(StoppedByPolicy, ValueError):
     """A loss, an advantage or a filter of the user's own raised, or returned what cannot be used."""
 
 
+class RewardServerError(StoppedByPolicy):
+    """The process that runs all rewards is gone; no rollout could be scored any more."""
+
+
 class EngineError(StoppedByPolicy):
     """The rollout engine died or broke its contract."""
 
@@ -92,6 +96,8 @@ class Interrupted(ShoalError):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP before there was a step to finish. As Ctrl-C is: no handler of other errors takes it."""
+    """A signal before there was a step to finish. As Ctrl-C is: no handler of other errors takes it."""
 
-    exit_code = EXIT_TERMINATED
+    def __init__(self, message: str, exit_code: int = EXIT_TERMINATED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

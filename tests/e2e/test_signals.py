@@ -28,19 +28,20 @@ def wait_for_steps(run: Run, steps: int, command: Command) -> None:
     assert command.running(), command.text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
-def test_while_the_model_loads(new_run: NewRun, number: int):
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)], ids=["INT", "TERM", "HUP"]
+)
+def test_while_the_model_loads(new_run: NewRun, number: int, code: int):
     """A scheduler that takes the machine back does not leave a run that says it is running."""
     run = new_run(train={"max_steps": 2})
     command = run.start()
     wait_until(lambda: "loading" in command.text() or not command.running(), 60, "the model to load")
     children = children_of(command.pid)
     command.send(number)
-    assert command.wait(30) == 143, command.text()
+    assert command.wait(30) == code, command.text()
     status = run.status()
-    assert (status["state"], status["resumable"]) == ("interrupted", True) and "while it was loading" in status[
-        "reason"
-    ]
+    assert (status["state"], status["resumable"]) == ("interrupted", True)
+    assert "while it was loading" in status["reason"]
     assert signal.Signals(number).name in status["reason"] and status["next_command"].endswith("--resume")
     wait_until(lambda: not any(alive(pid) for pid in children), 5, "the end of the reward workers")
     assert run.grpo("--resume").wait() == 0

@@ -83,7 +83,7 @@ def stop_signals(give_up: Callable[[], None] = lambda: None) -> Iterator[list[in
 
 @contextlib.contextmanager
 def terminated_at_once() -> Iterator[None]:
-    """Until there are steps to finish: SIGTERM and SIGHUP raise where the process is, as SIGINT does by itself.
+    """Until there are steps to finish: a signal raises where the process is, however long that would still take.
 
     What began to be loaded is given up, and whoever keeps a status can write it.
     """
@@ -92,9 +92,13 @@ def terminated_at_once() -> Iterator[None]:
         return
 
     def handle(number: int, _: object) -> None:
-        raise Terminated(f"ended by {signal.Signals(number).name}")
+        code = _CODES[signal.Signals(number)]
+        for other in heeded:
+            signal.signal(other, lambda *_: os._exit(code))  # a second one waits for nothing
+        raise Terminated(f"ended by {signal.Signals(number).name}", code)
 
-    with _handling([number for number in heeded_signals() if number != signal.SIGINT], handle):
+    heeded = heeded_signals()
+    with _handling(heeded, handle):
         yield
 
 

@@ -141,7 +141,7 @@ class Server:
 
     def _check_workers(self, now: float) -> None:
         for worker in list(self._workers.values()):
-            end = _end_of(worker.pid)
+            end = end_of(worker.pid)
             if end is not None:
                 self._read_rest(worker)
                 if worker.job is not None:
@@ -281,7 +281,7 @@ def _prepare(judging: Judging) -> None:
                 prepare()
 
 
-def _end_of(pid: int) -> str | None:
+def end_of(pid: int) -> str | None:
     """How a child ended, None while it runs. It is not reaped yet."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
