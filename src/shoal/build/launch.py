@@ -211,8 +211,8 @@ class _Watched:
 
     def wait(self) -> _Watched:
         if threading.current_thread() is threading.main_thread():
-            for number in self._heeded:
-                signal.signal(number, self._hand_on)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, self._hand_on if number in self._heeded else signal.SIG_IGN)
         while len(self.ended) < len(self._processes):
             self._look()
             if self._until is not None and time.monotonic() > self._until:

@@ -1,6 +1,7 @@
 """What SIGINT, SIGTERM and SIGHUP do to a run: the first asks it to stop with its state saved, the second ends it.
 
-One that was ignored when the process began stays ignored: that is how `nohup` works.
+A hangup that was ignored when the process began stays ignored: that is how `nohup` works. An ignored SIGINT does not:
+shells ignore it for whatever a script starts in the background, and a script may send it all the same.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _CODES = {
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """Those that end a run here: without the ones this process was started to ignore."""
-    return [number for number in _CODES if signal.getsignal(number) is not signal.SIG_IGN]
+    """Those that end a run here."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in _CODES if number != signal.SIGHUP or not ignored]
 
 
 def on_signals(interrupt: Callable[[int], None], give_up: Callable[[], None]) -> None:
