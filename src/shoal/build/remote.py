@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.config.infer import InferConfig
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError
+from shoal.orchestrator.signals import heeded_signals
 from shoal.rollout.facts import RemoteSettings, model_folder
 from shoal.rollout.launch import Launch, ServerProcess, check_interpreter
 from shoal.rollout.link import Waiting
@@ -193,9 +194,8 @@ def lora_rank(infer: InferConfig) -> int:
 
 def on_ending(end: Callable[[signal.Signals], None]) -> None:
     """What ends grpo-infer, whichever engine it serves. Under nohup a hangup stays ignored."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            asyncio.get_running_loop().add_signal_handler(number, end, number)
+    for number in heeded_signals():
+        asyncio.get_running_loop().add_signal_handler(number, end, number)
 
 
 async def serve_others(

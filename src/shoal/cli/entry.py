@@ -5,10 +5,11 @@ Verbs are named by import path and loaded when they are called, so `shoal --help
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from shoal.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, DeadlineError, ShoalError, Terminated
 
@@ -52,6 +53,12 @@ def _say(message: str, _: BaseException) -> None:
     complain(message)
 
 
+def _leave(code: int) -> NoReturn:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(code)
+
+
 def guarded(
     work: Callable[[], int], arguments: Sequence[str], tell: Callable[[str, BaseException], None] = _say
 ) -> int:
@@ -60,17 +67,13 @@ def guarded(
         return work()
     except DeadlineError as error:
         tell(str(error), error)
-        sys.stdout.flush()
-        os._exit(error.exit_code)  # a thread hangs, and Python would wait for it
+        _leave(error.exit_code)  # a thread hangs, and Python would wait for it
     except ShoalError as error:
         tell(str(error), error)
         return error.exit_code
     except Terminated as error:
         tell(str(error), error)
-        sys.stdout.flush()
-        os._exit(
-            error.exit_code
-        )  # it was raised anywhere, perhaps where a thread was being started: none is waited for
+        _leave(error.exit_code)  # raised anywhere, perhaps where a thread was being started: none is waited for
     except KeyboardInterrupt as error:
         tell("interrupted", error)
         return EXIT_INTERRUPTED

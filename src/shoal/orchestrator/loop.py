@@ -7,6 +7,7 @@ recorded, and the next one draws other prompts.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -297,9 +298,8 @@ class Loop:
                 parts.run_dir.take_shards(folder)
             files, limit = parts.on_device(parts.files.save, folder), self.settings.save_deadline_s
             await _within(limit, files, "writing the checkpoint", "train.save_deadline_s")
-            (folder / LOOP_FILE).write_bytes(
-                encode_line(msgspec.to_builtins(self._boundary))
-            )  # prompts may hold a secret
+            state = encode_line(msgspec.to_builtins(self._boundary))  # without secrets, which prompts may hold
+            (folder / LOOP_FILE).write_bytes(state)
         parts.run_dir.prune_checkpoints(self.settings.save_total_limit)
         parts.run_dir.write_status(
             "running", step=step, reason="checkpoint", resumable=True, next_command=self.settings.next_command
@@ -310,7 +310,7 @@ class Loop:
         return {"progress": replace(self.progress), "cursor": stream, "collector": collector}
 
     async def restore(self, folder: Path) -> None:
-        state = msgspec.json.decode((folder / LOOP_FILE).read_bytes())
+        state = json.loads((folder / LOOP_FILE).read_bytes())  # a prompt may be no text to stricter readers
         self.progress = Progress(**state["progress"])
         self.parts.stream.load_state(state["cursor"])
         self.parts.collector.load_state(state["collector"])

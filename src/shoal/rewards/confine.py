@@ -77,9 +77,24 @@ def _open_descriptors() -> list[int]:
 
 
 def drop_secrets(keep: Collection[str] = ()) -> None:
-    for name in list(os.environ):
-        if SECRET_NAME.search(name) and name not in keep:
-            del os.environ[name]
+    """From what this process and its children are told, and from where the kernel shows what it was started with."""
+    names = [name for name in os.environ if SECRET_NAME.search(name) and name not in keep]
+    for name in names:
+        del os.environ[name]
+    if sys.platform == "linux":
+        _wipe_initial_environment(names)
+
+
+def _wipe_initial_environment(names: Collection[str]) -> None:
+    """/proc/PID/environ is this memory, whatever became of the variables since."""
+    fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start and env_end of proc(5)
+    at = start
+    for entry in ctypes.string_at(start, end - start).split(b"\0") if end > start else ():
+        name, _, value = entry.partition(b"=")
+        if os.fsdecode(name) in names:
+            ctypes.memset(at + len(name) + 1, ord("x"), len(value))
+        at += len(entry) + 1
 
 
 def limit_memory(extra_bytes: int) -> None:

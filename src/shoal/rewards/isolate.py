@@ -10,6 +10,8 @@ import contextlib
 import ctypes
 import os
 import resource
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +20,8 @@ from shoal.errors import HardwareError
 from shoal.rewards import confine
 
 NOBODY = 65534
+ALLOWED = "allowed"
+TRY_LIMIT_S = 10.0
 MAX_PROCESSES = 64  # of one job, with its threads
 _NEW_USER, _NEW_NETWORK, _NEW_IPC = 0x10000000, 0x40000000, 0x08000000
 _SET_DUMPABLE, _NO_NEW_PRIVILEGES = 4, 38
@@ -58,10 +62,14 @@ def why_not(needed: Sequence[str] = ()) -> str | None:
             os.write(writing, _tried(needed).encode())
         os._exit(0)
     os.close(writing)
-    with os.fdopen(reading, "rb") as answer:
-        said = answer.read()
+    with os.fdopen(reading, "rb", buffering=0) as answer:
+        ready, _, _ = select.select([answer], [], [], TRY_LIMIT_S)
+        said = answer.read(1 << 12) if ready else b""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)  # it has said what it had to say
     os.waitpid(pid, 0)
-    return said.decode(errors="replace") or None
+    words = said.decode(errors="replace") or "a process that tried it was ended"
+    return None if words == ALLOWED else words
 
 
 def check_isolation(needed: Sequence[str] = ()) -> None:
@@ -78,7 +86,7 @@ def _tried(needed: Sequence[str]) -> str:
     except Exception as error:
         return str(error) or type(error).__name__
     hidden = [path for path in needed if not os.access(path, os.R_OK)]
-    return f"user {NOBODY}, whose rights it gets when root starts it, may not read {hidden[0]}" if hidden else ""
+    return f"user {NOBODY}, whose rights it gets when root starts it, may not read {hidden[0]}" if hidden else ALLOWED
 
 
 def needed_files() -> list[str]:

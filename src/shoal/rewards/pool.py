@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from shoal.errors import ConfigError, HardwareError, RewardServerError
+from shoal.observability.watchdog import wait_awake
 from shoal.protocols import Environment
 from shoal.rewards.isolate import check_isolation
 from shoal.rewards.outcome import checked_number
@@ -102,10 +103,10 @@ class RewardPool:
         body = json.dumps({"env": env, "split": split, "index": index, "messages": list(messages)}).encode()
         if len(body) > MAX_JOB_BYTES:
             return Score("error", error=f"a conversation of {len(body):,} bytes; the limit is {MAX_JOB_BYTES:,}")
-        if self._broken is None:
-            self._attach(asyncio.get_running_loop())
         if self._failed is not None:
             raise RewardServerError(self._failed)
+        if self._broken is None:
+            self._attach(asyncio.get_running_loop())
         if self._broken is not None:
             return Score("error", error=self._broken)
         self._last_job += 1
@@ -114,7 +115,7 @@ class RewardPool:
         try:
             self._send(pack(job, JOB, body))
             # Not wait_for: while training holds the loop a reply may sit in the socket past any deadline.
-            await asyncio.wait({reply}, timeout=self._deadline_s())
+            await wait_awake({reply}, self._deadline_s())
             if not reply.done():
                 self._receive()
             if not reply.done():

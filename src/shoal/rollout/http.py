@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from shoal.errors import DeadlineError, EngineError, ShoalError
 from shoal.observability import manifest as manifests
-from shoal.rollout.link import PROBE_S, SHORTEST_PAUSE_S, Address, Late, Link, Lost, Waiting
+from shoal.rollout.link import PROBE_S, SHORTEST_PAUSE_S, Address, Busy, Late, Link, Lost, Waiting
 from shoal.server.control import INCARNATION
 from shoal.types import Completion, Request, Span
 
@@ -149,7 +149,8 @@ class HttpRolloutEngine:
                 why = error
             await self._meet(met)
             if isinstance(why, Late) and self._facts["incarnation"] == met:
-                key = "orch.client.timeout" if path == COMPLETIONS else "orch.deadline_s"
+                slow = path == COMPLETIONS and not isinstance(why.__cause__, Busy)
+                key = "orch.client.timeout" if slow else "orch.deadline_s"
                 raise DeadlineError(f"{self._link.name}: {why}; raise {key} if that is expected")
             losses = losses + 1 if self._facts["incarnation"] == met else 0
             if losses >= MOST_LOSSES:

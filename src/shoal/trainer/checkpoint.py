@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from shoal.errors import StorageError
+from shoal.errors import NonFiniteError, StorageError
 from shoal.models import lora
 from shoal.models.decoder import Decoder
 from shoal.observability.run_dir import SHARDS
@@ -71,6 +71,10 @@ def _read_shards(policy: TrainedPolicy, folder: Path) -> dict[str, torch.Tensor]
 
 def save_state(policy: TrainedPolicy, folder: Path) -> None:
     state = {} if policy.passes_together else policy.optimizer.state()  # else it is in shards
+    if state and not _all_finite(list(policy.optimizer.masters.values())):
+        raise NonFiniteError(
+            "the trained weights are no numbers any more, and are not saved; the last checkpoint stands"
+        )
     tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
     tensors["rng/cpu"] = torch.get_rng_state()
     if torch.cuda.is_available() and policy.decoder.device.type == "cuda":
@@ -93,6 +97,11 @@ def load_state(policy: TrainedPolicy, folder: Path) -> None:
         policy.optimizer_steps = int(counts["optimizer_steps"])
     except (OSError, ValueError, KeyError, SafetensorError, dcp.CheckpointException) as error:
         raise StorageError(f"the checkpoint {folder} could not be loaded: {error}") from error
+
+
+@torch.no_grad()
+def _all_finite(tensors: list[Tensor]) -> bool:
+    return bool(torch.stack(torch._foreach_norm(tensors, float("inf"))).isfinite().all())
 
 
 @torch.no_grad()

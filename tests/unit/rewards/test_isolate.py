@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shoal.envs import SingleTurn, answer_of, ask
+from shoal.rewards import isolate
 from shoal.rewards.isolate import MAX_PROCESSES, why_not
 from shoal.rewards.pool import RewardPool
 from shoal.types import Score
@@ -127,3 +128,12 @@ def test_what_it_could_not_read_is_told_beforehand(tmp_path: Path) -> None:
     hidden.touch(mode=0o600)
     reason = why_not([str(hidden)])
     assert (reason is None) == (os.geteuid() != 0) and (reason is None or f"may not read {hidden}" in reason)
+
+
+def test_a_try_that_is_cut_short_is_no_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_short(needed: object) -> str:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return ""
+
+    monkeypatch.setattr(isolate, "_tried", cut_short)
+    assert why_not() == "a process that tried it was ended"

@@ -339,6 +339,19 @@ def test_many_jobs_on_several_workers(tmp_path):
     asyncio.run(pool.close())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+def test_secrets_are_gone_from_where_the_kernel_shows_them():
+    """/proc/self/environ is what a process was started with, so it takes one that was started with a secret."""
+    script = (
+        "from pathlib import Path; from shoal.rewards import confine; confine.drop_secrets(['KEPT_TOKEN']); "
+        "print(Path('/proc/self/environ').read_text())"
+    )
+    given = {**os.environ, "MY_API_TOKEN": "canary-4711", "KEPT_TOKEN": "wanted", "PLAIN": "seen"}
+    done = subprocess.run([sys.executable, "-c", script], env=given, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "canary" not in done.stdout and "KEPT_TOKEN=wanted" in done.stdout and "PLAIN=seen" in done.stdout
+
+
 def test_secrets_do_not_reach_rewards(tmp_path, monkeypatch):
     for name in (
         "SHOAL_TEST_API_KEY",

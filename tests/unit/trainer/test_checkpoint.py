@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.errors import StorageError
+from shoal.errors import NonFiniteError, StorageError
 from shoal.models.sampler_view import SamplerView
 from shoal.trainer.checkpoint import COUNTS_FILE, STATE_FILE, export_weights, load_state, save_state
 from shoal.trainer.policy import TrainedPolicy
@@ -56,6 +56,16 @@ def test_a_loaded_policy_continues_bit_for_bit(maker: str, dtype: torch.dtype, t
     assert train(resumed, 3) == expected
     for (name, one), other in zip(weights(undisturbed.decoder).items(), weights(resumed.decoder).values(), strict=True):
         assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf")))
+def test_weights_that_are_no_numbers_are_not_saved(bad: float, tmp_path: Path) -> None:
+    policy = make("full", torch.float32)
+    with torch.no_grad():
+        next(iter(policy.optimizer.masters.values())).view(-1)[3] = bad
+    with pytest.raises(NonFiniteError, match="the last checkpoint stands"):
+        save_state(policy, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_loading_writes_into_the_tensors_that_are_there(tmp_path: Path) -> None:
