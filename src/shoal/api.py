@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from shoal import build
-from shoal.config.load import load_run, load_sft
+from shoal.build import ends
 from shoal.config.orch import EvalConfig, EvalSamplingConfig
 from shoal.config.resolve import as_yaml, binding_data
 from shoal.config.schema import RunConfig, SftConfig
@@ -23,15 +22,13 @@ from shoal.errors import (
     DeadlineError,
     Interrupted,
     NonFiniteError,
-    ShoalError,
     StoppedByPolicy,
 )
-from shoal.observability.checkpoints import Checkpoint, write_folder
+from shoal.observability.checkpoints import write_folder
 from shoal.observability.console import BaseConsole, make_console
 from shoal.observability.events import EventLog
-from shoal.observability.follower import FollowerRunDir
 from shoal.observability.logs import setup_logging, stop_logging
-from shoal.observability.run_dir import RunDir, is_used, read_status
+from shoal.observability.run_dir import RunDir, is_used
 from shoal.observability.sinks import check_sinks
 from shoal.observability.watchdog import Watchdog
 from shoal.observability.weights import find_weights
@@ -71,9 +68,9 @@ def train(
     `wording` puts what is told on the way into the words of the surface the run was started from.
     """
     path = Path(config.train.output_dir)
-    if resume and _already_done(path, config):
+    if resume and ends.already_done(path, config):
         return path
-    command = next_command or _resume_command(config)
+    command = next_command or ends.resume_command(config)
     if layout.trains and (ranks := build.ranks_to_start(config.train, given)):
         build.launch(config, ranks, build.Start(resume, tuple(notices), command))
         return path
@@ -91,13 +88,13 @@ def train(
                     console.note(f"note: {notice}")
                 watchdog = Watchdog(run_dir.logs, events, stall_s=config.orch.deadline_s)
                 watching = build.Watching(run_dir, events, console, watchdog, command)
-                _record_end(run_dir, command, lambda: asyncio.run(_train(config, prepared, watching, layout)))
+                ends.record_end(run_dir, command, lambda: asyncio.run(_train(config, prepared, watching, layout)))
             finally:
                 if main:
                     _write_report(run_dir.path, events)
                 stop_logging(handler)
             if main:
-                console.note(_last_line(path))
+                console.note(ends.last_line(path))
     finally:
         asyncio.run(prepared.pool.close())
         build.leave_ranks(prepared)
@@ -121,7 +118,7 @@ async def _train(
             await loop.restore(Path(found["path"]))
             events.step = found["step"]
             events.emit("resume", f"continuing after step {found['step']}")
-        on_signals(loop.interrupt, lambda: _give_up(run_dir, watching.next_command))
+        on_signals(loop.interrupt, lambda: ends.give_up(run_dir, watching.next_command))
         steps = loop.settings.max_steps
         onward = f", continuing after step {found['step']}" if found is not None else ""
         said = f"training {config.train.model} for {steps} steps in {run_dir.path}{onward}"
@@ -143,73 +140,8 @@ async def _train(
 
 
 async def _find_checkpoint(run_dir: Any, events: EventLog) -> dict[str, Any] | None:
-    checkpoint = _newest_checkpoint(run_dir, events)
+    checkpoint = ends.newest_checkpoint(run_dir, events)
     return {"path": str(checkpoint.path), "step": checkpoint.step} if checkpoint is not None else None
-
-
-def _newest_checkpoint(run_dir: RunDir, events: EventLog) -> Checkpoint | None:
-    """Where to go on from; whatever came after it is cut."""
-    checkpoint = run_dir.newest_good_checkpoint()
-    for reason in checkpoint.skipped if checkpoint is not None else []:
-        events.warn("checkpoint", f"a checkpoint was passed over: {reason}")
-    run_dir.cut_to(checkpoint.step if checkpoint is not None else -1)
-    return checkpoint
-
-
-def _record_end(run_dir: RunDir | FollowerRunDir, command: str, work: Callable[[], tuple[str, int]]) -> None:
-    """status.json says how it ended, whatever happened; `command` is how to go on."""
-
-    def write(state: Any, reason: str, resumable: bool, step: int | None = None) -> None:
-        at = run_dir.status.get("step", 0) if step is None else step
-        run_dir.write_status(
-            state, step=at, reason=reason, resumable=resumable, next_command=command if resumable else None
-        )
-
-    try:
-        outcome, step = work()
-    except Interrupted as error:
-        write("interrupted", str(error), True)
-        raise Interrupted(f"{error}; to continue: {command}", error.exit_code) from error
-    except StoppedByPolicy as error:
-        write("stopped", str(error), True)
-        raise
-    except KeyboardInterrupt as error:
-        write("interrupted", f"{str(error) or 'interrupted'} while it was loading; nothing is lost", True)
-        raise
-    except ConfigError as error:
-        if not run_dir.free_if_untouched():
-            write("failed", str(error), True)
-        raise
-    except BaseException as error:
-        with contextlib.suppress(ShoalError):  # the disk may be what failed
-            write("failed", f"{type(error).__name__}: {error}", True)
-        raise
-    write("solved" if outcome == "solved" else "finished", f"{outcome} after step {step}", False, step)
-
-
-def _give_up(run_dir: RunDir | FollowerRunDir, command: str | None) -> None:
-    """A second signal ends the process where it is. The newest checkpoint stands; the status must not say running."""
-    reason = "ended at once by a second signal; it goes on from the newest checkpoint"
-    at = run_dir.status.get("step", 0)
-    run_dir.write_status("interrupted", step=at, reason=reason, resumable=True, next_command=command)
-
-
-def _already_done(path: Path, config: RunConfig | SftConfig) -> bool:
-    """A finished run says so; one that was given more steps or epochs since goes on."""
-    status = read_status(path) if (path / "status.json").exists() else {}
-    if status.get("state") not in ("finished", "solved"):
-        return False
-    load = load_run if isinstance(config, RunConfig) else load_sft
-    earlier, now = load(str(path / "config.yaml")).config.train, config.train
-    longer = (now.max_steps or 0) > (earlier.max_steps or 0) or (now.epochs or 0) > (earlier.epochs or 0)
-    if not longer and build.is_main():
-        print(f"{path}: this run is {status['state']} at step {status['step']}; nothing is left to do")
-    return not longer
-
-
-def _resume_command(config: RunConfig | SftConfig) -> str:
-    verb = "grpo" if isinstance(config, RunConfig) else "sft"
-    return f"shoal {verb} {shlex.quote(str(Path(config.train.output_dir) / 'config.yaml'))} --resume"
 
 
 @contextlib.contextmanager
@@ -233,28 +165,18 @@ def _write_report(path: Path, events: EventLog) -> None:
         events.warn("report", f"report.html could not be written: {error}")
 
 
-def _last_line(path: Path) -> str:
-    """Where a run that came to its end is found."""
-    said = [str(read_status(path)["reason"])]
-    if (path / "report.html").exists():
-        said.append(f"the report is {path / 'report.html'}")
-    if (path / "final").exists():
-        said.append(f"the trained weights are in {path / 'final'}")
-    return "; ".join(said)
-
-
 @terminated_at_once()
 def sft(config: SftConfig, *, resume: bool = False) -> Path:
     """Supervised training; the result is in `final/` of the run directory."""
     path = Path(config.train.output_dir)
-    if resume and _already_done(path, config):
+    if resume and ends.already_done(path, config):
         return path
     check_sinks(config.train.report_to)
     data = config.dataset
     with heard_problems() as bad_rows:
         tasks = supervised_tasks(DatasetSpec(data.path, data.name, data.split, data.columns, data.max_rows))
     binding = {**binding_data(config), "data": fingerprint(tasks)}
-    command = _resume_command(config)
+    command = ends.resume_command(config)
     if resume and (path / "status.json").exists():
         run_dir = RunDir.resume(path)
         run_dir.reopen(as_yaml(config), binding, command)
@@ -263,11 +185,11 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
     with run_dir, _console(config.train.logging_steps) as console:
         handler = setup_logging(run_dir.logs, "sft")
         try:
-            _record_end(run_dir, command, lambda: _sft(config, tasks, bad_rows, run_dir, console))
+            ends.record_end(run_dir, command, lambda: _sft(config, tasks, bad_rows, run_dir, console))
         finally:
             _write_report(run_dir.path, EventLog(run_dir, console))
             stop_logging(handler)
-        console.note(_last_line(path))
+        console.note(ends.last_line(path))
     return path
 
 
@@ -278,7 +200,7 @@ def _sft(
 
     train = config.train
     events = EventLog(run_dir, console)
-    checkpoint = _newest_checkpoint(run_dir, events)
+    checkpoint = ends.newest_checkpoint(run_dir, events)
     for notice in bad_rows:
         events.warn("data", notice)
     model = build.load(train)
@@ -302,8 +224,8 @@ def _sft(
     sinks = build.make_sinks(config, run_dir, events)
     console.begin(f"supervised training of {train.model} for {total} steps in {run_dir.path}", total, first - 1)
     try:
-        command = _resume_command(config)
-        with stop_signals(lambda: _give_up(run_dir, command)) as stop:
+        command = ends.resume_command(config)
+        with stop_signals(lambda: ends.give_up(run_dir, command)) as stop:
             record = SupervisedRecorder(
                 run_dir, events, console, sinks, files, save, total, train.save_total_limit, command, stop
             )
