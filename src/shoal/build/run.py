@@ -204,12 +204,11 @@ def make_sinks(config: RunConfig | SftConfig, run_dir: RunDir, events: EventLog,
 
 def _tell(sampler: Sampler, orch: OrchConfig, watching: Watching) -> None:
     """What a person should know about the model before the first step."""
-    notice, positions = sampler.model.precision.notice, sampler.model.decoder.max_positions
-    if notice:
-        watching.console.note(notice)
+    positions = sampler.model.decoder.max_positions
     if sampler.engine.path != "eager":
         watching.console.note(f"rollouts: {sampler.engine.path}")
-        watching.console.note(f"training: {sampler.model.path}")
+    for notice in sampler.model.notices:
+        watching.console.note(notice)
     if positions is not None and orch.seq_len is not None and orch.seq_len > positions:
         said = f"orch.seq_len {orch.seq_len} is more than the {positions} positions the model was made for"
         watching.events.warn("context", f"{said}; lower it, or expect nonsense beyond them")
