@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.build.model import PolicyFiles, make_objective, make_policy, recomputes_old
 from shoal.build.plan import make_plan, tell
 from shoal.build.prepare import Prepared
+from shoal.build.remote import absent_server
 from shoal.build.sampler import (
     Sampler,
     fits_in,
@@ -63,7 +64,7 @@ class Assembled:
         """Wait for a server that is to sample, if there is one; its own log is shown if it does not come up."""
         engine = self.sampler.engine
         if hasattr(engine, "connect"):
-            with self.loop.parts.console.progress(f"connecting to {engine.path}"):
+            with self.loop.parts.console.progress(engine.opening):
                 await engine.connect()
 
     async def export(self) -> None:
@@ -103,6 +104,8 @@ class Pieces:
 
 def assemble(config: RunConfig, prepared: Prepared, watching: Watching) -> Assembled:
     train, orch, console = config.train, config.orch, watching.console
+    if absent := absent_server(config):
+        console.note(absent)
     with console.progress(f"loading {train.model}"):
         loaded = load_model(config, prepared.given, prepared.ranks)
     model = loaded.model
