@@ -25,6 +25,7 @@ LAST_WORDS_S = 5.0
 LOG_LINES = 4000  # a server that dies logs a stack for every request that was under way
 # What was logged as an error, or raised; not the frames of its stack.
 _ERROR = re.compile(r"\b(ERROR|CRITICAL)\b[^\]]*\] (?!Traceback|\s)|^(\([^)]*\) )?[\w.]*(Error|Exception)\b")
+_NUMBER = re.compile(r"\b[\w-]*\d[\w-]*\b")
 _UNKNOWN = re.compile(r"unrecognized arguments: (.+)")
 _TAKEN = re.compile(r"address already in use", re.IGNORECASE)
 
@@ -117,7 +118,9 @@ class ServerProcess:
 def end_of_log(log: Path) -> str:
     """Its last lines that speak of an error, each once, or its last lines where none does."""
     lines = _last_lines(log, LOG_LINES)
-    errors = {line.rpartition("] ")[2]: line for line in lines if _ERROR.search(line)}
+    errors: dict[str, str] = {}
+    for line in filter(_ERROR.search, lines):
+        errors.setdefault(_NUMBER.sub("", line), line)  # the same of every request: its id, place and time aside
     shown = "\n  ".join((list(errors.values()) or lines)[-TAIL_LINES:])
     return f"The last {'errors' if errors else 'lines'} in {log}:\n  {shown}"
 

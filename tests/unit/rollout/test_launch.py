@@ -51,12 +51,15 @@ def test_one_that_dies_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
 def test_the_errors_of_a_log_are_shown_once_and_without_their_stacks(tmp_path: Path) -> None:
     at = "(APIServer pid=3) {} 11-15 14:26:54 [a.py:5]"
     stack = [f"{at.format('ERROR')} Traceback (most recent call last):", f"{at.format('ERROR')}   File x, in y"]
+    caught = [f"{at.format('ERROR')} Exception caught. Request id: tokens-a{i}f" for i in range(40)]
     dead = f"{at.format('ERROR')} EngineDeadError: EngineCore encountered an issue."
-    lines = [f"{at.format('ERROR')} Worker died: SIGKILL", *([*stack, dead] * 40), "INFO:     Shutting down"]
+    requests = [line for first in caught for line in (first, *stack, dead)]
+    lines = [f"{at.format('ERROR')} Worker died: SIGKILL", *requests, "INFO:     Shutting down"]
     lines.insert(0, f"{at.format('WARNING')} expect `OSError: [Errno 24] Too many open files`.")
     log = tmp_path / "vllm.log"
     log.write_text("\n".join(lines), "utf-8")
-    assert end_of_log(log) == f"The last errors in {log}:\n  {at.format('ERROR')} Worker died: SIGKILL\n  {dead}"
+    shown = [f"{at.format('ERROR')} Worker died: SIGKILL", caught[0], dead]
+    assert end_of_log(log).splitlines() == [f"The last errors in {log}:", *(f"  {line}" for line in shown)]
     log.write_text("loading\n\nready\n", "utf-8")
     assert end_of_log(log) == f"The last lines in {log}:\n  loading\n  ready"
 
