@@ -22,6 +22,7 @@ from shoal.errors import (
     ConfigError,
     DeadlineError,
     Interrupted,
+    NonFiniteError,
     ShoalError,
     StoppedByPolicy,
 )
@@ -35,7 +36,7 @@ from shoal.observability.sinks import check_sinks
 from shoal.observability.watchdog import Watchdog
 from shoal.observability.weights import find_weights
 from shoal.orchestrator.cadence import SaveCadence
-from shoal.orchestrator.signals import on_signals, stop_signals
+from shoal.orchestrator.signals import on_signals, stop_signals, terminated_at_once
 from shoal.orchestrator.supervised import SupervisedRecorder
 from shoal.types import Task
 
@@ -53,6 +54,7 @@ class Layout:
     trains: bool = True  # in this process, which may then be one of several
 
 
+@terminated_at_once()
 def train(
     config: RunConfig,
     *,
@@ -127,8 +129,8 @@ async def _train(
         outcome = await loop.run()
         await prepared.ranks.on_main(assembled.export)
         return outcome, loop.progress.step
-    except DeadlineError:
-        raise  # the device may be what hangs; the newest checkpoint stands
+    except (DeadlineError, NonFiniteError):
+        raise  # the device may hang, or the weights are spoilt; the newest checkpoint stands
     except StoppedByPolicy:
         # What stopped one rank alone the others do not know: there is nobody to save with, and they end too.
         if prepared.ranks.world == 1 or loop.stopped_by_rule:
@@ -171,8 +173,8 @@ def _record_end(run_dir: RunDir | FollowerRunDir, command: str, work: Callable[[
     except StoppedByPolicy as error:
         write("stopped", str(error), True)
         raise
-    except KeyboardInterrupt:
-        write("interrupted", "interrupted while it was loading; nothing is lost", True)
+    except KeyboardInterrupt as error:
+        write("interrupted", f"{str(error) or 'interrupted'} while it was loading; nothing is lost", True)
         raise
     except ConfigError as error:
         if not run_dir.free_if_untouched():
@@ -241,6 +243,7 @@ def _last_line(path: Path) -> str:
     return "; ".join(said)
 
 
+@terminated_at_once()
 def sft(config: SftConfig, *, resume: bool = False) -> Path:
     """Supervised training; the result is in `final/` of the run directory."""
     path = Path(config.train.output_dir)

@@ -51,12 +51,20 @@ class UserCodeError(StoppedByPolicy, ValueError):
     """A loss, an advantage or a filter of the user's own raised, or returned what cannot be used."""
 
 
+class RewardServerError(StoppedByPolicy):
+    """The process that runs all rewards is gone; no rollout could be scored any more."""
+
+
 class EngineError(StoppedByPolicy):
     """The rollout engine died or broke its contract."""
 
 
 class RequestError(EngineError):
     """The engine refuses one request for what it asks; the others and the engine are unharmed."""
+
+
+class NonFiniteError(EngineError):
+    """The weights that are served compute what is no number. They are not worth a checkpoint; the last one stands."""
 
 
 class DeadlineError(StoppedByPolicy):
@@ -83,5 +91,13 @@ class Interrupted(ShoalError):
     """SIGINT or SIGTERM arrived and the state was saved."""
 
     def __init__(self, message: str, exit_code: int = EXIT_INTERRUPTED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal before there was a step to finish. As Ctrl-C is: no handler of other errors takes it."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_TERMINATED) -> None:
         super().__init__(message)
         self.exit_code = exit_code

@@ -7,11 +7,17 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 MODULES = sorted(SOURCE.rglob("*.py"))
-FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
+# multiprocessing pickles what it hands over.
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
 FORBIDDEN_BUILTINS = {"eval", "exec", "compile", "__import__"}
 FORBIDDEN_ATTRIBUTES = {
     ("yaml", "load"), ("yaml", "load_all"), ("yaml", "unsafe_load"), ("yaml", "full_load"),
     ("torch", "load"), ("torch", "save"), ("os", "system"), ("os", "popen"), ("numpy", "load"), ("np", "load"),
+}  # fmt: skip
+# Of torch.distributed: they pickle, and unpickle what any other rank sends.
+FORBIDDEN_METHODS = {
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+    "recv_object_list",
 }  # fmt: skip
 FORBIDDEN_KEYWORDS = {("shell", True), ("allow_pickle", True), ("trust_remote_code", True)}
 
@@ -22,6 +28,9 @@ def violations(text: str) -> list[str]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             found += [f"line {node.lineno}: imports {n}" for n in names if n.split(".")[0] in FORBIDDEN_MODULES]
+        if isinstance(node, ast.ImportFrom):
+            taken = [(node.module or "", alias.name) for alias in node.names]
+            found += [f"line {node.lineno}: imports {'.'.join(pair)}" for pair in taken if pair in FORBIDDEN_ATTRIBUTES]
         if isinstance(node, ast.Call):
             found += [f"line {node.lineno}: {what}" for what in _call_problems(node)]
     return found
@@ -36,6 +45,8 @@ def _call_problems(node: ast.Call) -> list[str]:
         pair = (function.value.id, function.attr)
         if pair in FORBIDDEN_ATTRIBUTES:
             problems.append("calls " + ".".join(pair))
+    if isinstance(function, ast.Attribute) and function.attr in FORBIDDEN_METHODS:
+        problems.append(f"calls {function.attr}")
     for keyword in node.keywords:
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         if (keyword.arg, value) in FORBIDDEN_KEYWORDS:
@@ -57,6 +68,9 @@ def test_no_forbidden_call(path: Path):
         "exec('1')",
         "import yaml; yaml.load('a')",
         "import torch; torch.load('a')",
+        "from yaml import load",
+        "from multiprocessing import Queue",
+        "import torch.distributed as dist; dist.all_gather_object([], 1)",
         "import subprocess; subprocess.run('ls', shell=True)",
         "from transformers import AutoModel; AutoModel.from_pretrained('x', trust_remote_code=True)",
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from .helpers.processes import alive, children_of, wait_until
-from .helpers.runs import REVERSE_ARGS, Run, assert_trained_once
+from .helpers.runs import REVERSE_ARGS, Run, assert_same_run, assert_trained_once, fingerprint
 
 NewRun = Callable[..., Run]
 
@@ -129,6 +130,22 @@ def test_a_killed_run_leaves_no_process_behind(new_run: NewRun):
     started = time.monotonic()
     wait_until(lambda: not any(alive(pid) for pid in children), 5, "the end of the reward workers")
     assert time.monotonic() - started < 5 and command.wait(5) == -9
+
+
+def test_a_killed_reward_server_stops_the_run_with_its_state_saved(new_run: NewRun):
+    """Without it nothing can be scored: no prompt is used up for nothing, and a resumed run is the undisturbed one."""
+    slow = {"batch_size": 8, "reward": {"function": "my_code:slow_reward"}}
+    whole, run = new_run("whole", orch=slow), new_run("cut", orch=slow)
+    undisturbed, command = whole.start(), run.start()
+    wait_until(lambda: (run.path / "journal.jsonl").exists() and run.journal(), 60, "the first step")
+    os.kill(children_of(command.pid)[0], signal.SIGKILL)
+    assert command.wait(30) == 3, command.text()
+    assert "the reward server ended (killed by SIGKILL), and with it all rewards" in run.status()["reason"]
+    assert run.checkpoints()[-1] == len(run.journal()) and not run.events("flat")
+    resumed = run.grpo("--resume")
+    assert resumed.wait() == 0, resumed.text()
+    assert undisturbed.wait() == 0
+    assert_same_run(run, fingerprint(whole))
 
 
 def test_a_wait_past_the_deadline_stops_the_run(new_run: NewRun):

@@ -128,18 +128,6 @@ def test_interrupted_supervised_training_continues(warm: WarmPython, raw_model: 
     assert run.status()["state"] == "finished"
 
 
-def test_a_signal_while_the_model_loads(new_run: NewRun):
-    run = new_run(train={"max_steps": 2})
-    command = run.start()
-    wait_until(lambda: "loading" in command.text() or not command.running(), 60, "the model to load")
-    command.send(signal.SIGINT)
-    assert command.wait(30) == 130, command.text()
-    assert run.status()["state"] == "interrupted" and run.status()["resumable"]
-    resumed = run.grpo("--resume")
-    assert resumed.wait() == 0, resumed.text()
-    assert_trained_once(run, 2)
-
-
 def test_a_reader_that_goes_away_does_not_end_the_run(new_run: NewRun, tmp_path: Path):
     """As in `shoal grpo run.yaml | head -1`: nobody reads any more, training goes on."""
     run = new_run()

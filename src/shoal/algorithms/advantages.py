@@ -103,7 +103,7 @@ class CustomAdvantages:
         returned = self.function(groups_rewards)
         try:
             advantages = [[float(value) for value in group] for group in returned]
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise UserCodeError(f"advantage {self.name} returned {type(returned).__name__}: {error}") from error
         if [len(group) for group in advantages] != [len(group) for group in groups_rewards]:
             raise UserCodeError(f"advantage {self.name} must return one number a reward, in groups as given")

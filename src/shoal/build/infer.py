@@ -157,6 +157,7 @@ def serve(
     `beside` runs next to the server and ends it by what it raises.
     """
     access_of(infer)
+    train_config(infer)
     sock = bind(infer.host, infer.port)
     handler = setup_logging(Path(infer.output_dir) / "logs", "infer")
     try:

@@ -34,6 +34,7 @@ from shoal.errors import (
     ShoalError,
 )
 from shoal.observability.run_dir import RunDir, is_used, read_status
+from shoal.orchestrator.signals import heeded_signals
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what every launcher tells a rank
 POLL_S = 0.1
@@ -144,6 +145,7 @@ def _run(count: int, files: Mapping[str, str], start: Start, patience_s: float) 
 
     # The meeting point lives here, on a port of the system's choice: nobody can take it in between.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    heeded = heeded_signals()  # before the launcher below sets handlers of its own
     with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder, _handlers_kept():
         for rank in range(count):
             told = json.dumps(asdict(replace(start, launcher_pid=os.getpid())))
@@ -156,7 +158,7 @@ def _run(count: int, files: Mapping[str, str], start: Start, patience_s: float) 
             DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            ended = _Watched(context, patience_s).wait()
+            ended = _Watched(context, patience_s, heeded).wait()
         finally:
             context.close(signal.SIGKILL, KILL_S)
         return _conclude(ended, Path(folder), context.pids()[0])
@@ -198,18 +200,19 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
 class _Watched:
     """The ranks until the last has ended. The first signal is handed on to save, the second to end at once."""
 
-    def __init__(self, context: Any, patience_s: float) -> None:
+    def __init__(self, context: Any, patience_s: float, heeded: Sequence[int]) -> None:
         self._context = context
         self._processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
         self._patience_s = patience_s
         self._until: float | None = None
         self.ended: dict[int, int] = {}  # rank → exit code, in the order they ended
         self.signalled = False
+        self._heeded = heeded
 
     def wait(self) -> _Watched:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, self._hand_on)
+                signal.signal(number, self._hand_on if number in self._heeded else signal.SIG_IGN)
         while len(self.ended) < len(self._processes):
             self._look()
             if self._until is not None and time.monotonic() > self._until:

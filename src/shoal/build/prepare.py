@@ -25,6 +25,7 @@ from shoal.observability.run_dir import RunDir
 from shoal.observability.sinks import check_sinks
 from shoal.orchestrator.ranks import Alone
 from shoal.protocols import Environment, Ranks
+from shoal.rewards.isolate import check_isolation, needed_files
 from shoal.rewards.pool import RewardPool
 
 
@@ -66,11 +67,14 @@ def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
                 f"orch.env: {label}: {type(environment).__name__} has no method reward(self, task, messages); "
                 "write one, or name a function with orch.reward.function"
             )
+    if orch.reward.isolated:
+        check_isolation(needed_files())
     pool = RewardPool(
         environments,
         workers=orch.reward.workers,
         timeout_s=orch.reward.timeout_s,
         weights=dict.fromkeys(environments, orch.reward.parts) if orch.reward.parts else None,
+        isolated=orch.reward.isolated,
     )
     trained = [environments[env.label] for env in orch.env]
     sizes = "+".join(str(len(env.tasks("train"))) for env in trained)

@@ -242,7 +242,7 @@ def _tell_unfit(name: str, tasks: Sequence[Task], fits: Fits, room: int, events:
     # A token is at least one byte, so most prompts need no tokenizer to be sure of.
     long = [task for task in tasks if _bytes_of(task) + TEMPLATE_BYTES > room]
     unfit = [task for task in long if not fits(task.messages)]
-    if len(unfit) == len(tasks):
+    if tasks and len(unfit) == len(tasks):
         raise DataError(f"no prompt of {name} fits: prompt plus sampling.max_tokens exceeds orch.seq_len")
     if unfit:
         said = f"{len(unfit)} of {len(tasks)} prompts of {name} are longer than {room} tokens (seq_len - max_tokens)"

@@ -21,6 +21,7 @@ from shoal.config.orch import EvalConfig, OrchConfig
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError, DeadlineError, StoppedByPolicy
+from shoal.observability.watchdog import awake_within
 from shoal.orchestrator.evaluate import EvalSettings, Evaluator
 from shoal.protocols import Environment, PlayedEnvironment, RolloutEngine
 from shoal.rewards.shaping import RewardShape
@@ -71,7 +72,7 @@ class DeviceThread:
     async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         work = asyncio.get_running_loop().run_in_executor(self.executor, self._run, function, *arguments)
         try:
-            return await asyncio.wait_for(work, self.deadline_s)
+            return await awake_within(work, self.deadline_s)
         except TimeoutError:
             name = getattr(function, "__name__", "work")
             raise DeadlineError(

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, DeadlineError, ShoalError
+from shoal.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, DeadlineError, ShoalError, Terminated
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -65,6 +65,12 @@ def guarded(
     except ShoalError as error:
         tell(str(error), error)
         return error.exit_code
+    except Terminated as error:
+        tell(str(error), error)
+        sys.stdout.flush()
+        os._exit(
+            error.exit_code
+        )  # it was raised anywhere, perhaps where a thread was being started: none is waited for
     except KeyboardInterrupt as error:
         tell("interrupted", error)
         return EXIT_INTERRUPTED

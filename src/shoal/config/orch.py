@@ -148,6 +148,10 @@ class RewardConfig(Section):
     )
     timeout_s: PositiveFloat = Field(default=10.0, description="Seconds a reward may take from when its work starts.")
     workers: PositiveInt = Field(default=2, description="Worker processes that run reward code.")
+    isolated: bool = Field(
+        default=False,
+        description="For rewards that run what a model wrote: each in a fresh process without network or privileges.",
+    )
 
 
 class TruncatedConfig(Section):

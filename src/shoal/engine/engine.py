@@ -7,6 +7,7 @@ company. A GPU chooses its kernels by the size of the batch, and rounds by them.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from shoal.engine.prefill import Prefill
 from shoal.engine.sampler import MAX_ENDS, SamplingState, draw
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.scheduler import Sequence as Running
-from shoal.errors import RequestError
+from shoal.errors import NonFiniteError, RequestError
 from shoal.models.attention import KEY_MULTIPLE, ROW_MULTIPLE, Decode, round_up
 from shoal.models.decoder import LayerShape
 from shoal.models.sampler_view import SamplerView
@@ -301,6 +302,11 @@ class EmbeddedEngine:
 
     def _finish(self, sequence: Running, reason: FinishReason) -> Completion:
         self.scheduler.retire(sequence)
+        if not math.isfinite(sum(sequence.logprobs)):
+            raise NonFiniteError(
+                f"log-probs of version {self.view.version} are not finite: its weights are no numbers any more, or "
+                "overflow; lower train.learning_rate and resume from the last checkpoint"
+            )
         text = self.detokenize(sequence.token_ids) if sequence.text is None else sequence.text
         return sequence.completion(reason, text)
 

@@ -69,7 +69,13 @@ def read_splits(spec: DatasetSpec, needed: Sequence[str], make: MakeTask) -> dic
     keep = len(train) - held_out
     held = train[keep:]
     asked = {_canonical(task.messages) for task in held}
-    return {"train": [task for task in train[:keep] if _canonical(task.messages) not in asked], "eval": held}
+    trained = [task for task in train[:keep] if _canonical(task.messages) not in asked]
+    if train and held and not trained:
+        raise DataError(
+            f"{spec.path or spec.name}: all {len(train)} rows ask the same as the {len(held)} that are held out; "
+            "give other prompts, or a test split of their own"
+        )
+    return {"train": trained, "eval": held}
 
 
 def has_eval_split(spec: DatasetSpec) -> bool:

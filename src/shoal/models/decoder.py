@@ -165,6 +165,10 @@ class Decoder:
             raise ModelError(f"{self.name}: {missing} of its layers do not use plain attention; Shoal cannot sample it")
         # In 16 bits two right readings part by rounding, the further the deeper the model: 5e-2 was seen at 28 layers.
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.15
+        if not expected.isfinite().all():
+            raise ModelError(
+                f"{self.name}: what it computes is not finite; its weights are damaged, or overflow in {self.dtype}"
+            )
         gap = ((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-9)).item()
         if not gap < tolerance:
             raise ModelError(f"{self.name}: Shoal's reading of this model differs from its own forward by {gap:.1e}")

@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoal.errors import StorageError
@@ -96,6 +96,18 @@ def write_atomic(path: Path, content: bytes | Iterable[bytes], *, durable: bool 
         except BaseException:
             remove_quietly(temporary)
             raise
+
+
+def overwrite(path: Path, content: bytes) -> None:
+    """In its place, if it is there: a full disk has no room for a second file, but these blocks are the file's own.
+
+    Of one block at most, so that a reader hardly sees a part. Failing to is nothing new: writing it has failed before.
+    """
+    if len(content) > 4096:
+        return
+    with suppress(OSError), path.open("rb+") as file:
+        file.write(content)
+        file.truncate()
 
 
 def fsync_tree(folder: Path) -> None:

@@ -35,6 +35,7 @@ MANIFEST = "manifest.json"
 BEST = "best.json"
 REJECTED = "rejected-"
 _NAME = re.compile(r"step_(\d{6,})")
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,9 @@ def write_folder(target: Path) -> Iterator[Path]:
     except BaseException as error:
         remove_quietly(temporary)
         if type(error).__name__ == "SafetensorError":  # a full disk, told by a library that has no OSError
-            raise storage_error(f"save {target}", Exception(str(error))) from error
+            number = _OS_ERROR.search(str(error))
+            cause = OSError(int(number[1]), str(error)) if number else Exception(str(error))
+            raise storage_error(f"save {target}", cause) from error
         raise
 
 

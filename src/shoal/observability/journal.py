@@ -10,7 +10,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +111,27 @@ class LineWriter:
                 raw = list(file)
             kept = [line for line in raw if (record := decode_line(line)) is not None and record.get("step", 0) <= step]
             if len(kept) != len(raw):
-                write_atomic(self.path, kept)  # may fail, so the old descriptor is given up only afterwards
-                stale, self._descriptor = self._descriptor, -1
-                os.close(stale)
-                self._open()
+                self._replace(kept)
             return len(raw) - len(kept)
+
+    def amend(self, step: int, more: Mapping[str, Any]) -> None:
+        """Put more into the records of one step; the file has them or the ones before, whatever happens."""
+        with self._guard, storage(f"amend {self.path}"):
+            with self.path.open("rb") as file:
+                raw = list(file)
+            found = [(line, decode_line(line)) for line in raw]
+            self._replace(
+                [
+                    encode_line({**record, **more}) if record and record.get("step") == step else line
+                    for line, record in found
+                ]
+            )
+
+    def _replace(self, lines: Sequence[bytes]) -> None:
+        write_atomic(self.path, lines)  # may fail, so the old descriptor is given up only afterwards
+        stale, self._descriptor = self._descriptor, -1
+        os.close(stale)
+        self._open()
 
     def close(self) -> None:
         with self._guard:

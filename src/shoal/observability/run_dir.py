@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.errors import ConfigError, StorageError
-from shoal.observability.atomic import TEMPORARY, remove_quietly, storage, write_atomic
+from shoal.observability.atomic import TEMPORARY, overwrite, remove_quietly, storage, write_atomic
 from shoal.observability.checkpoints import Checkpoint, CheckpointStore, sweep, write_folder
 from shoal.observability.journal import LineWriter, encode_line, read_lines
 from shoal.observability.lock import RunLock
@@ -122,10 +122,19 @@ class RunDir:
         told = {"state": state, "step": step, "reason": redact(reason), "resumable": resumable}
         told["next_command"] = redact(next_command) if next_command else None
         self.status = {**told, "pid": os.getpid(), "updated_at": _now(), **_identity(self.status)}
-        write_atomic(self.path / "status.json", json.dumps(self.status, indent=1).encode() + b"\n")
+        text = json.dumps(self.status, indent=1).encode() + b"\n"
+        try:
+            write_atomic(self.path / "status.json", text)
+        except StorageError:
+            overwrite(self.path / "status.json", text)
+            raise
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.metrics.append({"step": step, **{name: _spell(value) for name, value in metrics.items()}})
+        self.metrics.append({"step": step, **_spelt(metrics)})
+
+    def amend_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add to the record of a step that is there."""
+        self.metrics.amend(step, _spelt(metrics))
 
     def append_journal(self, step: int, record: Mapping[str, Any]) -> None:
         self.journal.append({"step": step, **record})
@@ -241,6 +250,10 @@ def _spell(value: float) -> float | str:
     """JSON has no NaN; null would hide which of the three it was, and float() reads these words back."""
     value = float(value)
     return value if math.isfinite(value) else str(value)
+
+
+def _spelt(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    return {name: _spell(value) for name, value in metrics.items()}
 
 
 def _now() -> str:

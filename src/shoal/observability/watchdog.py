@@ -11,16 +11,47 @@ import faulthandler
 import itertools
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shoal.errors import DeadlineError
 from shoal.observability.events import EventLog
 
 Result = TypeVar("Result")
+AWAKE_TICK_S = 1.0
+
+
+async def wait_awake(
+    futures: Collection[asyncio.Future[Any]], limit_s: float, return_when: str = asyncio.ALL_COMPLETED
+) -> tuple[set[asyncio.Future[Any]], set[asyncio.Future[Any]]]:
+    """As asyncio.wait, with a limit on the time this process was awake.
+
+    One that was stopped (Ctrl-Z, a debugger) comes back to answers that are there and not yet read: nobody is late.
+    """
+    first, left_s = return_when == asyncio.FIRST_COMPLETED, limit_s
+    while True:
+        tick_s, began = min(AWAKE_TICK_S, max(left_s, 0.0)), time.monotonic()
+        done, pending = await asyncio.wait(futures, timeout=tick_s, return_when=return_when)
+        left_s -= min(time.monotonic() - began, 2 * tick_s)
+        if (done and first) or not pending or left_s <= 0.001:
+            return done, pending
+
+
+async def awake_within(awaitable: Awaitable[Result], limit_s: float) -> Result:
+    """As asyncio.wait_for, with the same limit: TimeoutError once it is passed, and the work is cancelled."""
+    task = asyncio.ensure_future(awaitable)
+    try:
+        await wait_awake({task}, limit_s)
+        if task.done():
+            return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    raise TimeoutError
 
 
 @dataclass(slots=True)
@@ -105,7 +136,7 @@ class Watchdog:
         self._loop = asyncio.get_running_loop()
         with self.wait(waiter, awaited):
             try:
-                return await asyncio.wait_for(awaitable, deadline_s)
+                return await awake_within(awaitable, deadline_s)
             except TimeoutError as error:
                 raise DeadlineError(f"{waiter} waited {deadline_s:g} s for {awaited} and gave up") from error
 

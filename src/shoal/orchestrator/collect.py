@@ -15,6 +15,7 @@ import msgspec
 
 from shoal.algorithms.advantages import judge_group
 from shoal.errors import DeadlineError
+from shoal.observability.watchdog import wait_awake
 from shoal.orchestrator.admission import Admission
 from shoal.orchestrator.prompts import PromptStream
 from shoal.types import Prompt, RolloutGroup
@@ -124,7 +125,7 @@ class Collector:
         # Two futures however many groups are out: waiting for each of thousands anew would cost more than they do.
         waiting = [asyncio.ensure_future(self._arrival.wait()), asyncio.ensure_future(stop.wait())]
         try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=self._rules.deadline_s)
+            await wait_awake(waiting, self._rules.deadline_s, asyncio.FIRST_COMPLETED)
         finally:
             for future in waiting:
                 future.cancel()
@@ -142,7 +143,7 @@ class Collector:
         return finished
 
     async def _settle_round(self, version: int) -> None:
-        _, pending = await asyncio.wait(list(self._running), timeout=self._rules.deadline_s)
+        _, pending = await wait_awake(list(self._running), self._rules.deadline_s)
         if pending:
             raise self._too_late("not all finished")
         for task, (order, _) in sorted(self._running.items(), key=lambda item: item[1][0]):
@@ -208,9 +209,7 @@ class Collector:
         """Wait until nothing is in flight, for whoever wants the sampler alone. The next step settles what finished."""
         pending = {task for task in self._running if not task.done()}
         while pending:
-            done, pending = await asyncio.wait(
-                pending, return_when=asyncio.FIRST_COMPLETED, timeout=self._rules.deadline_s
-            )
+            done, pending = await wait_awake(pending, self._rules.deadline_s, asyncio.FIRST_COMPLETED)
             if not done:
                 raise self._too_late("none finished")
 

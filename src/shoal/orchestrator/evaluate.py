@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from shoal.errors import DataError, DeadlineError
+from shoal.observability.watchdog import wait_awake
 from shoal.protocols import Environment
 from shoal.types import Message, Prompt, RolloutGroup, SamplingParams
 
+Evaluated = tuple[dict[str, float], list[RolloutGroup]]
 RunGroup = Callable[[Prompt, int, SamplingParams], Awaitable[RolloutGroup]]
 
 
@@ -52,9 +55,7 @@ class Evaluator:
     def groups(self) -> int:
         return sum(len(prompts) for prompts in self._prompts.values())
 
-    async def evaluate(
-        self, advance: Callable[[float], None] = lambda _: None
-    ) -> tuple[dict[str, float], list[RolloutGroup]]:
+    async def evaluate(self, advance: Callable[[float], None] = lambda _: None) -> Evaluated:
         """Metrics eval/<env>/… and the groups behind them; `advance` is told how many more groups are done."""
         metrics: dict[str, float] = {}
         everything: list[RolloutGroup] = []
@@ -76,9 +77,7 @@ class Evaluator:
         pending = set(runs)
         try:
             while pending:
-                done, pending = await asyncio.wait(
-                    pending, timeout=settings.deadline_s, return_when=asyncio.FIRST_COMPLETED
-                )
+                done, pending = await wait_awake(pending, settings.deadline_s, asyncio.FIRST_COMPLETED)
                 advance(len(done))
                 for run in done:
                     run.result()  # a broken engine is told at once
@@ -91,6 +90,18 @@ class Evaluator:
             for run in pending:
                 run.cancel()
         return [run.result() for run in runs]
+
+
+async def unless_stopped(evaluation: Coroutine[Any, Any, Evaluated], stop: asyncio.Event) -> Evaluated | None:
+    """What it came to; None if the run was asked to stop before that, and nobody waits for the rest of it."""
+    running, stopping = asyncio.ensure_future(evaluation), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return running.result() if running.done() else None
+    finally:
+        for task in (running, stopping):
+            task.cancel()
+        await asyncio.gather(running, stopping, return_exceptions=True)
 
 
 def summarise(groups: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -7,7 +7,7 @@ recorded, and the next one draws other prompts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,19 @@ from typing import Any
 import msgspec
 
 from shoal.errors import EXIT_INTERRUPTED, DeadlineError, EngineError, Interrupted, StoppedByPolicy
+from shoal.observability.journal import encode_line
 from shoal.observability.metrics import Tally
 from shoal.observability.spans import throughput
+from shoal.observability.watchdog import awake_within
 from shoal.orchestrator.collect import Collected, Interruption
+from shoal.orchestrator.evaluate import unless_stopped
 from shoal.orchestrator.learn import Learned
 from shoal.orchestrator.notes import FailureNotes, tell_stale
 from shoal.orchestrator.parts import Files, LoopSettings, Parts, Progress
 from shoal.orchestrator.ranks import agree
 from shoal.orchestrator.records import completion_lines, rollout_lines, tally_groups
-from shoal.types import RolloutGroup
 
 __all__ = ["Files", "Loop", "LoopSettings", "Parts", "Progress"]
-Evaluated = tuple[dict[str, float], list[RolloutGroup]]
 MAX_NON_FINITE = 3  # steps in a row
 MAX_FLAT = 5  # steps in a row
 LOOP_FILE = "loop.json"
@@ -59,11 +60,15 @@ class Loop:
         """Train to the end; returns `finished` or `solved`. Raises Interrupted or StoppedByPolicy, state saved."""
         self.parts.phases.take()  # what it took to get here is no part of the first step
         await self._publish(self.progress.step, started=True)
+        outcome = None
         try:
             await self._evaluate_at_start()
+            outcome = await self._evaluate_owed()
         except Interruption:
             await self._interrupted()
         self._boundary = self.state()
+        if outcome is not None:
+            return outcome
         while self.progress.step < self.settings.max_steps:
             try:
                 outcome = await self._step()
@@ -131,6 +136,9 @@ class Loop:
         if self.progress.step > 0 or self.progress.evaluated_start:
             return
         metrics = await self._evaluate(0)
+        if self.progress.owes_evaluation:
+            self.progress.owes_evaluation = False  # before the first step nothing is recorded that could lack it
+            raise Interruption
         self.progress.evaluated_start = True
         if metrics:
             self.parts.sinks.log(0, metrics)
@@ -150,29 +158,34 @@ class Loop:
                 await parts.engine.load(parts.engine.version, {"sigma": 0.0})
             elif step > 0:
                 parts.collector.run_ahead(step)
-            metrics = await parts.ranks.on_main(lambda: self._held_out(bar.advance, first=step == 0))
+            metrics = await parts.ranks.on_main(lambda: self._held_out(bar.advance))
             if self._served_sigma > 0:
                 await parts.engine.load(parts.engine.version, {"sigma": self._served_sigma})
+        self.progress.owes_evaluation = metrics is None
+        if metrics is None:
+            return {}
         means = [value for name, value in metrics.items() if name.endswith("/mean")]
         if means:
             self._note_best(step, sum(means) / len(means))
         return metrics
 
-    async def _held_out(self, advance: Callable[[float], None], *, first: bool) -> dict[str, float]:
+    async def _held_out(self, advance: Callable[[float], None]) -> dict[str, float] | None:
         assert self.parts.evaluator is not None
-        metrics, _ = await self._unless_stopped(self.parts.evaluator.evaluate(advance), first=first)
-        return metrics
+        evaluated = await unless_stopped(self.parts.evaluator.evaluate(advance), self._stop)
+        return evaluated[0] if evaluated is not None else None
 
-    async def _unless_stopped(self, evaluation: Coroutine[Any, Any, Evaluated], *, first: bool) -> Evaluated:
-        """Before the first step nothing is lost by stopping at once; later ones belong to a step, which is finished."""
-        running, stopping = asyncio.ensure_future(evaluation), asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait({running, stopping} if first else {running}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not running.done():
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+    async def _evaluate_owed(self) -> str | None:
+        """What a signal cut short is made up for, with the same weights and seeds: the step's metrics get it now."""
+        progress, step = self.progress, self.progress.step
+        if not progress.owes_evaluation:
+            return None
+        progress.owes_evaluation = False
+        metrics = await self._evaluate(step)
+        if progress.owes_evaluation:
             raise Interruption
-        return running.result()
+        self.parts.sinks.amend(step, metrics)
+        self._mark_best_if_it_is(step)
+        return self._outcome()
 
     def _note_best(self, step: int, value: float) -> None:
         progress = self.progress
@@ -249,8 +262,12 @@ class Loop:
         last = step == settings.max_steps and not settings.save.off
         if best or settings.save.due(step) or last:
             await self.save()
-            if best and self.parts.ranks.rank == 0:
-                self.parts.run_dir.mark_best(step, self.progress.best)
+            self._mark_best_if_it_is(step)
+
+    def _mark_best_if_it_is(self, step: int) -> None:
+        best, writes = self.progress.best, self.parts.ranks.rank == 0
+        if self.settings.keep_best and self.progress.best_step == step and best is not None and writes:
+            self.parts.run_dir.mark_best(step, best)
 
     async def save(self) -> None:
         """A complete checkpoint of the state after the last step."""
@@ -280,7 +297,9 @@ class Loop:
                 parts.run_dir.take_shards(folder)
             files, limit = parts.on_device(parts.files.save, folder), self.settings.save_deadline_s
             await _within(limit, files, "writing the checkpoint", "train.save_deadline_s")
-            (folder / LOOP_FILE).write_bytes(msgspec.json.encode(self._boundary))
+            (folder / LOOP_FILE).write_bytes(
+                encode_line(msgspec.to_builtins(self._boundary))
+            )  # prompts may hold a secret
         parts.run_dir.prune_checkpoints(self.settings.save_total_limit)
         parts.run_dir.write_status(
             "running", step=step, reason="checkpoint", resumable=True, next_command=self.settings.next_command
@@ -310,6 +329,6 @@ class Loop:
 
 async def _within(limit_s: float, work: Awaitable[Any], what: str, key: str) -> Any:
     try:
-        return await asyncio.wait_for(work, limit_s)
+        return await awake_within(work, limit_s)
     except TimeoutError:
         raise DeadlineError(f"{what} took longer than {limit_s:g} s; raise {key} if that is expected") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -32,6 +32,14 @@ class Files(Protocol):
     def export(self, folder: Path) -> None: ...
 
 
+class RunSinks(MetricSink, Protocol):
+    """The run directory's record of a step, and the trackers'."""
+
+    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
+        """More about a step that is logged already."""
+        ...
+
+
 @dataclass
 class Parts:
     """What build.py puts together."""
@@ -47,7 +55,7 @@ class Parts:
     events: EventLog
     console: Console
     watchdog: Watchdog
-    sinks: MetricSink  # writes metrics.jsonl first
+    sinks: RunSinks  # writes metrics.jsonl first
     phases: Phases
     on_device: OnDevice
     token_text: TokenText
@@ -85,3 +93,4 @@ class Progress:
     best: float | None = None
     best_step: int = 0
     since_best: int = 0
+    owes_evaluation: bool = False  # of this step; a signal cut it short

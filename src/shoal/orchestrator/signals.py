@@ -1,4 +1,8 @@
-"""What SIGINT, SIGTERM and SIGHUP do to a run: the first asks it to stop with its state saved, the second ends it."""
+"""What SIGINT, SIGTERM and SIGHUP do to a run: the first asks it to stop with its state saved, the second ends it.
+
+A hangup that was ignored when the process began stays ignored: that is how `nohup` works. An ignored SIGINT does not:
+shells ignore it for whatever a script starts in the background, and a script may send it all the same.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,24 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from shoal.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
+from shoal.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated
 
 Result = TypeVar("Result")
+_CODES = {
+    signal.SIGINT: EXIT_INTERRUPTED,
+    signal.SIGTERM: EXIT_TERMINATED,
+    signal.SIGHUP: EXIT_TERMINATED,
+}
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """Those that end a run here."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in _CODES if number != signal.SIGHUP or not ignored]
 
 
 def on_signals(interrupt: Callable[[int], None], give_up: Callable[[], None]) -> None:
@@ -23,21 +38,20 @@ def on_signals(interrupt: Callable[[int], None], give_up: Callable[[], None]) ->
     """
     if threading.current_thread() is not threading.main_thread():
         return  # a notebook's: signals are its own
-    loop = asyncio.get_running_loop()
+    loop, heeded = asyncio.get_running_loop(), heeded_signals()
 
     def handle(code: int) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in heeded:
             loop.remove_signal_handler(number)
             signal.signal(number, lambda *_: _end(code, give_up))
         interrupt(code)
 
-    loop.add_signal_handler(signal.SIGINT, handle, EXIT_INTERRUPTED)
-    loop.add_signal_handler(signal.SIGTERM, handle, EXIT_TERMINATED)
-    loop.add_signal_handler(signal.SIGHUP, handle, EXIT_TERMINATED)
+    for number in heeded:
+        loop.add_signal_handler(number, handle, _CODES[number])
 
 
 def _end(code: int, give_up: Callable[[], None]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in heeded_signals():
         signal.signal(number, lambda *_: os._exit(code))  # a third signal does not wait for words
     try:
         give_up()
@@ -63,11 +77,38 @@ def stop_signals(give_up: Callable[[], None] = lambda: None) -> Iterator[list[in
     def handle(number: int, _: object) -> None:
         if stop:
             _end(stop[0], give_up)
-        stop.append(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED)
+        stop.append(_CODES[signal.Signals(number)])
 
-    earlier = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with _handling(heeded_signals(), handle):
         yield stop
+
+
+@contextlib.contextmanager
+def terminated_at_once() -> Iterator[None]:
+    """Until there are steps to finish: a signal raises where the process is, however long that would still take.
+
+    What began to be loaded is given up, and whoever keeps a status can write it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, _: object) -> None:
+        code = _CODES[signal.Signals(number)]
+        for other in heeded:
+            signal.signal(other, lambda *_: os._exit(code))  # a second one waits for nothing
+        raise Terminated(f"ended by {signal.Signals(number).name}", code)
+
+    heeded = heeded_signals()
+    with _handling(heeded, handle):
+        yield
+
+
+@contextlib.contextmanager
+def _handling(numbers: Sequence[signal.Signals], handle: Callable[[int, Any], None]) -> Iterator[None]:
+    earlier = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_TERMINATED
+from shoal.orchestrator.signals import heeded_signals
 
 SUPERVISOR = "SHOAL_SUPERVISOR"
 MAX_RESTARTS = 3
@@ -25,7 +26,6 @@ KILL_S = 5.0
 SERVER_KILL_S = 40.0  # for a process that ends a server of its own first
 TICK_S = 0.05
 LAST_LINES = 15
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Supervisor:
         self._signals: list[int] = []
 
     def run(self) -> int:
-        earlier = {number: signal.signal(number, self._heard) for number in STOPPING}
+        earlier = {number: signal.signal(number, self._heard) for number in heeded_signals()}
         try:
             for child in self._children.values():
                 child.start()

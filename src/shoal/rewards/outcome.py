@@ -34,10 +34,10 @@ def read_outcome(value: Any, weights: Mapping[str, float]) -> tuple[float | None
     if isinstance(value, Mapping):
         if not value or len(value) > MAX_PARTS:
             raise RewardValueError(f"the reward has {len(value)} parts; it needs 1 to {MAX_PARTS}")
-        parts = {_part_name(name): _number(part, f"part {name!r}") for name, part in value.items()}
+        parts = {_part_name(name): checked_number(part, f"part {name!r}") for name, part in value.items()}
         total = sum(part * weights.get(name, 1.0) for name, part in parts.items())
-        return _number(total, "the weighted sum"), parts
-    return _number(value, "the reward"), {}
+        return checked_number(total, "the weighted sum"), parts
+    return checked_number(value, "the reward"), {}
 
 
 def _part_name(name: Any) -> str:
@@ -46,7 +46,8 @@ def _part_name(name: Any) -> str:
     return name
 
 
-def _number(value: Any, what: str) -> float:
+def checked_number(value: Any, what: str) -> float:
+    """A finite number of a size that can be trained on, or RewardValueError."""
     if inspect.isawaitable(value):
         if inspect.iscoroutine(value):
             value.close()

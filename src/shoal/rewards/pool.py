@@ -2,7 +2,7 @@
 
 `start()` forks the server, best before threads, CUDA or a model exist: a reward that touches CUDA in a worker forked
 later fails, and that is an error of its own job. `score` is then called from one event loop at a time. It never raises
-for what a reward does and never waits without a deadline.
+for what a reward does, only where the server itself is gone, and never waits without a deadline.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from shoal.errors import ConfigError, HardwareError
+from shoal.errors import ConfigError, HardwareError, RewardServerError
 from shoal.protocols import Environment
+from shoal.rewards.isolate import check_isolation
+from shoal.rewards.outcome import checked_number
 from shoal.rewards.parts import PartCheck
-from shoal.rewards.server import START_LIMIT_S, Limits, become_server
+from shoal.rewards.server import START_LIMIT_S, Limits, become_server, end_of
 from shoal.rewards.wire import JOB, MAX_JOB_BYTES, MAX_REPLY_BYTES, READY, RESULT, FrameBuffer, pack
 from shoal.rewards.worker import Judging
 from shoal.types import Message, Score
 
 READY_LIMIT_S = 60.0
 CLOSE_LIMIT_S = 5.0
+END_LIMIT_S = 0.5
 SPLITS = ("train", "eval")
 
 
@@ -35,7 +38,8 @@ class RewardPool:
     """Runs `Environment.reward` in worker processes that can be killed. Implements `protocols.Judge`.
 
     `weights` gives, per environment, the weight of each named reward part; where it is silent the environment's own
-    attribute `weights` speaks, else 1. `keep_env` names secrets that reward code may see after all.
+    attribute `weights` speaks, else 1. `keep_env` names secrets that reward code may see after all. `isolated` is for
+    rewards that run what a model wrote; where the kernel does not allow it, `start` refuses.
     """
 
     def __init__(
@@ -47,11 +51,12 @@ class RewardPool:
         memory_bytes: int = 2 * 2**30,
         weights: Mapping[str, Mapping[str, float]] | None = None,
         keep_env: Sequence[str] = (),
+        isolated: bool = False,
     ) -> None:
         if workers < 1 or timeout_s <= 0 or memory_bytes <= 0:
             raise ConfigError("the reward pool needs at least one worker, a positive timeout and positive memory")
         self._environments = dict(environments)
-        self._limits = Limits(workers, timeout_s, memory_bytes)
+        self._limits = Limits(workers, timeout_s, memory_bytes, isolated)
         given = weights or {}
         self._weights = {
             name: {**(getattr(env, "weights", None) or {}), **given.get(name, {})}
@@ -68,11 +73,14 @@ class RewardPool:
         self._replies = FrameBuffer(MAX_REPLY_BYTES)
         self._last_job = 0
         self._broken: str | None = "the reward pool is not started"
+        self._failed: str | None = None  # why there is no server any more, though nobody closed it
 
     def start(self) -> None:
         """Read every task list and fork the server. Workers inherit both, so any Python object can judge."""
         if self._pid:
             raise RuntimeError("the reward pool is already started")
+        if self._limits.isolated:
+            check_isolation()
         tasks = {(name, split): env.tasks(split) for name, env in self._environments.items() for split in SPLITS}
         judging = Judging(self._environments, tasks, self._weights)
         ours, theirs = socket.socketpair()
@@ -96,6 +104,8 @@ class RewardPool:
             return Score("error", error=f"a conversation of {len(body):,} bytes; the limit is {MAX_JOB_BYTES:,}")
         if self._broken is None:
             self._attach(asyncio.get_running_loop())
+        if self._failed is not None:
+            raise RewardServerError(self._failed)
         if self._broken is not None:
             return Score("error", error=self._broken)
         self._last_job += 1
@@ -107,7 +117,9 @@ class RewardPool:
             await asyncio.wait({reply}, timeout=self._deadline_s())
             if not reply.done():
                 self._receive()
-            score = reply.result() if reply.done() else Score("error", error="the reward server is silent")
+            if not reply.done():
+                self._fail("the reward server is silent")
+            score = reply.result()
             if score.status == "ok" and score.reward is not None:
                 self._parts.note(env, score.parts)
             return score
@@ -177,7 +189,7 @@ class RewardPool:
         except BlockingIOError:
             self._loop.add_writer(self._socket, self._flush)
         except OSError as error:
-            self._break(f"the reward server is gone: {error}")
+            self._fail(f"the reward server is gone ({error})")
 
     def _receive(self) -> None:
         while self._socket is not None:
@@ -188,12 +200,27 @@ class RewardPool:
             except OSError:
                 data = b""
             if not data:
-                self._break("the reward server ended")
+                self._fail(f"the reward server ended ({self._how_it_ended()})")
                 return
             for frame in self._replies.feed(data):
                 reply = self._waiting.get(frame.job)
                 if frame.kind == RESULT and reply is not None and not reply.done():
                     reply.set_result(_to_score(frame.body))
+
+    def _how_it_ended(self) -> str:
+        """A process closes its files a moment before its end can be asked for."""
+        deadline = time.monotonic() + END_LIMIT_S
+        while (how := end_of(self._pid)) is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return how or "its connection broke"
+
+    def _fail(self, reason: str) -> None:
+        """Nothing can be scored any more, and another server cannot be forked beside a loaded model."""
+        self._detach()
+        self._failed = f"{reason}, and with it all rewards; look for what ended it, out of memory perhaps, then resume"
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(RewardServerError(self._failed))
 
     def _break(self, reason: str) -> None:
         self._detach()
@@ -212,8 +239,8 @@ def _to_score(body: bytes) -> Score:
             raise ValueError(status)
         return Score(
             status,
-            None if reward is None or status != "ok" else float(reward),
-            {str(name): float(part) for name, part in parts.items()},
+            None if reward is None or status != "ok" else checked_number(reward, "the reward"),
+            {str(name): checked_number(part, "a part") for name, part in parts.items()},
             None if status == "ok" else str(fields.get("error")),
             float(fields.get("seconds", 0.0)),
         )

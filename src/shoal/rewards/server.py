@@ -32,7 +32,7 @@ from shoal.rewards.wire import (
     OversizedFrame,
     pack,
 )
-from shoal.rewards.worker import Judging, become_worker
+from shoal.rewards.worker import Confinement, Judging, become_worker
 
 TICK_S = 0.05
 START_LIMIT_S = 30.0  # from handing a job to a worker until it says that it started
@@ -45,6 +45,7 @@ class Limits:
     workers: int
     timeout_s: float
     memory_bytes: int
+    isolated: bool = False  # each job in a fresh process of its own namespaces
 
 
 @dataclass(slots=True)
@@ -140,7 +141,7 @@ class Server:
 
     def _check_workers(self, now: float) -> None:
         for worker in list(self._workers.values()):
-            end = _end_of(worker.pid)
+            end = end_of(worker.pid)
             if end is not None:
                 self._read_rest(worker)
                 if worker.job is not None:
@@ -214,7 +215,8 @@ class Server:
             for channel in (ours, self._control, *(worker.channel for worker in self._workers.values())):
                 channel.close()
             self._selector.close()
-            become_worker(theirs, self._judging, self._limits.memory_bytes, server_pid)
+            confinement = Confinement(self._limits.memory_bytes, self._limits.isolated, server_pid)
+            become_worker(theirs, self._judging, confinement)
         theirs.close()
         worker = Worker(pid, ours, FrameBuffer(MAX_REPLY_BYTES))
         self._workers[pid] = worker
@@ -279,7 +281,7 @@ def _prepare(judging: Judging) -> None:
                 prepare()
 
 
-def _end_of(pid: int) -> str | None:
+def end_of(pid: int) -> str | None:
     """How a child ended, None while it runs. It is not reaped yet."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.rewards import confine
+from shoal.rewards.isolate import isolate
 from shoal.rewards.outcome import call, read_outcome
 from shoal.rewards.wire import JOB, LAST_RESULT, MAX_JOB_BYTES, RESULT, STARTED, FrameBuffer, pack
 from shoal.types import Task
@@ -36,7 +37,16 @@ class Judging:
     weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
-def serve(channel: socket.socket, judging: Judging) -> None:
+@dataclass(frozen=True, slots=True)
+class Confinement:
+    """What a worker may have, and whose child it is."""
+
+    memory_bytes: int
+    isolated: bool
+    server_pid: int
+
+
+def serve(channel: socket.socket, judging: Judging, max_jobs: int = MAX_JOBS) -> None:
     """Work until the server closes the channel or this process is not fit for another job."""
     frames = FrameBuffer(MAX_JOB_BYTES)
     done = 0
@@ -47,7 +57,7 @@ def serve(channel: socket.socket, judging: Judging) -> None:
             channel.sendall(pack(frame.job, STARTED))
             outcome = score(judging, frame.body)
             done += 1
-            fit = done < MAX_JOBS and _is_clean()
+            fit = done < max_jobs and _is_clean()
             channel.sendall(pack(frame.job, RESULT if fit else LAST_RESULT, json.dumps(outcome).encode()))
             if not fit:
                 return
@@ -92,18 +102,21 @@ def _is_clean() -> bool:
     return False  # it still has children
 
 
-def become_worker(channel: socket.socket, judging: Judging, memory_bytes: int, server_pid: int) -> None:
+def become_worker(channel: socket.socket, judging: Judging, confinement: Confinement) -> None:
     """What a freshly forked process runs: confine itself, serve, end. Never returns."""
     code = 1
     try:
         os.setsid()
         confine.reset_signals()
         confine.die_with_parent()
-        if os.getppid() != server_pid:  # the server ended before the line above took hold
+        if os.getppid() != confinement.server_pid:  # the server ended before the line above took hold
             os._exit(1)
         os.register_at_fork(after_in_child=confine.die_with_parent)
-        confine.limit_memory(memory_bytes)
-        serve(channel, judging)
+        confine.limit_memory(confinement.memory_bytes)
+        if confinement.isolated:
+            isolate()
+        # What a model wrote may have changed its process: the next job gets another.
+        serve(channel, judging, 1 if confinement.isolated else MAX_JOBS)
         code = 0
     finally:
         os._exit(code)

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from shoal.errors import EngineError
 from shoal.types import Completion, FinishReason, Request, Span
 
+# What taking an answer apart raises where it is not what it should be.
+UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -58,14 +61,17 @@ class Reading:
         ids, values = answer.token_ids, answer.logprobs
         if answer.finish_reason not in ("stop", "length", "abort"):
             return f"finish_reason is {answer.finish_reason!r}"
-        if not all(isinstance(i, int) and 0 <= i < self.vocab_size for i in ids):
+        if not all(type(i) is int and 0 <= i < self.vocab_size for i in ids):
             return f"a token id is not one of 0 to {self.vocab_size - 1}"
         if len(values) != len(ids):
             return f"{len(ids)} tokens but {len(values)} log-probs"
-        if not all(math.isfinite(value) and value < 1e-4 for value in values):
+        if not all(isinstance(value, int | float) and math.isfinite(value) and value < 1e-4 for value in values):
             return "a log-prob is positive or not finite"
         if len(ids) > request.sampling.max_tokens:
             return f"{len(ids)} tokens, {request.sampling.max_tokens} were asked for"
+        edges = [0, *(edge for start, end, _ in answer.versions if start != end for edge in (start, end)), len(ids)]
+        if len(edges) > 2 and (edges[::2] != edges[1::2] or edges != sorted(edges)):
+            return f"its versions do not cover {len(ids)} tokens"
         return None
 
 

@@ -135,7 +135,7 @@ class EmbeddedRolloutEngine:
             for call in self._calls.values():
                 if not call.answer.done():
                     reason = f"the embedded engine failed: {type(error).__name__}: {error}"
-                    call.answer.set_exception(EngineError(reason))
+                    call.answer.set_exception(error if isinstance(error, EngineError) else EngineError(reason))
             self._failure = error
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> list[Completion]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from shoal.errors import DeadlineError, EngineError, ShoalError
 from shoal.observability import manifest as manifests
-from shoal.rollout.link import PROBE_S, Address, Late, Link, Lost, Waiting
+from shoal.rollout.link import PROBE_S, SHORTEST_PAUSE_S, Address, Late, Link, Lost, Waiting
 from shoal.server.control import INCARNATION
 from shoal.types import Completion, Request, Span
 
@@ -154,6 +154,8 @@ class HttpRolloutEngine:
             losses = losses + 1 if self._facts["incarnation"] == met else 0
             if losses >= MOST_LOSSES:
                 raise EngineError(f"{self._link.name} is up but lost {path} {losses} times in a row: {why}")
+            if losses:
+                await asyncio.sleep(SHORTEST_PAUSE_S * 2**losses)  # whatever it was, it may pass
 
     async def _unless_replaced(self, post: Coroutine[Any, Any, T]) -> T:
         """The answer; or Lost, if another process has taken the place of the one that was asked."""
@@ -247,7 +249,9 @@ def _completion(request: Request, reply: Mapping[str, Any], vocab_size: int) -> 
     """The answer as a Completion. Raises ValueError for one that no sampler gives."""
     (choice,) = reply["choices"]
     ids, values, exact = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["shoal"]
-    if not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
+    if reply.get("prompt_token_ids", request.prompt_ids) != request.prompt_ids:
+        raise ValueError("it answers another prompt than the one that was sent")
+    if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
         raise ValueError(f"a token id is not one of 0 to {vocab_size - 1}")
     if len(values) != len(ids):
         raise ValueError(f"{len(ids)} tokens but {len(values)} log-probs")
@@ -259,13 +263,31 @@ def _completion(request: Request, reply: Mapping[str, Any], vocab_size: int) -> 
         raise ValueError(f"{len(ids)} tokens, {request.sampling.max_tokens} were asked for")
     if exact["finish_reason"] not in ("stop", "length", "abort"):
         raise ValueError(f"finish_reason is {exact['finish_reason']!r}")
-    spans = [Span(int(start), int(end), int(version)) for start, end, version in exact["spans"]]
-    edges = [0, *(edge for span in spans for edge in (span.start, span.end)), len(ids)]
-    if edges[::2] != edges[1::2]:
-        raise ValueError(f"its spans do not cover {len(ids)} tokens: {exact['spans']}")
+    if not isinstance(choice["text"], str):
+        raise ValueError(f"its text is {type(choice['text']).__name__}")
+    spans = _spans(exact["spans"], len(ids))
+    _check_kept(exact["kept_ids"], ids, vocab_size)
     numbers = [float(value) for value in values]
-    text, kept = str(choice["text"]), exact["kept_ids"]
-    return Completion(request.request_id, ids, numbers, spans, exact["finish_reason"], text, kept)
+    return Completion(
+        request.request_id, ids, numbers, spans, exact["finish_reason"], choice["text"], exact["kept_ids"]
+    )
+
+
+def _spans(said: Sequence[Sequence[int]], count: int) -> list[Span]:
+    spans = [Span(int(start), int(end), int(version)) for start, end, version in said]
+    edges = [0, *(edge for span in spans for edge in (span.start, span.end)), count]
+    if edges[::2] != edges[1::2] or any(span.start >= span.end for span in spans):
+        raise ValueError(f"its spans do not cover {count} tokens: {said}")
+    return spans
+
+
+def _check_kept(kept: Sequence[Sequence[int]] | None, ids: Sequence[int], vocab_size: int) -> None:
+    """What was drawn is one of those it was drawn from; ~id stands for one that was not."""
+    for drawn, of in zip(ids, kept or (), strict=False):
+        if not all(type(i) is int and -vocab_size <= i < vocab_size for i in of):
+            raise ValueError("a kept id is not one of the vocabulary")
+        if ~drawn in of or (drawn not in of and any(i >= 0 for i in of)):
+            raise ValueError(f"token {drawn} is not among those that were kept")
 
 
 def _check_versions(completion: Completion, served: tuple[int, ...]) -> None:

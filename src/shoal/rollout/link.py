@@ -28,6 +28,7 @@ CONNECT_S = 10.0
 PROBE_S = 5.0
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 AWAY = (502, 503, 504)  # a proxy without a server behind it, or one that is not ready
+BUSY = 429
 SHOWN = 200
 
 
@@ -45,6 +46,10 @@ class Late(Lost):
 
 class Foreign(EngineError):
     """What answers is not the server that is looked for."""
+
+
+class Busy(Lost):
+    """Somebody is there and says: later."""
 
 
 class Refused(EngineError):
@@ -102,7 +107,16 @@ class Link:
     async def post(
         self, path: str, body: Mapping[str, Any], limit_s: float
     ) -> tuple[dict[str, Any], Mapping[str, str]]:
-        return await self.ask("POST", path, body, limit_s)
+        """Asked again of a server that is busy, for as long as one may go without an answer at all."""
+        began, pause_s = time.monotonic(), SHORTEST_PAUSE_S
+        while True:
+            try:
+                return await self.ask("POST", path, body, limit_s)
+            except Busy as busy:
+                if time.monotonic() - began > self.address.deadline_s:
+                    raise Late(f"{busy} for {self.address.deadline_s:.0f} s (status {BUSY})") from busy
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def tell(self, path: str, body: Mapping[str, Any] | None = None, limit_s: float | None = None) -> None:
         """Post what is answered with a status alone, whatever text comes with it."""
@@ -154,9 +168,9 @@ class Link:
     def _read(self, path: str, status: int, raw: bytes, token: str | None = None) -> dict[str, Any]:
         try:
             answer = msgspec.json.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if status in AWAY:
-                raise Lost(f"status {status}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            if status in (*AWAY, BUSY):
+                raise (Busy if status == BUSY else Lost)(f"status {status}") from error
             start = raw[:SHOWN].decode("utf-8", "replace")
             if start.lstrip().startswith("<"):
                 raise self._foreign(f"it answered {path} with a page, status {status}") from error
@@ -166,8 +180,12 @@ class Link:
         if status == 200 and isinstance(answer, dict):
             return answer
         reason = _message(answer)
-        if status in AWAY:
-            raise Lost(reason)
+        if status == 200:
+            raise EngineError(
+                f"{self.name} answered {path} with {type(answer).__name__}, not an object: {reason[:SHOWN]}"
+            )
+        if status in (*AWAY, BUSY):
+            raise (Busy if status == BUSY else Lost)(reason)
         if status == 401 and _code(answer) == NO_TOKEN:
             raise self._denied(token)
         if status == 401:

@@ -19,7 +19,7 @@ from typing import Any
 
 from shoal.errors import ConfigError, DeadlineError, EngineError
 from shoal.observability.manifest import verify
-from shoal.rollout.answers import Answer
+from shoal.rollout.answers import UNREADABLE, Answer
 from shoal.rollout.facts import RemoteSettings, check_facts, content_of, model_folder, own_files
 from shoal.rollout.launch import ServerProcess
 from shoal.rollout.link import Late, Lost, Refused, Waiting
@@ -264,7 +264,11 @@ class RemoteEngine(ServerApi):
         key, self._unproved = self._unproved, None
         room = min(PROBE_TOKENS, self.settings.context_tokens - 1)
         ids = [(7919 * i + 13) % self.settings.vocab_size for i in range(room)]
-        self._probes.judge(key, await self.probe(ids, self._served.adapter), self._served.version)
+        try:
+            values = await self.probe(ids, self._served.adapter)
+        except UNREADABLE as error:
+            raise EngineError(f"{self.name}'s answer to a probe cannot be read: {error!r}") from error
+        self._probes.judge(key, values, self._served.version)
 
     # The rest of the seam
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import ConfigError, EngineError
-from shoal.rollout.answers import Answer
+from shoal.rollout.answers import UNREADABLE, Answer
 from shoal.rollout.facts import ServerFacts
 from shoal.rollout.link import Refused
 from shoal.rollout.probe import PROBE_TOKENS
@@ -60,8 +60,8 @@ class SglangRolloutEngine(RemoteEngine):
             spans = [(span["start"], span["end"], str(span["version"])) for span in about.get("weight_versions") or ()]
             ids, logprobs = [int(entry[1]) for entry in drawn], [float(entry[0]) for entry in drawn]
             return Answer(ids, logprobs, str(about["finish_reason"]["type"]), spans)
-        except (KeyError, TypeError, IndexError) as error:
-            raise EngineError(f"SGLang's answer to {request.request_id} has no {error}") from error
+        except UNREADABLE as error:
+            raise EngineError(f"SGLang's answer to {request.request_id} cannot be read: {error!r}") from error
 
     def _sampling(self, request: Request, limit: int) -> dict[str, Any]:
         sampling = request.sampling

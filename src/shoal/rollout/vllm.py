@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import ConfigError, EngineError
-from shoal.rollout.answers import Answer
+from shoal.rollout.answers import UNREADABLE, Answer
 from shoal.rollout.facts import ServerFacts
 from shoal.rollout.link import Refused
 from shoal.rollout.probe import PROBE_TOKENS
@@ -75,17 +75,15 @@ class VllmRolloutEngine(RemoteEngine):
         return await self.post(GENERATE, body)
 
     async def ask(self, request: Request, limit: int, adapter: str | None) -> Answer:
-        choice = (
-            await self._generate(
-                request.prompt_ids, sampling_parameters(request, limit, self.reading.ends(request)), adapter
-            )
-        )["choices"][0]
+        sampling = sampling_parameters(request, limit, self.reading.ends(request))
+        answer = await self._generate(request.prompt_ids, sampling, adapter)
         try:
+            choice = answer["choices"][0]
             spans = [(span["start"], span["end"], str(span["version"])) for span in choice["weight_versions"] or ()]
             logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"] or ()]
             return Answer(list(choice["token_ids"]), logprobs, str(choice["finish_reason"]), spans)
-        except (KeyError, TypeError) as error:
-            raise EngineError(f"vLLM's answer to {request.request_id} has no {error}") from error
+        except UNREADABLE as error:
+            raise EngineError(f"vLLM's answer to {request.request_id} cannot be read: {error!r}") from error
 
     async def probe(self, token_ids: list[int], adapter: str | None) -> list[float]:
         # Not prompt_logprobs: beside other requests they break a server that was started with adapters (0.32).

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.algorithms.advantages import CustomAdvantages, Normaliser, is_uniform, judge_group, reward_kl
+from shoal.errors import UserCodeError
 
 rewards = st.floats(-100, 100)
 groups = st.lists(st.lists(rewards, min_size=2, max_size=6), min_size=1, max_size=5)
@@ -107,6 +108,8 @@ def test_users_own_advantages_are_held_to_their_shape() -> None:
         CustomAdvantages(lambda step: [[1.0]]).estimate([[1.0, 2.0]])
     with pytest.raises(ValueError, match="finite"):
         CustomAdvantages(lambda step: [[math.inf, 1.0]]).estimate([[1.0, 2.0]])
+    with pytest.raises(UserCodeError, match="advantage mine returned list: could not convert string to float"):
+        CustomAdvantages(lambda step: [["high", 1.0]], "mine").estimate([[1.0, 2.0]])  # type: ignore[list-item]
 
 
 def test_kl_in_the_reward() -> None:

@@ -160,6 +160,11 @@ def test_a_held_out_prompt_is_not_trained_on(tmp_path):
     path.write_text("\n".join(json.dumps({"prompt": p, "answer": "1"}) for p in ["a", "b", "c", "a"]))
     splits = read(path)
     assert (prompts(splits["train"]), prompts(splits["eval"])) == (["b", "c"], ["a"])
+    path.write_text('{"prompt": "a", "answer": "1"}\n' * 4)
+    with pytest.raises(
+        DataError, match=r"all 4 rows ask the same as the 1 that are held out; give other prompts, or a"
+    ):
+        read(path)
 
 
 def test_the_fingerprint_sees_every_change():

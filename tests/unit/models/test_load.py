@@ -159,6 +159,16 @@ def test_broken_weights_and_configs(tmp_path: Path) -> None:
             load(tmp_path)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(value: float) -> None:
+    """One of them is enough, and it is told as what it is."""
+    model = small_model("llama")
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if "down_proj" in name)[0, 0] = value
+    with pytest.raises(ModelError, match=r"not finite; its weights are damaged, or overflow in torch\.float32"):
+        Decoder(model).verify()
+
+
 def test_a_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
     small_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="no tokenizer could be loaded"):

@@ -69,6 +69,18 @@ def test_binding_difference_is_named(run_dir: RunDir) -> None:
         run_dir.check_binding({**BINDING, "seed": 2})
 
 
+def test_a_step_s_metrics_are_amended_in_place(run_dir: RunDir) -> None:
+    for step in (1, 2):
+        run_dir.append_metrics(step, {"reward/mean": step / 2, "policy/loss": float("nan")})
+    run_dir.amend_metrics(2, {"eval/sums/mean": 0.75, "eval/sums/std": float("inf")})
+    run_dir.append_metrics(3, {"reward/mean": 1.5})
+    first, second, third = read_metrics(run_dir.path)
+    assert first == {"step": 1, "reward/mean": 0.5, "policy/loss": "nan"} and third == {"step": 3, "reward/mean": 1.5}
+    assert second == {
+        "step": 2, "reward/mean": 1.0, "policy/loss": "nan", "eval/sums/mean": 0.75, "eval/sums/std": "inf",
+    }  # fmt: skip
+
+
 def test_streams_survive_a_resume_and_torn_ends_are_cut(run_dir: RunDir) -> None:
     for step in (1, 2):
         run_dir.append_metrics(step, {"reward/mean": step / 2})

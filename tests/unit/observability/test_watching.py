@@ -24,7 +24,7 @@ from shoal.observability.redact import HIDDEN, redact, secret_values
 from shoal.observability.run_dir import RunDir, read_metrics
 from shoal.observability.sinks import Sinks, ThreadedSink, TrackerRun, check_sinks, open_sinks
 from shoal.observability.sinks.trackers import TRACKERS, Tracker
-from shoal.observability.watchdog import Watchdog
+from shoal.observability.watchdog import Watchdog, awake_within
 
 
 class Memory:
@@ -212,6 +212,24 @@ def test_deadline_of_a_blocking_wait_reaches_its_owner(tmp_path: Path) -> None:
     watchdog.close()
     assert len(late) == 1 and isinstance(late[0], DeadlineError)
     assert [event["data"] for event in store.events] == [{"waiter": "trainer", "awaited": "weights"}]
+
+
+def test_time_spent_stopped_counts_for_no_deadline() -> None:
+    """The process sleeps over a deadline of its own, and finds an answer that was there all the time."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[int] = loop.create_future()
+        loop.call_soon(time.sleep, 2.5)  # nothing of this process runs meanwhile
+        loop.call_later(2.55, answer.set_result, 7)
+        began = time.monotonic()
+        assert await awake_within(answer, 2.2) == 7 and time.monotonic() - began > 2.5
+        never: asyncio.Future[int] = loop.create_future()
+        with pytest.raises(TimeoutError):
+            await awake_within(never, 0.05)
+        assert never.cancelled()
+
+    asyncio.run(run())
 
 
 def test_within_gives_up_and_names_both(tmp_path: Path) -> None:

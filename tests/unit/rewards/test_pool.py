@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -14,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from shoal.envs import SingleTurn, answer_of, ask
+from shoal.errors import RewardServerError
 from shoal.rewards.compose import NamedRewards
 from shoal.rewards.pool import RewardPool
+from shoal.rewards.wire import RESULT, pack
 
 TIMEOUT_S = 0.5
 
@@ -112,6 +115,14 @@ class Misbehaving(SingleTurn):
             print("x" * 2**20)
             print("y" * 2**20, file=sys.stderr)
             os.write(1, b"z" * 2**20)
+        return 1
+
+    def forge(self):
+        """Writes a score of its own making into the pipe, before the worker does."""
+        forged = json.dumps({"status": "ok", "reward": float("nan"), "parts": {}}).encode()
+        for descriptor in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(descriptor, pack(1, RESULT, forged))
         return 1
 
     def text(self):
@@ -363,7 +374,23 @@ def test_close_ends_every_process_and_later_jobs_are_errors(tmp_path):
     assert all_gone(noted_pids(tmp_path), within_s=1)
 
 
-def test_a_killed_server_is_an_error_at_once(tmp_path):
+def test_a_forged_score_is_looked_at_too(tmp_path):
+    """Reward code can reach the pipe; what is no reward does not become one on that way."""
+    pool = RewardPool({"bad": Misbehaving(tmp_path)}, workers=1)
+    pool.start()
+
+    async def run():
+        score = await pool.score("bad", "train", 0, [{"role": "assistant", "content": "forge"}])
+        await pool.close()
+        return score
+
+    score = asyncio.run(run())
+    assert (score.status, score.reward, score.error) == (
+        "error", None, "the reward worker sent something that is not a score",
+    )  # fmt: skip
+
+
+def test_a_killed_server_ends_the_wait_of_everybody(tmp_path):
     pool = RewardPool({"bad": Misbehaving(tmp_path)}, timeout_s=60)
     pool.start()
 
@@ -372,9 +399,11 @@ def test_a_killed_server_is_an_error_at_once(tmp_path):
         while not noted_pids(tmp_path):
             await asyncio.sleep(0.02)
         os.kill(pool._pid, signal.SIGKILL)
-        return await asyncio.wait_for(job, 5)
+        for waiting in (job, pool.score("bad", "train", 0, [])):
+            with pytest.raises(RewardServerError, match=r"server ended \(killed by SIGKILL\), and with it all"):
+                await asyncio.wait_for(waiting, 5)
 
-    assert asyncio.run(run()).error == "the reward server ended"
+    asyncio.run(run())
     assert all_gone(noted_pids(tmp_path))
     asyncio.run(pool.close())
 

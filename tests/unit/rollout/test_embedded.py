@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.errors import EngineError
+from shoal.errors import EngineError, NonFiniteError
 from shoal.models.attention import Context, Packed
 from shoal.models.decoder import Decoder
 from shoal.models.sampler_view import SamplerView
@@ -189,6 +189,22 @@ def test_a_failure_ends_every_request_with_its_reason(device: ThreadPoolExecutor
             await engine.generate(ask("later", PROMPTS[0]))
 
     asyncio.run(fail())
+
+
+def test_weights_that_became_no_numbers_end_it(device: ThreadPoolExecutor) -> None:
+    """Between two versions: what is drawn then is never trained on, and its reason is told."""
+    decoder = small_decoder()
+    engine = make(device, decoder)
+
+    async def work() -> None:
+        assert (await engine.generate(ask("good", PROMPTS[0]))).token_ids
+        with torch.no_grad():
+            next(p for name, p in decoder.model.named_parameters() if "down_proj" in name)[0, 0] = float("nan")
+        await engine.load(1)
+        with pytest.raises(NonFiniteError, match="log-probs of version 1 are not finite"):
+            await engine.generate(ask("bad", PROMPTS[0]))
+
+    asyncio.run(work())
 
 
 def test_closing_ends_what_is_running(device: ThreadPoolExecutor) -> None:

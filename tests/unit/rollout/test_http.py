@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -110,7 +111,18 @@ REQUEST = ask("r", [1, 2, 3], max_tokens=8)
         (exactly(spans=[[0, 1, 0], [2, 3, 0]]), "do not cover 3 tokens"),
         (exactly(spans=[[0, 3, 4]]), "drawn with version 4, it should be 0"),
         (exactly(finish_reason="tired"), "finish_reason is 'tired'"),
-        (exactly(kept_ids=[[1]]), "3 tokens but 1 kept sets"),
+        (exactly(kept_ids=[[7]]), "3 tokens but 1 kept sets"),
+        (exactly(kept_ids=[[7], [1, 2], []]), "token 8 is not among those that were kept"),
+        (exactly(kept_ids=[[], [~8], []]), "token 8 is not among those that were kept"),
+        (exactly(kept_ids=[[7], [8], [9, 50]]), "a kept id is not one of the vocabulary"),
+        (exactly(spans=[[0, 5, 0], [5, 3, 0]]), "do not cover 3 tokens"),
+        (good(token_ids=[True, 8, 9]), "not one of 0 to 49"),
+        (good(text=None), "its text is NoneType"),
+        ({**good(), "prompt_token_ids": [3, 2, 1]}, "answers another prompt than the one that was sent"),
+        (web.Response(text=json.dumps(good()).replace("-0.5", "-1e999")), "not JSON"),
+        (web.Response(text=json.dumps(good()).replace("-0.5", "NaN")), "not JSON"),
+        (web.Response(text="[" * 100_000), "not JSON"),
+        (web.Response(text="[1]"), "with list, not an object"),
         (good(token_ids=[7] * 9, logprobs={"token_logprobs": [-1.0] * 9}), "9 tokens, 8 were asked for"),
         ({"choices": []}, "not enough values"),
         ({"hello": 1}, "KeyError: 'choices'"),
@@ -156,6 +168,73 @@ def test_a_lost_connection_is_asked_again_but_not_for_ever():
             await engine.generate(REQUEST)
 
     against(Double([None] * 9), for_ever)
+
+
+def test_a_busy_server_is_asked_later():
+    """429, in JSON or in a proxy's words, and a 503 that passes: nothing is lost. One that never has time is late."""
+    busy = [web.Response(text='{"error": {"message": "slow down"}}', status=429) for _ in range(3)]
+    double = Double([*busy, web.Response(text="<p>slow down</p>", status=429), web.Response(status=503), good()])
+
+    async def patient(engine: HttpRolloutEngine) -> None:
+        assert (await engine.generate(REQUEST)).token_ids == [7, 8, 9]
+
+    against(double, patient)
+    assert len(double.asked) == 6
+
+    class NeverFree(Double):
+        async def answer(self, request: web.Request) -> web.StreamResponse:
+            return web.Response(text='{"error": "slow down"}', status=429)
+
+    async def given_up(engine: HttpRolloutEngine) -> None:
+        with pytest.raises(DeadlineError, match=r"slow down for 2 s \(status 429\)"):
+            await engine.generate(REQUEST)
+
+    against(NeverFree([]), given_up)
+
+
+def test_answers_go_to_whom_they_belong_in_any_order():
+    """Eight at once, answered last first: each gets its own."""
+    waiting: list[asyncio.Future[None]] = []
+
+    class Reversing(Double):
+        async def answer(self, request: web.Request) -> web.StreamResponse:
+            body = await request.json()
+            waiting.append(asyncio.get_running_loop().create_future())
+            mine = waiting[-1]
+            if len(waiting) == 8:
+                waiting[-1].set_result(None)
+            await mine
+            following = waiting.index(mine) - 1
+            reply = {**good(token_ids=body["prompt"]), "prompt_token_ids": body["prompt"]}
+            if following >= 0:
+                asyncio.get_running_loop().call_later(0.01, waiting[following].set_result, None)
+            return web.json_response(reply, headers={INCARNATION: "one"})
+
+    async def work(engine: HttpRolloutEngine) -> None:
+        requests = [ask(str(i), [i, i + 1, i + 2], max_tokens=8) for i in range(8)]
+        answers = await asyncio.gather(*(engine.generate(request) for request in requests))
+        assert [(a.request_id, a.token_ids) for a in answers] == [(r.request_id, r.prompt_ids) for r in requests]
+
+    against(Reversing([]), work)
+
+
+def test_a_connection_that_breaks_within_an_answer_is_asked_again():
+    class Breaking(Double):
+        async def answer(self, request: web.Request) -> web.StreamResponse:
+            if self.answers:
+                return await super().answer(request)
+            self.answers.append(good())
+            reply = web.StreamResponse(headers={INCARNATION: "one", "Content-Length": "400"})
+            await reply.prepare(request)
+            await reply.write(b'{"choices": [{"token_ids": [7, 8')
+            assert request.transport is not None
+            request.transport.abort()
+            return reply
+
+    async def work(engine: HttpRolloutEngine) -> None:
+        assert (await engine.generate(REQUEST)).token_ids == [7, 8, 9]
+
+    against(Breaking([]), work)
 
 
 def test_an_answer_that_does_not_come_has_a_deadline():

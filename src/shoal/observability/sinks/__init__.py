@@ -25,6 +25,8 @@ class MetricStore(Protocol):
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
+    def amend_metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
 
 class Watcher(Protocol):
     """Looks at every step as it is recorded; LiveHealth, usually."""
@@ -51,6 +53,14 @@ class Sinks:
         self._store.append_metrics(step, metrics)
         if self._watcher is not None:
             self._watcher.look(step, metrics)
+        self._track(step, metrics)
+
+    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
+        """More about a step that is logged already."""
+        self._store.amend_metrics(step, metrics)
+        self._track(step, metrics)
+
+    def _track(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.trackers:
             renamed = rename(self._run.metric_names if self._run is not None else "native", metrics, step)
             for tracker in self.trackers:

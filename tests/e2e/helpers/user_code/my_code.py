@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import time
 from difflib import SequenceMatcher
+from pathlib import Path
 
 from shoal.envs.base import MultiTurn, SingleTurn, answer_of, ask
+from shoal.envs.registry import load_environment
 
+REVERSE_ARGS = {"system_prompt": "Reverse.", "min_len": 3, "max_len": 6, "num_train": 200, "num_eval": 20}
 WORDS = ("tide", "kelp", "reef", "foam", "gull", "sand", "crab", "salt", "wave", "rock")
 
 
@@ -108,6 +111,18 @@ def one_number(*args):
     return 1.0
 
 
+class Leaky(SingleTurn):
+    """Puts a secret where it does not belong: into prompts, and into the words of an error."""
+
+    def tasks(self, split):
+        return [ask(f"{word} {os.environ['SHOP_API_KEY']}", system="Reverse.") for word in WORDS]
+
+    def reward(self, task, messages):
+        if task.messages[-1]["content"].startswith("reef"):
+            raise ValueError(f"could not judge {task.messages[-1]['content']}")
+        return len(answer_of(messages)) / 20
+
+
 class NoJudge(SingleTurn):
     """Somebody forgot to say what an answer is worth."""
 
@@ -117,3 +132,13 @@ class NoJudge(SingleTurn):
 
 def broken_reward(task, messages):
     raise KeyError(f"no column {messages[-1]['content'][:3]}")
+
+
+def patient_with_held_out(task, messages):
+    """Held-out answers are judged once `go` is in the folder of the run; `evaluating` says that one waits."""
+    environment = load_environment("reverse-text", REVERSE_ARGS)
+    held_out = {task.messages[-1]["content"] for task in environment.tasks("eval")}
+    while task.messages[-1]["content"] in held_out and not Path("go").exists():
+        Path("evaluating").touch()
+        time.sleep(0.01)
+    return likeness(answer_of(messages), task.data["answer"][::-1])

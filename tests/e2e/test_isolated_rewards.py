@@ -1,0 +1,23 @@
+"""A run whose rewards run what a model wrote, or the one line that says why this machine cannot have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shoal.rewards.isolate import needed_files, why_not
+
+from .helpers.runs import Run, assert_trained_once
+
+
+def test_a_run_with_isolated_rewards(new_run: Callable[..., Run]):
+    run = new_run(orch={"reward": {"isolated": True}})
+    command = run.grpo()
+    reason = why_not(needed_files())
+    if reason is not None:
+        assert command.wait() == 2, command.text()
+        assert f"orch.reward.isolated: not on this machine: {reason}" in command.text()
+        assert not (run.path / "status.json").exists()
+        return
+    assert command.wait() == 0, command.text()
+    assert_trained_once(run, 4)
+    assert {rollout["status"] for rollout in run.rollouts()} == {"ok"}

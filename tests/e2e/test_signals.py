@@ -1,0 +1,135 @@
+"""Signals at awkward moments: while a model loads, in an evaluation, ignored ones, and being stopped for a while."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .helpers.processes import Command, alive, children_of, environment, wait_until
+from .helpers.runs import Run, assert_same_run, assert_trained_once, fingerprint
+
+NewRun = Callable[..., Run]
+SLOW = {"batch_size": 8, "reward": {"function": "my_code:slow_reward"}}
+
+
+def wait_for_steps(run: Run, steps: int, command: Command) -> None:
+    def reached() -> bool:
+        file = run.path / "journal.jsonl"
+        return not command.running() or (file.exists() and file.read_bytes().count(b"\n") >= steps)
+
+    wait_until(reached, 60, f"step {steps} of {run.path}")
+    assert command.running(), command.text()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)], ids=["INT", "TERM", "HUP"]
+)
+def test_while_the_model_loads(new_run: NewRun, number: int, code: int):
+    """A scheduler that takes the machine back does not leave a run that says it is running."""
+    run = new_run(train={"max_steps": 2})
+    command = run.start()
+    wait_until(lambda: "loading" in command.text() or not command.running(), 60, "the model to load")
+    children = children_of(command.pid)
+    command.send(number)
+    assert command.wait(30) == code, command.text()
+    status = run.status()
+    assert (status["state"], status["resumable"]) == ("interrupted", True)
+    assert "while it was loading" in status["reason"]
+    assert signal.Signals(number).name in status["reason"] and status["next_command"].endswith("--resume")
+    wait_until(lambda: not any(alive(pid) for pid in children), 5, "the end of the reward workers")
+    assert run.grpo("--resume").wait() == 0
+    assert_trained_once(run, 2)
+
+
+def test_an_evaluation_is_not_waited_for_and_made_up_for(new_run: NewRun):
+    """The step that was trained is recorded and saved; its evaluation comes when the run goes on, the same."""
+    evaluated = {
+        "orch": {"eval": {"num_examples": 3, "interval": 2}, "reward": {"function": "my_code:patient_with_held_out"}}
+    }
+    whole = new_run("whole", **evaluated)
+    (whole.folder / "go").touch()
+    undisturbed = whole.start()
+    run = new_run("cut", train={"save_steps": 50}, **evaluated)
+    (run.folder / "go").touch()
+    command = run.start()
+    wait_for_steps(run, 1, command)
+    (run.folder / "go").unlink()
+    wait_until(lambda: (run.folder / "evaluating").exists() or not command.running(), 60, "the evaluation of step 2")
+    command.send(signal.SIGINT)
+    started = time.monotonic()
+    assert command.wait(30) == 130, command.text()
+    assert time.monotonic() - started < 20
+    assert run.status()["step"] == len(run.journal()) == run.checkpoints()[-1] == 2
+    assert not any(name.startswith("eval/") for name in run.metrics()[-1])
+    (run.folder / "go").touch()
+    resumed = run.grpo("--resume")
+    assert resumed.wait() == 0, resumed.text()
+    assert undisturbed.wait() == 0
+    assert_trained_once(run, 4)
+    assert_same_run(run, fingerprint(whole))
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(new_run: NewRun):
+    """As `nohup shoal grpo …` asks for: the terminal goes away and the run goes on."""
+    run = new_run(orch=SLOW)
+    output = run.folder / "nohup.txt"
+    arguments = [sys.executable, "-m", "shoal", "grpo", "run.yaml"]
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *arguments], cwd=run.folder, env=environment(), stdout=file,
+            stderr=file, stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    command = Command(process.pid, output, process.poll)
+    wait_for_steps(run, 1, command)
+    command.send(signal.SIGHUP)
+    assert command.wait() == 0, command.text()
+    assert_trained_once(run, 4)
+
+
+def test_a_hangup_saves(new_run: NewRun):
+    run = new_run(orch=SLOW)
+    command = run.start()
+    wait_for_steps(run, 1, command)
+    command.send(signal.SIGHUP)
+    assert command.wait(30) == 143, command.text()
+    assert run.status()["state"] == "interrupted" and run.checkpoints()[-1] == run.status()["step"] >= 1
+
+
+def test_stopped_for_a_while(new_run: NewRun):
+    """Longer than any deadline of the run: nobody who was stopped is taken for one that hangs."""
+    short = {"deadline_s": 3.0, "reward": {"function": "my_code:slow_reward", "timeout_s": 2.0}, "batch_size": 8}
+    whole = new_run("whole", orch=short)
+    undisturbed = whole.start()
+    run = new_run("stopped", orch=short)
+    command = run.start()
+    wait_for_steps(run, 1, command)
+    everyone = [command.pid, *children_of(command.pid)]
+    for pid in everyone:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(4.0)
+    for pid in everyone:
+        os.kill(pid, signal.SIGCONT)
+    assert command.wait() == 0, command.text()
+    assert undisturbed.wait() == 0, undisturbed.text()
+    assert_same_run(run, fingerprint(whole))
+    assert not run.events("stall"), "no alarm for it"
+
+
+def test_the_reward_server_alone_is_stopped_for_a_while(new_run: NewRun, tmp_path: Path):
+    run = new_run(orch=SLOW)
+    command = run.start()
+    wait_for_steps(run, 1, command)
+    server = children_of(command.pid)[0]
+    os.kill(server, signal.SIGSTOP)
+    time.sleep(1.5)
+    os.kill(server, signal.SIGCONT)
+    assert command.wait() == 0, command.text()
+    assert_trained_once(run, 4)
+    assert {rollout["status"] for rollout in run.rollouts()} == {"ok"}

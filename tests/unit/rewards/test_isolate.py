@@ -1,0 +1,129 @@
+"""Rewards that run what a model wrote: real processes in namespaces of their own, doing what they should not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.envs import SingleTurn, answer_of, ask
+from shoal.rewards.isolate import MAX_PROCESSES, why_not
+from shoal.rewards.pool import RewardPool
+from shoal.types import Score
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no namespaces here: {why_not()}")
+left_behind: list[int] = []
+
+
+class Untrusted(SingleTurn):
+    """Does what the answer says; `port` is somebody on this machine who would answer, `file` a private one."""
+
+    def __init__(self, port: int, file: Path) -> None:
+        self.port, self.file = port, file
+
+    def tasks(self, split: str) -> Any:
+        return [ask("what?", answer=1)]
+
+    def reward(self, task: Any, messages: Any) -> Any:
+        return getattr(self, answer_of(messages))()
+
+    def harmless(self) -> float:
+        return 0.5
+
+    def remember(self) -> int:
+        left_behind.append(1)
+        return len(left_behind)
+
+    def connect(self) -> float:
+        with socket.socket() as trying:
+            trying.connect(("127.0.0.1", self.port))
+        return 1.0
+
+    def fork_bomb(self) -> int:
+        started = 0
+        try:
+            while started < 500:
+                if os.fork() == 0:
+                    time.sleep(60)
+                started += 1
+        except BlockingIOError:
+            return started
+        return started
+
+    def kill_the_run(self) -> float:
+        os.kill(os.getppid(), signal.SIGKILL)
+        return 1.0
+
+    def read_private(self) -> float:
+        return float(len(self.file.read_text()))
+
+    def read_environment(self) -> float:
+        return float(len(Path(f"/proc/{os.getppid()}/environ").read_bytes()))
+
+    def become_root(self) -> float:
+        os.setuid(0)
+        return 1.0
+
+
+def outcomes(tmp_path: Path, *answers: str) -> list[Score]:
+    private = tmp_path / "private"
+    private.write_text("secret")
+    private.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        environment = Untrusted(somebody.getsockname()[1], private)
+        pool = RewardPool({"it": environment}, workers=1, timeout_s=5, isolated=True)
+        pool.start()
+
+        async def work() -> list[Score]:
+            said = [[{"role": "assistant", "content": answer}] for answer in answers]
+            scores = [await pool.score("it", "train", 0, messages) for messages in said]
+            await pool.close()
+            return scores
+
+        return asyncio.run(work())
+
+
+def test_it_judges_and_forgets(tmp_path: Path) -> None:
+    """Every job is in a fresh process: what one changed the next does not see."""
+    assert [score.reward for score in outcomes(tmp_path, "harmless", "remember", "remember")] == [0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("connect", "Network is unreachable"),
+        ("read_environment", "PermissionError"),
+        ("become_root", "OSError: [Errno 22]"),  # there is no root to become
+    ],
+)
+def test_it_is_kept_from(answer: str, says: str, tmp_path: Path) -> None:
+    failed, then = outcomes(tmp_path, answer, "harmless")
+    assert failed.status == "error" and failed.error is not None and says in failed.error, failed
+    assert then.reward == 0.5
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user lends its own files and processes")
+@pytest.mark.parametrize("answer", ["read_private", "kill_the_run"])
+def test_what_root_started_lends_nothing(answer: str, tmp_path: Path) -> None:
+    failed, then = outcomes(tmp_path, answer, "harmless")
+    assert failed.status == "error" and "PermissionError" in str(failed.error), failed
+    assert then.reward == 0.5
+
+
+def test_processes_are_counted(tmp_path: Path) -> None:
+    """A fork bomb ends at the limit, and all of it is gone when the job is."""
+    bomb, then = outcomes(tmp_path, "fork_bomb", "harmless")
+    assert bomb.reward is not None and 10 < bomb.reward < MAX_PROCESSES and then.reward == 0.5
+
+
+def test_what_it_could_not_read_is_told_beforehand(tmp_path: Path) -> None:
+    hidden = tmp_path / "python"
+    hidden.touch(mode=0o600)
+    reason = why_not([str(hidden)])
+    assert (reason is None) == (os.geteuid() != 0) and (reason is None or f"may not read {hidden}" in reason)
