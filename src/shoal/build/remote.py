@@ -94,8 +94,8 @@ def absent_server(config: RunConfig) -> str | None:
         return None
     name = ENGINES[infer.engine].name
     return (
-        f"infer.engine_python: is not given and nothing answers at {url.scheme}://{url.netloc} yet; start {name} there, "
-        f"where it is waited for, or set infer.engine_python to the Python that has {name} and Shoal starts it"
+        f"infer.engine_python: is not given and nothing answers at {url.scheme}://{url.netloc} yet; start {name} "
+        f"there, where it is waited for, or set infer.engine_python to the Python that has {name} and Shoal starts it"
     )
 
 
