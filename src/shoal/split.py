@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shoal import api
 from shoal.build import Given, as_rank, launch_command, ranks_to_start
-from shoal.build.remote import serve_others
+from shoal.build.remote import check_tied, serve_others
 from shoal.build.split import assemble_split, make_answerer
 from shoal.build.trainee import make_trainee
 from shoal.config.problems import Origins
@@ -84,7 +84,7 @@ def serve_inference(section: InferConfig, origins: Origins, tell: Callable[[str]
             # Whatever does not go together is said before a model loads, where the others are here already.
             with contextlib.suppress(TimeoutError):
                 asyncio.run(asyncio.wait_for(meeting.meet(patient=True), EARLY_S))
-                meeting.agree(origins)
+                check_tied(meeting.agree(origins))
         accompany = partial(_accompany, meeting, origins)
         if section.engine != "embedded":
             asyncio.run(serve_others(section, tell, accompany))
@@ -103,7 +103,7 @@ async def _accompany(meeting: Meeting, origins: Origins) -> None:
         await meeting.meet(patient=True)
         if meeting.incarnation_of("orch") != met:
             met = meeting.incarnation_of("orch")
-            meeting.agree(origins)
+            check_tied(meeting.agree(origins))
         meeting.watch("orch", "come back", time.monotonic() - meeting.peers.silent_s("orch"))
         await asyncio.sleep(LOOK_S)
 

@@ -162,6 +162,22 @@ def test_one_that_never_comes_ends_the_run(tmp_path: Path, warm: WarmPython, mod
             assert f"for grpo-{absent}" in command.text(), "each says whom it waited for"
 
 
+def test_a_server_elsewhere_is_named_by_the_address_it_wrote_down(tmp_path: Path, warm: WarmPython, model: Path):
+    """A wrong port in orch.client.base_url: grpo-infer is there, and nothing answers where it is looked for."""
+    config = split_config(model)
+    port, wrong = config["infer"]["port"], free_port()
+    config["train"]["deadline_s"] = config["orch"]["deadline_s"] = 12.0
+    config["orch"]["client"] = {"base_url": f"http://127.0.0.1:{wrong}/v1"}
+    with split_run(tmp_path, warm, config) as run:
+        run.start_all()
+        assert run.end(40) == dict.fromkeys(COMPONENTS, 3)
+        said = run.processes["orch"].text()
+        assert f"it wrote down http://127.0.0.1:{port}/v1; check orch.client.base_url" in said
+        assert f"waiting for the inference server at http://127.0.0.1:{wrong} since" in said
+        assert "Error:" not in said and "Connect call" not in said
+        assert "grpo-infer is there\n" not in said, "nobody came"
+
+
 @pytest.mark.parametrize(("victim", "place"), [("train", ("service:learn", 2)), ("infer", ("engine:turn", 4))])
 def test_one_that_does_not_come_back_ends_the_run(
     tmp_path: Path, warm: WarmPython, model: Path, victim: str, place: Place

@@ -9,8 +9,10 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -182,6 +184,17 @@ def test_a_server_that_does_not_fit_is_refused_by_name(name: str) -> None:
 def grpo(
     folder: Path, *arguments: str, infer: dict[str, Any], **sections: dict[str, Any]
 ) -> subprocess.CompletedProcess[str]:
+    process = start_grpo(folder, *arguments, infer=infer, **sections)
+    try:
+        out, errors = process.communicate(timeout=400)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+
+
+def start_grpo(
+    folder: Path, *arguments: str, infer: dict[str, Any], **sections: dict[str, Any]
+) -> subprocess.Popen[str]:
     """`shoal grpo` with a short run on the model that the shared server has."""
     reverse = {"system_prompt": "Reverse.", "min_len": 3, "max_len": 6, "num_train": 200, "num_eval": 20}
     config = {
@@ -205,7 +218,7 @@ def grpo(
     path = os.pathsep.join([str(ROOT / "src"), str(folder)])
     env = {**os.environ, **CPU, "PYTHONPATH": path}
     command = [sys.executable, "-m", "shoal", "grpo", "run.yaml", *arguments]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -235,6 +248,44 @@ def test_a_run_with_a_server_of_its_own(tmp_path: Path) -> None:
     assert "'logprobs_mode': 'processed_logprobs'" in log and "'dtype': 'float32'" in log
     left = subprocess.run(["pgrep", "-f", f"port {infer['port']}"], capture_output=True, text=True, check=False)
     assert left.stdout == "", "the server ends with the run"
+
+
+@pytest.mark.parametrize("victim", ["engine", "server"])
+def test_a_server_that_dies_is_named_with_its_log(tmp_path: Path, victim: str) -> None:
+    """vLLM answers that somebody should see the stack trace above; it is in its log, and nothing follows."""
+    infer = {"engine_python": vllm_python(), "port": free_port(), "engine_args": {"enforce_eager": True}}
+    process = start_grpo(tmp_path, infer=infer, train={"max_steps": 500})
+    try:
+        journal = tmp_path / "out" / "journal.jsonl"
+        wait_until(lambda: process.poll() is not None or (journal.exists() and journal.stat().st_size > 0), 300)
+        os.kill(vllm_processes(infer["port"])[victim], signal.SIGKILL)
+        out, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    said = errors[errors.index("shoal: error:") :] if "shoal: error:" in errors else out + errors
+    assert process.returncode == 3, said
+    assert "shoal: error: vLLM ended with exit code" in said and str(Path("out/logs/vllm.log")) in said, said
+    assert "Unclosed" not in out + errors and "Traceback" not in out + errors
+    if victim == "engine":
+        assert "EngineCore" in said, "the last error lines of its log"
+
+
+def wait_until(true: Callable[[], bool], limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def vllm_processes(port: int) -> dict[str, int]:
+    """The server that listens there, and the engine that it started."""
+
+    def found(*arguments: str) -> list[int]:
+        done = subprocess.run(["pgrep", *arguments], stdout=subprocess.PIPE, check=False)
+        return [int(pid) for pid in done.stdout.split()]
+
+    server = min(found("-f", f"port {port}"))
+    return {"server": server, "engine": found("-P", str(server), "-f", "EngineCore")[0]}
 
 
 def test_a_split_run_samples_from_vllm(tmp_path: Path) -> None:
@@ -311,6 +362,18 @@ async def facts_of(url: str) -> ServerFacts:
         return await engine.facts()
     finally:
         await engine.close()
+
+
+@pytest.mark.parametrize("layout", ["colocated", "split"])
+def test_tied_embeddings_on_a_cpu_are_refused_before_vllm_starts(tmp_path: Path, layout: str) -> None:
+    tied = tmp_path / "model"
+    small_model("qwen3", seed=8, tie_word_embeddings=True).save_pretrained(tied)
+    TOKENIZER.save_pretrained(tied)
+    infer = {"engine_python": vllm_python(), "port": free_port()}
+    done = grpo(tmp_path, "--layout", layout, infer=infer, train={"model": str(tied)})
+    assert done.returncode == 2
+    assert "vLLM on a CPU does not renew the output layer" in done.stdout + done.stderr
+    assert not (tmp_path / "out" / "logs" / "vllm.log").exists()
 
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))

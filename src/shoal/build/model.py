@@ -36,6 +36,12 @@ class Model:
     def trained(self) -> Decoder:
         return self.sharded or self.decoder
 
+    @property
+    def notices(self) -> list[str]:
+        """What a person should know before the first step. Nobody expects kernels of a CPU."""
+        plain = self.decoder.device.type == "cpu" and self.decoder.fused is None
+        return [line for line in (self.precision.notice, None if plain else f"training: {self.path}") if line]
+
 
 def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None, given: Given | None = None) -> Model:
     """Precision first: what the machine cannot do is refused before weights are read."""

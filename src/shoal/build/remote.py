@@ -7,17 +7,20 @@ import contextlib
 import json
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from shoal.config.check_orch import port_of
 from shoal.config.infer import InferConfig
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError
 from shoal.orchestrator.signals import heeded_signals
-from shoal.rollout.facts import RemoteSettings, model_folder
+from shoal.rollout.facts import TIED_ON_CPU, RemoteSettings, model_folder, tied
 from shoal.rollout.launch import Launch, ServerProcess, check_interpreter
 from shoal.rollout.link import Waiting
 from shoal.rollout.remote import RemoteEngine
@@ -61,8 +64,40 @@ def check_engine(config: RunConfig, processes: int, *, starts: bool = True) -> N
     if starts and infer.engine_python is not None:
         check_interpreter(infer.engine_python, infer.engine, ENGINES[infer.engine].name)
         keys["infer"] = infer.api_key_var
+        check_tied(config)
     for section, name in keys.items():
         _check_key(section, name)
+
+
+def check_tied(config: RunConfig) -> None:
+    """What a vLLM that is still to be started would be refused for once it runs (facts.py)."""
+    if config.infer.engine != "vllm" or config.train.lora or has_gpu():
+        return
+    try:
+        folder = model_folder(str(config.train.model))
+    except (OSError, ValueError):  # not on this machine; the server says what it is
+        return
+    if tied(folder):
+        raise ConfigError(TIED_ON_CPU)
+
+
+def has_gpu() -> bool:
+    return Path("/dev/nvidiactl").exists()
+
+
+def absent_server(config: RunConfig) -> str | None:
+    """Said before anything loads, of a server that is to be there and is not. It may still come."""
+    infer, url = config.infer, urlsplit(config.orch.client.base_url)
+    port = port_of(config.orch.client.base_url)
+    if infer.engine == "embedded" or infer.in_process or infer.engine_python is not None or port is None:
+        return None
+    with contextlib.suppress(OSError), socket.create_connection((url.hostname, port), timeout=2.0):
+        return None
+    name = ENGINES[infer.engine].name
+    return (
+        f"infer.engine_python: is not given and nothing answers at {url.scheme}://{url.netloc} yet; start {name} "
+        f"there, where it is waited for, or set infer.engine_python to the Python that has {name} and Shoal starts it"
+    )
 
 
 def _check_key(section: str, name: str | None) -> None:
@@ -85,17 +120,21 @@ def facts_of_files(name: str, chat: Chat) -> ModelFacts:
 
 
 def make_remote(
-    config: RunConfig, model: ModelFacts, folder: Path, waiting: Waiting = lambda _: None, *, attach: bool = False
+    config: RunConfig,
+    model: ModelFacts,
+    folder: Path,
+    waiting: Waiting = lambda _: None,
+    attach: Callable[[], tuple[str, str] | None] | None = None,
 ) -> RemoteEngine:
     """`folder` is the run's: the server's log goes there, and what it reads. A server of ours starts to load now.
 
-    `attach`: whoever starts it, it is not this process.
+    `attach`: whoever starts it, it is not this process, and this says what is known of it while nothing answers.
     """
     infer, client = config.infer, config.orch.client
     assert infer.max_model_len is not None
     process = None
     url, key = client.base_url, client.api_key_var
-    if infer.engine_python is not None and not attach:
+    if infer.engine_python is not None and attach is None:
         process = ServerProcess(launch_of(infer, folder, model.dtype, on_cpu=model.on_cpu))
         host = f"[{infer.host}]" if ":" in infer.host else infer.host
         url, key = f"http://{host}:{infer.port}", infer.api_key_var
@@ -109,9 +148,11 @@ def make_remote(
         scratch=folder / WEIGHTS,
         api_key=os.environ.get(key) if key is not None else None,
         timeout_s=client.timeout,
-        start_s=config.orch.deadline_s if attach else infer.start_deadline_s,
+        start_s=infer.start_deadline_s if attach is None else config.orch.deadline_s,
         lora_rank=config.train.lora_rank if config.train.lora else None,
         noise_seed=config.train.seed,
+        log=log_of(infer, folder) if process is not None or attach is not None else None,
+        whereabouts=attach or (lambda: None),
     )
     if process is not None:
         process.start()
@@ -129,8 +170,12 @@ def launch_of(infer: InferConfig, folder: Path, dtype: str = "auto", *, on_cpu: 
     if name == "vllm" and infer.api_key_var is not None:
         environment["VLLM_API_KEY"] = os.environ[infer.api_key_var]  # not on the command line, which anyone can read
     command = [str(Path(str(infer.engine_python)).expanduser()), "-m", MODULES[name], *flags]
-    log = folder / "logs" / f"{name}.log"
-    return Launch(ENGINES[name].name, command, infer.host, infer.port, log, environment)
+    return Launch(ENGINES[name].name, command, infer.host, infer.port, log_of(infer, folder), environment)
+
+
+def log_of(infer: InferConfig, folder: Path) -> Path:
+    """Of a server that Shoal starts, whichever process of the run does."""
+    return folder / "logs" / f"{infer.engine}.log"
 
 
 def _vllm_flags(infer: InferConfig, dtype: str, on_cpu: bool) -> list[str]:
@@ -210,7 +255,7 @@ async def serve_others(
         raise ConfigError(f"infer.engine_python: is not set; name the Python of the environment that has {name}")
     check_interpreter(infer.engine_python, infer.engine, name)
     _check_key("infer", infer.api_key_var)
-    on_cpu = not Path("/dev/nvidiactl").exists()
+    on_cpu = not has_gpu()
     process = ServerProcess(launch_of(infer, Path(infer.output_dir), "float32" if on_cpu else "auto", on_cpu=on_cpu))
     stop = asyncio.Event()
     on_ending(lambda _: stop.set())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.build.model import PolicyFiles, make_objective, make_policy, recomputes_old
 from shoal.build.plan import make_plan, tell
 from shoal.build.prepare import Prepared
+from shoal.build.remote import absent_server
 from shoal.build.sampler import (
     Sampler,
     fits_in,
@@ -63,7 +64,7 @@ class Assembled:
         """Wait for a server that is to sample, if there is one; its own log is shown if it does not come up."""
         engine = self.sampler.engine
         if hasattr(engine, "connect"):
-            with self.loop.parts.console.progress(f"connecting to {engine.path}"):
+            with self.loop.parts.console.progress(engine.opening):
                 await engine.connect()
 
     async def export(self) -> None:
@@ -103,6 +104,8 @@ class Pieces:
 
 def assemble(config: RunConfig, prepared: Prepared, watching: Watching) -> Assembled:
     train, orch, console = config.train, config.orch, watching.console
+    if absent := absent_server(config):
+        console.note(absent)
     with console.progress(f"loading {train.model}"):
         loaded = load_model(config, prepared.given, prepared.ranks)
     model = loaded.model
@@ -204,12 +207,11 @@ def make_sinks(config: RunConfig | SftConfig, run_dir: RunDir, events: EventLog,
 
 def _tell(sampler: Sampler, orch: OrchConfig, watching: Watching) -> None:
     """What a person should know about the model before the first step."""
-    notice, positions = sampler.model.precision.notice, sampler.model.decoder.max_positions
-    if notice:
-        watching.console.note(notice)
+    positions = sampler.model.decoder.max_positions
     if sampler.engine.path != "eager":
         watching.console.note(f"rollouts: {sampler.engine.path}")
-        watching.console.note(f"training: {sampler.model.path}")
+    for notice in sampler.model.notices:
+        watching.console.note(notice)
     if positions is not None and orch.seq_len is not None and orch.seq_len > positions:
         said = f"orch.seq_len {orch.seq_len} is more than the {positions} positions the model was made for"
         watching.events.warn("context", f"{said}; lower it, or expect nonsense beyond them")

@@ -19,6 +19,7 @@ from shoal.build.remote import facts_of_files, make_remote
 from shoal.build.run import Assembled, Pieces, Watching, make_loop, make_stream
 from shoal.build.sampler import chat_options, make_runner
 from shoal.build.schedule import total_steps
+from shoal.config.check_orch import port_of
 from shoal.config.schema import RunConfig, TrainConfig
 from shoal.errors import ConfigError
 from shoal.observability.atomic import remove_quietly, storage
@@ -35,6 +36,8 @@ from shoal.transport.tcp_calls import TcpAnswerer, TcpCaller
 if TYPE_CHECKING:
     from shoal.models.chat import Chat
     from shoal.server.local import LocalEndpoint
+
+LOADING = "grpo-infer is still loading"  # as it does at every start: no trouble
 
 
 @dataclass
@@ -79,7 +82,7 @@ async def assemble_split(meeting: Meeting, config: RunConfig, prepared: Prepared
 
 def _tell_wait(watching: Watching, text: str) -> None:
     """Who is waited for, since when, and that it is over: on the console, in the events and in the status."""
-    waits = text.startswith("waiting")
+    waits = text.startswith("waiting") and not text.endswith(LOADING)
     watching.events.emit("waiting", text, level="warning" if waits else "notice")
     if not waits:
         watching.console.note(text)
@@ -138,9 +141,10 @@ async def make_answerer(train: TrainConfig, meeting: Meeting) -> Answerer:
 def make_engine(config: RunConfig, meeting: Meeting, chat: Chat) -> RolloutEngine:
     """The way to grpo-infer. What it says about itself is compared before anything is asked of it."""
     waits = Waits(lambda text: meeting.tell(text))
+    where = functools.partial(whereabouts, meeting, config)
     if config.infer.engine != "embedded":
         model = facts_of_files(str(config.train.model), chat)
-        return make_remote(config, model, Path(config.train.output_dir), waits.heard, attach=True)
+        return make_remote(config, model, Path(config.train.output_dir), waits.heard, attach=where)
     from shoal.rollout.http import HttpRolloutEngine
     from shoal.rollout.link import Address
 
@@ -151,8 +155,23 @@ def make_engine(config: RunConfig, meeting: Meeting, chat: Chat) -> RolloutEngin
     # A wait for the server ends before the wait for the groups it should have drawn: the reason names the cause.
     limit_s = max(orch.deadline_s / 2, orch.deadline_s - 30)
     connections, token_file = max(64, 2 * orch.batch_size), meeting.presence.folder / CONTROL
-    address = Address(client.base_url, key, limit_s, client.timeout, connections, token_file=token_file)
+    address = Address(
+        client.base_url, key, limit_s, client.timeout, connections, token_file=token_file, whereabouts=where
+    )
     return HttpRolloutEngine(address, config.train.model, config.train.seed, waits.heard)
+
+
+def whereabouts(meeting: Meeting, config: RunConfig) -> tuple[str, str]:
+    """What the shared folder says of grpo-infer while nothing answers at the address, and what to do about it."""
+    meeting.peers.look()
+    infer, asked = config.infer, port_of(config.orch.client.base_url)
+    if not meeting.peers.is_alive("infer"):
+        return "grpo-infer is not there", "start it with shoal grpo-infer"
+    host = f"[{infer.host}]" if ":" in infer.host else infer.host
+    wrote = f"it wrote down http://{host}:{infer.port}/v1"
+    if asked in (None, infer.port):
+        return LOADING, f"{wrote}; check orch.client.base_url, or raise orch.deadline_s if it needs longer"
+    return f"grpo-infer is there, but does not answer at this address: {wrote}", "check orch.client.base_url"
 
 
 async def check_engine(engine: Any, config: RunConfig) -> None:

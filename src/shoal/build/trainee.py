@@ -88,8 +88,8 @@ def _with_old_logprobs(config: RunConfig) -> RunConfig:
 
 def _notices(model: Model, ranks: Ranks) -> list[str]:
     held = "whole" if model.sharded is None else "in shards"
-    several = f"training: {ranks.world} processes, weights {held}" if ranks.world > 1 else None
-    return [line for line in (model.precision.notice, f"training: {model.path}", several) if line]
+    several = [f"training: {ranks.world} processes, weights {held}"] if ranks.world > 1 else []
+    return model.notices + several
 
 
 def make_weights(config: RunConfig, model: Model, files: PolicyFiles, on_device: DeviceThread) -> WeightChannel:

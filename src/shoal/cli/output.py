@@ -10,13 +10,15 @@ from shoal.observability.redact import redact
 
 
 def complain(message: str) -> None:
-    """An error: one line, or one line a problem."""
+    """An error: one line, or one line a problem. An indented line belongs to the one above."""
     lines = redact(message).splitlines() or ["failed"]
-    if len(lines) == 1:
-        _write(f"shoal: error: {lines[0]}")
+    problems = [line for line in lines if not line.startswith(" ")]
+    if len(problems) == 1:
+        for line in [f"shoal: error: {lines[0]}", *lines[1:]]:
+            _write(line)
         return
-    shown = [line for line in lines if not line.startswith("…")]
-    _write(f"shoal: {len(shown)}{' of several' if len(shown) < len(lines) else ''} errors:")
+    shown = [line for line in problems if not line.startswith("…")]
+    _write(f"shoal: {len(shown)}{' of several' if len(shown) < len(problems) else ''} errors:")
     for line in lines:
         _write(f"  {line}")
 

@@ -44,9 +44,19 @@ def attach(model: nn.Module, settings: LoraSettings) -> PeftModel:
     config._register_custom_module(LORA_LAYERS)
     try:
         # PEFT leaves new layers in training mode, and a sampler must not drop anything out.
-        return get_peft_model(model, config, autocast_adapter_dtype=False).eval()  # type: ignore[return-value,arg-type]
+        wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
     except ValueError as error:
         raise ModelError(f"train.lora_target_modules {targets!r} match no layer of {type(model).__name__}") from error
+    return _in_order(wrapped).eval()  # type: ignore[arg-type,return-value]
+
+
+def _in_order(model: PeftModel) -> PeftModel:
+    """PEFT keeps names as sets and writes them in the order of the day; equal runs are to write equal files."""
+    for config in model.peft_config.values():
+        for name, value in vars(config).items():
+            if isinstance(value, set):
+                setattr(config, name, sorted(value))
+    return model
 
 
 def _from_adapter(model: nn.Module, folder: str) -> PeftModel:
@@ -59,7 +69,7 @@ def _from_adapter(model: nn.Module, folder: str) -> PeftModel:
     wrapped = PeftModel.from_pretrained(model, folder, config=config, is_trainable=True, autocast_adapter_dtype=False)  # type: ignore[arg-type]
     wrapped.load_adapter(folder, REFERENCE, is_trainable=False, autocast_adapter_dtype=False)
     wrapped.set_adapter(TRAINED)
-    return wrapped.eval()
+    return _in_order(wrapped).eval()
 
 
 def add_slot(model: PeftModel, name: str) -> None:

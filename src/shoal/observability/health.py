@@ -173,9 +173,12 @@ def _long_enough(stretch: list[tuple[int, Bad]], rule: Rule, measured: int) -> l
 
 
 def _finding(rule: Rule, told: Sequence[tuple[int, Bad]]) -> Finding:
-    worst = max((bad for _, bad in told), key=lambda bad: bad.severity)
+    """In the words of the worst step, which is named where others were less bad."""
+    at, worst = max(told, key=lambda item: item[1].severity)
+    differ = any(bad.words != worst.words for _, bad in told)
+    words = f"at its worst, step {at}, {worst.words}" if differ else worst.words
     steps = (told[0][0], told[-1][0])
-    return Finding(rule.check, rule.level, worst.words, worst.remedy or rule.remedy, rule.metric, steps, len(told))
+    return Finding(rule.check, rule.level, words, worst.remedy or rule.remedy, rule.metric, steps, len(told))
 
 
 def _status_findings(run: Path) -> list[Finding]:

@@ -33,6 +33,8 @@ class RemoteSettings:
     start_s: float = 300.0  # until the server answers
     lora_rank: int | None = None  # None = full weights
     noise_seed: int = 0
+    log: Path | None = None  # where the server's own words are
+    whereabouts: Callable[[], tuple[str, str] | None] = lambda: None  # what is known of it while nothing answers
 
 
 @dataclass(frozen=True)

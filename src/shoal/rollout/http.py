@@ -192,7 +192,7 @@ class HttpRolloutEngine:
                 return  # somebody else met the new one meanwhile
 
             async def probe() -> dict[str, Any]:
-                facts, _ = await self._link.get("/shoal/about", PROBE_S)
+                facts = await self._link.meet("/shoal/about", PROBE_S)
                 if met is None or facts.get("incarnation") != met:
                     self._check_facts(facts)
                     await self._restore(facts)

@@ -21,6 +21,11 @@ from shoal.rewards.confine import wake_at_parent_death
 
 TAIL_LINES = 12
 STOP_S = 15.0
+LAST_WORDS_S = 5.0
+LOG_LINES = 4000  # a server that dies logs a stack for every request that was under way
+# What was logged as an error, or raised; not the frames of its stack.
+_ERROR = re.compile(r"\b(ERROR|CRITICAL)\b[^\]]*\] (?!Traceback|\s)|^(\([^)]*\) )?[\w.]*(Error|Exception)\b")
+_NUMBER = re.compile(r"\b[\w-]*\d[\w-]*\b")
 _UNKNOWN = re.compile(r"unrecognized arguments: (.+)")
 _TAKEN = re.compile(r"address already in use", re.IGNORECASE)
 
@@ -84,14 +89,18 @@ class ServerProcess:
             return f"infer.engine_args: {self.launch.name} does not know {unknown[1].strip()}; see its --help"
         if _TAKEN.search(text):
             return f"infer.port: {self.launch.port} was taken while {self.launch.name} started; choose another port"
-        lines = "\n  ".join(self.tail(TAIL_LINES).splitlines())
-        return f"{self.launch.name} {what}. The end of {self.launch.log}:\n  {lines}"
+        return f"{self.launch.name} {what}. {end_of_log(self.launch.log)}"
+
+    async def last_words(self, what: str) -> str:
+        """Why, after `what` was noticed: a server whose engine died ends by itself, and its log says more by then."""
+        for _ in range(int(LAST_WORDS_S / 0.1)):
+            if (ended := self.ended()) is not None:
+                return ended
+            await asyncio.sleep(0.1)
+        return self.why(what)
 
     def tail(self, lines: int) -> str:
-        with contextlib.suppress(OSError):
-            content = self.launch.log.read_text("utf-8", "replace").splitlines()
-            return "\n".join(line for line in content[-lines:] if line.strip())
-        return ""
+        return "\n".join(_last_lines(self.launch.log, lines))
 
     async def close(self) -> None:
         """End it and everything it started: asked first, then made to."""
@@ -104,6 +113,22 @@ class ServerProcess:
                 if process.poll() is not None and not _group_lives(process.pid):
                     return
                 await asyncio.sleep(0.1)
+
+
+def end_of_log(log: Path) -> str:
+    """Its last lines that speak of an error, each once, or its last lines where none does."""
+    lines = _last_lines(log, LOG_LINES)
+    errors: dict[str, str] = {}
+    for line in filter(_ERROR.search, lines):
+        errors.setdefault(_NUMBER.sub("", line), line)  # the same of every request: its id, place and time aside
+    shown = "\n  ".join((list(errors.values()) or lines)[-TAIL_LINES:])
+    return f"The last {'errors' if errors else 'lines'} in {log}:\n  {shown}"
+
+
+def _last_lines(log: Path, lines: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return [line for line in log.read_text("utf-8", "replace").splitlines()[-lines:] if line.strip()]
+    return []
 
 
 def _own_environment() -> dict[str, str]:

@@ -6,6 +6,8 @@ A lost connection is told apart from an answer that is wrong: the first may be a
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -34,8 +36,16 @@ class Lost(Exception):
     """Nobody answered, or the answer broke off. Says why."""
 
 
+class Absent(Lost):
+    """Nothing listens at the address, or there is no way to it."""
+
+
 class Late(Lost):
     """Somebody is there, or was, and has not answered in time."""
+
+
+class Foreign(EngineError):
+    """What answers is not the server that is looked for."""
 
 
 class Busy(Lost):
@@ -58,7 +68,10 @@ class Address:
     request_s: float = 600.0  # that one request may take
     connections: int = 1024
     name: str = "the inference server"
+    kind: str = "grpo-infer"  # what has to answer there
     start: str = "start it with shoal grpo-infer"  # what to do where nobody answers
+    # What is known of a server that is absent, and what to do then, where somebody knows more than that.
+    whereabouts: Callable[[], tuple[str, str] | None] = lambda: None
     token_file: Path | None = None  # where a server without a key leaves the token that steers it
     answer_bytes: int = 1 << 28  # the longest answer that is read; 128k tokens with all they were drawn from are less
 
@@ -75,9 +88,21 @@ class Link:
         self.name = f"{address.name} at {address.root}"
         self._waiting = waiting
         self._pools: dict[bool, aiohttp.ClientSession] = {}
+        self._closed = False
 
     async def get(self, path: str, limit_s: float = PROBE_S) -> tuple[dict[str, Any], Mapping[str, str]]:
         return await self.ask("GET", path, None, limit_s)
+
+    async def meet(self, path: str, limit_s: float, *, reads: bool = True) -> dict[str, Any]:
+        """The first thing that is asked of whoever answers: one of another kind is refused by name."""
+        try:
+            return (await self.ask("GET", path, None, limit_s, reads=reads))[0]
+        except Refused as error:
+            if error.status != 404:
+                raise
+            raise ConfigError(str(self._foreign(f"it has no {path}, status 404"))) from error
+        except Foreign as error:
+            raise ConfigError(str(error)) from error
 
     async def post(
         self, path: str, body: Mapping[str, Any], limit_s: float
@@ -124,7 +149,7 @@ class Link:
         except aiohttp.InvalidURL as error:
             raise ConfigError(f"orch.client.base_url: {self.address.base_url!r} is not an address") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise Lost(f"{type(error).__name__}: {error}") from error
+            raise _loss(error) from error
 
     async def _content(self, path: str, reply: aiohttp.ClientResponse) -> bytes:
         """All of it, unless it is more than anybody asked for."""
@@ -147,6 +172,8 @@ class Link:
             if status in (*AWAY, BUSY):
                 raise (Busy if status == BUSY else Lost)(f"status {status}") from error
             start = raw[:SHOWN].decode("utf-8", "replace")
+            if start.lstrip().startswith("<"):
+                raise self._foreign(f"it answered {path} with a page, status {status}") from error
             raise EngineError(
                 f"{self.name} answered {path} with what is not JSON (status {status}): {start!r}"
             ) from error
@@ -165,6 +192,10 @@ class Link:
             raise ConfigError(f"{self.name} wants a key: {reason}; set orch.client.api_key_var")
         raise Refused(f"{self.name} refused {path} (status {status}): {reason}", status)
 
+    def _foreign(self, why: str) -> Foreign:
+        kind = self.address.kind
+        return Foreign(f"what answers as {self.name} is not {kind} ({why}); check orch.client.base_url")
+
     def _denied(self, shown: str | None) -> Exception:
         """A token that is not there yet, or is another by now, is waited for; one that stays wrong is another run's."""
         file = self.address.token_file
@@ -177,7 +208,7 @@ class Link:
 
     async def until_up(self, probe: Callable[[], Awaitable[T]], limit_s: float | None = None) -> T:
         """What `probe` gives as soon as it is not lost; says for whom it waits, and gives up at the deadline."""
-        why, limit_s = "starting", limit_s or self.address.deadline_s
+        limit_s = limit_s or self.address.deadline_s
         began, pause_s = time.monotonic(), SHORTEST_PAUSE_S
         since = time.strftime("%H:%M:%S")
         while True:
@@ -186,18 +217,21 @@ class Link:
                 self._waiting(None)
                 return found
             except Lost as error:
-                why = str(error) or why
+                why, remedy = self._excuse(error)
             if time.monotonic() - began > limit_s:
-                self._waiting(None)
-                raise DeadlineError(
-                    f"waited {limit_s:.0f} s for {self.name}, since {since}: {why}; {self.address.start}, or check "
-                    "orch.client.base_url"
-                )
+                raise DeadlineError(f"waited {limit_s:.0f} s for {self.name}, since {since}: {why}; {remedy}")
             self._waiting(f"waiting for {self.name} since {since}: {why}")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
+    def _excuse(self, error: Lost) -> tuple[str, str]:
+        """Why it does not answer, in words, and what to do about it."""
+        known = self.address.whereabouts() if isinstance(error, Absent) else None
+        return known or (str(error), f"{self.address.start}, or check orch.client.base_url")
+
     def _pool(self, completions: bool) -> aiohttp.ClientSession:
+        if self._closed:  # a session that is opened now would be closed by nobody
+            raise EngineError(f"the way to {self.name} is closed")
         if completions not in self._pools:
             headers = {"Authorization": f"Bearer {self.address.key}"} if self.address.key is not None else {}
             limit = self.address.connections if completions else 8
@@ -206,9 +240,26 @@ class Link:
         return self._pools[completions]
 
     async def close(self) -> None:
+        self._closed = True
         for pool in self._pools.values():
             await pool.close()
         self._pools.clear()
+
+
+def _loss(error: Exception) -> Lost:
+    """In words that do not need the library's names."""
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return Absent("the name of its host is not known")
+    if isinstance(error, aiohttp.ClientSSLError):
+        return Absent("no TLS connection to it can be made")
+    if isinstance(error, aiohttp.ClientConnectorError):
+        why = os.strerror(error.errno).lower() if error.errno else "no connection"
+        return Absent("nothing listens there" if error.errno == errno.ECONNREFUSED else why)
+    if isinstance(error, aiohttp.ClientResponseError):
+        return Lost("what listens there does not speak HTTP")
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return Lost("its answer broke off")
+    return Lost("the connection broke off")
 
 
 def _code(answer: Any) -> Any:

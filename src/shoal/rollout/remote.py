@@ -48,8 +48,7 @@ class RemoteEngine(ServerApi):
     def __init__(
         self, settings: RemoteSettings, process: ServerProcess | None = None, waiting: Waiting = lambda _: None
     ) -> None:
-        super().__init__(settings, waiting)
-        self._process = process
+        super().__init__(settings, waiting, process)
         self._served = _Served()
         self._probes = Probes(self.name)
         self._unproved: str | None = None  # loaded in a pause: asked for its probe when it goes on
@@ -87,7 +86,7 @@ class RemoteEngine(ServerApi):
             ended = self._process.ended() if self._process is not None else None
             if ended is not None:
                 raise ConfigError(ended)
-            await self.link.ask("GET", "/health", None, HEALTH_S, reads=False)
+            await self.link.meet("/health", HEALTH_S, reads=False)
 
         try:
             await self.link.until_up(probe, limit_s)
@@ -105,7 +104,8 @@ class RemoteEngine(ServerApi):
             return Completion(request.request_id, [], [], [], "length")
         await self.connect()
         await self._running.wait()
-        answer, served = await self._asked(request, limit)
+        async with self.in_its_words():
+            answer, served = await self._asked(request, limit)
         if served.adapter is not None:  # it drew the whole completion, whatever else was loaded meanwhile
             answer = replace(answer, versions=[])
         return self.reading.completion(request, answer, served.version, self.name)
@@ -185,7 +185,7 @@ class RemoteEngine(ServerApi):
         for losses in range(MOST_LOSSES):
             coming = _Served(version, asked, proof)
             try:
-                async with self._lock, self._held():
+                async with self.in_its_words(), self._lock, self._held():
                     await self._put_in_place(coming, asked, noise, again=losses > 0)
                 return coming.proof
             except Lost as error:
@@ -284,9 +284,10 @@ class RemoteEngine(ServerApi):
 
     async def _told(self, word: Callable[[], Awaitable[None]]) -> None:
         try:
-            await word()
+            async with self.in_its_words():
+                await word()
         except Lost as error:
-            raise EngineError(f"{self.link.name} does not answer: {error}") from error
+            raise EngineError(await self.last_words(f"does not answer: {error}")) from error
 
     async def health(self) -> dict[str, Any]:
         try:

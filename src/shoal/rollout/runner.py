@@ -85,8 +85,14 @@ class GroupRunner:
     async def run(self, prompt: Prompt, size: int, sampling: SamplingParams, phase: Phase = _untimed) -> RolloutGroup:
         """`size` rollouts of one prompt, all started together so that the engine reads the prompt once."""
         version = self._engine.version
-        rollouts = await asyncio.gather(*(self._rollout(prompt, i, sampling, phase) for i in range(size)))
-        return RolloutGroup(prompt, list(rollouts), version)
+        playing = [asyncio.ensure_future(self._rollout(prompt, i, sampling, phase)) for i in range(size)]
+        try:
+            return RolloutGroup(prompt, await asyncio.gather(*playing), version)
+        except BaseException:  # one that ends the run ends the others: nothing may ask an engine that is being closed
+            for rollout in playing:
+                rollout.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+            raise
 
     async def _rollout(self, prompt: Prompt, index: int, sampling: SamplingParams, phase: Phase) -> Rollout:
         rollout = Rollout(prompt, index, [])

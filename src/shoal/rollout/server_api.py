@@ -1,17 +1,20 @@
 """What an inference server has to be able to do to stand behind the seam; one subclass a kind of server.
 
-Only asks and tells: versions, proofs and restarts are remote.py's.
+Only asks and tells, and shows a server's log where it fails: versions, proofs and restarts are remote.py's.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
+from shoal.errors import EngineError
 from shoal.rollout.answers import Answer, Reading
 from shoal.rollout.facts import RemoteSettings, ServerFacts
-from shoal.rollout.link import Address, Link, Waiting
+from shoal.rollout.launch import ServerProcess, end_of_log
+from shoal.rollout.link import Address, Link, Refused, Waiting
 from shoal.types import Request
 
 
@@ -39,12 +42,45 @@ class ServerApi(ABC):
     reading: Reading
     settings: RemoteSettings
 
-    def __init__(self, settings: RemoteSettings, waiting: Waiting) -> None:
+    def __init__(self, settings: RemoteSettings, waiting: Waiting, process: ServerProcess | None = None) -> None:
         self.settings = settings
+        self._process = process
         self.reading = Reading(settings.vocab_size, settings.eos_token_ids, settings.detokenize)
         start = f"start {self.name} there, or set infer.engine_python and Shoal starts it"
         limits: dict[str, Any] = {"deadline_s": settings.timeout_s, "request_s": settings.timeout_s, "connections": 0}
-        self.link = Link(Address(settings.url, settings.api_key, name=self.name, start=start, **limits), waiting)
+        named: dict[str, Any] = {
+            "name": self.name,
+            "kind": self.name,
+            "start": start,
+            "whereabouts": settings.whereabouts,
+        }
+        self.link = Link(Address(settings.url, settings.api_key, **named, **limits), waiting)
+
+    @property
+    def opening(self) -> str:
+        """What `connect` does, in words."""
+        own = self._process
+        return (
+            f"starting {self.link.name}; its log is {own.launch.log}"
+            if own is not None
+            else f"connecting to {self.link.name}"
+        )
+
+    @asynccontextmanager
+    async def in_its_words(self):
+        """A server that fails says why in its log; its answer only says that it did."""
+        try:
+            yield
+        except Refused as error:
+            if error.status < 500:
+                raise
+            raise EngineError(await self.last_words(f"failed: {error}")) from error
+
+    async def last_words(self, what: str) -> str:
+        if self._process is not None:
+            return await self._process.last_words(what)
+        log = self.settings.log
+        return f"{self.name} {what}. {end_of_log(log) if log is not None and log.exists() else 'See its log'}"
 
     async def get(self, path: str) -> dict[str, Any]:
         return (await self.link.get(path, self.settings.timeout_s))[0]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shoal.build.remote import as_flags, check_engine, launch_of
+from shoal.build.remote import absent_server, as_flags, check_engine, check_tied, has_gpu, launch_of
 from shoal.config.checks import check_run
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
@@ -120,3 +122,35 @@ def test_what_is_not_there_is_refused_before_anything_loads(monkeypatch: pytest.
     check_engine(config({"engine": "vllm", "engine_python": "/p", "api_key_var": "NO_SUCH_KEY"}), 1, starts=False)
     with pytest.raises(ConfigError, match="several training processes"):
         check_engine(config({"engine": "vllm"}), 2)
+
+
+@pytest.mark.skipif(has_gpu(), reason="vLLM would be on the GPU")
+def test_a_tied_model_on_a_cpu_is_refused_before_vllm_starts(tmp_path: Path) -> None:
+    vllm = {"engine": "vllm", "engine_python": "/p"}
+    for ties in (True, False):
+        (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": ties}), "utf-8")
+        full = config(vllm, train={"model": str(tmp_path)})
+        if ties:
+            with pytest.raises(ConfigError, match="does not renew the output layer of a model with tied embeddings"):
+                check_tied(full)
+            check_tied(config(vllm, train={"model": str(tmp_path), "lora": True}))
+            check_tied(config({}, train={"model": str(tmp_path)}))
+        else:
+            check_tied(full)
+
+
+def test_a_server_that_is_not_there_yet_is_told_before_anything_loads() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        attached = resolve_run(config({"engine": "vllm"}, orch={"client": {"base_url": f"http://127.0.0.1:{port}/v1"}}))
+        said = absent_server(attached)
+        assert (
+            said is not None
+            and f"infer.engine_python: is not given and nothing answers at http://127.0.0.1:{port}" in said
+        )
+        assert "or set infer.engine_python to the Python that has vLLM" in said
+        server.listen()
+        assert absent_server(attached) is None
+    assert absent_server(resolve_run(config({"engine": "vllm", "engine_python": "/p"}))) is None
+    assert absent_server(resolve_run(config({}))) is None

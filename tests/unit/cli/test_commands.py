@@ -10,6 +10,7 @@ import pytest
 
 from shoal.cli import main
 from shoal.cli.init import example_files
+from shoal.cli.output import complain
 from shoal.config.load import load_run
 
 ROOT = Path(__file__).parents[3]
@@ -256,3 +257,13 @@ def test_a_trainer_that_only_serves_the_reference_is_refused(capsys: pytest.Capt
     said = capsys.readouterr().err.strip()
     assert "\n" not in said and said.startswith("shoal: error: --forward-only:") and "train.reference=frozen" in said
     assert not Path("outputs").exists()
+
+
+def test_an_indented_line_belongs_to_the_error_above(capsys: pytest.CaptureFixture[str]) -> None:
+    """The end of a server's log was counted as a dozen errors."""
+    complain("vLLM ended with exit code 1. The last lines in vllm.log:\n  loading\n  out of luck")
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == "shoal: error: vLLM ended with exit code 1. The last lines in vllm.log:"
+    assert rest == ["  loading", "  out of luck"]
+    complain("a.b: is wrong\nc.d: is missing")
+    assert capsys.readouterr().err.splitlines() == ["shoal: 2 errors:", "  a.b: is wrong", "  c.d: is missing"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,17 @@ def test_chosen_layers_alone() -> None:
     }
     with pytest.raises(ModelError, match=r"lora_target_modules \['nowhere'\] match no layer of Qwen3ForCausalLM"):
         lora_decoder(target_modules=("nowhere",))
+
+
+def test_equal_adapters_are_equal_files(tmp_path: Path) -> None:
+    """PEFT keeps target modules as a set, whose order differs from process to process."""
+    lora_decoder().model.save_pretrained(str(tmp_path / "one"), selected_adapters=[lora.TRAINED])  # type: ignore[operator]
+    attach(small_model("qwen3"), LoraSettings(adapter_path=str(tmp_path / "one"))).save_pretrained(
+        str(tmp_path / "two"), selected_adapters=[lora.TRAINED]
+    )
+    for name in ("one", "two"):
+        written = json.loads((tmp_path / name / "adapter_config.json").read_text("utf-8"))["target_modules"]
+        assert written == sorted(written) and len(written) == 2 * 7
 
 
 def test_alpha_over_rank_is_the_scale() -> None:

@@ -62,6 +62,14 @@ def test_each_trouble_is_named_with_metric_steps_and_remedy(check: str, metric: 
     assert finding.where == "steps 20–29" and metric in finding.sentence
 
 
+def test_a_share_is_said_to_be_of_the_step_it_is_of() -> None:
+    """98% at the last step beside a finding of 100% looked like a mistake."""
+    cut = [0.9, 1.0, 0.95, 0.98]
+    (finding,) = check_rows([{"step": i + 1, **HEALTHY, "completion/truncated_frac": cut[i]} for i in range(4)], {})
+    assert finding.what == "at its worst, step 2, 100% of the completions are cut at the length limit"
+    assert finding.where == "steps 1–4"
+
+
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.patience == 3], ids=lambda rule: rule.check)
 def test_two_bad_steps_are_not_yet_a_trouble(rule: Any) -> None:
     worse = {"policy/entropy": 0.0, "completion/length_mean": 1.0, "group/mixed_frac": 0.0, "reward/std": 0.0}

@@ -126,7 +126,10 @@ REQUEST = ask("r", [1, 2, 3], max_tokens=8)
         (good(token_ids=[7] * 9, logprobs={"token_logprobs": [-1.0] * 9}), "9 tokens, 8 were asked for"),
         ({"choices": []}, "not enough values"),
         ({"hello": 1}, "KeyError: 'choices'"),
-        (web.Response(text="<html>welcome</html>", content_type="text/html"), "not JSON (status 200): '<html>"),
+        (
+            web.Response(text="<html>welcome</html>", content_type="text/html"),
+            "is not grpo-infer (it answered /v1/completions with a page, status 200)",
+        ),
         (web.Response(text='{"choices": [{"tok', content_type="application/json"), "not JSON"),
         (web.Response(text='{"error": {"message": "no"}}', status=500), "(status 500): no"),
     ],
@@ -344,8 +347,40 @@ def test_nobody_there():
         await wrong.close()
 
     asyncio.run(run())
-    assert said[0] is not None and said[0].startswith("waiting for the inference server at http://127.0.0.1:9 since")
-    assert said[-1] is None
+    words = [text for text in said if text is not None]
+    assert words == said, "nobody came, so nobody is said to be there"
+    assert words[0].startswith("waiting for the inference server at http://127.0.0.1:9 since")
+    assert words[0].endswith(": nothing listens there"), "without the exception's text"
+
+
+@pytest.mark.parametrize("text", ["<!DOCTYPE html><html>no such page</html>", '{"detail": "Not Found"}'])
+def test_another_server_at_the_address_is_named_as_such(text: str):
+    """Not quoted: what a foreign server writes says nothing about the run."""
+
+    class Foreign(Double):
+        async def about(self, request: web.Request) -> web.Response:
+            return web.Response(text=text, status=404)
+
+    async def work(engine: HttpRolloutEngine) -> None:
+        with pytest.raises(ConfigError) as caught:
+            await engine.about()
+        said = str(caught.value)
+        assert "is not grpo-infer (" in said and "status 404); check orch.client.base_url" in said
+        assert "no such page" not in said and "Not Found" not in said
+
+    against(Foreign([]), work)
+
+
+def test_nothing_is_asked_once_it_is_closed():
+    """A session that is opened then is closed by nobody, and aiohttp says so."""
+
+    async def work(engine: HttpRolloutEngine) -> None:
+        await engine.about()
+        await engine.close()
+        with pytest.raises(EngineError, match="is closed"):
+            await engine.generate(REQUEST)
+
+    against(Double([good()]), work)
 
 
 def test_a_process_that_was_replaced_without_a_word_is_noticed(monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,7 @@ import pytest
 
 from shoal.errors import ConfigError
 from shoal.rollout.facts import RemoteSettings
-from shoal.rollout.launch import Launch, ServerProcess, check_interpreter
+from shoal.rollout.launch import Launch, ServerProcess, check_interpreter, end_of_log
 from shoal.rollout.vllm import VllmRolloutEngine
 from support.engine_servers import free_port
 
@@ -42,8 +42,26 @@ def connect(process: ServerProcess, folder: Path, start_s: float) -> None:
 
 def test_one_that_dies_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
     script = "import sys; print('loading'); sys.exit('RuntimeError: out of luck')"
-    with pytest.raises(ConfigError, match=r"(?s)vLLM ended with exit code 1. The end of .*vllm.log:\n.*out of luck"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)vLLM ended with exit code 1. The last errors in .*vllm.log:\n.*out of luck"
+    ):
         connect(launch(tmp_path, script), tmp_path, 30)
+
+
+def test_the_errors_of_a_log_are_shown_once_and_without_their_stacks(tmp_path: Path) -> None:
+    at = "(APIServer pid=3) {} 11-15 14:26:54 [a.py:5]"
+    stack = [f"{at.format('ERROR')} Traceback (most recent call last):", f"{at.format('ERROR')}   File x, in y"]
+    caught = [f"{at.format('ERROR')} Exception caught. Request id: tokens-a{i}f" for i in range(40)]
+    dead = f"{at.format('ERROR')} EngineDeadError: EngineCore encountered an issue."
+    requests = [line for first in caught for line in (first, *stack, dead)]
+    lines = [f"{at.format('ERROR')} Worker died: SIGKILL", *requests, "INFO:     Shutting down"]
+    lines.insert(0, f"{at.format('WARNING')} expect `OSError: [Errno 24] Too many open files`.")
+    log = tmp_path / "vllm.log"
+    log.write_text("\n".join(lines), "utf-8")
+    shown = [f"{at.format('ERROR')} Worker died: SIGKILL", caught[0], dead]
+    assert end_of_log(log).splitlines() == [f"The last errors in {log}:", *(f"  {line}" for line in shown)]
+    log.write_text("loading\n\nready\n", "utf-8")
+    assert end_of_log(log) == f"The last lines in {log}:\n  loading\n  ready"
 
 
 def test_an_argument_it_does_not_know_is_one_line(tmp_path: Path) -> None:

@@ -29,6 +29,16 @@ CHAT = Chat(TOKENIZER)
 KINDS = ("plain", "none", "raises", "hangs", "not a number", "start raises", "long")
 
 
+class Dying(ScriptedEngine):
+    """Fails the first request and never answers the others."""
+
+    async def generate(self, request: Request) -> Any:
+        self.requests.append(request)
+        if len(self.requests) == 1:
+            raise EngineError("it died")
+        await asyncio.sleep(60)
+
+
 class Desk(SingleTurn):
     """Scores an answer by its length, unless the task says to misbehave."""
 
@@ -100,6 +110,18 @@ def play(
 
 def desk(kind: str, **fields: Any) -> Prompt:
     return Prompt("desk", KINDS.index(kind), [], **fields)
+
+
+def test_a_rollout_that_ends_the_run_leaves_none_behind(pool: RewardPool) -> None:
+    """One that went on would ask an engine that is closed meanwhile."""
+
+    async def main() -> None:
+        runner = GroupRunner(Dying(always("")), ENVIRONMENTS, pool, CHAT, RunnerSettings(context_tokens=256))  # type: ignore[arg-type]
+        with pytest.raises(EngineError, match="it died"):
+            await runner.run(desk("plain"), 3, SamplingParams(max_tokens=32))
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
 
 
 def test_a_group_of_scored_rollouts(pool: RewardPool) -> None:

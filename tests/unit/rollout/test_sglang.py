@@ -153,6 +153,31 @@ def test_an_answer_that_no_sampler_gives_is_refused() -> None:
         asyncio.run(main())
 
 
+def test_a_server_that_fails_is_shown_in_the_words_of_its_log(tmp_path: Path) -> None:
+    """What it answers is that somebody should look above, and that is in its log."""
+    (tmp_path / "sglang.log").write_text("loading\nRuntimeError: the scheduler is out of luck\nbye\n", "utf-8")
+
+    async def dead(_: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "See stack trace (above)"}}, status=500)
+
+    async def main() -> None:
+        double = SglangDouble(small_model("qwen3", seed=8), TOKENIZER, str(contract_model()), CONTEXT_TOKENS)
+        double.generate = dead  # type: ignore[method-assign]
+        runner = web.AppRunner(double.app())
+        await runner.setup()
+        port = free_port()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        engine = SglangRolloutEngine(settings(f"http://127.0.0.1:{port}", log=tmp_path / "sglang.log"))
+        try:
+            await engine.generate(ask("r", PROMPT))
+        finally:
+            await engine.close()
+            await runner.cleanup()
+
+    with pytest.raises(EngineError, match=r"(?s)last errors in .*sglang.log:\n  RuntimeError: .* out of luck$"):
+        asyncio.run(main())
+
+
 def test_the_double_draws_from_the_model_it_has() -> None:
     """Of the double itself, so that the contract suite rests on something: its log-probs are transformers' own."""
     model = small_model("qwen3", seed=8)

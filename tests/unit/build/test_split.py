@@ -1,0 +1,36 @@
+"""What the orchestrator says of a grpo-infer that does not answer, from what lies in the shared folder."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from shoal.build.split import LOADING, whereabouts
+from shoal.config.schema import InferConfig, OrchConfig, RunConfig
+from shoal.orchestrator.meeting import Meeting
+
+PORT = 8123
+
+
+def run_asking(port: int, folder: Path) -> RunConfig:
+    orch = {"env": "reverse-text", "client": {"base_url": f"http://127.0.0.1:{port}/v1"}, "output_dir": str(folder)}
+    return RunConfig.model_validate({"train": {"model": "m"}, "infer": {"port": PORT}, "orch": orch})
+
+
+def test_whether_it_loads_or_is_elsewhere_or_not_there(tmp_path: Path) -> None:
+    orch: Any = OrchConfig.model_validate({"env": "reverse-text", "output_dir": str(tmp_path)})
+    ours = Meeting("orch", orch, lambda _: None)
+    right, wrong = run_asking(PORT, tmp_path), run_asking(PORT + 1, tmp_path)
+    assert whereabouts(ours, right) == ("grpo-infer is not there", "start it with shoal grpo-infer")
+    theirs = Meeting("infer", InferConfig.model_validate({"output_dir": str(tmp_path)}), lambda _: None)
+    end = time.monotonic() + 10
+    while whereabouts(ours, right)[0] != LOADING and time.monotonic() < end:
+        time.sleep(0.05)
+    assert whereabouts(ours, right)[0] == "grpo-infer is still loading"
+    why, remedy = whereabouts(ours, wrong)
+    wrote = f"it wrote down http://127.0.0.1:{PORT}/v1"
+    assert why == f"grpo-infer is there, but does not answer at this address: {wrote}"
+    assert remedy == "check orch.client.base_url"
+    theirs.close()
+    ours.close()
