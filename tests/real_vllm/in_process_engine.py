@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from shoal.errors import EngineError
+from shoal.rollout import vllm_inprocess
 from shoal.rollout.answers import Reading
 from shoal.rollout.vllm_inprocess import InProcessSettings, InProcessVllm
 from shoal.types import Completion, Request, SamplingParams
@@ -91,6 +93,47 @@ async def paused(bench: Bench) -> dict[str, Any]:
     return {"held": held, "tokens": len((await running).token_ids)}
 
 
+async def not_paused(bench: Bench) -> dict[str, Any]:
+    """The device is taken by something else, and a turn waits for it."""
+    running, free = bench.ask("behind"), threading.Event()
+    await bench.drawn(5)
+    taken = bench.engine._device.submit(free.wait, 60)
+    await bench.until(taken.running)
+    await bench.until(lambda: not bench.engine._between_turns.is_set())
+    usual, vllm_inprocess.PAUSE_S = vllm_inprocess.PAUSE_S, 0.2
+    try:
+        await bench.engine.pause()
+    except EngineError as error:
+        said = str(error)
+    else:
+        said = "paused"
+    finally:
+        vllm_inprocess.PAUSE_S = usual
+        free.set()
+    return {"said": said, "tokens": len((await running).token_ids)}
+
+
+async def asleep(bench: Bench) -> dict[str, Any]:
+    """A call is cancelled when its answer is there and its caller has not seen it; its name comes while vLLM sleeps."""
+    engine, running = bench.engine, bench.ask("late", 8)
+    await bench.until(lambda: bool(engine._calls))
+    (call,) = engine._calls.values()
+    while not call.answer.done():
+        await asyncio.sleep(0)
+    running.cancel()
+    await engine.pause()
+    (ended,) = await asyncio.gather(running, return_exceptions=True)
+    await engine.rest()
+    word, slept = list(engine._drawing.inbox), engine._asleep
+    await engine.resume()
+    await bench.until(lambda: not engine._drawing.busy)
+    await bench.has()
+    still = engine._asleep
+    after = await bench.ask("awake", 8)
+    said = {"cancelled": isinstance(ended, asyncio.CancelledError), "words": len(word), "slept": slept, "still": still}
+    return {**said, "tokens": len(after.token_ids), "awake": not engine._asleep}
+
+
 async def broken(bench: Bench) -> dict[str, Any]:
     def break_down() -> None:
         raise RuntimeError("the device is lost")
@@ -119,10 +162,11 @@ async def main(asked: dict[str, Any]) -> dict[str, Any]:
         "max_loras": 2,
     }  # fmt: skip
     device = ThreadPoolExecutor(1)
-    engine = InProcessVllm(arguments, device, lambda: iter(()), InProcessSettings(reading, 160))
+    engine = InProcessVllm(arguments, device, lambda: iter(()), InProcessSettings(reading, 160, sleeps=True))
     bench = Bench(engine, asked["prompt"])
     said = {"versions": await versions_in_flight(bench, asked["adapters"]), "cancelled": await cancelled(bench)}
-    said |= {"paused": await paused(bench), "broken": await broken(bench)}
+    said |= {"paused": await paused(bench), "not_paused": await not_paused(bench)}
+    said |= {"asleep": await asleep(bench), "broken": await broken(bench)}
     await engine.close()
     device.shutdown()
     return said

@@ -74,6 +74,18 @@ def test_nothing_is_drawn_in_a_pause(said: dict[str, Any]):
     assert said["paused"] == {"held": True, "tokens": 120}
 
 
+def test_a_pause_that_does_not_come_is_said_and_changes_nothing(said: dict[str, Any]):
+    assert said["not_paused"]["said"] == "vLLM was not paused: its turn on the device did not end in 0.2 s"
+    assert said["not_paused"]["tokens"] == 120
+
+
+def test_only_a_request_wakes_it(said: dict[str, Any]):
+    found = said["asleep"]
+    assert found["cancelled"] and found["words"] == 1 and found["slept"], "the name of a call that has ended was left"
+    assert found["still"], "it sleeps on"
+    assert found["awake"] and found["tokens"] == 8
+
+
 def test_health_tells_of_a_vllm_that_broke(said: dict[str, Any]):
     found = said["broken"]
     assert found["well"]["ok"] is True and "reason" not in found["well"]

@@ -31,12 +31,13 @@ class Call:
 
 
 class Drawing:
-    """`engine` is an LLMEngine; `parameters` makes its sampling parameters."""
+    """`engine` is an LLMEngine; `parameters` makes its sampling parameters; `wake` comes before a request."""
 
-    def __init__(self, engine: Any, parameters: Callable[..., Any], reading: Reading) -> None:
+    def __init__(self, engine: Any, parameters: Callable[..., Any], reading: Reading, wake: Callable[[], None]) -> None:
         self._engine = engine
         self._parameters = parameters
         self._reading = reading
+        self._wake = wake
         self.inbox: deque[Call | str] = deque()  # filled by coroutines; str = a call that nobody waits for any more
         self.calls: dict[str, Call] = {}  # what vLLM has
         self.adapter: Any = None  # a LoRARequest
@@ -64,6 +65,7 @@ class Drawing:
             if self.calls.pop(word, None) is not None:
                 self._engine.abort_request([word])
             return
+        self._wake()  # for a request alone: the name of one that has ended must not wake it while the device trains
         values = sampling_parameters(word.request, word.limit, self._reading.ends(word.request))
         prompt = {"prompt_token_ids": list(word.request.prompt_ids)}
         word.adapter, word.version = self.adapter, self.version

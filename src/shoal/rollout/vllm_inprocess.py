@@ -27,6 +27,7 @@ from shoal.rollout.probe import PROBE_TOKENS, Probes
 from shoal.rollout.vllm_drawing import Call, Drawing
 from shoal.types import Completion, Request
 
+PAUSE_S = 600.0  # for a turn to end, which may stand behind a step of training
 SLEEP_LEVEL = 1  # weights wait in the host's memory; level 2 would discard them
 Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
@@ -52,7 +53,7 @@ class InProcessVllm:
         self._weights = weights
         self._settings = settings
         self._llm: Any = device.submit(_make, arguments).result()
-        self._drawing = Drawing(self._llm.llm_engine, SamplingParams, settings.reading)
+        self._drawing = Drawing(self._llm.llm_engine, SamplingParams, settings.reading, self._wake)
         self._calls: dict[str, Call] = {}
         self._names: set[str] = set()  # of requests, as their callers call them
         self._numbers, self._adapter_ids = itertools.count(), itertools.count(1)
@@ -146,8 +147,7 @@ class InProcessVllm:
             call.answer.set_exception(error)
 
     def _turn(self) -> list[tuple[Call, Answer]]:
-        """On the device's thread."""
-        self._wake()
+        """On the device's thread. It sleeps only while it has no request, and a new one wakes it."""
         finished = self._drawing.turn()
         self._prove()
         return finished
@@ -238,9 +238,14 @@ class InProcessVllm:
     # The rest of the seam
 
     async def pause(self) -> None:
-        """Draws nothing more once it returns; requests stay where they are."""
+        """Draws nothing more once it returns; requests stay where they are. One that fails has paused nothing."""
         self._running.clear()
-        await self._between_turns.wait()
+        try:
+            async with asyncio.timeout(PAUSE_S):
+                await self._between_turns.wait()
+        except TimeoutError as error:
+            self._running.set()
+            raise EngineError(f"vLLM was not paused: its turn on the device did not end in {PAUSE_S:g} s") from error
 
     async def resume(self) -> None:
         self._running.set()

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from shoal.protocols import RolloutEngine
 from shoal.server.asked import BadRequest, UnknownModel
-from shoal.server.manifest import find_folder, read_manifest, read_name, read_text
+from shoal.server.manifest import find_adapter, read_manifest, read_name, read_text
 from shoal.server.names import Names
 
 INCARNATION = "x-shoal-incarnation"  # the header that names the process
@@ -81,7 +81,7 @@ class Control:
 
     async def load_adapter(self, body: Mapping[str, Any]) -> dict[str, Any]:
         name = read_name(body, "lora_name")
-        folder = find_folder(read_text(body, "lora_path"), self.folders, "lora_path")
+        folder = find_adapter(read_text(body, "lora_path"), self.folders, "lora_path")
         async with self._loading:
             if self.names.adapter is not None:
                 raise BadRequest(

@@ -94,6 +94,18 @@ def find_folder(path: str | Path, folders: Sequence[Path], key: str) -> Path:
     return found
 
 
+def find_adapter(path: str, folders: Sequence[Path], key: str) -> Path:
+    """A folder whose files are in one of the folders, too. One that is not there is the engine's to name."""
+    folder = find_folder(path, folders, key)
+    try:
+        files = list(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise BadRequest(f"{key}: {path[:80]!r} cannot be read: {error.strerror}", key) from error
+    for file in files:
+        find_folder(file, folders, key)
+    return folder
+
+
 def read_text(body: Mapping[str, Any], key: str) -> str:
     value = body.get(key)
     if not isinstance(value, str) or not value or len(value) > MAX_PATH_CHARACTERS:

@@ -2,7 +2,7 @@
 
 Every transfer is a group of its own (NCCL between GPUs, gloo otherwise), met at one store that the trainer keeps open,
 so an engine that was restarted fetches the same version again. An engine proves that it knows the token of the run
-before it is sent anything, and uses nothing before it has compared every checksum.
+before it is sent anything, each number is answered once, and it uses nothing before it has compared every checksum.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import re
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,8 +33,10 @@ log = logging.getLogger(__name__)
 JOIN_S = 60.0  # for both ends of a transfer to meet
 POLL_S = 0.02
 WORLD = 2
+BUSY_S = 0.5  # before an engine asks again
 MOST_AT_ONCE = 16  # engines that are sent a version at the same time
-OFFERED, GONE, DENIED = "offered", "gone", "denied"
+MOST_ASKED = 1024  # between two polls; whoever moves the counter further than that asks for nothing
+OFFERED, GONE, DENIED, BUSY = "offered", "gone", "denied", "busy"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # The tensors of the current version on the host, by the names they have in files, and an adapter's settings.
 Snapshot = Callable[[], Awaitable[tuple[dict[str, Tensor], dict[str, Any] | None]]]
@@ -63,6 +67,7 @@ class BroadcastWeightChannel:
         self._device = torch.device(device)
         self._offer: Offer | None = None
         self._stop = threading.Event()
+        self._slots = threading.BoundedSemaphore(MOST_AT_ONCE)
         self._store: dist.TCPStore | None = _listen(place)
         self._address = f"{place.host}:{self._store.port}"
         self._thread = threading.Thread(target=self._serve, args=(self._store,), name="weights", daemon=True)
@@ -84,30 +89,58 @@ class BroadcastWeightChannel:
         }
 
     def _serve(self, store: dist.TCPStore) -> None:
-        """A thread for every engine that asks: one that died on the way holds nobody else up."""
-        served = 0
+        """Every number is answered once, whatever becomes of the counter: a proof is worth nothing afterwards."""
+        served, failed = 0, ""
         while not self._stop.wait(POLL_S):
-            asked = int(store.add("asked", 0))
-            for number in range(max(served, asked - MOST_AT_ONCE) + 1, asked + 1):
-                name = f"weights-{number}"
-                threading.Thread(target=self._send, args=(store, number), name=name, daemon=True).start()
-            served = asked
+            try:
+                asked = _count(store, served)
+                if asked - served > MOST_ASKED:
+                    log.warning("weights: requests %d to %d are not answered", served + 1, asked - MOST_ASKED)
+                first, served = max(served, asked - MOST_ASKED) + 1, max(served, asked)
+                for number in range(first, asked + 1):
+                    self._answer(store, number)
+            except (RuntimeError, OSError) as error:  # torch's store, or no thread is left
+                said = str(error).partition("\n")[0]
+                if said != failed:
+                    log.warning("weights: engines could not be answered, trying again: %s", said)
+                failed = said
 
-    def _send(self, store: dist.TCPStore, number: int) -> None:
-        with suppress(RuntimeError):  # the engine went away; it asks again if it comes back
-            wanted, offer = store.get(f"{number}/wanted").decode("ascii", "replace"), self._offer
-            version, _, proof = wanted.partition(" ")
-            if not hmac.compare_digest(proof.encode(), _proof(self._place.token, number, version).encode()):
-                log.warning("weights: request %d does not know the token of this run and is sent nothing", number)
-                store.set(f"{number}/state", DENIED)
-                return
-            if offer is None or str(offer.version) != version:
-                store.set(f"{number}/state", GONE)
-                return
-            store.set(f"{number}/state", OFFERED)
-            group = _group(store, number, 0, self._device, self._place.host)
-            for tensor in offer.tensors.values():
-                _broadcast(group, tensor.to(self._device))
+    def _answer(self, store: dist.TCPStore, number: int) -> None:
+        """A thread for every engine that asks: one that died on the way holds nobody else up."""
+        if not self._slots.acquire(blocking=False):
+            store.set(f"{number}/state", BUSY)
+            return
+        try:
+            threading.Thread(target=self._send, args=(store, number), name=f"weights-{number}", daemon=True).start()
+        except RuntimeError:
+            self._slots.release()
+            store.set(f"{number}/state", BUSY)
+            raise
+
+    def _send(self, shared: dist.TCPStore, number: int) -> None:
+        try:
+            # A connection of its own: whoever waits on the shared one keeps it from everybody.
+            self._offer_to(_connect(self._place.host, shared.port), number)
+        except RuntimeError as error:  # the engine went away; it asks again if it comes back
+            log.info("weights: request %d was not served: %s", number, str(error).partition("\n")[0])
+        finally:
+            self._slots.release()
+
+    def _offer_to(self, store: dist.TCPStore, number: int) -> None:
+        wanted, offer = store.get(f"{number}/wanted").decode("ascii", "replace"), self._offer
+        store.delete_key(f"{number}/wanted")
+        version, _, proof = wanted.partition(" ")
+        if not hmac.compare_digest(proof.encode(), _proof(self._place.token, number, version).encode()):
+            log.warning("weights: request %d does not know the token of this run and is sent nothing", number)
+            store.set(f"{number}/state", DENIED)
+            return
+        if offer is None or str(offer.version) != version:
+            store.set(f"{number}/state", GONE)
+            return
+        store.set(f"{number}/state", OFFERED)
+        group = _group(store, number, 0, self._device, self._place.host)
+        for tensor in offer.tensors.values():
+            _broadcast(group, tensor.to(self._device))
 
     def close(self) -> None:
         """Nothing is offered any more, and the port is free."""
@@ -141,11 +174,14 @@ class BroadcastWeights:
 
     def _fetch(self, manifest: Mapping[str, Any], version: int, where: str) -> None:
         host, _, port = where.rpartition(":")
-        store = dist.TCPStore(host, int(port), WORLD, False, _limit(), wait_for_workers=False)
-        number = int(store.add("asked", 1))
-        proof = _proof(read_token(self._token_file) or "", number, str(version))
-        store.set(f"{number}/wanted", f"{version} {proof}")
-        state = store.get(f"{number}/state").decode()
+        store = _connect(host, int(port))
+        until = time.monotonic() + JOIN_S
+        number, state = self._ask(store, version)
+        while state == BUSY and time.monotonic() < until:
+            time.sleep(BUSY_S)
+            number, state = self._ask(store, version)
+        if state == BUSY:
+            raise StorageError(f"weights: the trainer at {where} was busy with {MOST_AT_ONCE} others for {JOIN_S:g} s")
         if state == DENIED:
             raise StorageError(f"weights: the trainer at {where} has another token than {self._token_file}")
         if state != OFFERED:
@@ -156,6 +192,13 @@ class BroadcastWeights:
             tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device=device)
             _broadcast(group, tensor)
             self._tensors[entry["name"]] = tensor.cpu()
+
+    def _ask(self, store: dist.TCPStore, version: int) -> tuple[int, str]:
+        """The number of the request, and what the trainer says to it."""
+        number = int(store.add("asked", 1))
+        proof = _proof(read_token(self._token_file) or "", number, str(version))
+        store.set(f"{number}/wanted", f"{version} {proof}")
+        return number, store.get(f"{number}/state").decode()
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -191,6 +234,20 @@ def _listen(place: Place) -> dist.TCPStore:
         ) from error
     sock.detach()  # it is the store's now
     return store
+
+
+def _connect(host: str, port: int) -> dist.TCPStore:
+    return dist.TCPStore(host, port, WORLD, False, _limit(), wait_for_workers=False)
+
+
+def _count(store: dist.TCPStore, served: int) -> int:
+    """How many asked. Read as text: to add to what is no number ends the connection, and this one has no other."""
+    said = store.get("asked").decode("ascii", "replace") if store.check(["asked"]) else "0"
+    if re.fullmatch(r"-?[0-9]{1,18}", said):
+        return int(said)
+    log.warning("weights: somebody wrote %r where requests are counted; counting goes on from %d", said[:40], served)
+    store.set("asked", str(served))
+    return served
 
 
 def _proof(token: str, number: int, version: str) -> str:

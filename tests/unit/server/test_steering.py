@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -154,13 +155,18 @@ def test_weights_and_adapters_come_from_the_runs_folder_alone(folder: Path, tmp_
     linked.mkdir()
     for file in elsewhere.iterdir():
         (linked / file.name).symlink_to(file)
+    halves = [run / name for name in ("adapter_config.json", "adapter_model.safetensors")]
+    for half in halves:  # an adapter of which one file is elsewhere
+        shutil.copytree(adapter, half)
+        (half / half.name).rename(elsewhere / half.name)
+        (half / half.name).symlink_to(elsewhere / half.name)
 
     async def work(server: Server) -> None:
         for path in (str(elsewhere), f"{run}/../elsewhere", str(run / "link"), str(linked), "/etc", "."):
             status, reply = await server.ask("/shoal/load", {**outside, "path": path})
             assert (status, reply["error"]["code"]) == (403, "outside"), path
             assert f"is not in {run}, which this server may read" in reply["error"]["message"]
-        for path in (str(elsewhere), str(run / "link"), "/"):
+        for path in (str(elsewhere), str(run / "link"), str(linked), *map(str, halves), "/"):
             status, reply = await server.ask("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": path})
             assert (status, reply["error"]["param"]) == (403, "lora_path"), path
         for name in ("../a", "a/b", "", "-a", "a b", "a" * 65, "a\n", 5):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from shoal.errors import ConfigError, StorageError
 from shoal.observability import manifest as manifests
 from shoal.observability.token import WEIGHTS, write_token
-from shoal.transport.broadcast import BroadcastWeightChannel, BroadcastWeights, Place
+from shoal.transport.broadcast import MOST_AT_ONCE, POLL_S, BroadcastWeightChannel, BroadcastWeights, Place
 from shoal.transport.folder_weights import FolderWeightChannel
 
 
@@ -82,6 +85,18 @@ async def fetched(folder: Path, manifest: Any) -> BroadcastWeights:
     return await asyncio.to_thread(BroadcastWeights, folder / WEIGHTS, manifest)
 
 
+def stranger(manifest: Any) -> TCPStore:
+    """The store as anybody who reaches the port has it."""
+    host, _, port = manifest["address"].rpartition(":")
+    return TCPStore(host, int(port), 2, False, timedelta(seconds=10), wait_for_workers=False)
+
+
+def wanted(folder: Path, number: int, version: int) -> str:
+    """What an engine with the token writes."""
+    said, token = f"{number} {version}", (folder / WEIGHTS).read_bytes()
+    return f"{version} {hmac.new(token, said.encode(), 'sha256').hexdigest()}"
+
+
 def test_a_version_is_fetched_as_often_as_it_is_asked_for(tmp_path: Path):
     async def fetch() -> None:
         channel = broadcast_channel(tmp_path)
@@ -127,12 +142,90 @@ def test_without_the_token_nothing_is_sent(tmp_path: Path):
             with pytest.raises(StorageError, match=rf"has another token than {folder}"):
                 await fetched(folder, manifest)
         await fetched(tmp_path, manifest)
-        host, _, port = manifest["address"].rpartition(":")
-        store = torch.distributed.TCPStore(host, int(port), 2, False, wait_for_workers=False)
-        seen = store.get("3/wanted").decode()  # of the one that was sent them
+        store = stranger(manifest)
         number = store.add("asked", 1)
-        store.set(f"{number}/wanted", seen)
+        store.set(f"{number}/wanted", wanted(tmp_path, 3, 5))  # of the one that was sent them
         assert (number, store.get(f"{number}/state")) == (4, b"denied")
+        channel.close()
+
+    asyncio.run(fetch())
+
+
+def test_a_proof_is_good_once(tmp_path: Path):
+    """Neither is it left in the store, nor does it help to turn the counter back and show it again."""
+
+    async def fetch() -> None:
+        channel = broadcast_channel(tmp_path)
+        manifest = await channel.publish(5)
+        await fetched(tmp_path, manifest)
+        store = stranger(manifest)
+        assert store.check(["1/state"]) and not store.check(["1/wanted"])
+        for key in store.list_keys():
+            if key.startswith("1/"):
+                store.delete_key(key)
+        store.set("1/wanted", wanted(tmp_path, 1, 5))  # heard on its way
+        store.add("asked", -1)
+        await asyncio.sleep(10 * POLL_S)
+        store.add("asked", 1)
+        await asyncio.sleep(10 * POLL_S)
+        assert not store.check(["1/state"]) and store.check(["1/wanted"]), "nobody looked at it"
+        await fetched(tmp_path, manifest)
+        channel.close()
+
+    asyncio.run(fetch())
+
+
+def test_whoever_asks_and_says_nothing_holds_nobody_up(tmp_path: Path):
+    """One of them keeps its slot and no other; with every slot taken, the next is told at once and asks again."""
+
+    async def fetch() -> None:
+        channel = broadcast_channel(tmp_path)
+        manifest = await channel.publish(5)
+        store = stranger(manifest)
+        store.add("asked", 1)
+        await asyncio.sleep(10 * POLL_S)
+        await asyncio.wait_for(fetched(tmp_path, manifest), 10)
+        store.add("asked", MOST_AT_ONCE + 1)  # 15 more are waited for, two are not
+        assert [store.get(f"{number}/state") for number in (18, 19)] == [b"busy", b"busy"]
+        waiting = asyncio.create_task(fetched(tmp_path, manifest))
+        assert await asyncio.to_thread(store.get, "20/state") == b"busy" and not waiting.done()
+        store.set("1/wanted", "5 nothing")
+        assert store.get("1/state") == b"denied"
+        await asyncio.wait_for(waiting, 10)
+        for number in range(3, 18):
+            store.set(f"{number}/wanted", "5 nothing")
+        channel.close()
+
+    asyncio.run(fetch())
+
+
+@pytest.mark.parametrize("count", ["many", "", "9" * 30])
+def test_a_count_that_is_no_number_is_put_right(count: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    async def fetch() -> None:
+        channel = broadcast_channel(tmp_path)
+        manifest = await channel.publish(5)
+        await fetched(tmp_path, manifest)
+        store = stranger(manifest)
+        store.set("asked", count)
+        await asyncio.sleep(10 * POLL_S)
+        assert store.get("asked") == b"1" and "counting goes on from 1" in caplog.text
+        await asyncio.wait_for(fetched(tmp_path, manifest), 10)
+        channel.close()
+
+    asyncio.run(fetch())
+
+
+def test_a_counter_that_leaps_is_followed_without_an_answer_to_each(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    async def fetch() -> None:
+        channel = broadcast_channel(tmp_path)
+        manifest = await channel.publish(5)
+        store = stranger(manifest)
+        store.add("asked", 10**12)
+        assert await asyncio.to_thread(store.get, f"{10**12}/state") == b"busy"
+        assert f"requests 1 to {10**12 - 1024} are not answered" in caplog.text
+        for number in range(10**12 - 1023, 10**12 - 1023 + MOST_AT_ONCE):
+            store.set(f"{number}/wanted", "5 nothing")
+        await asyncio.wait_for(fetched(tmp_path, manifest), 10)
         channel.close()
 
     asyncio.run(fetch())
