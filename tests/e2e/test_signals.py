@@ -13,19 +13,10 @@ from pathlib import Path
 import pytest
 
 from .helpers.processes import Command, alive, children_of, environment, wait_until
-from .helpers.runs import Run, assert_same_run, assert_trained_once, fingerprint
+from .helpers.runs import Run, assert_same_run, assert_trained_once, fingerprint, wait_for_steps
 
 NewRun = Callable[..., Run]
 SLOW = {"batch_size": 8, "reward": {"function": "my_code:slow_reward"}}
-
-
-def wait_for_steps(run: Run, steps: int, command: Command) -> None:
-    def reached() -> bool:
-        file = run.path / "journal.jsonl"
-        return not command.running() or (file.exists() and file.read_bytes().count(b"\n") >= steps)
-
-    wait_until(reached, 60, f"step {steps} of {run.path}")
-    assert command.running(), command.text()
 
 
 @pytest.mark.parametrize(

@@ -15,20 +15,11 @@ from typing import Any
 
 import pytest
 
-from .helpers.processes import Command, WarmPython, alive, children_of, wait_until
-from .helpers.runs import Run, assert_same_run, assert_trained_once, fingerprint, hash_of
+from .helpers.processes import WarmPython, alive, children_of, wait_until
+from .helpers.runs import Run, assert_same_run, assert_trained_once, fingerprint, hash_of, wait_for_steps
 
 NewRun = Callable[..., Run]
 SLOW = {"batch_size": 8, "reward": {"function": "my_code:slow_reward"}}
-
-
-def wait_for_steps(run: Run, steps: int, command: Command) -> None:
-    def reached() -> bool:
-        file = run.path / "journal.jsonl"
-        return not command.running() or (file.exists() and file.read_bytes().count(b"\n") >= steps)
-
-    wait_until(reached, 60, f"step {steps} of {run.path}")
-    assert command.running(), command.text()
 
 
 def contents(run: Run) -> dict[str, str]:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from .helpers.processes import Command, wait_until
-from .helpers.runs import Run, assert_same_run, fingerprint
+from .helpers.runs import Run, assert_same_run, fingerprint, wait_for_steps
 
 NewRun = Callable[..., Run]
 SLOW = {"batch_size": 8, "reward": {"function": "my_code:slow_reward"}}
@@ -41,15 +40,6 @@ def fill(disk: Path, leave_bytes: int) -> Path:
         while (free := shutil.disk_usage(disk).free - leave_bytes) > 0:  # the run writes meanwhile
             file.write(b"x" * min(free, 65536))
     return filler
-
-
-def wait_for_steps(run: Run, steps: int, command: Command) -> None:
-    def reached() -> bool:
-        file = run.path / "journal.jsonl"
-        return not command.running() or (file.exists() and file.read_bytes().count(b"\n") >= steps)
-
-    wait_until(reached, 60, f"step {steps} of {run.path}")
-    assert command.running(), command.text()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from .processes import Command, WarmPython
+from .processes import Command, WarmPython, wait_until
 
 REVERSE_ARGS = {"system_prompt": "Reverse.", "min_len": 3, "max_len": 6, "num_train": 200, "num_eval": 20}
 SUM_ARGS = {"num_train": 200, "num_eval": 20}
@@ -119,6 +119,15 @@ def assert_trained_once(run: Run, steps: int) -> None:
     assert [record["step"] for record in journal] == list(range(1, steps + 1))
     counts = Counter(rollout_id for record in journal for rollout_id in record["rollout_ids"])
     assert counts and max(counts.values()) == 1, counts.most_common(3)
+
+
+def wait_for_steps(run: Run, steps: int, command: Command) -> None:
+    def reached() -> bool:
+        file = run.path / "journal.jsonl"
+        return not command.running() or (file.exists() and file.read_bytes().count(b"\n") >= steps)
+
+    wait_until(reached, 60, f"step {steps} of {run.path}")
+    assert command.running(), command.text()
 
 
 def overrides(**values: Any) -> Sequence[str]:
