@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the first import of a library that reads it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup leaves it ignored, and what tests start would inherit that
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
