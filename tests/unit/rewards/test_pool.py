@@ -120,7 +120,7 @@ class Misbehaving(SingleTurn):
     def forge(self):
         """Writes a score of its own making into the pipe, before the worker does."""
         forged = json.dumps({"status": "ok", "reward": float("nan"), "parts": {}}).encode()
-        for descriptor in range(3, 64):
+        for descriptor in map(int, os.listdir("/dev/fd")):
             with contextlib.suppress(OSError):
                 os.write(descriptor, pack(1, RESULT, forged))
         return 1
