@@ -120,7 +120,7 @@ class Misbehaving(SingleTurn):
     def forge(self):
         """Writes a score of its own making into the pipe, before the worker does."""
         forged = json.dumps({"status": "ok", "reward": float("nan"), "parts": {}}).encode()
-        for descriptor in map(int, os.listdir("/dev/fd")):
+        for descriptor in (int(entry.name) for entry in list(Path("/dev/fd").iterdir())):
             with contextlib.suppress(OSError):
                 os.write(descriptor, pack(1, RESULT, forged))
         return 1
