@@ -24,6 +24,7 @@ from shoal.models.own_weights import OwnWeights
 from shoal.observability import manifest as manifests
 from shoal.observability.atomic import fault
 from shoal.protocols import Heard
+from shoal.rollout.pausing import PAUSE_S, pause_between_turns
 from shoal.types import Completion, Request
 
 # Engine steps between two looks at what else the loop wants of the device's thread.
@@ -229,9 +230,7 @@ class EmbeddedRolloutEngine:
         return self._served[1] if self._served is not None else self._hash()
 
     async def pause(self) -> None:
-        """Draws nothing more once it returns; requests stay where they are."""
-        self._running.clear()
-        await self._between_turns.wait()
+        await pause_between_turns(self._running, self._between_turns, "the embedded engine", PAUSE_S)
 
     async def resume(self) -> None:
         self._running.set()

@@ -23,11 +23,11 @@ from shoal.errors import ConfigError, EngineError, ShoalError
 from shoal.observability.manifest import verify
 from shoal.rollout.answers import Answer, Reading
 from shoal.rollout.norms import is_noisy_norm, normal
+from shoal.rollout.pausing import PAUSE_S, pause_between_turns
 from shoal.rollout.probe import PROBE_TOKENS, Probes
 from shoal.rollout.vllm_drawing import Call, Drawing
 from shoal.types import Completion, Request
 
-PAUSE_S = 600.0  # for a turn to end, which may stand behind a step of training
 SLEEP_LEVEL = 1  # weights wait in the host's memory; level 2 would discard them
 Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
@@ -238,14 +238,7 @@ class InProcessVllm:
     # The rest of the seam
 
     async def pause(self) -> None:
-        """Draws nothing more once it returns; requests stay where they are. One that fails has paused nothing."""
-        self._running.clear()
-        try:
-            async with asyncio.timeout(PAUSE_S):
-                await self._between_turns.wait()
-        except TimeoutError as error:
-            self._running.set()
-            raise EngineError(f"vLLM was not paused: its turn on the device did not end in {PAUSE_S:g} s") from error
+        await pause_between_turns(self._running, self._between_turns, "vLLM", PAUSE_S)
 
     async def resume(self) -> None:
         self._running.set()
