@@ -176,7 +176,10 @@ class Loop:
         return evaluated[0] if evaluated is not None else None
 
     async def _evaluate_owed(self) -> str | None:
-        """What a signal cut short is made up for, with the same weights and seeds: the step's metrics get it now."""
+        """What a signal cut short is made up for, with the step's weights and the same seeds: its metrics get it now.
+
+        Where weights are synced every few steps only, these are newer than those the undisturbed run evaluates.
+        """
         progress, step = self.progress, self.progress.step
         if not progress.owes_evaluation:
             return None
