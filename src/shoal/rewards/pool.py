@@ -189,8 +189,8 @@ class RewardPool:
             self._loop.remove_writer(self._socket)
         except BlockingIOError:
             self._loop.add_writer(self._socket, self._flush)
-        except OSError as error:
-            self._fail(f"the reward server is gone ({error})")
+        except OSError:
+            self._fail_at_its_end()
 
     def _receive(self) -> None:
         while self._socket is not None:
@@ -201,19 +201,19 @@ class RewardPool:
             except OSError:
                 data = b""
             if not data:
-                self._fail(f"the reward server ended ({self._how_it_ended()})")
+                self._fail_at_its_end()
                 return
             for frame in self._replies.feed(data):
                 reply = self._waiting.get(frame.job)
                 if frame.kind == RESULT and reply is not None and not reply.done():
                     reply.set_result(_to_score(frame.body))
 
-    def _how_it_ended(self) -> str:
-        """A process closes its files a moment before its end can be asked for."""
+    def _fail_at_its_end(self) -> None:
+        """Writing or reading notices it first. A process closes its files a moment before its end can be asked for."""
         deadline = time.monotonic() + END_LIMIT_S
         while (how := end_of(self._pid)) is None and time.monotonic() < deadline:
             time.sleep(0.005)
-        return how or "its connection broke"
+        self._fail(f"the reward server ended ({how or 'its connection broke'})")
 
     def _fail(self, reason: str) -> None:
         """Nothing can be scored any more, and another server cannot be forked beside a loaded model."""
