@@ -148,8 +148,10 @@ class Served:
     async def _do(self, message: dict[str, Any]) -> None:
         if message["kind"] == "load":
             value = message["value"]
+            await self.engine.pause()
             await asyncio.get_running_loop().run_in_executor(self.loaded.device, self._read, value["path"])
             self._answer(message["id"], await self.engine.load(value["version"]))
+            await self.engine.resume()
             return
         self._count(+1)
         try:

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,6 +58,7 @@ class EmbeddedRolloutEngine:
         self._numbers = itertools.count()
         self._inbox: deque[Request | str] = deque()  # filled by coroutines, emptied by the device's thread; str = drop
         self._listening: dict[str, _Call] = {}
+        self._called = 0  # who waits for the device's thread with something that a turn gives way to
         self._pump: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._closed = False
@@ -140,7 +141,9 @@ class EmbeddedRolloutEngine:
             self._failure = error
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> list[Completion]:
-        """On the device's thread: step until something finishes or the turn is over; requests join at every step."""
+        """On the device's thread: step until something finishes, the turn is over or weights or a pause are waiting;
+        requests join at every step.
+        """
         finished: list[Completion] = []
         fault("engine:turn")
         for _ in range(STEPS_PER_TURN):
@@ -153,7 +156,7 @@ class EmbeddedRolloutEngine:
                     finished.append(answer)
             if dropped:
                 self._engine.cancel(dropped)
-            if finished or not self._engine.busy:
+            if finished or self._called or not self._running.is_set() or not self._engine.busy:
                 break
             finished += self._engine.step()
             if self._listening:
@@ -175,8 +178,14 @@ class EmbeddedRolloutEngine:
 
         The manifest may carry the noise of this version. Without a path it is about the weights that are there.
         """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._device, self._load, version, dict(manifest or {}))
+        return await self._between_steps(self._load, version, dict(manifest or {}))
+
+    async def _between_steps(self, work: Callable[..., str], *arguments: Any) -> str:
+        self._called += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._device, work, *arguments)
+        finally:
+            self._called -= 1
 
     def _load(self, version: int, manifest: dict[str, Any]) -> str:
         view = self._engine.view
@@ -210,11 +219,11 @@ class EmbeddedRolloutEngine:
 
     async def load_adapter(self, folder: Path) -> str:
         """Put an adapter on a server's model that no training run published; the version stays what it is."""
-        return await asyncio.get_running_loop().run_in_executor(self._device, self._load_adapter, folder)
+        return await self._between_steps(self._load_adapter, folder)
 
     async def unload_adapter(self) -> str:
         """Back to the version that was published last, or to the model as it was loaded."""
-        return await asyncio.get_running_loop().run_in_executor(self._device, self._unload_adapter)
+        return await self._between_steps(self._unload_adapter)
 
     def _load_adapter(self, folder: Path) -> str:
         assert self._weights is not None, "build/ gives a server its own weights"

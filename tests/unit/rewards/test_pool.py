@@ -18,6 +18,7 @@ from shoal.envs import SingleTurn, answer_of, ask
 from shoal.errors import RewardServerError
 from shoal.rewards.compose import NamedRewards
 from shoal.rewards.pool import RewardPool
+from shoal.rewards.server import end_of
 from shoal.rewards.wire import RESULT, pack
 
 TIMEOUT_S = 0.5
@@ -419,6 +420,18 @@ def test_a_killed_server_ends_the_wait_of_everybody(tmp_path):
     asyncio.run(run())
     assert all_gone(noted_pids(tmp_path))
     asyncio.run(pool.close())
+
+
+def test_an_end_that_writing_notices_first_is_told_alike(pool):
+    async def run():
+        await pool.score("bad", "train", 0, [{"role": "assistant", "content": "4"}])
+        os.kill(pool._pid, signal.SIGKILL)
+        while end_of(pool._pid) is None:
+            time.sleep(0.005)  # the loop stands: nothing is read
+        with pytest.raises(RewardServerError, match=r"server ended \(killed by SIGKILL\), and with it all"):
+            await pool.score("bad", "train", 0, [])
+
+    asyncio.run(run())
 
 
 def test_a_stopped_server_does_not_blame_the_reward(pool):
