@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -300,3 +301,31 @@ def test_noise_comes_from_the_manifest_and_the_run_s_seed(device: ThreadPoolExec
 
     plain, one, again, other = (asyncio.run(sample(s, n)) for s, n in ((0, 0), (0.1, 0), (0.1, 0), (0.1, 1)))
     assert one == again and one != plain and other not in (one, plain)
+
+
+@pytest.mark.parametrize("what", ["load", "pause"])
+def test_weights_and_pauses_wait_for_one_step_alone(device: ThreadPoolExecutor, what: str) -> None:
+    inner = make_engine(small_decoder())
+    engine, step = EmbeddedRolloutEngine(inner, device), inner.step
+    inside, gate, steps, found = threading.Event(), threading.Event(), [], []
+
+    def gated() -> Any:
+        steps.append(len(steps))
+        inside.set()
+        assert gate.wait(10)
+        return step()
+
+    inner.step = gated
+
+    async def run() -> None:
+        drawn = asyncio.create_task(engine.generate(ask("a", PROMPTS[0], max_tokens=12, min_tokens=12)))
+        await asyncio.to_thread(inside.wait, 10)
+        waiting = asyncio.create_task(engine.load(1) if what == "load" else engine.pause())
+        await asyncio.sleep(0)
+        device.submit(lambda: found.append(len(steps)))
+        gate.set()
+        await asyncio.wait_for(waiting, 10)
+        await engine.resume()
+        assert len((await drawn).token_ids) == 12 and found == [1]
+
+    asyncio.run(run())
