@@ -30,8 +30,8 @@ LAYOUTS = {
     "train them; or half of the time for most answers and four times that for the longest.",
     "engine process": "the embedded engine of a tiny model in a process of its own on a CPU, one thread for it and one "
     "for training, so that the two overlap; the fastest of three runs.",
-    "co-located": "`shoal grpo` with all threads: sampling and training take turns on one device, and waiting for one's turn is "
-    "not idle; the fastest of three runs.",
+    "co-located": "`shoal grpo` with all threads: sampling and training take turns on one device, and waiting "
+    "for one's turn is not idle; the fastest of three runs.",
     "split": "`shoal grpo --layout split`; the fastest of three runs.",
 }
 MANY: list[Column] = [
