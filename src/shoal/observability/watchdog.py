@@ -54,6 +54,14 @@ async def awake_within(awaitable: Awaitable[Result], limit_s: float) -> Result:
     raise TimeoutError
 
 
+async def within(limit_s: float, work: Awaitable[Result], what: str, key: str) -> Result:
+    """The same for something whose limit is a setting: DeadlineError names both."""
+    try:
+        return await awake_within(work, limit_s)
+    except TimeoutError:
+        raise DeadlineError(f"{what} took longer than {limit_s:g} s; raise {key} if that is expected") from None
+
+
 @dataclass(slots=True)
 class Wait:
     """Somebody waiting for something since a moment, with an optional moment at which that is too long."""

@@ -7,19 +7,15 @@ recorded, and the next one draws other prompts.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from shoal.errors import EXIT_INTERRUPTED, DeadlineError, EngineError, Interrupted, StoppedByPolicy
-from shoal.observability.journal import encode_line
+from shoal.errors import EXIT_INTERRUPTED, EngineError, Interrupted, StoppedByPolicy
 from shoal.observability.metrics import Tally
 from shoal.observability.spans import throughput
-from shoal.observability.watchdog import awake_within
+from shoal.observability.watchdog import within
 from shoal.orchestrator.collect import Collected, Interruption
 from shoal.orchestrator.evaluate import unless_stopped
 from shoal.orchestrator.learn import Learned
@@ -27,11 +23,11 @@ from shoal.orchestrator.notes import FailureNotes, tell_stale
 from shoal.orchestrator.parts import Files, LoopSettings, Parts, Progress
 from shoal.orchestrator.ranks import agree
 from shoal.orchestrator.records import completion_lines, rollout_lines, tally_groups
+from shoal.orchestrator.saving import Saving, read_state
 
 __all__ = ["Files", "Loop", "LoopSettings", "Parts", "Progress"]
 MAX_NON_FINITE = 3  # steps in a row
 MAX_FLAT = 5  # steps in a row
-LOOP_FILE = "loop.json"
 
 
 class Loop:
@@ -41,10 +37,10 @@ class Loop:
         self.progress = Progress()
         self._stop = asyncio.Event()
         self._exit_code = EXIT_INTERRUPTED
-        self._saved_step: int | None = None
         self._served = ""  # proof of the weights the sampler serves
         self._served_sigma = 0.0  # and the noise on them
         self._failures = FailureNotes(parts.events)
+        self._saving = Saving(parts, settings)
         self.stopped_by_rule = False  # one of its own, which all ranks come to at once
         self._boundary: dict[str, Any] = {}  # the state between two steps; what a checkpoint holds
 
@@ -120,7 +116,7 @@ class Loop:
             self._served_sigma = self._sigma(version)
             with parts.phases("sync"):
                 sync, limit = self._sync(version), self.settings.sync_deadline_s
-                self._served = await _within(limit, sync, "the weight sync", "orch.sync_deadline_s")
+                self._served = await within(limit, sync, "the weight sync", "orch.sync_deadline_s")
             if len(set(await parts.ranks.exchange(self._served.encode()))) > 1:
                 raise EngineError(f"the processes do not hold the same weights of version {version}")
 
@@ -188,7 +184,7 @@ class Loop:
         if progress.owes_evaluation:
             raise Interruption
         self.parts.sinks.amend(step, metrics)
-        self._mark_best_if_it_is(step)
+        self._saving.mark_best(progress)
         return self._outcome()
 
     def _note_best(self, step: int, value: float) -> None:
@@ -266,58 +262,22 @@ class Loop:
         last = step == settings.max_steps and not settings.save.off
         if best or settings.save.due(step) or last:
             await self.save()
-            self._mark_best_if_it_is(step)
-
-    def _mark_best_if_it_is(self, step: int) -> None:
-        best, writes = self.progress.best, self.parts.ranks.rank == 0
-        if self.settings.keep_best and self.progress.best_step == step and best is not None and writes:
-            self.parts.run_dir.mark_best(step, best)
+            self._saving.mark_best(self.progress)
 
     async def save(self) -> None:
         """A complete checkpoint of the state after the last step."""
-        parts, step = self.parts, self.progress.step
-        if self._saved_step == step or not self._boundary:
-            return  # without a boundary it failed within a step, and that step is computed again
-        with parts.phases("save"):
-            if parts.save_shards is not None:
-                await self._write_shards(parts.save_shards)
-            await parts.ranks.on_main(self._write_checkpoint)
-        self._saved_step = step
-        self.settings.save.saved()
-
-    async def _write_shards(self, save_shards: Callable[[Path], None]) -> None:
-        """Every rank its own, aside; the checkpoint takes them in, and a run that is cut here sweeps them away."""
-
-        async def make_room() -> str:
-            return str(self.parts.run_dir.make_shards_folder().resolve())
-
-        shards = self.parts.on_device(save_shards, Path(await self.parts.ranks.on_main(make_room)))
-        await _within(self.settings.save_deadline_s, shards, "writing the shards", "train.save_deadline_s")
-
-    async def _write_checkpoint(self) -> None:
-        parts, step = self.parts, self.progress.step
-        with parts.run_dir.checkpoint(step) as folder:
-            if parts.save_shards is not None:
-                parts.run_dir.take_shards(folder)
-            files, limit = parts.on_device(parts.files.save, folder), self.settings.save_deadline_s
-            await _within(limit, files, "writing the checkpoint", "train.save_deadline_s")
-            state = encode_line(msgspec.to_builtins(self._boundary))  # without secrets, which prompts may hold
-            (folder / LOOP_FILE).write_bytes(state)
-        parts.run_dir.prune_checkpoints(self.settings.save_total_limit)
-        parts.run_dir.write_status(
-            "running", step=step, reason="checkpoint", resumable=True, next_command=self.settings.next_command
-        )
+        await self._saving.save(self.progress.step, self._boundary)
 
     def state(self) -> dict[str, Any]:
         stream, collector = self.parts.stream.state(), self.parts.collector.state()
         return {"progress": replace(self.progress), "cursor": stream, "collector": collector}
 
     async def restore(self, folder: Path) -> None:
-        state = json.loads((folder / LOOP_FILE).read_bytes())  # a prompt may be no text to stricter readers
+        state = read_state(folder)
         self.progress = Progress(**state["progress"])
         self.parts.stream.load_state(state["cursor"])
         self.parts.collector.load_state(state["collector"])
-        self._saved_step = self.progress.step
+        self._saving.saved_step = self.progress.step
         await self.parts.on_device(self.parts.files.load, folder)
 
     async def _interrupted(self) -> None:
@@ -325,13 +285,6 @@ class Loop:
         await self.save()
         await self.parts.collector.cancel()
         kept = "there is no checkpoint yet, so it starts again from the beginning"
-        if self._saved_step is not None:
-            kept = f"the state after step {self._saved_step} is saved"
+        if self._saving.saved_step is not None:
+            kept = f"the state after step {self._saving.saved_step} is saved"
         raise Interrupted(f"interrupted; {kept}", self._exit_code)
-
-
-async def _within(limit_s: float, work: Awaitable[Any], what: str, key: str) -> Any:
-    try:
-        return await awake_within(work, limit_s)
-    except TimeoutError:
-        raise DeadlineError(f"{what} took longer than {limit_s:g} s; raise {key} if that is expected") from None
