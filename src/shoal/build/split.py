@@ -155,7 +155,7 @@ def make_engine(config: RunConfig, meeting: Meeting, chat: Chat) -> RolloutEngin
     # A wait for the server ends before the wait for the groups it should have drawn: the reason names the cause.
     limit_s = max(orch.deadline_s / 2, orch.deadline_s - 30)
     connections, token_file = max(64, 2 * orch.batch_size), meeting.presence.folder / CONTROL
-    seen = {"whereabouts": where, "is_silent": functools.partial(is_silent, meeting)}
+    seen = {"whereabouts": where, "silent_s": functools.partial(silent_s, meeting)}
     address = Address(client.base_url, key, limit_s, client.timeout, connections, token_file=token_file, **seen)
     return HttpRolloutEngine(address, config.train.model, config.train.seed, waits.heard)
 
@@ -173,10 +173,11 @@ def whereabouts(meeting: Meeting, config: RunConfig) -> tuple[str, str]:
     return f"grpo-infer is there, but does not answer at this address: {wrote}", "check orch.client.base_url"
 
 
-def is_silent(meeting: Meeting) -> bool:
-    """Whether grpo-infer, which was here, shows no sign of life any more."""
+def silent_s(meeting: Meeting) -> float:
+    """Seconds since the last sign of life of a grpo-infer that was here and shows none any more; 0 while it does."""
     meeting.peers.look()
-    return meeting.peers.get("infer") is not None and not meeting.peers.is_alive("infer")
+    came, lives = meeting.peers.get("infer") is not None, meeting.peers.is_alive("infer")
+    return meeting.peers.silent_s("infer") if came and not lives else 0.0
 
 
 async def check_engine(engine: Any, config: RunConfig) -> None:

@@ -201,7 +201,7 @@ class HttpRolloutEngine:
     async def _until_due(self) -> None:
         """Until the next look: at once for a server of whom nothing is seen elsewhere either."""
         due = time.monotonic() + LOOK_EVERY_S
-        while (left := due - time.monotonic()) > 0 and not self._link.address.is_silent():
+        while (left := due - time.monotonic()) > 0 and not self._link.address.silent_s():
             await asyncio.sleep(min(left, LISTEN_EVERY_S))
 
     async def _meet(self, met: str | None) -> None:
@@ -211,8 +211,8 @@ class HttpRolloutEngine:
                 return  # somebody else met the new one meanwhile
 
             async def probe() -> dict[str, Any]:
-                silent = self._link.address.is_silent()
-                facts = await self._link.meet("/shoal/about", SILENT_PROBE_S if silent else PROBE_S)
+                limit_s = SILENT_PROBE_S if self._link.address.silent_s() else PROBE_S
+                facts = await self._link.meet("/shoal/about", limit_s)
                 if met is None or facts.get("incarnation") != met:
                     self._check_facts(facts)
                     await self._restore(facts)

@@ -77,8 +77,8 @@ class Address:
     start: str = "start it with shoal grpo-infer"  # what to do where nobody answers
     # What is known of a server that is absent, and what to do then, where somebody knows more than that.
     whereabouts: Callable[[], tuple[str, str] | None] = lambda: None
-    # Whether it has stopped to show signs of life, where somebody sees them: then it is looked at before it is due.
-    is_silent: Callable[[], bool] = lambda: False
+    # Seconds since the last sign of life of one that shows none any more, where somebody sees them; 0 = it lives.
+    silent_s: Callable[[], float] = lambda: 0.0
     token_file: Path | None = None  # where a server without a key leaves the token that steers it
     answer_bytes: int = 1 << 28  # the longest answer that is read; 128k tokens with all they were drawn from are less
 
@@ -219,7 +219,7 @@ class Link:
         """What `probe` gives as soon as it is not lost; says for whom it waits, and gives up at the deadline."""
         limit_s = limit_s or self.address.deadline_s
         began, pause_s = time.monotonic(), SHORTEST_PAUSE_S
-        since = time.strftime("%H:%M:%S")
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - self.address.silent_s()))
         while True:
             try:
                 found = await probe()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +83,7 @@ class Double:
 def against(double: Double, work: Callable[[HttpRolloutEngine], Awaitable[None]], **options: Any) -> None:
     async def run() -> None:
         async with double.up() as url:
-            more = {name: options.pop(name) for name in ("request_s", "is_silent") if name in options}
+            more = {name: options.pop(name) for name in ("request_s", "silent_s") if name in options}
             engine = HttpRolloutEngine(Address(url, deadline_s=2, **{"request_s": 5, **more}), **options)
             try:
                 await asyncio.wait_for(work(engine), 20)
@@ -445,8 +447,10 @@ def test_one_that_shows_no_sign_of_life_is_looked_at_before_it_is_due(monkeypatc
     async def work(engine: HttpRolloutEngine) -> None:
         assert (await asyncio.wait_for(engine.generate(REQUEST), 5)).token_ids == [7, 8, 9]
 
-    against(Stopped([good()]), work, request_s=60, waiting=said.append, is_silent=lambda: silent)
+    against(Stopped([good()]), work, request_s=60, waiting=said.append, silent_s=lambda: 100.0 * silent)
     assert said[0] is not None and "no answer to /shoal/about within 0 s" in said[0]
+    began = datetime.strptime(re.findall(r"since (\d\d:\d\d:\d\d)", said[0])[0], "%H:%M:%S")
+    assert 95 <= (datetime.now() - began).seconds <= 110, "since it was last seen"
 
 
 def test_what_is_known_of_a_server_does_not_hide_that_there_is_no_way_to_it():
