@@ -33,6 +33,10 @@ class DataError(ConfigError):
     """A data set that cannot be read or holds nothing usable."""
 
 
+class UsedFolderError(ConfigError):
+    """The folder holds a run already, and --resume was not said."""
+
+
 class HardwareError(ConfigError):
     """The configuration is valid but this machine cannot do it; the message names a setting that works."""
 

@@ -24,9 +24,10 @@ from shoal.config.problems import Origins
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import InferConfig, OrchConfig, RunConfig, TrainConfig
 from shoal.config.split import check_split
-from shoal.errors import LostRanksError, ShoalError
+from shoal.errors import LostRanksError, ShoalError, UsedFolderError
 from shoal.observability.console import BaseConsole, PlainConsole
 from shoal.observability.logs import setup_logging, stop_logging
+from shoal.observability.run_dir import is_used
 from shoal.observability.token import WEIGHTS
 from shoal.orchestrator.meeting import LOOK_S, Ended, Meeting, ending_of
 from shoal.orchestrator.ranks import Alone
@@ -47,6 +48,11 @@ def orchestrate(
         notices = check_split(config).notice_lines()
         layout = api.Layout("orch", partial(assemble_split, meeting), trains=False)
         resume = resume or config.train.resume_from_checkpoint
+        if not resume and is_used(Path(config.train.output_dir)):
+            raise UsedFolderError(
+                f"{config.train.output_dir} already holds a run; continue it with --resume. grpo-infer and "
+                "grpo-train wait for that; for another run end them, and start all three with another output_dir"
+            )
         api.train(config, resume=resume, notices=notices, next_command=next_command, layout=layout)
 
 
@@ -179,7 +185,8 @@ def _taking_part(
     component: str, section: InferConfig | OrchConfig | TrainConfig, console: BaseConsole, *, ends_all: bool = False
 ) -> Iterator[Meeting]:
     """Present for as long as the block runs. An end that is meant is told to the others; a crash is not, of this one
-    or of one that trains with it: it may be followed by a restart. Unless its end is the run's (`ends_all`)."""
+    or of one that trains with it: it may be followed by a restart. Unless its end is the run's (`ends_all`).
+    A command that was given wrongly is not: it is given again."""
     meeting = Meeting(component, section, console.note)
     error: BaseException | None = None
     try:
@@ -190,7 +197,8 @@ def _taking_part(
         error = raised
         raise
     finally:
-        if ends_all or (isinstance(error, ShoalError) and not isinstance(error, LostRanksError)):
+        alone = isinstance(error, LostRanksError | UsedFolderError)
+        if not alone and (ends_all or isinstance(error, ShoalError)):
             meeting.end_all(*ending_of(error))
         meeting.close(error)
 

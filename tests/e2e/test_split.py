@@ -146,6 +146,9 @@ def test_killed_one_after_the_other(tmp_path: Path, warm: WarmPython, model: Pat
         run.start_all(kill_at=places)
         for victim in ("train", "infer", "orch"):
             assert run.processes[victim].wait() == KILLED
+            if victim == "orch":  # as it was first started: the folder is used, and nobody else ends for that
+                forgetful = run.start_one(victim)
+                assert forgetful.wait() == 2 and "already holds a run; continue it with --resume" in forgetful.text()
             run.start_one(victim, *(["--resume"] if victim == "orch" else []))
         finish(run, in_one())
 

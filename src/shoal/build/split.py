@@ -140,7 +140,7 @@ async def make_answerer(train: TrainConfig, meeting: Meeting) -> Answerer:
 
 def make_engine(config: RunConfig, meeting: Meeting, chat: Chat) -> RolloutEngine:
     """The way to grpo-infer. What it says about itself is compared before anything is asked of it."""
-    waits = Waits(lambda text: meeting.tell(text))
+    waits = Waits(lambda text: meeting.tell(text), lambda: meeting.peers.silent_s("infer"))
     where = functools.partial(whereabouts, meeting, config)
     if config.infer.engine != "embedded":
         model = facts_of_files(str(config.train.model), chat)
@@ -155,9 +155,8 @@ def make_engine(config: RunConfig, meeting: Meeting, chat: Chat) -> RolloutEngin
     # A wait for the server ends before the wait for the groups it should have drawn: the reason names the cause.
     limit_s = max(orch.deadline_s / 2, orch.deadline_s - 30)
     connections, token_file = max(64, 2 * orch.batch_size), meeting.presence.folder / CONTROL
-    address = Address(
-        client.base_url, key, limit_s, client.timeout, connections, token_file=token_file, whereabouts=where
-    )
+    seen = {"whereabouts": where, "silent_s": functools.partial(silent_s, meeting)}
+    address = Address(client.base_url, key, limit_s, client.timeout, connections, token_file=token_file, **seen)
     return HttpRolloutEngine(address, config.train.model, config.train.seed, waits.heard)
 
 
@@ -172,6 +171,13 @@ def whereabouts(meeting: Meeting, config: RunConfig) -> tuple[str, str]:
     if asked in (None, infer.port):
         return LOADING, f"{wrote}; check orch.client.base_url, or raise orch.deadline_s if it needs longer"
     return f"grpo-infer is there, but does not answer at this address: {wrote}", "check orch.client.base_url"
+
+
+def silent_s(meeting: Meeting) -> float:
+    """Seconds since the last sign of life of a grpo-infer that was here and shows none any more; 0 while it does."""
+    meeting.peers.look()
+    came, lives = meeting.peers.get("infer") is not None, meeting.peers.is_alive("infer")
+    return meeting.peers.silent_s("infer") if came and not lives else 0.0
 
 
 async def check_engine(engine: Any, config: RunConfig) -> None:

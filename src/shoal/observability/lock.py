@@ -27,7 +27,8 @@ LATELY_S = 900.0
 class RunLock:
     """Held from construction until `release`."""
 
-    def __init__(self, folder: Path, name: str = LOCK_NAME) -> None:
+    def __init__(self, folder: Path, name: str = LOCK_NAME, taken: str | None = None) -> None:
+        """`taken` says what it means that somebody holds it, before that one's name."""
         self.path = folder / name
         with storage(f"open {self.path}"):
             self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -36,7 +37,8 @@ class RunLock:
         except OSError as error:
             self.release()
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise RunLockedError(_locked_message(folder, _read_holder(self.path))) from error
+                taken = taken or f"{folder} is in use by"
+                raise RunLockedError(_locked_message(taken, _read_holder(self.path))) from error
             raise StorageError(f"could not lock {self.path}: {error.strerror}; use a file system with flock") from error
         with storage(f"write {self.path}"):
             os.ftruncate(self._descriptor, 0)
@@ -92,11 +94,11 @@ def _read_holder(path: Path) -> dict[str, Any]:
     return holder if isinstance(holder, dict) else {}
 
 
-def _locked_message(folder: Path, holder: dict[str, Any]) -> str:
+def _locked_message(taken: str, holder: dict[str, Any]) -> str:
     who = "another process"
     if "pid" in holder:
         who = f"process {holder['pid']} on {holder.get('host', '?')}, started {holder.get('started_at', '?')}"
-    return f"{folder} is in use by {who}; wait for it, stop it, or choose another output_dir"
+    return f"{taken} {who}; wait for it, stop it, or choose another output_dir"
 
 
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from shoal import __version__
 from shoal.config.problems import Origins
 from shoal.config.schema import InferConfig, OrchConfig, RunConfig, TrainConfig
 from shoal.config.split import check_split, merge_sections, section_data
@@ -43,6 +44,7 @@ class Waits:
     """Tells once a wait has lasted a moment, then at ever longer intervals, and when it is over."""
 
     tell: Tell
+    lasted_s: Callable[[], float] = lambda: 0.0  # how long a wait had lasted when it was first heard of
     _next: dict[str, float] = field(default_factory=dict)
     _since: float | None = None  # of a wait that is told in others' words
 
@@ -63,7 +65,7 @@ class Waits:
             self._since = None
             return
         now = time.monotonic()
-        self._since = now if self._since is None else self._since
+        self._since = now - self.lasted_s() if self._since is None else self._since
         if now - self._since >= self._next.get("", FIRST_WORD_S):
             self._next[""] = 2 * (now - self._since)
             self.tell(what)
@@ -146,9 +148,21 @@ class Meeting:
     def agree(self, origins: Origins | None = None) -> RunConfig:
         """The configuration of the run from all three sections; what does not go together ends all three alike."""
         others = {name: peer.section for name in COMPONENTS if (peer := self.peers.get(name)) is not None}
+        self._check_versions()
         config = merge_sections(self.presence.component, self._section, others)
         check_split(config).raise_errors(self._origins(origins or Origins(default="handshake")))
         return config
+
+    def _check_versions(self) -> None:
+        """Files and calls of another release may mean something else."""
+        for name in COMPONENTS:
+            peer = self.peers.get(name)
+            theirs = peer.about.get("shoal", __version__) if peer is not None else __version__
+            if theirs != __version__:
+                raise ConfigError(
+                    f"{self.name} is Shoal {__version__}, grpo-{name} is Shoal {theirs}; install one version "
+                    "everywhere, and start all three again"
+                )
 
     def _origins(self, origins: Origins) -> Origins:
         """What this process did not read itself was given to the process whose section it is."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from shoal.errors import StoppedByPolicy
 from shoal.observability.events import EventLog
+from shoal.observability.text import count
 from shoal.orchestrator.parts import Progress
 from shoal.types import Rollout, RolloutGroup
 
@@ -17,7 +18,7 @@ _PLACE = re.compile(r" \(([^()]+:\d+) in [^()]*\)$")  # as the reward worker wri
 def tell_stale(events: EventLog, step: int, dropped: Sequence[RolloutGroup], limit: int) -> None:
     stale = [group.prompt.group_id for group in dropped if group.drop_reason == "stale"]
     if stale:
-        said = f"step {step}: {len(stale)} groups were more than {limit} versions old and are dropped"
+        said = f"step {step}: {count(len(stale), 'group')} dropped, more than {count(limit, 'version')} old"
         events.emit("stale", said, data={"groups": stale})
 
 

@@ -117,6 +117,10 @@ class Supervisor:
         """What follows from the end of a child: another start, or the end of the run with this exit code."""
         # A leader that met a bug has told the others that the run is over; they are not there for another one.
         crashed = code < 0 or (code == EXIT_BUG and child is not self._leader)
+        if code == EXIT_DONE and child is not self._leader and not self._signals:
+            # The run is over, and so is the leader in a moment; or somebody ended this one alone, and it is missed.
+            self._wait_for(self._leader, HEARD_S)
+            crashed = self._leader.code is None
         if crashed and not self._signals and child.restarts < MAX_RESTARTS:
             child.restarts += 1
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -124,6 +128,7 @@ class Supervisor:
             child.start(again=True)
             return None
         if crashed and self._signals:
+            self._wait_for(self._leader, GRACE_S)  # it notices, and says what is saved
             return self._signalled()
         if crashed:
             self._tell(f"{child.name} ended again ({code}) and is given up")

@@ -9,18 +9,31 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from shoal.errors import DeadlineError, EngineError, ShoalError
 from shoal.observability import manifest as manifests
-from shoal.rollout.link import PROBE_S, SHORTEST_PAUSE_S, Address, Busy, Late, Link, Lost, Waiting
+from shoal.rollout.link import (
+    PROBE_S,
+    SHORTEST_PAUSE_S,
+    SILENT_PROBE_S,
+    Address,
+    Busy,
+    Late,
+    Link,
+    Lost,
+    Waiting,
+    said_once,
+)
 from shoal.server.control import INCARNATION
 from shoal.types import Completion, Request, Span
 
 T = TypeVar("T")
 COMPLETIONS = "/v1/completions"
 LOOK_EVERY_S = 10.0
+LISTEN_EVERY_S = 0.5  # whether it is silent, in between
 # Losses in a row by one server that is up all the same; then it is not the connection.
 MOST_LOSSES = 5
 
@@ -35,7 +48,7 @@ class HttpRolloutEngine:
         noise_seed: int = 0,
         waiting: Waiting = lambda _: None,
     ) -> None:
-        self._link = Link(address, _said_once(waiting))
+        self._link = Link(address, said_once(waiting))
         self._model = model
         self._noise_seed = noise_seed
         self._facts: dict[str, Any] = {}  # what the server says about itself
@@ -177,13 +190,19 @@ class HttpRolloutEngine:
     async def _look(self) -> None:
         """While one asks: a server that hangs, or is gone without a word, is noticed before its time is up."""
         while self._asking:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await self._until_due()
             try:
                 await self._meet(self._facts["incarnation"])
             except ShoalError as error:  # whoever waits for an answer is told
                 self._replaced.set_exception(error)
                 self._replaced.exception()  # it may be that nobody does
                 self._replaced = asyncio.get_running_loop().create_future()
+
+    async def _until_due(self) -> None:
+        """Until the next look: at once for a server of whom nothing is seen elsewhere either."""
+        due = time.monotonic() + LOOK_EVERY_S
+        while (left := due - time.monotonic()) > 0 and not self._link.address.silent_s():
+            await asyncio.sleep(min(left, LISTEN_EVERY_S))
 
     async def _meet(self, met: str | None) -> None:
         """Wait until the server is there; one that is not the one met before is given what it should have."""
@@ -192,7 +211,8 @@ class HttpRolloutEngine:
                 return  # somebody else met the new one meanwhile
 
             async def probe() -> dict[str, Any]:
-                facts = await self._link.meet("/shoal/about", PROBE_S)
+                limit_s = SILENT_PROBE_S if self._link.address.silent_s() else PROBE_S
+                facts = await self._link.meet("/shoal/about", limit_s)
                 if met is None or facts.get("incarnation") != met:
                     self._check_facts(facts)
                     await self._restore(facts)
@@ -218,19 +238,6 @@ class HttpRolloutEngine:
             self._check_loaded(self._wanted, reply)
         if self._paused != bool(facts.get("paused")):
             await self._link.post("/shoal/pause" if self._paused else "/shoal/resume", {}, limit_s)
-
-
-def _said_once(waiting: Waiting) -> Waiting:
-    """The end of a wait is told where there was one: a look that finds the server as it was is no news."""
-    told = False
-
-    def say(text: str | None) -> None:
-        nonlocal told
-        if text is not None or told:
-            waiting(text)
-        told = text is not None
-
-    return say
 
 
 def _has_weights(manifest: Mapping[str, Any]) -> bool:

@@ -26,6 +26,7 @@ T = TypeVar("T")
 Waiting = Callable[[str | None], None]
 CONNECT_S = 10.0
 PROBE_S = 5.0
+SILENT_PROBE_S = 2.0  # of one that shows no sign of life elsewhere either
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 AWAY = (502, 503, 504)  # a proxy without a server behind it, or one that is not ready
 BUSY = 429
@@ -38,6 +39,10 @@ class Lost(Exception):
 
 class Absent(Lost):
     """Nothing listens at the address, or there is no way to it."""
+
+
+class Unreachable(Absent):
+    """There is no way to the address, whoever may listen there."""
 
 
 class Late(Lost):
@@ -72,6 +77,8 @@ class Address:
     start: str = "start it with shoal grpo-infer"  # what to do where nobody answers
     # What is known of a server that is absent, and what to do then, where somebody knows more than that.
     whereabouts: Callable[[], tuple[str, str] | None] = lambda: None
+    # Seconds since the last sign of life of one that shows none any more, where somebody sees them; 0 = it lives.
+    silent_s: Callable[[], float] = lambda: 0.0
     token_file: Path | None = None  # where a server without a key leaves the token that steers it
     answer_bytes: int = 1 << 28  # the longest answer that is read; 128k tokens with all they were drawn from are less
 
@@ -171,6 +178,8 @@ class Link:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if status in (*AWAY, BUSY):
                 raise (Busy if status == BUSY else Lost)(f"status {status}") from error
+            if status == 404:
+                raise self._foreign(f"it has no {path}, status 404") from error
             start = raw[:SHOWN].decode("utf-8", "replace")
             if start.lstrip().startswith("<"):
                 raise self._foreign(f"it answered {path} with a page, status {status}") from error
@@ -210,7 +219,7 @@ class Link:
         """What `probe` gives as soon as it is not lost; says for whom it waits, and gives up at the deadline."""
         limit_s = limit_s or self.address.deadline_s
         began, pause_s = time.monotonic(), SHORTEST_PAUSE_S
-        since = time.strftime("%H:%M:%S")
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - self.address.silent_s()))
         while True:
             try:
                 found = await probe()
@@ -227,7 +236,9 @@ class Link:
     def _excuse(self, error: Lost) -> tuple[str, str]:
         """Why it does not answer, in words, and what to do about it."""
         known = self.address.whereabouts() if isinstance(error, Absent) else None
-        return known or (str(error), f"{self.address.start}, or check orch.client.base_url")
+        if known is not None and not isinstance(error, Unreachable):
+            return known
+        return str(error), f"{self.address.start}, or check orch.client.base_url"
 
     def _pool(self, completions: bool) -> aiohttp.ClientSession:
         if self._closed:  # a session that is opened now would be closed by nobody
@@ -246,10 +257,23 @@ class Link:
         self._pools.clear()
 
 
+def said_once(waiting: Waiting) -> Waiting:
+    """The end of a wait is told where there was one: a look that finds the server as it was is no news."""
+    told = False
+
+    def say(text: str | None) -> None:
+        nonlocal told
+        if text is not None or told:
+            waiting(text)
+        told = text is not None
+
+    return say
+
+
 def _loss(error: Exception) -> Lost:
     """In words that do not need the library's names."""
     if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return Absent("the name of its host is not known")
+        return Unreachable("the name of its host is not known")
     if isinstance(error, aiohttp.ClientSSLError):
         return Absent("no TLS connection to it can be made")
     if isinstance(error, aiohttp.ClientConnectorError):

@@ -13,7 +13,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_IDS = 64
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-# What OpenAI's clients may ask for and no engine here does, with the values that ask for nothing.
+# What OpenAI's and vLLM's clients may ask for and no engine here does, with the values that ask for nothing.
 _UNKNOWN: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "suffix": (None, ""),
@@ -24,6 +24,9 @@ _UNKNOWN: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1),
     "response_format": (None, {"type": "text"}),
     "top_logprobs": (None, 0),
+    "ignore_eos": (None, False),
+    "include_stop_str_in_output": (None, False),
+    "structured_outputs": (None,),
     "prompt_logprobs": (None, False),
     "tool_choice": (None, "auto", "none"),
 }
@@ -116,6 +119,8 @@ def read_sampling(body: Mapping[str, Any]) -> SamplingParams:
         value = given.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise BadRequest(f"{name} must be a number of at least 0", name)
+        if name != "temperature" and value > 1:
+            raise BadRequest(f"{name} must be a number of 0 to 1", name)
     for name, least in (("top_k", -1), ("max_tokens", 1), ("min_tokens", 0)):
         value = given.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 2**31:

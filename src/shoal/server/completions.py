@@ -167,7 +167,8 @@ class Completions:
     def details(self, asked: Asked, token_ids: list[int], values: list[float]) -> dict[str, Any]:
         """Log-probs and ids of tokens, if asked for."""
         fields: dict[str, Any] = {"logprobs": None}
-        if asked.body.get("logprobs") not in (None, False):
+        wanted = asked.body.get("logprobs")
+        if wanted is not None and wanted is not False:  # 0 asks for that of the token drawn, and no others
             texts = [self.served.tokens.token_text(i) for i in token_ids]
             if asked.chat:
                 pairs = zip(texts, values, strict=True)

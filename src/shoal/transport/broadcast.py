@@ -228,8 +228,9 @@ def _listen(place: Place) -> dist.TCPStore:
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             sock.close()
+        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ConfigError(
-            f"train.weight_broadcast: cannot listen on {place.host}:{place.port}: {str(error).splitlines()[0]}; choose "
+            f"train.weight_broadcast: cannot listen on {place.host}:{place.port}: {why}; choose "
             "another train.weight_broadcast.port"
         ) from error
     sock.detach()  # it is the store's now

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal import __version__
 from shoal.errors import StorageError
 from shoal.observability.atomic import remove_quietly, storage, write_atomic
 from shoal.observability.lock import RunLock
@@ -48,13 +49,14 @@ class Presence:
         self.folder = Path(output_dir) / FOLDER
         with storage(f"create {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = RunLock(self.folder, f"{component}.lock")
+        self._lock = RunLock(self.folder, f"{component}.lock", f"a grpo-{component} is in {output_dir} already:")
         self._path = self.folder / f"{component}.json"
         self._about: dict[str, Any] = {
             "component": component,
             "incarnation": self.incarnation,
             "pid": os.getpid(),
             "host": socket.gethostname(),
+            "shoal": __version__,
             "section": dict(section),
         }
         self._guard = threading.Lock()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -108,7 +109,7 @@ class TcpAnswerer:
             answerer._server = await asyncio.start_server(answerer._accept, host, port)
         except OSError as error:
             raise ConfigError(
-                f"train.rollout_transport: cannot listen on {host}:{port}: {error.strerror or error}; choose another "
+                f"train.rollout_transport: cannot listen on {host}:{port}: {_why(error)}; choose another "
                 "train.rollout_transport.port"
             ) from error
         bound = answerer._server.sockets[0].getsockname()[1]
@@ -170,3 +171,8 @@ async def read_frame(reader: asyncio.StreamReader, limit: int = MAX_FRAME_BYTES)
     if length > limit:
         raise EngineError(f"a frame of {length} bytes is more than the {limit} allowed")
     return await reader.readexactly(length)
+
+
+def _why(error: OSError) -> str:
+    """In the system's words; asyncio puts the address around them once more."""
+    return os.strerror(error.errno) if error.errno else str(error)

@@ -6,9 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shoal.build.split import LOADING, whereabouts
+import pytest
+
+from shoal.build.split import LOADING, silent_s, whereabouts
 from shoal.config.schema import InferConfig, OrchConfig, RunConfig
 from shoal.orchestrator.meeting import Meeting
+from shoal.transport import presence
 
 PORT = 8123
 
@@ -33,4 +36,20 @@ def test_whether_it_loads_or_is_elsewhere_or_not_there(tmp_path: Path) -> None:
     assert why == f"grpo-infer is there, but does not answer at this address: {wrote}"
     assert remedy == "check orch.client.base_url"
     theirs.close()
+    ours.close()
+
+
+def test_silence_is_of_one_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has not come yet is waited for in other words, and one that beats is not silent."""
+    monkeypatch.setattr(presence, "PATIENCE_S", 0.6)
+    monkeypatch.setattr(presence, "BEAT_S", 0.05)
+    orch: Any = OrchConfig.model_validate({"env": "reverse-text", "output_dir": str(tmp_path)})
+    ours = Meeting("orch", orch, lambda _: None)
+    time.sleep(0.7)
+    assert silent_s(ours) == 0
+    theirs = Meeting("infer", InferConfig.model_validate({"output_dir": str(tmp_path)}), lambda _: None)
+    assert silent_s(ours) == 0
+    theirs.close()
+    time.sleep(0.7)
+    assert 0.6 <= silent_s(ours) < 10
     ours.close()

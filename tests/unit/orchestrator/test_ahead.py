@@ -120,7 +120,7 @@ def test_stale_groups_are_told_with_their_names(tmp_path: Path):
     (event,) = events_of(tmp_path, "stale")
     dropped = [name for name, reason in journal_of(tmp_path)[2]["dropped"].items() if reason == "stale"]
     assert event["step"] == 3 and sorted(event["data"]["groups"]) == sorted(dropped) and dropped
-    assert event["message"] == f"step 3: {len(dropped)} groups were more than 1 versions old and are dropped"
+    assert event["message"] == f"step 3: {len(dropped)} groups dropped, more than 1 version old"
     assert metrics_of(tmp_path)[2]["group/stale"] == len(dropped)
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from shoal import __version__
 from shoal.config.problems import Origins
 from shoal.config.schema import InferConfig, OrchConfig, TrainConfig
 from shoal.errors import ConfigError, DeadlineError
-from shoal.orchestrator.meeting import Meeting, ending_of, raise_end
+from shoal.orchestrator.meeting import Meeting, Waits, ending_of, raise_end
 from shoal.transport import presence as presences
 from shoal.transport.presence import COMPONENTS, End
 
@@ -78,6 +79,29 @@ def test_whoever_passes_an_end_on_says_who_began_it():
     with pytest.raises(ConfigError) as passed_on:
         raise_end(End(*ending_of(heard.value), "grpo-orch"))
     assert str(passed_on.value) == str(heard.value) == "grpo-train ended the run: train.lora_rank: is 32"
+
+
+def test_a_wait_that_is_heard_of_late_is_told_at_once():
+    told: list[str] = []
+    Waits(told.append, lambda: 3.5).heard("waiting for grpo-infer")
+    Waits(told.append, lambda: 0.5).heard("it may pass")
+    assert told == ["waiting for grpo-infer"]
+
+
+def test_another_release_among_the_three_is_refused(tmp_path: Path):
+    trainer = come(tmp_path, "train")
+    trainer.look()
+    for name in ("infer", "orch"):
+        section = {**SECTIONS[name][1], "output_dir": str(tmp_path)}
+        release = "0.0.9" if name == "orch" else __version__
+        about = {"incarnation": name, "beat": 1, "shoal": release, "section": section}
+        (trainer.presence.folder / f"{name}.json").write_text(json.dumps(about))
+    trainer.peers.look()
+    with pytest.raises(ConfigError) as refused:
+        trainer.agree()
+    assert str(refused.value).startswith(f"grpo-train is Shoal {__version__}, grpo-orch is Shoal 0.0.9; install one")
+    assert json.loads((trainer.presence.folder / "train.json").read_text())["shoal"] == __version__
+    trainer.close()
 
 
 @pytest.mark.parametrize("who", COMPONENTS)

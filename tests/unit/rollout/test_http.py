@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from aiohttp import web
 from shoal.errors import ConfigError, DeadlineError, EngineError
 from shoal.observability.manifest import describe, version_hash
 from shoal.rollout.http import HttpRolloutEngine
-from shoal.rollout.link import Address
+from shoal.rollout.link import Absent, Address, Link, Lost, Unreachable
 from shoal.server.control import INCARNATION
 from support.engines import ask
 from support.models import random_prompts
@@ -81,7 +83,8 @@ class Double:
 def against(double: Double, work: Callable[[HttpRolloutEngine], Awaitable[None]], **options: Any) -> None:
     async def run() -> None:
         async with double.up() as url:
-            engine = HttpRolloutEngine(Address(url, deadline_s=2, request_s=options.pop("request_s", 5)), **options)
+            more = {name: options.pop(name) for name in ("request_s", "silent_s") if name in options}
+            engine = HttpRolloutEngine(Address(url, deadline_s=2, **{"request_s": 5, **more}), **options)
             try:
                 await asyncio.wait_for(work(engine), 20)
             finally:
@@ -348,7 +351,9 @@ def test_nobody_there():
     assert words[0].endswith(": nothing listens there"), "without the exception's text"
 
 
-@pytest.mark.parametrize("text", ["<!DOCTYPE html><html>no such page</html>", '{"detail": "Not Found"}'])
+@pytest.mark.parametrize(
+    "text", ["<!DOCTYPE html><html>no such page</html>", '{"detail": "Not Found"}', "404 page not found", ""]
+)
 def test_another_server_at_the_address_is_named_as_such(text: str):
     """Not quoted: what a foreign server writes says nothing about the run."""
 
@@ -361,7 +366,7 @@ def test_another_server_at_the_address_is_named_as_such(text: str):
             await engine.about()
         said = str(caught.value)
         assert "is not grpo-infer (" in said and "status 404); check orch.client.base_url" in said
-        assert "no such page" not in said and "Not Found" not in said
+        assert "no such page" not in said and "ot found" not in said.lower()
 
     against(Foreign([]), work)
 
@@ -417,6 +422,52 @@ def test_one_that_hangs_is_waited_for_in_words_and_not_for_ever(monkeypatch: pyt
 
     against(Hanging([]), work, request_s=60, waiting=said.append)
     assert any(text and "no answer to /shoal/about" in text for text in said)
+
+
+def test_one_that_shows_no_sign_of_life_is_looked_at_before_it_is_due(monkeypatch: pytest.MonkeyPatch):
+    """A process that was stopped keeps its connections open: its silence elsewhere is what tells."""
+    monkeypatch.setattr("shoal.rollout.http.SILENT_PROBE_S", 0.2)
+    said: list[str | None] = []
+    silent = False
+
+    class Stopped(Double):
+        async def about(self, request: web.Request) -> web.Response:
+            while silent:
+                await asyncio.sleep(0.01)
+            return await super().about(request)
+
+        async def answer(self, request: web.Request) -> web.StreamResponse:
+            nonlocal silent
+            silent = True
+            while not any(said):
+                await asyncio.sleep(0.01)
+            silent = False
+            return await super().answer(request)
+
+    async def work(engine: HttpRolloutEngine) -> None:
+        assert (await asyncio.wait_for(engine.generate(REQUEST), 5)).token_ids == [7, 8, 9]
+
+    against(Stopped([good()]), work, request_s=60, waiting=said.append, silent_s=lambda: 100.0 * silent)
+    assert said[0] is not None and "no answer to /shoal/about within 0 s" in said[0]
+    began = datetime.strptime(re.findall(r"since (\d\d:\d\d:\d\d)", said[0])[0], "%H:%M:%S")
+    assert 95 <= (datetime.now() - began).seconds <= 110, "since it was last seen"
+
+
+def test_what_is_known_of_a_server_does_not_hide_that_there_is_no_way_to_it():
+    """A name that is not known was said to be a server that is still loading."""
+    address = Address("http://nowhere:1/v1", deadline_s=0.01, whereabouts=lambda: ("it loads", "wait"))
+
+    async def reason(loss: Lost) -> str:
+        async def probe() -> None:
+            raise loss
+
+        with pytest.raises(DeadlineError) as caught:
+            await Link(address).until_up(probe)
+        return str(caught.value)
+
+    assert asyncio.run(reason(Absent("nothing listens there"))).endswith(": it loads; wait")
+    unknown = asyncio.run(reason(Unreachable("the name of its host is not known")))
+    assert "host is not known" in unknown and unknown.endswith("check orch.client.base_url") and "loads" not in unknown
 
 
 def test_a_key_is_asked_for_by_its_name():

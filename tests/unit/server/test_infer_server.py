@@ -53,6 +53,8 @@ def test_openai_completions_and_chat(serve: Any):
         assert extra["shoal"]["spans"] == [[0, len(extra["token_ids"]), 0]]
         drawn = by_text.choices[0].logprobs
         assert drawn and drawn.token_logprobs and all(value <= 0 for value in drawn.token_logprobs)
+        alone = (await client.completions.create(prompt=ids, **{**asked, "logprobs": 0})).choices[0].logprobs
+        assert alone and alone.token_logprobs == drawn.token_logprobs, "0 asks for no others than the token drawn"
         chat = await client.chat.completions.create(model=server.model, messages=HELLO, max_tokens=5, logprobs=True)
         said = chat.choices[0].logprobs
         assert said and said.content and len(said.content) == chat.usage.completion_tokens  # type: ignore[union-attr]
@@ -113,7 +115,17 @@ def test_errors_as_the_client_knows_them(serve: Any):
     async def work(server: Server, client: openai.AsyncOpenAI) -> None:
         with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
             await client.chat.completions.create(model="gpt", messages=HELLO)
-        for body in ({"top_logprobs": 2}, {"n": 17}, {"stop": ["x"] * 17}, {"max_tokens": 0}, {"logit_bias": {"4": 1}}):
+        for body in (
+            {"top_logprobs": 2},
+            {"n": 17},
+            {"stop": ["x"] * 17},
+            {"max_tokens": 0},
+            {"logit_bias": {"4": 1}},
+            {"top_p": 1.5},
+            {"min_p": 2},
+            {"ignore_eos": True},
+            {"include_stop_str_in_output": True},
+        ):
             with pytest.raises(openai.BadRequestError, match=next(iter(body))):
                 await client.chat.completions.create(model=server.model, messages=HELLO, extra_body=body)
         with pytest.raises(openai.BadRequestError, match="token ids must be"):

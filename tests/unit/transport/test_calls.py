@@ -149,7 +149,10 @@ def test_a_taken_port_is_told_with_its_key(tmp_path: Path):
     async def both() -> None:
         first = await TcpAnswerer.listen(tmp_path, TRAINER, "127.0.0.1", 0)
         port = int(first.address.rpartition(":")[2])
-        with pytest.raises(ConfigError, match=r"train\.rollout_transport\.port"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"127.0.0.1:{port}: Address already in use; choose another train\.rollout_transport\.port",
+        ):
             await TcpAnswerer.listen(tmp_path, TRAINER, "127.0.0.1", port)
         await first.close()
 

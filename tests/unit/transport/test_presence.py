@@ -79,7 +79,7 @@ def test_silence_is_counted_from_the_last_beat(tmp_path: Path, monkeypatch: pyte
 
 def test_a_component_is_there_once(tmp_path: Path):
     first = Presence(tmp_path, "train", {})
-    with pytest.raises(RunLockedError, match="in use by process"):
+    with pytest.raises(RunLockedError, match=rf"a grpo-train is in {tmp_path} already: process \d+"):
         Presence(tmp_path, "train", {})
     first.close()
     Presence(tmp_path, "train", {}).close()
