@@ -1,6 +1,6 @@
 """Files that are either whole or absent: atomic replacement, fsync, hashes, and OSError told as StorageError.
 
-Used by everything that writes into a run directory. `fault` marks the places where tests cut the power.
+Used by everything that writes into a run directory. `fault` marks the places where tests cut the power or break a disk.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 
 from shoal.errors import StorageError
@@ -124,8 +125,13 @@ def fsync_tree(folder: Path) -> None:
     fsync_folder(folder)
 
 
+def open_to_read(path: Path) -> BufferedReader:
+    fault(f"read:{path.name}")
+    return path.open("rb")
+
+
 def hash_file(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
