@@ -8,31 +8,18 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from .helpers.processes import Command, WarmPython
 from .helpers.runs import Run, assert_same_run, base_config, each, fingerprint, wait_for_steps
+from .helpers.storage import small_disk
 
 NewRun = Callable[..., Run]
 SLOW = {"batch_size": 8, "reward": {"function": "my_code:slow_reward"}}
-
-
-@contextmanager
-def small_disk(folder: Path, size: str = "6m", *options: str) -> Iterator[Path]:
-    folder.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs", str(folder)]
-    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if mounted.returncode != 0:
-        pytest.skip(f"no disk can be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def fill(disk: Path, leave_bytes: int) -> Path:
@@ -106,7 +93,7 @@ def test_a_folder_that_is_removed_while_the_run_goes_on(new_run: NewRun):
     assert resumed.wait() == 0, resumed.text()
 
 
-# A place that is passed, the how manieth time, and the records of the journal that are left when the device fails there.
+# A place, the how manieth time it is passed, and the records of the journal that are left when the device fails there.
 WRITES = [
     (("written:step_000003.jsonl", 1), 2),
     (("appended:metrics.jsonl", 3), 2),

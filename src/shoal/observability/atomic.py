@@ -17,6 +17,7 @@ from pathlib import Path
 from shoal.errors import StorageError
 
 TEMPORARY = ".tmp-"  # prefix of anything unfinished; such names are swept away on resume
+BLOCK_BYTES = 4096  # what a file takes at least, on most file systems
 REPLACED = ".old-"  # prefix of a folder that is being replaced; put back if the replacement never arrived
 
 _CAUSES = {
@@ -104,7 +105,7 @@ def overwrite(path: Path, content: bytes) -> None:
 
     Of one block at most, so that a reader hardly sees a part. Failing to is nothing new: writing it has failed before.
     """
-    if len(content) > 4096:
+    if len(content) > BLOCK_BYTES:
         return
     with suppress(OSError), path.open("rb+") as file:
         file.write(content)

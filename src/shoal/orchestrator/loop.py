@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from shoal.errors import EXIT_INTERRUPTED, DeadlineError, EngineError, Interrupted, StoppedByPolicy
+from shoal.errors import EXIT_INTERRUPTED, DeadlineError, EngineError, Interrupted, StoppedByPolicy, StorageError
+from shoal.observability.atomic import open_to_read, storage
 from shoal.observability.journal import encode_line
 from shoal.observability.metrics import Tally
 from shoal.observability.spans import throughput
@@ -125,8 +126,14 @@ class Loop:
                 raise EngineError(f"the processes do not hold the same weights of version {version}")
 
     async def _sync(self, version: int) -> str:
-        manifest = await self.parts.weights.publish(version)
-        return await self.parts.engine.load(version, {**manifest, "sigma": self._served_sigma})
+        """What does not arrive whole is published once more: a file was damaged, or the sender was cut off."""
+        weights, engine, sigma = self.parts.weights, self.parts.engine, {"sigma": self._served_sigma}
+        manifest = await weights.publish(version)
+        try:
+            return await engine.load(version, {**manifest, **sigma})
+        except StorageError as error:
+            self.parts.events.warn("sync", f"version {version} did not arrive and is published again: {error}")
+        return await engine.load(version, {**await weights.publish(version), **sigma})
 
     def _sigma(self, version: int) -> float:
         """Noise of the step that this version samples."""
@@ -313,7 +320,8 @@ class Loop:
         return {"progress": replace(self.progress), "cursor": stream, "collector": collector}
 
     async def restore(self, folder: Path) -> None:
-        state = json.loads((folder / LOOP_FILE).read_bytes())  # a prompt may be no text to stricter readers
+        with storage(f"read {folder / LOOP_FILE}"), open_to_read(folder / LOOP_FILE) as file:
+            state = json.loads(file.read())  # a prompt may be no text to stricter readers
         self.progress = Progress(**state["progress"])
         self.parts.stream.load_state(state["cursor"])
         self.parts.collector.load_state(state["collector"])

@@ -1,8 +1,8 @@
 """A Python that has imported what the commands import and forks one process a command: the same code without the wait.
 
 Run as a script by `processes.WarmPython`, one JSON request a line on stdin; answers are JSON lines on stdout. A request
-may name a place (`shoal.observability.atomic.fault`), how often it is passed and what happens to the process there: it is
-killed, as by a power cut; the disk fails or is full; the clock is set.
+may name a place (`shoal.observability.atomic.fault`), how often it is passed and what happens to the process there: it
+is killed, as by a power cut; the disk fails or is full; the clock is set.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def set_clock(seconds: float) -> None:
 
 
 def fill_disk(filler: str) -> None:
-    with open(filler, "wb", buffering=0) as file, suppress(OSError):
+    with Path(filler).open("wb", buffering=0) as file, suppress(OSError):
         while file.write(b"x" * 4096):
             pass
 
