@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from .helpers.storage import small_disk
 
 STEPS = 4
 DAY_S = 86_400
+SILENT_S = 3.6  # longer than a component may be silent (transport/presence.py)
+NCCL = {"weight_broadcast": {"type": "nccl"}}
 
 
 def finish(run: SplitRun, wanted: dict[str, Any]) -> None:
@@ -55,3 +60,77 @@ def test_a_shared_folder_that_fails_or_is_full(tmp_path: Path, warm: WarmPython,
             finish(run, wanted)
 
     each(DISKS, check)
+
+
+WEIGHTS: list[tuple[str, dict[str, Any], Fault]] = [
+    # The server cannot read the file of a version the first time.
+    ("infer", {}, ("read:model.safetensors", 3, "fail", errno.EIO)),
+    # The trainer's connections break after a few tensors of the second version.
+    ("train", NCCL, ("broadcast:sent", 30, "fail", errno.ECONNRESET)),
+]
+
+
+def test_a_version_that_does_not_arrive_is_published_again(
+    tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne
+):
+    """Nothing is drawn from a part of it, and the run is the undisturbed one."""
+    wanted = in_one()
+
+    def check(case: tuple[str, dict[str, Any], Fault]) -> None:
+        victim, train, fault = case
+        with split_run(tmp_path / victim, warm, split_config(model, train=train)) as run:
+            run.start_all(faults={victim: [fault]})
+            finish(run, wanted)
+            (event,) = run.events("sync")
+            assert "did not arrive and is published again" in event["message"]
+
+    each(WEIGHTS, check)
+
+
+def test_weights_that_cannot_be_read_end_the_run_with_a_reason(
+    tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne
+):
+    """Twice in a row: the disk is what is wrong. Once it is mended the run goes on, equal."""
+    reads: list[Fault] = [("read:model.safetensors", time, "fail", errno.EIO) for time in (3, 4)]
+    with split_run(tmp_path, warm, split_config(model)) as run:
+        run.start_all(faults={"infer": reads})
+        ends_with_storage(run, "model.safetensors: cannot be read: Input/output error")
+        run.start_all("infer", "train")
+        run.start_one("orch", "--resume")
+        finish(run, in_one())
+
+
+def test_clocks_that_are_set_do_not_matter(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+    """By a day, forward and back, in the middle of the run and in each process by itself."""
+    day: dict[str, list[Fault]] = {
+        "infer": [("engine:turn", 1, "clock", DAY_S), ("engine:turn", 6, "clock", -3 * DAY_S)],
+        "train": [("service:learn", 2, "clock", -DAY_S), ("publish:exported", 4, "clock", 2 * DAY_S)],
+        "orch": [("appended:journal.jsonl", 1, "clock", DAY_S), ("appended:journal.jsonl", 3, "clock", -2 * DAY_S)],
+    }
+    config = split_config(model)
+    config["train"]["deadline_s"] = config["orch"]["deadline_s"] = 30.0
+    with split_run(tmp_path, warm, config) as run:
+        run.start_all(faults=day)
+        finish(run, in_one())
+        assert not run.events("waiting") and not run.events("stall"), "nobody was missed"
+        assert all(0 <= line["time/step"] < 60 for line in run.lines("metrics.jsonl") if line["step"] > 0)
+        for name in ("infer", "train"):
+            days = {line[:10] for line in (run.path / "logs" / f"{name}.log").read_text().splitlines()}
+            assert len(days) > 1, "its clock was set"
+
+
+def test_one_that_is_stopped_for_a_while_is_waited_for(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+    """Longer than silence is taken for absence: the others wait, and go on with the same process when it is back."""
+    wanted = in_one()
+
+    def check(victim: str) -> None:
+        with split_run(tmp_path / victim, warm, split_config(model)) as run:
+            run.start_all()
+            run.wait_for_step(1)
+            os.kill(run.processes[victim].pid, signal.SIGSTOP)
+            time.sleep(SILENT_S)
+            os.kill(run.processes[victim].pid, signal.SIGCONT)
+            finish(run, wanted)
+            assert not run.events("restart"), "it is not taken for another one"
+
+    each(COMPONENTS, check, at_once=3)
