@@ -38,22 +38,26 @@ def ends_with_storage(run: SplitRun, words: str) -> None:
         assert len(told) == 1 and words in told[0] and "Traceback" not in command.text()
 
 
-DISKS: list[tuple[str, Fault]] = [
-    ("train", ("publish:exported", 3, "fail", errno.EIO)),  # a version of the weights
-    ("orch", ("written:learn_000002.msgpack", 1, "fail", errno.EIO)),  # a batch
-    ("train", ("service:learned", 2, "fill", "out/filler")),  # then an answer and a version
-    ("orch", ("appended:journal.jsonl", 2, "fill", "out/filler")),  # then a batch
+IO_ERROR, FULL = "I/O error; check the disk", "the disk is full; free some space"
+READ = "model.safetensors: cannot be read: Input/output error"
+DISKS: list[tuple[str, str, list[Fault]]] = [
+    ("train", IO_ERROR, [("publish:exported", 3, "fail", errno.EIO)]),  # a version is written,
+    ("infer", READ, [("read:model.safetensors", times, "fail", errno.EIO) for times in (3, 4)]),  # or read, twice
+    ("train", FULL, [("service:learned", 2, "fill", "out/filler")]),  # an answer and a version are next
+    ("orch", FULL, [("appended:journal.jsonl", 2, "fill", "out/filler")]),  # a checkpoint and a batch are
 ]
 
 
 def test_a_shared_folder_that_fails_or_is_full(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+    """Whoever notices, all three end with its reason. Once the disk is mended the run goes on, equal."""
     wanted = in_one()
 
-    def check(case: tuple[str, Fault]) -> None:
-        victim, fault = case
-        with split_run(tmp_path / f"{victim}-{fault[2]}", warm, split_config(model)) as run, small_disk(run.path):
-            run.start_all(faults={victim: [fault]})
-            ends_with_storage(run, "I/O error" if fault[2] == "fail" else "the disk is full")
+    def check(case: tuple[str, str, list[Fault]]) -> None:
+        victim, words, faults = case
+        folder = tmp_path / f"{victim}-{faults[0][2]}"
+        with split_run(folder, warm, split_config(model)) as run, small_disk(run.path):
+            run.start_all(faults={victim: faults})
+            ends_with_storage(run, words)
             (run.path / "filler").unlink(missing_ok=True)
             run.start_all("infer", "train")
             run.start_one("orch", "--resume")
@@ -67,6 +71,8 @@ WEIGHTS: list[tuple[str, dict[str, Any], Fault]] = [
     ("infer", {}, ("read:model.safetensors", 3, "fail", errno.EIO)),
     # The trainer's connections break after a few tensors of the second version.
     ("train", NCCL, ("broadcast:sent", 30, "fail", errno.ECONNRESET)),
+    # It is killed there, and started again.
+    ("train", NCCL, ("broadcast:sent", 30, "kill", signal.SIGKILL)),
 ]
 
 
@@ -78,26 +84,16 @@ def test_a_version_that_does_not_arrive_is_published_again(
 
     def check(case: tuple[str, dict[str, Any], Fault]) -> None:
         victim, train, fault = case
-        with split_run(tmp_path / victim, warm, split_config(model, train=train)) as run:
+        with split_run(tmp_path / f"{victim}-{fault[2]}", warm, split_config(model, train=train)) as run:
             run.start_all(faults={victim: [fault]})
+            if fault[2] == "kill":
+                assert run.processes[victim].wait() == -signal.SIGKILL
+                run.start_one(victim)
             finish(run, wanted)
             (event,) = run.events("sync")
             assert "did not arrive and is published again" in event["message"]
 
     each(WEIGHTS, check)
-
-
-def test_weights_that_cannot_be_read_end_the_run_with_a_reason(
-    tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne
-):
-    """Twice in a row: the disk is what is wrong. Once it is mended the run goes on, equal."""
-    reads: list[Fault] = [("read:model.safetensors", time, "fail", errno.EIO) for time in (3, 4)]
-    with split_run(tmp_path, warm, split_config(model)) as run:
-        run.start_all(faults={"infer": reads})
-        ends_with_storage(run, "model.safetensors: cannot be read: Input/output error")
-        run.start_all("infer", "train")
-        run.start_one("orch", "--resume")
-        finish(run, in_one())
 
 
 def test_clocks_that_are_set_do_not_matter(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
@@ -129,6 +125,7 @@ def test_one_that_is_stopped_for_a_while_is_waited_for(tmp_path: Path, warm: War
             run.wait_for_step(1)
             os.kill(run.processes[victim].pid, signal.SIGSTOP)
             time.sleep(SILENT_S)
+            assert len(run.journal()) < STEPS, "nothing goes on without it"
             os.kill(run.processes[victim].pid, signal.SIGCONT)
             finish(run, wanted)
             assert not run.events("restart"), "it is not taken for another one"

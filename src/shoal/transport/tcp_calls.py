@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import ConfigError, EngineError
+from shoal.observability.atomic import storage
 from shoal.observability.token import CALLS, write_token
 from shoal.transport.calls import Answer, Call
 
@@ -37,7 +38,8 @@ class TcpCaller:
         self._connection: tuple[str, asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, call: Call, bulk: Path | None, watch: Callable[[], None]) -> Answer:
-        call.bulk = bulk.read_bytes() if bulk is not None else None
+        with storage(f"read {bulk}"):
+            call.bulk = bulk.read_bytes() if bulk is not None else None
         frame = msgspec.msgpack.encode(call)
         while True:
             asking = asyncio.ensure_future(self._attempt(frame, call.number))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 from shoal.errors import EXIT_BUG, ConfigError, StoppedByPolicy, StorageError
+from shoal.observability.atomic import set_fault_hook
 from shoal.observability.token import CALLS
 from shoal.transport.calls import Answer, Answerer, Call, Caller, failed, raise_failed, read_bulk
 from shoal.transport.folder_calls import FolderAnswerer, FolderCaller
@@ -188,6 +190,23 @@ def test_calls_of_a_folder_that_come_late_or_twice_are_not_executed_again(tmp_pa
         assert await executed(answerer) == [("orch-2", 1)]
 
     asyncio.run(both())
+
+
+def test_an_answer_that_cannot_be_read_is_told_as_storage(tmp_path: Path):
+    def fail(place: str) -> None:
+        if place == "read:answer_000001.msgpack":
+            raise OSError(errno.EIO, "Input/output error")
+
+    async def check(pair: Ends, done: list[int]) -> None:
+        with pytest.raises(StorageError, match=r"could not read .*answer_000001.* I/O error; check the disk"):
+            await pair[0].ask(call(1), None, never_mind)
+        assert done == [1]
+
+    set_fault_hook(fail)
+    try:
+        run("filesystem", tmp_path, check)
+    finally:
+        set_fault_hook(None)
 
 
 def test_without_the_token_nothing_is_heard(tmp_path: Path):
