@@ -1,6 +1,7 @@
 """No pickle, marshal, eval, exec, shell=True, yaml.load or torch.load anywhere in the source: an AST test says so."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,35 @@ def test_the_check_sees(text: str):
 
 def test_the_check_lets_methods_be():
     assert violations("model.eval(); re.compile('a')") == []
+
+
+# Clocks are set, and those of two machines differ: whatever waits, orders or decides takes time.monotonic or a counter.
+# Left are stamps for people and clients, names of what was seen of a file, and one look at another machine's files.
+STAMPS = {
+    "observability/events.py": {"time.time"},
+    "observability/lock.py": {"time.time", "datetime.now", "st_mtime"},
+    "observability/run_dir.py": {"datetime.now"},
+    "report/rollouts.py": {"st_mtime_ns"},
+    "rollout/link.py": {"time.time"},
+    "server/completions.py": {"time.time"},
+}
+
+
+def clocks(text: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and re.fullmatch("st_[amc]time(_ns)?", node.attr):
+            found.add(node.attr)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            name = f"{node.value.id}.{node.attr}"
+            found |= {name} & {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today"}
+        if isinstance(node, ast.ImportFrom) and node.module == "time":
+            found |= {f"time.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_nothing_is_decided_by_a_clock_that_can_be_set():
+    found = {str(path.relative_to(SOURCE)): clocks(path.read_text(encoding="utf-8")) for path in MODULES}
+    assert {path: names for path, names in found.items() if names} == STAMPS
+    assert clocks("import time; time.time(); p.stat().st_mtime") == {"time.time", "st_mtime"}
+    assert clocks("from time import time") == {"time.time"} and clocks("time.monotonic()") == set()

@@ -5,32 +5,21 @@ A small disk is a real one: a tmpfs of its own. Where this process may not mount
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from .helpers.runs import Run, assert_same_run, fingerprint, wait_for_steps
+from .helpers.processes import Command, WarmPython
+from .helpers.runs import Run, assert_same_run, base_config, each, fingerprint, wait_for_steps
+from .helpers.storage import small_disk
 
 NewRun = Callable[..., Run]
 SLOW = {"batch_size": 8, "reward": {"function": "my_code:slow_reward"}}
-
-
-@contextmanager
-def small_disk(folder: Path, size: str = "6m", *options: str) -> Iterator[Path]:
-    folder.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs", str(folder)]
-    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if mounted.returncode != 0:
-        pytest.skip(f"no disk can be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def fill(disk: Path, leave_bytes: int) -> Path:
@@ -44,8 +33,6 @@ def fill(disk: Path, leave_bytes: int) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(warm, model, tmp_path_factory) -> Run:
-    from .helpers.runs import base_config
-
     config = base_config(model)
     config["orch"].update(SLOW)
     config["train"]["max_steps"] = 6
@@ -104,3 +91,78 @@ def test_a_folder_that_is_removed_while_the_run_goes_on(new_run: NewRun):
     shutil.rmtree(run.path / "rollouts")  # to read, not to go on from
     resumed = run.grpo("--resume", f"train.max_steps={steps + 1}")
     assert resumed.wait() == 0, resumed.text()
+
+
+# A place, the how manieth time it is passed, and the records of the journal that are left when the device fails there.
+WRITES = [
+    (("written:step_000003.jsonl", 1), 2),
+    (("appended:metrics.jsonl", 3), 2),
+    (("appended:journal.jsonl", 3), 2),
+    (("checkpoint:files", 1), 2),
+    (("folder:synced", 3), 4),  # final/
+]
+
+
+@pytest.fixture(scope="module")
+def four_steps(warm: WarmPython, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("four"), warm).write(base_config(model))
+    assert run.grpo().wait() == 0
+    return run
+
+
+def told_as_storage(command: Command, words: str) -> None:
+    """Exit 4, and one line says what could not be done and why."""
+    assert command.wait() == 4, command.text()
+    told = [line for line in command.text().splitlines() if line.startswith("shoal: error: ")]
+    assert len(told) == 1 and words in told[0], command.text()
+    assert "Traceback" not in command.text()
+
+
+def test_a_device_that_fails_while_it_is_written_to(new_run: NewRun, four_steps: Run):
+    """Rollouts, metrics, journal, checkpoint, final/: no half record, and once the device is well the run goes on."""
+
+    def check(case: tuple[tuple[str, int], int]) -> None:
+        place, kept = case
+        run = new_run(place[0].replace(":", "-"))
+        told_as_storage(run.grpo(faults=[(*place, "fail", errno.EIO)]), "the device reported an I/O error")
+        status = run.status()
+        assert (status["state"], status["resumable"]) == ("failed", True) and "I/O error" in status["reason"]
+        assert len(run.journal()) == kept and not (run.path / "final").exists()
+        resumed = run.grpo("--resume")
+        assert resumed.wait() == 0, resumed.text()
+        assert_same_run(run, fingerprint(four_steps))
+
+    each(WRITES, check)
+
+
+def test_a_device_that_fails_while_it_is_read_from(four_steps: Run, tmp_path: Path):
+    """What cannot be read is not taken for empty: nothing is cut. A checkpoint that cannot be read is passed over."""
+    shutil.copytree(four_steps.folder, tmp_path / "copy")
+    run = Run(tmp_path / "copy", four_steps.warm)
+    before = fingerprint(run)
+    for name in ("status.json", "metrics.jsonl", "journal.jsonl", "events.jsonl"):
+        place = (f"read:{name}", 1, "fail", errno.EIO)
+        told_as_storage(run.grpo("--resume", "train.max_steps=5", faults=[place]), name)
+        assert fingerprint(run) == before
+    resumed = run.grpo("--resume", "train.max_steps=5", faults=[("read:trainer.safetensors", 1, "fail", errno.EIO)])
+    assert resumed.wait() == 0, resumed.text()
+    (event,) = run.events("checkpoint")
+    assert "step_000004" in event["message"] and "I/O error" in event["message"]
+    assert [event["step"] for event in run.events("resume")] == [2]
+    assert run.metrics()[:4] == before["metrics"] and len(run.journal()) == 5
+
+
+def test_a_disk_that_is_full_when_the_trained_model_is_written(new_run: NewRun, four_steps: Run):
+    """All steps are trained and saved by then: only final/ is missing, and is all that the next command writes."""
+    run = new_run()
+    with small_disk(run.path):
+        filler = run.path / "filler"
+        # Written at the start and with each of the two checkpoints; final/ comes next.
+        command = run.grpo(faults=[("written:status.json", 3, "fill", str(filler))])
+        told_as_storage(command, f"could not save {Path('out') / 'final'}: the disk is full; free some space")
+        assert run.checkpoints() == [2, 4] and not (run.path / "final").exists()
+        assert not list(run.path.glob(".tmp-*")), "nothing half is left"
+        filler.unlink()
+        resumed = run.grpo("--resume")
+        assert resumed.wait() == 0, resumed.text()
+        assert_same_run(run, fingerprint(four_steps))

@@ -126,6 +126,7 @@ class OwnWeights:
         _check_shapes({name: tuple(t.shape) for name, t in targets.items()}, incoming)
         with _whole_or_broken():
             for name, parameter in targets.items():
+                fault("weights:tensor")
                 parameter.copy_(incoming.tensor(name))
         self.clear_adapter()
 
@@ -139,6 +140,7 @@ class OwnWeights:
         with _whole_or_broken():
             self.clear_adapter()
             for name in incoming.shapes:
+                fault("weights:tensor")
                 _cut(targets[name], name, rank).copy_(incoming.tensor(name))
         for module in self._decoder.inner.modules():
             if hasattr(module, "lora_A"):

@@ -1,6 +1,6 @@
 """Files that are either whole or absent: atomic replacement, fsync, hashes, and OSError told as StorageError.
 
-Used by everything that writes into a run directory. `fault` marks the places where tests cut the power.
+Used by everything that writes into a run directory. `fault` marks the places where tests cut the power or break a disk.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 
 from shoal.errors import StorageError
 
 TEMPORARY = ".tmp-"  # prefix of anything unfinished; such names are swept away on resume
+BLOCK_BYTES = 4096  # what a file takes at least, on most file systems
 REPLACED = ".old-"  # prefix of a folder that is being replaced; put back if the replacement never arrived
 
 _CAUSES = {
@@ -103,7 +105,7 @@ def overwrite(path: Path, content: bytes) -> None:
 
     Of one block at most, so that a reader hardly sees a part. Failing to is nothing new: writing it has failed before.
     """
-    if len(content) > 4096:
+    if len(content) > BLOCK_BYTES:
         return
     with suppress(OSError), path.open("rb+") as file:
         file.write(content)
@@ -124,8 +126,13 @@ def fsync_tree(folder: Path) -> None:
     fsync_folder(folder)
 
 
+def open_to_read(path: Path) -> BufferedReader:
+    fault(f"read:{path.name}")
+    return path.open("rb")
+
+
 def hash_file(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 

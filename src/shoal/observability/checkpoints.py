@@ -23,6 +23,7 @@ from shoal.observability.atomic import (
     fsync_tree,
     hash_file,
     move_into_place,
+    open_to_read,
     remove_quietly,
     storage,
     storage_error,
@@ -212,7 +213,8 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        with open_to_read(path / MANIFEST) as file:
+            manifest = json.loads(file.read())
         whole = isinstance(manifest, dict) and isinstance(manifest["files"], dict)
         whole = whole and manifest["digest"] == _digest(manifest)
     except FileNotFoundError:

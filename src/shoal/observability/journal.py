@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from shoal.errors import StorageError
-from shoal.observability.atomic import fault, storage, write_atomic
+from shoal.observability.atomic import fault, open_to_read, storage, write_atomic
 from shoal.observability.redact import redact_strings, secret_values
 
 
@@ -60,15 +60,16 @@ def _without_nonfinite(value: Any) -> Any:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Whole records of a file; a torn or damaged line is passed over, a file that is not there has none."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with storage(f"read {path}"), file:
-        for line in file:
-            record = decode_line(line)
-            if record is not None:
-                yield record
+    with storage(f"read {path}"):
+        try:
+            file = open_to_read(path)
+        except FileNotFoundError:
+            return
+        with file:
+            for line in file:
+                record = decode_line(line)
+                if record is not None:
+                    yield record
 
 
 def decode_line(line: bytes) -> dict[str, Any] | None:
@@ -107,7 +108,7 @@ class LineWriter:
     def cut_to(self, step: int) -> int:
         """Keep the records up to `step`, drop the later and the damaged ones; returns how many were dropped."""
         with self._guard, storage(f"cut {self.path}"):
-            with self.path.open("rb") as file:
+            with open_to_read(self.path) as file:
                 raw = list(file)
             kept = [line for line in raw if (record := decode_line(line)) is not None and record.get("step", 0) <= step]
             if len(kept) != len(raw):
@@ -117,7 +118,7 @@ class LineWriter:
     def amend(self, step: int, more: Mapping[str, Any]) -> None:
         """Put more into the records of one step; the file has them or the ones before, whatever happens."""
         with self._guard, storage(f"amend {self.path}"):
-            with self.path.open("rb") as file:
+            with open_to_read(self.path) as file:
                 raw = list(file)
             found = [(line, decode_line(line)) for line in raw]
             self._replace(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.errors import StorageError
+from shoal.observability.atomic import open_to_read
 
 Kind = Literal["full", "lora"]
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -64,5 +65,5 @@ def _check(path: Path, expected: Mapping[str, Any]) -> None:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

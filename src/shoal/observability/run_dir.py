@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.errors import ConfigError, StorageError
-from shoal.observability.atomic import TEMPORARY, overwrite, remove_quietly, storage, write_atomic
+from shoal.observability.atomic import TEMPORARY, open_to_read, overwrite, remove_quietly, storage, write_atomic
 from shoal.observability.checkpoints import Checkpoint, CheckpointStore, sweep, write_folder
 from shoal.observability.journal import LineWriter, encode_line, read_lines
 from shoal.observability.lock import RunLock
@@ -219,8 +219,8 @@ def write_config(path: Path, resolved_config_text: str) -> Path:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    with storage(f"read {path / 'status.json'}"):
-        text = (path / "status.json").read_bytes()
+    with storage(f"read {path / 'status.json'}"), open_to_read(path / "status.json") as file:
+        text = file.read()
     try:
         status = json.loads(text)
         status["run_id"]

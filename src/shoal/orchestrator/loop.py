@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import EXIT_INTERRUPTED, EngineError, Interrupted, StoppedByPolicy
+from shoal.errors import EXIT_INTERRUPTED, EngineError, Interrupted, StoppedByPolicy, StorageError
 from shoal.observability.metrics import Tally
 from shoal.observability.spans import throughput
 from shoal.observability.watchdog import within
@@ -121,8 +121,14 @@ class Loop:
                 raise EngineError(f"the processes do not hold the same weights of version {version}")
 
     async def _sync(self, version: int) -> str:
-        manifest = await self.parts.weights.publish(version)
-        return await self.parts.engine.load(version, {**manifest, "sigma": self._served_sigma})
+        """What does not arrive whole is published once more: a file was damaged, or the sender was cut off."""
+        weights, engine, sigma = self.parts.weights, self.parts.engine, {"sigma": self._served_sigma}
+        manifest = await weights.publish(version)
+        try:
+            return await engine.load(version, {**manifest, **sigma})
+        except StorageError as error:
+            self.parts.events.warn("sync", f"version {version} did not arrive and is published again: {error}")
+        return await engine.load(version, {**await weights.publish(version), **sigma})
 
     def _sigma(self, version: int) -> float:
         """Noise of the step that this version samples."""

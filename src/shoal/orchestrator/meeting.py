@@ -19,6 +19,7 @@ from shoal.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
+    EXIT_STORAGE,
     EXIT_TERMINATED,
     EXIT_USAGE,
     ConfigError,
@@ -26,6 +27,7 @@ from shoal.errors import (
     Interrupted,
     ShoalError,
     StoppedByPolicy,
+    StorageError,
 )
 from shoal.transport.presence import COMPONENTS, End, Peers, Presence, read_end, tell_end
 
@@ -191,6 +193,8 @@ def raise_end(end: End) -> None:
         raise Ended(said)
     if end.code == EXIT_USAGE:
         raise ConfigError(said)
+    if end.code == EXIT_STORAGE:
+        raise StorageError(said)
     if end.code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
         raise Interrupted(said, end.code)
     error = StoppedByPolicy(said)

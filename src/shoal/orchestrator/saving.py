@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.observability.atomic import open_to_read, storage
 from shoal.observability.journal import encode_line
 from shoal.observability.watchdog import within
 from shoal.orchestrator.parts import LoopSettings, Parts, Progress
@@ -67,4 +68,5 @@ class Saving:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / LOOP_FILE).read_bytes())  # a prompt may be no text to stricter readers
+    with storage(f"read {folder / LOOP_FILE}"), open_to_read(folder / LOOP_FILE) as file:
+        return json.loads(file.read())  # a prompt may be no text to stricter readers

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from shoal.errors import ConfigError, DeadlineError, EngineError
+from shoal.errors import ConfigError, DeadlineError, EngineError, StorageError
 from shoal.observability.token import read_token
-from shoal.server.guard import NO_TOKEN
+from shoal.server.guard import NO_TOKEN, STORAGE
 
 T = TypeVar("T")
 # Told in words for whom one waits and since when, again and again; None when the wait is over.
@@ -199,6 +199,8 @@ class Link:
             raise self._denied(token)
         if status == 401:
             raise ConfigError(f"{self.name} wants a key: {reason}; set orch.client.api_key_var")
+        if _code(answer) == STORAGE:
+            raise StorageError(f"{self.name}: {reason}")
         raise Refused(f"{self.name} refused {path} (status {status}): {reason}", status)
 
     def _foreign(self, why: str) -> Foreign:

@@ -18,7 +18,7 @@ from shoal.errors import ConfigError, DataError, EngineError, RequestError, Shoa
 from shoal.server.asked import BadRequest
 from shoal.server.completions import Asked, Completions
 from shoal.server.control import INCARNATION, Control
-from shoal.server.guard import Access, Guard, error_body
+from shoal.server.guard import STORAGE, Access, Guard, error_body
 from shoal.server.names import Names
 from shoal.server.streaming import EventStream, stream
 from shoal.server.telemetry import MEDIA_TYPE, Telemetry
@@ -126,7 +126,9 @@ class Routes:
         except EngineError as error:
             self._failed(error)
             return _refusal(str(error), 500, "engine_failed", kind="server_error")
-        except (StorageError, ConfigError) as error:
+        except StorageError as error:
+            return _refusal(str(error), 409, STORAGE)
+        except ConfigError as error:
             return _refusal(str(error), 409, "refused")
         except ShoalError as error:
             return _refusal(str(error), 500, "failed", kind="server_error")

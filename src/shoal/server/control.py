@@ -44,13 +44,17 @@ class Control:
     paused: bool = False
     incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
     _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _version: int = 0  # which the hash is of: the engine's own changes a moment earlier, on its thread
+
+    def __post_init__(self) -> None:
+        self._version = self.engine.version
 
     def about(self) -> dict[str, Any]:
         mine = {"model": self.names.model, "incarnation": self.incarnation, "paused": self.paused}
         return {**mine, **self.facts, **self.version()}
 
     def version(self) -> dict[str, Any]:
-        return {"version": self.engine.version, "hash": self.hash}
+        return {"version": self._version, "hash": self.hash}
 
     def commands(self) -> dict[str, Command]:
         return {
@@ -64,7 +68,8 @@ class Control:
     async def load(self, body: Mapping[str, Any]) -> dict[str, Any]:
         manifest = read_manifest(body, self.folders)
         async with self._loading:
-            self.hash = await self.engine.load(manifest["version"], manifest)
+            found = await self.engine.load(manifest["version"], manifest)
+            self.hash, self._version = found, self.engine.version
             if "path" in manifest or "tensors" in manifest:
                 self.names.adapter = None
         return self.version()

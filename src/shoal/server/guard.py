@@ -19,6 +19,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BODY_LIMIT_S = 60.0
 OPEN_PATHS = ("/health",)
 NO_KEY, NO_TOKEN = "invalid_api_key", "invalid_token"
+STORAGE = "storage"  # the code of what could not be read, or is not what its manifest says
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError, StorageError
 from shoal.observability import manifest as manifests
+from shoal.observability.atomic import fault
 from shoal.observability.token import read_token
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class BroadcastWeightChannel:
         try:
             # A connection of its own: whoever waits on the shared one keeps it from everybody.
             self._offer_to(_connect(self._place.host, shared.port), number)
-        except RuntimeError as error:  # the engine went away; it asks again if it comes back
+        except (RuntimeError, OSError) as error:  # the engine went away; it asks again if it comes back
             log.info("weights: request %d was not served: %s", number, str(error).partition("\n")[0])
         finally:
             self._slots.release()
@@ -141,6 +142,7 @@ class BroadcastWeightChannel:
         group = _group(store, number, 0, self._device, self._place.host)
         for tensor in offer.tensors.values():
             _broadcast(group, tensor.to(self._device))
+            fault("broadcast:sent")
 
     def close(self) -> None:
         """Nothing is offered any more, and the port is free."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import EngineError
-from shoal.observability.atomic import remove_quietly, storage, write_atomic
+from shoal.observability.atomic import open_to_read, remove_quietly, storage, write_atomic
 from shoal.transport.calls import Answer, Call
 
 FOLDER = "samples"
@@ -37,7 +37,8 @@ class FolderCaller:
         try:
             while True:
                 if answered.exists():
-                    return msgspec.msgpack.decode(answered.read_bytes(), type=Answer)
+                    with storage(f"read {answered}"), open_to_read(answered) as file:
+                        return msgspec.msgpack.decode(file.read(), type=Answer)
                 watch()
                 await asyncio.sleep(pause)
                 pause = min(LONGEST_PAUSE_S, pause * 1.2)

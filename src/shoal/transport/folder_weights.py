@@ -14,8 +14,9 @@ from shoal.observability.atomic import fault, remove_quietly, storage, sweep_fol
 from shoal.observability.checkpoints import write_folder
 from shoal.observability.manifest import Kind, describe
 
-FOLDER = "weights"
+FOLDER, MANIFEST = "weights", "manifest.json"
 KEPT = 2
+PLACE = "published"  # the how manieth version of this folder: clocks are set back, and so are runs
 
 
 class FolderWeightChannel:
@@ -33,7 +34,9 @@ class FolderWeightChannel:
             self._folder.mkdir(parents=True, exist_ok=True)
             sweep_folder(self._folder)
             # An engine may still be reading what an earlier trainer wrote last.
-            self._published = [path.name for path in sorted(self._folder.iterdir(), key=lambda p: p.stat().st_mtime)]
+            found = sorted((_place(path), path.name) for path in self._folder.iterdir())
+        self._published = [name for _, name in found]
+        self._count = found[-1][0] if found else 0  # of all that was ever published here
 
     async def publish(self, version: int) -> Mapping[str, Any]:
         target = self._folder / f"v{version:06d}"
@@ -41,8 +44,10 @@ class FolderWeightChannel:
             await self._export(folder)
             fault("publish:exported")
             manifest = describe(folder, version, self._kind)
-            manifest = {**manifest, "path": str(target.resolve()), "noise_seed": self._noise_seed}
-            write_atomic(folder / "manifest.json", json.dumps(manifest, indent=1).encode())
+            about = {"path": str(target.resolve()), "noise_seed": self._noise_seed, PLACE: self._count + 1}
+            manifest = {**manifest, **about}
+            write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+        self._count += 1
         self._prune(target.name)
         return manifest
 
@@ -52,3 +57,11 @@ class FolderWeightChannel:
         for old in self._folder.iterdir():
             if old.name not in self._published:
                 remove_quietly(old)
+
+
+def _place(version: Path) -> int:
+    """0 where nothing says so: it was there before, or is no version."""
+    try:
+        return int(json.loads((version / MANIFEST).read_bytes())[PLACE])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

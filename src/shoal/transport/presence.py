@@ -20,7 +20,7 @@ from typing import Any
 
 from shoal import __version__
 from shoal.errors import StorageError
-from shoal.observability.atomic import remove_quietly, storage, write_atomic
+from shoal.observability.atomic import BLOCK_BYTES, overwrite, remove_quietly, storage, write_atomic
 from shoal.observability.lock import RunLock
 
 COMPONENTS = ("infer", "orch", "train")
@@ -49,6 +49,7 @@ class Presence:
         self.folder = Path(output_dir) / FOLDER
         with storage(f"create {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
+            _keep_room(self.folder / END)
         self._lock = RunLock(self.folder, f"{component}.lock", f"a grpo-{component} is in {output_dir} already:")
         self._path = self.folder / f"{component}.json"
         self._about: dict[str, Any] = {
@@ -76,8 +77,7 @@ class Presence:
         with self._guard:
             self._beat += 1
             content = json.dumps({**self._about, "beat": self._beat}).encode()
-            # Beats need not survive a power cut: after one, everybody starts anew.
-            write_atomic(self._path, content, durable=False)
+            _write_even_if_full(self._path, content)
 
     def _keep_beating(self) -> None:
         while not self._stop.wait(BEAT_S):
@@ -164,7 +164,22 @@ def tell_end(folder: Path, end: End) -> None:
     """End the run for the incarnations named; whoever comes later starts another one."""
     about = {"reason": end.reason, "code": end.code, "told_by": end.told_by, "for": list(end.incarnations)}
     with suppress(StorageError):  # they have a deadline of their own
-        write_atomic(folder / END, json.dumps(about).encode(), durable=False)
+        _write_even_if_full(folder / END, json.dumps(about).encode())
+
+
+def _keep_room(file: Path) -> None:
+    """A disk that is full ends a run, and the end is told by a file: its block is taken while there are some."""
+    with suppress(FileExistsError), file.open("xb") as made:
+        made.write(b" " * BLOCK_BYTES)
+
+
+def _write_even_if_full(file: Path, content: bytes) -> None:
+    """Not durable: after a power cut everybody starts anew. A full disk has room for what is there already."""
+    try:
+        write_atomic(file, content, durable=False)
+    except StorageError:
+        overwrite(file, content)
+        raise
 
 
 def read_end(folder: Path, incarnation: str) -> End | None:

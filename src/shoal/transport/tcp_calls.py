@@ -1,7 +1,7 @@
 """Calls over a connection: the trainer listens, the orchestrator connects and proves that it may.
 
 Frames are a length and msgpack. A token from the shared folder, readable by its owner alone, opens a connection; the
-first frame that fails closes it. A call that was answered is not executed again when it is asked again.
+first frame that fails closes it. A call that was answered is not executed again, when it is asked again or comes late.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import ConfigError, EngineError
+from shoal.observability.atomic import storage
 from shoal.observability.token import CALLS, write_token
 from shoal.transport.calls import Answer, Call
 
@@ -38,7 +39,8 @@ class TcpCaller:
         self._connection: tuple[str, asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, call: Call, bulk: Path | None, watch: Callable[[], None]) -> Answer:
-        call.bulk = bulk.read_bytes() if bulk is not None else None
+        with storage(f"read {bulk}"):
+            call.bulk = bulk.read_bytes() if bulk is not None else None
         frame = msgspec.msgpack.encode(call)
         while True:
             asking = asyncio.ensure_future(self._attempt(frame, call.number))
@@ -122,11 +124,13 @@ class TcpAnswerer:
             if not hmac.compare_digest(shown, self._token.encode()):
                 return
             self._writer = writer
+            while not self._calls.empty():  # it asks again for what is not answered
+                self._calls.get_nowait()
             while True:
                 call = msgspec.msgpack.decode(await read_frame(reader), type=Call)
-                if self._last is not None and self._last[:2] == (call.session, call.number):
-                    await write_frame(writer, self._last[2])
-                elif call.to == self._incarnation:
+                if self._writer is not writer:
+                    return  # another has taken its place, and what was still under way is of the past
+                if call.to == self._incarnation:
                     self._calls.put_nowait(call)
         except (OSError, EOFError, TimeoutError, EngineError, msgspec.MsgspecError):
             return  # whoever it was is not spoken to any further; a caller connects again
@@ -139,9 +143,10 @@ class TcpAnswerer:
                 call = await asyncio.wait_for(self._calls.get(), ROUND_S)
             except TimeoutError:
                 return None
-            if self._last is None or self._last[:2] != (call.session, call.number):
+            if self._last is None or self._last[0] != call.session or self._last[1] < call.number:
                 return call
-            await self._send(self._last[2])  # asked again over another connection while it was computed
+            if self._last[1] == call.number:  # asked again over another connection while it was computed
+                await self._send(self._last[2])
 
     async def answer(self, call: Call, answer: Answer) -> None:
         encoded = msgspec.msgpack.encode(answer)

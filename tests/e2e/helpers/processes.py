@@ -20,6 +20,7 @@ from support.commands import children_of as children_of  # for those who import 
 LIMIT_S = 120.0  # far more than any command of these tests takes on a busy machine
 HERE = Path(__file__).parent
 USER_CODE = HERE / "user_code"
+Fault = tuple[str, int, str, Any]  # a place, the how manieth time there, what happens, and how; see warm_python.py
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -115,14 +116,16 @@ class WarmPython:
         cwd: Path,
         env: Mapping[str, str] | None = None,
         kill_at: tuple[str, int] | None = None,
+        faults: Sequence[Fault] = (),
         output: Path | None = None,
     ) -> Command:
         assert self._ready.wait(LIMIT_S), "the warm Python did not start"
         number = next(self._numbers)
         output = output or cwd / f"output-{time.monotonic_ns()}.txt"
+        faults = [*faults, (*kill_at, "kill", signal.SIGKILL)] if kill_at is not None else faults
         request = {
             "number": number, "argv": list(arguments), "cwd": str(cwd), "env": dict(env or environment()),
-            "output": str(output), "kill_at": kill_at,
+            "output": str(output), "faults": faults,
         }  # fmt: skip
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .processes import Command, WarmPython, alive, children_of, wait_until
+from .processes import Command, Fault, WarmPython, alive, children_of, wait_until
 from .runs import Run, base_config, fingerprint
 
 COMPONENTS = ("infer", "train", "orch")
@@ -70,9 +70,14 @@ class SplitRun(Run):
         self.processes[component] = command
         return command
 
-    def start_all(self, *order: str, kill_at: Mapping[str, tuple[str, int]] | None = None) -> None:
+    def start_all(
+        self,
+        *order: str,
+        kill_at: Mapping[str, tuple[str, int]] | None = None,
+        faults: Mapping[str, Sequence[Fault]] | None = None,
+    ) -> None:
         for component in order or COMPONENTS:
-            self.start_one(component, kill_at=(kill_at or {}).get(component))
+            self.start_one(component, kill_at=(kill_at or {}).get(component), faults=(faults or {}).get(component, ()))
 
     def end(self, limit_s: float = LIMIT_S) -> dict[str, int]:
         """Exit code of each."""

@@ -1,8 +1,8 @@
 """A Python that has imported what the commands import and forks one process a command: the same code without the wait.
 
 Run as a script by `processes.WarmPython`, one JSON request a line on stdin; answers are JSON lines on stdout. A request
-may name a place (`shoal.observability.atomic.fault`) and how often it is passed before the process kills itself there,
-as a power cut would.
+may name a place (`shoal.observability.atomic.fault`), how often it is passed and what happens to the process there: it
+is killed, as by a power cut; the disk fails or is full; the clock is set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -92,19 +95,44 @@ def become(request: dict[str, Any]) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.argv = ["shoal", *request["argv"]]
-    if request.get("kill_at"):
-        atomic.set_fault_hook(die_at(*request["kill_at"]))
+    if request.get("faults"):
+        atomic.set_fault_hook(at_places(request["faults"]))
 
 
-def die_at(place: str, times: int) -> Any:
+def at_places(faults: list[tuple[str, int, str, Any]]) -> Callable[[str], None]:
+    """Each is a place, how often it is passed first, one of EFFECTS and what that takes."""
     passed: Counter[str] = Counter()
 
     def hook(name: str) -> None:
         passed[name] += 1
-        if name == place and passed[name] == times:
-            os.kill(os.getpid(), signal.SIGKILL)
+        for place, times, effect, argument in faults:
+            if name == place and passed[name] == times:
+                EFFECTS[effect](argument)
 
     return hook
+
+
+def die(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def fail(number: int) -> None:
+    raise OSError(number, os.strerror(number))
+
+
+def set_clock(seconds: float) -> None:
+    """The clock of the day, for this process alone; the one that only runs forward cannot be set."""
+    real = time.time
+    time.time = lambda: real() + seconds
+
+
+def fill_disk(filler: str) -> None:
+    with Path(filler).open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(b"x" * 4096):
+            pass
+
+
+EFFECTS: dict[str, Callable[[Any], None]] = {"kill": die, "fail": fail, "clock": set_clock, "fill": fill_disk}
 
 
 def leave(code: int) -> None:

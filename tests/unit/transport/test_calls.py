@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 from shoal.errors import EXIT_BUG, ConfigError, StoppedByPolicy, StorageError
+from shoal.observability.atomic import set_fault_hook
 from shoal.observability.token import CALLS
 from shoal.transport.calls import Answer, Answerer, Call, Caller, failed, raise_failed, read_bulk
 from shoal.transport.folder_calls import FolderAnswerer, FolderCaller
@@ -124,6 +126,87 @@ def test_a_call_asked_again_is_executed_once(tmp_path: Path):
         await answerer.close()
 
     asyncio.run(both())
+
+
+async def connection(answerer: TcpAnswerer, folder: Path) -> asyncio.StreamWriter:
+    host, _, port = answerer.address.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    await write_frame(writer, (folder / CALLS).read_bytes())
+    return writer
+
+
+async def executed(answerer: Answerer) -> list[tuple[str, int]]:
+    """All that is executed until nothing comes any more."""
+    done = []
+    while (taken := await answerer.next()) is not None:
+        done.append((taken.session, taken.number))
+        await answerer.answer(taken, Answer(taken.number))
+    return done
+
+
+def test_late_double_and_reordered_calls_are_executed_once_each_or_not_at_all(tmp_path: Path):
+    """A step that is trained twice is another run, whatever the connections did to its call."""
+
+    async def both() -> None:
+        answerer = await TcpAnswerer.listen(tmp_path, TRAINER, "127.0.0.1", 0)
+        first = await connection(answerer, tmp_path)
+        for number in (1, 2, 2, 1, 3, 2):
+            await write_frame(first, msgspec.msgpack.encode(call(number)))
+        assert await executed(answerer) == [(SESSION, 1), (SESSION, 2), (SESSION, 3)]
+        second = await connection(answerer, tmp_path)  # the orchestrator was restarted
+        await write_frame(second, msgspec.msgpack.encode(Call(1, "orch-2", TRAINER, "load")))
+        assert await executed(answerer) == [("orch-2", 1)]
+        await write_frame(first, msgspec.msgpack.encode(call(4)))  # what the killed one had sent arrives now
+        assert await executed(answerer) == []
+        await write_frame(second, msgspec.msgpack.encode(Call(2, "orch-2", "another trainer", "learn")))
+        await write_frame(second, msgspec.msgpack.encode(Call(3, "orch-2", TRAINER, "learn")))
+        assert await executed(answerer) == [("orch-2", 3)]
+        for writer in (first, second):
+            writer.close()
+        await answerer.close()
+
+    asyncio.run(both())
+
+
+def test_calls_of_a_folder_that_come_late_or_twice_are_not_executed_again(tmp_path: Path):
+    async def both() -> None:
+        sessions = [SESSION]
+        answerer = FolderAnswerer(tmp_path, TRAINER, lambda: sessions[-1])
+
+        def put(asked: Call) -> None:
+            folder = tmp_path / "samples" / asked.session
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"call_{asked.number:06d}.msgpack").write_bytes(msgspec.msgpack.encode(asked))
+
+        for number in (2, 1, 3):  # they are there at once, the last first
+            put(call(number))
+        assert await executed(answerer) == [(SESSION, 1), (SESSION, 2), (SESSION, 3)]
+        for number in (2, 3):  # again
+            put(call(number))
+        assert await executed(answerer) == []
+        sessions.append("orch-2")
+        put(call(4))  # of the one before
+        put(Call(1, "orch-2", TRAINER, "load"))
+        assert await executed(answerer) == [("orch-2", 1)]
+
+    asyncio.run(both())
+
+
+def test_an_answer_that_cannot_be_read_is_told_as_storage(tmp_path: Path):
+    def fail(place: str) -> None:
+        if place == "read:answer_000001.msgpack":
+            raise OSError(errno.EIO, "Input/output error")
+
+    async def check(pair: Ends, done: list[int]) -> None:
+        with pytest.raises(StorageError, match=r"could not read .*answer_000001.* I/O error; check the disk"):
+            await pair[0].ask(call(1), None, never_mind)
+        assert done == [1]
+
+    set_fault_hook(fail)
+    try:
+        run("filesystem", tmp_path, check)
+    finally:
+        set_fault_hook(None)
 
 
 def test_without_the_token_nothing_is_heard(tmp_path: Path):

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from shoal.errors import RunLockedError
+from shoal.observability.atomic import set_fault_hook
 from shoal.transport import presence as presences
 from shoal.transport.presence import End, Peers, Presence, read_end, tell_end
+
+DiskFull = Callable[..., None]
+
+
+@pytest.fixture
+def disk_full() -> Iterator[DiskFull]:
+    """The disk is full at the places named, from then on."""
+
+    def at(*places: str) -> None:
+        def hook(place: str) -> None:
+            if place in places:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        set_fault_hook(hook)
+
+    yield at
+    set_fault_hook(None)
 
 
 def left_by_a_killed_one(folder: Path, component: str, incarnation: str) -> None:
@@ -99,3 +119,24 @@ def test_an_end_is_for_those_it_names(tmp_path: Path):
     assert read_end(tmp_path, "c") is None, "whoever comes later starts another run"
     (tmp_path / "end.json").write_text("{")
     assert read_end(tmp_path, "a") is None
+
+
+def test_a_full_disk_neither_stops_the_heart_nor_hides_the_end(tmp_path: Path, disk_full: DiskFull):
+    """Not a block is free: both are written over what stands there. Else all wait for the deadline of the others."""
+    trainer = Presence(tmp_path, "train", {"model": "m"})
+    peers = Peers(tmp_path / "handshake", "orch")
+    peers.look()
+    disk_full("written:train.json", "written:end.json")
+    found = peers._seen["train"]
+    before = found.beat
+
+    def beats() -> bool:
+        peers.look()
+        return found.beat > before + 1
+
+    wait_for(beats)
+    assert peers.is_alive("train") and found.section == {"model": "m"}
+    tell_end(trainer.folder, End("the disk is full", 4, "grpo-train", (trainer.incarnation,)))
+    told = read_end(trainer.folder, trainer.incarnation)
+    assert told is not None and (told.reason, told.code) == ("the disk is full", 4)
+    trainer.close()

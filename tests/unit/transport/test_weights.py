@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import json
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch.distributed import TCPStore
 
 from shoal.errors import ConfigError, StorageError
 from shoal.observability import manifest as manifests
+from shoal.observability.atomic import set_fault_hook
 from shoal.observability.token import WEIGHTS, write_token
 from shoal.transport.broadcast import MOST_AT_ONCE, POLL_S, BroadcastWeightChannel, BroadcastWeights, Place
 from shoal.transport.folder_weights import FolderWeightChannel
@@ -55,6 +58,21 @@ def test_the_newest_two_are_kept_in_the_order_they_were_published(tmp_path: Path
     later = folder_channel(tmp_path)  # another trainer: an engine may still read what the last one wrote
     asyncio.run(later.publish(5))
     assert versions(tmp_path) == ["v000004", "v000005"]
+
+
+def test_the_newest_is_known_without_a_clock(tmp_path: Path):
+    """The clock was set back by a day between two versions: the later one is still the one that is kept."""
+
+    async def publish() -> None:
+        channel = folder_channel(tmp_path)
+        for version in (4, 5):
+            await channel.publish(version)
+
+    asyncio.run(publish())
+    yesterday = (tmp_path / "weights" / "v000004").stat().st_mtime - 86_400
+    os.utime(tmp_path / "weights" / "v000005", (yesterday, yesterday))
+    asyncio.run(folder_channel(tmp_path).publish(6))
+    assert versions(tmp_path) == ["v000005", "v000006"]
 
 
 def test_a_version_that_was_cut_short_is_not_there(tmp_path: Path):
@@ -129,6 +147,33 @@ def test_what_arrives_changed_or_is_gone_is_refused(tmp_path: Path):
         broadcast_channel(tmp_path, port).close()
 
     asyncio.run(fetch())
+
+
+@pytest.mark.parametrize("sent", range(1, 1 + len(TENSORS)))
+def test_a_broadcast_that_is_cut_after_a_tensor_is_no_version(sent: int, tmp_path: Path):
+    """The sender's connection breaks: the engine has nothing of it, soon, and fetches it whole the next time."""
+    passed = itertools.count(1)
+
+    def cut(place: str) -> None:
+        if place == "broadcast:sent" and next(passed) == sent:
+            raise ConnectionResetError("cut")
+
+    async def fetch() -> None:
+        channel = broadcast_channel(tmp_path)
+        manifest = await channel.publish(5)
+        set_fault_hook(cut)
+        if sent < len(TENSORS):
+            with pytest.raises(StorageError, match="version 5 could not be fetched"):
+                await asyncio.wait_for(fetched(tmp_path, manifest), 10)
+        else:  # all had arrived by then
+            assert (await fetched(tmp_path, manifest)).hash == manifests.version_hash(manifest)
+        assert (await fetched(tmp_path, manifest)).hash == manifests.version_hash(manifest)
+        channel.close()
+
+    try:
+        asyncio.run(fetch())
+    finally:
+        set_fault_hook(None)
 
 
 def test_without_the_token_nothing_is_sent(tmp_path: Path):

@@ -1,0 +1,133 @@
+"""Disks, clocks and pauses in the split layout, with real processes; asserted from the files of the run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from .helpers.processes import Fault, WarmPython
+from .helpers.runs import assert_trained_once, each
+from .helpers.split import COMPONENTS, InOne, SplitRun, compared, split_config, split_run
+from .helpers.storage import small_disk
+
+STEPS = 4
+DAY_S = 86_400
+SILENT_S = 3.6  # longer than a component may be silent (transport/presence.py)
+NCCL = {"weight_broadcast": {"type": "nccl"}}
+
+
+def finish(run: SplitRun, wanted: dict[str, Any]) -> None:
+    assert run.end() == dict.fromkeys(COMPONENTS, 0)
+    assert_trained_once(run, STEPS)
+    found = compared(run)
+    for name, value in wanted.items():
+        assert found[name] == value, f"{name} differs"
+
+
+def ends_with_storage(run: SplitRun, words: str) -> None:
+    """All three, within seconds, each with one line; the status says how to go on."""
+    assert run.end(20) == dict.fromkeys(COMPONENTS, 4)
+    status = run.status()
+    assert (status["state"], status["resumable"]) == ("failed", True) and words in status["reason"]
+    for command in run.processes.values():
+        told = [line for line in command.text().splitlines() if line.startswith("shoal: error: ")]
+        assert len(told) == 1 and words in told[0] and "Traceback" not in command.text()
+
+
+IO_ERROR, FULL = "I/O error; check the disk", "the disk is full; free some space"
+READ = "model.safetensors: cannot be read: Input/output error"
+DISKS: list[tuple[str, str, list[Fault]]] = [
+    ("train", IO_ERROR, [("publish:exported", 3, "fail", errno.EIO)]),  # a version is written,
+    ("infer", READ, [("read:model.safetensors", times, "fail", errno.EIO) for times in (3, 4)]),  # or read, twice
+    ("train", FULL, [("service:learned", 2, "fill", "out/filler")]),  # an answer and a version are next
+    ("orch", FULL, [("appended:journal.jsonl", 2, "fill", "out/filler")]),  # a checkpoint and a batch are
+]
+
+
+def test_a_shared_folder_that_fails_or_is_full(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+    """Whoever notices, all three end with its reason. Once the disk is mended the run goes on, equal."""
+    wanted = in_one()
+
+    def check(case: tuple[str, str, list[Fault]]) -> None:
+        victim, words, faults = case
+        folder = tmp_path / f"{victim}-{faults[0][2]}"
+        with split_run(folder, warm, split_config(model)) as run, small_disk(run.path):
+            run.start_all(faults={victim: faults})
+            ends_with_storage(run, words)
+            (run.path / "filler").unlink(missing_ok=True)
+            run.start_all("infer", "train")
+            run.start_one("orch", "--resume")
+            finish(run, wanted)
+
+    each(DISKS, check)
+
+
+WEIGHTS: list[tuple[str, dict[str, Any], Fault]] = [
+    # The server cannot read the file of a version the first time.
+    ("infer", {}, ("read:model.safetensors", 3, "fail", errno.EIO)),
+    # The trainer's connections break after a few tensors of the second version.
+    ("train", NCCL, ("broadcast:sent", 30, "fail", errno.ECONNRESET)),
+    # It is killed there, and started again.
+    ("train", NCCL, ("broadcast:sent", 30, "kill", signal.SIGKILL)),
+]
+
+
+def test_a_version_that_does_not_arrive_is_published_again(
+    tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne
+):
+    """Nothing is drawn from a part of it, and the run is the undisturbed one."""
+    wanted = in_one()
+
+    def check(case: tuple[str, dict[str, Any], Fault]) -> None:
+        victim, train, fault = case
+        with split_run(tmp_path / f"{victim}-{fault[2]}", warm, split_config(model, train=train)) as run:
+            run.start_all(faults={victim: [fault]})
+            if fault[2] == "kill":
+                assert run.processes[victim].wait() == -signal.SIGKILL
+                run.start_one(victim)
+            finish(run, wanted)
+            (event,) = run.events("sync")
+            assert "did not arrive and is published again" in event["message"]
+
+    each(WEIGHTS, check)
+
+
+def test_clocks_that_are_set_do_not_matter(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+    """By a day, forward and back, in the middle of the run and in each process by itself."""
+    day: dict[str, list[Fault]] = {
+        "infer": [("engine:turn", 1, "clock", DAY_S), ("engine:turn", 6, "clock", -3 * DAY_S)],
+        "train": [("service:learn", 2, "clock", -DAY_S), ("publish:exported", 4, "clock", 2 * DAY_S)],
+        "orch": [("appended:journal.jsonl", 1, "clock", DAY_S), ("appended:journal.jsonl", 3, "clock", -2 * DAY_S)],
+    }
+    config = split_config(model)
+    config["train"]["deadline_s"] = config["orch"]["deadline_s"] = 30.0
+    with split_run(tmp_path, warm, config) as run:
+        run.start_all(faults=day)
+        finish(run, in_one())
+        assert not run.events("waiting") and not run.events("stall"), "nobody was missed"
+        assert all(0 <= line["time/step"] < 60 for line in run.lines("metrics.jsonl") if line["step"] > 0)
+        for name in ("infer", "train"):
+            days = {line[:10] for line in (run.path / "logs" / f"{name}.log").read_text().splitlines()}
+            assert len(days) > 1, "its clock was set"
+
+
+def test_one_that_is_stopped_for_a_while_is_waited_for(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+    """Longer than silence is taken for absence: the others wait, and go on with the same process when it is back."""
+    wanted = in_one()
+
+    def check(victim: str) -> None:
+        with split_run(tmp_path / victim, warm, split_config(model)) as run:
+            run.start_all()
+            run.wait_for_step(1)
+            os.kill(run.processes[victim].pid, signal.SIGSTOP)
+            time.sleep(SILENT_S)
+            assert len(run.journal()) < STEPS, "nothing goes on without it"
+            os.kill(run.processes[victim].pid, signal.SIGCONT)
+            finish(run, wanted)
+            assert not run.events("restart"), "it is not taken for another one"
+
+    each(COMPONENTS, check, at_once=3)
