@@ -95,7 +95,8 @@ def _check_judge(judge: Any) -> None:
     try:
         signature.bind("")
     except TypeError:
-        raise DataError(f"get_reward{signature} cannot be called as get_reward(completion)") from None
+        takes = ", ".join(signature.parameters)
+        raise DataError(f"get_reward({takes}) cannot be called as get_reward(completion)") from None
 
 
 def columns_of(item: Any) -> dict[str, Any]:

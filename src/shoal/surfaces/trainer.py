@@ -124,7 +124,7 @@ def translate(given: Mapping[str, Any], processes: int = 1) -> Translation:
         "device": "train.device",
     }  # fmt: skip
     to.put_all({argument: (key, given[argument]) for argument, key in plain.items()})
-    to.arguments["orch.seq_len"] = "max_seq_len"  # follows it, and messages may name it
+    to.also["orch.seq_len"] = "max_seq_len"
     _length(to, given)
     _batch(to, given, processes)
     _sampling(to, given)

@@ -117,3 +117,24 @@ def test_rows_come_from_files_as_well(model: str, tmp_path: Path):
 def test_rows_that_nobody_judges_are_refused(model: str, tmp_path: Path):
     with pytest.raises(ArgumentError, match=r"main: reward_fn: the rows have no get_reward"):
         main(config(model, tmp_path))
+
+
+def test_a_configuration_that_is_none_is_told_as_that(tmp_path: Path):
+    rows = [{"prompt": "a"}]
+    with pytest.raises(ArgumentError, match=r"^Config: base_model: is required; write Config\(base_model=…\)$"):
+        Config(log_path="x", dataset=rows)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentError, match=r"must be a WeightSyncConfig, not .*Config\(dcp_save_interval=5\)"):
+        Config(log_path="x", base_model="m", dataset=rows, weight_sync={"dcp_save_interval": 5})  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"weight_sync_scope: must be a WeightSyncScope, not 'per_trainer'; write"):
+        DeployConfig(weight_sync_scope="per_trainer")  # type: ignore[arg-type]
+    config = Config(log_path=__file__, base_model="m", dataset=rows, deployment=DeployConfig(tokenizer_model="m"))
+    with pytest.raises(ArgumentError, match=r"^main: config: must be a Config, not a function"):
+        main(shouting, config)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"^main: reward_fn: judge asks for 'gold', which is no column"):
+
+        def judge(completion, gold):
+            return 1.0
+
+        main(config, judge)
+    with pytest.raises(ArgumentError, match=r"^Config: log_path: '.*' is a file; name a folder"):
+        main(config, len)
