@@ -109,6 +109,8 @@ class GRPOTrainer:
         self.config, self.notices = translation.config(_with_precision(arguments["overrides"], model))
         if eval_dataset is not None and arguments["eval_steps"] is None:
             self.notices.append("eval_dataset: is only used by test() unless eval_steps says how often to evaluate")
+        if arguments["use_accelerate"] and self._processes == 1 and _launched_without_gpu():
+            self.notices.append("use_accelerate: one process was started; without GPUs, several take --multi_gpu too")
         held_out = eval_dataset if eval_dataset is not None else ()
         with _about("GRPOTrainer", train="train_dataset", eval="eval_dataset"):
             environment = ItemEnvironment(train_dataset, held_out, LABEL, self._rewards)
@@ -224,6 +226,15 @@ def _processes(use_accelerate: bool) -> int:
             "train a model of its own; set it, or start the script with python"
         )
     return world if use_accelerate else 1
+
+
+def _launched_without_gpu() -> bool:
+    """accelerate leaves --num_processes aside on a machine without GPUs, unless it is told --multi_gpu as well."""
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return False
+    import torch
+
+    return not torch.cuda.is_available()
 
 
 def _is_main() -> bool:
