@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from shoal.config.infer import InferConfig
 from shoal.config.orch import EnvConfig, EvalConfig
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
-from shoal.envs.items import ItemEnvironment, Items, judges_itself
+from shoal.envs.items import ItemEnvironment, ItemError, Items, judges_itself
 from shoal.envs.user_code import load_object
 from shoal.errors import ArgumentError
 from shoal.observability.run_dir import is_used, read_metrics
 from shoal.orchestrator.signals import outside_event_loop
 from shoal.rewards.functions import RewardFunctions
 from shoal.surfaces.table import unknown_argument
-from shoal.surfaces.trainer import DEFAULT_STEPS, LABEL, translate
+from shoal.surfaces.trainer import DEFAULT_STEPS, LABEL, from_trl, translate
 from shoal.surfaces.trainer_kinds import check_kinds
 from shoal.surfaces.uncaught import one_line_if_uncaught
 
@@ -63,7 +64,7 @@ class GRPOTrainer:
         optimizer_args: Mapping[str, Any] | None = None,
         lr_scheduler: str | Mapping[str, Any] | None = None,
         max_grad_norm: float = 1.0,
-        output_dir: str = "./outputs",
+        output_dir: str | Path = "./outputs",
         saving_steps: int | None = None,
         logging_steps: int = 1,
         seed: int = 0,
@@ -79,7 +80,7 @@ class GRPOTrainer:
         lora_alpha: int = 32,
         lora_dropout: float = 0.0,
         lora_target_modules: Sequence[str] | None = None,
-        adapter_path: str | None = None,
+        adapter_path: str | Path | None = None,
         resume_from_checkpoint: bool | str | None = None,
         reward_weights: Sequence[float] | None = None,
         tokenizer: Any = None,
@@ -94,6 +95,9 @@ class GRPOTrainer:
     def _set_up(self, arguments: dict[str, Any], unknown: Mapping[str, Any]) -> None:
         if unknown:
             _refuse_unknown(next(iter(unknown)), list(arguments))
+        for name in ("model", "output_dir", "adapter_path"):
+            if isinstance(arguments[name], Path):
+                arguments[name] = str(arguments[name])
         check_kinds(arguments)
         model, train_dataset, eval_dataset = (arguments[n] for n in ("model", "train_dataset", "eval_dataset"))
         self._processes = _processes(arguments["use_accelerate"])
@@ -103,9 +107,15 @@ class GRPOTrainer:
         self._eval_dataset = eval_dataset
         self._wording = translation.in_their_words
         self.config, self.notices = translation.config(_with_precision(arguments["overrides"], model))
+        if eval_dataset is not None and arguments["eval_steps"] is None:
+            self.notices.append("eval_dataset: is only used by test() unless eval_steps says how often to evaluate")
+        if arguments["use_accelerate"] and self._processes == 1 and _launched_without_gpu():
+            self.notices.append("use_accelerate: one process was started; without GPUs, several take --multi_gpu too")
         held_out = eval_dataset if eval_dataset is not None else ()
+        with _about("GRPOTrainer", train="train_dataset", eval="eval_dataset"):
+            environment = ItemEnvironment(train_dataset, held_out, LABEL, self._rewards)
         self._given = build.Given(
-            environments={LABEL: ItemEnvironment(train_dataset, held_out, LABEL, self._rewards)},
+            environments={LABEL: environment},
             model=None if isinstance(model, str) else model,
             tokenizer=_tokenizer(model, arguments["tokenizer"]),
             processes=self._processes,
@@ -124,7 +134,13 @@ class GRPOTrainer:
 
     def train(self) -> Path:
         """Train to the end and return the run directory."""
+        with one_line_if_uncaught(self._wording):
+            return self._train()
+
+    def _train(self) -> Path:
         resume = self.config.train.resume_from_checkpoint
+        if self.output_dir.exists() and not self.output_dir.is_dir():
+            raise ArgumentError(f"GRPOTrainer: output_dir: {str(self.output_dir)!r} is a file; name a folder")
         if is_used(self.output_dir) and not resume and _is_main():
             raise ArgumentError(
                 f"GRPOTrainer: output_dir: {str(self.output_dir)!r} already holds a run; continue it with "
@@ -143,15 +159,20 @@ class GRPOTrainer:
 
         Under several processes the main one does it, and the others get an empty dictionary at once.
         """
-        items = dataset if dataset is not None else self._eval_dataset
+        with one_line_if_uncaught(self._wording):
+            return self._test(dataset if dataset is not None else self._eval_dataset)
+
+    def _test(self, items: Items | None) -> dict[str, float]:
         if items is None or len(items) == 0:
             raise ArgumentError(
                 "GRPOTrainer.test: dataset: there is nothing to test on; give items, or an eval_dataset"
             )
         if not _is_main():
             return {}
+        with _about("GRPOTrainer.test", train="dataset", eval="dataset"):
+            environment = ItemEnvironment(items, items, TEST, self._rewards)
         given = build.Given(
-            environments={TEST: ItemEnvironment(items, items, TEST, self._rewards)},
+            environments={TEST: environment},
             model=None if self._finished and not self.config.train.lora else self._given.model,
             tokenizer=self._given.tokenizer,
         )
@@ -176,12 +197,23 @@ class GRPOTrainer:
         return resolve_run(RunConfig.model_construct(train=train, infer=infer, orch=orch))
 
 
+@contextmanager
+def _about(surface: str, **arguments: str) -> Iterator[None]:
+    """What is wrong with an item is told with the argument it came in; `arguments` has it for each split."""
+    try:
+        yield
+    except ItemError as error:
+        raise ArgumentError(f"{surface}: {arguments[error.split]}: {error.what}") from error
+
+
 def _refuse_unknown(name: str, known: Sequence[str]) -> None:
     if name == "args":
         raise ArgumentError(
             "GRPOTrainer: args: there is no second object with settings; docs/coming-from.md has the argument for "
             "every field of TRL's GRPOConfig"
         )
+    if here := from_trl(name):
+        raise ArgumentError(f"GRPOTrainer: {name}: is not an argument; {here}")
     raise unknown_argument("GRPOTrainer", name, known)
 
 
@@ -194,6 +226,15 @@ def _processes(use_accelerate: bool) -> int:
             "train a model of its own; set it, or start the script with python"
         )
     return world if use_accelerate else 1
+
+
+def _launched_without_gpu() -> bool:
+    """accelerate leaves --num_processes aside on a machine without GPUs, unless it is told --multi_gpu as well."""
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return False
+    import torch
+
+    return not torch.cuda.is_available()
 
 
 def _is_main() -> bool:

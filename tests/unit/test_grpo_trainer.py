@@ -97,8 +97,11 @@ def test_a_resumed_run_equals_an_undisturbed_one(model: str, tmp_path: Path):
 def test_other_data_cannot_be_resumed(model: str, tmp_path: Path):
     GRPOTrainer(model, ITEMS, num_steps=1, output_dir=str(tmp_path), **SHORT).train()
     other = [Shout("Whisper"), *ITEMS[1:]]
-    with pytest.raises(ConfigError, match=r"cannot be resumed with other settings: data was"):
+    with pytest.raises(ConfigError, match=r"other settings: the data is not the same; give what it was, or"):
         GRPOTrainer(model, other, num_steps=2, output_dir=str(tmp_path), resume_from_checkpoint=True, **SHORT).train()
+    fewer = {**SHORT, "batch_size": 1}
+    with pytest.raises(ConfigError, match=r"not the same \(8 then, 7 now\); batch_size was 8, is 4 rollouts;"):
+        GRPOTrainer(model, ITEMS[1:], num_steps=2, output_dir=tmp_path, resume_from_checkpoint=True, **fewer).train()
 
 
 def test_a_model_object_and_trl_rewards(model: str, tmp_path: Path):

@@ -74,7 +74,8 @@ def already_done(path: Path, config: RunConfig | SftConfig) -> bool:
     earlier, now = load(str(path / "config.yaml")).config.train, config.train
     longer = (now.max_steps or 0) > (earlier.max_steps or 0) or (now.epochs or 0) > (earlier.epochs or 0)
     if not longer and is_main():
-        print(f"{path}: this run is {status['state']} at step {status['step']}; nothing is left to do")
+        done = f"{path}: this run is {status['state']} at step {status['step']}"
+        print(f"{done}; nothing is left to do, unless it is given more steps or epochs")
     return not longer
 
 

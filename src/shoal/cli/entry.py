@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -134,13 +135,24 @@ def _dispatch(arguments: list[str]) -> int:
     try:
         result = make_app()(arguments, print_error=False, exit_on_error=False)
     except CycloptsError as error:
-        return _complain(f"{_usage_problem(error)}; see `shoal {_verb(arguments)}--help`", EXIT_USAGE)
+        hint = _key_hint(str(error)) if arguments[0].startswith("grpo") else ""
+        return _complain(f"{_usage_problem(error)}; {hint}see `shoal {_verb(arguments)}--help`", EXIT_USAGE)
     return result if isinstance(result, int) else EXIT_DONE
 
 
 def _usage_problem(error: Exception) -> str:
     """Cyclopts' own words, which name the nearest command or flag; the list of all commands is left to --help."""
     return " ".join(str(error).split()).split(" Available commands:")[0].rstrip(".")
+
+
+def _key_hint(message: str) -> str:
+    """A key written as an option: `--learning_rate 1e-5` for `train.learning_rate=1e-5`."""
+    from shoal.config.schema import SECTIONS
+
+    found = re.search(r"Unknown option: .?--([\w-]+)", message)
+    key = found.group(1).replace("-", "_") if found else ""
+    section = next((name for name, known in SECTIONS.items() if key in known.model_fields), None)
+    return f"keys are written as {section}.{key}=VALUE; " if section else ""
 
 
 def _verb(arguments: list[str]) -> str:

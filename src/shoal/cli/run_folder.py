@@ -42,8 +42,8 @@ def _resume_changes(config: RunConfig | SftConfig, folder: Path) -> list[str]:
         return []
     forbidden = forbidden_changes(earlier, config)
     if forbidden:
-        lines = "\n".join(f"{folder / 'config.yaml'}: {line}; a resumed run may not change this" for line in forbidden)
-        raise ConfigError(lines)
+        way_out = "a resumed run may not change this; leave it as it was, or start another run"
+        raise ConfigError("\n".join(f"{folder / 'config.yaml'}: {line}; {way_out}" for line in forbidden))
     ignored = ("train.resume_from_checkpoint",)
     changes = [line for line in difference_lines(earlier, config) if not line.startswith(ignored)]
     return [f"resume changes {line}" for line in changes[:MAX_CHANGES]]

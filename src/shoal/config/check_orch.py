@@ -61,7 +61,7 @@ def _check_batch(orch: OrchConfig, findings: Findings) -> None:
     if group == 1 and _group_statistics(orch.advantage) and orch.advantage.function is None:
         what = "a group of one has nothing to be compared with, so every advantage would be 0"
         findings.error(
-            "orch.rollouts_per_example", what, "use 2 or more (8 to 16 is usual), or orch.advantage.mean batch"
+            "orch.rollouts_per_example", what, "use 2 or more (8 to 16 is usual), or orch.advantage.mean=batch"
         )
     elif 1 < group < SMOKE_GROUP:
         findings.notice("orch.rollouts_per_example", f"groups of {group} suit a smoke run", "8 to 16 is usual")

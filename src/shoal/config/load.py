@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from shoal.config.base import Section
-from shoal.config.fields import nearest, section_at
+from shoal.config.fields import known_keys, nearest, section_at
 from shoal.config.problems import Origins, Problem, printable, render, show
 from shoal.config.schema import SECTIONS, RunConfig, SftConfig
 from shoal.config.schema_errors import problems_from
@@ -121,7 +121,8 @@ def read_config_text(file: str) -> str:
 
 def _similar_file(path: Path) -> str:
     try:
-        near = nearest(path.name, [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")])
+        files = {entry.stem: entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")}
+        near = files.get(nearest(path.stem, list(files)) or "")
     except OSError:
         return f"; the folder {printable(str(path.parent))} does not exist either"
     return f"; did you mean {printable(str(path.parent / near))}?" if near else "; `shoal init DIR` writes examples"
@@ -143,6 +144,7 @@ class _Draft(Generic[Config]):
             what = "is empty" if document.value is None else f"holds {show(document.value)}"
             raise ConfigError(f"{shown}:1: {what}, not keys with values; write `key: value` lines")
         if prefix:
+            self._refuse_other_section(document.value, str(prefix[0]), shown)
             self.data[str(prefix[0])] = document.value
         else:
             self._refuse_loose_section(document.value, shown)
@@ -152,6 +154,17 @@ class _Draft(Generic[Config]):
         for path, text in document.templates.items():
             self.origins.templates[(*prefix, *path)] = text
 
+    def _refuse_other_section(self, value: dict[str, Any], name: str, shown: str) -> None:
+        """orch.yaml given with --infer: one message instead of one a key."""
+        if not all(section in self.model.model_fields for section in SECTIONS):
+            return
+        if value and set(value) <= set(SECTIONS):
+            raise ConfigError(f"{shown}:1: has the sections of a whole run; give it alone, without --{name}")
+        fits = {section: sum(key in known_keys(SECTIONS[section]) for key in value) for section in SECTIONS}
+        best = max(fits, key=lambda section: fits[section])
+        if fits[best] == len(value) and fits[name] * 2 <= len(value):
+            raise ConfigError(f"{shown}:1: looks like the `{best}` section; name the file with `{name}` here")
+
     def _refuse_loose_section(self, value: dict[str, Any], shown: str) -> None:
         """A train.yaml given where one file with sections is expected: one message instead of forty."""
         sections = list(self.model.model_fields)
@@ -160,7 +173,7 @@ class _Draft(Generic[Config]):
                 name: sum(key in SECTIONS[name].model_fields for key in value) for name in sections if name in SECTIONS
             }
             best = max(fits, key=lambda name: fits[name])
-            hint = f"; this looks like a `{best}` section: give it with --{best}, or put its keys under `{best}:`"
+            hint = f"; this looks like the `{best}` section: give it with --{best}, or put its keys under `{best}:`"
             first = printable(next(iter(value)))
             raise ConfigError(
                 f"{shown}:1: {first}: not a section; one file for a whole run has the sections "

@@ -209,4 +209,7 @@ def forbidden_changes(old: Section, new: Section) -> list[str]:
     """The changes a resume refuses, as lines."""
     before, after = binding_data(old), binding_data(new)
     keys = list(dict.fromkeys([*before, *after]))
-    return [f"{k}: {show(before.get(k))} → {show(after.get(k))}" for k in keys if before.get(k) != after.get(k)]
+    changed = [key for key in keys if before.get(key) != after.get(key)]
+    # Other surfaces count prompts under the name of their own.
+    unit = {"orch.batch_size": " rollouts"}
+    return [f"{key}: {show(before.get(key))} → {show(after.get(key))}{unit.get(key, '')}" for key in changed]

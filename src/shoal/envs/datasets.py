@@ -58,6 +58,11 @@ def heard_problems() -> Iterator[list[str]]:
 MakeTask = Callable[[Mapping[str, Any]], Task]
 
 
+def read_train(spec: DatasetSpec, needed: Sequence[str], make: MakeTask) -> list[Task]:
+    """Tasks of the training split, all of them: for who evaluates nothing, or on something else."""
+    return _tasks(spec, _source(spec, spec.split or "train"), needed, make)
+
+
 def read_splits(spec: DatasetSpec, needed: Sequence[str], make: MakeTask) -> dict[str, list[Task]]:
     """Tasks of train and eval. Without an eval split of its own, the dataset's last tenth (at most 256) is held out."""
     train_split = spec.split or "train"

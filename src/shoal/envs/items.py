@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from shoal.envs.base import SingleTurn, answer_of
 from shoal.envs.datasets import to_messages
-from shoal.errors import ConfigError, DataError
+from shoal.errors import DataError
 from shoal.rewards.functions import RewardFunctions, Scored
 from shoal.rewards.outcome import call
 from shoal.types import Message, Task
@@ -21,6 +22,14 @@ class Items(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: Any, /) -> Any: ...
+
+
+class ItemError(DataError):
+    """Items that cannot be asked or judged: `what` is wrong with those of `split`."""
+
+    def __init__(self, environment: str, split: str, what: str) -> None:
+        super().__init__(f"{environment}: {split} {what}")
+        self.split, self.what = split, what
 
 
 class ItemEnvironment(SingleTurn):
@@ -43,7 +52,7 @@ class ItemEnvironment(SingleTurn):
         self._rewards = rewards
         self._items: dict[str, Items] = {"train": train, "eval": eval}
         if len(train) == 0:
-            raise DataError(f"{name}: there are no items to train on")
+            raise ItemError(name, "train", "is empty; give it at least one item")
         self._tasks = {
             split: [self._task(items[index], split, index) for index in range(len(items))]
             for split, items in self._items.items()
@@ -60,20 +69,34 @@ class ItemEnvironment(SingleTurn):
         return self._rewards(Scored(item, columns_of(item), _prompt(item), answer_of(messages)))
 
     def _task(self, item: Any, split: str, index: int) -> Task:
-        what = f"{self.name}: {split} item {index}"
-        if not judges_itself(item):
-            if self._rewards is None:
-                raise ConfigError(f"{what} ({type(item).__name__}) has no method get_reward(completion)")
-            self._rewards.check(list(columns_of(item)))
         try:
+            if judges_itself(item):
+                _check_judge(item.get_reward)
+            elif self._rewards is None:
+                raise DataError(f"{type(item).__name__} has no method get_reward(completion)")
+            else:
+                self._rewards.check(list(columns_of(item)))
             messages = to_messages(_prompt(item))
         except DataError as error:
-            raise DataError(f"{what}: {error}") from error
+            raise ItemError(self.name, split, f"item {index}: {error}") from error
         return Task(messages, {"split": split, "item": index, **_digest(item)})
 
 
 def judges_itself(item: Any) -> bool:
     return callable(getattr(item, "get_reward", None))
+
+
+def _check_judge(judge: Any) -> None:
+    """It is called with the completion alone, which would fail for every rollout if it took another number."""
+    try:
+        signature = inspect.signature(judge)
+    except (TypeError, ValueError):  # a built-in without a signature
+        return
+    try:
+        signature.bind("")
+    except TypeError:
+        takes = ", ".join(signature.parameters)
+        raise DataError(f"get_reward({takes}) cannot be called as get_reward(completion)") from None
 
 
 def columns_of(item: Any) -> dict[str, Any]:
@@ -85,7 +108,8 @@ def columns_of(item: Any) -> dict[str, Any]:
 def _prompt(item: Any) -> Any:
     prompt = item.get("prompt") if isinstance(item, Mapping) else getattr(item, "prompt", None)
     if prompt is None:
-        raise DataError(f"{type(item).__name__} has no prompt")
+        columns = ", ".join(list(columns_of(item))[:12])
+        raise DataError(f"{type(item).__name__} has no prompt" + (f"; it has {columns}" if columns else ""))
     return prompt
 
 

@@ -28,7 +28,9 @@ OUTPUTS = "outputs"
 UNITS = ("epochs", "steps", "secs")
 # Schema keys that messages may name and that no launcher key stands for alone.
 _ALSO = {"orch.seq_len": "mb_spec.max_tokens_per_mb", "seq_len": "mb_spec.max_tokens_per_mb",
-         "train.output_dir": "trial_name", "train.resume_from_checkpoint": "recover.mode"}  # fmt: skip
+         "train.output_dir": "trial_name", "train.resume_from_checkpoint": "recover.mode",
+         "orch.dataset.split": "train_dataset.path",
+         "orch.advantage.mean=batch": "actor.group_reward_norm=false"}  # fmt: skip
 
 
 @dataclass
@@ -137,6 +139,8 @@ def _model(draft: _Draft) -> None:
 def _length(draft: _Draft) -> None:
     flat, inner, outer = draft.flat, "actor.mb_spec.max_tokens_per_mb", "mb_spec.max_tokens_per_mb"
     given = [key for key in (inner, outer) if key in flat.values]
+    typed = [key for key in given if flat.at(key) == COMMAND_LINE]
+    given = typed or given  # whichever way the file spells it, the command line stands instead
     if len({flat.values[key] for key in given}) > 1:
         raise flat.error(inner, f"is {show(flat.values[inner])} but {outer} is {show(flat.values[outer])}; keep one")
     key = given[0] if given else outer

@@ -63,7 +63,10 @@ def locate(name: str) -> tuple[str, str | None]:
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or meant_path:
         raise ModelError(f"the model folder {name!r} does not exist")
     if os.environ.get("HF_HUB_OFFLINE") == "1" and not _cached(name):
-        raise ModelError(f"{name!r} is not a folder here, and HF_HUB_OFFLINE=1 forbids asking the hub for it")
+        raise ModelError(
+            f"{name!r} is not a folder here, and HF_HUB_OFFLINE=1 forbids asking the hub for it; unset that to fetch "
+            "it, or name a folder"
+        )
     return name, None
 
 

@@ -92,8 +92,10 @@ class RunDir:
         wanted = _as_json(binding)
         changed = sorted(key for key in {*self.binding, *wanted} if self.binding.get(key) != wanted.get(key))
         if changed:
-            details = "; ".join(f"{key} was {self.binding.get(key)!r}, is {wanted.get(key)!r}" for key in changed)
-            raise ConfigError(f"{self.path} cannot be resumed with other settings: {details}")
+            details = "; ".join(_change(key, self.binding.get(key), wanted.get(key)) for key in changed)
+            raise ConfigError(
+                f"{self.path} cannot be resumed with other settings: {details}; give what it was, or another folder"
+            )
 
     def reopen(self, resolved_config_text: str, binding: Mapping[str, Any], next_command: str) -> None:
         """Go on with the run: it must be the same one; the status says so before the configuration changes."""
@@ -240,6 +242,14 @@ def rollouts_path(path: Path, step: int) -> Path:
 def _step_of(path: Path) -> int:
     digits = path.stem.removeprefix("step_")
     return int(digits) if digits.isdigit() else 0
+
+
+def _change(key: str, before: Any, now: Any) -> str:
+    """What is told of a setting that may not change. Data is a digest and counts, of which people read the counts."""
+    if key == "data" and isinstance(before, str) and isinstance(now, str):
+        sizes = before.partition(" ")[2], now.partition(" ")[2]
+        return "the data is not the same" + (f" ({sizes[0]} then, {sizes[1]} now)" if sizes[0] != sizes[1] else "")
+    return f"{key} was {before!r}, is {now!r}" + (" rollouts" if key == "orch.batch_size" else "")
 
 
 def _identity(status: Mapping[str, Any]) -> dict[str, Any]:

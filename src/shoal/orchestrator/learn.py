@@ -44,7 +44,8 @@ class LearnSettings:
 
 @dataclass
 class Learned:
-    """What a step trained. `sample_tokens` counts a shared prompt in every sample that has it.
+    """What a step trained. `sample_tokens` counts a shared prompt in every sample that has it. `moved`: some gradient
+    was not zero, which it is where all groups are kept and no reward differs from another.
 
     `policy_logprobs`: rollout id → log-probs under the weights before this step, at the trained tokens, in order.
     """
@@ -53,6 +54,7 @@ class Learned:
     trained_tokens: int = 0
     sample_tokens: int = 0
     skipped: bool = False
+    moved: bool = False
     policy_logprobs: dict[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -163,6 +165,7 @@ class Learner:
         if "optim/grad_norm" in outcome:
             tally.add("optim/grad_norm", outcome["optim/grad_norm"], 1)
         learned.skipped |= bool(outcome["optim/skipped"])
+        learned.moved |= outcome.get("optim/grad_norm") != 0
 
     def _passes(self, batches: Sequence[Batch]) -> list[list[Row]]:
         """This rank's micro-batches. Where ranks pass together all make as many, the last of them perhaps empty."""

@@ -16,7 +16,7 @@ from shoal.errors import EXIT_INTERRUPTED, EngineError, Interrupted, StoppedByPo
 from shoal.observability.metrics import Tally
 from shoal.observability.spans import throughput
 from shoal.observability.watchdog import within
-from shoal.orchestrator.collect import Collected, Interruption
+from shoal.orchestrator.collect import Collected, Interruption, uniform_kind
 from shoal.orchestrator.evaluate import unless_stopped
 from shoal.orchestrator.learn import Learned
 from shoal.orchestrator.notes import FailureNotes, tell_stale
@@ -210,10 +210,10 @@ class Loop:
             events.warn(
                 "non-finite", f"step {progress.step}: the gradient is not finite; the optimizer step is skipped"
             )
-        if learned.trained_rollouts:
+        if learned.trained_rollouts and learned.moved:
             progress.flat, progress.flat_reasons = 0, []
             return
-        reasons = {group.drop_reason or "nothing to train" for group in collected.all}
+        reasons = {group.drop_reason or uniform_kind(group) or "nothing to train" for group in collected.all}
         events.warn("flat", f"step {progress.step} trained nothing: every group was {', '.join(sorted(reasons))}")
         progress.flat += 1
         progress.flat_reasons = sorted(reasons.union(progress.flat_reasons))

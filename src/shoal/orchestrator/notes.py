@@ -47,10 +47,10 @@ class FailureNotes:
     def check_scored(self, progress: Progress) -> None:
         """At the end of a run that came through all of its steps."""
         if progress.step and not progress.scored:
-            why = f" ({self._last})" if self._last else ""
+            why = f" ({self._last or 'each was None'})"
             raise StoppedByPolicy(
                 f"not one rollout of {progress.step} steps got a reward{why}, so nothing was trained; "
-                "fix the environment's reward and start again"
+                "fix the reward and start again"
             )
 
 

@@ -51,6 +51,7 @@ def pack_learned(learned: Learned, tally: Tally, groups: Sequence[RolloutGroup])
         "trained_tokens": learned.trained_tokens,
         "sample_tokens": learned.sample_tokens,
         "skipped": learned.skipped,
+        "moved": learned.moved,
         "policy_logprobs": logprobs,
         "tally": tally.state(),
         "rollouts": [[[r.reward, r.advantage] for r in group.rollouts] for group in groups],
@@ -69,5 +70,6 @@ def unpack_learned(value: Mapping[str, Any], tally: Tally, groups: Sequence[Roll
         int(value["trained_tokens"]),
         int(value["sample_tokens"]),
         bool(value["skipped"]),
+        bool(value["moved"]),
         logprobs,
     )

@@ -5,9 +5,10 @@ Thin over shoal.trainer.policy: everything runs on the device's thread, packed a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,7 +17,7 @@ import numpy as np
 from shoal import build
 from shoal.algorithms.align import align_trainer, as_trainer_logprobs
 from shoal.batching.pack import Packing, make_batches
-from shoal.errors import ArgumentError
+from shoal.errors import ArgumentError, ConfigError
 from shoal.recipes.datums import Datum, LossFn, by_datum
 from shoal.types import Row, Sample
 
@@ -36,6 +37,11 @@ class AdamParams:
     eps: float = 1e-8
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= 0:
+                raise ArgumentError(f"AdamParams: {name}: must be a number of at least 0, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -87,10 +93,13 @@ class PolicyClient:
         values = [as_trainer_logprobs(array) for array in by_datum(samples, rows, "old_logprobs")]
         where = self._policy.decoder.device
         logprobs = [torch.tensor(value, dtype=torch.float32, device=where, requires_grad=True) for value in values]
-        loss, metrics = loss_fn(datums, logprobs)
-        if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.requires_grad:
+        returned = loss_fn(datums, logprobs)
+        loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        good = isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.requires_grad
+        if not good or not isinstance(metrics, Mapping):
             raise ArgumentError(
-                "forward_backward_custom: loss_fn: must return (loss, metrics), a number made of logprobs"
+                "forward_backward_custom: loss_fn: must return (loss, metrics), a number made of logprobs and a "
+                "dictionary"
             )
         loss.backward()
         self._carry_back(samples, rows, logprobs)
@@ -121,8 +130,14 @@ class PolicyClient:
 
     def export(self, folder: str | Path) -> Path:
         """Weights as transformers (or PEFT) load them."""
+        if Path(folder).is_file():
+            raise ArgumentError(f"export: folder: {str(folder)!r} is a file; name a folder")
         self._device.do(self._files.export, Path(folder))
         return Path(folder)
+
+
+class ForwardOnlyError(ConfigError, RuntimeError):
+    """The reference was asked to train."""
 
 
 class ReferenceClient:
@@ -137,10 +152,10 @@ class ReferenceClient:
         return _forward(self._policy.reference_logprobs, self._device, datums)
 
     def forward_backward_custom(self, *_: Any) -> NoReturn:
-        raise RuntimeError("the reference is forward-only; train the policy")
+        raise ForwardOnlyError("the reference is forward-only; train the policy")
 
     def optim_step(self, *_: Any) -> NoReturn:
-        raise RuntimeError("the reference is forward-only; call optim_step on the policy")
+        raise ForwardOnlyError("the reference is forward-only; call optim_step on the policy")
 
 
 def _forward(score: Callable[..., list[np.ndarray]], device: Device, datums: Sequence[Datum]) -> list[np.ndarray]:
@@ -172,5 +187,7 @@ def _own_step(params: AdamParams | None) -> Any:
 
     if params is None:
         return None
+    if not isinstance(params, AdamParams):
+        raise ArgumentError(f"optim_step: adam_params: must be AdamParams(learning_rate=…), not {params!r:.80}")
     adam = AdamSettings(params.beta1, params.beta2, params.eps, params.weight_decay)
     return OwnStep(params.learning_rate, params.max_grad_norm, adam)

@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from functools import wraps
 from typing import Any, Literal, TypeVar
 
+from shoal.errors import ArgumentError
 from shoal.surfaces.table import unknown_argument
 
 Kind = TypeVar("Kind", bound=type)
 
 
 def strict(kind: Kind) -> Kind:
-    """A misspelt field is answered with the nearest one there is."""
+    """A misspelt field is answered with the nearest one there is; one that is missing, or no such object, by name."""
     fill: Callable[..., None] = kind.__init__
     known = [f.name for f in fields(kind)]
+    required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
 
     @wraps(fill)
     def checked(self: Any, *args: Any, **values: Any) -> None:
         for name in values:
             if name not in known:
                 raise unknown_argument(kind.__name__, name, known)
+        for name in required:
+            if name not in values:
+                raise ArgumentError(f"{kind.__name__}: {name}: is required; write {kind.__name__}({name}=…)")
+        for name, value in values.items():
+            _check_object(kind.__name__, name, value)
         fill(self, *args, **values)
 
     kind.__init__ = checked  # type: ignore[misc]
     return kind
+
+
+def _check_object(owner: str, name: str, value: Any) -> None:
+    """Fields that hold a configuration of their own hold nothing else; None leaves some of them out."""
+    wanted = OBJECTS.get(name) if owner == "Config" else WeightSyncScope if name == "weight_sync_scope" else None
+    if wanted is None or isinstance(value, wanted) or (value is None and name not in ALWAYS):
+        return
+    if wanted is WeightSyncScope:
+        fix = " or ".join(str(scope) for scope in WeightSyncScope)
+    else:
+        given = ", ".join(f"{key}={part!r}" for key, part in value.items()) if isinstance(value, dict) else "…"
+        fix = f"{wanted.__name__}({given})"
+    raise ArgumentError(f"{owner}: {name}: must be a {wanted.__name__}, not {value!r:.80}; write {fix}")
 
 
 class WeightSyncScope(Enum):
@@ -120,6 +140,12 @@ class CISPOConfig:
     ratio_high: float | None = None
 
 
+OBJECTS: dict[str, type] = {
+    "deployment": DeployConfig, "infra": InfraConfig, "weight_sync": WeightSyncConfig, "tis": TISConfig,
+    "wandb": WandBConfig, "importance_sampling": ISConfig, "reinforce": ReinforceConfig, "dapo": DAPOConfig,
+    "dro": DROConfig, "gspo": GSPOConfig, "cispo": CISPOConfig,
+}  # fmt: skip
+ALWAYS = ("deployment", "infra", "weight_sync")
 PolicyLossName = Literal["grpo", "importance_sampling", "reinforce", "dapo", "dro", "gspo", "cispo"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shoal.envs.datasets import DatasetSpec, read_splits, to_messages
+from shoal.envs.datasets import DatasetSpec, read_train, to_messages
 from shoal.envs.items import ItemEnvironment, judges_itself
 from shoal.envs.user_code import load_object
 from shoal.errors import ArgumentError
@@ -39,7 +39,7 @@ def read_rows(config: Config) -> Sequence[Any]:
         return [data[index] for index in range(min(len(data), config.max_rows or len(data)))]
     path = data if is_path(data) else None
     spec = DatasetSpec(path, None if path else data, max_rows=config.max_rows)
-    tasks = read_splits(spec, ("prompt",), _task)["train"]
+    tasks = read_train(spec, ("prompt",), _task)
     return [{**task.data, "prompt": task.messages} for task in tasks]
 
 

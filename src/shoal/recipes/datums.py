@@ -6,6 +6,7 @@ from a sampler; shoal.algorithms.align puts both in line.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from shoal.algorithms.align import align_sampler, align_trainer
 from shoal.batching.pack import Packing, make_batches
 from shoal.errors import ArgumentError
 from shoal.recipes.config import Config
-from shoal.recipes.translate import translate
+from shoal.recipes.translate import check_config, translate
 from shoal.types import Sample
 
 if TYPE_CHECKING:
@@ -54,6 +55,14 @@ class PromptGroup:
     rewards: Sequence[float | None]
 
     def __post_init__(self) -> None:
+        if inspect.isawaitable(self.completions):
+            if inspect.iscoroutine(self.completions):
+                self.completions.close()
+            raise ArgumentError(
+                "PromptGroup: completions: is a coroutine; await sample_with_tokens, or asyncio.run(…) it in a script"
+            )
+        if any(reward is not None and not hasattr(reward, "__float__") for reward in self.rewards):
+            raise ArgumentError("PromptGroup: rewards: must be numbers, or None to leave a completion out")
         if len(self.completions) != len(self.rewards):
             raise ArgumentError(
                 f"PromptGroup: rewards: {len(self.rewards)} rewards for {len(self.completions)} completions"
@@ -188,6 +197,7 @@ def make_grpo_loss_fn(
     config: Config, reference_logprobs: Sequence[Any] | None = None, old_logprobs: Sequence[Any] | None = None
 ) -> LossFn:
     """The loss that `config` names, for `forward_backward_custom`. Log-probs are as `forward` gives them."""
+    check_config("make_grpo_loss_fn", config)
     run, _ = translate(config, in_memory=True)
     objective = build.make_objective(run.train)
     if objective.needs_reference and reference_logprobs is None:

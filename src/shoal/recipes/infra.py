@@ -13,13 +13,14 @@ from typing import Any
 
 from shoal import build
 from shoal.config.schema import RunConfig
-from shoal.errors import ArgumentError, DeadlineError
+from shoal.errors import ArgumentError, DeadlineError, ModelError
 from shoal.orchestrator.signals import outside_event_loop
 from shoal.recipes.clients import Device, PolicyClient, ReferenceClient
 from shoal.recipes.config import Config, WeightSyncScope
 from shoal.recipes.sampling import DeploymentSampler
-from shoal.recipes.translate import translate
+from shoal.recipes.translate import check_config, translate
 from shoal.rewards.pool import RewardPool
+from shoal.surfaces.uncaught import one_line_if_uncaught
 
 
 @dataclass
@@ -113,9 +114,11 @@ class _Wants:
 
 def setup_infra(config: Config, needs_reference: bool = False, needs_inference: bool = True) -> Infra:
     """Put up (or re-attach to) the policy and, as asked for, its reference and a deployment."""
-    run, _ = translate(config, in_memory=True)
-    run = _with_reference(config, run, needs_reference)
-    check_tokenizers(config)
+    with one_line_if_uncaught():
+        check_config("setup_infra", config)
+        run, _ = translate(config, in_memory=True)
+        run = _with_reference(config, run, needs_reference)
+        check_tokenizers(config)
     owns = config.deployment.weight_sync_scope is WeightSyncScope.PER_DEPLOYMENT and needs_inference
     deployment_id = config.deployment.deployment_id if owns else None
     with ThreadPoolExecutor(2) as parallel:
@@ -212,7 +215,11 @@ def check_tokenizers(config: Config) -> None:
         return
     from shoal.models.load import load_tokenizer
 
-    one, other = load_tokenizer(ours), load_tokenizer(theirs)
+    one = load_tokenizer(ours)
+    try:
+        other = load_tokenizer(theirs)
+    except ModelError as error:
+        raise ArgumentError(f"Config: deployment.tokenizer_model: {error}") from error
     for what, same in (
         ("vocabulary", one.get_vocab() == other.get_vocab()),
         ("special tokens", one.special_tokens_map == other.special_tokens_map),

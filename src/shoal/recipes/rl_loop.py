@@ -37,8 +37,9 @@ from shoal.recipes.datums import (
 )
 from shoal.recipes.infra import Infra, check_tokenizers, setup_infra
 from shoal.recipes.sampling import DeploymentSampler
-from shoal.recipes.translate import LABEL, translate
+from shoal.recipes.translate import LABEL, check_config, translate
 from shoal.surfaces.recipe import FIELDS
+from shoal.surfaces.uncaught import one_line_if_uncaught
 
 __all__ = [
     "AdamParams",
@@ -77,10 +78,18 @@ def main(config: Config, reward_fn: RewardFn | None = None) -> Path:
     `f(prompts, completions, **columns)`. Without it, rows judge themselves (`get_reward`), or the answers of a data set
     are graded as mathematics. With `dcp_save_interval` above 0 a run that stopped continues.
     """
+    with one_line_if_uncaught(_in_their_words):
+        return _run(config, reward_fn)
+
+
+def _run(config: Config, reward_fn: RewardFn | None) -> Path:
+    check_config("main", config)
     objects = in_memory(config, reward_fn)
     run, notices = translate(config, in_memory=objects)
     environments = {LABEL: environment_of(config, reward_fn)} if objects else {}
     check_tokenizers(config)
+    if Path(config.log_path).is_file():
+        raise ArgumentError(f"Config: log_path: {config.log_path!r} is a file; name a folder")
     used = is_used(Path(config.log_path))
     resume = used and config.weight_sync.dcp_save_interval > 0
     if used and not resume:
@@ -95,3 +104,7 @@ def main(config: Config, reward_fn: RewardFn | None = None) -> Path:
             run, resume=resume, notices=notices, given=given, next_command=again, wording=FIELDS.in_their_words
         )
     )
+
+
+def _in_their_words(text: str) -> str:
+    return FIELDS.in_their_words(text).replace("reward_funcs:", "main: reward_fn:")

@@ -61,6 +61,10 @@ class DeploymentSampler:
         return [_sampled(prompt_ids, completion, params.temperature) for completion in completions]
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str | Sequence):
+            raise ArgumentError(
+                f"sample_with_tokens: prompt: must be text, messages or token ids, not {type(prompt).__name__}"
+            )
         if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
             return [int(token) for token in prompt]  # type: ignore[arg-type]
         messages = to_messages(prompt if isinstance(prompt, str) else list(prompt))

@@ -11,6 +11,7 @@ from shoal.config.catalogue import LOSS_CATALOGUE
 from shoal.config.layouts import LAYOUTS, Layout
 from shoal.config.schema import RunConfig
 from shoal.envs.readers import SUFFIXES
+from shoal.errors import ArgumentError
 from shoal.recipes.config import Config, TISConfig, WeightSyncScope
 from shoal.surfaces.table import Translation
 
@@ -19,6 +20,12 @@ POLICY_LOSSES = ("grpo", "importance_sampling", "reinforce", "dapo", "dro", "gsp
 DEFAULT_KL = {"grpo": 0.001, "reinforce": 0.001}
 # Fields of the per-loss configurations → parameters of the loss.
 LOSS_FIELDS = {"eps_clip": "clip_low", "eps_clip_high": "clip_high", "beta": "quad_beta"}
+
+
+def check_config(surface: str, config: Any) -> None:
+    """The first argument of every call here; a dictionary or a swapped one is told as that."""
+    if not isinstance(config, Config):
+        raise ArgumentError(f"{surface}: config: must be a Config, not a {type(config).__name__}; write Config(…)")
 
 
 def translate(config: Config, in_memory: bool = False) -> tuple[RunConfig, list[str]]:

@@ -58,18 +58,22 @@ class RewardFunctions:
 
 @dataclass(frozen=True)
 class _Plain:
-    """`f(completion, …)`. None excludes the rollout: a sum without a part is not comparable within a group."""
+    """`f(completion, …)`, or `f(prompt, completion)` in any order (`by_name`).
+
+    None excludes the rollout: a sum without a part is not comparable within a group.
+    """
 
     function: Function
     name: str
     others: tuple[str, ...]
     optional: tuple[str, ...]
+    by_name: bool = False
     none_excludes = True
 
     def check(self, columns: Sequence[str]) -> None:
         for name in self.others:
             if name not in columns and name not in ("prompt", "item", "row") and name not in self.optional:
-                known = ", ".join(["prompt", "item", *columns])
+                known = ", ".join(dict.fromkeys(["prompt", "row", *columns]))
                 raise ArgumentError(
                     f"reward_funcs: {self.name} asks for {name!r}, which is no column of the data; there are {known}"
                 )
@@ -77,6 +81,8 @@ class _Plain:
     def __call__(self, scored: Scored) -> Any:
         known = {**scored.columns, "prompt": scored.prompt, "item": scored.item, "row": scored.item}
         named = {name: known[name] for name in self.others if name in known}
+        if self.by_name:
+            return call(partial(self.function, completion=scored.completion, **named))
         return call(partial(self.function, **named), scored.completion)
 
 
@@ -119,11 +125,18 @@ def _adapted(function: Any, name: str) -> Any:
     if "completions" in parameters:
         return _Batched(function, name, tuple(parameters), inspect.Parameter.VAR_KEYWORD in kinds)
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    others = [p for p in list(parameters.values())[1:] if p.kind not in variadic]
     if not parameters:
         raise ArgumentError(f"reward_funcs: {name} takes no argument; write it as {name}(completion)")
+    first, *rest = parameters.values()
+    if first.name == "prompts":
+        raise ArgumentError(
+            f"reward_funcs: {name} takes prompts but no completions; write {name}(prompts, completions, **columns)"
+        )
+    by_name = "completion" in parameters and first.name != "completion"
+    rest = [first, *(p for p in rest if p.name != "completion")] if by_name else rest
+    others = [p for p in rest if p.kind not in variadic]
     optional = tuple(p.name for p in others if p.default is not inspect.Parameter.empty)
-    return _Plain(function, name, tuple(p.name for p in others), optional)
+    return _Plain(function, name, tuple(p.name for p in others), optional, by_name)
 
 
 def _names(functions: Sequence[Function]) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from shoal.rewards import confine
 from shoal.rewards.isolate import isolate
-from shoal.rewards.outcome import call, read_outcome
+from shoal.rewards.outcome import RewardValueError, call, read_outcome
 from shoal.rewards.wire import JOB, LAST_RESULT, MAX_JOB_BYTES, RESULT, STARTED, FrameBuffer, pack
 from shoal.types import Task
 
@@ -80,9 +80,9 @@ def score(judging: Judging, body: bytes) -> dict[str, Any]:
 
 
 def describe(error: BaseException) -> str:
-    """`ValueError: text (file.py:12 in grade)`, with the innermost place in the user's code."""
+    """`ValueError: text (file.py:12 in grade)`, with the innermost place in the user's code, if it was raised there."""
     try:
-        frames = traceback.extract_tb(error.__traceback__)
+        frames = [] if isinstance(error, RewardValueError) else traceback.extract_tb(error.__traceback__)
         inner = frames[-1] if frames else None
         place = f" ({Path(inner.filename).name}:{inner.lineno} in {inner.name})" if inner else ""
         return f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}{place}"

@@ -58,6 +58,7 @@ class Translation:
         self.surface = surface
         self.data: dict[str, Any] = {}
         self.arguments: dict[str, str] = {}  # schema key → argument
+        self.also: dict[str, str] = {}  # keys that follow one of these, which messages may name
 
     def put(self, argument: str, key: str, value: Any) -> None:
         *sections, last = key.split(".")
@@ -98,7 +99,7 @@ class Translation:
 
     def in_their_words(self, text: str) -> str:
         """Schema keys replaced by the arguments they came from."""
-        return replace_keys(text, self.arguments)
+        return replace_keys(text, {**self.also, **self.arguments})
 
     def value(self, key: str) -> Any:
         found: Any = self.data

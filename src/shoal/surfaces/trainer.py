@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.base import IN_MEMORY
+from shoal.surfaces import trl
 from shoal.surfaces.table import Row, Table, Translation
 
 LABEL = "dataset"  # the environment's name in metrics and files
@@ -36,6 +37,7 @@ SCHEDULER_KEYS = {
     "warmup_ratio": "train.warmup_ratio",
     "final_lr_fraction": "train.final_lr_fraction",
 }
+_NESTED = {"optimizer_args": OPTIMIZER_KEYS, "generation_args": GENERATION_KEYS}
 OPTIMIZERS = {"adamw": "adamw", "adamw_8bit": "adamw_8bit", "adamw8bit": "adamw_8bit"}
 
 ARGUMENTS = Table(
@@ -89,6 +91,21 @@ ARGUMENTS = Table(
 )
 
 
+def from_trl(name: str) -> str | None:
+    """What a name of TRL's is here, as a sentence; None where TRL has no such name."""
+    rows = {row.theirs: row for table in (trl.TRAINER, trl.FIELDS, trl.INHERITED) for row in table.rows}
+    row = rows.get(name)
+    if row is None:
+        return None
+    arguments = [ours.theirs for key in row.keys for ours in ARGUMENTS.rows if key in ours.keys]
+    if row.keys and arguments:
+        nested = {key: f"{outer}={{{inner!r}: …}}" for outer, known in _NESTED.items() for inner, key in known.items()}
+        return f"what TRL calls so is {nested.get(row.keys[0], arguments[0])} here"
+    if row.keys:
+        return f"what TRL calls so is overrides=['{row.keys[0]}=…'] here" + (f" ({row.note})" if row.note else "")
+    return f"what TRL calls so has no counterpart here: {row.note}"
+
+
 def translate(given: Mapping[str, Any], processes: int = 1) -> Translation:
     """What a call of GRPOTrainer means in the schema. `given` holds every argument, defaults included."""
     to = Translation("GRPOTrainer")
@@ -107,6 +124,7 @@ def translate(given: Mapping[str, Any], processes: int = 1) -> Translation:
         "device": "train.device",
     }  # fmt: skip
     to.put_all({argument: (key, given[argument]) for argument, key in plain.items()})
+    to.also["orch.seq_len"] = "max_seq_len"
     _length(to, given)
     _batch(to, given, processes)
     _sampling(to, given)

@@ -55,6 +55,14 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]):
     assert f"shoal {verb}" in capsys.readouterr().out
 
 
+def test_a_key_written_as_an_option_is_answered_with_the_key(capsys: pytest.CaptureFixture[str]):
+    assert main(["grpo", "--learning-rate", "1e-5"]) == 2
+    said = capsys.readouterr().err
+    assert "keys are written as train.learning_rate=VALUE; see `shoal grpo --help`" in said
+    assert len(said.splitlines()) == 1
+    assert main(["grpo", "--nonsense", "1"]) == 2 and "keys are written" not in capsys.readouterr().err
+
+
 def test_version(capsys: pytest.CaptureFixture[str]):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == "0.1.0"

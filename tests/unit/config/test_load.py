@@ -102,7 +102,23 @@ def test_one_section(folder: Path):
         (folder / "infer.yaml").write_text("prot: 3\n")
         load_section("infer", "infer.yaml")
     with pytest.raises(ConfigError, match="is not a section"):
-        load_section("infer", "orch.yaml", ["train.seed=1"])
+        load_section("infer", None, ["train.seed=1"])
+    with pytest.raises(ConfigError, match=r"^orch\.yaml:1: looks like the `orch` section; name the file with `infer`"):
+        load_section("infer", "orch.yaml")
+
+
+def test_swapped_files_are_one_line(folder: Path):
+    with pytest.raises(ConfigError, match=r"^orch\.yaml:1: looks like the `orch` section; name .* `train` here$"):
+        load_run(parts={"train": "orch.yaml", "orch": "train.yaml"})
+    with pytest.raises(ConfigError, match=r"^run\.yaml:1: has the sections of a whole run; .*without --orch"):
+        load_run(parts={"train": "train.yaml", "orch": "run.yaml"})
+
+
+def test_the_nearest_file_is_near_by_its_name_not_by_its_suffix(folder: Path):
+    with pytest.raises(ConfigError, match=r"^trian\.yaml: no such file; did you mean train\.yaml\?"):
+        load_run(parts={"train": "trian.yaml"})
+    with pytest.raises(ConfigError, match=r"^nope\.yaml: no such file; `shoal init DIR` writes examples"):
+        load_run(parts={"train": "nope.yaml"})
 
 
 def test_sft(folder: Path):

@@ -104,6 +104,12 @@ def test_the_key_changes_the_run(key: str, tmp_path: Path):
     assert see(load(tmp_path, f"{key}={value}")) == with_it
 
 
+def test_the_command_line_stands_instead_of_either_spelling_in_the_file(tmp_path: Path):
+    text = "experiment_name: exp\nactor:\n  path: a/b\n  mb_spec: {max_tokens_per_mb: 5120}\n"
+    assert load(tmp_path, "mb_spec.max_tokens_per_mb=2560", text=text).train.sequence_len == 2560
+    assert load(tmp_path, "actor.mb_spec.max_tokens_per_mb=640", text=text).train.sequence_len == 640
+
+
 def test_the_file_says_the_same_as_the_command_line(tmp_path: Path):
     nested = "actor: {lr: 1e-6, path: a/b}\nexperiment_name: exp\ngconfig:\n  n_samples: 2\n"
     assert load(tmp_path, text=nested) == load(tmp_path, "actor.lr=1e-6", "actor.path=a/b", "gconfig.n_samples=2")

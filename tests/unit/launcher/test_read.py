@@ -50,6 +50,8 @@ def test_environment_variables_work_too(tmp_path: Path, monkeypatch: pytest.Monk
         (["saver.mode=maybe"], ["saver.mode: must be one of disabled"]),
         (["saver.freq_steps=1", "saver.freq_secs=9"], ["saver.freq_secs: excludes saver.freq_steps"]),
         (["mb_spec.max_tokens_per_mb=1", "actor.mb_spec.max_tokens_per_mb=2"], ["max_tokens_per_mb: is 2 but"]),
+        (["gconfig.n_samples=1"], ["or actor.group_reward_norm=false"]),
+        (["train_dataset.path=./odd"], ["train_dataset.path: there is no split \"train\" in \"./odd\""]),
         (["experiment_name=a/b"], ["experiment_name: \"a/b\" cannot name a folder"]),
         (["actor.path=${actor.path}"], ["actor.path: ${actor.path} refers to itself"]),
         (["trial_name=${total_train_steps}"], ["trial_name: ${total_train_steps} is not set"]),
@@ -70,6 +72,8 @@ def test_one_line_names_the_key(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.yaml").write_text(BASE)
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "questions.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     (tmp_path / "script.py").write_text(
         "from shoal.launcher import load_config, train\n\n\ndef main(args):\n    train(load_config(args))\n"
     )

@@ -124,6 +124,21 @@ def test_five_flat_steps_of_anything_else_stop_it(tmp_path: Path, kinds: list[li
     assert len(journal_of(tmp_path)) == 5
 
 
+@pytest.mark.parametrize(("rewards", "ends"), [([1.0, 1.0], "solved"), ([0.0, 0.0], "uniform-bad")])
+def test_kept_groups_whose_rewards_are_all_equal_are_flat_steps_too(tmp_path: Path, rewards: list[float], ends: str):
+    """Every gradient is zero then, whatever number of rollouts was packed."""
+    plan = Plan(rewards=lambda _: rewards, rules=GroupRules(uniform="keep"), settings=LoopSettings(9, SaveCadence(9)))
+    world = World(tmp_path, plan)
+    if ends == "solved":
+        assert world.run() == "solved"
+    else:
+        with pytest.raises(StoppedByPolicy, match=f"5 steps in a row that trained nothing.*{ends}"):
+            world.run()
+    assert [len(record["rollout_ids"]) for record in journal_of(tmp_path)] == [4] * 5
+    said = [event["message"] for event in events_of(tmp_path, "flat")]
+    assert len(said) == 5 and said[0].startswith("step 1 trained nothing: every group was uniform-")
+
+
 def test_one_trained_step_starts_the_count_of_flat_ones_again(tmp_path: Path):
     flat, mixed = [0.0, 0.0], [0.0, 1.0]
     kinds = [flat] * 8 + [mixed] * 2 + [flat] * 8 + [mixed]  # two groups a step: steps 5 and 10 train

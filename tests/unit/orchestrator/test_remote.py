@@ -186,6 +186,7 @@ def test_a_step_there_is_a_step_here(tmp_path: Path):
         tally, mine = Tally(), groups_of(1)
         found = await made.remote.learn(mine, tally)
         assert found.trained_rollouts == learned.trained_rollouts and found.trained_tokens == learned.trained_tokens
+        assert found.moved == learned.moved is True
         assert tally.reduce() == metrics
         for name, values in learned.policy_logprobs.items():
             assert found.policy_logprobs[name].dtype == values.dtype

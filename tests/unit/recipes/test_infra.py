@@ -166,6 +166,9 @@ def test_what_is_no_loss_is_refused(infra: Infra):
     datums = build_grpo_datums(sample(infra))
     with pytest.raises(ArgumentError, match=r"forward_backward_custom: loss_fn: must return"):
         infra.policy.forward_backward_custom(datums, lambda d, lp: (torch.zeros(()), {}))
+    for wrong in (None, datums[0].advantage, (1.0, {}, {})):
+        with pytest.raises(ArgumentError, match=r"forward_backward_custom: loss_fn: must return"):
+            infra.policy.forward_backward_custom(datums, lambda d, lp, wrong=wrong: wrong)  # type: ignore[misc]
     with pytest.raises(ArgumentError, match=r"forward_backward_custom: datums: there are none"):
         infra.policy.forward_backward_custom([], make_grpo_loss_fn(infra.config, [0]))
 
@@ -179,6 +182,24 @@ def test_the_reference_is_forward_only(infra: Infra):
         infra.reference.optim_step(AdamParams())
     with pytest.raises(RuntimeError, match=r"forward-only"):
         infra.reference.forward_backward_custom(datums, lambda d, lp: (lp[0].sum(), {}))
+
+
+def test_slips_in_a_loop_of_ones_own_are_named(infra: Infra, tmp_path: Path):
+    assert infra.sampler is not None
+    with pytest.raises(ArgumentError, match=r"PromptGroup: completions: is a coroutine; await sample_with_tokens"):
+        PromptGroup(infra.sampler.sample_with_tokens("a", 2), [0.0, 1.0])  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"PromptGroup: rewards: must be numbers, or None"):
+        PromptGroup([], ["good"])  # type: ignore[list-item]
+    with pytest.raises(ArgumentError, match=r"prompt: must be text, messages or token ids, not int"):
+        asyncio.run(infra.sampler.sample_with_tokens(3, 2))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"AdamParams: learning_rate: must be a number of at least 0, not '1e-5'"):
+        AdamParams(learning_rate="1e-5")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"adam_params: must be AdamParams\(learning_rate=…\), not \{'lr'"):
+        infra.policy.optim_step({"lr": 1e-5})  # type: ignore[arg-type]
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ArgumentError, match=r"export: folder: '.*file' is a file; name a folder"):
+        infra.policy.export(file)
 
 
 def step(infra: Infra, rate: float = 0.05) -> dict[str, float]:

@@ -106,9 +106,9 @@ def test_a_deployment_with_its_own_weights_gives_the_same_run(model: str, tmp_pa
 
 
 def test_rows_come_from_files_as_well(model: str, tmp_path: Path):
+    """All rows of a file are trained on, whether or not another one lies beside it: the recipe evaluates nothing."""
     (tmp_path / "data").mkdir()
-    for split in ("train", "test"):
-        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     by_name = main(config(model, tmp_path / "file", dataset=str(tmp_path / "data"), max_rows=2), shouting)
     by_hand = main(config(model, tmp_path / "rows", max_rows=2), shouting)
     assert untimed(by_name) == untimed(by_hand)
@@ -117,3 +117,24 @@ def test_rows_come_from_files_as_well(model: str, tmp_path: Path):
 def test_rows_that_nobody_judges_are_refused(model: str, tmp_path: Path):
     with pytest.raises(ArgumentError, match=r"main: reward_fn: the rows have no get_reward"):
         main(config(model, tmp_path))
+
+
+def test_a_configuration_that_is_none_is_told_as_that(tmp_path: Path):
+    rows = [{"prompt": "a"}]
+    with pytest.raises(ArgumentError, match=r"^Config: base_model: is required; write Config\(base_model=…\)$"):
+        Config(log_path="x", dataset=rows)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentError, match=r"must be a WeightSyncConfig, not .*Config\(dcp_save_interval=5\)"):
+        Config(log_path="x", base_model="m", dataset=rows, weight_sync={"dcp_save_interval": 5})  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"weight_sync_scope: must be a WeightSyncScope, not 'per_trainer'; write"):
+        DeployConfig(weight_sync_scope="per_trainer")  # type: ignore[arg-type]
+    config = Config(log_path=__file__, base_model="m", dataset=rows, deployment=DeployConfig(tokenizer_model="m"))
+    with pytest.raises(ArgumentError, match=r"^main: config: must be a Config, not a function"):
+        main(shouting, config)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"^main: reward_fn: judge asks for 'gold', which is no column"):
+
+        def judge(completion, gold):
+            return 1.0
+
+        main(config, judge)
+    with pytest.raises(ArgumentError, match=r"^Config: log_path: '.*' is a file; name a folder"):
+        main(config, len)

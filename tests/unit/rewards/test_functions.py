@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from shoal.envs.items import ItemEnvironment
-from shoal.errors import ArgumentError, ConfigError, DataError
+from shoal.errors import ArgumentError, DataError
 from shoal.rewards.functions import RewardFunctions, Scored
 from shoal.rewards.outcome import RewardValueError, read_outcome
 
@@ -79,7 +79,24 @@ def test_none_excludes_or_does_not_apply():
     assert RewardFunctions([does_not_apply])(scored("5")) is None
 
 
+def test_the_prompt_may_come_first():
+    def matches(prompt, completion, answer):
+        return float((prompt, completion, answer) == (ROW["prompt"], "7", ROW["answer"]))
+
+    rewards = RewardFunctions([matches])
+    rewards.check(list(ROW))
+    assert rewards(scored("7")) == 1.0 and rewards(scored("8")) == 0.0
+
+
 def test_wrong_functions_are_named():
+    with pytest.raises(ArgumentError, match=r"half takes prompts but no completions; write half\(prompts, c"):
+
+        def half(prompts, answer):
+            return [1.0]
+
+        RewardFunctions([half])
+    with pytest.raises(ArgumentError, match=r"there are prompt, row, gold$"):
+        RewardFunctions([correct]).check(["prompt", "gold"])
     with pytest.raises(ArgumentError, match=r"reward_weights: 1 weights for 2"):
         RewardFunctions([correct, slow], [1.0])
     with pytest.raises(ArgumentError, match=r"reward_funcs: 3 is not a function"):
@@ -105,6 +122,13 @@ class Item:
         return None if completion == "?" else float(completion == self.wanted)
 
 
+class Deaf:
+    prompt = "a?"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
 def answered(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
 
@@ -121,8 +145,14 @@ def test_items_judge_themselves_and_rows_are_judged():
 def test_bad_items_are_named_with_their_number():
     with pytest.raises(DataError, match=r"items: train item 1: the prompt is empty"):
         ItemEnvironment([Item("a", "a"), Item(" ", "b")])
-    with pytest.raises(ConfigError, match=r"train item 0 .dict. has no method get_reward"):
+    with pytest.raises(DataError, match=r"items: train item 0: dict has no method get_reward"):
         ItemEnvironment([ROW])
+    with pytest.raises(DataError, match=r"items: eval item 0: dict has no prompt; it has question$"):
+        ItemEnvironment([ROW], [{"question": "q"}], rewards=RewardFunctions([lengths]))
+    with pytest.raises(DataError, match=r"train item 0: get_reward\(\) cannot be called as get_reward\(completion\)"):
+        ItemEnvironment([Deaf()])
+    with pytest.raises(DataError, match=r"items: train is empty; give it at least one item"):
+        ItemEnvironment([])
 
 
 def test_other_answers_are_other_data():

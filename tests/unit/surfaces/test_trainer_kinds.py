@@ -19,6 +19,15 @@ def judge(completion: str, **_: Any) -> float:
     return 1.0
 
 
+class Judge:
+    prompt = "a"
+
+    def get_reward(self, completion: str) -> float:
+        return 1.0
+
+
+TRL = "is not an argument; what TRL calls so"
+ROOM = "which leaves no room for a prompt in seq_len (8); set it below 8,"
 ORDER = "the order is GRPOTrainer(model, train_dataset, reward_funcs)"
 WRONG: dict[str, tuple[tuple, dict[str, Any], str]] = {
     "model and data swapped": ((ROWS, "m", judge), {}, f"model: is a list, not a model; {ORDER}"),
@@ -36,8 +45,20 @@ WRONG: dict[str, tuple[tuple, dict[str, Any], str]] = {
     "overrides": (("m", ROWS, judge), {"overrides": "train.seed=3"}, "overrides: must be a list such as"),
     "a word": (("m", ROWS, judge), {"log_completions": "x"}, "log_completions: must be True, False or a number"),
     "steps": (("m", ROWS, judge), {"num_steps": "ten"}, 'num_steps: must be a whole number, not "ten"'),
+    "no items": (("m", [], judge), {}, "train_dataset: is empty; give it at least one item"),
+    "another column": (("m", [{"text": "a"}], judge), {}, "train_dataset: item 0: dict has no prompt; it has text"),
+    "held-out rows": (
+        ("m", [Judge()]),
+        {"eval_dataset": ROWS, "eval_steps": 1},
+        "eval_dataset: item 0: dict has no method get_reward(completion)",
+    ),
+    "TRL's rate": (("m", ROWS, judge), {"learning_rate": 1e-5}, f"learning_rate: {TRL} is optimizer_args={{'lr': …}}"),
+    "TRL's group": (("m", ROWS, judge), {"num_generations": 4}, f"num_generations: {TRL} is group_size here"),
+    "TRL's loss": (("m", ROWS, judge), {"delta": 2}, f"delta: {TRL} is overrides=['train.loss.dual_clip=…'] here"),
+    "TRL's callbacks": (("m", ROWS, judge), {"callbacks": []}, f"callbacks: {TRL} has no counterpart here: everything"),
+    "no room": (("m", ROWS, judge), {"max_seq_len": 8}, f"max_new_tokens: is 256, {ROOM} or raise max_seq_len"),
     "group of one": (("m", ROWS, judge), {"group_size": 1}, "group_size: a group of one has nothing to be compared"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -62,3 +83,35 @@ def test_a_script_ends_with_one_line_and_other_errors_keep_their_traceback(tmp_p
     script.write_text("\n".join([*script.read_text().splitlines()[:-1], "1 / 0"]))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert "Traceback" in done.stderr and "ZeroDivisionError" in done.stderr
+
+
+def test_a_folder_may_be_a_path_and_held_out_items_without_eval_steps_are_told():
+    trainer = GRPOTrainer(Path("some/model"), ROWS, judge, eval_dataset=ROWS, output_dir=Path("runs/one"))
+    assert (trainer.config.train.model, trainer.config.train.output_dir) == ("some/model", "runs/one")
+    assert any(line.startswith("eval_dataset: is only used by test()") for line in trainer.notices)
+
+
+def test_a_run_that_may_not_start_there_is_told_in_one_line(tmp_path: Path):
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from shoal import GRPOTrainer\n\n"
+        "def judge(completion):\n    return 1.0\n\n"
+        "GRPOTrainer('m', [{'prompt': 'a'}], judge, output_dir=__file__).train()\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    (line,) = done.stderr.splitlines()
+    assert line == f"mine.py:6: GRPOTrainer: output_dir: {str(script)!r} is a file; name a folder"
+
+
+def test_items_to_test_on_are_named_too(tmp_path: Path):
+    with pytest.raises(ArgumentError, match=r"^GRPOTrainer\.test: dataset: item 0: dict has no method get_reward"):
+        GRPOTrainer("m", [Judge()], output_dir=tmp_path).test(ROWS)
+
+
+def test_one_process_where_several_may_be_wanted_is_told(monkeypatch: pytest.MonkeyPatch):
+    """What `accelerate launch --num_processes 2` leaves in the environment on a machine without GPUs."""
+    said = "use_accelerate: one process was started; without GPUs, several take --multi_gpu too"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert said not in GRPOTrainer("m", ROWS, judge, use_accelerate=True).notices
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert said in GRPOTrainer("m", ROWS, judge, use_accelerate=True).notices
