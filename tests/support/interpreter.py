@@ -1,11 +1,22 @@
-"""Code in a process of its own under Triton's interpreter, which must be asked for before Triton is imported."""
+"""Code under Triton's interpreter, which must be asked for before Triton is imported.
+
+Run as a script this is a Python that has asked, has imported what tests need, and forks one process a test: importing
+takes longer than most of the tests do. A line of JSON each way.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+import traceback
+from importlib import import_module
+from pathlib import Path
 
 PRELUDE = """
     import copy, torch
@@ -13,11 +24,63 @@ PRELUDE = """
     from shoal.models.attention import Shape, dense_attention
     torch.manual_seed(0)
 """
+HEAVY = (
+    "triton", "shoal.engine.engine", "shoal.engine.graphs", "shoal.models.lora", "shoal.trainer.policy",
+    "transformers.models.qwen3.modeling_qwen3", "support.engines", "support.models",
+)  # fmt: skip
+LIMIT_S = 240
 
 
 def run_interpreted(code: str) -> None:
     script = textwrap.dedent(PRELUDE) + textwrap.dedent(code)
-    path = os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory() as folder:
+        errors = Path(folder) / "errors"
+        asked = {"script": script, "errors": str(errors), "cwd": str(Path.cwd())}
+        python = _warm_python()
+        assert python.stdin is not None and python.stdout is not None
+        python.stdin.write(json.dumps(asked).encode() + b"\n")
+        python.stdin.flush()
+        ended = json.loads(python.stdout.readline())
+        assert ended == 0, f"ended with {ended}: {errors.read_text()[-2000:]}"
+
+
+@functools.cache
+def _warm_python() -> subprocess.Popen[bytes]:
+    """It ends with its stdin, and so with the tests."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
+    return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+
+def serve() -> None:
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            be_the_test(json.loads(line))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        answers.write(json.dumps(code).encode() + b"\n")
+
+
+def be_the_test(asked: dict[str, str]) -> None:
+    """In a process of its own, until it ends or its time does."""
+    signal.alarm(LIMIT_S)
+    os.chdir(asked["cwd"])
+    output = os.open(asked["errors"], os.O_WRONLY | os.O_CREAT, 0o666)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    code = 1
+    try:
+        exec(compile(asked["script"], "test", "exec"), {"__name__": "__main__"})
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    for module in HEAVY:
+        import_module(module)
+    serve()

@@ -1,16 +1,12 @@
-"""The kernels that read stored weights, against plain torch to the bit, under Triton's interpreter.
-
-The interpreter must be asked for before Triton is imported, so each check runs in a process of its own.
-"""
+"""The kernels that read stored weights, against plain torch to the bit, under Triton's interpreter."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
+
+from support.interpreter import run_interpreted
 
 pytest.importorskip("triton", reason="Triton is installed on Linux only")
 
@@ -29,10 +25,7 @@ def run(code: str) -> None:
             os.environ["TRITON_INTERPRET"] = "1"
             return plain, made.dequantise(stored, shape, dtype)
     """
-    script = textwrap.dedent(prelude) + textwrap.dedent(code)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_interpreted(textwrap.dedent(prelude) + textwrap.dedent(code))
 
 
 @pytest.mark.parametrize("name", ("fp8", "fp4"))
