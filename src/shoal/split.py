@@ -27,11 +27,11 @@ from shoal.config.split import check_split
 from shoal.errors import LostRanksError, ShoalError, UsedFolderError
 from shoal.observability.console import BaseConsole, PlainConsole
 from shoal.observability.logs import setup_logging, stop_logging
-from shoal.observability.run_dir import is_used
 from shoal.observability.token import WEIGHTS
 from shoal.orchestrator.meeting import LOOK_S, Ended, Meeting, ending_of
 from shoal.orchestrator.ranks import Alone
 from shoal.orchestrator.service import Trainee, TrainingService, unless_ended
+from shoal.orchestrator.signals import end_by
 from shoal.protocols import Ranks
 from shoal.transport.folder_calls import FOLDER as SAMPLES
 
@@ -48,12 +48,10 @@ def orchestrate(
         notices = check_split(config).notice_lines()
         layout = api.Layout("orch", partial(assemble_split, meeting), trains=False)
         resume = resume or config.train.resume_from_checkpoint
-        if not resume and is_used(Path(config.train.output_dir)):
-            raise UsedFolderError(
-                f"{config.train.output_dir} already holds a run; continue it with --resume. grpo-infer and "
-                "grpo-train wait for that; for another run end them, and start all three with another output_dir"
-            )
-        api.train(config, resume=resume, notices=notices, next_command=next_command, layout=layout)
+        try:
+            api.train(config, resume=resume, notices=notices, next_command=next_command, layout=layout)
+        except UsedFolderError as error:
+            raise UsedFolderError(f"{error}; grpo-infer and grpo-train wait for that, or end them too") from error
 
 
 def serve_training(section: TrainConfig, origins: Origins, command: Sequence[str]) -> None:
@@ -85,6 +83,7 @@ def serve_inference(section: InferConfig, origins: Origins, tell: Callable[[str]
     from shoal.server.listen import bind
 
     bind(section.host, section.port).close()  # a port that is taken is said before anybody is told that this one came
+    ended_by = None
     with _console() as console, _taking_part("infer", section, console) as meeting:
         if meeting.others_expected():
             # Whatever does not go together is said before a model loads, where the others are here already.
@@ -93,13 +92,15 @@ def serve_inference(section: InferConfig, origins: Origins, tell: Callable[[str]
                 check_tied(meeting.agree(origins))
         accompany = partial(_accompany, meeting, origins)
         if section.engine != "embedded":
-            asyncio.run(serve_others(section, tell, accompany))
-            return
-        from shoal.build import infer
-        from shoal.transport.broadcast import BroadcastWeights
+            ended_by = asyncio.run(serve_others(section, tell, accompany))
+        else:
+            from shoal.build import infer
+            from shoal.transport.broadcast import BroadcastWeights
 
-        fetch = partial(BroadcastWeights, meeting.presence.folder / WEIGHTS)
-        infer.serve(section, tell, {"broadcast": fetch}, accompany)
+            fetch = partial(BroadcastWeights, meeting.presence.folder / WEIGHTS)
+            ended_by = infer.serve(section, tell, {"broadcast": fetch}, accompany)
+    if ended_by is not None:
+        end_by(ended_by)  # not the end of the run, and a supervisor tells the two apart
 
 
 async def _accompany(meeting: Meeting, origins: Origins) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ HEAVY = (
     "triton", "shoal.engine.engine", "shoal.engine.graphs", "shoal.models.lora", "shoal.trainer.policy",
     "transformers.models.qwen3.modeling_qwen3", "support.engines", "support.models",
 )  # fmt: skip
-LIMIT_S = 240
+LIMIT_S = 120
 
 
 def run_interpreted(code: str) -> None:
@@ -36,12 +37,25 @@ def run_interpreted(code: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         errors = Path(folder) / "errors"
         asked = {"script": script, "errors": str(errors), "cwd": str(Path.cwd())}
-        python = _warm_python()
-        assert python.stdin is not None and python.stdout is not None
-        python.stdin.write(json.dumps(asked).encode() + b"\n")
-        python.stdin.flush()
-        ended = json.loads(python.stdout.readline())
+        ended = _ask(_warm_python(), json.dumps(asked).encode() + b"\n")
         assert ended == 0, f"ended with {ended}: {errors.read_text()[-2000:]}"
+
+
+def _ask(python: subprocess.Popen[bytes], line: bytes) -> int:
+    """How the test ended. A Python that hangs or is gone takes this test with it, not the next."""
+    assert python.stdin is not None and python.stdout is not None
+    try:
+        python.stdin.write(line)
+        python.stdin.flush()
+        ready, _, _ = select.select([python.stdout], [], [], 2 * LIMIT_S)
+        answer = python.stdout.readline() if ready else b""
+    except BrokenPipeError:
+        answer = b""
+    if not answer:
+        python.kill()
+        _warm_python.cache_clear()
+        raise AssertionError(f"the interpreter's Python gave no answer and ended with {python.wait()}")
+    return json.loads(answer)
 
 
 @functools.cache

@@ -151,10 +151,10 @@ def serve(
     tell: Callable[[str], None],
     readers: Mapping[str, Reader] | None = None,
     beside: Callable[[], Awaitable[None]] | None = None,
-) -> None:
+) -> signal.Signals:
     """Serve until a signal comes. The port is taken before the model is loaded: what fails, fails at once.
 
-    `beside` runs next to the server and ends it by what it raises.
+    `beside` runs next to the server and ends it by what it raises. Returns the signal.
     """
     access_of(infer)
     train_config(infer)
@@ -163,7 +163,7 @@ def serve(
     try:
         tell(f"loading {infer.model}")
         inference = make_inference(infer, readers)
-        asyncio.run(_serve(infer, inference, sock, tell, beside))
+        return asyncio.run(_serve(infer, inference, sock, tell, beside))
     finally:
         sock.close()
         stop_logging(handler)
@@ -175,7 +175,7 @@ async def _serve(
     sock: socket.socket,
     tell: Callable[[str], None],
     beside: Callable[[], Awaitable[None]] | None,
-) -> None:
+) -> signal.Signals:
     ended: asyncio.Future[BaseException | signal.Signals] = asyncio.get_running_loop().create_future()
 
     def end(reason: BaseException | signal.Signals) -> None:
@@ -201,6 +201,7 @@ async def _serve(
     if isinstance(reason, BaseException):
         raise reason
     tell(f"stopped by {reason.name}")
+    return reason
 
 
 async def _watch(beside: Callable[[], Awaitable[None]], end: Callable[[BaseException], None]) -> None:

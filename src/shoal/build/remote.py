@@ -245,8 +245,8 @@ def on_ending(end: Callable[[signal.Signals], None]) -> None:
 
 async def serve_others(
     infer: InferConfig, tell: Callable[[str], None], beside: Callable[[], Awaitable[None]] | None = None
-) -> None:
-    """grpo-infer with vLLM or SGLang: started with what a run needs, and ended with this process.
+) -> signal.Signals:
+    """grpo-infer with vLLM or SGLang: started with what a run needs, and ended with this process, by a signal.
 
     `beside` runs next to the server and ends it by what it raises.
     """
@@ -257,8 +257,13 @@ async def serve_others(
     _check_key("infer", infer.api_key_var)
     on_cpu = not has_gpu()
     process = ServerProcess(launch_of(infer, Path(infer.output_dir), "float32" if on_cpu else "auto", on_cpu=on_cpu))
-    stop = asyncio.Event()
-    on_ending(lambda _: stop.set())
+    stop, signals = asyncio.Event(), list[signal.Signals]()
+
+    def end(number: signal.Signals) -> None:
+        signals.append(number)
+        stop.set()
+
+    on_ending(end)
     process.start()
     launch = process.launch
     tell(f"{name} starts at http://{launch.host}:{launch.port}/v1; its log is {launch.log}")
@@ -275,6 +280,7 @@ async def serve_others(
         if watching is not None:
             watching.cancel()
         await process.close()
+    return signals[0]
 
 
 def as_flags(values: dict[str, Any]) -> Iterator[str]:

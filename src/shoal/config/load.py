@@ -162,8 +162,8 @@ class _Draft(Generic[Config]):
             raise ConfigError(f"{shown}:1: has the sections of a whole run; give it alone, without --{name}")
         fits = {section: sum(key in known_keys(SECTIONS[section]) for key in value) for section in SECTIONS}
         best = max(fits, key=lambda section: fits[section])
-        if fits[best] == len(value) and fits[name] * 2 <= len(value):
-            raise ConfigError(f"{shown}:1: looks like the `{best}` section; name the file with `{name}` here")
+        if value and fits[best] == len(value) and fits[name] * 2 <= len(value):
+            raise ConfigError(f"{shown}:1: looks like the `{best}` section; the `{name}` section is wanted here")
 
     def _refuse_loose_section(self, value: dict[str, Any], shown: str) -> None:
         """A train.yaml given where one file with sections is expected: one message instead of forty."""

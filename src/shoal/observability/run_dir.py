@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.errors import ConfigError, StorageError
+from shoal.errors import ConfigError, StorageError, UsedFolderError
 from shoal.observability.atomic import TEMPORARY, open_to_read, overwrite, remove_quietly, storage, write_atomic
 from shoal.observability.checkpoints import Checkpoint, CheckpointStore, sweep, write_folder
 from shoal.observability.journal import LineWriter, encode_line, read_lines
@@ -51,7 +51,7 @@ class RunDir:
         lock = RunLock(path)
         try:
             if is_used(path):
-                raise ConfigError(
+                raise UsedFolderError(
                     f"{path} already holds a run; continue it with --resume, or choose another train.output_dir"
                 )
             status = {"run_id": secrets.token_hex(8), "binding": _as_json(binding), "created_at": _now()}

@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from shoal.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated
 
@@ -57,6 +58,15 @@ def _end(code: int, give_up: Callable[[], None]) -> None:
         give_up()
     finally:
         os._exit(code)
+
+
+def end_by(number: signal.Signals) -> NoReturn:
+    """As the signal would have, now that everything is closed: whoever started this process sees by what it ended."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    raise AssertionError(f"{number.name} did not end the process")
 
 
 def outside_event_loop(work: Callable[[], Result]) -> Result:

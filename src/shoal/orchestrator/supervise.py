@@ -117,10 +117,6 @@ class Supervisor:
         """What follows from the end of a child: another start, or the end of the run with this exit code."""
         # A leader that met a bug has told the others that the run is over; they are not there for another one.
         crashed = code < 0 or (code == EXIT_BUG and child is not self._leader)
-        if code == EXIT_DONE and child is not self._leader and not self._signals:
-            # The run is over, and so is the leader in a moment; or somebody ended this one alone, and it is missed.
-            self._wait_for(self._leader, HEARD_S)
-            crashed = self._leader.code is None
         if crashed and not self._signals and child.restarts < MAX_RESTARTS:
             child.restarts += 1
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -138,13 +134,19 @@ class Supervisor:
             return code
         # It ended for a reason, and has told it to the leader, who is to say how the run ended; but a leader that
         # had not come yet did not hear of it.
-        self._wait_for(self._leader, HEARD_S)
-        self._leader.send(signal.SIGTERM)
-        self._wait_for(self._leader, GRACE_S)
+        self._wait_for(self._leader, GRACE_S if self._signals or code == EXIT_DONE else HEARD_S)
+        asked = self._leader.code is None and not self._signals
+        if asked:
+            self._leader.send(signal.SIGTERM)
+            self._wait_for(self._leader, GRACE_S)
         if code != EXIT_DONE:
             self._show(child)
         leaders = self._leader.code
-        return code if leaders is None or leaders < 0 or leaders == EXIT_TERMINATED else leaders
+        if leaders is not None and leaders >= 0 and not (asked and leaders == EXIT_TERMINATED):
+            return leaders
+        if self._signals:
+            return self._signalled()
+        return EXIT_STOPPED if code == EXIT_DONE else code  # that the run is done is the leader's to say
 
     def _show(self, child: Child) -> None:
         for line in child.last_lines():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
@@ -27,6 +28,7 @@ from shoal.protocols import Heard
 from shoal.rollout.pausing import PAUSE_S, pause_between_turns
 from shoal.types import Completion, Request
 
+log = logging.getLogger(__name__)
 # Engine steps between two looks at what else the loop wants of the device's thread.
 STEPS_PER_TURN = 16
 
@@ -134,6 +136,7 @@ class EmbeddedRolloutEngine:
                     if call is not None and not call.answer.done():
                         call.answer.set_result(completion)
         except Exception as error:
+            log.exception("the embedded engine failed")
             for call in self._calls.values():
                 if not call.answer.done():
                     reason = f"the embedded engine failed: {type(error).__name__}: {error}"

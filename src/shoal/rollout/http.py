@@ -199,10 +199,12 @@ class HttpRolloutEngine:
                 self._replaced = asyncio.get_running_loop().create_future()
 
     async def _until_due(self) -> None:
-        """Until the next look: at once for a server of whom nothing is seen elsewhere either."""
+        """Until the next look: soon for a server of whom nothing is seen elsewhere either."""
         due = time.monotonic() + LOOK_EVERY_S
-        while (left := due - time.monotonic()) > 0 and not self._link.address.silent_s():
+        while (left := due - time.monotonic()) > 0:
             await asyncio.sleep(min(left, LISTEN_EVERY_S))
+            if self._link.address.silent_s():
+                return
 
     async def _meet(self, met: str | None) -> None:
         """Wait until the server is there; one that is not the one met before is given what it should have."""

@@ -123,6 +123,8 @@ class TcpAnswerer:
             shown = await asyncio.wait_for(read_frame(reader, MAX_HELLO_BYTES), HELLO_S)
             if not hmac.compare_digest(shown, self._token.encode()):
                 return
+            if self._writer is not None:
+                self._writer.transport.abort()  # an answer may wait for a reader who is gone without a word
             self._writer = writer
             while not self._calls.empty():  # it asks again for what is not answered
                 self._calls.get_nowait()

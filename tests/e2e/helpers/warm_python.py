@@ -122,8 +122,8 @@ def fail(number: int) -> None:
 
 def set_clock(seconds: float) -> None:
     """The clock of the day, for this process alone; the one that only runs forward cannot be set."""
-    real = time.time
-    time.time = lambda: real() + seconds
+    real, real_ns = time.time, time.time_ns
+    time.time, time.time_ns = lambda: real() + seconds, lambda: real_ns() + int(seconds * 1e9)
 
 
 def fill_disk(filler: str) -> None:

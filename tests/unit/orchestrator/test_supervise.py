@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 
 import pytest
 
-from shoal.errors import EXIT_BUG, EXIT_DONE, EXIT_TERMINATED
-from shoal.orchestrator import supervise
+from shoal.errors import EXIT_BUG, EXIT_DONE, EXIT_STOPPED, EXIT_TERMINATED
 from shoal.orchestrator.supervise import Child, Supervisor
 
 
@@ -20,30 +20,38 @@ def test_a_leader_that_met_a_bug_ends_the_run_with_its_code():
     assert (leader.restarts, leader.process, told) == (0, None, [])
 
 
-def supervised(leader_runs: str, told: list[str]) -> tuple[Supervisor, Child, Child]:
+def supervised(leader_runs: str, told: list[str], code: str = "") -> tuple[Supervisor, Child, Child]:
     leader, server = Child("grpo-orch", []), Child("grpo-infer", ["--version"])
-    leader.process = subprocess.Popen(leader_runs.split())
+    leader.process = subprocess.Popen([*leader_runs.split(), *(["-c", code] if code else [])])
     return Supervisor([leader, server], "grpo-orch", told.append), leader, server
 
 
-def test_a_server_that_was_ended_alone_is_started_again(monkeypatch: pytest.MonkeyPatch):
-    """A server ends with 0 when it is sent SIGTERM, and the run was ended with it, unfinished and with exit code 0."""
-    monkeypatch.setattr(supervise, "HEARD_S", 0.2)
+def test_a_server_that_was_ended_alone_is_started_again():
+    """It ends by the signal it was sent: with 0 it would say that the run is over."""
     told: list[str] = []
     supervisor, leader, server = supervised("sleep 60", told)
     try:
-        assert supervisor._ended(server, EXIT_DONE) is None
-        assert told == ["grpo-infer ended by exit code 0; it is started again (1 of 3)"]
+        assert supervisor._ended(server, -15) is None
+        assert told == ["grpo-infer ended by signal 15; it is started again (1 of 3)"]
         assert server.process is not None and server.process.wait(30) == 0
     finally:
         leader.process.kill()  # type: ignore[union-attr]
         leader.process.wait()  # type: ignore[union-attr]
 
 
-def test_a_server_that_ends_with_the_run_is_not_started_again():
+@pytest.mark.parametrize("signals", [[], [15]], ids=["alone", "signalled"])
+@pytest.mark.parametrize("code", [0, 3, 143])
+def test_how_a_run_ended_is_the_leaders_to_say(code: int, signals: list[int]):
+    """The others end with 0 once they are told that it is over, before it has left itself."""
     told: list[str] = []
-    supervisor, _, server = supervised("sleep 0.2", told)
-    assert supervisor._ended(server, EXIT_DONE) == EXIT_DONE and not told and server.process is None
+    supervisor, leader, server = supervised(sys.executable, told, f"import time; time.sleep(.2); exit({code})")
+    supervisor._signals += signals
+    assert supervisor._ended(server, EXIT_DONE) == code == leader.code and not told and server.process is None
+
+
+def test_a_leader_that_is_killed_while_the_others_end_says_nothing_good():
+    supervisor, _, server = supervised(sys.executable, [], "import os; os.kill(os.getpid(), 9)")
+    assert supervisor._ended(server, EXIT_DONE) == EXIT_STOPPED
 
 
 def test_a_crash_after_a_signal_leaves_the_leader_its_time():

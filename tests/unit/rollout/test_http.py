@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from datetime import datetime
@@ -451,6 +452,26 @@ def test_one_that_shows_no_sign_of_life_is_looked_at_before_it_is_due(monkeypatc
     assert said[0] is not None and "no answer to /shoal/about within 0 s" in said[0]
     began = datetime.strptime(re.findall(r"since (\d\d:\d\d:\d\d)", said[0])[0], "%H:%M:%S")
     assert 95 <= (datetime.now() - began).seconds <= 110, "since it was last seen"
+
+
+def test_one_that_answers_without_other_signs_of_life_is_not_asked_all_the_time():
+    """Its heartbeat may be what is broken: a folder that cannot be written, or shows files late."""
+    looks: list[float] = []
+
+    class Unseen(Double):
+        async def about(self, request: web.Request) -> web.Response:
+            looks.append(time.monotonic())
+            return await super().about(request)
+
+        async def answer(self, request: web.Request) -> web.StreamResponse:
+            await asyncio.sleep(1.2)
+            return await super().answer(request)
+
+    async def work(engine: HttpRolloutEngine) -> None:
+        assert (await engine.generate(REQUEST)).token_ids == [7, 8, 9]
+
+    against(Unseen([good()]), work, request_s=60, silent_s=lambda: 100.0)
+    assert 2 <= len(looks) <= 5, "to meet it, and then twice a second"
 
 
 def test_what_is_known_of_a_server_does_not_hide_that_there_is_no_way_to_it():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -156,11 +157,36 @@ def test_late_double_and_reordered_calls_are_executed_once_each_or_not_at_all(tm
         second = await connection(answerer, tmp_path)  # the orchestrator was restarted
         await write_frame(second, msgspec.msgpack.encode(Call(1, "orch-2", TRAINER, "load")))
         assert await executed(answerer) == [("orch-2", 1)]
-        await write_frame(first, msgspec.msgpack.encode(call(4)))  # what the killed one had sent arrives now
+        with contextlib.suppress(OSError):  # what the killed one had sent arrives now
+            await write_frame(first, msgspec.msgpack.encode(call(4)))
         assert await executed(answerer) == []
         await write_frame(second, msgspec.msgpack.encode(Call(2, "orch-2", "another trainer", "learn")))
         await write_frame(second, msgspec.msgpack.encode(Call(3, "orch-2", TRAINER, "learn")))
         assert await executed(answerer) == [("orch-2", 3)]
+        for writer in (first, second):
+            writer.close()
+        await answerer.close()
+
+    asyncio.run(both())
+
+
+def test_a_caller_who_is_gone_without_a_word_holds_up_nobody(tmp_path: Path):
+    """Its connection stays open and reads nothing; the answer is larger than what the system holds of it."""
+
+    async def both() -> None:
+        answerer = await TcpAnswerer.listen(tmp_path, TRAINER, "127.0.0.1", 0)
+        first = await connection(answerer, tmp_path)
+        await write_frame(first, msgspec.msgpack.encode(call(1)))
+        asked = await answerer.next()
+        assert asked is not None
+        first.transport.pause_reading()  # type: ignore[attr-defined]
+        answering = asyncio.create_task(answerer.answer(asked, Answer(1, {"text": "x" * (1 << 26)})))
+        await asyncio.sleep(0.2)
+        assert not answering.done()
+        second = await connection(answerer, tmp_path)
+        await write_frame(second, msgspec.msgpack.encode(Call(1, "orch-2", TRAINER, "load")))
+        await asyncio.wait_for(answering, 5)
+        assert await executed(answerer) == [("orch-2", 1)]
         for writer in (first, second):
             writer.close()
         await answerer.close()
