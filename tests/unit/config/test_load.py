@@ -109,7 +109,7 @@ def test_one_section(folder: Path):
 
 def test_swapped_files_are_one_line(folder: Path):
     with pytest.raises(
-        ConfigError, match=r"^orch\.yaml:1: looks like the `orch` section; the `train` section is wanted here$"
+        ConfigError, match=r"^orch\.yaml:1: looks like the `orch` section; the `train` section is wanted"
     ):
         load_run(parts={"train": "orch.yaml", "orch": "train.yaml"})
     with pytest.raises(ConfigError, match=r"^run\.yaml:1: has the sections of a whole run; .*without --orch"):
