@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -88,7 +89,7 @@ def test_the_page_of_the_server_starts_with_what_works(reader: Path):
             assert run(reader, "example.py").strip()
         finally:
             server.terminate()
-        assert server.wait(20) == 0
+        assert server.wait(20) == -signal.SIGTERM
 
 
 def test_the_example_of_the_trainer_runs_alone(reader: Path):
