@@ -246,28 +246,36 @@ def test_a_run_with_a_server_of_its_own(tmp_path: Path) -> None:
     check_run(tmp_path / "out", 3)
     log = (tmp_path / "out" / "logs" / "vllm.log").read_text("utf-8")
     assert "'logprobs_mode': 'processed_logprobs'" in log and "'dtype': 'float32'" in log
-    left = subprocess.run(["pgrep", "-f", f"port {infer['port']}"], capture_output=True, text=True, check=False)
-    assert left.stdout == "", "the server ends with the run"
+    assert not pids("-f", f"port {infer['port']}"), "the server ends with the run"
 
 
-@pytest.mark.parametrize("victim", ["engine", "server"])
+@pytest.mark.parametrize("victim", ["engine", "server", "engine that owes an answer"])
 def test_a_server_that_dies_is_named_with_its_log(tmp_path: Path, victim: str) -> None:
-    """vLLM answers that somebody should see the stack trace above; it is in its log, and nothing follows."""
+    """vLLM answers that somebody should see the stack trace above; it is in its log, and nothing follows. To a call
+    that its engine was to answer it never says anything, and waits with its own end until it has."""
     infer = {"engine_python": vllm_python(), "port": free_port(), "engine_args": {"enforce_eager": True}}
     process = start_grpo(tmp_path, infer=infer, train={"max_steps": 500})
     try:
-        journal = tmp_path / "out" / "journal.jsonl"
+        journal, weights = tmp_path / "out" / "journal.jsonl", tmp_path / "out" / "weights"
         wait_until(lambda: process.poll() is not None or (journal.exists() and journal.stat().st_size > 0), 300)
-        os.kill(vllm_processes(infer["port"])[victim], signal.SIGKILL)
+        pid = vllm_processes(infer["port"])[victim.split()[0]]
+        if "owes" in victim:
+            before = set(weights.iterdir())
+            wait_until(lambda: not set(weights.iterdir()) <= before, 60)
+            os.kill(pid, signal.SIGSTOP)  # the call that follows reaches the server, and no further
+            time.sleep(3)
+        os.kill(pid, signal.SIGKILL)
         out, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     said = errors[errors.index("shoal: error:") :] if "shoal: error:" in errors else out + errors
     assert process.returncode == 3, said
-    assert "shoal: error: vLLM ended with exit code" in said and str(Path("out/logs/vllm.log")) in said, said
+    how = r"runs, but listens no more" if "owes" in victim else r"(ended with exit code|runs, but listens no more)"
+    assert re.search(rf"shoal: error: vLLM {how}", said) and str(Path("out/logs/vllm.log")) in said, said
     assert "Unclosed" not in out + errors and "Traceback" not in out + errors
-    if victim == "engine":
+    if victim != "server":
         assert "EngineCore" in said, "the last error lines of its log"
+    assert not pids("-f", f"port {infer['port']}"), "nothing of it is left"
 
 
 def wait_until(true: Callable[[], bool], limit_s: float) -> None:
@@ -279,13 +287,13 @@ def wait_until(true: Callable[[], bool], limit_s: float) -> None:
 
 def vllm_processes(port: int) -> dict[str, int]:
     """The server that listens there, and the engine that it started."""
+    server = min(pids("-f", f"port {port}"))
+    return {"server": server, "engine": pids("-P", str(server), "-f", "EngineCore")[0]}
 
-    def found(*arguments: str) -> list[int]:
-        done = subprocess.run(["pgrep", *arguments], stdout=subprocess.PIPE, check=False)
-        return [int(pid) for pid in done.stdout.split()]
 
-    server = min(found("-f", f"port {port}"))
-    return {"server": server, "engine": found("-P", str(server), "-f", "EngineCore")[0]}
+def pids(*arguments: str) -> list[int]:
+    done = subprocess.run(["pgrep", *arguments], stdout=subprocess.PIPE, check=False)
+    return [int(pid) for pid in done.stdout.split()]
 
 
 def test_a_split_run_samples_from_vllm(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,20 @@ class SglangDouble:
 
     def app(self) -> web.Application:
         app = web.Application()
-        post = {
-            "/generate": self.generate, "/update_weights_from_disk": self.update_weights_from_disk,
-            "/pause_generation": self.pause_generation, "/continue_generation": self.continue_generation,
-            "/load_lora_adapter": self.load_lora_adapter, "/unload_lora_adapter": self.unload_lora_adapter,
-        }  # fmt: skip
-        app.add_routes([web.post(route, handler) for route, handler in post.items()])
-        app.add_routes([web.get("/health", self.health), web.get("/v1/models", self.models)])
-        app.add_routes([web.get("/model_info", self.model_info), web.get("/server_info", self.server_info)])
+        post = ("generate", "update_weights_from_disk", "pause_generation", "continue_generation")
+        post = (*post, "load_lora_adapter", "unload_lora_adapter")
+        app.add_routes([web.post(f"/{name}", self._handler(name)) for name in post])
+        get = {"/health": "health", "/v1/models": "models", "/model_info": "model_info", "/server_info": "server_info"}
+        app.add_routes([web.get(route, self._handler(name)) for route, name in get.items()])
         return app
+
+    def _handler(self, name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """Looked up when it is asked, so that a test can put another in its place."""
+
+        async def answer(request: web.Request) -> web.Response:
+            return await getattr(self, name)(request)
+
+        return answer
 
     # What it says of itself
 

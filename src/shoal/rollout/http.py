@@ -7,13 +7,12 @@ it should have first. What it answers is checked before anybody trains on it.
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from shoal.errors import DeadlineError, EngineError, ShoalError
+from shoal.errors import DeadlineError, EngineError
 from shoal.observability import manifest as manifests
 from shoal.rollout.link import (
     PROBE_S,
@@ -27,10 +26,10 @@ from shoal.rollout.link import (
     Waiting,
     said_once,
 )
+from shoal.rollout.lookout import Lookout
 from shoal.server.control import INCARNATION
 from shoal.types import Completion, Request, Span
 
-T = TypeVar("T")
 COMPLETIONS = "/v1/completions"
 LOOK_EVERY_S = 10.0
 LISTEN_EVERY_S = 0.5  # whether it is silent, in between
@@ -57,12 +56,8 @@ class HttpRolloutEngine:
         self._paused = False
         self._asking = 0  # requests that are under way
         self._meeting = asyncio.Lock()
-        self._looking: asyncio.Task[None] | None = None
-
-    @functools.cached_property
-    def _replaced(self) -> asyncio.Future[None]:
-        """Done when another process answers at the address, or none does any more."""
-        return asyncio.get_running_loop().create_future()
+        # A server that hangs, or is gone without a word, is noticed before the time of a request is up.
+        self._lookout = Lookout(lambda: self._meet(self._facts["incarnation"]), self._until_due)
 
     @property
     def version(self) -> int:
@@ -135,9 +130,7 @@ class HttpRolloutEngine:
             return {"ok": False, "version": self._version, "reason": str(error)}
 
     async def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        await self._lookout.close()
         await self._link.close()
 
     async def _ask(self, path: str, body: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
@@ -154,7 +147,7 @@ class HttpRolloutEngine:
         while True:
             met = self._facts["incarnation"]
             try:
-                answer, headers = await self._unless_replaced(self._link.post(path, body, limit_s))
+                answer, headers = await self._lookout.unless_gone(self._link.post(path, body, limit_s))
                 if headers.get(INCARNATION) == met:
                     return answer
                 why = Lost("it was restarted")
@@ -170,33 +163,6 @@ class HttpRolloutEngine:
                 raise EngineError(f"{self._link.name} is up but lost {path} {losses} times in a row: {why}")
             if losses:
                 await asyncio.sleep(SHORTEST_PAUSE_S * 2**losses)  # whatever it was, it may pass
-
-    async def _unless_replaced(self, post: Coroutine[Any, Any, T]) -> T:
-        """The answer; or Lost, if another process has taken the place of the one that was asked."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look(), name="look at the server")
-        task, replaced = asyncio.ensure_future(post), self._replaced
-        try:
-            await asyncio.wait([task, replaced], return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            replaced.result()
-            raise Lost("it was restarted")
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-
-    async def _look(self) -> None:
-        """While one asks: a server that hangs, or is gone without a word, is noticed before its time is up."""
-        while self._asking:
-            await self._until_due()
-            try:
-                await self._meet(self._facts["incarnation"])
-            except ShoalError as error:  # whoever waits for an answer is told
-                self._replaced.set_exception(error)
-                self._replaced.exception()  # it may be that nobody does
-                self._replaced = asyncio.get_running_loop().create_future()
 
     async def _until_due(self) -> None:
         """Until the next look: soon for a server of whom nothing is seen elsewhere either."""
@@ -222,8 +188,7 @@ class HttpRolloutEngine:
 
             self._facts = await self._link.until_up(probe)
             if met is not None and self._facts["incarnation"] != met:
-                self._replaced.set_result(None)
-                self._replaced = asyncio.get_running_loop().create_future()
+                self._lookout.gone(Lost("it was restarted"))
 
     def _check_facts(self, facts: Mapping[str, Any]) -> None:
         for key in ("incarnation", "max_model_len", "vocab_size", "version"):

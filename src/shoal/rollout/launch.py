@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,8 @@ from shoal.rewards.confine import wake_at_parent_death
 
 TAIL_LINES = 12
 STOP_S = 15.0
-LAST_WORDS_S = 5.0
+LAST_WORDS_S = 8.0
+DEAF_S = 5.0  # without listening, after it did: vLLM whose engine died may wait for ever to end
 LOG_LINES = 4000  # a server that dies logs a stack for every request that was under way
 # What was logged as an error, or raised; not the frames of its stack.
 _ERROR = re.compile(r"\b(ERROR|CRITICAL)\b[^\]]*\] (?!Traceback|\s)|^(\([^)]*\) )?[\w.]*(Error|Exception)\b")
@@ -46,6 +48,7 @@ class ServerProcess:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self._process: subprocess.Popen[bytes] | None = None
+        self._heard_at: float | None = None  # when it was last found to listen
 
     def start(self) -> None:
         """Returns at once; the server loads meanwhile. It ends with the thread that calls this: take a lasting one."""
@@ -77,9 +80,15 @@ class ServerProcess:
         return self._process.pid if self._process is not None else None
 
     def ended(self) -> str | None:
-        """None while it runs; else how it ended, with the end of its log."""
+        """None while it runs and listens, or does not listen yet; else how it ended, with the end of its log."""
         code = self._process.poll() if self._process is not None else 0
-        return None if code is None else self.why(f"ended with exit code {code}")
+        if code is not None:
+            return self.why(f"ended with exit code {code}")
+        if listens(self.launch.host, self.launch.port):
+            self._heard_at = time.monotonic()
+        elif self._heard_at is not None and time.monotonic() - self._heard_at > DEAF_S:
+            return self.why("runs, but listens no more")
+        return None
 
     def why(self, what: str) -> str:
         """One line for what people got wrong and we know; else the last lines of the log."""
@@ -147,6 +156,17 @@ def port_is_taken(host: str, port: int) -> bool:
         except OSError:
             return True
     return False
+
+
+def listens(host: str, port: int) -> bool:
+    """Somebody does, or there is no telling: only a refusal says that nobody does."""
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _signal_group(group: int, number: int) -> None:

@@ -25,10 +25,9 @@ from shoal.rollout.launch import ServerProcess
 from shoal.rollout.link import Late, Lost, Refused, Waiting
 from shoal.rollout.norms import write_noisy_norms
 from shoal.rollout.probe import PROBE_TOKENS, Probes
-from shoal.rollout.server_api import ServerApi
+from shoal.rollout.server_api import HEALTH_S, ServerApi
 from shoal.types import Completion, Request
 
-HEALTH_S = 10.0
 MOST_LOSSES = 5  # of one request, by a server that comes up again and again
 RESTARTED = "it was restarted"
 
@@ -291,13 +290,13 @@ class RemoteEngine(ServerApi):
 
     async def health(self) -> dict[str, Any]:
         try:
-            await self.link.ask("GET", "/health", None, HEALTH_S, reads=False)
+            await self.look()
         except (Lost, EngineError) as error:
             return {"ok": False, "version": self.version, "reason": str(error)}
         running = sum(self._in_flight.values())
         return {"ok": True, "version": self.version, "running": running, "hash": self._served.proof}
 
     async def close(self) -> None:
-        await self.link.close()
+        await super().close()
         if self._process is not None:
             await self._process.close()

@@ -5,6 +5,7 @@ Only asks and tells, and shows a server's log where it fails: versions, proofs a
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
@@ -14,8 +15,13 @@ from shoal.errors import EngineError
 from shoal.rollout.answers import Answer, Reading
 from shoal.rollout.facts import RemoteSettings, ServerFacts
 from shoal.rollout.launch import ServerProcess, end_of_log
-from shoal.rollout.link import Address, Link, Refused, Waiting
+from shoal.rollout.link import Address, Late, Link, Lost, Refused, Waiting
+from shoal.rollout.lookout import Lookout
 from shoal.types import Request
+
+HEALTH_S = 10.0
+LOOK_EVERY_S = 5.0
+ONCE_MORE_S = 1.0  # before one that was not found is taken for gone
 
 
 def said_in_full(request: Request, ends: list[int]) -> dict[str, Any]:
@@ -55,6 +61,7 @@ class ServerApi(ABC):
             "whereabouts": settings.whereabouts,
         }
         self.link = Link(Address(settings.url, settings.api_key, **named, **limits), waiting)
+        self._lookout = Lookout(self._look, lambda: asyncio.sleep(LOOK_EVERY_S))
 
     @property
     def opening(self) -> str:
@@ -83,10 +90,32 @@ class ServerApi(ABC):
         return f"{self.name} {what}. {end_of_log(log) if log is not None and log.exists() else 'See its log'}"
 
     async def get(self, path: str) -> dict[str, Any]:
-        return (await self.link.get(path, self.settings.timeout_s))[0]
+        return (await self._lookout.unless_gone(self.link.get(path, self.settings.timeout_s)))[0]
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return (await self.link.post(path, body, self.settings.timeout_s))[0]
+        return (await self._lookout.unless_gone(self.link.post(path, body, self.settings.timeout_s)))[0]
+
+    async def tell(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        await self._lookout.unless_gone(self.link.tell(path, body))
+
+    async def look(self) -> None:
+        await self.link.ask("GET", "/health", None, HEALTH_S, reads=False)
+
+    async def _look(self) -> None:
+        """vLLM without its engine owes an answer to what was asked, ends by itself, and waits for its connections."""
+        for look in (1, 2):
+            try:
+                return await self.look()
+            except Late:  # it is there, and busy
+                return
+            except Lost:
+                if look == 2:
+                    raise
+            await asyncio.sleep(ONCE_MORE_S)
+
+    async def close(self) -> None:
+        await self._lookout.close()
+        await self.link.close()
 
     @abstractmethod
     async def facts(self) -> ServerFacts:

@@ -118,10 +118,10 @@ class SglangRolloutEngine(RemoteEngine):
 
     async def hold(self) -> None:
         # Retracted requests keep their tokens and compute their past again, so the cache can be flushed between.
-        await self.link.tell("/pause_generation", {"mode": "retract"})
+        await self.tell("/pause_generation", {"mode": "retract"})
 
     async def release(self) -> None:
-        await self.link.tell("/continue_generation", {})
+        await self.tell("/continue_generation", {})
 
     async def served_version(self, adapter: str | None) -> str:
         if adapter is not None:

@@ -93,13 +93,13 @@ class VllmRolloutEngine(RemoteEngine):
 
     async def read_weights(self, path: str, version: int, *, partial: bool = False) -> None:
         """Layer by layer into the tensors that are there. Tensors that a partial folder lacks stay as they are."""
-        await self.link.tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        await self.tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
         await self._note_version(version)
 
     async def _note_version(self, version: int) -> None:
         # Requests in flight compute their past again: it was computed with other weights.
-        await self.link.tell("/reset_prefix_cache?reset_running_requests=true")
-        await self.link.tell("/update_weight_version", {"new_version": str(version)})
+        await self.tell("/reset_prefix_cache?reset_running_requests=true")
+        await self.tell("/update_weight_version", {"new_version": str(version)})
 
     async def receive_weights(self, manifest: Mapping[str, Any], version: int) -> None:
         """From the trainer's NCCL broadcast, through the weight-transfer endpoints.
@@ -122,26 +122,26 @@ class VllmRolloutEngine(RemoteEngine):
             "shapes": [tensor["shape"] for tensor in tensors],
         }
         if not self._transfers:
-            await self.link.tell("/init_weight_transfer_engine", {"init_info": init})
+            await self.tell("/init_weight_transfer_engine", {"init_info": init})
             self._transfers = True
-        await self.link.tell("/start_weight_update")
-        await self.link.tell("/update_weights", {"update_info": update})
-        await self.link.tell("/finish_weight_update", {"weight_version": str(version)})
-        await self.link.tell("/reset_prefix_cache?reset_running_requests=true")
+        await self.tell("/start_weight_update")
+        await self.tell("/update_weights", {"update_info": update})
+        await self.tell("/finish_weight_update", {"weight_version": str(version)})
+        await self.tell("/reset_prefix_cache?reset_running_requests=true")
 
     _transfers = False
 
     async def add_adapter(self, name: str, path: str) -> None:
-        await self.link.tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        await self.tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     async def remove_adapter(self, name: str) -> None:
-        await self.link.tell("/v1/unload_lora_adapter", {"lora_name": name})
+        await self.tell("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def hold(self) -> None:
-        await self.link.tell("/pause?mode=keep")
+        await self.tell("/pause?mode=keep")
 
     async def release(self) -> None:
-        await self.link.tell("/resume")
+        await self.tell("/resume")
 
     async def served_version(self, adapter: str | None) -> str:
         if adapter is not None:

@@ -14,7 +14,7 @@ import pytest
 
 from shoal.errors import ConfigError
 from shoal.rollout.facts import RemoteSettings
-from shoal.rollout.launch import Launch, ServerProcess, check_interpreter, end_of_log
+from shoal.rollout.launch import Launch, ServerProcess, check_interpreter, end_of_log, listens
 from shoal.rollout.vllm import VllmRolloutEngine
 from support.engine_servers import free_port
 
@@ -46,6 +46,34 @@ def test_one_that_dies_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
         ConfigError, match=r"(?s)vLLM ended with exit code 1. The last errors in .*vllm.log:\n.*out of luck"
     ):
         connect(launch(tmp_path, script), tmp_path, 30)
+
+
+def test_one_that_listens_no_more_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM whose engine died under a call waits for ever for that call's answer before it ends."""
+    monkeypatch.setattr("shoal.rollout.launch.DEAF_S", 0.3)
+    port, deaf = free_port(), tmp_path / "deaf"
+    script = (
+        "import pathlib, socket, time\n"
+        f"with socket.create_server(('127.0.0.1', {port})):\n"
+        f"    while not pathlib.Path({str(deaf)!r}).exists(): time.sleep(.01)\n"
+        "print('RuntimeError: the engine is dead', flush=True); time.sleep(300)"
+    )
+    process = launch(tmp_path, script, port)
+    process.start()
+    try:
+        while not listens("127.0.0.1", port):  # what does not listen yet has not ended
+            assert process.ended() is None
+            time.sleep(0.01)
+        assert process.ended() is None
+        deaf.touch()
+        for _ in range(300):
+            if (ended := process.ended()) is not None:
+                break
+            time.sleep(0.05)
+        assert ended is not None and ended.startswith("vLLM runs, but listens no more. The last errors in ")
+        assert "the engine is dead" in ended
+    finally:
+        asyncio.run(process.close())
 
 
 def test_the_errors_of_a_log_are_shown_once_and_without_their_stacks(tmp_path: Path) -> None:

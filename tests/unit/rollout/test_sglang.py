@@ -107,6 +107,38 @@ def test_a_server_that_was_restarted_gets_its_version_back_and_is_asked_again() 
     asyncio.run(main())
 
 
+def test_one_that_is_ill_owes_no_answer_and_one_that_is_late_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that will not come is asked for again when the server is well; a slow look breaks nothing off."""
+    for name, value in (("LOOK_EVERY_S", 0.05), ("ONCE_MORE_S", 0.05), ("HEALTH_S", 0.2)):
+        monkeypatch.setattr(f"shoal.rollout.server_api.{name}", value)
+    asked, states, over = 0, ["slow", "ill", "ill"], asyncio.Event()
+
+    async def health(_: web.Request) -> web.Response:
+        state = states.pop(0) if asked and states else "well"
+        if state == "slow":
+            await asyncio.sleep(1)
+        return web.Response(status=503 if state == "ill" else 200)
+
+    async def main() -> None:
+        async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
+            expected, answering = await engine.generate(ask("r", PROMPT)), double.generate
+
+            async def generate(request: web.Request) -> web.Response:
+                nonlocal asked
+                asked += 1
+                if asked == 1:
+                    await asyncio.wait_for(over.wait(), 60)
+                return await answering(request)
+
+            double.generate, double.health = generate, health  # type: ignore[method-assign]
+            async with asyncio.timeout(20):
+                assert (await engine.generate(ask("r", PROMPT))).token_ids == expected.token_ids
+            assert asked == 2 and not states
+            over.set()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_restart_that_nobody_noticed_is_found_by_what_is_drawn(kind: str, tmp_path: Path) -> None:
     """No request was under way, so none was lost; the next one meets a server with the weights it started with."""
@@ -136,18 +168,8 @@ def test_an_answer_that_no_sampler_gives_is_refused() -> None:
 
     async def main() -> None:
         async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
-            await engine.connect()
             double.generate = broken  # type: ignore[method-assign]
-            runner = web.AppRunner(double.app())
-            await runner.setup()
-            port = free_port()
-            await web.TCPSite(runner, "127.0.0.1", port).start()
-            other = SglangRolloutEngine(settings(f"http://127.0.0.1:{port}"))
-            try:
-                await other.generate(ask("r", PROMPT))
-            finally:
-                await other.close()
-                await runner.cleanup()
+            await engine.generate(ask("r", PROMPT))
 
     with pytest.raises(EngineError, match="SGLang answered r wrongly: a log-prob is positive or not finite"):
         asyncio.run(main())

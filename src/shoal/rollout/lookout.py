@@ -1,0 +1,62 @@
+"""While an answer is waited for, whoever owes it is looked at: one that is gone would let it wait for all its time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from shoal.errors import ShoalError
+from shoal.rollout.link import Lost
+
+T = TypeVar("T")
+
+
+class Lookout:
+    """`pause` is awaited before each `look`; what `look` raises is raised for everybody who waits."""
+
+    def __init__(self, look: Callable[[], Awaitable[None]], pause: Callable[[], Awaitable[None]]) -> None:
+        self._look = look
+        self._pause = pause
+        self._asking: set[asyncio.Future[Any]] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    async def unless_gone(self, asking: Coroutine[Any, Any, T]) -> T:
+        """The answer; or what `gone` was told before it came."""
+        task = asyncio.ensure_future(asking)
+        gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asking.add(gone)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._keep_looking(), name="look at the server")
+        try:
+            await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                gone.result()
+            return task.result()
+        finally:
+            self._asking.discard(gone)
+            if gone.done():
+                gone.exception()  # it was seen, whether or not it was raised
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    def gone(self, why: Exception) -> None:
+        asking, self._asking = self._asking, set()
+        for waiting in asking:
+            waiting.set_exception(why)
+
+    async def _keep_looking(self) -> None:
+        while self._asking:
+            await self._pause()
+            if not self._asking:
+                return
+            try:
+                await self._look()
+            except (Lost, ShoalError) as error:
+                self.gone(error)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)

@@ -1,0 +1,111 @@
+"""Whoever owes an answer is looked at meanwhile, and what is found out reaches everybody who waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from shoal.errors import DeadlineError
+from shoal.rollout.link import Lost
+from shoal.rollout.lookout import Lookout
+
+
+async def at_once() -> None:
+    await asyncio.sleep(0)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(10):
+            await test()
+
+    asyncio.run(limited())
+
+
+async def never() -> int:
+    await asyncio.sleep(60)
+    return 1
+
+
+def test_the_answer_and_what_it_raises_come_through() -> None:
+    async def answer() -> int:
+        return 7
+
+    async def fail() -> int:
+        raise ValueError("no")
+
+    async def main() -> None:
+        lookout = Lookout(at_once, at_once)
+        assert await lookout.unless_gone(answer()) == 7
+        with pytest.raises(ValueError, match="no"):
+            await lookout.unless_gone(fail())
+        await lookout.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("error", [Lost("nothing listens there"), DeadlineError("waited 2 s")])
+def test_what_a_look_finds_out_is_raised_for_everybody_who_waits(error: Exception) -> None:
+    broken_off: list[int] = []
+
+    async def look() -> None:
+        raise error
+
+    async def asked(number: int) -> int:
+        try:
+            return await never()
+        finally:
+            broken_off.append(number)
+
+    async def main() -> None:
+        lookout = Lookout(look, at_once)
+        results = await asyncio.gather(*(lookout.unless_gone(asked(i)) for i in range(3)), return_exceptions=True)
+        assert results == [error] * 3 and sorted(broken_off) == [0, 1, 2]
+        await lookout.close()
+
+    run(main)
+
+
+def test_it_goes_on_looking_after_a_bad_look_and_stops_when_nobody_asks() -> None:
+    looks = 0
+
+    async def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks % 3 == 0:
+            raise Lost("gone")
+
+    async def main() -> None:
+        lookout = Lookout(look, at_once)
+        for expected in (3, 6):
+            with pytest.raises(Lost, match="gone"):
+                await lookout.unless_gone(never())
+            assert looks == expected
+        await asyncio.sleep(0.05)
+        assert looks == 6, "nobody asks, so nobody looks"
+        await lookout.close()
+
+    run(main)
+
+
+def test_one_who_stops_waiting_breaks_off_what_was_asked() -> None:
+    async def main() -> None:
+        lookout = Lookout(at_once, lambda: asyncio.sleep(60))
+        asked = asyncio.Event()
+
+        async def question() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                asked.set()
+
+        waiting = asyncio.create_task(lookout.unless_gone(question()))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert asked.is_set()
+        await lookout.close()
+
+    run(main)
