@@ -55,8 +55,6 @@ class Inference:
 
 def train_config(infer: InferConfig) -> TrainConfig:
     """What loading a model asks of a training section; nothing is trained."""
-    if infer.dtype not in RECIPES:
-        raise ConfigError(f"infer.dtype: the embedded engine computes in bfloat16 or float32, not {infer.dtype}")
     lora = {"lora": True, "lora_rank": infer.max_lora_rank or DEFAULT_LORA_RANK} if infer.enable_lora else {}
     return TrainConfig.model_validate({"model": infer.model, "recipe": RECIPES[infer.dtype], **lora})
 
@@ -157,7 +155,6 @@ def serve(
     `beside` runs next to the server and ends it by what it raises. Returns the signal.
     """
     access_of(infer)
-    train_config(infer)
     sock = bind(infer.host, infer.port)
     handler = setup_logging(Path(infer.output_dir) / "logs", "infer")
     try:
