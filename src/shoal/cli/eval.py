@@ -12,7 +12,7 @@ from shoal.cli.output import notices, say
 from shoal.config.check_train import model_problem
 from shoal.config.problems import Findings, Origins
 from shoal.config.yaml_text import Source, parse_yaml
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ModelError
 from shoal.observability.weights import Weights, find_weights
 
 
@@ -65,8 +65,8 @@ def evaluate(
     models = [find_weights(model, adapter=adapter, checkpoint=checkpoint)]
     models += [find_weights(against)] if against is not None else []
     findings = Findings()
-    problems = [("model", model_problem(models[0].model)), ("--env", environment_problem(env))]
-    problems += [("--against", model_problem(other.model)) for other in models[1:]]
+    problems = [("model", _unusable(models[0])), ("--env", environment_problem(env))]
+    problems += [("--against", _unusable(other)) for other in models[1:]]
     for key, problem in problems:
         if problem is not None:
             findings.error(key, *problem)
@@ -75,6 +75,19 @@ def evaluate(
     if temperature == 0 and rollouts_per_example > 1:
         notices(["--temperature: 0 makes all rollouts of a prompt equal; give one above 0"])
     _score(models, env_args, settings)
+
+
+def _unusable(weights: Weights) -> tuple[str, ...] | None:
+    """What can be said about a model without loading it, also of one that only the hub has."""
+    from shoal.models.tokenizer import locate
+
+    if problem := model_problem(weights.model):
+        return problem
+    try:
+        locate(weights.model)
+    except ModelError as error:
+        return (str(error),)
+    return None
 
 
 def _score(models: list[Weights], env_args: dict[str, Any], settings: dict[str, Any]) -> None:
