@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.model import Model, load
+from shoal.build.plan import cpu_share
 from shoal.build.remote import on_ending
 from shoal.build.sampler import CLOSE_LIMIT_S, CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS
 from shoal.config.infer import InferConfig
@@ -160,6 +161,8 @@ def serve(
     try:
         tell(f"loading {infer.model}")
         inference = make_inference(infer, readers)
+        if notice := cpu_share(infer, inference.model):
+            tell(notice)
         return asyncio.run(_serve(infer, inference, sock, tell, beside))
     finally:
         sock.close()

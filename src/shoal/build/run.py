@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.model import PolicyFiles, make_objective, make_policy, recomputes_old
-from shoal.build.plan import make_plan, tell
+from shoal.build.plan import cpu_share, make_plan, tell
 from shoal.build.prepare import Prepared
 from shoal.build.remote import absent_server
 from shoal.build.sampler import (
@@ -120,7 +120,7 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching) -> Assem
         sampler = make_sampler(config, prepared, loaded, plan)
     console.activity = lambda: sampler.engine.activity
     _tell(sampler, orch, watching)
-    tell(plan, console, watching.events)
+    tell(plan, cpu_share(config.infer, model), console, watching.events)
     files = PolicyFiles(policy, model.chat, model.decoder)
     pieces = Pieces(
         engine=sampler.engine,

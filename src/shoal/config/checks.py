@@ -249,8 +249,9 @@ def _check_colocated(config: RunConfig, findings: Findings) -> None:
     check_served(config, findings)
     if infer.engine != "embedded" and given(infer, "weights"):
         findings.error("infer.weights", f"is not used: a {infer.engine} server always has its own copy", "remove it")
-    if train.device == "cpu" and infer.gpu_memory_utilization is not None and not infer.in_process:
-        findings.error("infer.gpu_memory_utilization", "is not used with train.device cpu", "remove it")
+    started = infer.engine != "embedded" and not infer.in_process
+    if started and train.device == "cpu" and infer.gpu_memory_utilization is not None:
+        findings.error("infer.gpu_memory_utilization", "is for a server on a GPU, and train.device is cpu", "remove it")
 
 
 def _advise_reward(config: RunConfig, findings: Findings) -> None:
