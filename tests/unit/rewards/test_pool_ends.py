@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import RewardServerError
+from shoal.rewards.confine import end_of
 from shoal.rewards.pool import RewardPool
-from shoal.rewards.server import end_of
 
 from .misbehaving import Misbehaving, alive, all_gone, noted_pids
 
@@ -69,6 +69,7 @@ VICTIM = """
 import asyncio, os, pathlib, sys
 sys.path.insert(0, sys.argv[1])
 from misbehaving import Misbehaving
+from shoal.rewards.confine import end_of
 from shoal.rewards.pool import RewardPool
 
 folder = pathlib.Path(sys.argv[2])
