@@ -65,29 +65,28 @@ def evaluate(
     models = [find_weights(model, adapter=adapter, checkpoint=checkpoint)]
     models += [find_weights(against)] if against is not None else []
     findings = Findings()
-    problems = [("model", _unusable(models[0])), ("--env", environment_problem(env))]
-    problems += [("--against", _unusable(other)) for other in models[1:]]
+    problems = [("model", model_problem(models[0].model)), ("--env", environment_problem(env))]
+    problems += [("--against", model_problem(other.model)) for other in models[1:]]
     for key, problem in problems:
         if problem is not None:
             findings.error(key, *problem)
     findings.raise_errors(Origins(default="command line"))
     env_args = dict(_argument(text) for text in args)
+    _locate(models)
     if temperature == 0 and rollouts_per_example > 1:
         notices(["--temperature: 0 makes all rollouts of a prompt equal; give one above 0"])
     _score(models, env_args, settings)
 
 
-def _unusable(weights: Weights) -> tuple[str, ...] | None:
-    """What can be said about a model without loading it, also of one that only the hub has."""
+def _locate(models: list[Weights]) -> None:
+    """What only a look for the files tells, under the name of the argument: a hub id that is not here, say."""
     from shoal.models.tokenizer import locate
 
-    if problem := model_problem(weights.model):
-        return problem
-    try:
-        locate(weights.model)
-    except ModelError as error:
-        return (str(error),)
-    return None
+    for key, weights in zip(("model", "--against"), models, strict=False):
+        try:
+            locate(weights.model)
+        except ModelError as error:
+            raise ModelError(f"command line: {key}: {error}") from error
 
 
 def _score(models: list[Weights], env_args: dict[str, Any], settings: dict[str, Any]) -> None:
