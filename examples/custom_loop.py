@@ -46,7 +46,6 @@ def my_loss(datums: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Te
 
 
 async def sample_groups(infra: Infra, words: list[str], n: int) -> list[PromptGroup]:
-    assert infra.sampler is not None
     answers = await asyncio.gather(*(infra.sampler.sample_with_tokens(f"Shout: {word}", n) for word in words))
     return [PromptGroup(group, [shouting(answer.text) for answer in group]) for group in answers]
 

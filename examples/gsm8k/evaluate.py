@@ -4,22 +4,28 @@ python examples/gsm8k/evaluate.py outputs/gsm8k-grpo/trial0 --num-examples 200
 python examples/gsm8k/evaluate.py outputs/gsm8k-grpo/trial0 --against outputs/gsm8k-sft
 """
 
-import argparse
+import json
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # the file of arguments beside this one
+
+from arguments import Parser, at_least, gsm8k
 
 from shoal.cli import main
+from shoal.launcher import run
 
 
-def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(words):
+    parser = Parser(__doc__)
     parser.add_argument("model", help="folder, hub id, adapter, checkpoint or run directory")
     parser.add_argument("--against", help="a second one; the difference is paired by question")
     parser.add_argument("--data", help="folder with train.jsonl and test.jsonl; openai/gsm8k from the hub unless given")
-    parser.add_argument("--num-examples", type=int, default=1319, help="test questions; 1319 is all of them")
-    parser.add_argument("--samples", type=int, default=1, help="answers a question, for avg@k and pass@k")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--max-new-tokens", type=int, default=512)
-    return parser.parse_args()
+    parser.add_argument("--num-examples", type=at_least(1), default=1319, help="test questions; 1319 is all of them")
+    parser.add_argument("--samples", type=at_least(1), default=1, help="answers a question, for avg@k and pass@k")
+    parser.add_argument("--temperature", type=at_least(0.0), default=0.0)
+    parser.add_argument("--max-new-tokens", type=at_least(1), default=512)
+    return parser.parse_args(words)
 
 
 def command(args):
@@ -27,8 +33,14 @@ def command(args):
     words += ["--rollouts-per-example", str(args.samples), "--temperature", str(args.temperature)]
     words += ["--max-tokens", str(args.max_new_tokens)]
     words += ["--against", args.against] if args.against else []
-    return words + (["--arg", f"path={args.data}"] if args.data else [])
+    return words + (["--arg", f"path={json.dumps(args.data)}"] if args.data else [])
+
+
+def score(words):
+    args = arguments(words)
+    gsm8k(args.data)  # what is wrong with the data is said under the name it has here
+    sys.exit(main(command(args)))
 
 
 if __name__ == "__main__":
-    sys.exit(main(command(arguments())))
+    sys.exit(run(score))

@@ -9,17 +9,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # the examples beside this file
 
-from train_local_simple import arguments, collate, examples
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+import torch
+from train_local_simple import arguments, collate, examples, load
+from transformers import Trainer, TrainingArguments
+
+from shoal.launcher import run
+from shoal.observability.atomic import storage
 
 
-def train(args):
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+def train(words):
+    args = arguments(words, __doc__)
+    model, tokenizer = load(args.model, torch.float32, "cpu")  # the Trainer takes it where it trains
+    rows = examples(args.data, tokenizer, args.max_length)
+    with storage(f"create {args.output_dir} (--output-dir)"):  # before anything is trained for it
+        args.output_dir.mkdir(parents=True, exist_ok=True)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     trainer = Trainer(
-        model=AutoModelForCausalLM.from_pretrained(args.model, dtype="float32"),
+        model=model,
         args=TrainingArguments(
-            output_dir=args.output_dir,
+            output_dir=str(args.output_dir),
             num_train_epochs=args.epochs,
             max_steps=args.max_steps or -1,
             per_device_train_batch_size=args.batch_size,
@@ -31,14 +39,14 @@ def train(args):
             seed=args.seed,
             dataloader_num_workers=0,
         ),
-        train_dataset=examples(args.data, tokenizer, args.max_length),
+        train_dataset=rows,
         data_collator=partial(collate, pad_id=pad_id),
     )
     trainer.train()
-    trainer.save_model(args.output_dir)
+    trainer.save_model(str(args.output_dir))
     tokenizer.save_pretrained(args.output_dir)
     print(f"saved in {args.output_dir}; score it with evaluate.py {args.output_dir}")
 
 
 if __name__ == "__main__":
-    train(arguments())
+    sys.exit(run(train))

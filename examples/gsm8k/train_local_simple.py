@@ -3,34 +3,48 @@
 python examples/gsm8k/train_local_simple.py --model Qwen/Qwen2.5-0.5B-Instruct --output-dir outputs/gsm8k-sft
 """
 
-import argparse
 import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # the file of arguments beside this one
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from arguments import Parser, at_least, folder, gsm8k, naming
 
-from shoal.envs.registry import load_environment
+from shoal.errors import ArgumentError
+from shoal.launcher import run
+from shoal.models.load import load_model, load_tokenizer
+from shoal.observability.atomic import storage
 
 IGNORED = -100  # what cross-entropy leaves out
 
 
-def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(words, description=__doc__):
+    parser = Parser(description)
     parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="folder or hub id")
     parser.add_argument("--data", help="folder with train.jsonl and test.jsonl; openai/gsm8k from the hub unless given")
-    parser.add_argument("--output-dir", default="outputs/gsm8k-sft")
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--max-steps", type=int, help="stop after so many steps")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--max-length", type=int, default=1024, help="longer examples are left out, and counted")
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    parser.add_argument("--output-dir", type=folder, default="outputs/gsm8k-sft")
+    parser.add_argument("--epochs", type=at_least(1), default=1)
+    parser.add_argument("--max-steps", type=at_least(1), help="stop after so many steps")
+    parser.add_argument("--batch-size", type=at_least(1), default=8)
+    parser.add_argument("--lr", type=at_least(0.0), default=1e-5)
+    parser.add_argument(
+        "--max-length", type=at_least(1), default=1024, help="longer examples are left out, and counted"
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0)
+    return parser.parse_args(words)
+
+
+def load(name, dtype, device):
+    """The model and its tokenizer."""
+    with naming("--model"):
+        return load_model(name, dtype, torch.device(device)).train(), load_tokenizer(name)
 
 
 def examples(data, tokenizer, max_length):
     """Token ids of question and worked answer, and labels that hide the question."""
-    environment = load_environment("gsm8k", {"path": data} if data else {})
+    environment = gsm8k(data)
     found, too_long = [], 0
     for task in environment.tasks("train"):
         prompt = tokenizer.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True)
@@ -43,6 +57,9 @@ def examples(data, tokenizer, max_length):
             continue
         labels = [IGNORED] * len(prompt_ids) + answer_ids
         found.append({"input_ids": prompt_ids + answer_ids, "labels": labels})
+    if not found:
+        what = f"not one of {too_long} examples fits into {max_length} tokens"
+        raise ArgumentError(f"command line: --max-length: {what}; raise it")
     print(f"{len(found)} examples; {too_long} longer than {max_length} tokens are left out")
     return found
 
@@ -63,13 +80,14 @@ def collate(batch, pad_id):
     }
 
 
-def train(args):
+def train(words):
+    args = arguments(words)
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).train()
+    model, tokenizer = load(args.model, torch.bfloat16 if device == "cuda" else torch.float32, device)
     rows = examples(args.data, tokenizer, args.max_length)
+    with storage(f"create {args.output_dir} (--output-dir)"):  # before anything is trained for it
+        args.output_dir.mkdir(parents=True, exist_ok=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     order, step = random.Random(args.seed), 0
@@ -94,4 +112,4 @@ def train(args):
 
 
 if __name__ == "__main__":
-    train(arguments())
+    sys.exit(run(train))

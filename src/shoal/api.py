@@ -20,22 +20,18 @@ from shoal.envs.supervised import supervised_tasks
 from shoal.errors import (
     ConfigError,
     DeadlineError,
-    Interrupted,
     NonFiniteError,
     StoppedByPolicy,
 )
 from shoal.observability.checkpoints import write_folder
-from shoal.observability.console import BaseConsole, make_console
+from shoal.observability.console import make_console
 from shoal.observability.events import EventLog
 from shoal.observability.logs import setup_logging, stop_logging
 from shoal.observability.run_dir import RunDir, is_used
 from shoal.observability.sinks import check_sinks
 from shoal.observability.watchdog import Watchdog
 from shoal.observability.weights import find_weights
-from shoal.orchestrator.cadence import SaveCadence
-from shoal.orchestrator.signals import on_signals, stop_signals, terminated_at_once
-from shoal.orchestrator.supervised import SupervisedRecorder
-from shoal.types import Task
+from shoal.orchestrator.signals import on_signals, terminated_at_once
 
 
 async def _colocated(config: RunConfig, prepared: build.Prepared, watching: build.Watching) -> build.Assembled:
@@ -185,66 +181,14 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
     with run_dir, _console(config.train.logging_steps) as console:
         handler = setup_logging(run_dir.logs, "sft")
         try:
-            ends.record_end(run_dir, command, lambda: _sft(config, tasks, bad_rows, run_dir, console))
+            ends.record_end(
+                run_dir, command, lambda: build.train_on_completions(config, tasks, bad_rows, run_dir, console)
+            )
         finally:
             _write_report(run_dir.path, EventLog(run_dir, console))
             stop_logging(handler)
         console.note(ends.last_line(path))
     return path
-
-
-def _sft(
-    config: SftConfig, tasks: Sequence[Task], bad_rows: Sequence[str], run_dir: RunDir, console: BaseConsole
-) -> tuple[str, int]:
-    from shoal.trainer.sft import SupervisedSteps, supervised_samples, train_supervised
-
-    train = config.train
-    events = EventLog(run_dir, console)
-    checkpoint = ends.newest_checkpoint(run_dir, events)
-    for notice in bad_rows:
-        events.warn("data", notice)
-    model = build.load(train)
-    if model.precision.notice:
-        console.note(model.precision.notice)
-    samples, too_long = supervised_samples(tasks, model.chat, _end_id(model), train.sequence_len)
-    if too_long:
-        events.warn("data", f"{too_long} of {len(tasks)} rows do not fit into train.sequence_len and are set aside")
-    per_epoch = max(1, len(samples) // config.batch_size)
-    total = train.max_steps or per_epoch * (train.epochs or 1)
-    policy = build.make_policy(train, model, total)
-    files = build.PolicyFiles(policy, model.chat)
-    steps = SupervisedSteps(
-        policy, samples, config.batch_size, train.sequence_len, train.per_device_train_batch_size or 1, train.seed
-    )
-    first = 1
-    if checkpoint is not None:
-        files.load(checkpoint.path)
-        first = checkpoint.step + 1
-    save = SaveCadence(train.save_epochs * per_epoch if train.save_epochs else train.save_steps, train.save_seconds)
-    sinks = build.make_sinks(config, run_dir, events)
-    console.begin(f"supervised training of {train.model} for {total} steps in {run_dir.path}", total, first - 1)
-    try:
-        command = ends.resume_command(config)
-        with stop_signals(lambda: ends.give_up(run_dir, command)) as stop:
-            record = SupervisedRecorder(
-                run_dir, events, console, sinks, files, save, total, train.save_total_limit, command, stop
-            )
-            done = train_supervised(steps, first, total, record)
-    finally:
-        sinks.close()
-    if stop:
-        raise Interrupted(f"interrupted after step {done}; the state is saved", stop[0])
-    with run_dir.export() as folder:
-        files.export(folder)
-    return "finished", done
-
-
-def _end_id(model: build.Model) -> int:
-    """What a completion is taught to end with: the template's own end of a turn, where it has one."""
-    from shoal.models.load import turn_end_id
-
-    end = turn_end_id(model.chat.tokenizer)
-    return end if end is not None else model.eos_token_ids[-1]
 
 
 def evaluate(

@@ -169,6 +169,18 @@ def test_what_the_machine_cannot_do_is_refused_and_the_folder_stays_free(new_run
     assert_trained_once(run, 4)
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_a_share_of_gpu_memory_is_one_of_free_memory_on_a_cpu_and_a_note_says_so(
+    new_run: NewRun, device: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run = new_run(train={"max_steps": 1, "device": device}, infer={"gpu_memory_utilization": 0.5})
+    command = run.grpo()
+    assert command.wait() == 0, command.text()
+    said = "infer.gpu_memory_utilization: on a CPU, 0.5 is the share of the free memory that the cache may take"
+    assert command.text().count(said) == 1
+
+
 def test_rewards_that_always_fail_are_told_and_are_no_success(new_run: NewRun):
     """Two steps, so fewer than the five flat ones that stop a run: it still does not end as if all were well."""
     run = new_run(train={"max_steps": 2}, orch={"reward": {"function": "my_code:broken_reward"}})

@@ -106,6 +106,29 @@ def test_the_shipped_example_runs_as_it_is(place: Path):
     run(place, str(EXAMPLE / "evaluate.py"), "hf", "--data", "data", "--num-examples", "2", "--max-new-tokens", "8")
 
 
+@pytest.mark.parametrize(
+    ("script", "words", "says"),
+    [
+        ("train_local_simple.py", ["--model", "./nothing"], "--model: the model folder './nothing' does not exist"),
+        ("train_local_simple.py", ["--max-length", "3"], "--max-length: not one of 12 examples fits into 3 tokens"),
+        ("train_hf_trainer.py", ["--data", "bad"], "--data: bad: no usable row (1 bad)"),
+        ("train_hf_trainer.py", ["--output-dir", "dense.py"], "--output-dir: 'dense.py' is a file"),
+        ("evaluate.py", ["model", "--against", "nobody/nothing"], "--against: 'nobody/nothing' is not a folder here"),
+        ("evaluate.py", ["model", "--samples", "none"], "--samples: must be a whole number of at least 1, not 'none'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.endswith(".py") else "",
+)
+def test_a_wrong_argument_of_the_scripts_is_one_line_that_names_it(
+    place: Path, script: str, words: list[str], says: str
+):
+    (place / "bad").mkdir()
+    (place / "bad" / "train.jsonl").write_text("{nonsense\n")
+    sound = ["--data", "data"] if script == "evaluate.py" else ["--data", "data", "--model", "model"]
+    said = run(place, str(EXAMPLE / script), *sound, *words, code=2)
+    told = [line for line in said.splitlines() if not line.startswith("  bad/train.jsonl:1: not JSON")]
+    assert len(told) == 1 and told[0].startswith("shoal: error: command line: ") and says in told[0], said
+
+
 def test_it_is_the_same_run_as_shoal_grpo(place: Path):
     """The same task, seed and numbers through both doors: the same metrics to the bit, and the same weights."""
     launch(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.model import Model, load
+from shoal.build.plan import cpu_share
 from shoal.build.remote import on_ending
 from shoal.build.sampler import CLOSE_LIMIT_S, CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS
 from shoal.config.infer import InferConfig
@@ -55,8 +56,6 @@ class Inference:
 
 def train_config(infer: InferConfig) -> TrainConfig:
     """What loading a model asks of a training section; nothing is trained."""
-    if infer.dtype not in RECIPES:
-        raise ConfigError(f"infer.dtype: the embedded engine computes in bfloat16 or float32, not {infer.dtype}")
     lora = {"lora": True, "lora_rank": infer.max_lora_rank or DEFAULT_LORA_RANK} if infer.enable_lora else {}
     return TrainConfig.model_validate({"model": infer.model, "recipe": RECIPES[infer.dtype], **lora})
 
@@ -157,12 +156,13 @@ def serve(
     `beside` runs next to the server and ends it by what it raises. Returns the signal.
     """
     access_of(infer)
-    train_config(infer)
     sock = bind(infer.host, infer.port)
     handler = setup_logging(Path(infer.output_dir) / "logs", "infer")
     try:
         tell(f"loading {infer.model}")
         inference = make_inference(infer, readers)
+        if notice := cpu_share(infer, inference.model):
+            tell(notice)
         return asyncio.run(_serve(infer, inference, sock, tell, beside))
     finally:
         sock.close()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.model import Model
-from shoal.config.schema import RunConfig
+from shoal.config.schema import InferConfig, RunConfig
 from shoal.observability.console import Console
 from shoal.observability.events import EventLog
 
@@ -78,8 +78,18 @@ def _demand(config: RunConfig) -> Demand:
     )
 
 
-def tell(plan: MemoryPlan, console: Console, events: EventLog) -> None:
+def cpu_share(infer: InferConfig, model: Model) -> str | None:
+    """What a key that is named after GPUs means on a CPU, if it was given."""
+    share = infer.gpu_memory_utilization
+    if share is None or infer.engine != "embedded" or model.decoder.device.type != "cpu":
+        return None
+    return f"infer.gpu_memory_utilization: on a CPU, {share:g} is the share of the free memory that the cache may take"
+
+
+def tell(plan: MemoryPlan, notice: str | None, console: Console, events: EventLog) -> None:
     """The plan as a table, for people and for the run directory."""
+    if notice is not None:
+        console.note(notice)
     rows = plan.table() if plan.lines else []
     for name, size in rows:
         console.note(f"memory  {name:<52} {size:>22}")

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.build.evaluation import make_evaluator
 from shoal.build.model import PolicyFiles, make_objective, make_policy, recomputes_old
-from shoal.build.plan import make_plan, tell
+from shoal.build.plan import cpu_share, make_plan, tell
 from shoal.build.prepare import Prepared
+from shoal.build.prompts import make_stream
 from shoal.build.remote import absent_server
-from shoal.build.sampler import (
-    Sampler,
-    fits_in,
-    load_model,
-    make_evaluator,
-    make_sampler,
-    reward_shape,
-    sampling_params,
-)
+from shoal.build.sampler import Sampler, load_model, make_sampler, reward_shape, sampling_params
 from shoal.build.schedule import loop_settings, temperature_schedule, total_steps
 from shoal.config.orch import OrchConfig
 from shoal.config.resolve import as_data
 from shoal.config.schema import RunConfig, SftConfig
 from shoal.envs.user_code import load_function
-from shoal.errors import DataError
 from shoal.observability.console import Console
 from shoal.observability.events import EventLog
 from shoal.observability.follower import FollowerRunDir
@@ -39,18 +31,16 @@ from shoal.orchestrator.admission import Admission
 from shoal.orchestrator.collect import Collector, GroupRules, RunGroup
 from shoal.orchestrator.learn import Learner, LearnSettings, OnDevice
 from shoal.orchestrator.loop import Loop, Parts
-from shoal.orchestrator.prompts import Buffer, Fits, PromptStream
+from shoal.orchestrator.prompts import PromptStream
 from shoal.orchestrator.ranks import SharedGroups
 from shoal.protocols import Ranks, RolloutEngine, WeightChannel
-from shoal.types import Message, Prompt, Task
+from shoal.types import Prompt
 
 if TYPE_CHECKING:
     from shoal.models.chat import Chat
     from shoal.rollout.runner import GroupRunner
     from shoal.trainer.memory import MemoryPlan
     from shoal.trainer.policy import TrainedPolicy
-
-TEMPLATE_BYTES = 2048  # more than any chat template writes around a short conversation
 
 
 @dataclass
@@ -120,7 +110,7 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching) -> Assem
         sampler = make_sampler(config, prepared, loaded, plan)
     console.activity = lambda: sampler.engine.activity
     _tell(sampler, orch, watching)
-    tell(plan, console, watching.events)
+    tell(plan, cpu_share(config.infer, model), console, watching.events)
     files = PolicyFiles(policy, model.chat, model.decoder)
     pieces = Pieces(
         engine=sampler.engine,
@@ -215,52 +205,6 @@ def _tell(sampler: Sampler, orch: OrchConfig, watching: Watching) -> None:
     if positions is not None and orch.seq_len is not None and orch.seq_len > positions:
         said = f"orch.seq_len {orch.seq_len} is more than the {positions} positions the model was made for"
         watching.events.warn("context", f"{said}; lower it, or expect nonsense beyond them")
-
-
-def make_stream(orch: OrchConfig, prepared: Prepared, chat: Chat, events: EventLog) -> PromptStream:
-    assert orch.seq_len is not None and orch.sampling.max_tokens is not None and orch.sampling.seed is not None
-    room = orch.seq_len - orch.sampling.max_tokens
-    fitting = fits_in(chat, room)
-    for env in orch.env:
-        _tell_unfit(env.label, prepared.environments[env.label].tasks("train"), fitting, room, events)
-
-    def fits(messages: Sequence[Message]) -> bool:
-        if fitting(messages):
-            return True
-        if not events.counts["set-aside"]:  # said once; the journal counts
-            events.warn("set-aside", f"a prompt is longer than {room} tokens (seq_len - max_tokens) and is set aside")
-        return False
-
-    weights = {env.label: env.weight for env in orch.env}
-    return PromptStream(prepared.environments, weights, orch.sampling.seed, fits, _buffer(orch))
-
-
-def _tell_unfit(name: str, tasks: Sequence[Task], fits: Fits, room: int, events: EventLog) -> None:
-    """Count the prompts of a data set that are too long; generated ones are met as they are drawn."""
-    if not isinstance(tasks, list):
-        return
-    # A token is at least one byte, so most prompts need no tokenizer to be sure of.
-    long = [task for task in tasks if _bytes_of(task) + TEMPLATE_BYTES > room]
-    unfit = [task for task in long if not fits(task.messages)]
-    if tasks and len(unfit) == len(tasks):
-        raise DataError(f"no prompt of {name} fits: prompt plus sampling.max_tokens exceeds orch.seq_len")
-    if unfit:
-        said = f"{len(unfit)} of {len(tasks)} prompts of {name} are longer than {room} tokens (seq_len - max_tokens)"
-        events.warn("set-aside", f"{said} and are set aside", data={"prompts": len(unfit), "of": len(tasks)})
-
-
-def _bytes_of(task: Task) -> int:
-    return sum(len(str(message.get("content") or "").encode("utf-8", "surrogatepass")) for message in task.messages)
-
-
-def _buffer(orch: OrchConfig) -> Buffer:
-    buffer = orch.buffer
-    return Buffer(
-        buffer.easy_threshold,
-        buffer.hard_threshold,
-        1.0 if buffer.easy_fraction is None else buffer.easy_fraction,
-        1.0 if buffer.hard_fraction is None else buffer.hard_fraction,
-    )
 
 
 def _admission(orch: OrchConfig, steps: int) -> Admission:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.build.evaluation import evaluate_once, evaluation_config
 from shoal.build.prepare import prepare
-from shoal.build.sampler import evaluate_once, evaluation_config
 from shoal.config.orch import EvalConfig
 from shoal.errors import StoppedByPolicy
 from shoal.observability.weights import Weights

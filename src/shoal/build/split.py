@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.prepare import Prepared
+from shoal.build.prompts import make_stream
 from shoal.build.remote import facts_of_files, make_remote
-from shoal.build.run import Assembled, Pieces, Watching, make_loop, make_stream
+from shoal.build.run import Assembled, Pieces, Watching, make_loop
 from shoal.build.sampler import chat_options, make_runner
 from shoal.build.schedule import total_steps
 from shoal.config.check_orch import port_of

@@ -12,7 +12,7 @@ from shoal.cli.output import notices, say
 from shoal.config.check_train import model_problem
 from shoal.config.problems import Findings, Origins
 from shoal.config.yaml_text import Source, parse_yaml
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ModelError
 from shoal.observability.weights import Weights, find_weights
 
 
@@ -72,9 +72,21 @@ def evaluate(
             findings.error(key, *problem)
     findings.raise_errors(Origins(default="command line"))
     env_args = dict(_argument(text) for text in args)
+    _locate(models)
     if temperature == 0 and rollouts_per_example > 1:
         notices(["--temperature: 0 makes all rollouts of a prompt equal; give one above 0"])
     _score(models, env_args, settings)
+
+
+def _locate(models: list[Weights]) -> None:
+    """What only a look for the files tells, under the name of the argument: a hub id that is not here, say."""
+    from shoal.models.tokenizer import locate
+
+    for key, weights in zip(("model", "--against"), models, strict=False):
+        try:
+            locate(weights.model)
+        except ModelError as error:
+            raise ModelError(f"command line: {key}: {error}") from error
 
 
 def _score(models: list[Weights], env_args: dict[str, Any], settings: dict[str, Any]) -> None:

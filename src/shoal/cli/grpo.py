@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from shoal.cli.environments import check_environments, check_user_code
-from shoal.cli.output import notices, say
-from shoal.cli.run_folder import prepare_folder, write_dry_run
+from shoal.cli.output import notices
+from shoal.cli.run_folder import end_dry_run, prepare_folder
 from shoal.config.checks import check_run
 from shoal.config.load import Loaded, load_run
-from shoal.config.resolve import as_yaml, resolve_run
+from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError
 
@@ -80,8 +79,7 @@ def train_loaded(
     advice = [wording(line) for line in findings.notice_lines() + prepare_folder(loaded, config, resume)]
     if dry_run:
         notices(advice)
-        say(as_yaml(config))
-        write_dry_run(Path(config.train.output_dir), as_yaml(config), resume)
+        end_dry_run(config, resume)
         return
     from shoal import api
 

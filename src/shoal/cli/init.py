@@ -34,7 +34,8 @@ def init(folder: str) -> None:
     for path in wanted:
         say(str(path))
     grpo = target / "grpo"
-    say(f"try: shoal grpo --train {grpo}/train.yaml --infer {grpo}/infer.yaml --orch {grpo}/orch.yaml --dry-run")
+    three = f"--train {grpo}/train.yaml --infer {grpo}/infer.yaml --orch {grpo}/orch.yaml"
+    say(f"try: shoal grpo {three} train.recipe=auto --dry-run")  # the recipe of train.yaml needs a GPU with FP8 units
 
 
 def example_files() -> dict[str, str]:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from shoal.cli.environments import check_environments, check_user_code
 from shoal.cli.output import notices, say
-from shoal.cli.run_folder import prepare_folder, write_dry_run
+from shoal.cli.run_folder import end_dry_run, prepare_folder
 from shoal.config.load import Loaded
-from shoal.config.resolve import as_yaml, resolve_run
+from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
 from shoal.config.split import check_split
 from shoal.observability.atomic import storage
@@ -51,11 +51,10 @@ def supervise(command: SplitCommand, loaded: Loaded[RunConfig]) -> int | None:
     config = resolve_run(loaded.config)
     resume = command.resume or config.train.resume_from_checkpoint
     notices(prepare_folder(loaded, config, resume))  # the rest is told by the orchestrator
-    folder = Path(config.train.output_dir)
     if command.dry_run:
-        say(as_yaml(config))
-        write_dry_run(folder, as_yaml(config), resume)
+        end_dry_run(config, resume)
         return None
+    folder = Path(config.train.output_dir)
     with storage(f"create {folder}"):
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     implied = _implied(loaded.config, config)

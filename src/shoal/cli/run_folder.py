@@ -1,4 +1,4 @@
-"""What a command does with the run directory before the run: refuse a used one, compare on resume, write a dry run."""
+"""What a command does with the run directory before the run: refuse a used one, compare on resume, end a dry run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.crash import note_run_folder
+from shoal.cli.machine import check_machine
+from shoal.cli.output import say
 from shoal.config.base import Section
 from shoal.config.load import Loaded, load_run, load_sft
 from shoal.config.problems import show
-from shoal.config.resolve import difference_lines, forbidden_changes, resolve_run, resolve_sft
+from shoal.config.resolve import as_yaml, difference_lines, forbidden_changes, resolve_run, resolve_sft
 from shoal.config.schema import RunConfig, SftConfig
 from shoal.errors import ConfigError
 from shoal.observability.run_dir import is_used, write_config
@@ -57,7 +59,13 @@ def _earlier_config(config: Section, file: Path) -> Any:
     return resolve_run(load_run(str(file)).config)
 
 
-def write_dry_run(folder: Path, text: str, resume: bool) -> None:
-    """config.yaml alone; in the folder of a run that would be resumed the recorded one stays."""
+def end_dry_run(config: RunConfig | SftConfig, resume: bool) -> None:
+    """The last of a dry run: what this machine cannot do is refused, the resolved configuration printed and written.
+
+    config.yaml alone; in the folder of a run that would be resumed the recorded one stays.
+    """
+    check_machine(config.train)
+    text, folder = as_yaml(config), Path(config.train.output_dir)
+    say(text)
     if not (resume and is_used(folder)):
         write_config(folder, text)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from shoal.cli.grpo import split_tokens
-from shoal.cli.output import notices, say
-from shoal.cli.run_folder import prepare_folder, write_dry_run
+from shoal.cli.output import notices
+from shoal.cli.run_folder import end_dry_run, prepare_folder
 from shoal.config.checks import check_sft
 from shoal.config.load import load_sft
-from shoal.config.resolve import as_yaml, resolve_sft
+from shoal.config.resolve import resolve_sft
 from shoal.errors import ConfigError
 
 
@@ -63,8 +62,7 @@ def sft(
     resume = resume or config.train.resume_from_checkpoint
     notices(findings.notice_lines() + prepare_folder(loaded, config, resume))
     if dry_run:
-        say(as_yaml(config))
-        write_dry_run(Path(config.train.output_dir), as_yaml(config), resume)
+        end_dry_run(config, resume)
         return
     from shoal import api
 

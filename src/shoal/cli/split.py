@@ -10,11 +10,12 @@ from cyclopts import Parameter
 
 from shoal.cli.environments import check_environments
 from shoal.cli.grpo import FILE_SUFFIXES
+from shoal.cli.machine import check_machine
 from shoal.cli.output import notices, say
 from shoal.config.checks import check_section
 from shoal.config.load import Loaded, load_section
 from shoal.config.resolve import as_yaml
-from shoal.config.schema import OrchConfig
+from shoal.config.schema import OrchConfig, TrainConfig
 from shoal.errors import EXIT_TERMINATED, ConfigError
 from shoal.orchestrator.supervise import SUPERVISOR
 from shoal.rewards.confine import die_with_parent
@@ -96,6 +97,8 @@ def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool
         notices(findings.notice_lines())
     if not dry_run:
         return loaded
+    if isinstance(loaded.config, TrainConfig):
+        check_machine(loaded.config)
     say(as_yaml(loaded.config))
     return None
 

@@ -15,6 +15,7 @@ from shoal.config.problems import Findings, show
 from shoal.config.schema import InferConfig, OrchConfig, RunConfig, SftConfig, TrainConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+EMBEDDED_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # train.recipe → infer.dtype
 # Keys that only a vLLM or SGLang server obeys, and what the embedded engine does instead.
 SERVER_ONLY = {
     "tp": "a model is not split",
@@ -183,6 +184,9 @@ def _check_infer(infer: InferConfig, findings: Findings) -> None:
         what = "would stand on SGLang's command line, where everyone on the machine can read it"
         findings.error("infer.api_key_var", what, "start SGLang yourself and set orch.client.api_key_var")
     if infer.engine == "embedded":
+        if infer.dtype not in ("auto", *EMBEDDED_DTYPES.values()):
+            what = f"the embedded engine computes in {' or '.join(EMBEDDED_DTYPES.values())}, not {infer.dtype}"
+            findings.error("infer.dtype", what, "use one of them, or set infer.engine to vllm or sglang")
         if infer.engine_args:
             what = f"the embedded engine takes no further arguments ({', '.join(infer.engine_args)})"
             findings.error("infer.engine_args", what, "remove them, or set infer.engine to vllm or sglang")
@@ -245,8 +249,9 @@ def _check_colocated(config: RunConfig, findings: Findings) -> None:
     check_served(config, findings)
     if infer.engine != "embedded" and given(infer, "weights"):
         findings.error("infer.weights", f"is not used: a {infer.engine} server always has its own copy", "remove it")
-    if train.device == "cpu" and infer.gpu_memory_utilization is not None and not infer.in_process:
-        findings.error("infer.gpu_memory_utilization", "is not used with train.device cpu", "remove it")
+    started = infer.engine != "embedded" and not infer.in_process
+    if started and train.device == "cpu" and infer.gpu_memory_utilization is not None:
+        findings.error("infer.gpu_memory_utilization", "is for a server on a GPU, and train.device is cpu", "remove it")
 
 
 def _advise_reward(config: RunConfig, findings: Findings) -> None:
@@ -265,7 +270,6 @@ def advantage_std(config: RunConfig) -> str:
 
 
 def _check_embedded_precision(recipe: str, dtype: str, findings: Findings) -> None:
-    same = {"bf16": "bfloat16", "fp32": "float32"}
-    if dtype != "auto" and same.get(recipe) != dtype:
+    if dtype in EMBEDDED_DTYPES.values() and EMBEDDED_DTYPES.get(recipe) != dtype:
         what = f"is {dtype}, but the embedded engine samples with the trainer's own weights (train.recipe {recipe})"
         findings.error("infer.dtype", what, "leave it out and set train.recipe")

@@ -43,7 +43,10 @@ class InferConfig(Section):
         description="Sequences decoded at once (a step's rollouts, at most 256, unless given; with grpo-infer 256).",
     )
     gpu_memory_utilization: float | None = Field(
-        default=None, gt=0, le=1, description="Share of the device the engine may use; measured unless given."
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of the device's memory the engine may use, on a CPU of what is free; measured unless given.",
     )
     enable_lora: bool | None = Field(
         default=None, description="Whether adapters are served (as train.lora unless given)."

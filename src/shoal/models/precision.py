@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from shoal.config.train import TrainConfig
 from shoal.errors import HardwareError
+
+if TYPE_CHECKING:
+    import torch
 
 SMALL_MODEL_PARAMETERS = 20_000_000
 # Our key → how the frozen base is stored; models/formats.py has the formats.
@@ -30,23 +32,13 @@ def choose(train: TrainConfig, index: int | None = None) -> Precision:
 
     `index` is the GPU of this process where several share a machine.
     """
-    device, notice = train.device, None
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cpu":
-            notice = "no GPU here: running on the CPU"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise HardwareError("train.device: cuda was asked for but this machine has no CUDA device; use cpu")
+    import torch
+
+    check_machine(train)
+    device = _device_kind(train)
+    notice = "no GPU here: running on the CPU" if train.device == "auto" and device == "cpu" else None
     stored = next((name for key, name in STORED.items() if getattr(train, key)), None)
-    if train.qlora_bnb:
-        _need("bitsandbytes", "bnb", "train.qlora_bnb", "leave it out, or use train.qlora_fp4")
-    if train.optimizer == "adamw_8bit":
-        _need("bitsandbytes", "bnb", "train.optimizer: adamw_8bit", "use adamw")
     recipe = train.recipe if train.recipe != "auto" else ("bf16" if device == "cuda" else "fp32")
-    if recipe == "fp8-hybrid":
-        _refuse_fp8(device)
-        if stored is None:
-            _need("torchao", "fp8", "train.recipe: fp8-hybrid", "use train.recipe=bf16")
     dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
     where = torch.device(device)
     if device == "cuda" and index is not None:
@@ -56,16 +48,43 @@ def choose(train: TrainConfig, index: int | None = None) -> Precision:
     return Precision(where, dtype, notice, stored, recipe == "fp8-hybrid" and stored is None)
 
 
+def check_machine(train: TrainConfig) -> None:
+    """Refuse what this machine cannot do. torch is imported only where the answer depends on the device."""
+    if train.device == "cuda" and _device_kind(train) != "cuda":
+        raise HardwareError("train.device: cuda was asked for but this machine has no CUDA device; use cpu")
+    if train.qlora_bnb:
+        _need("bitsandbytes", "bnb", "train.qlora_bnb", "leave it out, or use train.qlora_fp4")
+    if train.optimizer == "adamw_8bit":
+        _need("bitsandbytes", "bnb", "train.optimizer: adamw_8bit", "use adamw")
+    if train.recipe == "fp8-hybrid":
+        _refuse_fp8(_device_kind(train))
+        if not train.quantised:
+            _need("torchao", "fp8", "train.recipe: fp8-hybrid", "use train.recipe=bf16")
+
+
+def _device_kind(train: TrainConfig) -> str:
+    """What train.device comes to here."""
+    if train.device == "cpu":
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def limit_threads(parameters: int) -> None:
     """Small models run on one thread: their operations are shorter than waking a second one takes.
 
     Called on the device's thread, before it computes anything; OMP_NUM_THREADS, if set, is obeyed instead.
     """
+    import torch
+
     if "OMP_NUM_THREADS" not in os.environ and parameters < SMALL_MODEL_PARAMETERS:
         torch.set_num_threads(1)
 
 
 def _refuse_crowd(index: int) -> None:
+    import torch
+
     found = torch.cuda.device_count()
     if index >= found:
         raise HardwareError(
@@ -82,6 +101,8 @@ def _need(package: str, extra: str, what: str, instead: str) -> None:
 def _refuse_fp8(kind: str) -> None:
     if kind == "cpu":
         raise HardwareError("train.recipe: fp8-hybrid needs a GPU with FP8 units; on this CPU use train.recipe=fp32")
+    import torch
+
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < (8, 9):
         raise HardwareError(

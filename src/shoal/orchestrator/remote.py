@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import EngineError, Interrupted, StoppedByPolicy
-from shoal.observability.atomic import remove_quietly, write_atomic
+from shoal.observability.atomic import remove_quietly
 from shoal.observability.checkpoints import Checkpoint
 from shoal.observability.metrics import Tally
 from shoal.observability.text import count
 from shoal.orchestrator.learn import Learned
 from shoal.orchestrator.meeting import Meeting
 from shoal.orchestrator.wire import pack_groups, unpack_learned
-from shoal.transport.calls import Answer, Call, Caller, raise_failed
+from shoal.transport.calls import Answer, Bulk, Call, Caller, raise_failed, write_bulk
 from shoal.types import RolloutGroup
 
 TRAIN = "train"
@@ -37,7 +37,7 @@ class Kept:
     """A step's `learn` call, to be repeated if the trainer loses its state."""
 
     step: int
-    file: Path
+    bulk: Bulk
     trained: tuple[str, ...]
 
 
@@ -69,14 +69,14 @@ class RemoteTrainer:
         self._incarnation = self._present()
         await self.ask("load", {"folder": None, "steps": self.steps})
 
-    async def ask(self, method: str, head: dict[str, Any], bulk: Path | None = None) -> Mapping[str, Any]:
+    async def ask(self, method: str, head: dict[str, Any], bulk: Bulk | None = None) -> Mapping[str, Any]:
         while True:
             try:
                 return await self._request(method, head, bulk)
             except Restarted:
                 await self._bring_back()
 
-    async def _request(self, method: str, head: dict[str, Any], bulk: Path | None) -> Mapping[str, Any]:
+    async def _request(self, method: str, head: dict[str, Any], bulk: Bulk | None) -> Mapping[str, Any]:
         """One call to the incarnation we know."""
         self._number += 1
         assert self._incarnation is not None
@@ -124,7 +124,7 @@ class RemoteTrainer:
                 return
 
     async def _repeat(self, kept: Kept) -> None:
-        value = await self._request("learn", {"step": kept.step}, kept.file)
+        value = await self._request("learn", {"step": kept.step}, kept.bulk)
         if tuple(value["trained_rollouts"]) != kept.trained:
             raise EngineError(f"grpo-train learned other rollouts when step {kept.step} was repeated")
 
@@ -138,19 +138,18 @@ class RemoteTrainer:
     async def learn(self, groups: Sequence[RolloutGroup], tally: Tally) -> Learned:
         self._forget()
         step = self.step + 1
-        file = self.parts.folder / f"learn_{step:06d}.msgpack"
-        write_atomic(file, pack_groups(groups), durable=False)
-        value = await self.ask("learn", {"step": step}, file)
+        bulk = write_bulk(self.parts.folder / f"learn_{step:06d}.msgpack", pack_groups(groups))
+        value = await self.ask("learn", {"step": step}, bulk)
         learned = unpack_learned(value, tally, groups)
         self.step = step
-        self._kept.append(Kept(step, file, tuple(learned.trained_rollouts)))
+        self._kept.append(Kept(step, bulk, tuple(learned.trained_rollouts)))
         return learned
 
     def _forget(self) -> None:
         """Calls that a checkpoint covers are not needed any more."""
         covered = self.parts.covered_step() if self._kept else None
         for kept in [kept for kept in self._kept if covered is not None and kept.step <= covered]:
-            remove_quietly(kept.file)
+            remove_quietly(kept.bulk.path)
             self._kept.remove(kept)
 
 

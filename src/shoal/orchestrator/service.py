@@ -26,7 +26,7 @@ from shoal.orchestrator.parts import Files
 from shoal.orchestrator.ranks import all_or_none
 from shoal.orchestrator.wire import pack_learned, unpack_groups
 from shoal.protocols import Ranks, WeightChannel
-from shoal.transport.calls import Answer, Answerer, Call, failed, read_bulk
+from shoal.transport.calls import Answer, Answerer, Call, NotYet, failed, read_bulk
 
 log = logging.getLogger(__name__)
 PAYLOAD_S, PAYLOAD_PAUSE_S = 30.0, 0.25
@@ -66,18 +66,21 @@ Make = Callable[[int], Awaitable[Trainee]]
 
 @dataclass
 class _Missing:
-    """A call whose payload is not there: on a network's file system it may come later. Told once, and not for ever."""
+    """Calls whose payload may still come, as it may on a network's file system. Told once, and not for ever."""
 
     tell: Callable[[str], None]
     since: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def too_long(self, call: Call) -> bool:
+    def wait(self, call: Call, why: NotYet) -> None:
+        """Raises once it has been waited for long enough."""
         now, what = time.monotonic(), (call.session, call.number)
+        assert call.file is not None
         if what not in self.since:
-            said = f"waiting for {call.file}, which call {call.number} ({call.method}) of grpo-orch names"
-            log.warning("%s", said)
+            said = f"waiting for {call.file.name}, which call {call.number} ({call.method}) of grpo-orch names"
+            log.warning("%s: %s", said, why)
             self.tell(f"{said}, for {PAYLOAD_S:g} s at most")
-        return now - self.since.setdefault(what, now) > PAYLOAD_S
+        if now - self.since.setdefault(what, now) > PAYLOAD_S:
+            raise StorageError(f"{why}, and did not come within {PAYLOAD_S:g} s")
 
 
 class TrainingService:
@@ -113,20 +116,24 @@ class TrainingService:
         since, missing = time.monotonic(), _Missing(meeting.tell)
         while True:
             call = await answerer.next()
-            if call is not None and (self._has_payload(call) or missing.too_long(call)):
-                return call
-            if call is not None:  # the channel has it still, and would give it again at once
-                await asyncio.sleep(PAYLOAD_PAUSE_S)
+            if call is not None:
+                try:
+                    if self._has_payload(call, missing):
+                        return call
+                except ShoalError as error:  # no other rank has heard of the call, and none needs to
+                    await answerer.answer(call, failed(call.number, error))
+                    continue
+                await asyncio.sleep(PAYLOAD_PAUSE_S)  # the channel has it still, and would give it again at once
             if meeting.peers.is_alive("orch"):
                 since = time.monotonic()  # it is doing something else
             meeting.watch("orch", "come back", since)
 
-    def _has_payload(self, call: Call) -> bool:
-        """Read what belongs to the call; a caller that was killed may have left a call whose files are gone."""
+    def _has_payload(self, call: Call, missing: _Missing) -> bool:
+        """Read what belongs to the call. Raises what waiting does not mend."""
         try:
             call.bulk = read_bulk(call, self._folder) if call.method == "learn" else None
-        except ShoalError as error:
-            log.debug("%s", error)
+        except NotYet as error:
+            missing.wait(call, error)
             return False
         return True
 
@@ -172,8 +179,7 @@ class TrainingService:
             self._trainee = await self._make(steps)
 
     async def _learn(self, call: Call) -> dict[str, Any]:
-        if call.bulk is None:
-            raise StorageError(f"{call.file}, which call {call.number} names, did not come within {PAYLOAD_S:g} s")
+        assert call.bulk is not None  # read before the call is taken
         trainee, tally = self._made(), Tally()
         trainee.moved += 1
         groups = unpack_groups(call.bulk)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal import build
 from shoal.config.schema import RunConfig
@@ -43,12 +43,13 @@ class _Deployment:
     stopped: bool = False
 
 
+Piece = TypeVar("Piece")
 _TRAINERS: dict[str, _Trainer] = {}
 _DEPLOYMENTS: dict[str, _Deployment] = {}
 
 
 class Infra:
-    """What a loop needs: `policy`, `reference` or None, `sampler` or None; `sync_weights` joins the two."""
+    """What a loop needs: `policy`, and `reference` and `sampler` as asked for; `sync_weights` joins the two."""
 
     def __init__(self, config: Config, trainer: _Trainer, deployment: _Deployment | None, wants: _Wants) -> None:
         self.config = config
@@ -56,9 +57,19 @@ class Infra:
         self._deployment = deployment
         self.policy = trainer.client
         device = _device(trainer)
-        self.reference = ReferenceClient(trainer.policy, device) if wants.reference else None
+        self._reference = ReferenceClient(trainer.policy, device) if wants.reference else None
         self.tokenizer = trainer.sampler.model.chat.tokenizer
-        self.sampler = self._make_sampler() if wants.inference else None
+        self._sampler = self._make_sampler() if wants.inference else None
+
+    @property
+    def reference(self) -> ReferenceClient:
+        """The frozen model that the policy is compared with."""
+        return _asked_for(self._reference, "reference", "needs_reference")
+
+    @property
+    def sampler(self) -> DeploymentSampler:
+        """Draws completions with the weights that were synced last."""
+        return _asked_for(self._sampler, "sampler", "needs_inference")
 
     def _make_sampler(self) -> DeploymentSampler:
         orch = self._trainer.run.orch
@@ -104,6 +115,15 @@ class Infra:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _asked_for(piece: Piece | None, name: str, argument: str) -> Piece:
+    with one_line_if_uncaught():
+        if piece is None:
+            raise ArgumentError(
+                f"setup_infra: {argument}: was False, so there is no infra.{name}; call setup_infra(…, {argument}=True)"
+            )
+    return piece
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """What the reward server and its workers do to themselves before they touch user code.
 
-Die with the parent, drop secrets, silence the terminal, limit memory. Linux does all of it; elsewhere what the system
-lacks is left out, and the end of a socket still ends every process.
+Die with the parent, drop secrets, silence the terminal, limit memory; and how children are found, ended and taken
+leave of. Linux does all of it; elsewhere what the system lacks is left out, and the end of a socket still ends every
+process.
 """
 
 from __future__ import annotations
@@ -130,3 +131,26 @@ def kill_group(pid: int) -> None:
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
+
+
+def end_of(pid: int) -> str | None:
+    """How a child ended, None while it runs. It is not reaped yet."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return "it is gone"
+    if found is None:
+        return None
+    if found.si_code == os.CLD_EXITED:
+        return f"exit code {found.si_status}"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(found.si_status).name}"
+    return f"killed by signal {found.si_status}"
+
+
+def reap(pid: int) -> bool:
+    """Take leave of a child; true once it is gone."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True

@@ -21,10 +21,11 @@ from collections.abc import Mapping, Sequence
 from shoal.errors import ConfigError, HardwareError, RewardServerError
 from shoal.observability.watchdog import wait_awake
 from shoal.protocols import Environment
+from shoal.rewards import confine
 from shoal.rewards.isolate import check_isolation
 from shoal.rewards.outcome import checked_number
 from shoal.rewards.parts import PartCheck
-from shoal.rewards.server import START_LIMIT_S, Limits, become_server, end_of
+from shoal.rewards.server import START_LIMIT_S, Limits, become_server
 from shoal.rewards.wire import JOB, MAX_JOB_BYTES, MAX_REPLY_BYTES, READY, RESULT, FrameBuffer, pack
 from shoal.rewards.worker import Judging
 from shoal.types import Message, Score
@@ -211,7 +212,7 @@ class RewardPool:
     def _fail_at_its_end(self) -> None:
         """Writing or reading notices it first. A process closes its files a moment before its end can be asked for."""
         deadline = time.monotonic() + END_LIMIT_S
-        while (how := end_of(self._pid)) is None and time.monotonic() < deadline:
+        while (how := confine.end_of(self._pid)) is None and time.monotonic() < deadline:
             time.sleep(0.005)
         self._fail(f"the reward server ended ({how or 'its connection broke'})")
 

@@ -141,7 +141,7 @@ class Server:
 
     def _check_workers(self, now: float) -> None:
         for worker in list(self._workers.values()):
-            end = end_of(worker.pid)
+            end = confine.end_of(worker.pid)
             if end is not None:
                 self._read_rest(worker)
                 if worker.job is not None:
@@ -183,7 +183,7 @@ class Server:
 
     def _reap_dying(self) -> bool:
         """Take leave of killed children; true if one is gone."""
-        gone = {pid for pid in self._dying if _reap(pid)}
+        gone = {pid for pid in self._dying if confine.reap(pid)}
         self._dying -= gone
         return bool(gone)
 
@@ -279,25 +279,3 @@ def _prepare(judging: Judging) -> None:
         if callable(prepare):
             with contextlib.suppress(Exception):
                 prepare()
-
-
-def end_of(pid: int) -> str | None:
-    """How a child ended, None while it runs. It is not reaped yet."""
-    try:
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return "it is gone"
-    if found is None:
-        return None
-    if found.si_code == os.CLD_EXITED:
-        return f"exit code {found.si_status}"
-    with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(found.si_status).name}"
-    return f"killed by signal {found.si_status}"
-
-
-def _reap(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
-        return True

@@ -6,8 +6,11 @@ taken for something new. Large payloads lie in files; a channel sends the file's
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,8 +25,30 @@ from shoal.errors import (
     StoppedByPolicy,
     StorageError,
 )
+from shoal.observability.atomic import storage_error, write_atomic
 
+_MAY_PASS = (errno.ENOENT, errno.ESTALE)  # what a file system says of a file that another machine wrote just now
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a name that stays in its folder
+
+
+class Announced(msgspec.Struct, array_like=True):
+    """A payload as its caller wrote it: its name beside the call, and what will have come when it is whole."""
+
+    name: str
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Bulk:
+    """A payload in its file, and what was written there."""
+
+    path: Path
+    announced: Announced
+
+
+class NotYet(StorageError):
+    """A payload that is not there, or not all of it: a network's file system may show it later."""
 
 
 class Call(msgspec.Struct, array_like=True):
@@ -32,8 +57,8 @@ class Call(msgspec.Struct, array_like=True):
     to: str  # the answerer's incarnation
     method: str
     head: dict[str, Any] = {}
-    bulk: bytes | None = None  # the payload itself,
-    file: str | None = None  # or the name of its file beside the call
+    bulk: bytes | None = None  # the payload itself, where the channel carries it
+    file: Announced | None = None
 
 
 class Answer(msgspec.Struct, array_like=True):
@@ -46,7 +71,7 @@ class Answer(msgspec.Struct, array_like=True):
 class Caller(Protocol):
     """The asking end of a channel."""
 
-    async def ask(self, call: Call, bulk: Path | None, watch: Callable[[], None]) -> Answer:
+    async def ask(self, call: Call, bulk: Bulk | None, watch: Callable[[], None]) -> Answer:
         """Send the call and wait for its answer. `watch` is called while waiting and raises to give up."""
         ...
 
@@ -85,13 +110,37 @@ def raise_failed(answer: Answer, who: str) -> None:
     raise StoppedByPolicy(said)
 
 
+def write_bulk(path: Path, content: bytes) -> Bulk:
+    """Whole or not at all. What it is remembered by is taken from the content, not from the disk."""
+    write_atomic(path, content, durable=False)
+    return Bulk(path, Announced(path.name, len(content), _digest(content)))
+
+
 def read_bulk(call: Call, folder: Path | None) -> bytes:
-    """The payload of a call, wherever it lies."""
-    if call.bulk is not None:
-        return call.bulk
-    if call.file is None or folder is None or not all(map(_PLAIN.fullmatch, (call.session, call.file))):
+    """The payload of a call, wherever it lies. NotYet if it may still come; what is damaged stays so."""
+    file = call.file
+    if file is None or not all(map(_PLAIN.fullmatch, (call.session, file.name))):
+        raise ConfigError(f"call {call.number} ({call.method}) comes without its payload")
+    content = call.bulk if call.bulk is not None else _read(call, folder, file)
+    if len(content) == file.size_bytes and _digest(content) == file.digest:
+        return content
+    what = f"{file.name}, which call {call.number} ({call.method}) names,"
+    if len(content) < file.size_bytes and call.bulk is None:
+        raise NotYet(f"{what} has {len(content)} of {file.size_bytes} bytes")
+    raise StorageError(f"{what} is damaged: its {len(content)} bytes are not those that were written; check the disk")
+
+
+def _read(call: Call, folder: Path | None, file: Announced) -> bytes:
+    if folder is None:
         raise ConfigError(f"call {call.number} ({call.method}) comes without its payload")
     try:
-        return (folder / call.session / call.file).read_bytes()
+        return (folder / call.session / file.name).read_bytes()
     except OSError as error:
-        raise StorageError(f"call {call.number} ({call.method}): {call.file} cannot be read: {error}") from error
+        what = f"{file.name}, which call {call.number} ({call.method}) names"
+        if error.errno in _MAY_PASS:
+            raise NotYet(f"{what}, is not there") from error
+        raise storage_error(f"read {what}", error) from error
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -13,7 +13,7 @@ import msgspec
 
 from shoal.errors import EngineError
 from shoal.observability.atomic import open_to_read, remove_quietly, storage, write_atomic
-from shoal.transport.calls import Answer, Call
+from shoal.transport.calls import Answer, Bulk, Call
 
 FOLDER = "samples"
 PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.05
@@ -29,8 +29,8 @@ class FolderCaller:
             if old.name != session:  # the run is locked, so whoever wrote there is gone
                 remove_quietly(old)
 
-    async def ask(self, call: Call, bulk: Path | None, watch: Callable[[], None]) -> Answer:
-        call.file = bulk.name if bulk is not None else None
+    async def ask(self, call: Call, bulk: Bulk | None, watch: Callable[[], None]) -> Answer:
+        call.file = bulk.announced if bulk is not None else None
         asked, answered = _paths(self.folder, call.number)
         write_atomic(asked, msgspec.msgpack.encode(call), durable=False)
         pause = PAUSE_S

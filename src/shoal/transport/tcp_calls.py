@@ -19,7 +19,7 @@ import msgspec
 from shoal.errors import ConfigError, EngineError
 from shoal.observability.atomic import storage
 from shoal.observability.token import CALLS, write_token
-from shoal.transport.calls import Answer, Call
+from shoal.transport.calls import Answer, Bulk, Call
 
 MAX_FRAME_BYTES = 4 << 30
 MAX_HELLO_BYTES = 1 << 10
@@ -38,9 +38,10 @@ class TcpCaller:
         self._address = address
         self._connection: tuple[str, asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self, call: Call, bulk: Path | None, watch: Callable[[], None]) -> Answer:
-        with storage(f"read {bulk}"):
-            call.bulk = bulk.read_bytes() if bulk is not None else None
+    async def ask(self, call: Call, bulk: Bulk | None, watch: Callable[[], None]) -> Answer:
+        if bulk is not None:
+            with storage(f"read {bulk.path}"):
+                call.bulk, call.file = bulk.path.read_bytes(), bulk.announced
         frame = msgspec.msgpack.encode(call)
         while True:
             asking = asyncio.ensure_future(self._attempt(frame, call.number))

@@ -15,9 +15,8 @@ from shoal.config.load import load_run
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "grpo"
-THREE = ["grpo"] + [
-    part for name in ("train", "infer", "orch") for part in (f"--{name}", str(EXAMPLES / f"{name}.yaml"))
-]
+FILES = [part for name in ("train", "infer", "orch") for part in (f"--{name}", str(EXAMPLES / f"{name}.yaml"))]
+THREE = ["grpo", *FILES, "train.recipe=auto"]  # the recipe of train.yaml needs a GPU with FP8 units
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +46,41 @@ def test_dry_run_is_fast():
     seconds, result = timed(*THREE, "--dry-run")
     assert result.returncode == 0
     assert seconds < 1.0
+
+
+NO_CUDA = "train.device: cuda was asked for but this machine has no CUDA device; use cpu"
+NO_FP8 = "train.recipe: fp8-hybrid needs a GPU with FP8 units; on this CPU use train.recipe=fp32"
+SFT = ["sft", "--model", "Qwen/Qwen3-0.6B", "--dataset", "rows.jsonl", "--max-steps", "3"]
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["grpo", *FILES], NO_FP8),
+        (["grpo", *FILES, "--layout", "split"], NO_FP8),
+        (["grpo-train", str(EXAMPLES / "train.yaml")], NO_FP8),
+        ([*SFT, "train.recipe=fp8-hybrid"], NO_FP8),
+        ([*THREE, "train.device=cuda"], NO_CUDA),
+        ([*THREE, "train.gpus=2"], "train.gpus: 2 GPUs were asked for"),
+        (["grpo-infer", str(EXAMPLES / "infer.yaml"), "infer.dtype=float16"], "infer.dtype: the embedded engine"),
+    ],
+    ids=["grpo", "split", "grpo-train", "sft", "device", "gpus", "grpo-infer"],
+)
+def test_a_dry_run_refuses_what_the_run_would(
+    argv: list[str], said: str, tmp_path: Path, no_gpu: None, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    assert main([*argv, "--dry-run"]) == 2
+    shown = capsys.readouterr()
+    *_, last = shown.err.splitlines()
+    assert said in last and last.startswith("shoal: error: ")
+    assert shown.out == "" and not (tmp_path / "outputs").exists(), "nothing is printed or written as if it could run"
 
 
 @pytest.mark.parametrize("verb", ["grpo", "grpo-infer", "sft", "eval", "envs", "make-model", "init", "demo"])
@@ -119,7 +153,8 @@ def test_the_server_s_file_is_checked_alone(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize("name", ["train", "orch"])
 def test_files_of_the_split_layout_are_checked_alone(name: str, capsys: pytest.CaptureFixture[str]):
     file = str(EXAMPLES / f"{name}.yaml")
-    assert main([f"grpo-{name}", file, "--dry-run"]) == 0
+    fitting = ["train.recipe=auto"] if name == "train" else []
+    assert main([f"grpo-{name}", file, *fitting, "--dry-run"]) == 0
     assert "Qwen/Qwen3-0.6B" in capsys.readouterr().out
     assert main([f"grpo-{name}", file, f"{name}.nonsense=1", "--dry-run"]) == 2
     assert f"{name}.nonsense" in capsys.readouterr().err
@@ -136,9 +171,9 @@ def test_sft_from_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_examples_are_written_and_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["init", "mine"]) == 0
-    folder = tmp_path / "mine" / "grpo"
-    files = [part for name in ("train", "infer", "orch") for part in (f"--{name}", str(folder / f"{name}.yaml"))]
-    assert main(["grpo", *files, "--dry-run"]) == 0
+    *written, suggested = capsys.readouterr().out.splitlines()
+    assert str(Path("mine/grpo/train.yaml")) in written
+    assert main(suggested.removeprefix("try: shoal ").split()) == 0
     capsys.readouterr()
     assert main(["init", "mine"]) == 2
     assert "exists already" in capsys.readouterr().err

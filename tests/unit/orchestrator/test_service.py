@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +17,11 @@ from shoal.orchestrator import service as services
 from shoal.orchestrator.meeting import Meeting
 from shoal.orchestrator.ranks import Alone
 from shoal.orchestrator.service import Trainee, TrainingService
-from shoal.transport.calls import Answer, Call
+from shoal.transport.calls import Answer, Call, write_bulk
 from shoal.transport.folder_calls import FolderAnswerer
 
 SESSION = "orch-1"
+GROUPS = b"groups"
 
 
 class CountingAnswerer(FolderAnswerer):
@@ -60,7 +62,9 @@ def served(output_dir: Path, work: Callable[[Bench], Awaitable[None]]) -> None:
         meeting = Meeting("train", section, bench.told.append)
         bench.answerer = CountingAnswerer(output_dir, meeting.presence.incarnation, lambda: SESSION)
         bench.folder.mkdir(parents=True)
-        call = Call(1, SESSION, meeting.presence.incarnation, "learn", file="learn_000001.msgpack")
+        bulk = write_bulk(bench.folder / "learn_000001.msgpack", GROUPS)
+        bulk.path.unlink()
+        call = Call(1, SESSION, meeting.presence.incarnation, "learn", file=bulk.announced)
         (bench.folder / "call_000001.msgpack").write_bytes(msgspec.msgpack.encode(call))
         service = TrainingService(never, Alone(), output_dir / "samples")
         serving = asyncio.create_task(service.run(bench.answerer, meeting))
@@ -80,7 +84,8 @@ def test_a_payload_that_never_comes_is_answered_with_what_is_missing(tmp_path: P
     async def work(bench: Bench) -> None:
         answer = await bench.answer()
         assert answer.code == EXIT_STORAGE
-        assert answer.error == "learn_000001.msgpack, which call 1 names, did not come within 1 s"
+        named = "learn_000001.msgpack, which call 1 (learn) names,"
+        assert answer.error == f"{named} is not there, and did not come within 1 s"
         assert bench.answerer.looks <= 8, "it looks four times a second, not as often as it can"
         (said,) = (text for text in bench.told if "learn_000001" in text)
         assert said.startswith("waiting for learn_000001.msgpack, which call 1 (learn) of grpo-orch names")
@@ -91,8 +96,23 @@ def test_a_payload_that_never_comes_is_answered_with_what_is_missing(tmp_path: P
 def test_a_payload_that_comes_late_is_taken(tmp_path: Path):
     async def work(bench: Bench) -> None:
         await asyncio.sleep(0.6)
-        (bench.folder / "learn_000001.msgpack").write_bytes(b"groups")
+        (bench.folder / "learn_000001.msgpack").write_bytes(GROUPS)
         answer = await bench.answer()
         assert (answer.code, answer.error) == (EXIT_USAGE, "the trainer was asked before it was told where to start")
+
+    served(tmp_path, work)
+
+
+def test_a_damaged_payload_is_told_at_once_and_one_that_is_short_is_waited_for(tmp_path: Path):
+    async def work(bench: Bench) -> None:
+        (bench.folder / "learn_000001.msgpack").write_bytes(GROUPS[:3])  # more of it may come
+        await asyncio.sleep(0.6)
+        assert not (bench.folder / "answer_000001.msgpack").exists()
+        began = time.monotonic()
+        (bench.folder / "learn_000001.msgpack").write_bytes(b"gruops")
+        answer = await bench.answer()
+        assert time.monotonic() - began < 5, "what no wait mends is not waited for"
+        assert answer.code == EXIT_STORAGE and answer.error is not None
+        assert answer.error.startswith("learn_000001.msgpack, which call 1 (learn) names, is damaged: its 6 bytes")
 
     served(tmp_path, work)

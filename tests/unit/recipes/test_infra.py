@@ -63,7 +63,6 @@ def infra(model: str) -> Iterator[Infra]:
 
 
 def sample(infra: Infra, prompts: tuple[str, ...] = ("Shout fish", "Shout crab"), **sampling: Any) -> list[PromptGroup]:
-    assert infra.sampler is not None
     sampler = infra.sampler
 
     async def all_of_them() -> Any:
@@ -174,7 +173,6 @@ def test_what_is_no_loss_is_refused(infra: Infra):
 
 
 def test_the_reference_is_forward_only(infra: Infra):
-    assert infra.reference is not None
     datums = build_grpo_datums(sample(infra))
     for ours, theirs in zip(infra.policy.forward(datums), infra.reference.forward(datums), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)  # the adapter is zero so far
@@ -185,7 +183,6 @@ def test_the_reference_is_forward_only(infra: Infra):
 
 
 def test_slips_in_a_loop_of_ones_own_are_named(infra: Infra, tmp_path: Path):
-    assert infra.sampler is not None
     with pytest.raises(ArgumentError, match=r"PromptGroup: completions: is a coroutine; await sample_with_tokens"):
         PromptGroup(infra.sampler.sample_with_tokens("a", 2), [0.0, 1.0])  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"PromptGroup: rewards: must be numbers, or None"):
@@ -214,7 +211,6 @@ def _imitate(datums: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.T
 
 def test_a_step_reaches_the_sampler_only_by_a_sync(model: str):
     with setup_infra(config(model, lora_rank=4), needs_reference=True) as infra:
-        assert infra.sampler is not None and infra.reference is not None
         before = sample(infra, seed=7)
         assert sample(infra, seed=7)[0].completions[0].logprobs != []
         result = step(infra)
@@ -239,7 +235,6 @@ def test_full_fine_tuning_has_a_reference_only_with_a_shape(model: str):
         setup_infra(config(model), needs_reference=True)
     shape = InfraConfig(training_shape_id="cpu-fp32", ref_training_shape_id="cpu-fp32")
     with setup_infra(config(model, infra=shape), needs_reference=True, needs_inference=True) as infra:
-        assert infra.reference is not None
         datums = build_grpo_datums(sample(infra))
         before = infra.reference.forward(datums)
         step(infra)
@@ -250,7 +245,10 @@ def test_full_fine_tuning_has_a_reference_only_with_a_shape(model: str):
 
 def test_without_inference_there_is_no_sampler(model: str):
     with setup_infra(config(model), needs_inference=False) as infra:
-        assert infra.sampler is None and infra.reference is None
+        with pytest.raises(ArgumentError, match=r"needs_inference: was False, .*; call .*needs_inference=True"):
+            asyncio.run(infra.sampler.sample_with_tokens("a"))
+        with pytest.raises(ArgumentError, match=r"needs_reference: was False, .*; call .*needs_reference=True"):
+            infra.reference.forward([])
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
@@ -305,7 +303,6 @@ def test_a_sync_has_a_deadline(model: str):
 
 
 def test_wrong_sampling_arguments_are_named(infra: Infra):
-    assert infra.sampler is not None
     with pytest.raises(ArgumentError, match=r"sample_with_tokens: n: must be at least 1"):
         asyncio.run(infra.sampler.sample_with_tokens("a", 0))
     with pytest.raises(ArgumentError, match=r"sample_with_tokens: temprature: is not known"):

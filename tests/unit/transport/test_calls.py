@@ -17,7 +17,19 @@ import pytest
 from shoal.errors import EXIT_BUG, ConfigError, StoppedByPolicy, StorageError
 from shoal.observability.atomic import set_fault_hook
 from shoal.observability.token import CALLS
-from shoal.transport.calls import Answer, Answerer, Call, Caller, failed, raise_failed, read_bulk
+from shoal.transport.calls import (
+    Announced,
+    Answer,
+    Answerer,
+    Bulk,
+    Call,
+    Caller,
+    NotYet,
+    failed,
+    raise_failed,
+    read_bulk,
+    write_bulk,
+)
 from shoal.transport.folder_calls import FolderAnswerer, FolderCaller
 from shoal.transport.tcp_calls import LENGTH, TcpAnswerer, TcpCaller, write_frame
 
@@ -73,14 +85,13 @@ def call(number: int, method: str = "learn", to: str = TRAINER) -> Call:
 def test_calls_are_answered_in_order_with_their_payload(tmp_path: Path, kind: str):
     async def check(pair: Ends, done: list[int]) -> None:
         (tmp_path / "samples" / SESSION).mkdir(parents=True, exist_ok=True)
-        bulk = tmp_path / "samples" / SESSION / "learn_000001.msgpack"
-        bulk.write_bytes(b"x" * 100_000)
+        bulk = write_bulk(tmp_path / "samples" / SESSION / "learn_000001.msgpack", b"x" * 100_000)
         for number in (1, 2, 3):
             answer = await pair[0].ask(call(number), bulk, never_mind)
             assert answer == Answer(number, {"method": "learn", "bytes": 100_000})
         assert (await pair[0].ask(call(4, "publish"), None, never_mind)).value == {"method": "publish", "bytes": 0}
         assert done == [1, 2, 3, 4]
-        assert bulk.exists(), "a payload is kept until a checkpoint covers it"
+        assert bulk.path.exists(), "a payload is kept until a checkpoint covers it"
 
     run(kind, tmp_path, check)
 
@@ -300,9 +311,48 @@ def test_a_payload_is_only_looked_for_beside_its_call(tmp_path: Path, session: s
     (tmp_path / "secret").write_text("x")
     (tmp_path / "samples" / SESSION).mkdir(parents=True)
     (tmp_path / "samples" / "x").write_text("x")
-    asked = Call(1, session, TRAINER, "learn", file=file)
+    asked = Call(1, session, TRAINER, "learn", file=Announced(file, 1, ""))
     with pytest.raises(ConfigError, match="without its payload"):
         read_bulk(asked, tmp_path / "samples")
+
+
+def written(folder: Path, content: bytes = b"twelve bytes") -> tuple[Bulk, Call]:
+    (folder / "samples" / SESSION).mkdir(parents=True)
+    bulk = write_bulk(folder / "samples" / SESSION / "learn_000001.msgpack", content)
+    return bulk, Call(1, SESSION, TRAINER, "learn", file=bulk.announced)
+
+
+def test_what_is_not_all_there_may_still_come(tmp_path: Path):
+    bulk, asked = written(tmp_path)
+    assert read_bulk(asked, tmp_path / "samples") == b"twelve bytes"
+    bulk.path.write_bytes(b"twelve")
+    with pytest.raises(NotYet, match=r"learn_000001.msgpack, which call 1 \(learn\) names, has 6 of 12 bytes"):
+        read_bulk(asked, tmp_path / "samples")
+    bulk.path.unlink()
+    with pytest.raises(NotYet, match=r"learn_000001.msgpack, which call 1 \(learn\) names, is not there"):
+        read_bulk(asked, tmp_path / "samples")
+
+
+@pytest.mark.parametrize("content", [b"twelve bytez", b"twelve bytes and more"])
+def test_what_is_there_and_not_what_was_written_is_damaged(tmp_path: Path, content: bytes):
+    bulk, asked = written(tmp_path)
+    bulk.path.write_bytes(content)
+    damaged = rf"is damaged: its {len(content)} bytes are not those that were written"
+    for carried in (None, content, content[:5]):
+        asked.bulk = carried  # over a connection nothing comes later, so what is short is damaged too
+        expected = damaged if carried != content[:5] else "is damaged: its 5 bytes"
+        with pytest.raises(StorageError, match=expected) as caught:
+            read_bulk(asked, tmp_path / "samples")
+        assert not isinstance(caught.value, NotYet)
+
+
+def test_what_cannot_be_read_for_another_reason_is_told_at_once(tmp_path: Path):
+    bulk, asked = written(tmp_path)
+    bulk.path.unlink()
+    bulk.path.mkdir()
+    with pytest.raises(StorageError, match="a folder stands where a file is needed") as caught:
+        read_bulk(asked, tmp_path / "samples")
+    assert not isinstance(caught.value, NotYet)
 
 
 def test_a_call_that_names_another_session_is_not_taken(tmp_path: Path):

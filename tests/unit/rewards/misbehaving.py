@@ -1,0 +1,201 @@
+"""An environment whose rewards misbehave as the answer says, and what tests of the pool ask of it."""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from shoal.envs import SingleTurn, answer_of, ask
+from shoal.rewards.wire import RESULT, pack
+
+TIMEOUT_S = 0.5
+
+
+class Misbehaving(SingleTurn):
+    """Does what the answer says. `self.folder` is where it leaves process ids."""
+
+    weights = {"heavy": 10.0}
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.secret = lambda: 0.75  # a closure cannot be pickled, and need not be
+
+    def tasks(self, split):
+        return [ask("what?", answer=1)] * 3
+
+    def reward(self, task, messages):
+        return getattr(self, answer_of(messages))()
+
+    def note(self) -> None:
+        (self.folder / f"pid-{os.getpid()}").touch()
+
+    def closure(self):
+        return self.secret()
+
+    def true(self):
+        return True
+
+    def none(self):
+        return None
+
+    def parts(self):
+        return {"plain": 0.5, "heavy": 0.25}
+
+    def slow(self):
+        time.sleep(0.3)
+        return 1
+
+    def hang(self):
+        self.note()
+        while True:
+            time.sleep(1)
+
+    def spin(self):
+        while True:
+            pass
+
+    def fork_and_return(self):
+        if os.fork() == 0:
+            self.note()
+            time.sleep(600)
+        while not list(self.folder.iterdir()):
+            time.sleep(0.01)
+        return 1
+
+    def escape(self):
+        """A grandchild in a session of its own, whose parent ends."""
+        self.note()
+        touch = f"pathlib.Path({str(self.folder)!r}, f'pid-{{os.getpid()}}').touch()"
+        script = f"import os, pathlib, time; {touch}; time.sleep(600)"
+        subprocess.Popen(["sh", "-c", f'setsid {sys.executable} -c "$0" & exit 0', script])
+        while len(list(self.folder.iterdir())) < 2:
+            time.sleep(0.01)
+        return self.hang()
+
+    def fork_many_and_hang(self):
+        for _ in range(20):
+            if os.fork() == 0:
+                self.note()
+                time.sleep(600)
+        return self.hang()
+
+    def leave_thread(self):
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        return 1
+
+    def allocate(self):
+        return len(bytearray(8 * 2**30))
+
+    def segfault(self):
+        ctypes.string_at(0)
+
+    def exit_hard(self):
+        os._exit(0)
+
+    def exit_soft(self):
+        sys.exit(3)
+
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    def flood(self):
+        for _ in range(40):
+            print("x" * 2**20)
+            print("y" * 2**20, file=sys.stderr)
+            os.write(1, b"z" * 2**20)
+        return 1
+
+    def forge(self):
+        """Writes a score of its own making into the pipe, before the worker does."""
+        forged = json.dumps({"status": "ok", "reward": float("nan"), "parts": {}}).encode()
+        for descriptor in (int(entry.name) for entry in list(Path("/dev/fd").iterdir())):
+            with contextlib.suppress(OSError):
+                os.write(descriptor, pack(1, RESULT, forged))
+        return 1
+
+    def text(self):
+        return "1.0"
+
+    def nan(self):
+        return float("nan")
+
+    def infinite(self):
+        return float("-inf")
+
+    def huge(self):
+        return 1e30
+
+    def a_list(self):
+        return [1.0, 0.0]
+
+    def bad_part(self):
+        return {"plain": "good"}
+
+    def coroutine(self):
+        async def later():
+            return 1.0
+
+        return later()
+
+    def unprintable(self):
+        class Odd(Exception):
+            def __str__(self):
+                raise RuntimeError
+
+        raise Odd
+
+    def long_error(self):
+        raise ValueError("x" * 10**7)
+
+    def secrets(self):
+        return {name: 1 for name in os.environ if name.startswith("SHOAL_TEST")}
+
+    def corrupt(self):
+        """Writes rubbish into every descriptor it can find."""
+        for descriptor in range(3, 4096):  # however many files were open when the server was forked
+            with contextlib.suppress(OSError):
+                os.write(descriptor, b"\xff" * 64)
+        time.sleep(600)
+
+
+class Async(SingleTurn):
+    def tasks(self, split):
+        return [ask("what?")]
+
+    async def reward(self, task, messages):
+        await asyncio.sleep(0.01)
+        return 0.5
+
+
+def ask_pool(pool, *answers, env="bad"):
+    async def run():
+        say = [[{"role": "assistant", "content": answer}] for answer in answers]
+        return await asyncio.gather(*(pool.score(env, "train", 0, messages) for messages in say))
+
+    return asyncio.run(run())
+
+
+def noted_pids(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("pid-")) for path in folder.iterdir() if path.name.startswith("pid-")]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def all_gone(pids, within_s=5.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(alive(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
