@@ -19,6 +19,7 @@ from shoal.config.check_orch import port_of
 from shoal.config.infer import InferConfig
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError
+from shoal.observability.machine import has_gpu
 from shoal.orchestrator.signals import heeded_signals
 from shoal.rollout.facts import TIED_ON_CPU, RemoteSettings, model_folder, tied
 from shoal.rollout.launch import Launch, ServerProcess, check_interpreter
@@ -79,10 +80,6 @@ def check_tied(config: RunConfig) -> None:
         return
     if tied(folder):
         raise ConfigError(TIED_ON_CPU)
-
-
-def has_gpu() -> bool:
-    return Path("/dev/nvidiactl").exists()
 
 
 def absent_server(config: RunConfig) -> str | None:

@@ -34,8 +34,7 @@ def init(folder: str) -> None:
     for path in wanted:
         say(str(path))
     grpo = target / "grpo"
-    three = f"--train {grpo}/train.yaml --infer {grpo}/infer.yaml --orch {grpo}/orch.yaml"
-    say(f"try: shoal grpo {three} train.recipe=auto --dry-run")  # the recipe of train.yaml needs a GPU with FP8 units
+    say(f"try: shoal grpo --train {grpo}/train.yaml --infer {grpo}/infer.yaml --orch {grpo}/orch.yaml --dry-run")
 
 
 def example_files() -> dict[str, str]:

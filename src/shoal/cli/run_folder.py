@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.crash import note_run_folder
-from shoal.cli.machine import check_machine
+from shoal.cli.machine import note_machine
 from shoal.cli.output import say
 from shoal.config.base import Section
 from shoal.config.load import Loaded, load_run, load_sft
@@ -60,11 +60,11 @@ def _earlier_config(config: Section, file: Path) -> Any:
 
 
 def end_dry_run(config: RunConfig | SftConfig, resume: bool) -> None:
-    """The last of a dry run: what this machine cannot do is refused, the resolved configuration printed and written.
+    """The last of a dry run: what this machine cannot do is noted, the resolved configuration printed and written.
 
     config.yaml alone; in the folder of a run that would be resumed the recorded one stays.
     """
-    check_machine(config.train)
+    note_machine(config.train)
     text, folder = as_yaml(config), Path(config.train.output_dir)
     say(text)
     if not (resume and is_used(folder)):

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from shoal.cli.environments import check_environments
 from shoal.cli.grpo import FILE_SUFFIXES
-from shoal.cli.machine import check_machine
+from shoal.cli.machine import note_machine
 from shoal.cli.output import notices, say
 from shoal.config.checks import check_section
 from shoal.config.load import Loaded, load_section
@@ -98,7 +98,7 @@ def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool
     if not dry_run:
         return loaded
     if isinstance(loaded.config, TrainConfig):
-        check_machine(loaded.config)
+        note_machine(loaded.config)
     say(as_yaml(loaded.config))
     return None
 

@@ -34,8 +34,8 @@ def choose(train: TrainConfig, index: int | None = None) -> Precision:
     """
     import torch
 
-    check_machine(train)
-    device = _device_kind(train)
+    device = "cuda" if train.device != "cpu" and torch.cuda.is_available() else "cpu"
+    check_machine(train, device)
     notice = "no GPU here: running on the CPU" if train.device == "auto" and device == "cpu" else None
     stored = next((name for key, name in STORED.items() if getattr(train, key)), None)
     recipe = train.recipe if train.recipe != "auto" else ("bf16" if device == "cuda" else "fp32")
@@ -48,27 +48,18 @@ def choose(train: TrainConfig, index: int | None = None) -> Precision:
     return Precision(where, dtype, notice, stored, recipe == "fp8-hybrid" and stored is None)
 
 
-def check_machine(train: TrainConfig) -> None:
-    """Refuse what this machine cannot do. torch is imported only where the answer depends on the device."""
-    if train.device == "cuda" and _device_kind(train) != "cuda":
+def check_machine(train: TrainConfig, device: str) -> None:
+    """Refuse what this machine cannot do, where `device` (cuda or cpu) is what train.device comes to."""
+    if train.device == "cuda" and device != "cuda":
         raise HardwareError("train.device: cuda was asked for but this machine has no CUDA device; use cpu")
     if train.qlora_bnb:
         _need("bitsandbytes", "bnb", "train.qlora_bnb", "leave it out, or use train.qlora_fp4")
     if train.optimizer == "adamw_8bit":
         _need("bitsandbytes", "bnb", "train.optimizer: adamw_8bit", "use adamw")
     if train.recipe == "fp8-hybrid":
-        _refuse_fp8(_device_kind(train))
+        _refuse_fp8(device)
         if not train.quantised:
             _need("torchao", "fp8", "train.recipe: fp8-hybrid", "use train.recipe=bf16")
-
-
-def _device_kind(train: TrainConfig) -> str:
-    """What train.device comes to here."""
-    if train.device == "cpu":
-        return "cpu"
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def limit_threads(parameters: int) -> None:

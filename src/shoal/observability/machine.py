@@ -58,6 +58,11 @@ class Fact:
         return asdict(self)
 
 
+def has_gpu() -> bool:
+    """Whether a driver is here, without torch: NVIDIA's own, the one of WSL2, or AMD's."""
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+
+
 def check_machine(folder: Path | None = None) -> list[Fact]:
     return [_python(), *_versions(), *_devices(), _processors(), _memory(), _disk(folder or Path.cwd()), *_ports()]
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from shoal.build.remote import absent_server, as_flags, check_engine, check_tied, has_gpu, launch_of
+from shoal.build.remote import absent_server, as_flags, check_engine, check_tied, launch_of
 from shoal.config.checks import check_run
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError
+from shoal.observability.machine import has_gpu
 
 
 def config(infer: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
