@@ -22,6 +22,7 @@ from shoal.build.sampler import (
     sampling_params,
 )
 from shoal.build.schedule import loop_settings, temperature_schedule, total_steps
+from shoal.build.waits import tell_wait
 from shoal.config.orch import OrchConfig
 from shoal.config.resolve import as_data
 from shoal.config.schema import RunConfig, SftConfig
@@ -39,6 +40,7 @@ from shoal.orchestrator.admission import Admission
 from shoal.orchestrator.collect import Collector, GroupRules, RunGroup
 from shoal.orchestrator.learn import Learner, LearnSettings, OnDevice
 from shoal.orchestrator.loop import Loop, Parts
+from shoal.orchestrator.meeting import Waits
 from shoal.orchestrator.prompts import Buffer, Fits, PromptStream
 from shoal.orchestrator.ranks import SharedGroups
 from shoal.protocols import Ranks, RolloutEngine, WeightChannel
@@ -117,7 +119,8 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching) -> Assem
         policy = loaded.device.submit(make_policy, train, model, steps, summing, mesh).result()
         plan = loaded.device.submit(make_plan, config, model, policy, ranks).result()
     with console.progress("warming up the sampler"):
-        sampler = make_sampler(config, prepared, loaded, plan)
+        waits = Waits(partial(tell_wait, watching), whom="the inference server")
+        sampler = make_sampler(config, prepared, loaded, plan, waits.heard)
     console.activity = lambda: sampler.engine.activity
     _tell(sampler, orch, watching)
     tell(plan, console, watching.events)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, EngineError, ShoalError
 from shoal.rewards.confine import wake_at_parent_death
 
 TAIL_LINES = 12
@@ -83,12 +83,25 @@ class ServerProcess:
         """None while it runs and listens, or does not listen yet; else how it ended, with the end of its log."""
         code = self._process.poll() if self._process is not None else 0
         if code is not None:
-            return self.why(f"ended with exit code {code}")
+            return self.why(_how_it_ended(code))
         if listens(self.launch.host, self.launch.port):
-            self._heard_at = time.monotonic()
+            self.heard()
         elif self._heard_at is not None and time.monotonic() - self._heard_at > DEAF_S:
             return self.why("runs, but listens no more")
         return None
+
+    def heard(self) -> None:
+        """It listens now: whoever was answered by it says so."""
+        self._heard_at = time.monotonic()
+
+    def failure(self) -> ShoalError | None:
+        """The same as an error. One that ends by itself before it ever listened was started with what cannot work here;
+        one that served, or that a signal ended, has failed."""
+        ended = self.ended()
+        if ended is None:
+            return None
+        failed = self._heard_at is not None or (self._process is not None and (self._process.poll() or 0) < 0)
+        return EngineError(ended) if failed and not ended.startswith("infer.") else ConfigError(ended)
 
     def why(self, what: str) -> str:
         """One line for what people got wrong and we know; else the last lines of the log."""
@@ -122,6 +135,14 @@ class ServerProcess:
                 if process.poll() is not None and not _group_lives(process.pid):
                     return
                 await asyncio.sleep(0.1)
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"
 
 
 def end_of_log(log: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, DeadlineError, EngineError
 from shoal.rollout.facts import RemoteSettings
 from shoal.rollout.launch import Launch, ServerProcess, check_interpreter, end_of_log, listens
 from shoal.rollout.vllm import VllmRolloutEngine
@@ -76,6 +76,34 @@ def test_one_that_listens_no_more_has_ended(tmp_path: Path, monkeypatch: pytest.
         asyncio.run(process.close())
 
 
+ENDS = {
+    "by itself, before it listens": ("raise SystemExit(1)", ConfigError, "vLLM ended with exit code 1"),
+    "by a signal": ("import os; os.kill(os.getpid(), 9)", EngineError, "vLLM was ended by SIGKILL"),
+    "by itself, after it served": ("serve(); raise SystemExit(1)", EngineError, "vLLM ended with exit code 1"),
+    "of an argument": ("raise SystemExit('x: error: unrecognized arguments: --a')", ConfigError, "infer.engine_args"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_whether_what_it_was_started_with_is_to_blame(tmp_path: Path, how: str) -> None:
+    """What cannot work here is told from what broke: the first is not worth another try."""
+    (end, kind, message), port = ENDS[how], free_port()
+    serve = (
+        "import socket\n"
+        f"def serve():\n    with socket.create_server(('127.0.0.1', {port})) as server: server.accept()\n"
+    )
+    process = launch(tmp_path, serve + end, port)
+    process.start()
+    try:
+        for _ in range(600):
+            if (failure := process.failure()) is not None:
+                break
+            time.sleep(0.05)
+        assert type(failure) is kind and str(failure).startswith(message)
+    finally:
+        asyncio.run(process.close())
+
+
 def test_the_errors_of_a_log_are_shown_once_and_without_their_stacks(tmp_path: Path) -> None:
     at = "(APIServer pid=3) {} 11-15 14:26:54 [a.py:5]"
     stack = [f"{at.format('ERROR')} Traceback (most recent call last):", f"{at.format('ERROR')}   File x, in y"]
@@ -101,7 +129,7 @@ def test_an_argument_it_does_not_know_is_one_line(tmp_path: Path) -> None:
 
 def test_one_that_never_answers_is_given_up_and_ended(tmp_path: Path) -> None:
     process = launch(tmp_path, "import subprocess, time; subprocess.Popen(['sleep', '300']); time.sleep(300)")
-    with pytest.raises(ConfigError, match=r"vLLM is not ready after 1 s \(infer.start_deadline_s\)"):
+    with pytest.raises(DeadlineError, match=r"vLLM is not ready after 1 s \(infer.start_deadline_s\)"):
         connect(process, tmp_path, 1)
     assert process.pid is not None
     with pytest.raises(ProcessLookupError):
@@ -127,7 +155,7 @@ def test_an_address_where_nobody_answers(tmp_path: Path) -> None:
         finally:
             await engine.close()
 
-    with pytest.raises(ConfigError, match=r"waited 0 s for vLLM at http.*orch.client.base_url"):
+    with pytest.raises(DeadlineError, match=r"waited 0 s for vLLM at http.*orch.client.base_url"):
         asyncio.run(main())
 
 
