@@ -21,12 +21,13 @@ from shoal.errors import ConfigError, EngineError, ShoalError
 from shoal.rewards.confine import wake_at_parent_death
 
 TAIL_LINES = 12
-STOP_S = 15.0
+STOP_S, DEAF_STOP_S = 15.0, 3.0
 LAST_WORDS_S = 8.0
 DEAF_S = 5.0  # without listening, after it did: vLLM whose engine died may wait for ever to end
 LOG_LINES = 4000  # a server that dies logs a stack for every request that was under way
 # What was logged as an error, or raised; not the frames of its stack.
 _ERROR = re.compile(r"\b(ERROR|CRITICAL)\b[^\]]*\] (?!Traceback|\s)|^(\([^)]*\) )?[\w.]*(Error|Exception)\b")
+_ANSWERED = re.compile(r'" 200( OK)?$')
 _NUMBER = re.compile(r"\b[\w-]*\d[\w-]*\b")
 _UNKNOWN = re.compile(r"unrecognized arguments: (.+)")
 _TAKEN = re.compile(r"address already in use", re.IGNORECASE)
@@ -129,9 +130,11 @@ class ServerProcess:
         process = self._process
         if process is None:
             return
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        # One that has stopped listening is on its way out already, or waits for ever with its end.
+        deaf = self._heard_at is not None and not listens(self.launch.host, self.launch.port)
+        for number, limit_s in ((signal.SIGTERM, DEAF_STOP_S if deaf else STOP_S), (signal.SIGKILL, STOP_S)):
             _signal_group(process.pid, number)
-            for _ in range(int(STOP_S / 0.1)):
+            for _ in range(int(limit_s / 0.1)):
                 if process.poll() is not None and not _group_lives(process.pid):
                     return
                 await asyncio.sleep(0.1)
@@ -151,7 +154,8 @@ def end_of_log(log: Path) -> str:
     errors: dict[str, str] = {}
     for line in filter(_ERROR.search, lines):
         errors.setdefault(_NUMBER.sub("", line), line)  # the same of every request: its id, place and time aside
-    shown = "\n  ".join((list(errors.values()) or lines)[-TAIL_LINES:])
+    others = [line for line in lines if not _ANSWERED.search(line)]  # every request that went well has one
+    shown = "\n  ".join((list(errors.values()) or others)[-TAIL_LINES:])
     return f"The last {'errors' if errors else 'lines'} in {log}:\n  {shown}"
 
 

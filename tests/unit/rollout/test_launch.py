@@ -14,7 +14,7 @@ import pytest
 
 from shoal.errors import ConfigError, DeadlineError, EngineError
 from shoal.rollout.facts import RemoteSettings
-from shoal.rollout.launch import Launch, ServerProcess, check_interpreter, end_of_log, listens
+from shoal.rollout.launch import STOP_S, Launch, ServerProcess, check_interpreter, end_of_log, listens
 from shoal.rollout.vllm import VllmRolloutEngine
 from support.engine_servers import free_port
 
@@ -53,7 +53,8 @@ def test_one_that_listens_no_more_has_ended(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("shoal.rollout.launch.DEAF_S", 0.3)
     port, deaf = free_port(), tmp_path / "deaf"
     script = (
-        "import pathlib, socket, time\n"
+        "import pathlib, signal, socket, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         f"with socket.create_server(('127.0.0.1', {port})):\n"
         f"    while not pathlib.Path({str(deaf)!r}).exists(): time.sleep(.01)\n"
         "print('RuntimeError: the engine is dead', flush=True); time.sleep(300)"
@@ -73,7 +74,9 @@ def test_one_that_listens_no_more_has_ended(tmp_path: Path, monkeypatch: pytest.
         assert ended is not None and ended.startswith("vLLM runs, but listens no more. The last errors in ")
         assert "the engine is dead" in ended
     finally:
+        began = time.monotonic()
         asyncio.run(process.close())
+    assert time.monotonic() - began < STOP_S, "what is on its way out, or never ends, is not asked for long"
 
 
 ENDS = {
@@ -116,7 +119,8 @@ def test_the_errors_of_a_log_are_shown_once_and_without_their_stacks(tmp_path: P
     log.write_text("\n".join(lines), "utf-8")
     shown = [f"{at.format('ERROR')} Worker died: SIGKILL", caught[0], dead]
     assert end_of_log(log).splitlines() == [f"The last errors in {log}:", *(f"  {line}" for line in shown)]
-    log.write_text("loading\n\nready\n", "utf-8")
+    answered = '(APIServer pid=3) INFO:     127.0.0.1:38968 - "POST /pause HTTP/1.1" {}\n'
+    log.write_text("loading\n\nready\n" + answered.format("200 OK") * 20, "utf-8")
     assert end_of_log(log) == f"The last lines in {log}:\n  loading\n  ready"
 
 
