@@ -112,7 +112,7 @@ class ServerProcess:
             return f"infer.engine_args: {self.launch.name} does not know {unknown[1].strip()}; see its --help"
         if _TAKEN.search(text):
             return f"infer.port: {self.launch.port} was taken while {self.launch.name} started; choose another port"
-        return f"{self.launch.name} {what}. {end_of_log(self.launch.log)}"
+        return f"{self.launch.name} {what.rstrip('.')}. {end_of_log(self.launch.log)}"
 
     async def last_words(self, what: str) -> str:
         """Why, after `what` was noticed: a server whose engine died ends by itself, and its log says more by then."""

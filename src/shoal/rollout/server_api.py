@@ -90,7 +90,9 @@ class ServerApi(ABC):
         if self._process is not None:
             return await self._process.last_words(what)
         log = self.settings.log
-        return f"{self.name} {what}. {end_of_log(log) if log is not None and log.exists() else 'See its log'}"
+        return (
+            f"{self.name} {what.rstrip('.')}. {end_of_log(log) if log is not None and log.exists() else 'See its log'}"
+        )
 
     async def get(self, path: str) -> dict[str, Any]:
         return (await self._lookout.unless_gone(self.link.get(path, self.settings.timeout_s)))[0]
