@@ -144,8 +144,11 @@ def make_engine(config: RunConfig, meeting: Meeting, chat: Chat) -> RolloutEngin
 
 
 def whereabouts(meeting: Meeting, config: RunConfig) -> tuple[str, str]:
-    """What the shared folder says of grpo-infer while nothing answers at the address, and what to do about it."""
-    meeting.peers.look()
+    """What the shared folder says of grpo-infer while nothing answers at the address, and what to do about it.
+
+    Raises what the run was ended with, if it was: grpo-infer whose server is gone says why and ends.
+    """
+    meeting.look()
     infer, asked = config.infer, port_of(config.orch.client.base_url)
     if not meeting.peers.is_alive("infer"):
         return "grpo-infer is not there", "start it with shoal grpo-infer"

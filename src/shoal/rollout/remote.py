@@ -49,6 +49,7 @@ class RemoteEngine(ServerApi):
         super().__init__(settings, waiting, process)
         self._served = _Served()
         self._probes = Probes(self.name)
+        self._coming: int | None = None  # a version that is being loaded
         self._unproved: str | None = None  # loaded in a pause: asked for its probe when it goes on
         self._in_flight: Counter[str | None] = Counter()  # requests by adapter
         self._running = asyncio.Event()
@@ -64,7 +65,8 @@ class RemoteEngine(ServerApi):
     @property
     def activity(self) -> str:
         asked = sum(self._in_flight.values())
-        return f"{asked} asked of {self.name}" if asked else ""
+        loads = f"{self.name} loads version {self._coming}" if self._coming is not None else ""
+        return loads or (f"{asked} asked of {self.name}" if asked else "")
 
     # Connecting
 
@@ -168,7 +170,11 @@ class RemoteEngine(ServerApi):
                 await self._put_in_place(coming, asked, noise, again=asks > 1)
             return coming.proof
 
-        return await self.as_often_as_lost(f"loaded version {version}", put)
+        self._coming = version
+        try:
+            return await self.as_often_as_lost(f"loaded version {version}", put)
+        finally:
+            self._coming = None
 
     @asynccontextmanager
     async def _held(self):
