@@ -1,4 +1,4 @@
-"""A server that samples is killed in the middle of a run, by each thing it is asked, and somebody starts it again.
+"""A server that samples is killed in the middle of a run: one that somebody starts again, and one of the run's own.
 
 The server is the double of SGLang's, as a process; what is tested is what vLLM has in common with it (remote.py).
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from support.engine_servers import free_port
 
-from .helpers.processes import environment, wait_until
+from .helpers.processes import children_of, environment, wait_until
 from .helpers.runs import Run, assert_same_run, assert_trained_once, fingerprint
 
 TESTS = Path(__file__).parents[1]
@@ -68,3 +68,26 @@ def test_one_that_is_killed_at_every_stage_and_started_again(new_run: Callable[.
     assert any(line.startswith(f"waiting for SGLang at http://127.0.0.1:{port} since ") for line in told)
     assert_trained_once(disturbed, 4)
     assert_same_run(disturbed, fingerprint(undisturbed))
+
+
+def test_one_of_the_runs_own_ends_it_and_the_run_goes_on_from_there(
+    new_run: Callable[..., Run], model: Path, tmp_path: Path
+) -> None:
+    port, python = free_port(), tmp_path / "python"
+    serve = f"PYTHONPATH={TESTS} exec {sys.executable} -m support.sglang_server {model} {port}"
+    python.write_text(f"#!/bin/sh\ncase $1 in -m) {serve};; esac\n", "utf-8")  # -c: asked whether it has SGLang
+    python.chmod(0o755)
+    infer = {"engine": "sglang", "engine_python": str(python), "port": port}
+    run = new_run(infer=infer, train={"save_steps": 1})
+    command, journal = run.start(), run.path / "journal.jsonl"
+    wait_until(lambda: not command.running() or (journal.exists() and journal.stat().st_size), 60, "a step", 0.01)
+    (pid,) = (pid for pid in children_of(command.pid) if "sglang_server" in Path(f"/proc/{pid}/cmdline").read_text())
+    os.kill(pid, signal.SIGKILL)
+    assert command.wait() == 3, command.text()
+    said = command.text()
+    assert "shoal: error: SGLang was ended by SIGKILL. The last lines in out/logs/sglang.log:" in said
+    assert "Traceback" not in said and "Unclosed" not in said and not answers(port)
+    assert run.status()["resumable"]
+    command = run.grpo("--resume")
+    assert command.wait() == 0, command.text()
+    assert_trained_once(run, 4)

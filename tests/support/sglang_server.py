@@ -1,4 +1,4 @@
-"""The double of SGLang as a process that is killed and comes back: python -m support.sglang_server MODEL PORT [DEATH ...].
+"""The double of SGLang, killed and started again: python -m support.sglang_server MODEL PORT [DEATH ...].
 
 A DEATH is PATH:NTH. The server is killed by the so manieth request for that path, which it has received and not
 answered; after a while the next one listens at the same port, with the model's own weights, and the last one stays.
