@@ -20,7 +20,7 @@ from pathlib import Path
 from shoal.errors import ConfigError, EngineError, ShoalError
 from shoal.rewards.confine import wake_at_parent_death
 
-TAIL_LINES = 12
+TAIL_LINES, LINE_CHARACTERS = 12, 300
 STOP_S, DEAF_STOP_S = 15.0, 3.0
 LAST_WORDS_S = 8.0
 DEAF_S = 5.0  # without listening, after it did: vLLM whose engine died may wait for ever to end
@@ -155,8 +155,13 @@ def end_of_log(log: Path) -> str:
     for line in filter(_ERROR.search, lines):
         errors.setdefault(_NUMBER.sub("", line), line)  # the same of every request: its id, place and time aside
     others = [line for line in lines if not _ANSWERED.search(line)]  # every request that went well has one
-    shown = "\n  ".join((list(errors.values()) or others)[-TAIL_LINES:])
+    shown = "\n  ".join(_cut(line) for line in (list(errors.values()) or others)[-TAIL_LINES:])
     return f"The last {'errors' if errors else 'lines'} in {log}:\n  {shown}"
+
+
+def _cut(line: str) -> str:
+    """vLLM whose worker died dumps what it was computing, in one line."""
+    return line if len(line) <= LINE_CHARACTERS else f"{line[:LINE_CHARACTERS]}…"
 
 
 def _last_lines(log: Path, lines: int) -> list[str]:

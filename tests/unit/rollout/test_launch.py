@@ -112,12 +112,13 @@ def test_the_errors_of_a_log_are_shown_once_and_without_their_stacks(tmp_path: P
     stack = [f"{at.format('ERROR')} Traceback (most recent call last):", f"{at.format('ERROR')}   File x, in y"]
     caught = [f"{at.format('ERROR')} Exception caught. Request id: tokens-a{i}f" for i in range(40)]
     dead = f"{at.format('ERROR')} EngineDeadError: EngineCore encountered an issue."
+    dumped = f"{at.format('ERROR')} Dumping scheduler output: {'x' * 5000}"
     requests = [line for first in caught for line in (first, *stack, dead)]
-    lines = [f"{at.format('ERROR')} Worker died: SIGKILL", *requests, "INFO:     Shutting down"]
+    lines = [f"{at.format('ERROR')} Worker died: SIGKILL", dumped, *requests, "INFO:     Shutting down"]
     lines.insert(0, f"{at.format('WARNING')} expect `OSError: [Errno 24] Too many open files`.")
     log = tmp_path / "vllm.log"
     log.write_text("\n".join(lines), "utf-8")
-    shown = [f"{at.format('ERROR')} Worker died: SIGKILL", caught[0], dead]
+    shown = [f"{at.format('ERROR')} Worker died: SIGKILL", f"{dumped[:300]}…", caught[0], dead]
     assert end_of_log(log).splitlines() == [f"The last errors in {log}:", *(f"  {line}" for line in shown)]
     answered = '(APIServer pid=3) INFO:     127.0.0.1:38968 - "POST /pause HTTP/1.1" {}\n'
     log.write_text("loading\n\nready\n" + answered.format("200 OK") * 20, "utf-8")
