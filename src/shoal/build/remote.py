@@ -153,6 +153,7 @@ def make_remote(
     )
     if process is not None:
         process.start()
+        waiting = lambda _: None  # noqa: E731 - one of ours is started, which is said, or has ended
     return ENGINES[infer.engine](settings, process, waiting)
 
 
@@ -267,8 +268,8 @@ async def serve_others(
     watching = asyncio.ensure_future(beside()) if beside is not None else None
     try:
         while not stop.is_set():
-            if (ended := process.ended()) is not None:
-                raise ConfigError(ended)
+            if (failure := process.failure()) is not None:
+                raise failure
             if watching is not None and watching.done():
                 watching.result()
             with contextlib.suppress(TimeoutError):

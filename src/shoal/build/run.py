@@ -15,6 +15,7 @@ from shoal.build.prompts import make_stream
 from shoal.build.remote import absent_server
 from shoal.build.sampler import Sampler, load_model, make_sampler, reward_shape, sampling_params
 from shoal.build.schedule import loop_settings, temperature_schedule, total_steps
+from shoal.build.waits import tell_wait
 from shoal.config.orch import OrchConfig
 from shoal.config.resolve import as_data
 from shoal.config.schema import RunConfig, SftConfig
@@ -31,6 +32,7 @@ from shoal.orchestrator.admission import Admission
 from shoal.orchestrator.collect import Collector, GroupRules, RunGroup
 from shoal.orchestrator.learn import Learner, LearnSettings, OnDevice
 from shoal.orchestrator.loop import Loop, Parts
+from shoal.orchestrator.meeting import Waits
 from shoal.orchestrator.prompts import PromptStream
 from shoal.orchestrator.ranks import SharedGroups
 from shoal.protocols import Ranks, RolloutEngine, WeightChannel
@@ -107,7 +109,8 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching) -> Assem
         policy = loaded.device.submit(make_policy, train, model, steps, summing, mesh).result()
         plan = loaded.device.submit(make_plan, config, model, policy, ranks).result()
     with console.progress("warming up the sampler"):
-        sampler = make_sampler(config, prepared, loaded, plan)
+        waits = Waits(partial(tell_wait, watching), whom="the inference server")
+        sampler = make_sampler(config, prepared, loaded, plan, waits.heard)
     console.activity = lambda: sampler.engine.activity
     _tell(sampler, orch, watching)
     tell(plan, cpu_share(config.infer, model), console, watching.events)

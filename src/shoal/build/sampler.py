@@ -22,6 +22,7 @@ from shoal.errors import DeadlineError, StoppedByPolicy
 from shoal.observability.watchdog import awake_within
 from shoal.protocols import PlayedEnvironment, RolloutEngine
 from shoal.rewards.shaping import RewardShape
+from shoal.rollout.link import Waiting
 from shoal.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -152,8 +153,10 @@ def shard(model: Model, ranks: Any) -> SamplerView:
     return SamplerView.of_shards(model.sharded, model.decoder, ranks.whole)
 
 
-def make_sampler(config: RunConfig, prepared: Prepared, loaded: Loaded, plan: MemoryPlan) -> Sampler:
-    engine = make_engine(config, loaded, plan.slots)
+def make_sampler(
+    config: RunConfig, prepared: Prepared, loaded: Loaded, plan: MemoryPlan, waiting: Waiting = lambda _: None
+) -> Sampler:
+    engine = make_engine(config, loaded, plan.slots, waiting)
     runner, endpoint = make_runner(config, prepared, engine, loaded.model.chat)
     noticing = getattr(prepared.ranks, "noticing_loss", contextlib.nullcontext)
     work = DeviceThread(loaded.device, config.orch.deadline_s, noticing)
@@ -173,8 +176,8 @@ def make_runner(
     return GroupRunner(engine, prepared.environments, prepared.pool, chat, settings, endpoint), endpoint
 
 
-def make_engine(config: RunConfig, loaded: Loaded, slots: int) -> Any:
-    """What samples: the trainer's own tensors, vLLM beside them in this process, or a server."""
+def make_engine(config: RunConfig, loaded: Loaded, slots: int, waiting: Waiting) -> Any:
+    """What samples: the trainer's own tensors, vLLM beside them in this process, or a server, maybe waited for."""
     model, device = loaded.model, loaded.device
     if config.infer.engine == "embedded":
         from shoal.rollout.embedded import EmbeddedRolloutEngine
@@ -185,7 +188,7 @@ def make_engine(config: RunConfig, loaded: Loaded, slots: int) -> Any:
         from shoal.build.in_process import make_in_process
 
         return make_in_process(config, model, device)
-    return make_remote(config, model_facts(model), Path(config.train.output_dir))
+    return make_remote(config, model_facts(model), Path(config.train.output_dir), waiting)
 
 
 def model_facts(model: Model) -> ModelFacts:

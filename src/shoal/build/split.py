@@ -20,6 +20,7 @@ from shoal.build.remote import facts_of_files, make_remote
 from shoal.build.run import Assembled, Pieces, Watching, make_loop
 from shoal.build.sampler import chat_options, make_runner
 from shoal.build.schedule import total_steps
+from shoal.build.waits import LOADING, tell_wait
 from shoal.config.check_orch import port_of
 from shoal.config.schema import RunConfig, TrainConfig
 from shoal.errors import ConfigError
@@ -37,8 +38,6 @@ from shoal.transport.tcp_calls import TcpAnswerer, TcpCaller
 if TYPE_CHECKING:
     from shoal.models.chat import Chat
     from shoal.server.local import LocalEndpoint
-
-LOADING = "grpo-infer is still loading"  # as it does at every start: no trouble
 
 
 @dataclass
@@ -65,7 +64,7 @@ async def assemble_split(meeting: Meeting, config: RunConfig, prepared: Prepared
     steps = total_steps(config, len(stream))
     engine = make_engine(config, meeting, chat)
     runner, endpoint = make_runner(config, prepared, engine, chat)
-    meeting.tell = functools.partial(_tell_wait, watching)
+    meeting.tell = functools.partial(tell_wait, watching)
     trainer = RemoteTrainer(_resources(config, meeting, watching, lambda: loop.stopping), steps)
     pieces = Pieces(engine, runner, chat, RemoteWeights(trainer), trainer, RemoteFiles(trainer), here)
     loop = make_loop(config, prepared, watching, stream, pieces)
@@ -79,22 +78,6 @@ async def assemble_split(meeting: Meeting, config: RunConfig, prepared: Prepared
     for notice in trainer.about.get("notices", []):
         watching.console.note(notice)
     return Assembled(loop, pieces.files, ends, loop.parts.sinks)  # type: ignore[arg-type]
-
-
-def _tell_wait(watching: Watching, text: str) -> None:
-    """Who is waited for, since when, and that it is over: on the console, in the events and in the status."""
-    waits = text.startswith("waiting") and not text.endswith(LOADING)
-    watching.events.emit("waiting", text, level="warning" if waits else "notice")
-    if not waits:
-        watching.console.note(text)
-    status = watching.run_dir.status
-    watching.run_dir.write_status(
-        "running",
-        step=status.get("step", 0),
-        reason=text,
-        resumable=bool(status.get("resumable")),
-        next_command=status.get("next_command"),
-    )
 
 
 def _resources(config: RunConfig, meeting: Meeting, watching: Watching, stopping: Callable[[], bool]) -> Resources:
@@ -162,8 +145,11 @@ def make_engine(config: RunConfig, meeting: Meeting, chat: Chat) -> RolloutEngin
 
 
 def whereabouts(meeting: Meeting, config: RunConfig) -> tuple[str, str]:
-    """What the shared folder says of grpo-infer while nothing answers at the address, and what to do about it."""
-    meeting.peers.look()
+    """What the shared folder says of grpo-infer while nothing answers at the address, and what to do about it.
+
+    Raises what the run was ended with, if it was: grpo-infer whose server is gone says why and ends.
+    """
+    meeting.look()
     infer, asked = config.infer, port_of(config.orch.client.base_url)
     if not meeting.peers.is_alive("infer"):
         return "grpo-infer is not there", "start it with shoal grpo-infer"

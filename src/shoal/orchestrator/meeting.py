@@ -47,6 +47,7 @@ class Waits:
 
     tell: Tell
     lasted_s: Callable[[], float] = lambda: 0.0  # how long a wait had lasted when it was first heard of
+    whom: str = "grpo-infer"  # a wait that is told in others' words is for
     _next: dict[str, float] = field(default_factory=dict)
     _since: float | None = None  # of a wait that is told in others' words
 
@@ -63,7 +64,7 @@ class Waits:
         """A wait that somebody else keeps, in words, again and again; None when it is over."""
         if what is None:
             if self._next.pop("", None) is not None:
-                self.tell("grpo-infer is there")
+                self.tell(f"{self.whom} is there")
             self._since = None
             return
         now = time.monotonic()

@@ -17,16 +17,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, EngineError, ShoalError
 from shoal.rewards.confine import wake_at_parent_death
 
-TAIL_LINES = 12
-STOP_S = 15.0
+TAIL_LINES, LINE_CHARACTERS = 12, 300
+STOP_S, DEAF_STOP_S = 15.0, 3.0
 LAST_WORDS_S = 8.0
 DEAF_S = 5.0  # without listening, after it did: vLLM whose engine died may wait for ever to end
 LOG_LINES = 4000  # a server that dies logs a stack for every request that was under way
 # What was logged as an error, or raised; not the frames of its stack.
 _ERROR = re.compile(r"\b(ERROR|CRITICAL)\b[^\]]*\] (?!Traceback|\s)|^(\([^)]*\) )?[\w.]*(Error|Exception)\b")
+_ANSWERED = re.compile(r'" 200( OK)?$')
 _NUMBER = re.compile(r"\b[\w-]*\d[\w-]*\b")
 _UNKNOWN = re.compile(r"unrecognized arguments: (.+)")
 _TAKEN = re.compile(r"address already in use", re.IGNORECASE)
@@ -83,12 +84,25 @@ class ServerProcess:
         """None while it runs and listens, or does not listen yet; else how it ended, with the end of its log."""
         code = self._process.poll() if self._process is not None else 0
         if code is not None:
-            return self.why(f"ended with exit code {code}")
+            return self.why(_how_it_ended(code))
         if listens(self.launch.host, self.launch.port):
-            self._heard_at = time.monotonic()
+            self.heard()
         elif self._heard_at is not None and time.monotonic() - self._heard_at > DEAF_S:
             return self.why("runs, but listens no more")
         return None
+
+    def heard(self) -> None:
+        """It listens now: whoever was answered by it says so."""
+        self._heard_at = time.monotonic()
+
+    def failure(self) -> ShoalError | None:
+        """The same as an error. One that ends by itself before it ever listened was started with what cannot work here;
+        one that served, or that a signal ended, has failed."""
+        ended = self.ended()
+        if ended is None:
+            return None
+        failed = self._heard_at is not None or (self._process is not None and (self._process.poll() or 0) < 0)
+        return EngineError(ended) if failed and not ended.startswith("infer.") else ConfigError(ended)
 
     def why(self, what: str) -> str:
         """One line for what people got wrong and we know; else the last lines of the log."""
@@ -98,7 +112,7 @@ class ServerProcess:
             return f"infer.engine_args: {self.launch.name} does not know {unknown[1].strip()}; see its --help"
         if _TAKEN.search(text):
             return f"infer.port: {self.launch.port} was taken while {self.launch.name} started; choose another port"
-        return f"{self.launch.name} {what}. {end_of_log(self.launch.log)}"
+        return f"{self.launch.name} {what.rstrip('.')}. {end_of_log(self.launch.log)}"
 
     async def last_words(self, what: str) -> str:
         """Why, after `what` was noticed: a server whose engine died ends by itself, and its log says more by then."""
@@ -116,12 +130,22 @@ class ServerProcess:
         process = self._process
         if process is None:
             return
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        # One that has stopped listening is on its way out already, or waits for ever with its end.
+        deaf = self._heard_at is not None and not listens(self.launch.host, self.launch.port)
+        for number, limit_s in ((signal.SIGTERM, DEAF_STOP_S if deaf else STOP_S), (signal.SIGKILL, STOP_S)):
             _signal_group(process.pid, number)
-            for _ in range(int(STOP_S / 0.1)):
+            for _ in range(int(limit_s / 0.1)):
                 if process.poll() is not None and not _group_lives(process.pid):
                     return
                 await asyncio.sleep(0.1)
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"
 
 
 def end_of_log(log: Path) -> str:
@@ -130,8 +154,14 @@ def end_of_log(log: Path) -> str:
     errors: dict[str, str] = {}
     for line in filter(_ERROR.search, lines):
         errors.setdefault(_NUMBER.sub("", line), line)  # the same of every request: its id, place and time aside
-    shown = "\n  ".join((list(errors.values()) or lines)[-TAIL_LINES:])
+    others = [line for line in lines if not _ANSWERED.search(line)]  # every request that went well has one
+    shown = "\n  ".join(_cut(line) for line in (list(errors.values()) or others)[-TAIL_LINES:])
     return f"The last {'errors' if errors else 'lines'} in {log}:\n  {shown}"
+
+
+def _cut(line: str) -> str:
+    """vLLM whose worker died dumps what it was computing, in one line."""
+    return line if len(line) <= LINE_CHARACTERS else f"{line[:LINE_CHARACTERS]}…"
 
 
 def _last_lines(log: Path, lines: int) -> list[str]:

@@ -6,9 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from shoal.errors import ShoalError
-from shoal.rollout.link import Lost
-
 T = TypeVar("T")
 
 
@@ -37,9 +34,8 @@ class Lookout:
             self._asking.discard(gone)
             if gone.done():
                 gone.exception()  # it was seen, whether or not it was raised
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+            task.cancel()  # nothing to one that is done; what it raised is seen in either case
+            await asyncio.gather(task, return_exceptions=True)
 
     def gone(self, why: Exception) -> None:
         asking, self._asking = self._asking, set()
@@ -53,7 +49,7 @@ class Lookout:
                 return
             try:
                 await self._look()
-            except (Lost, ShoalError) as error:
+            except Exception as error:  # whatever it is, it is theirs to hear
                 self.gone(error)
 
     async def close(self) -> None:

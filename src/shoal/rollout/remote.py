@@ -25,10 +25,9 @@ from shoal.rollout.launch import ServerProcess
 from shoal.rollout.link import Late, Lost, Refused, Waiting
 from shoal.rollout.norms import write_noisy_norms
 from shoal.rollout.probe import PROBE_TOKENS, Probes
-from shoal.rollout.server_api import HEALTH_S, ServerApi
+from shoal.rollout.server_api import HEALTH_S, MOST_LOSSES, ServerApi
 from shoal.types import Completion, Request
 
-MOST_LOSSES = 5  # of one request, by a server that comes up again and again
 RESTARTED = "it was restarted"
 
 
@@ -50,6 +49,7 @@ class RemoteEngine(ServerApi):
         super().__init__(settings, waiting, process)
         self._served = _Served()
         self._probes = Probes(self.name)
+        self._coming: int | None = None  # a version that is being loaded
         self._unproved: str | None = None  # loaded in a pause: asked for its probe when it goes on
         self._in_flight: Counter[str | None] = Counter()  # requests by adapter
         self._running = asyncio.Event()
@@ -65,7 +65,8 @@ class RemoteEngine(ServerApi):
     @property
     def activity(self) -> str:
         asked = sum(self._in_flight.values())
-        return f"{asked} asked of {self.name}" if asked else ""
+        loads = f"{self.name} loads version {self._coming}" if self._coming is not None else ""
+        return loads or (f"{asked} asked of {self.name}" if asked else "")
 
     # Connecting
 
@@ -73,25 +74,20 @@ class RemoteEngine(ServerApi):
         """Wait until it answers, and compare what it serves with what the run needs. Twice does no harm."""
         async with self._lock:
             if not self._connected:
-                await self._wait_for_health(self.settings.start_s)
-                try:
-                    check_facts(self.name, await self.facts(), self.settings)
-                except Lost as error:
-                    raise ConfigError(f"orch.client.base_url: {self.link.name} does not answer: {error}") from error
+                await self._meet()
+                facts = await self.as_often_as_lost("was asked what it serves", self.facts)
+                check_facts(self.name, facts, self.settings)
                 self._connected = True
 
-    async def _wait_for_health(self, limit_s: float) -> None:
-        async def probe() -> None:
-            ended = self._process.ended() if self._process is not None else None
-            if ended is not None:
-                raise ConfigError(ended)
-            await self.link.meet("/health", HEALTH_S, reads=False)
-
+    async def _meet(self) -> None:
         try:
-            await self.link.until_up(probe, limit_s)
+            await self.until_well(self.settings.start_s, "infer.start_deadline_s")
         except DeadlineError as error:
-            late = f"is not ready after {limit_s:g} s (infer.start_deadline_s)"
-            raise ConfigError(self._process.why(late) if self._process is not None else str(error)) from error
+            if self._process is not None:
+                raise
+            raise ConfigError(
+                str(error)
+            ) from error  # nobody was ever there: the address is wrong, or it is not started
 
     # Drawing
 
@@ -119,8 +115,7 @@ class RemoteEngine(ServerApi):
                 served = self._served
                 return await self._drawn(request, limit, served), served
             except Late as error:
-                said = f"{self.link.name}: {error}; raise orch.client.timeout if that is expected"
-                raise DeadlineError(said) from error
+                raise self.too_late(error) from error
             except Lost as error:
                 lost = error
         raise EngineError(f"{self.link.name} lost a request {MOST_LOSSES} times in a row: {lost}") from lost
@@ -154,18 +149,12 @@ class RemoteEngine(ServerApi):
     async def _recover(self, error: Lost) -> None:
         """Wait for the server to come back and give it the version it is to serve. One that we started stays down."""
         async with self._lock:
-            await self._back_again(error)
+            await self.back_again(error)
             served = self._served
             if served.manifest and await self.served_version(served.adapter) != (served.adapter or str(served.version)):
                 await self._put_in_place(served, served.manifest, served.noise, again=True)
                 if self._running.is_set():
                     await self._prove()
-
-    async def _back_again(self, error: Lost) -> None:
-        try:
-            await self._wait_for_health(self.settings.timeout_s)
-        except ConfigError as late:
-            raise EngineError(str(late)) from error
 
     # Weights
 
@@ -181,30 +170,40 @@ class RemoteEngine(ServerApi):
                 )
             asked = served.manifest or await asyncio.to_thread(own_files, self.settings.model)
         proof = await asyncio.to_thread(verify, {**asked, "version": version}) if "path" in asked else ""
-        for losses in range(MOST_LOSSES):
+        asks = 0
+
+        async def put() -> str:
+            nonlocal asks
+            asks += 1
             coming = _Served(version, asked, proof)
-            try:
-                async with self.in_its_words(), self._lock, self._held():
-                    await self._put_in_place(coming, asked, noise, again=losses > 0)
-                return coming.proof
-            except Lost as error:
-                lost = error
-                await self._back_again(error)
-        raise EngineError(f"{self.link.name} was lost {MOST_LOSSES} times while it loaded version {version}: {lost}")
+            async with self._lock, self._held():
+                await self._put_in_place(coming, asked, noise, again=asks > 1)
+            return coming.proof
+
+        self._coming = version
+        try:
+            return await self.as_often_as_lost(f"loaded version {version}", put)
+        finally:
+            self._coming = None
 
     @asynccontextmanager
     async def _held(self):
         """Around an update: nothing is drawn. In a pause of the caller's nothing is released, and the proof waits."""
-        paused = not self._running.is_set()
-        if not paused:
-            await self.hold()
+        if not self._running.is_set():
+            yield
+            return
+        await self.hold()
         try:
             yield
-        finally:
-            if not paused:
-                await self.release()
-        if not paused:
-            await self._prove()
+        except Lost:  # what it owes an answer to it would not release either
+            raise
+        except BaseException:
+            with contextlib.suppress(Lost, EngineError, TimeoutError):
+                async with asyncio.timeout(HEALTH_S):  # whoever gave up waiting does not begin to wait again
+                    await self.release()
+            raise
+        await self.release()
+        await self._prove()
 
     async def _put_in_place(
         self, coming: _Served, manifest: Mapping[str, Any], noise: tuple[float, int], *, again: bool = False

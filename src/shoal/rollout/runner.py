@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, null
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from shoal.errors import ConfigError, DataError, DeadlineError, EngineError, StorageError
+from shoal.errors import ConfigError, DataError, EngineError, StoppedByPolicy, StorageError
 from shoal.protocols import Environment, Judge, PlayedEnvironment, RolloutEngine
 from shoal.rewards.shaping import RewardShape
 from shoal.server.sessions import Session, Tools
@@ -103,7 +103,7 @@ class GroupRunner:
                     score = await self._be_played(played, rollout, sampling)
                     return self._settle(rollout, score, sampling)
                 await self._play(rollout, sampling)
-        except (EngineError, DeadlineError, StorageError, asyncio.CancelledError):
+        except (StoppedByPolicy, StorageError, asyncio.CancelledError):
             raise
         except Exception as error:  # the environment is the user's code
             rollout.status, rollout.error = "error", f"{type(error).__name__}: {error}"

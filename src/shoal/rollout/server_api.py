@@ -1,17 +1,18 @@
 """What an inference server has to be able to do to stand behind the seam; one subclass a kind of server.
 
-Only asks and tells, and shows a server's log where it fails: versions, proofs and restarts are remote.py's.
+Asks and tells, waits for one that went away, and shows a server's log where it fails: versions and proofs are
+remote.py's.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
-from shoal.errors import EngineError
+from shoal.errors import ConfigError, DeadlineError, EngineError
 from shoal.rollout.answers import Answer, Reading
 from shoal.rollout.facts import RemoteSettings, ServerFacts
 from shoal.rollout.launch import ServerProcess, end_of_log
@@ -22,6 +23,8 @@ from shoal.types import Request
 HEALTH_S = 10.0
 LOOK_EVERY_S = 5.0
 ONCE_MORE_S = 1.0  # before one that was not found is taken for gone
+MOST_LOSSES = 5  # of one request, by a server that comes up again and again
+T = TypeVar("T")
 
 
 def said_in_full(request: Request, ends: list[int]) -> dict[str, Any]:
@@ -87,7 +90,9 @@ class ServerApi(ABC):
         if self._process is not None:
             return await self._process.last_words(what)
         log = self.settings.log
-        return f"{self.name} {what}. {end_of_log(log) if log is not None and log.exists() else 'See its log'}"
+        return (
+            f"{self.name} {what.rstrip('.')}. {end_of_log(log) if log is not None and log.exists() else 'See its log'}"
+        )
 
     async def get(self, path: str) -> dict[str, Any]:
         return (await self._lookout.unless_gone(self.link.get(path, self.settings.timeout_s)))[0]
@@ -112,6 +117,47 @@ class ServerApi(ABC):
                 if look == 2:
                     raise
             await asyncio.sleep(ONCE_MORE_S)
+
+    async def until_well(self, limit_s: float, key: str) -> None:
+        """`key` is where the limit is set for a server of ours."""
+        process = self._process
+
+        async def probe() -> None:
+            if process is not None and (failure := process.failure()) is not None:
+                raise failure
+            await self.link.meet("/health", HEALTH_S, reads=False)
+            if process is not None:
+                process.heard()
+
+        try:
+            await self.link.until_up(probe, limit_s)
+        except DeadlineError as error:
+            if process is None:
+                raise
+            raise DeadlineError(process.why(f"is not ready after {limit_s:g} s ({key})")) from error
+
+    async def as_often_as_lost(self, what: str, ask: Callable[[], Awaitable[T]]) -> T:
+        """Asked again of a server that went away and came back; a late one is given up, and one of ours stays down."""
+        lost: Lost | None = None
+        for _ in range(MOST_LOSSES):
+            try:
+                async with self.in_its_words():
+                    return await ask()
+            except Late as error:
+                raise self.too_late(error) from error
+            except Lost as error:
+                lost = error
+                await self.back_again(error)
+        raise EngineError(f"{self.link.name} was lost {MOST_LOSSES} times while it {what}: {lost}")
+
+    def too_late(self, error: Late) -> DeadlineError:
+        return DeadlineError(f"{self.link.name}: {error}; raise orch.client.timeout if that is expected")
+
+    async def back_again(self, error: Lost) -> None:
+        try:
+            await self.until_well(self.settings.timeout_s, "orch.client.timeout")
+        except ConfigError as other:  # at the address by now
+            raise EngineError(str(other)) from error
 
     async def close(self) -> None:
         await self._lookout.close()

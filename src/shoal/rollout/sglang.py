@@ -41,7 +41,9 @@ class SglangRolloutEngine(RemoteEngine):
         """`/model_info` and `/server_info` were `/get_model_info` and `/get_server_info` before."""
         try:
             return await self.get(f"/{what}")
-        except Refused:
+        except Refused as refused:
+            if refused.status >= 500:  # it has that, and fails
+                raise
             try:
                 return await self.get(f"/get_{what}")
             except Refused as error:

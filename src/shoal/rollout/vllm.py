@@ -51,6 +51,8 @@ class VllmRolloutEngine(RemoteEngine):
         try:
             return (await self.get("/server_info?config_format=json"))["vllm_config"]
         except (EngineError, KeyError) as error:
+            if isinstance(error, Refused) and error.status >= 500:  # it is one, and fails
+                raise
             raise ConfigError(
                 f"orch.client.base_url: what answers at {self.link.address.root} is no vLLM in development mode "
                 f"({error}); start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import sys
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from shoal.build.remote import absent_server, as_flags, check_engine, check_tied, launch_of
+from shoal.build.remote import absent_server, as_flags, check_engine, check_tied, launch_of, serve_others
 from shoal.config.checks import check_run
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, EngineError
 from shoal.observability.machine import has_gpu
+from support.engine_servers import free_port
 
 
 def config(infer: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
@@ -155,3 +157,21 @@ def test_a_server_that_is_not_there_yet_is_told_before_anything_loads() -> None:
         assert absent_server(attached) is None
     assert absent_server(resolve_run(config({"engine": "vllm", "engine_python": "/p"}))) is None
     assert absent_server(resolve_run(config({}))) is None
+
+
+@pytest.mark.parametrize(("serves", "kind"), [(True, EngineError), (False, ConfigError)])
+def test_grpo_infer_tells_a_server_that_broke_from_one_that_never_served(
+    tmp_path: Path, serves: bool, kind: type[Exception]
+) -> None:
+    """Exit code 3 or 2, for all of a split run: the first may be continued as it is, the second has to be changed."""
+    port, python = free_port(), tmp_path / "python"
+    serve = f'import socket; socket.create_server(("127.0.0.1", {port})).accept(); '
+    end = 'print("RuntimeError: no"); raise SystemExit(1)'
+    script = f"{sys.executable} -c '{serve * serves}{end}'"
+    python.write_text(f"#!/bin/sh\ncase $1 in -m) exec {script};; esac\n", "utf-8")  # -c: asked whether it has vLLM
+    python.chmod(0o755)
+    given = {"engine": "vllm", "engine_python": str(python), "port": port, "output_dir": str(tmp_path)}
+    infer = resolve_run(config({**given, "model": "org/model"})).infer.model_copy(update={"output_dir": str(tmp_path)})
+    with pytest.raises(kind, match="vLLM ended with exit code 1") as caught:
+        asyncio.run(serve_others(infer, lambda _: None))
+    assert type(caught.value) is kind and "RuntimeError: no" in str(caught.value)

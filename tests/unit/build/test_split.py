@@ -10,6 +10,7 @@ import pytest
 
 from shoal.build.split import LOADING, silent_s, whereabouts
 from shoal.config.schema import InferConfig, OrchConfig, RunConfig
+from shoal.errors import StoppedByPolicy
 from shoal.orchestrator.meeting import Meeting
 from shoal.transport import presence
 
@@ -36,6 +37,20 @@ def test_whether_it_loads_or_is_elsewhere_or_not_there(tmp_path: Path) -> None:
     assert why == f"grpo-infer is there, but does not answer at this address: {wrote}"
     assert remedy == "check orch.client.base_url"
     theirs.close()
+    ours.close()
+
+
+def test_a_run_that_it_ended_is_not_waited_for(tmp_path: Path) -> None:
+    """Its vLLM is gone: whoever waits for an answer at the address is told why there will be none."""
+    orch: Any = OrchConfig.model_validate({"env": "reverse-text", "output_dir": str(tmp_path)})
+    ours = Meeting("orch", orch, lambda _: None)
+    theirs = Meeting("infer", InferConfig.model_validate({"output_dir": str(tmp_path)}), lambda _: None)
+    theirs.end_all("vLLM was ended by SIGKILL", 3)
+    theirs.close()
+    time.sleep(0.2)
+    with pytest.raises(StoppedByPolicy, match=r"^grpo-infer ended the run: vLLM was ended by SIGKILL$") as caught:
+        whereabouts(ours, run_asking(PORT, tmp_path))
+    assert caught.value.exit_code == 3
     ours.close()
 
 

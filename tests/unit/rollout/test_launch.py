@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, DeadlineError, EngineError
 from shoal.rollout.facts import RemoteSettings
-from shoal.rollout.launch import Launch, ServerProcess, check_interpreter, end_of_log, listens
+from shoal.rollout.launch import STOP_S, Launch, ServerProcess, check_interpreter, end_of_log, listens
 from shoal.rollout.vllm import VllmRolloutEngine
 from support.engine_servers import free_port
 
@@ -53,7 +53,8 @@ def test_one_that_listens_no_more_has_ended(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("shoal.rollout.launch.DEAF_S", 0.3)
     port, deaf = free_port(), tmp_path / "deaf"
     script = (
-        "import pathlib, socket, time\n"
+        "import pathlib, signal, socket, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         f"with socket.create_server(('127.0.0.1', {port})):\n"
         f"    while not pathlib.Path({str(deaf)!r}).exists(): time.sleep(.01)\n"
         "print('RuntimeError: the engine is dead', flush=True); time.sleep(300)"
@@ -73,6 +74,36 @@ def test_one_that_listens_no_more_has_ended(tmp_path: Path, monkeypatch: pytest.
         assert ended is not None and ended.startswith("vLLM runs, but listens no more. The last errors in ")
         assert "the engine is dead" in ended
     finally:
+        began = time.monotonic()
+        asyncio.run(process.close())
+    assert time.monotonic() - began < STOP_S, "what is on its way out, or never ends, is not asked for long"
+
+
+ENDS = {
+    "by itself, before it listens": ("raise SystemExit(1)", ConfigError, "vLLM ended with exit code 1"),
+    "by a signal": ("import os; os.kill(os.getpid(), 9)", EngineError, "vLLM was ended by SIGKILL"),
+    "by itself, after it served": ("serve(); raise SystemExit(1)", EngineError, "vLLM ended with exit code 1"),
+    "of an argument": ("raise SystemExit('x: error: unrecognized arguments: --a')", ConfigError, "infer.engine_args"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_whether_what_it_was_started_with_is_to_blame(tmp_path: Path, how: str) -> None:
+    """What cannot work here is told from what broke: the first is not worth another try."""
+    (end, kind, message), port = ENDS[how], free_port()
+    serve = (
+        "import socket\n"
+        f"def serve():\n    with socket.create_server(('127.0.0.1', {port})) as server: server.accept()\n"
+    )
+    process = launch(tmp_path, serve + end, port)
+    process.start()
+    try:
+        for _ in range(600):
+            if (failure := process.failure()) is not None:
+                break
+            time.sleep(0.05)
+        assert type(failure) is kind and str(failure).startswith(message)
+    finally:
         asyncio.run(process.close())
 
 
@@ -81,14 +112,16 @@ def test_the_errors_of_a_log_are_shown_once_and_without_their_stacks(tmp_path: P
     stack = [f"{at.format('ERROR')} Traceback (most recent call last):", f"{at.format('ERROR')}   File x, in y"]
     caught = [f"{at.format('ERROR')} Exception caught. Request id: tokens-a{i}f" for i in range(40)]
     dead = f"{at.format('ERROR')} EngineDeadError: EngineCore encountered an issue."
+    dumped = f"{at.format('ERROR')} Dumping scheduler output: {'x' * 5000}"
     requests = [line for first in caught for line in (first, *stack, dead)]
-    lines = [f"{at.format('ERROR')} Worker died: SIGKILL", *requests, "INFO:     Shutting down"]
+    lines = [f"{at.format('ERROR')} Worker died: SIGKILL", dumped, *requests, "INFO:     Shutting down"]
     lines.insert(0, f"{at.format('WARNING')} expect `OSError: [Errno 24] Too many open files`.")
     log = tmp_path / "vllm.log"
     log.write_text("\n".join(lines), "utf-8")
-    shown = [f"{at.format('ERROR')} Worker died: SIGKILL", caught[0], dead]
+    shown = [f"{at.format('ERROR')} Worker died: SIGKILL", f"{dumped[:300]}…", caught[0], dead]
     assert end_of_log(log).splitlines() == [f"The last errors in {log}:", *(f"  {line}" for line in shown)]
-    log.write_text("loading\n\nready\n", "utf-8")
+    answered = '(APIServer pid=3) INFO:     127.0.0.1:38968 - "POST /pause HTTP/1.1" {}\n'
+    log.write_text("loading\n\nready\n" + answered.format("200 OK") * 20, "utf-8")
     assert end_of_log(log) == f"The last lines in {log}:\n  loading\n  ready"
 
 
@@ -101,7 +134,7 @@ def test_an_argument_it_does_not_know_is_one_line(tmp_path: Path) -> None:
 
 def test_one_that_never_answers_is_given_up_and_ended(tmp_path: Path) -> None:
     process = launch(tmp_path, "import subprocess, time; subprocess.Popen(['sleep', '300']); time.sleep(300)")
-    with pytest.raises(ConfigError, match=r"vLLM is not ready after 1 s \(infer.start_deadline_s\)"):
+    with pytest.raises(DeadlineError, match=r"vLLM is not ready after 1 s \(infer.start_deadline_s\)"):
         connect(process, tmp_path, 1)
     assert process.pid is not None
     with pytest.raises(ProcessLookupError):

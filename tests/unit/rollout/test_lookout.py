@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -109,3 +110,26 @@ def test_one_who_stops_waiting_breaks_off_what_was_asked() -> None:
         await lookout.close()
 
     run(main)
+
+
+def test_what_was_raised_while_one_stopped_waiting_is_nobodys_surprise() -> None:
+    """Many ask at once; the first failure ends the others' waits in the moment in which theirs fail too."""
+    told: list[object] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        lookout = Lookout(at_once, lambda: asyncio.sleep(60))
+
+        async def fail() -> None:
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+            raise Lost("gone")
+
+        waiting = asyncio.create_task(lookout.unless_gone(fail()))
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert waiting.cancelled()
+        await lookout.close()
+        gc.collect()
+
+    run(main)
+    assert told == []

@@ -1,0 +1,93 @@
+"""A server that samples is killed in the middle of a run: one that somebody starts again, and one of the run's own.
+
+The server is the double of SGLang's, as a process; what is tested is what vLLM has in common with it (remote.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from support.engine_servers import free_port
+
+from .helpers.processes import children_of, environment, wait_until
+from .helpers.runs import Run, assert_same_run, assert_trained_once, fingerprint
+
+TESTS = Path(__file__).parents[1]
+DEATHS = ["/server_info:1", "/update_weights_from_disk:1", "/generate:9", "/continue_generation:2"]
+
+
+@contextmanager
+def server(model: Path, port: int, *deaths: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "support.sglang_server", str(model), str(port), *deaths]
+    env = environment(PYTHONPATH=str(TESTS))
+    process = subprocess.Popen(
+        command, cwd=TESTS, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )  # fmt: skip
+    try:
+        wait_until(lambda: answers(port) or process.poll() is not None, 60, "the server", 0.1)
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def test_one_that_is_killed_at_every_stage_and_started_again(new_run: Callable[..., Run], model: Path) -> None:
+    """The run waits, says for whom and since when, gives it the weights again, and comes to the same results."""
+    runs = []
+    for name, deaths in (("undisturbed", []), ("disturbed", DEATHS)):
+        port = free_port()
+        client: dict[str, Any] = {"base_url": f"http://127.0.0.1:{port}/v1"}
+        run = new_run(name, infer={"engine": "sglang"}, orch={"client": client})
+        with server(model, port, *deaths) as process:
+            command = run.grpo()
+            assert command.wait() == 0, command.text()
+            assert process.stdout is not None
+            assert [process.stdout.readline().strip() for _ in deaths] == deaths
+        runs.append(run)
+    undisturbed, disturbed = runs
+    said, told = command.text(), [event["message"] for event in disturbed.events("waiting")]
+    assert "Traceback" not in said and said.count("the inference server is there") == len(DEATHS)
+    assert any(line.startswith(f"waiting for SGLang at http://127.0.0.1:{port} since ") for line in told)
+    assert_trained_once(disturbed, 4)
+    assert_same_run(disturbed, fingerprint(undisturbed))
+
+
+def test_one_of_the_runs_own_ends_it_and_the_run_goes_on_from_there(
+    new_run: Callable[..., Run], model: Path, tmp_path: Path
+) -> None:
+    port, python = free_port(), tmp_path / "python"
+    serve = f"PYTHONPATH={TESTS} exec {sys.executable} -m support.sglang_server {model} {port}"
+    python.write_text(f"#!/bin/sh\ncase $1 in -m) {serve};; esac\n", "utf-8")  # -c: asked whether it has SGLang
+    python.chmod(0o755)
+    infer = {"engine": "sglang", "engine_python": str(python), "port": port}
+    run = new_run(infer=infer, train={"save_steps": 1})
+    command, journal = run.start(), run.path / "journal.jsonl"
+    wait_until(lambda: not command.running() or (journal.exists() and journal.stat().st_size), 60, "a step", 0.01)
+    (pid,) = (pid for pid in children_of(command.pid) if "sglang_server" in Path(f"/proc/{pid}/cmdline").read_text())
+    os.kill(pid, signal.SIGKILL)
+    assert command.wait() == 3, command.text()
+    said = command.text()
+    assert "shoal: error: SGLang was ended by SIGKILL. The last lines in out/logs/sglang.log:" in said
+    assert "Traceback" not in said and "Unclosed" not in said and not answers(port)
+    assert run.status()["resumable"]
+    command = run.grpo("--resume")
+    assert command.wait() == 0, command.text()
+    assert_trained_once(run, 4)

@@ -1,0 +1,121 @@
+"""A server that is lost, fails or hangs over what a run asks of it: the double of SGLang; vLLM has it in common."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+from aiohttp import web
+
+from shoal.errors import DeadlineError, EngineError
+from support.engine_servers import attached_double, publish
+from support.engines import ask
+from support.models import random_prompts, small_model
+from support.sglang_double import SglangDouble
+
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+(PROMPT,) = random_prompts(5, 12)
+
+
+class Trouble:
+    """Stands before a handler of the double: the first `times` requests come to grief, and every one is counted."""
+
+    def __init__(self, double: SglangDouble, name: str, how: str, times: int = 1) -> None:
+        self.asked = 0
+        self._answering: Handler = getattr(double, name)
+        self._how, self._times = how, times
+        self._over = asyncio.Event()
+        setattr(double, name, self)
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        self.asked += 1
+        if self.asked > self._times:
+            return await self._answering(request)
+        if self._how == "hangs":  # until the test is over with it
+            await asyncio.wait_for(self._over.wait(), 60)
+        if self._how == "fails":
+            return web.json_response({"error": {"message": "See stack trace (above)"}}, status=500)
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    def over(self) -> None:
+        self._over.set()
+
+
+@pytest.mark.parametrize("name", ["model_info", "server_info"])
+def test_one_that_is_lost_while_it_is_met_is_asked_again(name: str) -> None:
+    async def main() -> None:
+        async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
+            trouble = Trouble(double, name, "is lost", times=2)  # a lost GET is sent once more on its own account
+            await engine.connect()
+            assert trouble.asked == 3 and (await engine.generate(ask("r", PROMPT))).token_ids
+
+    asyncio.run(main())
+
+
+def test_one_that_fails_while_it_is_met_is_not_taken_for_another_kind() -> None:
+    async def main() -> None:
+        async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
+            Trouble(double, "server_info", "fails")
+            await engine.connect()
+
+    with pytest.raises(EngineError, match=r"^SGLang failed: .*refused /server_info \(status 500\)"):
+        asyncio.run(main())
+
+
+def test_one_that_hangs_over_a_load_is_given_up_once() -> None:
+    """Not asked again, nor asked to go on: whoever does not answer would be waited for as long as that, ten times."""
+
+    async def main() -> None:
+        async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
+            await engine.connect()
+            engine.settings = replace(engine.settings, timeout_s=0.5)
+            hanging = Trouble(double, "update_weights_from_disk", "hangs")
+            going_on = Trouble(double, "continue_generation", "is counted", times=0)
+            began = time.monotonic()
+            with pytest.raises(DeadlineError, match=r"SGLang at .* no answer to /update_.* raise orch.client.timeout"):
+                await engine.load(3, publish(3, dict(small_model("qwen3", seed=9).named_parameters())))
+            assert time.monotonic() - began < 5 and (hanging.asked, going_on.asked) == (1, 0)
+            hanging.over()
+
+    asyncio.run(main())
+
+
+def test_whoever_gives_up_waiting_for_a_load_does_not_begin_to_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deadline of the loop ends the wait; the server is told to go on, and has little time to say that it does."""
+    monkeypatch.setattr("shoal.rollout.remote.HEALTH_S", 0.3)
+
+    async def main() -> None:
+        async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
+            await engine.connect()
+            loads = Trouble(double, "update_weights_from_disk", "hangs")
+            going_on = Trouble(double, "continue_generation", "hangs")
+            manifest = publish(3, dict(small_model("qwen3", seed=9).named_parameters()))
+            loading = asyncio.create_task(engine.load(3, manifest))
+            while not loads.asked:
+                await asyncio.sleep(0.01)
+            loading.cancel()
+            async with asyncio.timeout(10):
+                assert isinstance(*await asyncio.gather(loading, return_exceptions=True), asyncio.CancelledError)
+            assert going_on.asked == 1
+            loads.over()
+            going_on.over()
+
+    asyncio.run(main())
+
+
+def test_weights_that_are_refused_leave_it_drawing() -> None:
+    async def main() -> None:
+        async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
+            expected = await engine.generate(ask("r", PROMPT))
+            Trouble(double, "update_weights_from_disk", "fails")
+            with pytest.raises(EngineError, match=r"SGLang failed: .*See stack trace"):
+                await engine.load(3, publish(3, dict(small_model("qwen3", seed=9).named_parameters())))
+            async with asyncio.timeout(20):
+                assert (await engine.generate(ask("r", PROMPT))).token_ids == expected.token_ids
+
+    asyncio.run(main())
