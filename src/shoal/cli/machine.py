@@ -19,11 +19,17 @@ def note_machine(train: TrainConfig) -> None:
         notices([f"a run on this machine would be refused: {error}"])
 
 
+def _usable() -> bool:
+    """A driver is here; whether this torch can use it, and may, torch knows."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _check(train: TrainConfig) -> None:
     from shoal.models.precision import check_machine
 
-    there = train.device != "cpu" and has_gpu()
-    check_machine(train, "cuda" if there else "cpu")
+    check_machine(train, "cuda" if train.device != "cpu" and has_gpu() and _usable() else "cpu")
     if train.gpus != 1:
         from shoal.build import ranks_to_start
 

@@ -249,8 +249,8 @@ def _check_colocated(config: RunConfig, findings: Findings) -> None:
     check_served(config, findings)
     if infer.engine != "embedded" and given(infer, "weights"):
         findings.error("infer.weights", f"is not used: a {infer.engine} server always has its own copy", "remove it")
-    started = infer.engine != "embedded" and not infer.in_process
-    if started and train.device == "cpu" and infer.gpu_memory_utilization is not None:
+    served = infer.engine != "embedded" and not infer.in_process
+    if served and train.device == "cpu" and infer.gpu_memory_utilization is not None:
         findings.error("infer.gpu_memory_utilization", "is for a server on a GPU, and train.device is cpu", "remove it")
 
 

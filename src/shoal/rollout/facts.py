@@ -31,6 +31,7 @@ class RemoteSettings:
     api_key: str | None = None
     timeout_s: float = 600.0  # one request
     start_s: float = 300.0  # until the server answers
+    return_s: float = 570.0  # until one that went away is back
     lora_rank: int | None = None  # None = full weights
     noise_seed: int = 0
     log: Path | None = None  # where the server's own words are

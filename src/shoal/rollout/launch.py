@@ -49,7 +49,8 @@ class ServerProcess:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self._process: subprocess.Popen[bytes] | None = None
-        self._heard_at: float | None = None  # when it was last found to listen
+        self._listened = False
+        self._deaf_since: float | None = None  # when it was first found to listen no more
 
     def start(self) -> None:
         """Returns at once; the server loads meanwhile. It ends with the thread that calls this: take a lasting one."""
@@ -87,13 +88,15 @@ class ServerProcess:
             return self.why(_how_it_ended(code))
         if listens(self.launch.host, self.launch.port):
             self.heard()
-        elif self._heard_at is not None and time.monotonic() - self._heard_at > DEAF_S:
-            return self.why("runs, but listens no more")
+        elif self._listened:
+            self._deaf_since = self._deaf_since or time.monotonic()
+            if time.monotonic() - self._deaf_since > DEAF_S:
+                return self.why("runs, but listens no more")
         return None
 
     def heard(self) -> None:
         """It listens now: whoever was answered by it says so."""
-        self._heard_at = time.monotonic()
+        self._listened, self._deaf_since = True, None
 
     def failure(self) -> ShoalError | None:
         """The same as an error. One that ends by itself before it ever listened was started with what cannot work here;
@@ -101,7 +104,7 @@ class ServerProcess:
         ended = self.ended()
         if ended is None:
             return None
-        failed = self._heard_at is not None or (self._process is not None and (self._process.poll() or 0) < 0)
+        failed = self._listened or (self._process is not None and (self._process.poll() or 0) < 0)
         return EngineError(ended) if failed and not ended.startswith("infer.") else ConfigError(ended)
 
     def why(self, what: str) -> str:
@@ -116,7 +119,8 @@ class ServerProcess:
 
     async def last_words(self, what: str) -> str:
         """Why, after `what` was noticed: a server whose engine died ends by itself, and its log says more by then."""
-        for _ in range(int(LAST_WORDS_S / 0.1)):
+        end = time.monotonic() + LAST_WORDS_S
+        while time.monotonic() < end:
             if (ended := self.ended()) is not None:
                 return ended
             await asyncio.sleep(0.1)
@@ -131,7 +135,7 @@ class ServerProcess:
         if process is None:
             return
         # One that has stopped listening is on its way out already, or waits for ever with its end.
-        deaf = self._heard_at is not None and not listens(self.launch.host, self.launch.port)
+        deaf = self._listened and not listens(self.launch.host, self.launch.port)
         for number, limit_s in ((signal.SIGTERM, DEAF_STOP_S if deaf else STOP_S), (signal.SIGKILL, STOP_S)):
             _signal_group(process.pid, number)
             for _ in range(int(limit_s / 0.1)):

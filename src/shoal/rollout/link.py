@@ -151,6 +151,8 @@ class Link:
                 if reply.status == 200 and not reads:
                     return {}, reply.headers
                 return self._read(path, reply.status, content, token), reply.headers
+        except aiohttp.ConnectionTimeoutError as error:
+            raise Unreachable(f"no connection within {CONNECT_S:g} s") from error
         except TimeoutError as error:
             raise Late(f"no answer to {path} within {limit_s:.0f} s") from error
         except aiohttp.InvalidURL as error:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ConfigError, DeadlineError, EngineError
+from shoal.errors import ConfigError, DeadlineError, EngineError, ShoalError
 from shoal.observability.manifest import verify
 from shoal.rollout.answers import UNREADABLE, Answer
 from shoal.rollout.facts import RemoteSettings, check_facts, content_of, model_folder, own_files
@@ -85,9 +85,7 @@ class RemoteEngine(ServerApi):
         except DeadlineError as error:
             if self._process is not None:
                 raise
-            raise ConfigError(
-                str(error)
-            ) from error  # nobody was ever there: the address is wrong, or it is not started
+            raise ConfigError(str(error)) from error  # nobody was ever there
 
     # Drawing
 
@@ -195,10 +193,10 @@ class RemoteEngine(ServerApi):
         await self.hold()
         try:
             yield
-        except Lost:  # what it owes an answer to it would not release either
+        except Late:  # what it owes an answer to it would not release either
             raise
         except BaseException:
-            with contextlib.suppress(Lost, EngineError, TimeoutError):
+            with contextlib.suppress(Lost, ShoalError, TimeoutError):
                 async with asyncio.timeout(HEALTH_S):  # whoever gave up waiting does not begin to wait again
                     await self.release()
             raise

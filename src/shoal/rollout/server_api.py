@@ -155,7 +155,7 @@ class ServerApi(ABC):
 
     async def back_again(self, error: Lost) -> None:
         try:
-            await self.until_well(self.settings.timeout_s, "orch.client.timeout")
+            await self.until_well(self.settings.return_s, "orch.client.timeout, orch.deadline_s")
         except ConfigError as other:  # at the address by now
             raise EngineError(str(other)) from error
 

@@ -82,6 +82,14 @@ def test_a_dry_run_notes_what_the_run_would_be_refused_for_here(
     assert "refused" not in capsys.readouterr().err
 
 
+def test_a_driver_that_torch_cannot_use_is_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """A CPU build of torch beside a driver, or CUDA_VISIBLE_DEVICES that hides the devices."""
+    monkeypatch.setattr("shoal.cli.machine.has_gpu", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main([*THREE, "--dry-run"]) == 0
+    assert f"note: a run on this machine would be refused: {NO_FP8}" in capsys.readouterr().err
+
+
 def test_a_dry_run_refuses_a_dtype_that_no_machine_has(capsys: pytest.CaptureFixture[str]):
     assert main(["grpo-infer", str(EXAMPLES / "infer.yaml"), "infer.dtype=float16", "--dry-run"]) == 2
     assert "infer.dtype: the embedded engine computes in bfloat16 or float32, not float16" in capsys.readouterr().err

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 from aiohttp import web
 
 from shoal.errors import DeadlineError, EngineError
+from shoal.rollout.link import Address, Link, Unreachable
 from support.engine_servers import attached_double, publish
 from support.engines import ask
 from support.models import random_prompts, small_model
@@ -87,7 +90,7 @@ def test_one_that_hangs_over_a_load_is_given_up_once() -> None:
 
 def test_whoever_gives_up_waiting_for_a_load_does_not_begin_to_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deadline of the loop ends the wait; the server is told to go on, and has little time to say that it does."""
-    monkeypatch.setattr("shoal.rollout.remote.HEALTH_S", 0.3)
+    monkeypatch.setattr("shoal.rollout.remote.HEALTH_S", 2)
 
     async def main() -> None:
         async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
@@ -106,6 +109,43 @@ def test_whoever_gives_up_waiting_for_a_load_does_not_begin_to_wait_again(monkey
             going_on.over()
 
     asyncio.run(main())
+
+
+def test_a_load_that_is_lost_on_the_way_leaves_nobody_paused() -> None:
+    """The connection broke, and the server lives on: one that is paused might not even say that it is well."""
+
+    async def main() -> None:
+        async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
+            await engine.connect()
+            loads = Trouble(double, "update_weights_from_disk", "is lost")
+            going_on = Trouble(double, "continue_generation", "is counted", times=0)
+            manifest = publish(3, dict(small_model("qwen3", seed=9).named_parameters()))
+            await engine.load(3, manifest)
+            assert engine.version == 3
+            assert loads.asked == 2 and going_on.asked == 2
+
+    asyncio.run(main())
+
+
+def test_one_that_takes_no_connection_is_gone_and_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that drops what is sent to it: only one that was reached can be slow to answer."""
+    monkeypatch.setattr("shoal.rollout.link.CONNECT_S", 0.3)
+
+    async def main(port: int) -> None:
+        link = Link(Address(f"http://127.0.0.1:{port}/v1"))
+        try:
+            with pytest.raises(Unreachable, match=r"^no connection within 0.3 s$"):
+                await link.get("/health", 30)
+        finally:
+            await link.close()
+
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):  # its queue is full after the first or second
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        asyncio.run(main(server.getsockname()[1]))
 
 
 def test_weights_that_are_refused_leave_it_drawing() -> None:
