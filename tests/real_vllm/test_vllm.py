@@ -26,6 +26,7 @@ import yaml
 from safetensors.torch import load_file
 
 from shoal.errors import ConfigError, StorageError
+from shoal.observability.manifest import describe
 from shoal.rollout.facts import ServerFacts, check_facts
 from shoal.rollout.norms import write_noisy_norms
 from shoal.rollout.vllm import VllmRolloutEngine
@@ -110,9 +111,14 @@ def test_an_update_in_flight_is_noted_per_token() -> None:
     old, new = small_model("qwen3", seed=8), small_model("qwen3", seed=21)
 
     async def check(engine: VllmRolloutEngine) -> None:
-        running = await under_way(engine, ask("r", PROMPT, max_tokens=80, min_tokens=80, seed=3))
-        await engine.load(5, engine_servers.publish(5, dict(new.named_parameters())))
-        drawn = await running
+        manifest = engine_servers.publish(5, dict(new.named_parameters()))
+        for _ in range(5):  # one may be done before the update comes
+            await engine.load(0, describe(contract_model(), 0, "full"))
+            running = await under_way(engine, ask("r", PROMPT, max_tokens=80, min_tokens=80, seed=3))
+            await engine.load(5, manifest)
+            drawn = await running
+            if len(drawn.spans) > 1:
+                break
         first, second = drawn.spans
         assert (first.version, second.version) == (0, 5) and first.end == second.start and second.end == 80
         for model, span in ((old, first), (new, second)):
