@@ -47,7 +47,7 @@ class Waits:
 
     tell: Tell
     lasted_s: Callable[[], float] = lambda: 0.0  # how long a wait had lasted when it was first heard of
-    whom: str = "grpo-infer"  # a wait that is told in others' words is for
+    whom: str = "grpo-infer"  # is waited for where others put the wait into words
     _next: dict[str, float] = field(default_factory=dict)
     _since: float | None = None  # of a wait that is told in others' words
 
