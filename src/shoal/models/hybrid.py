@@ -55,7 +55,7 @@ def _layer_class() -> type[Any]:
 
 
 class _Product(torch.autograd.Function):
-    """What torchao computes, in few kernels: its tensors wrap every number in Python, which costs more than products."""
+    """What torchao computes, in few kernels: the Python around its tensors costs more than the products do."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, layer: Any) -> Tensor:
@@ -113,7 +113,7 @@ def _scaled(one: Tensor, other: Tensor, scales: tuple[Tensor, Tensor], how: Any,
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """On a CPU. torchao's product without the gradient of the weight: it takes even a frozen one's, a third of the work."""
+    """On a CPU: torchao's product without the gradient of the weight, a third of the work even where it is frozen."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, layer: Any) -> Tensor:
