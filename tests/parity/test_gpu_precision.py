@@ -232,6 +232,54 @@ def test_e4m3_forward_and_e5m2_backward(frozen: bool) -> None:
     assert not close(x.detach() @ layer.weight.detach().T, x8 @ weight8.T)
 
 
+@pytest.mark.parametrize("kind", (torch.float8_e4m3fn, torch.float8_e5m2), ids=("e4m3", "e5m2"))
+def test_numbers_round_as_torchao_rounds_them(kind: torch.dtype) -> None:
+    """Bit for bit, in both directions; what is no number stays none."""
+    pytest.importorskip("torchao", reason="an extra")
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
+
+    from shoal.models.kernels.fp8 import largest, rounded
+
+    for seed, (rows, columns, size) in enumerate(((5, 48, 1e-3), (300, 1040, 1.0), (37, 64, 300.0), (0, 16, 1.0))):
+        generator = torch.Generator(CUDA).manual_seed(seed)
+        x = (torch.randn(max(rows, 1), columns, generator=generator, device=CUDA) * size * (rows > 0)).bfloat16()
+        theirs = hp_tensor_to_float8_dynamic(
+            x, kind, LinearMMConfig(), gemm_input_role=GemmInputRole.INPUT, round_scales_to_power_of_2=True
+        )
+        ours = rounded(x, kind, largest(x), turned=True)
+        assert ours.plain is not None and ours.turned is not None
+        assert torch.equal(theirs._data.view(torch.uint8), ours.plain.view(torch.uint8))
+        assert torch.equal(theirs._scale.reciprocal().flatten(), ours.inverse)
+        assert torch.equal(ours.turned[:, : len(x)].view(torch.uint8), ours.plain.T.contiguous().view(torch.uint8))
+        assert not ours.turned[:, len(x) :].float().any()
+        for bad in (float("inf"), float("nan")):
+            x[0, 2] = bad
+            broken = rounded(x, kind, largest(x))
+            assert broken.plain is not None
+            assert not torch.isfinite(broken.plain.float() * broken.inverse)[0, 2]
+
+
+@pytest.mark.parametrize("trained", (True, False))
+def test_products_in_few_kernels_are_torchao_s(trained: bool) -> None:
+    pytest.importorskip("torchao", reason="an extra")
+    model = small_model("llama", dtype=torch.bfloat16).to(CUDA)
+    hybrid.convert(model)
+    layer: Any = model.model.layers[0].mlp.up_proj
+    layer.weight.requires_grad_(trained)
+    x = torch.randn(37, 64, device=CUDA, dtype=torch.bfloat16)
+    upstream = torch.randn(37, 128, device=CUDA, dtype=torch.bfloat16)
+    found = []
+    for product in (lambda x: layer(x), lambda x: super(type(layer), layer).forward(x)):
+        layer.weight.grad, own = None, x.clone().requires_grad_()
+        with hybrid.scoring(hybrid.switch_of(model)):
+            out = product(own)
+        out.backward(upstream)
+        found.append([out.detach(), own.grad, *([layer.weight.grad] if trained else [])])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
 @pytest.mark.parametrize("recompute", (False, True), ids=("kept", "recomputed"))
 def test_gradients_in_fp8_point_where_bf16_s_do(lora: bool, recompute: bool) -> None:
