@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,8 @@ def make_config(bench: Bench) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measured_rows(layout: str, bench: Bench) -> list[dict[str, Any]]:
+def measured_rows(layout: str, bench: Bench) -> Iterator[dict[str, Any]]:
+    """Level by level, as they are done."""
     runs = {"co-located": run_command, "split": run_command, "engine process": run_overlapped}
     rows = []
     for level in LEVELS:
@@ -134,7 +136,7 @@ def measured_rows(layout: str, bench: Bench) -> list[dict[str, Any]]:
         best = max(found, key=lambda row: row["rollouts_per_s"])
         all_rates = [round(row["rollouts_per_s"], 2) for row in found]
         rows.append({"layout": layout, "name": bench.name, "level": level, **best, "repeats": all_rates})
-    return _with_gain(rows)
+        yield _with_gain(rows)[-1]
 
 
 def run_command(config: dict[str, Any], folder: Path, layout: str) -> dict[str, Any]:
@@ -190,10 +192,13 @@ def main() -> None:
         write()
         for layout in [*asked.layouts, *(["split"] if asked.split else [])]:
             if layout != "simulated":
-                found = measured_rows(layout, bench)
-                steps = make_config(bench)["train"]["max_steps"]
-                rows += predicted_rows(found, steps) if layout == "engine process" else found
-                write()
+                first = len(rows)
+                for row in measured_rows(layout, bench):
+                    rows.append(row)
+                    write()
+                if layout == "engine process":
+                    rows[first:] = predicted_rows(rows[first:], make_config(bench)["train"]["max_steps"])
+                    write()
     columns = ["layout", "level", "rollouts_per_s", "gain", "sampler_idle", "trainer_idle", "of_predicted"]
     print_table("running ahead", rows, columns)
 
