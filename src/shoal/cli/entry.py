@@ -99,7 +99,8 @@ def _missing(package: str, error: ModuleNotFoundError) -> str:
         trace = trace.tb_next
     importer = trace.tb_frame.f_globals.get("__name__", "").split(".")[0] if trace else ""
     wanted = f", which {importer} imports," if importer not in ("", "shoal", "importlib") else ""
-    return f"the Python package {package}{wanted} is missing; install Shoal again with all it needs (`make venv` in a clone)"
+    again = "install Shoal again with all it needs (`make venv` in a clone)"
+    return f"the Python package {package}{wanted} is missing; {again}"
 
 
 def _bug(error: Exception, arguments: Sequence[str], tell: Callable[[str, BaseException], None]) -> int:
