@@ -87,6 +87,7 @@ def train(
                 ends.record_end(run_dir, command, lambda: asyncio.run(_train(config, prepared, watching, layout)))
             finally:
                 if main:
+                    console.waiting("writing the report")
                     _write_report(run_dir.path, events)
                 stop_logging(handler)
             if main:
@@ -102,7 +103,8 @@ async def _train(
 ) -> tuple[str, int]:
     run_dir, events, console, watchdog = watching.run_dir, watching.events, watching.console, watching.watchdog
     # Looking for a checkpoint cuts the events too, so nothing may be told before.
-    found = await prepared.ranks.on_main(lambda: _find_checkpoint(run_dir, events))
+    with console.progress("looking for a checkpoint", quiet=True):
+        found = await prepared.ranks.on_main(lambda: _find_checkpoint(run_dir, events))
     for notice in prepared.notices:
         events.warn("data", notice)
     assembled = await layout.assemble(config, prepared, watching)
@@ -130,6 +132,7 @@ async def _train(
             await loop.save()
         raise
     finally:
+        console.waiting("ending the run")
         watchdog.close()
         await loop.parts.collector.cancel()
         await assembled.close()
@@ -185,6 +188,7 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
                 run_dir, command, lambda: build.train_on_completions(config, tasks, bad_rows, run_dir, console)
             )
         finally:
+            console.waiting("writing the report")
             _write_report(run_dir.path, EventLog(run_dir, console))
             stop_logging(handler)
         console.note(ends.last_line(path))
