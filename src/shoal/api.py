@@ -116,7 +116,7 @@ async def _train(
             await loop.restore(Path(found["path"]))
             events.step = found["step"]
             events.emit("resume", f"continuing after step {found['step']}")
-        on_signals(loop.interrupt, lambda: ends.give_up(run_dir, watching.next_command))
+        on_signals(loop.interrupt, lambda: ends.give_up(run_dir, watching.next_command), console.note)
         steps = loop.settings.max_steps
         onward = f", continuing after step {found['step']}" if found is not None else ""
         said = f"training {config.train.model} for {steps} steps in {run_dir.path}{onward}"

@@ -55,18 +55,18 @@ def train_on_completions(
     console.waiting(f"training of step {first}")
     try:
         command = ends.resume_command(config)
-        with stop_signals(lambda: ends.give_up(run_dir, command)) as stop:
+        with stop_signals(lambda: ends.give_up(run_dir, command), console.note) as stop:
             record = SupervisedRecorder(
                 run_dir, events, console, sinks, files, save, total, train.save_total_limit, command, stop
             )
             done = train_supervised(steps, first, total, record)
+            if stop:
+                raise Interrupted(f"interrupted after step {done}; the state is saved", stop[0])
+            console.waiting("writing the final weights")  # to their end: a signal that comes meanwhile finds it done
+            with run_dir.export() as folder:
+                files.export(folder)
     finally:
         sinks.close()
-    if stop:
-        raise Interrupted(f"interrupted after step {done}; the state is saved", stop[0])
-    console.waiting("writing the final weights")
-    with run_dir.export() as folder:
-        files.export(folder)
     return "finished", done
 
 
