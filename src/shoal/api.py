@@ -91,7 +91,7 @@ def train(
                     _write_report(run_dir.path, events)
                 stop_logging(handler)
             if main:
-                console.note(ends.last_line(path))
+                console.closing([ends.last_line(path)])
     finally:
         asyncio.run(prepared.pool.close())
         build.leave_ranks(prepared)
@@ -191,7 +191,7 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
             console.waiting("writing the report")
             _write_report(run_dir.path, EventLog(run_dir, console))
             stop_logging(handler)
-        console.note(ends.last_line(path))
+        console.closing([ends.last_line(path)])
     return path
 
 

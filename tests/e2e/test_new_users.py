@@ -63,6 +63,16 @@ def test_an_export_of_what_is_not_there_is_refused_without_asking_anybody(warm: 
     assert not (tmp_path / "published").exists()
 
 
+def test_a_run_is_named_where_a_model_or_a_file_is_wanted(new_run: NewRun):
+    run = new_run(train={"max_steps": 1})
+    assert run.grpo().wait() == 0
+    text = said(run.warm, run.folder, 2, "grpo", "out", "--resume")
+    assert "out: is a directory, not a configuration file; name the file in it, as out/config.yaml" in text
+    text = said(run.warm, run.folder, 2, "grpo", "run.yaml", "train.model=out", "train.output_dir=next")
+    assert 'train.model: "out" is a run, not a model; name the weights in it, as "out/final"' in text
+    assert not (run.folder / "next").exists()
+
+
 def test_a_folder_that_cannot_be_made(new_run: NewRun):
     command = new_run(train={"output_dir": "/proc/foo"}).grpo()
     assert command.wait() == 4, command.text()

@@ -113,7 +113,7 @@ class LiveConsole(BaseConsole):
     def _stop_live(self) -> None:
         live, self._live = self._live, None
         if live is not None:
-            live.stop()
+            live.stop()  # draws the block once more, for good
 
     def block(self) -> RenderableType:
         """The block as it stands now."""
@@ -140,7 +140,8 @@ class LiveConsole(BaseConsole):
         if shares:
             yield "time", _share_bar(shares)
         yield "memory", Text("   ".join(filter(None, (self.memory(), device_memory()))))
-        yield "now", self._now()
+        if self._live is not None:
+            yield "now", self._now()
 
     def _now(self) -> Text:
         """What is going on: a bar where its length is known, what the sampler does, and for how long."""
