@@ -22,6 +22,7 @@ from shoal.errors import (
     DeadlineError,
     NonFiniteError,
     StoppedByPolicy,
+    StorageError,
 )
 from shoal.observability.checkpoints import write_folder
 from shoal.observability.console import make_console
@@ -234,17 +235,27 @@ def export(source: str, folder: Path, *, adapter: str | None = None, checkpoint:
     from shoal.report.card import model_card
 
     weights = find_weights(source, adapter=adapter, checkpoint=checkpoint)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"command line: {folder}: exists already; name another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with write_folder(folder) as partial:
+    with _new_folder(folder) as partial:
         export_folder(weights.model, weights.adapter, partial, model_card(weights))
 
 
 def make_model(kind: str, folder: Path, seed: int = 0) -> None:
     from shoal.models.shapes import make_model as write_model
 
-    write_model(kind, folder, seed)
+    with _new_folder(folder) as partial:
+        write_model(kind, partial, seed)
+
+
+def _new_folder(folder: Path) -> contextlib.AbstractContextManager[Path]:
+    """Whole or not there: what is cut while it is written leaves nothing that looks like a model."""
+    try:
+        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be written: {error.strerror}; name another folder") from error
+    if taken:
+        raise ConfigError(f"command line: {folder}: exists already; name another folder")
+    return write_folder(folder)
 
 
 def demo(folder: Path, seed: int = 1) -> None:

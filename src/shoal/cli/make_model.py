@@ -27,8 +27,6 @@ def make_model(*where: str, shape: str | None = None, seed: int = 0) -> None:
     kind, folder = _kind_and_folder(where, shape)
     if seed < 0:
         raise ConfigError(f"command line: --seed: must be at least 0, not {seed}; leave it out for 0")
-    if (folder / "config.json").exists() or folder.is_file():
-        raise ConfigError(f"command line: {folder}: already holds a model or is a file; name another folder")
     from shoal import api
 
     with told_on_stderr() as console, console.progress(f"writing {folder}", quiet=True):
