@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +122,7 @@ async def _train(
         steps = loop.settings.max_steps
         onward = f", continuing after step {found['step']}" if found is not None else ""
         said = f"training {config.train.model} for {steps} steps in {run_dir.path}{onward}"
+        console.waiting(f"handing version {loop.progress.step} to the sampler")
         console.begin(said, steps, loop.progress.step)
         outcome = await loop.run()
         await prepared.ranks.on_main(assembled.export)
@@ -229,6 +231,7 @@ def evaluate_config(config: RunConfig, given: build.Given | None = None) -> dict
         asyncio.run(prepared.pool.close())
 
 
+@terminated_at_once()
 def export(source: str, folder: Path, *, adapter: str | None = None, checkpoint: str | None = None) -> None:
     """A folder ready to publish: adapters merged, weights and tokenizer for transformers, a model card."""
     from shoal.models.export import export_folder
@@ -239,6 +242,7 @@ def export(source: str, folder: Path, *, adapter: str | None = None, checkpoint:
         export_folder(weights.model, weights.adapter, partial, model_card(weights))
 
 
+@terminated_at_once()
 def make_model(kind: str, folder: Path, seed: int = 0) -> None:
     from shoal.models.shapes import make_model as write_model
 
@@ -248,14 +252,17 @@ def make_model(kind: str, folder: Path, seed: int = 0) -> None:
 
 def _new_folder(folder: Path) -> contextlib.AbstractContextManager[Path]:
     """Whole or not there: what is cut while it is written leaves nothing that looks like a model."""
+    target = Path(os.path.realpath(folder))  # what a link leads to is written, not the link
+    if target == Path.cwd() or os.path.ismount(target):
+        raise ConfigError(f"command line: {folder}: cannot be replaced where it is; name a folder in it")
     try:
-        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+        target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written: {error.strerror}; name another folder") from error
     if taken:
         raise ConfigError(f"command line: {folder}: exists already; name another folder")
-    return write_folder(folder)
+    return write_folder(target)
 
 
 def demo(folder: Path, seed: int = 1) -> None:

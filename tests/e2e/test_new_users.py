@@ -71,6 +71,18 @@ def test_a_run_is_named_where_a_model_or_a_file_is_wanted(new_run: NewRun):
     text = said(run.warm, run.folder, 2, "grpo", "run.yaml", "train.model=out", "train.output_dir=next")
     assert 'train.model: "out" is a run, not a model; name the weights in it, as "out/final"' in text
     assert not (run.folder / "next").exists()
+    (run.path / "final" / "config.json").rename(run.path / "final" / "adapter_config.json")  # as adapters are left
+    text = said(run.warm, run.folder, 2, "grpo", "run.yaml", "train.model=out", "train.output_dir=next")
+    assert "name its base model, with train.lora=true and train.adapter_path=out/final" in text
+
+
+def test_a_model_is_not_written_where_one_stands(warm: WarmPython, tmp_path: Path):
+    text = said(warm, tmp_path, 2, "make-model", "tiny", ".")
+    assert "cannot be replaced where it is; name a folder in it" in text
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    said(warm, tmp_path, 0, "make-model", "tiny", "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "elsewhere" / "config.json").is_file()
 
 
 def test_a_folder_to_publish_or_a_model_that_cannot_be_written(warm: WarmPython, model: Path, tmp_path: Path):

@@ -80,8 +80,8 @@ def test_a_second_signal_ends_it_at_once(new_run: NewRun):
     time.sleep(1.0)
     children = children_of(command.pid)
     command.send(signal.SIGINT)
-    time.sleep(0.5)
-    assert command.running() and STOPPING in command.text(), command.text()
+    wait_until(lambda: STOPPING in command.text() or not command.running(), 30, "a word of it")
+    assert command.running(), command.text()
     started = time.monotonic()
     command.send(signal.SIGINT)
     assert command.wait(10) == 130 and time.monotonic() - started < 3

@@ -54,7 +54,7 @@ class Scores:
 def score(models: Sequence[Weights], task: EvalTask) -> list[Scores]:
     """One after the other, with one pool of reward workers: it is forked before the first model is loaded.
 
-    There is nothing to save, so a signal waits neither for a model to load nor for answers.
+    There is nothing to save, so a signal does not wait for a model to load.
     """
     configs = [
         evaluation_config(weights.model, task.env, dict(task.env_args), weights.adapter, task.settings, task.device)

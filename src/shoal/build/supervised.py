@@ -51,8 +51,8 @@ def train_on_completions(
         first = checkpoint.step + 1
     save = SaveCadence(train.save_epochs * per_epoch if train.save_epochs else train.save_steps, train.save_seconds)
     sinks = make_sinks(config, run_dir, events)
-    console.begin(f"supervised training of {train.model} for {total} steps in {run_dir.path}", total, first - 1)
     console.waiting(f"training of step {first}")
+    console.begin(f"supervised training of {train.model} for {total} steps in {run_dir.path}", total, first - 1)
     try:
         command = ends.resume_command(config)
         with stop_signals(lambda: ends.give_up(run_dir, command), console.note) as stop:

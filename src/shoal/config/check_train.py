@@ -75,6 +75,9 @@ def model_problem(model: str) -> tuple[str, str] | None:
     if folder.is_dir():
         if (folder / "config.json").is_file():
             return None
+        if (folder / "final" / "adapter_config.json").is_file():
+            base = "name its base model, with train.lora=true and train.adapter_path="
+            return f"{show(model)} is a run, not a model", f"{base}{folder / 'final'}"
         if (folder / "final").is_dir():
             return f"{show(model)} is a run, not a model", f"name the weights in it, as {show(str(folder / 'final'))}"
         return (

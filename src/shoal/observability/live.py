@@ -41,6 +41,7 @@ class LiveConsole(BaseConsole):
     def __init__(self, stream: TextIO, *, every: int = 1, heartbeat_s: float = 30.0) -> None:
         self._rich = RichConsole(file=cast(TextIO, SafeStream(stream)), highlight=False)
         self._live: Live | None = None
+        self._over = False  # the block that stays says nothing of now
         self._title = ""
         self._metrics: dict[str, float] = {}
         self._rewards: deque[float] = deque(maxlen=512)
@@ -52,6 +53,7 @@ class LiveConsole(BaseConsole):
         self._title = one_line(redact(title))
         self._total, self._step = total_steps, first_step
         self._pace.start(first_step)
+        self._over = False
         self._live = Live(console=self._rich, get_renderable=self.block, refresh_per_second=2, transient=False)
         self._live.start()
 
@@ -102,18 +104,19 @@ class LiveConsole(BaseConsole):
         if self._live is None:  # the block ticks by itself; before it starts a line has to do
             super()._show_heartbeat()
 
-    def _write(self, text: str) -> None:
-        self._rich.print(Text(text))
+    def _print(self, text: str) -> None:
+        self._say(Text(text))
 
     def _say(self, text: Text) -> None:
-        with self._guard:
-            self._last_shown = time.monotonic()
-            self._rich.print(text)
+        """Under rich's own lock, never under ours: whoever draws the block holds that one, and asks for this."""
+        self._last_shown = time.monotonic()
+        self._rich.print(text)
 
     def _stop_live(self) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()  # draws the block once more, for good
+        if self._live is not None:
+            self._over = True
+            self._live.stop()  # draws the block once more, for good
+            self._live = None
 
     def block(self) -> RenderableType:
         """The block as it stands now."""
@@ -140,7 +143,7 @@ class LiveConsole(BaseConsole):
         if shares:
             yield "time", _share_bar(shares)
         yield "memory", Text("   ".join(filter(None, (self.memory(), device_memory()))))
-        if self._live is not None:
+        if not self._over:
             yield "now", self._now()
 
     def _now(self) -> Text:

@@ -48,8 +48,8 @@ def on_signals(
         for number in heeded:
             loop.remove_signal_handler(number)
             signal.signal(number, lambda *_: _end(code, give_up))
-        tell(STOPPING)
         interrupt(code)
+        tell(STOPPING)
 
     for number in heeded:
         loop.add_signal_handler(number, handle, _CODES[number])
@@ -89,15 +89,26 @@ def stop_signals(
 ) -> Iterator[list[int]]:
     """The same for steps without an event loop: the list gets the exit code. Earlier handlers come back at the end."""
     stop: list[int] = []
+    asked = threading.Event()
+
+    def speak() -> None:
+        asked.wait()
+        if stop:
+            tell(STOPPING)
 
     def handle(number: int, _: object) -> None:
         if stop:
             _end(stop[0], give_up)
         stop.append(_CODES[signal.Signals(number)])
-        threading.Thread(target=tell, args=(STOPPING,)).start()  # this one may be in the middle of a line of its own
+        asked.set()
 
-    with _handling(heeded_signals(), handle):
-        yield stop
+    # The main thread may be in the middle of a line of its own when the signal comes, so another one speaks.
+    threading.Thread(target=speak, name="signals", daemon=True).start()
+    try:
+        with _handling(heeded_signals(), handle):
+            yield stop
+    finally:
+        asked.set()
 
 
 @contextlib.contextmanager
