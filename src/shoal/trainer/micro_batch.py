@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.algorithms.inputs import LossInputs, MismatchSource
 from shoal.models.attention import Packed
+from shoal.models.kept import Kept
 from shoal.models.upload import upload
 from shoal.types import Row
 
@@ -28,7 +29,7 @@ class MicroBatch:
     context: Packed
     before: Tensor  # [N], where the state lies that predicts each scored token
     targets: Tensor  # [N]
-    kept_ids: list[list[int] | None] | None  # [N]
+    kept: Kept | None  # of the [N], where the sampler narrowed its choice
     sequence_ids: Tensor  # [N], rollouts numbered through
     num_sequences: int
     scored: dict[str, Tensor]  # [N] each: temperatures, weights, advantages and the log-probs the rows came with
@@ -57,7 +58,7 @@ class MicroBatch:
             _context(rows, before_row, device),
             found["before"],
             found["targets"],
-            _scored_kept(rows),
+            _kept(rows, device),
             found["sequence_ids"],
             int(rollouts[-1]),
             {name: found[name] for name in (*SCORED, *given)},
@@ -104,11 +105,11 @@ def _context(rows: Sequence[Row], before_row: np.ndarray, device: torch.device) 
     return Packed(np.concatenate([[0], *starts]), device, prefixes=np.concatenate(prefixes))
 
 
-def _scored_kept(rows: Sequence[Row]) -> list[list[int] | None] | None:
+def _kept(rows: Sequence[Row], device: torch.device) -> Kept | None:
     if all(row.kept_ids is None for row in rows):
         return None
-    kept: list[list[int] | None] = []
+    ids: list[list[int] | None] = []
     for row in rows:
-        ids = row.kept_ids or [None] * row.tokens
-        kept += [ids[t] for t in np.flatnonzero(row.loss_mask)]
-    return kept
+        of_row = row.kept_ids or [None] * row.tokens
+        ids += [of_row[t] for t in np.flatnonzero(row.loss_mask)]
+    return Kept(ids, device) if any(ids) else None

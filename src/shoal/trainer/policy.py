@@ -162,9 +162,7 @@ class TrainedPolicy:
                 hidden = decoder.hidden(micro.token_ids[None], micro.position_ids[None], micro.context)[0]
             # The state before a token predicts it. For the first after a shared prefix that is the prefix's last.
             states, temperatures = hidden[micro.before], micro.scored["temperatures"]
-            scored = token_logprobs(
-                decoder.head, states, micro.targets, temperatures, decoder.vocab_size, micro.kept_ids
-            )
+            scored = token_logprobs(decoder.head, states, micro.targets, temperatures, decoder.vocab_size, micro.kept)
             return scored.logprobs, scored.entropy
 
         return Scored(*decoder.gathered(score))
