@@ -27,7 +27,7 @@ MICRO_BATCHES = [
     grouped_samples(1, (80, (55, 70, 40)), (45, (50, 61))),
     random_samples(2, (100, 200), (120, 300)),
     grouped_samples(3, (85, (40, 85, 35)), (41, (60, 55))),
-    random_samples(4, (90, 220), (110, 310)),
+    random_samples(4, (90, 220), (110, 290)),
 ]
 
 
