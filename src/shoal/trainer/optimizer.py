@@ -135,7 +135,9 @@ class MasterAdamW:
                 if master.grad is None:
                     master.grad = torch.zeros_like(master)
             self._sums = [master.grad for master in self.masters.values() if master.grad is not None]
-        torch._foreach_add_(self._sums, torch.autograd.grad(loss, list(self.parameters.values())))
+        found = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
+        used = [(total, grad) for total, grad in zip(self._sums, found, strict=True) if grad is not None]
+        torch._foreach_add_([total for total, _ in used], [grad for _, grad in used])
 
     @property
     def moment_bytes(self) -> int:
