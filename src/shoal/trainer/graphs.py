@@ -20,7 +20,7 @@ from shoal.trainer.micro_batch import Laid, MicroBatch
 
 GRAPH_TOKENS = 8192  # of one micro-batch; larger ones keep the device busy however they are launched
 MAX_GRAPHS = 24  # each holds its inputs and results; what lies between shares one pool
-LEAST = 256
+LEAST_TOKENS, LEAST_SEGMENTS, LEAST_LENGTH = 256, 64, 512
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,11 @@ class Passed:
 
 @dataclass(frozen=True)
 class Extent:
-    """Sizes a graph is captured for."""
+    """Sizes a graph is captured for, few of them, so that most are met again. As many tokens are scored as there are."""
 
     tokens: int
-    keys: int  # 0 = no segment continues another
+    keys: int  # a power of two times the tokens; 0 = no segment continues another
     segments: int
-    scored: int
-    sequences: int
     longest: tuple[int, int]  # queries and keys of one segment
 
     @staticmethod
@@ -52,27 +50,24 @@ class Extent:
         bounds, longest, longest_keys = laid.bounds
         count = len(laid.arrays["token_ids"])
         tokens = _size(count + 1)
-        filling = tokens - count
-        keys = _size(len(bounds["keys"]) + filling) if "keys" in bounds else 0
-        more_keys = keys - len(bounds["keys"]) if keys else filling
-        return Extent(
-            tokens,
-            keys,
-            _power(len(bounds["starts"])),
-            _size(len(laid.arrays["targets"])),
-            _power(laid.sequences),
-            (_power(max(longest, filling)), _power(max(longest_keys, more_keys))),
-        )
+        filling = more_keys = tokens - count
+        keys = 0
+        if "keys" in bounds:
+            keys = tokens * _power(-(-(len(bounds["keys"]) + filling) // tokens))
+            more_keys = keys - len(bounds["keys"])
+        segments = _power(max(len(bounds["starts"]), laid.sequences), LEAST_SEGMENTS)
+        most = (_power(max(longest, filling), LEAST_LENGTH), _power(max(longest_keys, more_keys), LEAST_LENGTH))
+        return Extent(tokens, keys, segments, most)
 
 
-def _power(count: int) -> int:
-    return 1 << max(count - 1, 0).bit_length()
+def _power(count: int, least: int = 1) -> int:
+    return max(least, 1 << max(count - 1, 0).bit_length())
 
 
 def _size(count: int) -> int:
     """The next power of two, or three quarters of it."""
-    power = max(_power(count), LEAST)
-    return power * 3 // 4 if power > LEAST and count <= power * 3 // 4 else power
+    power = _power(count, LEAST_TOKENS)
+    return power * 3 // 4 if power > LEAST_TOKENS and count <= power * 3 // 4 else power
 
 
 def padded(laid: Laid, extent: Extent) -> dict[str, np.ndarray]:
@@ -81,9 +76,9 @@ def padded(laid: Laid, extent: Extent) -> dict[str, np.ndarray]:
     count = len(laid.arrays["token_ids"])
     own = np.arange(count, extent.tokens)
     fills = {"position_ids": own - count, "before": count, "temperatures": 1}
-    arrays = {}
+    arrays: dict[str, np.ndarray] = {}
     for name, given in laid.arrays.items():
-        full = np.zeros(extent.tokens if name in ("token_ids", "position_ids") else extent.scored, given.dtype)
+        full = np.zeros(extent.tokens, given.dtype)
         full[len(given) :] = fills.get(name, 0)
         full[: len(given)] = given
         arrays[name] = full
@@ -106,7 +101,7 @@ def _bounded(starts: np.ndarray, segments: int, end: int) -> np.ndarray:
 
 def micro_batch(found: Mapping[str, Tensor], extent: Extent) -> MicroBatch:
     plan = {name: found[name] for name in ("starts", "keys", "key_starts") if name in found}
-    return MicroBatch.made_of(found, Packed.planned(plan, extent.longest), extent.sequences)
+    return MicroBatch.made_of(found, Packed.planned(plan, extent.longest), extent.segments)
 
 
 @dataclass

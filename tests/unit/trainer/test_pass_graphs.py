@@ -41,7 +41,7 @@ def filled(laid: Laid, extent: Extent) -> MicroBatch:
     starts, prefixes = laid.context.starts, laid.context.prefixes
     more = None if prefixes is None else np.append(prefixes, -1)
     context = Packed(np.append(starts, extent.tokens), CPU, prefixes=more)
-    return MicroBatch.made_of(upload(padded(laid, extent), CPU), context, extent.sequences)
+    return MicroBatch.made_of(upload(padded(laid, extent), CPU), context, extent.segments)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -55,7 +55,7 @@ def test_padding_changes_nothing(name: str, samples: object) -> None:
     expected = gradients(policy)
     laid = Laid.of(rows, CPU)
     extent = Extent.covering(laid)
-    assert extent.tokens > len(laid.arrays["token_ids"]) and extent.scored > len(laid.arrays["targets"])
+    assert extent.tokens > len(laid.arrays["token_ids"]) and extent.segments > laid.sequences
     with policy._training():
         passed = policy._differentiate(objective, "old", policy.optimizer.collect, filled(laid, extent))
     found, values = RowResults(rows, passed).read()
@@ -120,7 +120,8 @@ def test_bounds_cover_all(samples: object) -> None:
 def test_sizes() -> None:
     """Powers of two and three quarters of them, 256 at least, and always a token more than there are."""
     laid = Laid.of(rows_of(ALONE, False), CPU)
-    assert Extent.covering(laid) == Extent(256, 0, 8, 256, 4, (256, 256))
+    assert Extent.covering(laid) == Extent(256, 0, 64, (512, 512))
+    assert Extent.covering(Laid.of(rows_of(SHARED, False), CPU)) == Extent(256, 512, 64, (512, 512))
     for count, tokens in ((254, 256), (255, 256), (256, 384), (383, 384), (384, 512), (768, 1024), (1535, 1536)):
         long = random_samples(0, (count - 20, 20))
         found = Extent.covering(Laid.of(pack(long, 4000, max_tokens=4000).rows, CPU))
