@@ -38,7 +38,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class Extent:
-    """Sizes a graph is captured for, few of them, so that most are met again. As many tokens are scored as there are."""
+    """Sizes a graph is captured for, few of them, so that most are met again. All tokens may be scored."""
 
     tokens: int
     keys: int  # a power of two times the tokens; 0 = no segment continues another
