@@ -171,8 +171,8 @@ Model files are in the page cache both times."""
 def quickstart(results: Results) -> Iterator[str]:
     yield """The quickstart's three files as they are, from the command to the end, only the model named: random weights
 after a few supervised steps on solved tasks, so that there is something to reward. fp8-hybrid, LoRA, noise, 8 prompts ×
-16. Times are of the median step; the reward is the mean of the first and of the last five steps; k3 is how far the
-policy's log-probs are from the sampler's."""
+16. Times are of the median step; the reward is the mean of the first and of the last ten steps, which 40 steps hardly
+move; k3 is how far the policy's log-probs are from the sampler's."""
     yield table_of(results.rows["quickstart"], QUICKSTART)
 
 

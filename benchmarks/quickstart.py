@@ -30,7 +30,7 @@ KEPT = ("reward/mean", "reward/std", "mismatch/k3", "policy/entropy", "optim/gra
         "time/train", "throughput/rollout_tok_s", "throughput/train_tok_s", "completion/length_mean",
         "completion/truncated_frac", "group/mixed_frac", "masked", "noise/sigma", "tokens/computed", "time/sync",
         "time/save", "time/idle")  # fmt: skip
-ENDS = 5  # steps at each end whose rewards are averaged
+ENDS = 10  # steps at each end whose rewards are averaged
 WRITE_S = 10.0
 SMOKE = ["train.recipe=fp32", "train.max_steps=2", "orch.max_steps=2", "orch.batch_size=8",
          "orch.rollouts_per_example=4", "orch.sampling.max_tokens=16", "train.sequence_len=256",

@@ -85,9 +85,9 @@ def guarded(
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else EXIT_USAGE
     except ModuleNotFoundError as error:
-        if not error.name or error.name.split(".")[0] == "shoal":
+        if not error.name or "." in error.name or error.name == "shoal":  # a part of what is there: versions differ
             return _bug(error, arguments, tell)
-        tell(_missing(error.name.split(".")[0], error), error)
+        tell(_missing(error.name, error), error)
         return EXIT_USAGE
     except Exception as error:
         return _bug(error, arguments, tell)

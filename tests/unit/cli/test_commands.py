@@ -292,6 +292,15 @@ def test_a_package_that_is_missing_is_no_bug(capsys: pytest.CaptureFixture[str],
     assert "the Python package opentelemetry_gone, which fastapi imports, is missing; install Shoal again" in err
 
 
+def test_a_part_of_a_package_that_is_missing_is_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def outdated() -> None:
+        exec("import json.of_a_later_release")
+
+    monkeypatch.setattr("shoal.cli.init.example_files", outdated)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["init", "there"]) == 70
+
+
 def test_interrupt_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     def interrupted() -> None:
         raise KeyboardInterrupt
