@@ -12,6 +12,8 @@ from torch import Tensor
 from shoal.models import fused
 from shoal.models.attention import Packed, Shape
 from shoal.models.decoder import Decoder
+from shoal.models.kept import Kept
+from shoal.models.logprobs import Head, token_logprobs
 from shoal.types import Rollout
 from support.engines import ask, make_engine, run
 from support.models import ARCHITECTURES, EOS, VOCABULARY, WINDOW, as_decoder, lora_decoder, random_prompts, small_model
@@ -254,6 +256,32 @@ def test_narrowed_draws_inside_the_graph() -> None:
         assert answer.token_ids == eager[name].token_ids
         assert [set(k) for k in answer.kept_ids or []] == [set(k) for k in eager[name].kept_ids or []]
         np.testing.assert_allclose(answer.logprobs, eager[name].logprobs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+def test_narrowed_log_probs(dtype: torch.dtype) -> None:
+    """Some ids kept, some banned, and all: log-probs and gradients as float64 has them, and no wait for the device."""
+    tokens, width, vocabulary = 300, 64, 5000
+    made = torch.randn(tokens, width, device=CUDA).to(dtype), torch.randn(vocabulary, width, device=CUDA).to(dtype)
+    targets = torch.randint(0, vocabulary, (tokens,), device=CUDA)
+    ids = [None if t % 3 == 0 else [i, 3, 4999] if t % 3 == 1 else [~((i + 1) % vocabulary)]
+           for t, i in enumerate(targets.tolist())]  # fmt: skip
+    temperatures = torch.linspace(0.5, 2, tokens, device=CUDA)
+    kept = Kept(ids, CUDA)
+    found = []
+    for kind in (torch.float64, dtype):
+        hidden, weight = (t.detach().to(kind).clone().requires_grad_() for t in made)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            head = Head(lambda h, w=weight: h @ w.T, weight)
+            scored = token_logprobs(head, hidden, targets, temperatures, vocabulary, kept)
+            scored.logprobs.sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append((scored.logprobs, scored.entropy, hidden.grad, weight.grad))
+    assert "_Tiles" in type(scored.logprobs.grad_fn).__name__
+    for exact, ours in zip(*found, strict=True):
+        assert (exact - ours).norm() / exact.norm() < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))

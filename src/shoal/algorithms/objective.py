@@ -31,6 +31,11 @@ class Objective:
             raise ValueError(f"loss {self.loss.name} takes no KL penalty; remove loss.kl")
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether it does the same every time it is called, which of a user's own function nobody knows."""
+        return not isinstance(self.loss, CustomLoss)
+
+    @property
     def needs_reference(self) -> bool:
         return self.kl is not None
 

@@ -97,6 +97,7 @@ def make_policy(
 ) -> TrainedPolicy:
     """`sum_gradients` over the processes that train together; sharded weights do it by themselves, over `mesh`."""
     from shoal.models import lora
+    from shoal.trainer.graphs import PassGraphs
     from shoal.trainer.optimizer import AdamSettings, MasterAdamW
     from shoal.trainer.policy import TrainedPolicy
     from shoal.trainer.schedule import Schedule
@@ -124,7 +125,14 @@ def make_policy(
     )
     summing = sum_gradients if model.sharded is None else None
     reference = _reference(train, model, mesh)
-    return TrainedPolicy(model.trained, optimizer, schedule, train.max_grad_norm, reference, summing)
+    graphs = PassGraphs(model.trained.device) if _may_capture(model) else None
+    return TrainedPolicy(model.trained, optimizer, schedule, train.max_grad_norm, reference, summing, graphs)
+
+
+def _may_capture(model: Model) -> bool:
+    """Packed attention in 16 bits is all that is captured; what gathers weights on the way is not."""
+    decoder = model.trained
+    return decoder.device.type == "cuda" and decoder.dtype.itemsize == 2 and model.sharded is None
 
 
 def _reference(train: TrainConfig, model: Model, mesh: Any) -> Reference | None:

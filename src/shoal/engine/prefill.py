@@ -160,7 +160,7 @@ class Prefill:
 
     def _capture(self, prompts: Prompts, extent: Extent) -> _Captured:
         inputs = {name: tensor.clone() for name, tensor in upload(prompts.padded(extent), self._device).items()}
-        context = Packed.planned(inputs["starts"], extent.longest, self._writer(inputs))
+        context = Packed.planned({"starts": inputs["starts"]}, (extent.longest, extent.longest), self._writer(inputs))
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -9,6 +9,7 @@ continues another, to that one. With a cache writer it is prefill: keys and valu
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -137,10 +138,13 @@ class Packed:
             raise ValueError("a prefix continues no other segment, and a prefill has none")
 
     @staticmethod
-    def planned(starts: Tensor, longest: int, writer: CacheWriter | None = None) -> Packed:
-        """Segments whose bounds only the device knows, none longer than `longest`: for graphs, on a GPU in 16 bits."""
-        context = Packed(np.zeros(1), starts.device, writer)
-        context._plans["varlen"] = ({"starts": starts, "key_starts": starts}, longest, longest)
+    def planned(plan: Mapping[str, Tensor], longest: tuple[int, int], writer: CacheWriter | None = None) -> Packed:
+        """Segments whose bounds only the device knows, none with more queries and keys than `longest`.
+
+        For graphs, on a GPU in 16 bits. `plan` is what `bounds` gives, on the device.
+        """
+        context = Packed(np.zeros(1), plan["starts"].device, writer)
+        context._plans["varlen"] = ({"key_starts": plan["starts"], **plan}, *longest)
         return context
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
@@ -160,7 +164,7 @@ class Packed:
         extra: dict[str, Any] = {"enable_gqa": True} if _VARLEN_GQA_FLAG else {}
         window = (shape.window - 1, 0) if shape.window is not None else (-1, 0)
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        if self.prefixes is not None:
+        if "keys" in plan:
             key, value = (_TakeTokens.apply(x, plan["keys"]) for x in (key, value))  # type: ignore[misc]
         # With fewer queries than keys the kernel aligns both at their ends (lower right, as torch.nn.attention.bias
         # calls it), in the causal mask and in the window: a query stands after all keys of its prefix.
@@ -179,7 +183,12 @@ class Packed:
         return out.unsqueeze(0)  # type: ignore[union-attr]
 
     def _varlen_plan(self) -> tuple[dict[str, Tensor], int, int]:
-        """Bounds of queries and keys, where each key lies, and the longest run of either."""
+        arrays, longest, longest_keys = self.bounds()
+        plan = upload(arrays, self.device)
+        return {"key_starts": plan["starts"], **plan}, longest, longest_keys
+
+    def bounds(self) -> tuple[dict[str, np.ndarray], int, int]:
+        """Where queries begin, where keys do and where each lies if segments share any; the longest run of either."""
         arrays = {"starts": self.starts.astype(np.int32)}
         longest = longest_keys = int(np.diff(self.starts).max())
         if self.prefixes is not None:
@@ -187,8 +196,7 @@ class Packed:
             arrays["keys"] = np.concatenate(keys).astype(np.int32)
             arrays["key_starts"] = np.cumsum([0, *map(len, keys)]).astype(np.int32)
             longest_keys = max(map(len, keys))
-        plan = upload(arrays, self.device)
-        return {"key_starts": plan["starts"], **plan}, longest, longest_keys
+        return arrays, longest, longest_keys
 
     def _keys_of(self, segment: int) -> np.ndarray:
         """Where the keys of a segment lie, in the order of their positions."""

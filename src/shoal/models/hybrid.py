@@ -43,7 +43,7 @@ def _layer_class() -> type[Any]:
         def forward(self, input: Tensor) -> Tensor:
             if not self.switch.on:
                 return F.linear(input, self.weight, self.bias)
-            if kernels.available(input.is_cuda) and input.is_cuda:
+            if input.is_cuda and kernels.available(True):
                 output = _Product.apply(input, self.weight, self)
             elif self.weight.requires_grad:
                 return super().forward(input)
@@ -62,7 +62,7 @@ class _Product(torch.autograd.Function):
         from shoal.models.kernels.fp8 import rounded
 
         x, w = input.flatten(0, -2).contiguous(), weight.contiguous()
-        ctx.save_for_backward(x, w)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
         ctx.layer, ctx.tops, ctx.shape = layer, (_top(x), _top_of_weight(w, layer)), input.shape
         x8, w8 = (rounded(t, E4M3, top) for t, top in zip((x, w), ctx.tops, strict=True))
         assert x8.plain is not None and w8.plain is not None
@@ -97,9 +97,10 @@ def _top(x: Tensor) -> Tensor:
 
 def _top_of_weight(weight: Tensor, layer: Any) -> Tensor:
     """A frozen weight's largest number is looked for once."""
-    if weight.requires_grad:
+    own = layer.weight  # `weight` is it, or a copy of it that lies in one piece
+    if own.requires_grad:
         return _top(weight)
-    now = (weight.data_ptr(), weight._version)
+    now = (own.data_ptr(), own._version)
     if getattr(layer, "frozen_top", (None, None))[0] != now:
         layer.frozen_top = (now, _top(weight))
     return layer.frozen_top[1]

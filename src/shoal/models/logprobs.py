@@ -5,8 +5,9 @@ Called by the trainer with gradients and by parity tests without; the sampler ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shoal.models import kernels
+from shoal.models.kept import Kept
 
 
 @dataclass(frozen=True)
@@ -41,23 +43,19 @@ def token_logprobs(
     targets: Tensor,  # [T]
     temperatures: Tensor,  # [T]
     vocab_size: int,
-    kept_ids: Sequence[Sequence[int] | None] | None = None,
+    kept: Kept | None = None,
 ) -> Scored:
     """Log-prob of each target at its own temperature, over the kept ids where the sampler truncated."""
-    narrowed = kept_ids is not None and any(kept_ids)
-    if head.weight is not None and not narrowed and kernels.available(hidden.is_cuda) and hidden.dtype != torch.float64:
+    if head.weight is not None and kernels.available(hidden.is_cuda) and hidden.dtype != torch.float64:
         weight = head.weight.to(hidden.dtype)
-        return Scored(*_Tiles.apply(hidden, weight, targets, temperatures.float()))  # type: ignore[misc]
+        return Scored(*_Tiles.apply(hidden, weight, targets, temperatures.float(), kept))  # type: ignore[misc]
     rows = max(1, TILE_NUMBERS.get(hidden.device.type, 1 << 25) // vocab_size)
     if hidden.shape[0] <= rows:
-        return Scored(
-            *_tile(head.logits, hidden, targets, temperatures, _kept_mask(kept_ids, vocab_size, hidden.device))
-        )
+        return Scored(*_tile(head.logits, hidden, targets, temperatures, _narrow(kept, 0)))
     logprobs, entropies = [], []
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
-        kept = _kept_mask(kept_ids[part] if kept_ids is not None else None, vocab_size, hidden.device)
-        arguments = (head.logits, hidden[part], targets[part], temperatures[part], kept)
+        arguments = (head.logits, hidden[part], targets[part], temperatures[part], _narrow(kept, start))
         if torch.is_grad_enabled():
             logprob, entropy = checkpoint(_tile, *arguments, use_reentrant=False)  # type: ignore[misc]
         else:
@@ -75,16 +73,17 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, kept: Kept | None
     ) -> tuple[Tensor, Tensor]:
         from shoal.models.kernels.logprobs import score
 
         tiles = [
-            score(hidden[part] @ weight.T, targets[part], temperatures[part])
+            score(_narrow(kept, part.start)(hidden[part] @ weight.T), targets[part], temperatures[part])
             for part in _parts(len(hidden), weight.shape[0])
         ]
         logprobs, entropies, totals = (torch.cat(x) for x in zip(*tiles, strict=True))
         ctx.save_for_backward(hidden, weight, targets, temperatures, totals)
+        ctx.kept = kept
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
@@ -97,12 +96,12 @@ class _Tiles(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)
         d_weight: Tensor | None = None
         for part in _parts(len(hidden), weight.shape[0]):
-            logits = hidden[part] @ weight.T
+            logits = _narrow(ctx.kept, part.start)(hidden[part] @ weight.T)
             gradient = differentiate_(logits, targets[part], temperatures[part], totals[part], d_logprobs[part])
             torch.mm(gradient, weight, out=d_hidden[part])
             if ctx.needs_input_grad[1]:
                 d_weight = _add_product(d_weight, gradient.T, hidden[part])
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
 
 
 def _parts(rows: int, width: int) -> list[slice]:
@@ -122,12 +121,14 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _tile(
-    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperatures: Tensor, kept: Tensor | None
+    logits_of: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    narrow: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     logits = logits_of(hidden)
-    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperatures[:, None]
-    if kept is not None:
-        logits = logits.masked_fill(~kept, float("-inf"))
+    logits = narrow((logits if logits.dtype == torch.float64 else logits.float()) / temperatures[:, None])
     logprobs = torch.log_softmax(logits, -1)
     with torch.no_grad():
         # A dropped id has probability 0 and log-prob -inf; its share of the entropy is 0.
@@ -135,15 +136,9 @@ def _tile(
     return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
 
-def _kept_mask(kept_ids: Sequence[Sequence[int] | None] | None, vocab_size: int, device: torch.device) -> Tensor | None:
-    """What each token could be drawn from: kept ids, or all but banned ones (~id), or everything."""
-    if kept_ids is None or not any(kept_ids):
-        return None
-    mask = torch.zeros(len(kept_ids), vocab_size, dtype=torch.bool)
-    for row, ids in enumerate(kept_ids):
-        if not ids or ids[0] < 0:
-            mask[row] = True
-            mask[row, [~i for i in ids or ()]] = False
-        else:
-            mask[row, list(ids)] = True
-    return mask.to(device)
+def _narrow(kept: Kept | None, start: int) -> Callable[[Tensor], Tensor]:
+    return partial(kept.narrow, start) if kept is not None else _all_of
+
+
+def _all_of(logits: Tensor) -> Tensor:
+    return logits

@@ -5,8 +5,9 @@ Made by the policy for each forward. Per-token tensors are [T] over all tokens o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from shoal.algorithms.inputs import LossInputs, MismatchSource
 from shoal.models.attention import Packed
+from shoal.models.kept import Kept
 from shoal.models.upload import upload
 from shoal.types import Row
 
@@ -22,19 +24,16 @@ SCORED_IF_GIVEN = ("old_logprobs", "reference_logprobs")
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    token_ids: Tensor  # [T]
-    position_ids: Tensor  # [T]
-    context: Packed
-    before: Tensor  # [N], where the state lies that predicts each scored token
-    targets: Tensor  # [N]
-    kept_ids: list[list[int] | None] | None  # [N]
-    sequence_ids: Tensor  # [N], rollouts numbered through
-    num_sequences: int
-    scored: dict[str, Tensor]  # [N] each: temperatures, weights, advantages and the log-probs the rows came with
+class Laid:
+    """Rows end to end, still on the host."""
 
-    @classmethod
-    def upload(cls, rows: Sequence[Row], device: torch.device) -> MicroBatch:
+    arrays: dict[str, np.ndarray]
+    context: Packed
+    kept: Kept | None
+    sequences: int
+
+    @staticmethod
+    def of(rows: Sequence[Row], device: torch.device) -> Laid:
         before_row = np.cumsum([0, *(row.tokens for row in rows)])[:-1]
         rollouts = np.cumsum([0, *(len(row.rollout_ids) for row in rows)])
         at = np.flatnonzero(np.concatenate([row.loss_mask for row in rows]))
@@ -48,19 +47,48 @@ class MicroBatch:
             "before": before[at],
             "targets": ids[at],
             "sequence_ids": np.concatenate(sequences),
+            "loss_mask": np.ones(len(at), dtype=bool),
             **{name: np.concatenate([getattr(row, name)[row.loss_mask] for row in rows]) for name in (*SCORED, *given)},
         }
-        found = upload(arrays, device)
+        return Laid(arrays, _context(rows, before_row, device), _kept(rows, device), int(rollouts[-1]))
+
+    @cached_property
+    def bounds(self) -> tuple[dict[str, np.ndarray], int, int]:
+        return self.context.bounds()
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    token_ids: Tensor  # [T]
+    position_ids: Tensor  # [T]
+    context: Packed
+    before: Tensor  # [N], where the state lies that predicts each scored token
+    targets: Tensor  # [N]
+    kept: Kept | None  # of the [N], where the sampler narrowed its choice
+    sequence_ids: Tensor  # [N], rollouts numbered through
+    num_sequences: int
+    scored: dict[str, Tensor]  # [N] each: temperatures, weights, advantages and the log-probs the rows came with
+    loss_mask: Tensor  # [N], false where nothing stands
+
+    @classmethod
+    def upload(cls, laid: Laid, device: torch.device) -> MicroBatch:
+        return cls.made_of(upload(laid.arrays, device), laid.context, laid.sequences, laid.kept)
+
+    @classmethod
+    def made_of(
+        cls, found: Mapping[str, Tensor], context: Packed, sequences: int, kept: Kept | None = None
+    ) -> MicroBatch:
         return cls(
             found["token_ids"],
             found["position_ids"],
-            _context(rows, before_row, device),
+            context,
             found["before"],
             found["targets"],
-            _scored_kept(rows),
+            kept,
             found["sequence_ids"],
-            int(rollouts[-1]),
-            {name: found[name] for name in (*SCORED, *given)},
+            sequences,
+            {name: found[name] for name in (*SCORED, *SCORED_IF_GIVEN) if name in found},
+            found["loss_mask"],
         )
 
     def loss_inputs(self, policy_logprobs: Tensor, mismatch_from: MismatchSource) -> LossInputs:
@@ -73,7 +101,7 @@ class MicroBatch:
             policy_logprobs=policy_logprobs,
             old_logprobs=sampler if old is None else old,
             sampler_logprobs=sampler,
-            loss_mask=torch.ones(len(sampler), dtype=torch.bool, device=sampler.device),
+            loss_mask=self.loss_mask,
             advantages=self.scored["advantages"],
             sequence_ids=self.sequence_ids,
             num_sequences=self.num_sequences,
@@ -104,11 +132,11 @@ def _context(rows: Sequence[Row], before_row: np.ndarray, device: torch.device) 
     return Packed(np.concatenate([[0], *starts]), device, prefixes=np.concatenate(prefixes))
 
 
-def _scored_kept(rows: Sequence[Row]) -> list[list[int] | None] | None:
+def _kept(rows: Sequence[Row], device: torch.device) -> Kept | None:
     if all(row.kept_ids is None for row in rows):
         return None
-    kept: list[list[int] | None] = []
+    ids: list[list[int] | None] = []
     for row in rows:
-        ids = row.kept_ids or [None] * row.tokens
-        kept += [ids[t] for t in np.flatnonzero(row.loss_mask)]
-    return kept
+        of_row = row.kept_ids or [None] * row.tokens
+        ids += [of_row[t] for t in np.flatnonzero(row.loss_mask)]
+    return Kept(ids, device) if any(ids) else None

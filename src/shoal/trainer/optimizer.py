@@ -46,6 +46,7 @@ class MasterAdamW:
         plain = [t for t in self._stepped.values() if t.ndim < 2]
         groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         common = {"lr": 0.0, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
+        self._sums: list[Tensor] | None = None  # gradients that stay in place, where a graph adds to them
         self._eight_bit = settings.eight_bit
         self._adam = _make_adam([g for g in groups if g["params"]], common, settings.eight_bit)
 
@@ -121,8 +122,22 @@ class MasterAdamW:
         return sum(local_part(t).numel() * t.element_size() for t in (*own, *moments))
 
     def zero_grad(self) -> None:
+        if self._sums is not None:
+            torch._foreach_zero_(self._sums)
+            return
         for tensor in (*self.masters.values(), *self._stepped.values()):
             tensor.grad = None
+
+    def collect(self, loss: Tensor) -> None:
+        """The gradient added where it lies from now on, as a graph needs it; otherwise it comes with the backward."""
+        if self._sums is None:
+            for master in self.masters.values():
+                if master.grad is None:
+                    master.grad = torch.zeros_like(master)
+            self._sums = [master.grad for master in self.masters.values() if master.grad is not None]
+        found = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
+        used = [(total, grad) for total, grad in zip(self._sums, found, strict=True) if grad is not None]
+        torch._foreach_add_([total for total, _ in used], [grad for _, grad in used])
 
     @property
     def moment_bytes(self) -> int:

@@ -5,9 +5,10 @@ Runs on one thread, the device's. Knows no algorithm: the objective turns log-pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from shoal.algorithms.inputs import LossInputs, Metrics, MismatchSource
 from shoal.models.decoder import Decoder
 from shoal.models.logprobs import Scored, token_logprobs
 from shoal.models.sharded import ShardedDecoder
-from shoal.trainer.micro_batch import MicroBatch, spread_over_rows
+from shoal.trainer.graphs import Passed, PassGraphs
+from shoal.trainer.micro_batch import Laid, MicroBatch, spread_over_rows
 from shoal.trainer.optimizer import AdamSettings, MasterAdamW
 from shoal.trainer.schedule import Schedule
 from shoal.types import Row
@@ -47,18 +49,14 @@ class OwnStep:
 class RowResults:
     """What one micro-batch came to, still on the device; `read` waits for it, once."""
 
-    metrics: Metrics
     _rows: Sequence[Row]
-    _logprobs: Tensor  # [scored tokens of all rows]
+    _passed: Passed
 
     def read(self) -> tuple[dict[str, tuple[float, float]], list[np.ndarray]]:
-        """Everything in one copy. Sums, counts and log-probs all fit into float64 as they are."""
-        if not self._rows:
-            return {}, []
-        pairs = torch.stack([number.detach().double() for pair in self.metrics.values() for number in pair])
-        values = torch.cat([pairs, self._logprobs.double()]).cpu()
-        numbers, logprobs = values[: len(pairs)].tolist(), values[len(pairs) :]
-        metrics = dict(zip(self.metrics, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
+        """Everything in one copy."""
+        names, values = self._passed.names, self._passed.values.cpu()
+        numbers, logprobs = values[: 2 * len(names)].tolist(), values[2 * len(names) :]
+        metrics = dict(zip(names, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
         return metrics, spread_over_rows(self._rows, logprobs)
 
 
@@ -71,6 +69,7 @@ class TrainedPolicy:
         max_grad_norm: float = 1.0,
         reference: Reference | None = None,
         sum_gradients: Callable[[Mapping[str, Tensor]], None] | None = None,
+        graphs: PassGraphs | None = None,
     ) -> None:
         self.decoder = decoder
         self.optimizer = optimizer
@@ -78,32 +77,35 @@ class TrainedPolicy:
         self.max_grad_norm = max_grad_norm
         self.reference = reference
         self.optimizer_steps = 0
+        self.shares_prefixes = not _is_random(decoder)
         self._sum_gradients = sum_gradients  # over the processes that train together
-
-    @property
-    def shares_prefixes(self) -> bool:
-        return not _is_random(self.decoder)
+        self._graphs = graphs
 
     @property
     def passes_together(self) -> bool:
         """True where weights are sharded: a pass of one rank is a pass of all of them."""
         return isinstance(self.decoder, ShardedDecoder)
 
-    @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        if not rows:
-            return self._accompany(self.decoder)
-        return spread_over_rows(rows, self._score(self.decoder, MicroBatch.upload(rows, self.decoder.device)).logprobs)
+        return self._logprobs(rows, self.decoder, "policy")
 
-    @torch.no_grad()
     def reference_logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
         if self.reference is None:
             raise RuntimeError("this policy has no reference model")
-        decoder = self.reference.decoder
         with self.reference.within():
-            if not rows:
-                return self._accompany(decoder)
-            return spread_over_rows(rows, self._score(decoder, MicroBatch.upload(rows, decoder.device)).logprobs)
+            return self._logprobs(rows, self.reference.decoder, "reference")
+
+    @torch.no_grad()
+    def _logprobs(self, rows: Sequence[Row], decoder: Decoder, whose: str) -> list[np.ndarray]:
+        if not rows:
+            return self._accompany(decoder)
+        laid = Laid.of(rows, decoder.device)
+
+        def score(micro: MicroBatch) -> Passed:
+            return Passed((), self._score(decoder, micro).logprobs)
+
+        passed = self._captured(decoder, whose, laid, score) or score(MicroBatch.upload(laid, decoder.device))
+        return spread_over_rows(rows, passed.values)
 
     def forward_backward(
         self, rows: Sequence[Row], objective: Objective, mismatch_from: MismatchSource = "old"
@@ -112,15 +114,37 @@ class TrainedPolicy:
         if not rows:
             with self._training():
                 (_score_anything(self.decoder, 1, 1).logprobs.sum() * 0).backward()
-            return RowResults({}, rows, torch.zeros(0))
-        micro = MicroBatch.upload(rows, self.decoder.device)
+            return RowResults(rows, Passed((), torch.zeros(0)))
+        laid = Laid.of(rows, self.decoder.device)
         with self._training():
-            scored = self._score(self.decoder, micro)
-            inputs = micro.loss_inputs(scored.logprobs, mismatch_from)
-            loss, metrics = objective(inputs, micro.scored["weights"])
-            loss.backward()
+            passed = None
+            if getattr(objective, "is_fixed", False):
+                collect = partial(self._differentiate, objective, mismatch_from, self.optimizer.collect)
+                passed = self._captured(self.decoder, (objective, mismatch_from), laid, collect)
+            if passed is None:
+                micro = MicroBatch.upload(laid, self.decoder.device)
+                passed = self._differentiate(objective, mismatch_from, torch.Tensor.backward, micro)
+        return RowResults(rows, passed)
+
+    def _differentiate(
+        self, objective: Objective, mismatch_from: MismatchSource, collect: Callable[[Tensor], None], micro: MicroBatch
+    ) -> Passed:
+        scored = self._score(self.decoder, micro)
+        inputs = micro.loss_inputs(scored.logprobs, mismatch_from)
+        loss, metrics = objective(inputs, micro.scored["weights"])
+        collect(loss)
         metrics["policy/entropy"] = inputs.token_metric(scored.entropy)
-        return RowResults(metrics, rows, scored.logprobs.detach())
+        return Passed.of(metrics, scored.logprobs)
+
+    def _captured(
+        self, decoder: Decoder, kind: Hashable, laid: Laid, work: Callable[[MicroBatch], Passed]
+    ) -> Passed | None:
+        """As a graph, where it can be one: what is made twice, or differs from pass to pass, cannot."""
+        if self._graphs is None or decoder.fused is None or not self.shares_prefixes:
+            return None
+        if torch.is_grad_enabled() and decoder.fused.recompute:
+            return None
+        return self._graphs.run(kind, laid, work)
 
     def _accompany(self, decoder: Decoder) -> list[np.ndarray]:
         """A pass over one token that nobody reads: the other ranks need this one's share of the weights."""
@@ -162,9 +186,7 @@ class TrainedPolicy:
                 hidden = decoder.hidden(micro.token_ids[None], micro.position_ids[None], micro.context)[0]
             # The state before a token predicts it. For the first after a shared prefix that is the prefix's last.
             states, temperatures = hidden[micro.before], micro.scored["temperatures"]
-            scored = token_logprobs(
-                decoder.head, states, micro.targets, temperatures, decoder.vocab_size, micro.kept_ids
-            )
+            scored = token_logprobs(decoder.head, states, micro.targets, temperatures, decoder.vocab_size, micro.kept)
             return scored.logprobs, scored.entropy
 
         return Scored(*decoder.gathered(score))

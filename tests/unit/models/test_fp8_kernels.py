@@ -52,6 +52,7 @@ def test_the_products(trained: bool) -> None:
         layer = SimpleNamespace(linear_mm_config=SimpleNamespace(output=how, grad_input=how, grad_weight=how))
         x = (torch.randint(-7, 8, (11, 32)) / 4).bfloat16().requires_grad_()
         weight = (torch.randint(-7, 8, (48, 32)) / 8).bfloat16().requires_grad_({trained})
+        layer.weight = weight
         upstream = (torch.randint(-3, 4, (11, 48)) / 4).bfloat16()
         out = _Product.apply(x, weight, layer)
         out.backward(upstream)

@@ -89,21 +89,28 @@ def test_swiglu_forward_and_backward() -> None:
     """)
 
 
+@pytest.mark.parametrize("narrowed", (False, True), ids=("all ids", "some ids"))
 @pytest.mark.parametrize("tile", (1 << 29, 3 * 5000))
-def test_log_probs_and_entropy(tile: int) -> None:
+def test_log_probs_and_entropy(tile: int, narrowed: bool) -> None:
     """In one tile and in several: values and gradients of the log-probs, against float64."""
     run_interpreted(f"""
         from shoal.models import logprobs
+        from shoal.models.kept import Kept
         from shoal.models.logprobs import Head, token_logprobs
         logprobs.KERNEL_TILE_NUMBERS = {tile}
         tokens, width, vocabulary = 8, 12, 5000
         made = torch.randn(tokens, width), torch.randn(vocabulary, width)
         targets = torch.randint(0, vocabulary, (tokens,))
         temperatures = torch.linspace(0.5, 2, tokens)
+        kept = None
+        if {narrowed}:
+            some = [[int(target), 3, 4999] for target in targets]
+            kept = Kept([None, some[1], [~7, ~4998], some[3], some[4], None, [~0], some[7]], torch.device("cpu"))
         found = []
         for dtype in (torch.float64, torch.float32):
             hidden, weight = (t.detach().to(dtype).clone().requires_grad_() for t in made)
-            scored = token_logprobs(Head(lambda h: h @ weight.T, weight), hidden, targets, temperatures, vocabulary)
+            head = Head(lambda h: h @ weight.T, weight)
+            scored = token_logprobs(head, hidden, targets, temperatures, vocabulary, kept)
             (scored.logprobs * torch.arange(1, tokens + 1)).sum().backward()
             found.append((scored.logprobs, scored.entropy, hidden.grad, weight.grad))
         assert "_Tiles" in type(scored.logprobs.grad_fn).__name__

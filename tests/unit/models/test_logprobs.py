@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.models import logprobs
+from shoal.models.kept import Kept
 from shoal.models.logprobs import Head, token_logprobs
 
 VOCABULARY, WIDTH, TOKENS = 50, 8, 23
@@ -37,6 +38,10 @@ def in_numpy(kept: list[list[int] | None] | None = None) -> tuple[np.ndarray, np
     return np.array(chosen), np.array(entropies)
 
 
+def listed(kept: list[list[int] | None] | None) -> Kept | None:
+    return None if kept is None else Kept(kept, torch.device("cpu"))
+
+
 head = Head(lambda hidden: hidden @ WEIGHT.T.to(hidden.dtype))
 
 
@@ -48,7 +53,7 @@ def tile(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
 @pytest.mark.parametrize("kept", (None, KEPT), ids=("whole", "kept"))
 def test_against_numpy(rows: int, kept: list[list[int] | None] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     tile(monkeypatch, rows)
-    scored = token_logprobs(head, HIDDEN, TARGETS, TEMPERATURES, VOCABULARY, kept)
+    scored = token_logprobs(head, HIDDEN, TARGETS, TEMPERATURES, VOCABULARY, listed(kept))
     chosen, entropies = in_numpy(kept)
     assert scored.logprobs.dtype == torch.float64
     np.testing.assert_allclose(scored.logprobs, chosen, rtol=0, atol=1e-12)
@@ -71,7 +76,9 @@ def test_tiles_give_the_same_gradient(kept: list[list[int] | None] | None, monke
         tile(monkeypatch, rows)
         hidden = HIDDEN.clone().requires_grad_()
         weight = WEIGHT.clone().requires_grad_()
-        scored = token_logprobs(Head(lambda h, w=weight: h @ w.T), hidden, TARGETS, TEMPERATURES, VOCABULARY, kept)
+        scored = token_logprobs(
+            Head(lambda h, w=weight: h @ w.T), hidden, TARGETS, TEMPERATURES, VOCABULARY, listed(kept)
+        )
         assert scored.logprobs.requires_grad and not scored.entropy.requires_grad
         (scored.logprobs * torch.arange(TOKENS)).sum().backward()
         assert hidden.grad is not None and weight.grad is not None
@@ -117,5 +124,5 @@ def test_a_tile_is_not_kept_for_the_backward(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_certain_token_has_no_entropy() -> None:
-    scored = token_logprobs(head, HIDDEN[:1], TARGETS[:1], TEMPERATURES[:1], VOCABULARY, [[int(TARGETS[0])]])
+    scored = token_logprobs(head, HIDDEN[:1], TARGETS[:1], TEMPERATURES[:1], VOCABULARY, listed([[int(TARGETS[0])]]))
     assert scored.logprobs.item() == 0 and scored.entropy.item() == 0

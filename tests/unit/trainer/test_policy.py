@@ -10,7 +10,8 @@ import torch
 
 from shoal.algorithms.inputs import LossInputs, Metrics
 from shoal.models.decoder import Decoder
-from shoal.trainer.micro_batch import MicroBatch, spread_over_rows
+from shoal.trainer.graphs import Passed
+from shoal.trainer.micro_batch import Laid, MicroBatch, spread_over_rows
 from shoal.trainer.policy import Reference, RowResults, TrainedPolicy
 from shoal.trainer.schedule import Schedule
 from support.models import lora_decoder, small_decoder
@@ -103,7 +104,7 @@ def test_minibatches_against_one_old_snapshot() -> None:
 
 
 def test_old_logprobs_are_the_sampler_s_where_none_were_computed() -> None:
-    inputs = MicroBatch.upload(ROWS, CPU).loss_inputs(torch.zeros(int(ROWS[0].loss_mask.sum())), "old")
+    inputs = MicroBatch.upload(Laid.of(ROWS, CPU), CPU).loss_inputs(torch.zeros(int(ROWS[0].loss_mask.sum())), "old")
     assert torch.equal(inputs.old_logprobs, inputs.sampler_logprobs) and inputs.mismatch_from == "policy"
     assert inputs.reference_logprobs is None
 
@@ -112,7 +113,7 @@ def test_rollouts_are_numbered_through_the_rows_of_a_micro_batch() -> None:
     rows = pack(SAMPLES, 20).rows
     assert len(rows) > 1
     tokens = sum(int(row.loss_mask.sum()) for row in rows)
-    inputs = MicroBatch.upload(rows, CPU).loss_inputs(torch.zeros(tokens), "policy")
+    inputs = MicroBatch.upload(Laid.of(rows, CPU), CPU).loss_inputs(torch.zeros(tokens), "policy")
     assert inputs.num_sequences == len(SAMPLES)
     counts = np.bincount(inputs.sequence_ids.numpy(), minlength=len(SAMPLES))
     ids = [rollout_id for row in rows for rollout_id in row.rollout_ids]
@@ -166,7 +167,7 @@ def test_results_are_read_as_they_were_computed() -> None:
         "a": (torch.tensor(0.1), torch.tensor(2**24 + 1)),
         "b": (torch.tensor(0.1, dtype=torch.float64), torch.tensor(0)),
     }
-    metrics, (logprobs,) = RowResults(pairs, ROWS, torch.linspace(-3, 0, tokens)).read()
+    metrics, (logprobs,) = RowResults(ROWS, Passed.of(pairs, torch.linspace(-3, 0, tokens))).read()
     assert metrics == {"a": (float(np.float32(0.1)), 2**24 + 1), "b": (0.1, 0.0)}
     np.testing.assert_array_equal(logprobs[ROWS[0].loss_mask], torch.linspace(-3, 0, tokens).numpy())
 

@@ -27,7 +27,8 @@ def _score(logits, targets, temperatures, logprobs, entropies, totals, WIDTH, BL
         rescale = tl.exp(top - higher)
         weight = tl.exp(z - higher)
         mass = mass * rescale + weight
-        moment = moment * rescale + tl.where(columns < WIDTH, weight * z, 0.0)
+        # What could not be drawn has a logit of -inf and no share.
+        moment = moment * rescale + tl.where((columns < WIDTH) & (weight > 0), weight * z, 0.0)
         top = higher
     highest = tl.max(top, 0)
     share = tl.exp(top - highest)

@@ -1,0 +1,158 @@
+"""Passes over micro-batches as CUDA graphs: a small one takes the host longer to launch than the device to run.
+
+A pass of a size that was met before is captured, on inputs padded to that size. Tokens that fill up are a segment of
+their own, so every number is one, and no loss asks for them. Weights are read, and gradients are added, in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.algorithms.inputs import Metrics
+from shoal.models.attention import Packed
+from shoal.models.upload import upload
+from shoal.trainer.micro_batch import Laid, MicroBatch
+
+GRAPH_TOKENS = 8192  # of one micro-batch; larger ones keep the device busy however they are launched
+MAX_GRAPHS = 24  # each holds its inputs and results; what lies between shares one pool
+LEAST_TOKENS, LEAST_SEGMENTS, LEAST_LENGTH = 256, 64, 512
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a pass gives, still on the device: a pair of numbers a name, then one a scored token."""
+
+    names: tuple[str, ...]
+    values: Tensor  # [2 · names + scored] fp64, which sums, counts and log-probs all fit into as they are
+
+    @staticmethod
+    def of(metrics: Metrics, logprobs: Tensor) -> Passed:
+        pairs = torch.stack([number.detach().double() for pair in metrics.values() for number in pair])
+        return Passed(tuple(metrics), torch.cat([pairs, logprobs.detach().double()]))
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Sizes a graph is captured for, few of them, so that most are met again. All tokens may be scored."""
+
+    tokens: int
+    keys: int  # a power of two times the tokens; 0 = no segment continues another
+    segments: int
+    longest: tuple[int, int]  # queries and keys of one segment
+
+    @staticmethod
+    def covering(laid: Laid) -> Extent:
+        bounds, longest, longest_keys = laid.bounds
+        count = len(laid.arrays["token_ids"])
+        tokens = _size(count + 1)
+        filling = more_keys = tokens - count
+        keys = 0
+        if "keys" in bounds:
+            keys = tokens * _power(-(-(len(bounds["keys"]) + filling) // tokens))
+            more_keys = keys - len(bounds["keys"])
+        segments = _power(max(len(bounds["starts"]), laid.sequences), LEAST_SEGMENTS)
+        most = (_power(max(longest, filling), LEAST_LENGTH), _power(max(longest_keys, more_keys), LEAST_LENGTH))
+        return Extent(tokens, keys, segments, most)
+
+
+def _power(count: int, least: int = 1) -> int:
+    return max(least, 1 << max(count - 1, 0).bit_length())
+
+
+def _size(count: int) -> int:
+    """The next power of two, or three quarters of it."""
+    power = _power(count, LEAST_TOKENS)
+    return power * 3 // 4 if power > LEAST_TOKENS and count <= power * 3 // 4 else power
+
+
+def padded(laid: Laid, extent: Extent) -> dict[str, np.ndarray]:
+    """All that a pass reads, in the sizes of `extent`: one more segment of tokens, and scored ones under no mask."""
+    bounds, _, _ = laid.bounds
+    count = len(laid.arrays["token_ids"])
+    own = np.arange(count, extent.tokens)
+    fills = {"position_ids": own - count, "before": count, "temperatures": 1}
+    arrays: dict[str, np.ndarray] = {}
+    for name, given in laid.arrays.items():
+        full = np.zeros(extent.tokens, given.dtype)
+        full[len(given) :] = fills.get(name, 0)
+        full[: len(given)] = given
+        arrays[name] = full
+    arrays["starts"] = _bounded(bounds["starts"], extent.segments, extent.tokens)
+    if extent.keys:
+        known = bounds["keys"]
+        filling = np.full(extent.keys - len(known), count)
+        filling[len(filling) - len(own) :] = own
+        arrays["keys"] = np.concatenate([known, filling]).astype(np.int32)
+        arrays["key_starts"] = _bounded(bounds["key_starts"], extent.segments, extent.keys)
+    return arrays
+
+
+def _bounded(starts: np.ndarray, segments: int, end: int) -> np.ndarray:
+    """[segments + 1]: a segment more, up to `end`, and then some of nothing."""
+    full = np.full(segments + 1, end, dtype=np.int32)
+    full[: len(starts)] = starts
+    return full
+
+
+def micro_batch(found: Mapping[str, Tensor], extent: Extent) -> MicroBatch:
+    plan = {name: found[name] for name in ("starts", "keys", "key_starts") if name in found}
+    return MicroBatch.made_of(found, Packed.planned(plan, extent.longest), extent.segments)
+
+
+@dataclass
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: dict[str, Tensor]
+    passed: Passed
+
+
+class PassGraphs:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._met: set[Hashable] = set()
+        self._graphs: dict[Hashable, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def run(self, kind: Hashable, laid: Laid, work: Callable[[MicroBatch], Passed]) -> Passed | None:
+        """What `work` gives for the rows; None where it has to be done launch by launch."""
+        if laid.kept is not None or len(laid.arrays["token_ids"]) >= GRAPH_TOKENS:
+            return None
+        extent = Extent.covering(laid)
+        key = (kind, extent, frozenset(laid.arrays))
+        if key not in self._met or (key not in self._graphs and len(self._graphs) >= MAX_GRAPHS):
+            self._met.add(key)  # captured if it comes again
+            return None
+        arrays = padded(laid, extent)
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = self._capture(arrays, extent, work)
+            except torch.OutOfMemoryError:
+                self._met.discard(key)
+                return None
+        captured = self._graphs[key]
+        for name, tensor in upload(arrays, self._device).items():
+            captured.inputs[name].copy_(tensor)
+        captured.graph.replay()
+        # The next replay writes over what this one gave.
+        return Passed(captured.passed.names, captured.passed.values.clone())
+
+    def _capture(
+        self, arrays: dict[str, np.ndarray], extent: Extent, work: Callable[[MicroBatch], Passed]
+    ) -> _Captured:
+        inputs = {name: tensor.clone() for name, tensor in upload(arrays, self._device).items()}
+        micro = micro_batch(inputs, extent)
+        inputs["weights"].zero_()  # what only compiles kernels adds nothing to the gradient
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work(micro)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            passed = work(micro)
+        return _Captured(graph, inputs, passed)

@@ -1,0 +1,137 @@
+"""Micro-batches padded to the size of a graph: the same log-probs, metrics and gradients, and bounds that cover all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.algorithms.losses import LOSSES
+from shoal.algorithms.objective import Objective
+from shoal.algorithms.terms import CORRECTIONS, KLPenalty
+from shoal.models.attention import Packed
+from shoal.models.upload import upload
+from shoal.trainer.graphs import Extent, Passed, padded
+from shoal.trainer.micro_batch import Laid, MicroBatch
+from shoal.trainer.policy import RowResults, TrainedPolicy
+from shoal.types import Row
+from support.models import lora_decoder, small_decoder
+from support.training import gradients, grouped_samples, make_policy, pack, random_samples
+
+CPU = torch.device("cpu")
+ALONE = random_samples(0, (4, 8), (10, 6), (2, 12), (7, 3))
+SHARED = grouped_samples(0, (9, (5, 8, 3)), (4, (6, 6)))
+OBJECTIVES = {
+    **{name: Objective(loss()) for name, loss in LOSSES.items()},
+    **{f"grpo, {name}": Objective(LOSSES["grpo"](), correction()) for name, correction in CORRECTIONS.items()},
+    "grpo, kl": Objective(LOSSES["grpo"](), kl=KLPenalty(0.1, "k3")),
+}
+
+
+def rows_of(samples: object, reference: bool) -> list[Row]:
+    rows = pack(samples, 40).rows  # type: ignore[arg-type]
+    for row in rows:
+        row.old_logprobs = row.sampler_logprobs - 0.05
+        row.reference_logprobs = row.sampler_logprobs + 0.1 if reference else None
+    return rows
+
+
+def filled(laid: Laid, extent: Extent) -> MicroBatch:
+    """As a graph is given it, attention apart: without a GPU segments are read from the host."""
+    starts, prefixes = laid.context.starts, laid.context.prefixes
+    more = None if prefixes is None else np.append(prefixes, -1)
+    context = Packed(np.append(starts, extent.tokens), CPU, prefixes=more)
+    return MicroBatch.made_of(upload(padded(laid, extent), CPU), context, extent.segments)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("samples", (ALONE, SHARED), ids=("alone", "shared"))
+def test_padding_changes_nothing(name: str, samples: object) -> None:
+    """In float64, for every loss: what fills up takes no part."""
+    objective = OBJECTIVES[name]
+    rows = rows_of(samples, objective.needs_reference)
+    policy = make_policy(small_decoder(dtype=torch.float64))
+    metrics, logprobs = policy.forward_backward(rows, objective).read()
+    expected = gradients(policy)
+    laid = Laid.of(rows, CPU)
+    extent = Extent.covering(laid)
+    assert extent.tokens > len(laid.arrays["token_ids"]) and extent.segments > laid.sequences
+    with policy._training():
+        passed = policy._differentiate(objective, "old", policy.optimizer.collect, filled(laid, extent))
+    found, values = RowResults(rows, passed).read()
+    for key, pair in metrics.items():
+        np.testing.assert_allclose(found[key], pair, rtol=1e-12, atol=1e-12, err_msg=key)
+    for ours, theirs in zip(values, logprobs, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(gradients(policy), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_are_added_where_they_lie() -> None:
+    """Twice collected is twice as much, in the same place, beside a backward's; and an optimizer step takes it."""
+    rows = rows_of(ALONE, False)
+    objective = OBJECTIVES["grpo"]
+    policies = [make_policy(lora_decoder()) for _ in range(2)]
+    for _ in range(2):
+        policies[0].forward_backward(rows, objective)
+    collect_twice(policies[1], rows, objective)
+    places = {name: master.grad.data_ptr() for name, master in policies[1].optimizer.masters.items()}  # type: ignore[union-attr]
+    for policy in policies:
+        policy.forward_backward(rows, objective)
+    expected, found = (
+        {name: master.grad.clone() for name, master in policy.optimizer.masters.items()}  # type: ignore[union-attr]
+        for policy in policies
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
+    outcomes = [policy.optim_step() for policy in policies]
+    assert outcomes[0] == pytest.approx(outcomes[1], rel=1e-5)
+    assert {name: m.grad.data_ptr() for name, m in policies[1].optimizer.masters.items()} == places  # type: ignore[union-attr]
+    assert all(not m.grad.any() for m in policies[1].optimizer.masters.values())  # type: ignore[union-attr]
+
+
+def collect_twice(policy: TrainedPolicy, rows: list[Row], objective: Objective) -> None:
+    micro = MicroBatch.upload(Laid.of(rows, CPU), CPU)
+    with policy._training():
+        for _ in range(2):
+            policy._differentiate(objective, "old", policy.optimizer.collect, micro)
+
+
+@pytest.mark.parametrize("samples", (ALONE, SHARED), ids=("alone", "shared"))
+def test_bounds_cover_all(samples: object) -> None:
+    """Every real segment has its queries and keys; what is left is one segment, which sees what it needs."""
+    laid = Laid.of(rows_of(samples, False), CPU)
+    extent = Extent.covering(laid)
+    arrays = padded(laid, extent)
+    bounds = laid.bounds[0]
+    segments = len(bounds["starts"]) - 1
+    starts = arrays["starts"]
+    key_starts, keys = arrays.get("key_starts", starts), arrays.get("keys", np.arange(extent.tokens))
+    assert starts[segments + 1 :].tolist() == [extent.tokens] * (extent.segments - segments)
+    assert key_starts[-1] == len(keys) == (extent.keys or extent.tokens)
+    assert starts[: segments + 1].tolist() == bounds["starts"].tolist()
+    real_keys = bounds.get("keys", np.arange(bounds["starts"][-1]))
+    np.testing.assert_array_equal(keys[: key_starts[segments]], real_keys)
+    queries, seen = (np.diff(ends) for ends in (starts, key_starts))
+    assert (seen >= queries).all() and queries[segments] > 0
+    assert max(queries) <= extent.longest[0] and max(seen) <= extent.longest[1]
+    last = keys[key_starts[segments] : key_starts[segments + 1]]
+    assert last[-queries[segments] :].tolist() == list(range(starts[segments], extent.tokens))
+
+
+def test_sizes() -> None:
+    """Powers of two and three quarters of them, 256 at least, and always a token more than there are."""
+    laid = Laid.of(rows_of(ALONE, False), CPU)
+    assert Extent.covering(laid) == Extent(256, 0, 64, (512, 512))
+    assert Extent.covering(Laid.of(rows_of(SHARED, False), CPU)) == Extent(256, 512, 64, (512, 512))
+    for count, tokens in ((254, 256), (255, 256), (256, 384), (383, 384), (384, 512), (768, 1024), (1535, 1536)):
+        long = random_samples(0, (count - 20, 20))
+        found = Extent.covering(Laid.of(pack(long, 4000, max_tokens=4000).rows, CPU))
+        assert found.tokens == tokens, count
+
+
+def test_what_a_pass_gives_is_read_in_one_piece() -> None:
+    row = rows_of(ALONE, False)[0]
+    scored = int(row.loss_mask.sum())
+    values = torch.cat([torch.tensor([3.0, 4.0, 5.0, 0.0]), torch.arange(scored + 9)]).double()
+    metrics, (logprobs,) = RowResults([row], Passed(("one", "two"), values)).read()
+    assert metrics == {"one": (3, 4), "two": (5, 0)}
+    assert logprobs[row.loss_mask].tolist() == list(range(scored)) and not logprobs[~row.loss_mask].any()
