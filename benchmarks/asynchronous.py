@@ -162,6 +162,7 @@ def run_command(config: dict[str, Any], folder: Path, layout: str) -> dict[str, 
         "wall_s": wall_s,
         "sampler_idle": max(0.0, 1 - busy["rollout"] / wall_s),
         "trainer_idle": max(0.0, 1 - busy["train"] / wall_s),
+        "sync_s": sum(step.get("time/sync", 0.0) for step in steps) / len(steps),
     }
 
 
@@ -203,7 +204,7 @@ def main() -> None:
                 if layout == "engine process":
                     rows[first:] = predicted_rows(rows[first:], make_config(bench)["train"]["max_steps"])
                     write()
-    columns = ["layout", "level", "rollouts_per_s", "gain", "sampler_idle", "trainer_idle", "of_predicted"]
+    columns = ["layout", "level", "rollouts_per_s", "gain", "sampler_idle", "trainer_idle", "sync_s", "of_predicted"]
     print_table("running ahead", rows, columns)
 
 

@@ -23,7 +23,7 @@ from workload import TINY, begin, free, load, parser, peak_gib, reset_peak, wait
 from shoal.algorithms.losses import LOSSES
 from shoal.algorithms.objective import Objective
 from shoal.batching.pack import Packing, make_batches
-from shoal.models import fused
+from shoal.models import attention, fused
 from shoal.models.decoder import Decoder
 from shoal.models.lora import LoraSettings, trained_parameters
 from shoal.trainer.optimizer import AdamSettings, MasterAdamW
@@ -83,6 +83,9 @@ def make_policy(decoder: Decoder) -> TrainedPolicy:
 
 def prepare(decoder: Decoder, variant: Variant) -> None:
     decoder.recompute(variant.recompute)
+    if variant.compiled:
+        # What lays out a micro-batch runs once, in the first layer, in numpy.
+        attention.upload = torch.compiler.disable(attention.upload)
     if variant.own_modules:
         decoder.fused = None
         if variant.compiled:

@@ -6,7 +6,6 @@ Used by everything that writes into a run directory. `fault` marks the places wh
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -129,11 +128,6 @@ def fsync_tree(folder: Path) -> None:
 def open_to_read(path: Path) -> BufferedReader:
     fault(f"read:{path.name}")
     return path.open("rb")
-
-
-def hash_file(path: Path) -> str:
-    with open_to_read(path) as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
 def move_into_place(finished: Path, target: Path) -> None:

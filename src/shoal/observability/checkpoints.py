@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,6 @@ from shoal.observability.atomic import (
     TEMPORARY,
     fault,
     fsync_tree,
-    hash_file,
     move_into_place,
     open_to_read,
     remove_quietly,
@@ -30,8 +28,9 @@ from shoal.observability.atomic import (
     sweep_folder,
     write_atomic,
 )
+from shoal.observability.digest import digest_files
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 BEST = "best.json"
 REJECTED = "rejected-"
@@ -83,9 +82,9 @@ class CheckpointStore:
     def _seal(self, folder: Path, about: Mapping[str, Any]) -> None:
         fsync_tree(folder)
         fault("checkpoint:files")
-        files = {name: {"bytes": path.stat().st_size, "blake2b": ""} for name, path in _files(folder).items()}
-        for name, digest in _hash_all(folder, list(files)).items():
-            files[name]["blake2b"] = digest
+        found = _files(folder)
+        digests = dict(zip(found, digest_files(found.values()), strict=True))
+        files = {name: {"bytes": path.stat().st_size, "digest": digests[name]} for name, path in found.items()}
         manifest = {"format": FORMAT, **about, "files": files}
         manifest["digest"] = _digest(manifest)
         write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -166,15 +165,19 @@ class CheckpointStore:
 
 
 @contextmanager
-def write_folder(target: Path) -> Iterator[Path]:
-    """Yields a temporary folder beside `target` that takes its place when the block ends without an error."""
+def write_folder(target: Path, durable: bool = True) -> Iterator[Path]:
+    """Yields a temporary folder beside `target` that takes its place when the block ends without an error.
+
+    What is not `durable` may be gone, or there in part, after a machine went down; not after a process did.
+    """
     temporary = target.with_name(f"{TEMPORARY}{target.name}")
     try:
         with storage(f"save {target}"):
             remove_quietly(temporary)
             temporary.mkdir()
             yield temporary
-            fsync_tree(temporary)
+            if durable:
+                fsync_tree(temporary)
             fault("folder:synced")
             move_into_place(temporary, target)
     except BaseException as error:
@@ -199,11 +202,6 @@ def _files(folder: Path) -> dict[str, Path]:
         if path.is_file() and path != folder / MANIFEST:
             found[path.relative_to(folder).as_posix()] = path
     return found
-
-
-def _hash_all(folder: Path, names: list[str]) -> dict[str, str]:
-    with ThreadPoolExecutor(max_workers=4) as pool:  # hashing releases the interpreter lock
-        return dict(zip(names, pool.map(lambda name: hash_file(folder / name), names), strict=True))
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
@@ -237,6 +235,6 @@ def _compare(path: Path, expected: Mapping[str, Any]) -> None:
         size = found[name].stat().st_size
         if size != facts["bytes"]:
             raise StorageError(f"{path}/{name} has {size} bytes instead of {facts['bytes']}")
-    for name, digest in _hash_all(path, list(expected)).items():
-        if digest != expected[name]["blake2b"]:
+    for name, digest in zip(expected, digest_files(found[name] for name in expected), strict=True):
+        if digest != expected[name]["digest"]:
             raise StorageError(f"{path}/{name} was changed after it was written")

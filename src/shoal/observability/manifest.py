@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.errors import StorageError
-from shoal.observability.atomic import open_to_read
+from shoal.observability.digest import digest_files
 
 Kind = Literal["full", "lora"]
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -20,10 +20,10 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 def describe(folder: Path, version: int, kind: Kind) -> dict[str, Any]:
     """The manifest of a finished folder: every file in it, none of its folders."""
+    found = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != "manifest.json"]
+    digests = digest_files(found)
     files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name != "manifest.json"
+        path.name: {"bytes": path.stat().st_size, "digest": digest} for path, digest in zip(found, digests, strict=True)
     }
     about = {"version": version, "kind": kind, "transport": "filesystem"}
     return {**about, "path": str(folder.resolve()), "files": files}
@@ -43,8 +43,8 @@ def verify(manifest: Mapping[str, Any]) -> str:
 
 def version_hash(manifest: Mapping[str, Any]) -> str:
     """blake2b over the version and the hashes of its files, or of its tensors, in order of their names."""
-    hashes = {name: about["sha256"] for name, about in manifest.get("files", {}).items()}
-    hashes |= {tensor["name"]: tensor["sha256"] for tensor in manifest.get("tensors", ())}
+    hashes = {name: about["digest"] for name, about in manifest.get("files", {}).items()}
+    hashes |= {tensor["name"]: tensor["digest"] for tensor in manifest.get("tensors", ())}
     digest = hashlib.blake2b(str(int(manifest["version"])).encode(), digest_size=16)
     for name in sorted(hashes):
         digest.update(f"\n{name} {hashes[name]}".encode())
@@ -56,14 +56,9 @@ def _check(path: Path, expected: Mapping[str, Any]) -> None:
         size = path.stat().st_size
         if size != int(expected["bytes"]):
             raise StorageError(f"weights {path}: {size} bytes, the manifest says {expected['bytes']}")
-        if _sha256(path) != expected["sha256"]:
+        if digest_files([path]) != [expected["digest"]]:
             raise StorageError(f"weights {path}: its content is not what the manifest says (checksum differs)")
     except OSError as error:
         raise StorageError(f"weights {path}: cannot be read: {error.strerror or error}") from error
     except (KeyError, TypeError, ValueError) as error:
-        raise StorageError(f"weights {path}: the manifest must give bytes and sha256") from error
-
-
-def _sha256(path: Path) -> str:
-    with open_to_read(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        raise StorageError(f"weights {path}: the manifest must give bytes and digest") from error

@@ -104,7 +104,7 @@ def tied(folder: Path) -> bool:
 def content_of(manifest: Mapping[str, Any]) -> str:
     """The files of a version, whatever its number: a step that trained nothing publishes the same content again."""
     files = manifest.get("files") or {}
-    return " ".join(f"{name}:{files[name]['sha256']}" for name in sorted(files)) or str(manifest.get("hash", ""))
+    return " ".join(f"{name}:{files[name]['digest']}" for name in sorted(files)) or str(manifest.get("hash", ""))
 
 
 def own_files(model: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from shoal.server.asked import BadRequest
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_PATH_CHARACTERS = 4096
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\Z")]
 Folder = Annotated[str, Meta(min_length=1, max_length=MAX_PATH_CHARACTERS)]
 Dtype = Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "uint8"]
@@ -30,14 +30,14 @@ class Outside(BadRequest):
 
 class File(msgspec.Struct):
     bytes: Count
-    sha256: Sha256
+    digest: Digest
 
 
 class Tensor(msgspec.Struct):
     name: str
     dtype: Dtype
     shape: list[Count]
-    sha256: Sha256
+    digest: Digest
 
 
 class Manifest(msgspec.Struct):

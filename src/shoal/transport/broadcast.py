@@ -7,7 +7,6 @@ before it is sent anything, each number is answered once, and it uses nothing be
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import logging
 import re
@@ -28,6 +27,7 @@ from torch import Tensor
 from shoal.errors import ConfigError, StorageError
 from shoal.observability import manifest as manifests
 from shoal.observability.atomic import fault
+from shoal.observability.digest import digest_buffers
 from shoal.observability.token import read_token
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class BroadcastWeightChannel:
             "address": self._address,
             "world": WORLD,
             "backend": "nccl" if self._device.type == "cuda" else "gloo",
-            "tensors": [describe(name, tensor) for name, tensor in tensors.items()],
+            "tensors": described(tensors),
             "adapter": adapter,
             "noise_seed": self._noise_seed,
         }
@@ -167,8 +167,8 @@ class BroadcastWeights:
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise StorageError(f"weights: version {version} could not be fetched from {where}: {reason}") from error
-        for entry in listed:
-            if describe(entry["name"], self._tensors[entry["name"]]) != dict(entry):
+        for entry, arrived in zip(listed, described(self._tensors), strict=True):
+            if arrived != dict(entry):
                 raise StorageError(f"weights: {entry['name']} of version {version} arrived changed (checksum differs)")
         self.hash = manifests.version_hash(manifest)
         self.shapes = {entry["name"]: tuple(entry["shape"]) for entry in listed}
@@ -209,10 +209,12 @@ class BroadcastWeights:
         self._tensors.clear()
 
 
-def describe(name: str, tensor: Tensor) -> dict[str, Any]:
-    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    kind = str(tensor.dtype).removeprefix("torch.")
-    return {"name": name, "dtype": kind, "shape": list(tensor.shape), "sha256": hashlib.sha256(raw.data).hexdigest()}
+def described(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    raw = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data for tensor in tensors.values()]
+    return [
+        {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "digest": digest}
+        for (name, tensor), digest in zip(tensors.items(), digest_buffers(raw), strict=True)
+    ]
 
 
 def _listen(place: Place) -> dist.TCPStore:

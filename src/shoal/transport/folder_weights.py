@@ -1,6 +1,7 @@
 """Weight versions as folders: weights/v000007 with a manifest, whole or not there, the newest two kept.
 
-The trainer writes, an engine reads; what they have in common is the manifest (observability/manifest.py).
+The trainer writes, an engine reads; what they have in common is the manifest (observability/manifest.py). An engine
+compares what it reads, and a trainer that comes back publishes again, so nothing has to outlast the machine.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class FolderWeightChannel:
 
     async def publish(self, version: int) -> Mapping[str, Any]:
         target = self._folder / f"v{version:06d}"
-        with write_folder(target) as folder:
+        with write_folder(target, durable=False) as folder:
             await self._export(folder)
             fault("publish:exported")
             manifest = describe(folder, version, self._kind)

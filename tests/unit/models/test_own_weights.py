@@ -154,10 +154,10 @@ def test_a_server_without_room_for_adapters_says_how_to_get_it(tmp_path: Path):
     ("change", "says"),
     [
         ({"files": {}}, "names no files"),
-        ({"files": {"../x": {"bytes": 1, "sha256": ""}}}, "is not a file name"),
-        ({"files": {"a.bin": {"bytes": 4}}}, "must give bytes and sha256"),
-        ({"files": {"a.bin": {"bytes": 5, "sha256": ""}}}, "4 bytes, the manifest says 5"),
-        ({"files": {"gone.bin": {"bytes": 5, "sha256": ""}}}, "cannot be read"),
+        ({"files": {"../x": {"bytes": 1, "digest": ""}}}, "is not a file name"),
+        ({"files": {"a.bin": {"bytes": 4}}}, "must give bytes and digest"),
+        ({"files": {"a.bin": {"bytes": 5, "digest": ""}}}, "4 bytes, the manifest says 5"),
+        ({"files": {"gone.bin": {"bytes": 5, "digest": ""}}}, "cannot be read"),
     ],
 )
 def test_a_manifest_that_proves_nothing_is_refused(change: dict[str, Any], says: str, tmp_path: Path):
@@ -172,7 +172,7 @@ def test_the_hash_is_of_the_version_and_every_file(tmp_path: Path):
     one = describe(tmp_path, 1, "full")
     assert one["files"]["b.bin"] == {
         "bytes": 0,
-        "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+        "digest": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
     }
     (tmp_path / "b.bin").write_bytes(b"!")
     other, later = describe(tmp_path, 1, "full"), describe(tmp_path, 2, "full")

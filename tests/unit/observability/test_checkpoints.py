@@ -42,7 +42,7 @@ def reopen(run_dir: RunDir) -> RunDir:
 def test_manifest_names_every_file(run_dir: RunDir) -> None:
     path = save(run_dir, 3)
     manifest = json.loads((path / "manifest.json").read_text())
-    assert (manifest["step"], manifest["version"], manifest["format"]) == (3, 103, 1)
+    assert (manifest["step"], manifest["version"], manifest["format"]) == (3, 103, 2)
     assert sorted(manifest["files"]) == ["adapter/config.json", "model.safetensors"]
     assert manifest["files"]["model.safetensors"]["bytes"] == 1000
     found = run_dir.newest_good_checkpoint()
@@ -72,7 +72,7 @@ def link(path: Path) -> None:
 
 
 def future_format(path: Path) -> None:
-    manifest = {**json.loads((path / "manifest.json").read_text()), "format": 2}
+    manifest = {**json.loads((path / "manifest.json").read_text()), "format": 3}
     (path / "manifest.json").write_text(json.dumps({**manifest, "digest": _digest(manifest)}))
 
 
@@ -84,7 +84,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda p: (p / "manifest.json").unlink(), "no manifest"),
     "torn manifest": (lambda p: (p / "manifest.json").write_text("{"), "damaged manifest"),
     "flipped manifest": (flip_manifest, "damaged manifest"),
-    "other format": (future_format, "has format 2, this Shoal reads 1"),
+    "other format": (future_format, "has format 3, this Shoal reads 2"),
     "link": (link, "symbolic link"),
     "empty": (lambda p: (shutil.rmtree(p), p.mkdir()), "no manifest"),
 }

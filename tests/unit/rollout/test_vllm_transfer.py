@@ -14,7 +14,7 @@ from support.engine_servers import free_port
 
 MANIFEST = {
     "transport": "broadcast", "kind": "full", "address": "10.0.0.1:29500", "world": 3,
-    "tensors": [{"name": "a.weight", "dtype": "bfloat16", "shape": [2, 3], "sha256": ""}],
+    "tensors": [{"name": "a.weight", "dtype": "bfloat16", "shape": [2, 3], "digest": ""}],
 }  # fmt: skip
 
 

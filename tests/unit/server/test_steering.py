@@ -20,7 +20,7 @@ from support.models import lora_decoder, small_model
 from support.servers import Server, save, serving
 
 SHA = "0" * 64
-TENSOR = {"name": "a", "dtype": "float32", "shape": [2], "sha256": SHA}
+TENSOR = {"name": "a", "dtype": "float32", "shape": [2], "digest": SHA}
 Work = Callable[[Server], Awaitable[None]]
 
 
@@ -113,9 +113,9 @@ WRONG: dict[str, dict[str, Any]] = {
     "kind": {"kind": "half"},
     "path": {"path": 7},
     "files": {"files": [1]},
-    "bytes": {"files": {"model.safetensors": {"bytes": "x", "sha256": SHA}}},
-    "sha256": {"files": {"model.safetensors": {"bytes": 1, "sha256": "../.."}}},
-    "file name": {"files": {"../config.json": {"bytes": 1, "sha256": SHA}}},
+    "bytes": {"files": {"model.safetensors": {"bytes": "x", "digest": SHA}}},
+    "digest": {"files": {"model.safetensors": {"bytes": 1, "digest": "../.."}}},
+    "file name": {"files": {"../config.json": {"bytes": 1, "digest": SHA}}},
     "no files": {"files": {}},
     "tensors": {"path": None, "tensors": 5, "transport": "broadcast"},
     "tensors by folder": {"tensors": [TENSOR]},

@@ -127,7 +127,7 @@ def test_a_device_that_fails_between_two_tensors_leaves_nothing_to_draw_from(
 def test_syncs_that_race_are_taken_up_one_after_the_other(published: dict[int, Any]):
     """Late, twice, in any order, and one that is damaged: whatever is drawn meanwhile is drawn with whole versions."""
     proofs = {v: version_hash(published[v]) for v in VERSIONS}
-    unknown = {**published[2], "version": 9, "files": {"gone.safetensors": {"bytes": 1, "sha256": "0" * 64}}}
+    unknown = {**published[2], "version": 9, "files": {"gone.safetensors": {"bytes": 1, "digest": "0" * 64}}}
 
     async def work(server: Server, engine: HttpRolloutEngine) -> None:
         alone = {}

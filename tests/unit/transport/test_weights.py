@@ -137,7 +137,7 @@ def test_what_arrives_changed_or_is_gone_is_refused(tmp_path: Path):
         manifest = dict(await channel.publish(5))
         with pytest.raises(StorageError, match="does not offer version 4"):
             await fetched(tmp_path, {**manifest, "version": 4})
-        wrong = [{**entry, "sha256": "0" * 64} if entry["name"] == "b" else entry for entry in manifest["tensors"]]
+        wrong = [{**entry, "digest": "0" * 64} if entry["name"] == "b" else entry for entry in manifest["tensors"]]
         with pytest.raises(StorageError, match="b of version 5 arrived changed"):
             await fetched(tmp_path, {**manifest, "tensors": wrong})
         port = int(manifest["address"].rpartition(":")[2])
