@@ -41,6 +41,10 @@ class Absent(Lost):
     """Nothing listens at the address, or there is no way to it."""
 
 
+class Loading(Absent):
+    """Nothing listens yet, as at every start: nothing to tell."""
+
+
 class Unreachable(Absent):
     """There is no way to the address, whoever may listen there."""
 
@@ -223,19 +227,26 @@ class Link:
         """What `probe` gives as soon as it is not lost; says for whom it waits, and gives up at the deadline."""
         limit_s = limit_s or self.address.deadline_s
         began, pause_s = time.monotonic(), SHORTEST_PAUSE_S
-        since = time.strftime("%H:%M:%S", time.localtime(time.time() - self.address.silent_s()))
+        since = time.time() - self.address.silent_s()
         while True:
             try:
                 found = await probe()
                 self._waiting(None)
                 return found
             except Lost as error:
-                why, remedy = self._excuse(error)
+                lost, (why, remedy) = error, self._excuse(error)
             if time.monotonic() - began > limit_s:
-                raise DeadlineError(f"waited {limit_s:.0f} s for {self.name}, since {since}: {why}; {remedy}")
-            self._waiting(f"waiting for {self.name} since {since}: {why}")
+                raise DeadlineError(f"waited {limit_s:.0f} s for {self.name}, since {_clock(since)}: {why}; {remedy}")
+            if not isinstance(lost, Loading):
+                self.tell_wait(why, since)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def tell_wait(self, why: str, since: float) -> None:
+        self._waiting(f"waiting for {self.name} since {_clock(since)}: {why}")
+
+    def tell_over(self) -> None:
+        self._waiting(None)
 
     def _excuse(self, error: Lost) -> tuple[str, str]:
         """Why it does not answer, in words, and what to do about it."""
@@ -259,6 +270,10 @@ class Link:
         for pool in self._pools.values():
             await pool.close()
         self._pools.clear()
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(moment))
 
 
 def said_once(waiting: Waiting) -> Waiting:
