@@ -161,19 +161,28 @@ class ServerProcess:
 
     async def close(self) -> None:
         """End it and everything it started: asked first, then made to. What it shared goes with it."""
-        process, group = self._process, self._group
-        if process is None or group is None:
+        group = self._group
+        if group is None:
             return
-        # One that does not listen is still loading, is on its way out already, or waits for ever with its end.
-        polite_s = STOP_S if listens(self.launch.host, self.launch.port) else BRIEF_STOP_S
         group.note_shared()
-        for number, limit_s in ((signal.SIGTERM, polite_s), (signal.SIGKILL, STOP_S)):
+        for number in (signal.SIGTERM, signal.SIGKILL):
             group.send(number)
-            for _ in range(int(limit_s / 0.1)):
-                if process.poll() is not None and not group.lives():
-                    group.remove_shared()
-                    return
-                await asyncio.sleep(0.1)
+            if await self._gone():
+                group.remove_shared()
+                return
+
+    async def _gone(self) -> bool:
+        """Within its time, which is short for one that does not listen: it is still loading, has all but ended, or
+        waits for ever with its end."""
+        process, group, end = self._process, self._group, time.monotonic() + STOP_S
+        assert process is not None and group is not None
+        while (now := time.monotonic()) < end:
+            if process.poll() is not None and not group.lives():
+                return True
+            if end - now > BRIEF_STOP_S and not listens(self.launch.host, self.launch.port):
+                end = now + BRIEF_STOP_S
+            await asyncio.sleep(0.1)
+        return False
 
 
 def _how_it_ended(code: int) -> str:

@@ -67,7 +67,7 @@ class ServerApi(ABC):
         self.link = Link(Address(settings.url, settings.api_key, **named, **limits), waiting)
         self._lookout = Lookout(self._look, lambda: asyncio.sleep(LOOK_EVERY_S))
         self._well_at = time.time()  # when it was last known to be well
-        self._waits = False  # somebody was told that it is waited for
+        self.waits = False  # somebody was told that it is waited for
 
     @property
     def opening(self) -> str:
@@ -109,7 +109,7 @@ class ServerApi(ABC):
 
     async def _answer(self, asking: Coroutine[Any, Any, T], soon: str = "") -> T:
         answer = await self._lookout.unless_gone(asking, soon)
-        if not self._waits or self.trouble() is None:  # another part of it may be stopped still
+        if not self.waits or self.trouble() is None:  # another part of it may be stopped still
             self._note(None)
         return answer
 
@@ -120,12 +120,12 @@ class ServerApi(ABC):
     def _note(self, why: str | None) -> None:
         """It is waited for, and why; or it is well."""
         if why is not None:
-            self._waits = True
+            self.waits = True
             self.link.tell_wait(why, self._well_at)
             return
         self._well_at = time.time()
-        if self._waits:
-            self._waits = False
+        if self.waits:
+            self.waits = False
             self.link.tell_over()
 
     async def look(self) -> None:

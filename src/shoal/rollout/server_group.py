@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROC = Path("/proc")
+SHARED_MEMORY = Path("/dev/shm")
 # As Python's multiprocessing names what processes share; whoever is killed leaves it behind.
-_SHARED = re.compile(r" (/dev/shm/(?:psm_|sem\.mp-)[\w-]+)$", re.MULTILINE)
+SHARED_NAMES = ("psm_", "sem.mp-")
+_MAPPED = re.compile(rf"\s(\d+)\s+{SHARED_MEMORY}/", re.MULTILINE)  # its number: a semaphore is mapped by another name
 _STOPPED = "Tt"
 
 
@@ -23,7 +25,7 @@ class ServerGroup:
 
     def __init__(self, group: int) -> None:
         self._group = group
-        self._shared: set[Path] = set()
+        self._shared: dict[Path, int] = {}  # the file and its number
 
     def stopped(self) -> int | None:
         """A process of it that somebody has stopped (SIGSTOP, a debugger)."""
@@ -31,15 +33,20 @@ class ServerGroup:
 
     def note_shared(self) -> None:
         """Remember the shared memory that it has open now: once it is gone, nobody can tell whose that was."""
+        mapped: set[int] = set()
         for pid, _ in self._members():
             with contextlib.suppress(OSError):
-                self._shared |= {Path(found) for found in _SHARED.findall((PROC / str(pid) / "maps").read_text())}
+                mapped |= set(map(int, _MAPPED.findall((PROC / str(pid) / "maps").read_text())))
+        if mapped:
+            self._shared |= {file: number for file, number in _shared_files() if number in mapped}
 
     def remove_shared(self) -> None:
         """Of a group that is gone. vLLM that is asked to end removes it itself; one that is killed does not."""
-        for file in self._shared:
-            with contextlib.suppress(OSError):
-                file.unlink()
+        left = dict(_shared_files())
+        for file, number in self._shared.items():
+            if left.get(file) == number:
+                with contextlib.suppress(OSError):
+                    file.unlink()
         self._shared.clear()
 
     def send(self, number: int) -> None:
@@ -65,3 +72,10 @@ class ServerGroup:
                 state, _, group = entry.read_text(errors="replace").rpartition(")")[2].split()[:3]
                 if int(group) == self._group:
                     yield int(entry.parent.name), state
+
+
+def _shared_files() -> Iterator[tuple[Path, int]]:
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(SHARED_MEMORY):
+            if entry.name.startswith(SHARED_NAMES):
+                yield Path(entry.path), entry.inode()
