@@ -52,10 +52,10 @@ def test_noise_under_adapters_goes_with_the_run(tmp_path: Path) -> None:
         await engine.load(1, {**manifest, "sigma": 0.2, "noise_seed": SEED})
         drawn = await engine.generate(ask("r", PROMPT))
         np.testing.assert_allclose(drawn.logprobs, logprobs(adapted, drawn), rtol=0, atol=1e-4)
-        other = await drawn_by_another(adapters=False)
+        other = await drawn_by_another()
         np.testing.assert_allclose(other.logprobs, logprobs(noisy, other), rtol=0, atol=1e-4)
         await engine.close()
-        other = await drawn_by_another(adapters=False)
+        other = await drawn_by_another()
         np.testing.assert_allclose(other.logprobs, logprobs(clean, other), rtol=0, atol=1e-4)
 
     on_shared_vllm(check, lora_rank=4)
@@ -81,9 +81,9 @@ def test_the_noise_of_a_run(tmp_path: Path) -> None:
     np.testing.assert_allclose(after.logprobs, logprobs(last, after), rtol=0, atol=1e-4)
 
 
-async def drawn_by_another(*, adapters: bool = False) -> Completion:
+async def drawn_by_another() -> Completion:
     """By whoever asks the server next, with the weights it happens to have."""
-    engine = VllmRolloutEngine(settings(shared_vllm(), lora_rank=4 if adapters else None))
+    engine = VllmRolloutEngine(settings(shared_vllm()))
     try:
         return await engine.generate(ask("another", PROMPT))
     finally:

@@ -91,6 +91,23 @@ def test_it_goes_on_looking_after_a_bad_look_and_stops_when_nobody_asks() -> Non
     run(main)
 
 
+def test_what_is_owed_for_long_is_named_unless_it_may_take_its_time() -> None:
+    async def main() -> None:
+        lookout = Lookout(at_once, lambda: asyncio.sleep(60))
+        drawing = asyncio.create_task(lookout.unless_gone(never()))
+        pausing = asyncio.create_task(lookout.unless_gone(never(), "/pause"))
+        await asyncio.sleep(0.05)
+        assert lookout.overdue(60) is None and lookout.overdue(0.01) == "/pause"
+        pausing.cancel()
+        await asyncio.gather(pausing, return_exceptions=True)
+        assert lookout.overdue(0.01) is None
+        drawing.cancel()
+        await asyncio.gather(drawing, return_exceptions=True)
+        await lookout.close()
+
+    run(main)
+
+
 def test_one_who_stops_waiting_breaks_off_what_was_asked() -> None:
     async def main() -> None:
         lookout = Lookout(at_once, lambda: asyncio.sleep(60))
