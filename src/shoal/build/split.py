@@ -158,7 +158,10 @@ def whereabouts(meeting: Meeting, config: RunConfig) -> tuple[str, str]:
     host = f"[{infer.host}]" if ":" in infer.host else infer.host
     wrote = f"it wrote down http://{host}:{infer.port}/v1"
     if asked in (None, infer.port):
-        return LOADING, f"{wrote}; check orch.client.base_url, or raise orch.deadline_s if it needs longer"
+        return (
+            f"grpo-infer {LOADING}",
+            f"{wrote}; check orch.client.base_url, or raise orch.deadline_s if it needs longer",
+        )
     return f"grpo-infer is there, but does not answer at this address: {wrote}", "check orch.client.base_url"
 
 

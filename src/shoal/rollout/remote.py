@@ -20,7 +20,8 @@ from shoal.observability.manifest import verify
 from shoal.rollout.answers import UNREADABLE, Answer
 from shoal.rollout.facts import RemoteSettings, check_facts, content_of, model_folder, own_files
 from shoal.rollout.launch import ServerProcess
-from shoal.rollout.link import Late, Lost, Refused, Waiting
+from shoal.rollout.link import Waiting
+from shoal.rollout.lost import Late, Lost, Refused
 from shoal.rollout.norms import noisy_norms
 from shoal.rollout.probe import PROBE_TOKENS, Probes
 from shoal.rollout.server_api import HEALTH_S, MOST_LOSSES, ServerApi
@@ -286,8 +287,8 @@ class RemoteEngine(ServerApi):
         return {"ok": True, "version": self.version, "running": running, "hash": self._served.proof}
 
     async def close(self) -> None:
-        if self._process is None and self._served.noise[0] > 0 and not self.waits:
-            # Noise is the run's, and the server goes on without it. One that fails now is left as it is.
+        # Nobody of this run started the server, so it goes on; the noise is the run's. One that fails is left as it is.
+        if self.settings.log is None and self._served.noise[0] > 0 and not self.waits:
             with contextlib.suppress(Lost, ShoalError, TimeoutError):
                 async with asyncio.timeout(HEALTH_S):
                     await self.load(self.version, {"sigma": 0.0})

@@ -17,8 +17,9 @@ from shoal.errors import ConfigError, DeadlineError, EngineError
 from shoal.rollout.answers import Answer, Reading
 from shoal.rollout.facts import RemoteSettings, ServerFacts
 from shoal.rollout.launch import ServerProcess, end_of_log
-from shoal.rollout.link import Absent, Address, Late, Link, Loading, Lost, Refused, Waiting
+from shoal.rollout.link import Address, Link, Waiting
 from shoal.rollout.lookout import Lookout
+from shoal.rollout.lost import Absent, Late, Loading, Lost, Refused
 from shoal.types import Request
 
 HEALTH_S = 10.0
@@ -66,7 +67,7 @@ class ServerApi(ABC):
         }
         self.link = Link(Address(settings.url, settings.api_key, **named, **limits), waiting)
         self._lookout = Lookout(self._look, lambda: asyncio.sleep(LOOK_EVERY_S))
-        self._well_at = time.time()  # when it was last known to be well
+        self._well_at = time.monotonic()  # when it was last known to be well
         self.waits = False  # somebody was told that it is waited for
 
     @property
@@ -123,10 +124,10 @@ class ServerApi(ABC):
             self.waits = True
             self.link.tell_wait(why, self._well_at)
             return
-        self._well_at = time.time()
+        self._well_at = time.monotonic()
         if self.waits:
             self.waits = False
-            self.link.tell_over()
+            self.link.tell_wait(None)
 
     async def look(self) -> None:
         await self.link.ask("GET", "/health", None, HEALTH_S, reads=False)
@@ -177,7 +178,7 @@ class ServerApi(ABC):
         if (stopped := self._process.stopped()) is not None:
             return Lost(stopped)
         loads = isinstance(lost, Absent) and not self._process.listened
-        return Loading(str(lost)) if loads else lost
+        return Loading("it is still loading") if loads else lost
 
     async def as_often_as_lost(self, what: str, ask: Callable[[], Awaitable[T]]) -> T:
         """Asked again of a server that went away and came back; a late one is given up, and one of ours stays down."""

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from shoal.errors import DeadlineError
-from shoal.rollout.link import Lost
 from shoal.rollout.lookout import Lookout
+from shoal.rollout.lost import Lost
 
 
 async def at_once() -> None:
