@@ -24,6 +24,7 @@ from shoal.types import Request
 
 HEALTH_S = 10.0
 LOOK_EVERY_S = 5.0
+OVERDUE_S = 60.0  # weights are read within it, of most models
 ONCE_MORE_S = 1.0  # before one that was not found is taken for gone
 MOST_LOSSES = 5  # of one request, by a server that comes up again and again
 T = TypeVar("T")
@@ -139,7 +140,7 @@ class ServerApi(ABC):
         for look in (1, 2):
             try:
                 await self.look()
-                late = self._lookout.overdue(HEALTH_S)
+                late = self._lookout.overdue(OVERDUE_S)
                 return self._note(stopped or (f"no answer to {late} yet" if late else None))
             except Late as error:  # it is there, and busy
                 return self._note(stopped or str(error))
