@@ -135,15 +135,15 @@ class ServerApi(ABC):
 
     async def _look(self) -> None:
         """vLLM without its engine owes an answer to what was asked, ends by itself, and waits for its connections."""
-        if (stopped := self.trouble()) is not None:
-            self._note(stopped)
+        if (stopped := self.trouble()) is not None:  # there is no use in asking it
+            return self._note(stopped)
         for look in (1, 2):
             try:
                 await self.look()
                 late = self._lookout.overdue(OVERDUE_S)
-                return self._note(stopped or (f"no answer to {late} yet" if late else None))
+                return self._note(f"no answer to {late} yet" if late else None)
             except Late as error:  # it is there, and busy
-                return self._note(stopped or str(error))
+                return self._note(str(error))
             except Lost:
                 if look == 2:
                     raise
