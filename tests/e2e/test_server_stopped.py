@@ -17,7 +17,7 @@ import pytest
 from support.commands import children_of
 from support.engine_servers import free_port
 
-from .helpers.processes import Command, wait_until
+from .helpers.processes import LIMIT_S, Command, wait_until
 from .helpers.runs import Run, assert_trained_once
 
 TESTS = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ def infer(tmp_path: Path, model: Path, hold: Path) -> dict[str, Any]:
 def server_of(run: Run, command: Command, infer: dict[str, Any], steps: int) -> int:
     journal = run.path / "journal.jsonl"
     reached = lambda: journal.exists() and journal.read_bytes().count(b"\n") >= steps  # noqa: E731
-    wait_until(lambda: not command.running() or reached(), 60, "a step", 0.005)
+    wait_until(lambda: not command.running() or reached(), LIMIT_S, "a step", 0.005)
     assert command.running(), command.text()
     (pid,) = (pid for pid in children_of(command.pid) if f"\0{infer['port']}\0" in command_line(pid))
     return pid
@@ -77,7 +77,7 @@ def test_one_that_is_stopped_for_good(new_run: Callable[..., Run], infer: dict[s
     command = run.start()
     pid = server_of(run, command, infer, 2)
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: not command.running() or stops_told(run, pid), 60, "the word about it", 0.05)
+    wait_until(lambda: not command.running() or stops_told(run, pid), LIMIT_S, "the word about it", 0.05)
     assert command.running(), command.text()
     assert run.status()["reason"].startswith("waiting for SGLang at ") and run.status()["state"] == "running"
     assert command.wait() == 3, command.text()
@@ -94,11 +94,11 @@ def test_ctrl_c_while_it_loads(new_run: Callable[..., Run], infer: dict[str, Any
     hold.touch()
     run = new_run(infer=infer, train={"max_steps": 2})
     command = run.start("--layout", layout)
-    wait_until(lambda: not command.running() or hold.stat().st_size, 60, "the server", 0.05)
+    wait_until(lambda: not command.running() or hold.stat().st_size, LIMIT_S, "the server", 0.05)
     assert command.running(), command.text()
     pid = int(hold.read_text())
     command.send(signal.SIGINT)
-    assert command.wait(60) == 130, command.text()
+    assert command.wait() == 130, command.text()
     assert command.text().splitlines()[-1] == "shoal: error: ended by SIGINT" and "Traceback" not in command.text()
     assert gone(pid)
     hold.unlink()
@@ -113,13 +113,13 @@ def test_in_a_split_run_its_stop_and_its_end_are_told_as_they_are(
     hold.touch()
     run = new_run(infer=infer, train={"max_steps": 2})
     command = run.start("--layout", "split")
-    wait_until(lambda: not command.running() or hold.stat().st_size, 60, "the server", 0.05)
+    wait_until(lambda: not command.running() or hold.stat().st_size, LIMIT_S, "the server", 0.05)
     assert command.running(), command.text()
     pid = int(hold.read_text())
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: not command.running() or stops_told(run, pid), 60, "the word about it", 0.05)
+    wait_until(lambda: not command.running() or stops_told(run, pid), LIMIT_S, "the word about it", 0.05)
     os.kill(pid, signal.SIGKILL)
-    assert command.wait(60) == 3, command.text()
+    assert command.wait() == 3, command.text()
     said = command.text()
     assert "error: grpo-infer ended the run: SGLang was ended by SIGKILL" in said and "Traceback" not in said
     assert "still loading" not in said[said.index(f"its process {pid} is stopped") :]

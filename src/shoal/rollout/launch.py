@@ -6,6 +6,7 @@ Used by the engines that talk to vLLM and SGLang. Its output goes to a log file,
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import re
@@ -81,6 +82,7 @@ class ServerProcess:
                 what = f"{launch.command[0]} cannot be started ({error.strerror or error})"
                 raise ConfigError(f"infer.engine_python: {what}; name the Python that has {launch.name}") from error
         self._group = ServerGroup(self._process.pid)
+        atexit.register(self._end_now, os.getpid())
 
     @property
     def pid(self) -> int | None:
@@ -169,7 +171,19 @@ class ServerProcess:
             group.send(number)
             if await self._gone():
                 group.remove_shared()
+                atexit.unregister(self._end_now)
                 return
+
+    def _end_now(self, starter: int) -> None:
+        """At the exit of the process that started it, if nobody closed it: a signal came before there was anybody."""
+        process, group = self._process, self._group
+        if os.getpid() != starter or process is None or group is None:
+            return  # a fork of it has the same exit handlers
+        group.note_shared()
+        group.send(signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(BRIEF_STOP_S)
+        group.remove_shared()
 
     async def _gone(self) -> bool:
         """Within its time, which is short for one that does not listen: it is still loading, has all but ended, or

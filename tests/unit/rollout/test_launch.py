@@ -208,6 +208,24 @@ def test_one_that_is_stopped_says_so_and_is_ended(tmp_path: Path) -> None:
     assert (tmp_path / "ended").exists() and not Path(f"/proc/{pid}").exists()
 
 
+def test_one_that_nobody_closed_ends_with_us_and_not_with_a_fork(tmp_path: Path) -> None:
+    """It heeds no SIGTERM, as vLLM does not while it imports."""
+    server = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(300)"
+    script = (
+        "import os, sys, time; from pathlib import Path; from shoal.rollout.launch import Launch, ServerProcess\n"
+        f"log = Path({str(tmp_path / 'log')!r})\n"
+        f"launch = Launch('vLLM', [sys.executable, '-c', {server!r}], '127.0.0.1', {free_port()}, log)\n"
+        "process = ServerProcess(launch); process.start()\n"
+        "while not log.read_text(): time.sleep(.02)\n"
+        "if not os.fork(): sys.exit()\n"
+        "os.wait(); print(process.pid, process.ended(), flush=True); sys.exit('ended by a signal')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    pid, ended = done.stdout.split()
+    assert ended == "None" and done.stderr == "ended by a signal\n"
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def test_what_a_killed_one_shared_is_removed_and_nothing_else(tmp_path: Path) -> None:
     share = (
         "import multiprocessing, os, signal, sys, time\nfrom multiprocessing.shared_memory import SharedMemory\n"
