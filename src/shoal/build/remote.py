@@ -128,7 +128,8 @@ def make_remote(
     waiting: Waiting = lambda _: None,
     attach: Attached | None = None,
 ) -> RemoteEngine:
-    """`folder` is the run's: the server's log goes there, and what it reads. A server of ours starts to load now.
+    """`folder` is the run's: the server's log goes there, and what it reads. A server of ours starts when it is
+    connected to.
 
     `attach`: whoever starts it, it is not this process.
     """
@@ -157,8 +158,6 @@ def make_remote(
         log=log_of(infer, folder) if process is not None or attach is not None else None,
         **({} if attach is None else {"whereabouts": attach.whereabouts, "trouble": attach.trouble}),
     )
-    if process is not None:
-        process.start()
     return ENGINES[infer.engine](settings, process, waiting)
 
 

@@ -70,9 +70,12 @@ class RemoteEngine(ServerApi):
     # Connecting
 
     async def connect(self) -> None:
-        """Wait until it answers, and compare what it serves with what the run needs. Twice does no harm."""
+        """Wait until it answers, and compare what it serves with what the run needs. Twice does no harm. One of ours
+        is started here and not before: whoever connects also closes."""
         async with self._lock:
             if not self._connected:
+                if self._process is not None and self._process.pid is None:
+                    self._process.start()
                 await self._meet()
                 facts = await self.as_often_as_lost("was asked what it serves", self.facts)
                 check_facts(self.name, facts, self.settings)
