@@ -79,7 +79,9 @@ def test_one_that_is_stopped_for_good(new_run: Callable[..., Run], infer: dict[s
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: not command.running() or stops_told(run, pid), LIMIT_S, "the word about it", 0.05)
     assert command.running(), command.text()
-    assert run.status()["reason"].startswith("waiting for SGLang at ") and run.status()["state"] == "running"
+    told = lambda: run.status()["reason"].startswith("waiting for SGLang at ")  # noqa: E731 - after the event
+    wait_until(lambda: not command.running() or told(), LIMIT_S, "the status", 0.05)
+    assert run.status()["state"] == "running", command.text()
     assert command.wait() == 3, command.text()
     said = command.text()
     assert "within 30 s: its process" in said and "Traceback" not in said
