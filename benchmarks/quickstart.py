@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,9 @@ from shoal.observability.run_dir import read_metrics
 FILES = [word for name in ("train", "infer", "orch") for word in (f"--{name}", f"examples/grpo/{name}.yaml")]
 KEPT = ("reward/mean", "reward/std", "mismatch/k3", "policy/entropy", "optim/grad_norm", "time/step", "time/rollout",
         "time/train", "throughput/rollout_tok_s", "throughput/train_tok_s", "completion/length_mean",
-        "completion/truncated_frac", "group/mixed_frac", "masked", "noise/sigma")  # fmt: skip
+        "completion/truncated_frac", "group/mixed_frac", "masked", "noise/sigma", "tokens/computed", "time/sync",
+        "time/save", "time/idle")  # fmt: skip
+ENDS = 10  # steps at each end whose rewards are averaged
 WRITE_S = 10.0
 SMOKE = ["train.recipe=fp32", "train.max_steps=2", "orch.max_steps=2", "orch.batch_size=8",
          "orch.rollouts_per_example=4", "orch.sampling.max_tokens=16", "train.sequence_len=256",
@@ -79,6 +82,23 @@ def curve(run: Path) -> list[dict[str, Any]]:
     return [{"step": line["step"], **{k: line[k] for k in KEPT if k in line}} for line in read_metrics(run)]
 
 
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """The run in one row: its rewards at both ends, and its median step."""
+    steps = result["steps"]
+    rewards = [line["reward/mean"] for line in steps]
+    medians = {
+        name: statistics.median(line[key] for line in steps)
+        for name, key in (
+            ("step_s", "time/step"),
+            ("rollout_s", "time/rollout"),
+            ("train_s", "time/train"),
+            ("k3", "mismatch/k3"),
+        )
+    }
+    ends = {"reward_first": statistics.mean(rewards[:ENDS]), "reward_last": statistics.mean(rewards[-ENDS:])}
+    return {"shape": result["shape"], "steps": len(steps), "seconds": result["seconds"], **ends, **medians}
+
+
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--shape", default="qwen3-0.6b")
@@ -94,11 +114,12 @@ def main() -> None:
             "smoke": asked.smoke, "run": ["shoal", "grpo", *FILES, *shown], "warm_up_steps": steps, "shape": shape,
         }  # fmt: skip
         recorded(asked.out, result, run, [*FILES, *where, *extra])
+        result["rows"] = [summary(result)]
         result["config"] = (run / "config.yaml").read_text("utf-8").replace(str(folder), "FOLDER")
         write_result(asked.out, result)
-    found = result["steps"]
-    rewards = [line["reward/mean"] for line in found]
-    print(f"{len(found)} steps in {result['seconds']:.0f} s, reward {rewards[0]:.3f} to {rewards[-1]:.3f}")
+    row = result["rows"][0]
+    rewards = f"{row['reward_first']:.3f} to {row['reward_last']:.3f}"
+    print(f"{row['steps']} steps in {row['seconds']:.0f} s, reward {rewards} (means of {ENDS} steps)")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from shoal.errors import (
     DeadlineError,
     NonFiniteError,
     StoppedByPolicy,
+    StorageError,
 )
 from shoal.observability.checkpoints import write_folder
 from shoal.observability.console import make_console
@@ -87,10 +89,11 @@ def train(
                 ends.record_end(run_dir, command, lambda: asyncio.run(_train(config, prepared, watching, layout)))
             finally:
                 if main:
+                    console.waiting("writing the report")
                     _write_report(run_dir.path, events)
                 stop_logging(handler)
             if main:
-                console.note(ends.last_line(path))
+                console.closing([ends.last_line(path)])
     finally:
         asyncio.run(prepared.pool.close())
         build.leave_ranks(prepared)
@@ -102,7 +105,8 @@ async def _train(
 ) -> tuple[str, int]:
     run_dir, events, console, watchdog = watching.run_dir, watching.events, watching.console, watching.watchdog
     # Looking for a checkpoint cuts the events too, so nothing may be told before.
-    found = await prepared.ranks.on_main(lambda: _find_checkpoint(run_dir, events))
+    with console.progress("looking for a checkpoint", quiet=True):
+        found = await prepared.ranks.on_main(lambda: _find_checkpoint(run_dir, events))
     for notice in prepared.notices:
         events.warn("data", notice)
     assembled = await layout.assemble(config, prepared, watching)
@@ -114,10 +118,11 @@ async def _train(
             await loop.restore(Path(found["path"]))
             events.step = found["step"]
             events.emit("resume", f"continuing after step {found['step']}")
-        on_signals(loop.interrupt, lambda: ends.give_up(run_dir, watching.next_command))
+        on_signals(loop.interrupt, lambda: ends.give_up(run_dir, watching.next_command), console.note)
         steps = loop.settings.max_steps
         onward = f", continuing after step {found['step']}" if found is not None else ""
         said = f"training {config.train.model} for {steps} steps in {run_dir.path}{onward}"
+        console.waiting(f"handing version {loop.progress.step} to the sampler")
         console.begin(said, steps, loop.progress.step)
         outcome = await loop.run()
         await prepared.ranks.on_main(assembled.export)
@@ -130,6 +135,7 @@ async def _train(
             await loop.save()
         raise
     finally:
+        console.waiting("ending the run")
         watchdog.close()
         await loop.parts.collector.cancel()
         await assembled.close()
@@ -185,9 +191,10 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
                 run_dir, command, lambda: build.train_on_completions(config, tasks, bad_rows, run_dir, console)
             )
         finally:
+            console.waiting("writing the report")
             _write_report(run_dir.path, EventLog(run_dir, console))
             stop_logging(handler)
-        console.note(ends.last_line(path))
+        console.closing([ends.last_line(path)])
     return path
 
 
@@ -224,23 +231,38 @@ def evaluate_config(config: RunConfig, given: build.Given | None = None) -> dict
         asyncio.run(prepared.pool.close())
 
 
+@terminated_at_once()
 def export(source: str, folder: Path, *, adapter: str | None = None, checkpoint: str | None = None) -> None:
     """A folder ready to publish: adapters merged, weights and tokenizer for transformers, a model card."""
     from shoal.models.export import export_folder
     from shoal.report.card import model_card
 
     weights = find_weights(source, adapter=adapter, checkpoint=checkpoint)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"command line: {folder}: exists already; name another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with write_folder(folder) as partial:
+    with _new_folder(folder) as partial:
         export_folder(weights.model, weights.adapter, partial, model_card(weights))
 
 
+@terminated_at_once()
 def make_model(kind: str, folder: Path, seed: int = 0) -> None:
     from shoal.models.shapes import make_model as write_model
 
-    write_model(kind, folder, seed)
+    with _new_folder(folder) as partial:
+        write_model(kind, partial, seed)
+
+
+def _new_folder(folder: Path) -> contextlib.AbstractContextManager[Path]:
+    """Whole or not there: what is cut while it is written leaves nothing that looks like a model."""
+    target = Path(os.path.realpath(folder))  # what a link leads to is written, not the link
+    if target == Path.cwd() or os.path.ismount(target):
+        raise ConfigError(f"command line: {folder}: cannot be replaced where it is; name a folder in it")
+    try:
+        taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be written: {error.strerror}; name another folder") from error
+    if taken:
+        raise ConfigError(f"command line: {folder}: exists already; name another folder")
+    return write_folder(target)
 
 
 def demo(folder: Path, seed: int = 1) -> None:

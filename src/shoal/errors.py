@@ -1,6 +1,6 @@
 """Every error Shoal raises on purpose, as one tree. Each class knows the exit code the command ends with.
 
-Anything that is not a ShoalError is a bug: the command ends with 70 and leaves a crash bundle.
+Anything else is a bug, unless a Python package is missing: the command ends with 70 and leaves a crash bundle.
 """
 
 EXIT_DONE = 0

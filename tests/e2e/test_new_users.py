@@ -63,6 +63,46 @@ def test_an_export_of_what_is_not_there_is_refused_without_asking_anybody(warm: 
     assert not (tmp_path / "published").exists()
 
 
+def test_a_run_is_named_where_a_model_or_a_file_is_wanted(new_run: NewRun):
+    run = new_run(train={"max_steps": 1})
+    assert run.grpo().wait() == 0
+    text = said(run.warm, run.folder, 2, "grpo", "out", "--resume")
+    assert "out: is a directory, not a configuration file; name the file in it, as out/config.yaml" in text
+    text = said(run.warm, run.folder, 2, "grpo", "run.yaml", "train.model=out", "train.output_dir=next")
+    assert 'train.model: "out" is a run, not a model; name the weights in it, as "out/final"' in text
+    assert not (run.folder / "next").exists()
+    (run.path / "final" / "config.json").rename(run.path / "final" / "adapter_config.json")  # as adapters are left
+    text = said(run.warm, run.folder, 2, "grpo", "run.yaml", "train.model=out", "train.output_dir=next")
+    assert "name its base model, with train.lora=true and train.adapter_path=out/final" in text
+
+
+def test_a_model_is_not_written_where_one_stands(warm: WarmPython, tmp_path: Path):
+    text = said(warm, tmp_path, 2, "make-model", "tiny", ".")
+    assert "cannot be replaced where it is; name a folder in it" in text
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    said(warm, tmp_path, 0, "make-model", "tiny", "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "elsewhere" / "config.json").is_file()
+
+
+def test_a_folder_to_publish_or_a_model_that_cannot_be_written(warm: WarmPython, model: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for words in (["export", str(model)], ["make-model", "tiny"]):
+        for folder in ("/proc/foo/bar", "file/x"):
+            text = said(warm, tmp_path, 4, *words, folder)
+            assert f"shoal: error: {folder}: cannot be written: " in text and "name another folder" in text
+        assert "file: exists already; name another folder" in said(warm, tmp_path, 2, *words, "file")
+
+
+def test_a_model_that_is_cut_while_it_is_written_is_not_there_and_is_written_again(warm: WarmPython, tmp_path: Path):
+    words = ["make-model", "tiny", "models/tiny"]
+    command = warm.start(words, tmp_path, kill_at=("folder:synced", 1))
+    assert command.wait() == -9 and not (tmp_path / "models" / "tiny").exists(), command.text()
+    said(warm, tmp_path, 0, *words)
+    assert [entry.name for entry in (tmp_path / "models").iterdir()] == ["tiny"]
+    assert "exists already" in said(warm, tmp_path, 2, *words)
+
+
 def test_a_folder_that_cannot_be_made(new_run: NewRun):
     command = new_run(train={"output_dir": "/proc/foo"}).grpo()
     assert command.wait() == 4, command.text()

@@ -39,6 +39,28 @@ def test_while_the_model_loads(new_run: NewRun, number: int, code: int):
     assert_trained_once(run, 2)
 
 
+def test_an_evaluation_on_its_own_does_not_wait_for_the_model_to_load(new_run: NewRun, model: Path):
+    """Loading is one long call in the thread of the event loop, which looks at signals only afterwards."""
+    run = new_run()
+    reached, go = run.folder / "loading", run.folder / "go"
+    (run.folder / "slow_model.py").write_text(
+        "import pathlib, sys, time\nimport shoal.build.evaluation as evaluation\nfrom shoal.cli.entry import main\n\n\n"
+        "def load(*_):\n    pathlib.Path('loading').touch()\n    deadline = time.monotonic() + 60\n"
+        "    while not pathlib.Path('go').exists() and time.monotonic() < deadline:\n        time.sleep(0.01)\n"
+        "    raise SystemExit(1)\n\n\nevaluation.load_model = load\nsys.exit(main(sys.argv[1:]))\n"
+    )
+    words = [sys.executable, "slow_model.py", "eval", str(model), "--env", "arithmetic"]
+    process = subprocess.Popen(words, cwd=run.folder, env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: reached.exists() or process.poll() is not None, 60, "the model to load")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+    finally:
+        go.touch()
+        process.kill()
+    assert process.stderr is not None and process.stderr.read().endswith("shoal: error: ended by SIGINT\n")
+
+
 def test_an_evaluation_is_not_waited_for_and_made_up_for(new_run: NewRun):
     """The step that was trained is recorded and saved; its evaluation comes when the run goes on, the same."""
     evaluated = {

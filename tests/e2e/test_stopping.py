@@ -18,6 +18,7 @@ import pytest
 from .helpers.processes import WarmPython, alive, children_of, wait_until
 from .helpers.runs import Run, assert_same_run, assert_trained_once, fingerprint, hash_of, wait_for_steps
 
+STOPPING = "stopping at the next safe point, with the state saved; a second signal ends it at once"
 NewRun = Callable[..., Run]
 SLOW = {"batch_size": 8, "reward": {"function": "my_code:slow_reward"}}
 
@@ -79,7 +80,7 @@ def test_a_second_signal_ends_it_at_once(new_run: NewRun):
     time.sleep(1.0)
     children = children_of(command.pid)
     command.send(signal.SIGINT)
-    time.sleep(0.5)
+    wait_until(lambda: STOPPING in command.text() or not command.running(), 30, "a word of it")
     assert command.running(), command.text()
     started = time.monotonic()
     command.send(signal.SIGINT)
@@ -108,7 +109,7 @@ def test_interrupted_supervised_training_continues(warm: WarmPython, raw_model: 
     command = warm.start(["sft", *flags, "train.save_steps=1000"], tmp_path)
     wait_for_steps(run, 3, command)
     command.send(signal.SIGINT)
-    assert command.wait(30) == 130, command.text()
+    assert command.wait(30) == 130 and command.text().count(STOPPING) == 1, command.text()
     status = run.status()
     assert status["state"] == "interrupted" and run.checkpoints() == [status["step"]]
     program, *arguments = shlex.split(status["next_command"])
@@ -117,6 +118,19 @@ def test_interrupted_supervised_training_continues(warm: WarmPython, raw_model: 
     assert resumed.wait() == 0, resumed.text()
     assert [record["step"] for record in run.journal()] == list(range(1, 41))
     assert run.status()["state"] == "finished"
+
+
+def test_a_signal_while_the_final_weights_are_written_lets_them_be_written(
+    new_run: NewRun, warm: WarmPython, raw_model: Path, tasks_file: Path, tmp_path: Path
+):
+    """There is nothing left to stop, and nothing to load: the run is finished, not interrupted."""
+    at_the_second_folder = [("folder:synced", 2, "kill", signal.SIGINT)]  # after the checkpoint
+    rows = ["--model", str(raw_model), "--dataset", str(tasks_file), "--output-dir", "out", "--max-steps", "2"]
+    grpo = new_run(train={"max_steps": 2})
+    for run, words in ((grpo, ["grpo", "run.yaml"]), (Run(tmp_path, warm), ["sft", *rows])):
+        command = warm.start(words, run.folder, faults=at_the_second_folder)
+        assert command.wait() == 0 and STOPPING in command.text(), command.text()
+        assert run.status()["state"] == "finished" and (run.path / "final" / "config.json").is_file()
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(new_run: NewRun, tmp_path: Path):

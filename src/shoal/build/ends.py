@@ -60,6 +60,8 @@ def record_end(run_dir: RunDir | FollowerRunDir, command: str, work: Callable[[]
 
 def give_up(run_dir: RunDir | FollowerRunDir, command: str | None) -> None:
     """A second signal ends the process where it is. The newest checkpoint stands; the status must not say running."""
+    if run_dir.status.get("state") in ("finished", "solved"):
+        return
     reason = "ended at once by a second signal; it goes on from the newest checkpoint"
     at = run_dir.status.get("step", 0)
     run_dir.write_status("interrupted", step=at, reason=reason, resumable=True, next_command=command)

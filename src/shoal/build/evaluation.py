@@ -13,6 +13,7 @@ from shoal.config.orch import EvalConfig, OrchConfig
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError
+from shoal.observability.console import told_on_stderr
 from shoal.orchestrator.evaluate import EvalSettings, Evaluator
 from shoal.protocols import Environment
 from shoal.types import RolloutGroup, SamplingParams
@@ -79,12 +80,17 @@ def sampler_only(config: RunConfig, prepared: Prepared) -> Sampler:
 
 
 async def evaluate_once(config: RunConfig, prepared: Prepared) -> tuple[dict[str, float], list[RolloutGroup]]:
-    sampler = sampler_only(config, prepared)
-    try:
-        evaluator = make_evaluator(config.orch, prepared.environments, sampler.runner, sampler.model.chat)
-        return await evaluator.evaluate()
-    finally:
-        await sampler.close()
+    model = config.train.adapter_path or config.train.model
+    with told_on_stderr() as console:
+        with console.progress(f"loading {model}", quiet=True):
+            sampler = sampler_only(config, prepared)
+        console.activity = lambda: sampler.engine.activity
+        try:
+            evaluator = make_evaluator(config.orch, prepared.environments, sampler.runner, sampler.model.chat)
+            with console.progress(f"evaluation of {model}", evaluator.groups, quiet=True) as bar:
+                return await evaluator.evaluate(bar.advance)
+        finally:
+            await sampler.close()
 
 
 def _check_room(orch: OrchConfig, positions: int | None) -> None:

@@ -61,6 +61,7 @@ class Assembled:
 
     async def export(self) -> None:
         """The weights as people load them, into final/."""
+        self.loop.parts.doing("writing the final weights")
         with self.loop.parts.run_dir.export() as folder:
             await self.loop.parts.on_device(self.files.export, folder)
 

@@ -13,6 +13,7 @@ from shoal.build.prepare import prepare
 from shoal.config.orch import EvalConfig
 from shoal.errors import StoppedByPolicy
 from shoal.observability.weights import Weights
+from shoal.orchestrator.signals import terminated_at_once
 from shoal.orchestrator.statistics import Estimate, average, difference, pass_at
 from shoal.types import RolloutGroup
 
@@ -49,8 +50,12 @@ class Scores:
         return difference(self.by_prompt, other.by_prompt)
 
 
+@terminated_at_once()
 def score(models: Sequence[Weights], task: EvalTask) -> list[Scores]:
-    """One after the other, with one pool of reward workers: it is forked before the first model is loaded."""
+    """One after the other, with one pool of reward workers: it is forked before the first model is loaded.
+
+    There is nothing to save, so a signal does not wait for a model to load.
+    """
     configs = [
         evaluation_config(weights.model, task.env, dict(task.env_args), weights.adapter, task.settings, task.device)
         for weights in models

@@ -26,10 +26,12 @@ def train_on_completions(
 
     train = config.train
     events = EventLog(run_dir, console)
-    checkpoint = ends.newest_checkpoint(run_dir, events)
+    with console.progress("looking for a checkpoint", quiet=True):
+        checkpoint = ends.newest_checkpoint(run_dir, events)
     for notice in bad_rows:
         events.warn("data", notice)
-    model = load(train)
+    with console.progress(f"loading {train.model}"):
+        model = load(train)
     if model.precision.notice:
         console.note(model.precision.notice)
     samples, too_long = supervised_samples(tasks, model.chat, _end_id(model), train.sequence_len)
@@ -44,24 +46,27 @@ def train_on_completions(
     )
     first = 1
     if checkpoint is not None:
+        console.waiting(f"reading {checkpoint.path.name}")
         files.load(checkpoint.path)
         first = checkpoint.step + 1
     save = SaveCadence(train.save_epochs * per_epoch if train.save_epochs else train.save_steps, train.save_seconds)
     sinks = make_sinks(config, run_dir, events)
+    console.waiting(f"training of step {first}")
     console.begin(f"supervised training of {train.model} for {total} steps in {run_dir.path}", total, first - 1)
     try:
         command = ends.resume_command(config)
-        with stop_signals(lambda: ends.give_up(run_dir, command)) as stop:
+        with stop_signals(lambda: ends.give_up(run_dir, command), console.note) as stop:
             record = SupervisedRecorder(
                 run_dir, events, console, sinks, files, save, total, train.save_total_limit, command, stop
             )
             done = train_supervised(steps, first, total, record)
+            if stop:
+                raise Interrupted(f"interrupted after step {done}; the state is saved", stop[0])
+            console.waiting("writing the final weights")  # to their end: a signal that comes meanwhile finds it done
+            with run_dir.export() as folder:
+                files.export(folder)
     finally:
         sinks.close()
-    if stop:
-        raise Interrupted(f"interrupted after step {done}; the state is saved", stop[0])
-    with run_dir.export() as folder:
-        files.export(folder)
     return "finished", done
 
 

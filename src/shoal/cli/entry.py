@@ -84,12 +84,31 @@ def guarded(
         return EXIT_DONE
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else EXIT_USAGE
+    except ModuleNotFoundError as error:
+        if not error.name or "." in error.name or error.name == "shoal":  # a part of what is there: versions differ
+            return _bug(error, arguments, tell)
+        tell(_missing(error.name, error), error)
+        return EXIT_USAGE
     except Exception as error:
-        from shoal.cli.crash import write_crash_bundle
+        return _bug(error, arguments, tell)
 
-        bundle = write_crash_bundle(error, arguments)
-        tell(f"a bug in Shoal: {type(error).__name__}; the details are in {bundle}", error)
-        return EXIT_BUG
+
+def _missing(package: str, error: ModuleNotFoundError) -> str:
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    importer = trace.tb_frame.f_globals.get("__name__", "").split(".")[0] if trace else ""
+    wanted = f", which {importer} imports," if importer not in ("", "shoal", "importlib") else ""
+    again = "install Shoal again with all it needs (`make venv` in a clone)"
+    return f"the Python package {package}{wanted} is missing; {again}"
+
+
+def _bug(error: Exception, arguments: Sequence[str], tell: Callable[[str, BaseException], None]) -> int:
+    from shoal.cli.crash import write_crash_bundle
+
+    bundle = write_crash_bundle(error, arguments)
+    tell(f"a bug in Shoal: {type(error).__name__}; the details are in {bundle}", error)
+    return EXIT_BUG
 
 
 def _overview() -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from shoal.cli.output import say
 from shoal.config.check_train import model_problem
 from shoal.errors import ConfigError
+from shoal.observability.console import told_on_stderr
 from shoal.observability.weights import find_weights
 
 
@@ -30,7 +31,8 @@ def export(source: str, folder: str, *, adapter: str | None = None, checkpoint: 
         raise ConfigError(f"command line: source: {problem[0]}; {problem[1]}")
     from shoal import api
 
-    api.export(source, Path(folder), adapter=adapter, checkpoint=checkpoint)
+    with told_on_stderr() as console, console.progress(f"writing {folder}", quiet=True):
+        api.export(source, Path(folder), adapter=adapter, checkpoint=checkpoint)
     merged = " with its adapter merged" if weights.adapter else ""
     say(f"{folder}: {weights.model}{merged}, ready to load and to publish")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from shoal.cli.output import say
 from shoal.config.fields import nearest
 from shoal.errors import ConfigError
+from shoal.observability.console import told_on_stderr
 
 SHAPES = ("qwen3-0.6b", "qwen2.5-0.5b", "qwen2.5-7b")
 
@@ -26,11 +27,10 @@ def make_model(*where: str, shape: str | None = None, seed: int = 0) -> None:
     kind, folder = _kind_and_folder(where, shape)
     if seed < 0:
         raise ConfigError(f"command line: --seed: must be at least 0, not {seed}; leave it out for 0")
-    if (folder / "config.json").exists() or folder.is_file():
-        raise ConfigError(f"command line: {folder}: already holds a model or is a file; name another folder")
     from shoal import api
 
-    api.make_model(kind, folder, seed)
+    with told_on_stderr() as console, console.progress(f"writing {folder}", quiet=True):
+        api.make_model(kind, folder, seed)
     say(f"{kind} model written to {folder}")
 
 

@@ -75,15 +75,25 @@ def model_problem(model: str) -> tuple[str, str] | None:
     if folder.is_dir():
         if (folder / "config.json").is_file():
             return None
+        if (folder / "final" / "adapter_config.json").is_file():
+            base = "name its base model, with train.lora=true and train.adapter_path="
+            return f"{show(model)} is a run, not a model", f"{base}{folder / 'final'}"
+        if (folder / "final").is_dir():
+            return f"{show(model)} is a run, not a model", f"name the weights in it, as {show(str(folder / 'final'))}"
         return (
             f"{show(model)} is a folder without config.json",
             "name a folder written by save_pretrained, or a .gguf file",
         )
     if folder.is_file():
         return None if folder.suffix == ".gguf" else (f"{show(model)} is a file but not a .gguf one", "name its folder")
-    if model.endswith(".gguf") or not _HUB_ID.match(model):
+    if model.endswith(".gguf") or not _HUB_ID.match(model) or means_folder(model):
         return f"{show(model)} does not exist", "check the path; `shoal make-model tiny DIR` builds a small model"
     return None
+
+
+def means_folder(model: str) -> bool:
+    """A hub id is owner/name; where a folder of the owner's name lies here, a path was meant."""
+    return "/" in model and Path(model.split("/")[0]).is_dir()
 
 
 def _check_adapter(train: TrainConfig, adapter_path: str, findings: Findings) -> None:

@@ -102,8 +102,9 @@ def read_config_text(file: str) -> str:
     shown, path = printable(file), Path(file)
     try:
         if path.is_dir():
+            name = "config.yaml" if (path / "config.yaml").is_file() else "run.yaml"  # a run's own, or a person's
             raise ConfigError(
-                f"{shown}: is a directory, not a configuration file; name the file in it, as {shown}/run.yaml"
+                f"{shown}: is a directory, not a configuration file; name the file in it, as {shown}/{name}"
             )
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{shown}: larger than {MAX_FILE_BYTES} bytes; that is not a configuration file")

@@ -55,7 +55,7 @@ def _layer_class() -> type[Any]:
 
 
 class _Product(torch.autograd.Function):
-    """What torchao computes, in few kernels: the Python around its tensors costs more than the products do."""
+    """What torchao computes, in few kernels instead of many."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, layer: Any) -> Tensor:

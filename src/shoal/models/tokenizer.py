@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.config.check_train import means_folder
 from shoal.errors import ModelError
 from shoal.models.chat import special_tokens
 
@@ -58,9 +59,7 @@ def locate(name: str) -> tuple[str, str | None]:
         if "auto_map" in _read_config(path / "config.json"):
             raise ModelError(f"{name!r} brings its own code (auto_map), which Shoal does not run")
         return str(path), None
-    # A hub id is owner/name; where a folder of the owner's name lies here, a path was meant.
-    meant_path = "/" in name and Path(name.split("/")[0]).is_dir()
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or meant_path:
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or means_folder(name):
         raise ModelError(f"the model folder {name!r} does not exist")
     if os.environ.get("HF_HUB_OFFLINE") == "1" and not _cached(name):
         raise ModelError(

@@ -39,7 +39,7 @@ class Console(Protocol):
     def completions(self, step: int, lines: Sequence[str]) -> None: ...
 
     def waiting(self, what: str) -> None:
-        """Say what is being waited for; shown in heartbeats."""
+        """Say what goes on from here; shown in heartbeats."""
         ...
 
     def note(self, text: str) -> None: ...
@@ -68,6 +68,16 @@ def make_console(stream: TextIO | None = None, *, plain: bool | None = None, eve
     from shoal.observability.live import LiveConsole  # rich costs 20 ms that a plain run need not pay
 
     return LiveConsole(stream, every=every)
+
+
+@contextmanager
+def told_on_stderr() -> Iterator[BaseConsole]:
+    """For what has no lines of its own, and a result on stdout: whoever waits long is told what goes on."""
+    console = PlainConsole(cast("TextIO | None", sys.stderr) or io.StringIO())
+    try:
+        yield console
+    finally:
+        console.close()
 
 
 class SafeStream(io.TextIOBase):
@@ -112,7 +122,7 @@ class BaseConsole:
         self._every = max(1, every)
         self._heartbeat_s = heartbeat_s
         self._guard = threading.RLock()
-        self._waiting = "the first step"
+        self._waiting, self._since = "starting", time.monotonic()
         self._last_shown = time.monotonic()
         self._stop = threading.Event()
         self._total = 0
@@ -143,7 +153,7 @@ class BaseConsole:
         return step % self._every == 0 or step in (1, self._total)
 
     def waiting(self, what: str) -> None:
-        self._waiting = sanitise(what)
+        self._waiting, self._since = sanitise(what), time.monotonic()
 
     def note(self, text: str) -> None:
         self._print(sanitise(redact(text)))
@@ -162,13 +172,20 @@ class BaseConsole:
     @contextmanager
     def progress(self, description: str, total: float | None = None, *, quiet: bool = False) -> Iterator[Progress]:
         bar = Bar(total) if quiet else LineProgress(self, one_line(description), total)
-        self.waiting(description)
-        outer, self._bar = self._bar, bar
-        try:
+        with self._going_on(description, bar):
             yield bar
-        finally:
-            self._bar = outer
         bar.finish()
+
+    @contextmanager
+    def _going_on(self, description: str, bar: Bar | None) -> Iterator[None]:
+        """What goes on now; when it is over, so is the word of it."""
+        outer = self._waiting, self._since, self._bar
+        self.waiting(description)
+        self._bar = bar
+        try:
+            yield
+        finally:
+            self._waiting, self._since, self._bar = outer
 
     def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._print(step_line(step, self._total, metrics, self._pace.left(self._total)))

@@ -41,11 +41,11 @@ class LiveConsole(BaseConsole):
     def __init__(self, stream: TextIO, *, every: int = 1, heartbeat_s: float = 30.0) -> None:
         self._rich = RichConsole(file=cast(TextIO, SafeStream(stream)), highlight=False)
         self._live: Live | None = None
+        self._over = False  # the block that stays says nothing of now
         self._title = ""
         self._metrics: dict[str, float] = {}
         self._rewards: deque[float] = deque(maxlen=512)
         self._evals: dict[str, tuple[float, float]] = {}  # environment → first and latest mean
-        self._shown_at = time.monotonic()
         self.memory: Callable[[], str] = host_memory
         super().__init__(stream, every=every, heartbeat_s=heartbeat_s)
 
@@ -53,6 +53,7 @@ class LiveConsole(BaseConsole):
         self._title = one_line(redact(title))
         self._total, self._step = total_steps, first_step
         self._pace.start(first_step)
+        self._over = False
         self._live = Live(console=self._rich, get_renderable=self.block, refresh_per_second=2, transient=False)
         self._live.start()
 
@@ -73,16 +74,14 @@ class LiveConsole(BaseConsole):
 
     @contextmanager
     def progress(self, description: str, total: float | None = None, *, quiet: bool = False) -> Iterator[Progress]:
-        self.waiting(description)
         if self._live is not None or quiet:  # one live region at a time: inside training the block holds the bar
-            outer, self._bar = self._bar, Bar(total)
-            try:
-                yield self._bar
-            finally:
-                self._bar = outer
+            bar = Bar(total)
+            with self._going_on(description, bar):
+                yield bar
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with RichProgress(*columns, console=self._rich, transient=False) as bar:
+        shown = RichProgress(*columns, console=self._rich, transient=False)
+        with self._going_on(description, None), shown as bar:
             task = bar.add_task(Text(one_line(description)).plain.replace("[", r"\["), total=total)
             yield _Bar(bar, task)
             if total is None:
@@ -91,7 +90,7 @@ class LiveConsole(BaseConsole):
     def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._guard:
             self._metrics = dict(metrics)
-            self._shown_at = self._last_shown = time.monotonic()
+            self._last_shown = time.monotonic()
             if "reward/mean" in metrics:
                 self._rewards.append(metrics["reward/mean"])
             elif "sft/loss" in metrics:
@@ -105,18 +104,19 @@ class LiveConsole(BaseConsole):
         if self._live is None:  # the block ticks by itself; before it starts a line has to do
             super()._show_heartbeat()
 
-    def _write(self, text: str) -> None:
-        self._rich.print(Text(text))
+    def _print(self, text: str) -> None:
+        self._say(Text(text))
 
     def _say(self, text: Text) -> None:
-        with self._guard:
-            self._last_shown = time.monotonic()
-            self._rich.print(text)
+        """Under rich's own lock, never under ours: whoever draws the block holds that one, and asks for this."""
+        self._last_shown = time.monotonic()
+        self._rich.print(text)
 
     def _stop_live(self) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
+        if self._live is not None:
+            self._over = True
+            self._live.stop()  # draws the block once more, for good
+            self._live = None
 
     def block(self) -> RenderableType:
         """The block as it stands now."""
@@ -143,7 +143,8 @@ class LiveConsole(BaseConsole):
         if shares:
             yield "time", _share_bar(shares)
         yield "memory", Text("   ".join(filter(None, (self.memory(), device_memory()))))
-        yield "now", self._now()
+        if not self._over:
+            yield "now", self._now()
 
     def _now(self) -> Text:
         """What is going on: a bar where its length is known, what the sampler does, and for how long."""
@@ -152,8 +153,7 @@ class LiveConsole(BaseConsole):
             share = min(1.0, self._bar.done / self._bar.total)
             text.append("━" * round(24 * share), style="cyan").append("━" * (24 - round(24 * share)))
             text.append(f" {self._bar}  ")
-        since = self._bar.started if self._bar is not None else self._shown_at
-        facts = [fact for fact in (self.activity(), duration(time.monotonic() - since)) if fact]
+        facts = [fact for fact in (self.activity(), duration(time.monotonic() - self._since)) if fact]
         return text.append(f"{self._waiting} ({', '.join(facts)})")
 
     def _details(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, Text]]:

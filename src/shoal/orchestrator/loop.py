@@ -84,11 +84,11 @@ class Loop:
         parts, progress = self.parts, self.progress
         step = parts.events.step = progress.step + 1
         tally = Tally()
-        self._doing(f"rollouts of step {step}")
+        parts.doing(f"rollouts of step {step}")
         wanted = parts.collector.admission.groups_per_step
         with parts.console.progress(f"rollouts of step {step}", wanted, quiet=True) as bar:
             collected = await parts.collector.collect(progress.step, self._stop, bar.advance)
-        self._doing(f"training of step {step}")
+        parts.doing(f"training of step {step}")
         self._boundary = {}  # the weights move now; until the step is recorded there is nothing to save
         with parts.phases("train"):
             learned = await parts.learner.learn(collected.kept, tally)
@@ -104,16 +104,12 @@ class Loop:
         await self._save_if_due(step)
         return self._outcome()
 
-    def _doing(self, what: str) -> None:
-        """Progress was made, and this comes next: heartbeats and stall reports name it."""
-        self.parts.console.waiting(what)
-        self.parts.watchdog.beat(what)
-
     async def _publish(self, version: int, started: bool = False) -> None:
         """Hand the weights to the sampler, unless it is to keep the ones it has for now."""
         parts, admission = self.parts, self.parts.collector.admission
         if admission.syncs_at(version) or (started and admission.interval > 0):
             self._served_sigma = self._sigma(version)
+            parts.doing(f"handing version {version} to the sampler")
             with parts.phases("sync"):
                 sync, limit = self._sync(version), self.settings.sync_deadline_s
                 self._served = await within(limit, sync, "the weight sync", "orch.sync_deadline_s")
@@ -153,7 +149,7 @@ class Loop:
         parts, cadence = self.parts, self.settings.evaluation
         if parts.evaluator is None or cadence is None or not cadence.due(step, self.settings.max_steps):
             return {}
-        self._doing(f"evaluation after step {step}")
+        parts.doing(f"evaluation after step {step}")
         groups = parts.evaluator.groups
         with parts.phases("eval"), parts.console.progress(f"evaluation after step {step}", groups, quiet=True) as bar:
             if self._served_sigma > 0:
@@ -279,6 +275,7 @@ class Loop:
         return {"progress": replace(self.progress), "cursor": stream, "collector": collector}
 
     async def restore(self, folder: Path) -> None:
+        self.parts.doing(f"reading {folder.name}")
         state = read_state(folder)
         self.progress = Progress(**state["progress"])
         self.parts.stream.load_state(state["cursor"])

@@ -64,6 +64,11 @@ class Parts:
         None  # where weights are sharded: all ranks call it before `files.save`
     )
 
+    def doing(self, what: str) -> None:
+        """Progress was made, and this comes next: heartbeats and stall reports name it."""
+        self.console.waiting(what)
+        self.watchdog.beat(what)
+
 
 @dataclass(frozen=True)
 class LoopSettings:

@@ -30,6 +30,7 @@ class Saving:
         parts = self._parts
         if self.saved_step == step or not boundary:
             return
+        parts.doing(f"saving the checkpoint of step {step}")
         with parts.phases("save"):
             if parts.save_shards is not None:
                 await self._write_shards(parts.save_shards)

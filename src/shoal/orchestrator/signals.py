@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 from shoal.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated
 
 Result = TypeVar("Result")
+STOPPING = "stopping at the next safe point, with the state saved; a second signal ends it at once"
 _CODES = {
     signal.SIGINT: EXIT_INTERRUPTED,
     signal.SIGTERM: EXIT_TERMINATED,
@@ -32,8 +33,10 @@ def heeded_signals() -> list[signal.Signals]:
     return [number for number in _CODES if number != signal.SIGHUP or not ignored]
 
 
-def on_signals(interrupt: Callable[[int], None], give_up: Callable[[], None]) -> None:
-    """The first signal asks the loop to stop at a safe point, the second ends the process where it is.
+def on_signals(
+    interrupt: Callable[[int], None], give_up: Callable[[], None], tell: Callable[[str], None] = lambda _: None
+) -> None:
+    """The first signal asks the loop to stop at a safe point, and says so; the second ends the process where it is.
 
     `give_up` is called before that, to leave word; whatever it raises, the process ends.
     """
@@ -46,6 +49,7 @@ def on_signals(interrupt: Callable[[int], None], give_up: Callable[[], None]) ->
             loop.remove_signal_handler(number)
             signal.signal(number, lambda *_: _end(code, give_up))
         interrupt(code)
+        tell(STOPPING)
 
     for number in heeded:
         loop.add_signal_handler(number, handle, _CODES[number])
@@ -80,17 +84,31 @@ def outside_event_loop(work: Callable[[], Result]) -> Result:
 
 
 @contextlib.contextmanager
-def stop_signals(give_up: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
+def stop_signals(
+    give_up: Callable[[], None] = lambda: None, tell: Callable[[str], None] = lambda _: None
+) -> Iterator[list[int]]:
     """The same for steps without an event loop: the list gets the exit code. Earlier handlers come back at the end."""
     stop: list[int] = []
+    asked = threading.Event()
+
+    def speak() -> None:
+        asked.wait()
+        if stop:
+            tell(STOPPING)
 
     def handle(number: int, _: object) -> None:
         if stop:
             _end(stop[0], give_up)
         stop.append(_CODES[signal.Signals(number)])
+        asked.set()
 
-    with _handling(heeded_signals(), handle):
-        yield stop
+    # The main thread may be in the middle of a line of its own when the signal comes, so another one speaks.
+    threading.Thread(target=speak, name="signals", daemon=True).start()
+    try:
+        with _handling(heeded_signals(), handle):
+            yield stop
+    finally:
+        asked.set()
 
 
 @contextlib.contextmanager

@@ -43,6 +43,8 @@ class SupervisedRecorder:
         gives_up = self._non_finite >= MAX_NON_FINITE
         if self.stop or gives_up or self.save.due(step) or (step == self.total and not self.save.off):
             self._save(step)
+        if step < self.total:
+            self.console.waiting(f"training of step {step + 1}")
         if gives_up:
             raise StoppedByPolicy(
                 f"stopped after {MAX_NON_FINITE} steps in a row with non-finite gradients; lower train.learning_rate "
@@ -56,6 +58,7 @@ class SupervisedRecorder:
             self.events.warn("non-finite", f"step {step}: the gradient is not finite; the optimizer step is skipped")
 
     def _save(self, step: int) -> None:
+        self.console.waiting(f"saving the checkpoint of step {step}")
         with self.run_dir.checkpoint(step) as folder:
             self.files.save(folder)
         self.save.saved()

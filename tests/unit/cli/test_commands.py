@@ -282,6 +282,25 @@ def test_a_bug_leaves_a_bundle_and_no_traceback(
     assert bundle.stat().st_mode & 0o077 == 0
 
 
+def test_a_package_that_is_missing_is_no_bug(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def incomplete() -> None:
+        exec("import opentelemetry_gone.trace", {"__name__": "fastapi.telemetry"})
+
+    monkeypatch.setattr("shoal.cli.init.example_files", incomplete)
+    assert main(["init", "there"]) == 2
+    err = capsys.readouterr().err
+    assert "the Python package opentelemetry_gone, which fastapi imports, is missing; install Shoal again" in err
+
+
+def test_a_part_of_a_package_that_is_missing_is_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def outdated() -> None:
+        exec("import json.of_a_later_release")
+
+    monkeypatch.setattr("shoal.cli.init.example_files", outdated)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["init", "there"]) == 70
+
+
 def test_interrupt_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     def interrupted() -> None:
         raise KeyboardInterrupt

@@ -272,6 +272,39 @@ def test_the_live_block_holds_the_bar_of_what_goes_on() -> None:
     assert console._bar is None
 
 
+def test_the_block_that_stays_says_nothing_of_now_and_the_last_line_stands_below_it() -> None:
+    stream = io.StringIO()
+    console = LiveConsole(stream)
+    console.begin("tiny", 2)
+    console.step(2, METRICS)
+    console.waiting("writing the report")
+    assert "now" in dict(console._lines({}))
+    console.closing(["finished after step 2"])
+    assert "now" not in dict(console._lines({}))
+    console.close()
+    assert stream.getvalue().rstrip().endswith("finished after step 2")
+
+
+def test_what_goes_on_inside_is_over_when_it_is_over() -> None:
+    console = PlainConsole(io.StringIO())
+    assert console._describe_waiting() == "starting"
+    with console.progress("loading tiny"):
+        assert console._describe_waiting() == "loading tiny"
+    assert console._describe_waiting() == "starting"
+    console.close()
+
+
+def test_the_block_counts_the_seconds_of_what_goes_on_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those since the last step: a training of two seconds after rollouts of a minute lasts two seconds."""
+    console = LiveConsole(io.StringIO())
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+    console.waiting("training of step 1")
+    monkeypatch.setattr(time, "monotonic", lambda: now + 62)
+    assert console._now().plain == "training of step 1 (2s)"
+    console.close()
+
+
 def test_a_bar_that_is_left_by_an_error_is_gone() -> None:
     console = PlainConsole(io.StringIO())
     with pytest.raises(RuntimeError), console.progress("rollouts", 4, quiet=True):

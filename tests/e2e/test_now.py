@@ -1,0 +1,84 @@
+"""What a command says it does now: watched through heartbeats that come every few milliseconds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+
+from .helpers.processes import environment
+from .helpers.runs import Run
+
+NewRun = Callable[..., Run]
+HASTY = (
+    "import sys; from shoal.observability.console import BaseConsole; from shoal.cli.entry import main; "
+    "BaseConsole.__init__.__kwdefaults__['heartbeat_s'] = 0.002; sys.exit(main(sys.argv[1:]))"
+)
+STARTING = "starting"
+
+
+def told(folder: Path, *words: str) -> list[str]:
+    """Everything the command said it was doing, each once in a row and without how far it was."""
+    command = [sys.executable, "-c", HASTY, *words]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    heard = re.findall(r"^… (.*?) ?(?:\(.*\))?$", done.stdout + done.stderr, re.MULTILINE)
+    return [text for text, _ in groupby(heard)]
+
+
+def in_order(heard: list[str], *wanted: str) -> None:
+    rest = iter(heard)
+    for text in wanted:
+        assert text in rest, f"{text!r} is not where it belongs in {heard}"
+
+
+def test_grpo_says_what_it_does_from_loading_to_the_report(new_run: NewRun, model: Path) -> None:
+    run = new_run(train={"max_steps": 2, "save_steps": 1}, orch={"eval": {"interval": 1, "num_examples": 16}})
+    heard = told(run.folder, "grpo", "run.yaml")
+    in_order(
+        heard,
+        f"working; now: loading {model}",
+        "step 0/2 done; now: evaluation after step 0",
+        "step 0/2 done; now: rollouts of step 1",
+        "step 0/2 done; now: training of step 1",
+        "step 1/2 done; now: saving the checkpoint of step 1",
+        "step 1/2 done; now: rollouts of step 2",
+        "step 2/2 done; now: saving the checkpoint of step 2",
+        "step 2/2 done; now: writing the final weights",
+        "step 2/2 done; now: writing the report",
+    )
+    assert not any(STARTING in text for text in heard if text.startswith("step")), heard
+    heard = told(run.folder, "grpo", "run.yaml", "--resume", "train.max_steps=3", "orch.max_steps=3")
+    in_order(heard, f"working; now: loading {model}", "step 2/3 done; now: rollouts of step 3")
+    assert not any("step 1" in text or STARTING in text for text in heard if text.startswith("step")), heard
+
+
+def test_supervised_training_says_which_step_it_trains_and_when_it_saves(
+    raw_model: Path, tasks_file: Path, tmp_path: Path
+) -> None:
+    rows = ["--dataset", str(tasks_file), "--output-dir", "out", "--max-steps", "3"]
+    heard = told(tmp_path, "sft", "--model", str(raw_model), *rows, "train.save_steps=2", "train.sequence_len=256")
+    in_order(
+        heard,
+        f"working; now: loading {raw_model}",
+        "step 0/3 done; now: training of step 1",
+        "step 1/3 done; now: training of step 2",
+        "step 2/3 done; now: saving the checkpoint of step 2",
+        "step 2/3 done; now: training of step 3",
+        "step 3/3 done; now: saving the checkpoint of step 3",
+        "step 3/3 done; now: writing the final weights",
+        "step 3/3 done; now: writing the report",
+    )
+    assert not any(STARTING in text for text in heard if text.startswith("step")), heard
+
+
+def test_an_evaluation_and_an_export_say_what_they_do(model: Path, tmp_path: Path) -> None:
+    heard = told(tmp_path, "eval", str(model), "--env", "arithmetic", "--num-examples", "16", "--max-tokens", "8")
+    in_order(heard, f"working; now: loading {model}", f"working; now: evaluation of {model}")
+    assert "working; now: writing published" in told(tmp_path, "export", str(model), "published")
+    assert "working; now: writing made" in told(tmp_path, "make-model", "tiny", "made")
