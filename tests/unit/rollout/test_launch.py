@@ -179,10 +179,8 @@ def test_a_port_is_blamed_only_where_it_ended_the_server(tmp_path: Path, how: st
     with socket.socket() as other:
         if taken:
             other.bind(("127.0.0.1", port))
-        for _ in range(600):
-            if (failure := process.failure()) is not None:
-                break
-            time.sleep(0.05)
+        until(lambda: process.failure() is not None)
+        failure = process.failure()
     asyncio.run(process.close())
     assert isinstance(failure, ConfigError)
     expected = f"infer.port: {port} was taken while vLLM started" if blamed else "vLLM ended with exit code 1. The last"
