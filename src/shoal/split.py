@@ -17,7 +17,8 @@ from pathlib import Path
 
 from shoal import api
 from shoal.build import Given, as_rank, launch_command, ranks_to_start
-from shoal.build.remote import check_tied, serve_others
+from shoal.build.others import Company, serve_others
+from shoal.build.remote import check_tied
 from shoal.build.split import assemble_split, make_answerer
 from shoal.build.trainee import make_trainee
 from shoal.config.problems import Origins
@@ -92,7 +93,12 @@ def serve_inference(section: InferConfig, origins: Origins, tell: Callable[[str]
                 check_tied(meeting.agree(origins))
         accompany = partial(_accompany, meeting, origins)
         if section.engine != "embedded":
-            ended_by = asyncio.run(serve_others(section, tell, accompany))
+            company = Company(
+                accompany,
+                trouble=lambda seen: meeting.presence.tell(server=seen),
+                failed=lambda error: meeting.end_all(*ending_of(error)),
+            )
+            ended_by = asyncio.run(serve_others(section, tell, company))
         else:
             from shoal.build import infer
             from shoal.transport.broadcast import BroadcastWeights

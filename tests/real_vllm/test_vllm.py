@@ -14,21 +14,16 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
 
 from shoal.errors import ConfigError, StorageError
 from shoal.observability.manifest import describe
 from shoal.rollout.facts import ServerFacts, check_facts
-from shoal.rollout.norms import write_noisy_norms
 from shoal.rollout.vllm import VllmRolloutEngine
 from shoal.types import Completion, Request
 from support import engine_servers
@@ -43,28 +38,23 @@ from support.engine_servers import (
     vllm_python,
 )
 from support.engines import ask
-from support.models import EOS, TOKENIZER, random_prompts, small_model
+from support.models import TOKENIZER, small_model
+from support.vllm_runs import (
+    OWN_STEPS,
+    PROMPT,
+    ROOT,
+    engine_of,
+    grpo,
+    lines,
+    logprobs,
+    on_shared_vllm,
+    own_server_run,
+    pids,
+    start_grpo,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-(PROMPT,) = random_prompts(5, 12)
-ROOT = Path(__file__).parents[2]
-
-
-def run(test: Callable[[VllmRolloutEngine], Awaitable[None]], **changes: Any) -> None:
-    async def main() -> None:
-        async with engine_servers.attached_vllm(**changes) as engine:
-            await test(engine)
-
-    asyncio.run(main())
-
-
-@torch.no_grad()
-def logprobs(model: Any, completion: Completion, *, ended_late: bool = False) -> np.ndarray:
-    """`ended_late`: with min_tokens the end was not to be drawn, so the rest shares its mass."""
-    rows = model(torch.tensor([PROMPT + completion.token_ids])).logits[0, len(PROMPT) - 1 : -1].double()
-    if ended_late:
-        rows[:, EOS] = -torch.inf
-    return rows.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0].numpy()
 
 
 def tokens_drawn() -> float:
@@ -103,7 +93,7 @@ def test_adapters_have_a_name_a_version(tmp_path: Path) -> None:
         after = await engine.generate(ask("d", PROMPT))
         np.testing.assert_allclose(after.logprobs, logprobs(first_model, after), rtol=0, atol=1e-4)
 
-    run(check, lora_rank=4)
+    on_shared_vllm(check, lora_rank=4)
 
 
 def test_an_update_in_flight_is_noted_per_token() -> None:
@@ -125,25 +115,7 @@ def test_an_update_in_flight_is_noted_per_token() -> None:
             expected, part = logprobs(model, drawn, ended_late=True), slice(span.start, span.end)
             np.testing.assert_allclose(drawn.logprobs[part], expected[part], rtol=0, atol=1e-4)
 
-    run(check)
-
-
-def test_noise_lies_on_the_norms_and_comes_off_again(tmp_path: Path) -> None:
-    clean, noisy = small_model("qwen3", seed=8), small_model("qwen3", seed=8)
-    names = write_noisy_norms(contract_model(), tmp_path, sigma=0.2, seed=7, version=0)
-    noisy.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
-    assert len(names) == 5  # two a layer and the last
-
-    async def check(engine: VllmRolloutEngine) -> None:
-        await engine.load(0, {"sigma": 0.2, "noise_seed": 7})
-        drawn = await engine.generate(ask("r", PROMPT))
-        np.testing.assert_allclose(drawn.logprobs, logprobs(noisy, drawn), rtol=0, atol=1e-4)
-        assert np.abs(logprobs(noisy, drawn) - logprobs(clean, drawn)).max() > 1e-2
-        await engine.load(0, {"sigma": 0.0})
-        drawn = await engine.generate(ask("s", PROMPT))
-        np.testing.assert_allclose(drawn.logprobs, logprobs(clean, drawn), rtol=0, atol=1e-4)
-
-    run(check)
+    on_shared_vllm(check)
 
 
 def test_a_broken_file_is_refused_before_a_tensor_is_replaced() -> None:
@@ -159,7 +131,7 @@ def test_a_broken_file_is_refused_before_a_tensor_is_replaced() -> None:
         assert engine.version == 0 and drawn.spans[0].version == 0
         np.testing.assert_allclose(drawn.logprobs, logprobs(small_model("qwen3", seed=8), drawn), rtol=0, atol=1e-4)
 
-    run(check)
+    on_shared_vllm(check)
 
 
 REFUSED = {
@@ -187,50 +159,6 @@ def test_a_server_that_does_not_fit_is_refused_by_name(name: str) -> None:
         asyncio.run(connect())
 
 
-def grpo(
-    folder: Path, *arguments: str, infer: dict[str, Any], **sections: dict[str, Any]
-) -> subprocess.CompletedProcess[str]:
-    process = start_grpo(folder, *arguments, infer=infer, **sections)
-    try:
-        out, errors = process.communicate(timeout=400)
-    finally:
-        process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
-
-
-def start_grpo(
-    folder: Path, *arguments: str, infer: dict[str, Any], **sections: dict[str, Any]
-) -> subprocess.Popen[str]:
-    """`shoal grpo` with a short run on the model that the shared server has."""
-    reverse = {"system_prompt": "Reverse.", "min_len": 3, "max_len": 6, "num_train": 200, "num_eval": 20}
-    config = {
-        "train": {
-            "model": str(contract_model()), "output_dir": "out", "max_steps": 3, "learning_rate": 5e-3,
-            "sequence_len": 128, "device": "cpu", "loss": {"type": "grpo"}, **sections.get("train", {}),
-        },
-        "infer": {"engine": "vllm", **infer},
-        "orch": {
-            "env": [{"id": "reverse-text", "args": reverse}], "batch_size": 16, "rollouts_per_example": 4,
-            "sampling": {"max_tokens": 10}, "reward": "rewards_of_vllm:letters", **sections.get("orch", {}),
-        },
-    }  # fmt: skip
-    (folder / "run.yaml").write_text(yaml.safe_dump(config), "utf-8")
-    # A reward that random weights earn sometimes, so that there is something to learn from.
-    (folder / "rewards_of_vllm.py").write_text(
-        "def letters(task, messages):\n    text = messages[-1]['content']\n"
-        "    return sum(c.isalpha() for c in text) / 10\n",
-        "utf-8",
-    )
-    path = os.pathsep.join([str(ROOT / "src"), str(folder)])
-    env = {**os.environ, **CPU, "PYTHONPATH": path}
-    command = [sys.executable, "-m", "shoal", "grpo", "run.yaml", *arguments]
-    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
 def check_run(out: Path, steps: int) -> None:
     """It trained, on log-probs that are the policy's own, with another version of the weights every step."""
     metrics = lines(out / "metrics.jsonl")
@@ -243,16 +171,11 @@ def check_run(out: Path, steps: int) -> None:
     assert sorted(path.name for path in (out / "weights").iterdir()) == [f"v{steps - 1:06d}", f"v{steps:06d}"]
 
 
-def test_a_run_with_a_server_of_its_own(tmp_path: Path) -> None:
-    # So few tokens a pass that the prompts of a step do not fit into one, and would be taken in parts if they could be.
-    arguments = {"enforce_eager": True, "max_num_batched_tokens": 128}
-    infer = {"engine_python": vllm_python(), "port": free_port(), "engine_args": arguments}
-    done = grpo(tmp_path, infer=infer)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    check_run(tmp_path / "out", 3)
-    log = (tmp_path / "out" / "logs" / "vllm.log").read_text("utf-8")
+def test_a_run_with_a_server_of_its_own() -> None:
+    out = own_server_run() / "out"
+    check_run(out, OWN_STEPS)
+    log = (out / "logs" / "vllm.log").read_text("utf-8")
     assert "'logprobs_mode': 'processed_logprobs'" in log and "'dtype': 'float32'" in log
-    assert not pids("-f", f"port {infer['port']}"), "the server ends with the run"
 
 
 @pytest.mark.parametrize("victim", ["engine", "engine that owes an answer"])
@@ -282,23 +205,6 @@ def test_a_server_that_dies_is_named_with_its_log(tmp_path: Path, victim: str) -
     assert "Unclosed" not in out + errors and "Traceback" not in out + errors
     assert "EngineCore" in said, "the last error lines of its log"
     assert not pids("-f", f"port {infer['port']}"), "nothing of it is left"
-
-
-def wait_until(true: Callable[[], bool], limit_s: float) -> None:
-    end = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def engine_of(port: int) -> int:
-    """The process that the server which listens there started to compute."""
-    return pids("-P", str(min(pids("-f", f"port {port}"))), "-f", "EngineCore")[0]
-
-
-def pids(*arguments: str) -> list[int]:
-    done = subprocess.run(["pgrep", *arguments], stdout=subprocess.PIPE, check=False)
-    return [int(pid) for pid in done.stdout.split()]
 
 
 def test_a_split_run_samples_from_vllm(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.model import Model, load
+from shoal.build.others import on_ending
 from shoal.build.plan import cpu_share
-from shoal.build.remote import on_ending
 from shoal.build.sampler import CLOSE_LIMIT_S, CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS
 from shoal.config.infer import InferConfig
 from shoal.config.train import TrainConfig

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
-import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,6 @@ from shoal.config.infer import InferConfig
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError
 from shoal.observability.machine import has_gpu
-from shoal.orchestrator.signals import heeded_signals
 from shoal.rollout.facts import TIED_ON_CPU, RemoteSettings, model_folder, tied
 from shoal.rollout.launch import Launch, ServerProcess, check_interpreter
 from shoal.rollout.link import Waiting
@@ -51,6 +48,14 @@ class ModelFacts:
     on_cpu: bool = False
 
 
+@dataclass(frozen=True)
+class Attached:
+    """Another process of the run starts the server, and this is how it is known how that is."""
+
+    whereabouts: Callable[[], tuple[str, str] | None]  # while nothing answers, and what to do about it
+    trouble: Callable[[], str | None]  # what it cannot say itself
+
+
 def check_engine(config: RunConfig, processes: int, *, starts: bool = True) -> None:
     """Before anything loads: what a remote engine needs on this machine, which may be another than it `starts` on."""
     infer = config.infer
@@ -67,7 +72,7 @@ def check_engine(config: RunConfig, processes: int, *, starts: bool = True) -> N
         keys["infer"] = infer.api_key_var
         check_tied(config)
     for section, name in keys.items():
-        _check_key(section, name)
+        check_key(section, name)
 
 
 def check_tied(config: RunConfig) -> None:
@@ -97,7 +102,7 @@ def absent_server(config: RunConfig) -> str | None:
     )
 
 
-def _check_key(section: str, name: str | None) -> None:
+def check_key(section: str, name: str | None) -> None:
     if name is not None and not os.environ.get(name):
         raise ConfigError(f"{section}.api_key_var: the environment variable {name} is not set")
 
@@ -121,11 +126,12 @@ def make_remote(
     model: ModelFacts,
     folder: Path,
     waiting: Waiting = lambda _: None,
-    attach: Callable[[], tuple[str, str] | None] | None = None,
+    attach: Attached | None = None,
 ) -> RemoteEngine:
-    """`folder` is the run's: the server's log goes there, and what it reads. A server of ours starts to load now.
+    """`folder` is the run's: the server's log goes there, and what it reads. A server of ours starts when it is
+    connected to.
 
-    `attach`: whoever starts it, it is not this process, and this says what is known of it while nothing answers.
+    `attach`: whoever starts it, it is not this process.
     """
     infer, client = config.infer, config.orch.client
     assert infer.max_model_len is not None
@@ -150,11 +156,8 @@ def make_remote(
         lora_rank=config.train.lora_rank if config.train.lora else None,
         noise_seed=config.train.seed,
         log=log_of(infer, folder) if process is not None or attach is not None else None,
-        whereabouts=attach or (lambda: None),
+        **({} if attach is None else {"whereabouts": attach.whereabouts, "trouble": attach.trouble}),
     )
-    if process is not None:
-        process.start()
-        waiting = lambda _: None  # noqa: E731 - one of ours is started, which is said, or has ended
     return ENGINES[infer.engine](settings, process, waiting)
 
 
@@ -239,52 +242,6 @@ def lora_rank(infer: InferConfig) -> int:
     """The next rank vLLM has kernels for."""
     wanted = infer.max_lora_rank or LORA_RANKS[1]
     return next((known for known in LORA_RANKS if known >= wanted), wanted)
-
-
-def on_ending(end: Callable[[signal.Signals], None]) -> None:
-    """What ends grpo-infer, whichever engine it serves. Under nohup a hangup stays ignored."""
-    for number in heeded_signals():
-        asyncio.get_running_loop().add_signal_handler(number, end, number)
-
-
-async def serve_others(
-    infer: InferConfig, tell: Callable[[str], None], beside: Callable[[], Awaitable[None]] | None = None
-) -> signal.Signals:
-    """grpo-infer with vLLM or SGLang: started with what a run needs, and ended with this process, by a signal.
-
-    `beside` runs next to the server and ends it by what it raises.
-    """
-    name = ENGINES[infer.engine].name
-    if infer.engine_python is None:
-        raise ConfigError(f"infer.engine_python: is not set; name the Python of the environment that has {name}")
-    check_interpreter(infer.engine_python, infer.engine, name)
-    _check_key("infer", infer.api_key_var)
-    on_cpu = not has_gpu()
-    process = ServerProcess(launch_of(infer, Path(infer.output_dir), "float32" if on_cpu else "auto", on_cpu=on_cpu))
-    stop, signals = asyncio.Event(), list[signal.Signals]()
-
-    def end(number: signal.Signals) -> None:
-        signals.append(number)
-        stop.set()
-
-    on_ending(end)
-    process.start()
-    launch = process.launch
-    tell(f"{name} starts at http://{launch.host}:{launch.port}/v1; its log is {launch.log}")
-    watching = asyncio.ensure_future(beside()) if beside is not None else None
-    try:
-        while not stop.is_set():
-            if (failure := process.failure()) is not None:
-                raise failure
-            if watching is not None and watching.done():
-                watching.result()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), 0.5)
-    finally:
-        if watching is not None:
-            watching.cancel()
-        await process.close()
-    return signals[0]
 
 
 def as_flags(values: dict[str, Any]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.build.prepare import Prepared
 from shoal.build.prompts import make_stream
-from shoal.build.remote import before, facts_of_files, make_remote
+from shoal.build.remote import Attached, before, facts_of_files, make_remote
 from shoal.build.run import Assembled, Pieces, Watching, make_loop
 from shoal.build.sampler import chat_options, make_runner
 from shoal.build.schedule import total_steps
@@ -128,7 +128,8 @@ def make_engine(config: RunConfig, meeting: Meeting, chat: Chat) -> RolloutEngin
     where = functools.partial(whereabouts, meeting, config)
     if config.infer.engine != "embedded":
         model = facts_of_files(str(config.train.model), chat)
-        return make_remote(config, model, Path(config.train.output_dir), waits.heard, attach=where)
+        attach = Attached(where, functools.partial(server_trouble, meeting))
+        return make_remote(config, model, Path(config.train.output_dir), waits.heard, attach)
     from shoal.rollout.http import HttpRolloutEngine
     from shoal.rollout.link import Address
 
@@ -152,11 +153,23 @@ def whereabouts(meeting: Meeting, config: RunConfig) -> tuple[str, str]:
     infer, asked = config.infer, port_of(config.orch.client.base_url)
     if not meeting.peers.is_alive("infer"):
         return "grpo-infer is not there", "start it with shoal grpo-infer"
+    if (seen := server_trouble(meeting)) is not None:
+        return seen, "see to it where grpo-infer runs"
     host = f"[{infer.host}]" if ":" in infer.host else infer.host
     wrote = f"it wrote down http://{host}:{infer.port}/v1"
     if asked in (None, infer.port):
-        return LOADING, f"{wrote}; check orch.client.base_url, or raise orch.deadline_s if it needs longer"
+        return (
+            f"grpo-infer {LOADING}",
+            f"{wrote}; check orch.client.base_url, or raise orch.deadline_s if it needs longer",
+        )
     return f"grpo-infer is there, but does not answer at this address: {wrote}", "check orch.client.base_url"
+
+
+def server_trouble(meeting: Meeting) -> str | None:
+    """What grpo-infer says of the server that it started, and which cannot say so itself."""
+    meeting.look()
+    peer = meeting.peers.get("infer")
+    return peer.about.get("server") if peer is not None and meeting.peers.is_alive("infer") else None
 
 
 def silent_s(meeting: Meeting) -> float:

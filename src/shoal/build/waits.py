@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shoal.build.run import Watching
 
-LOADING = "grpo-infer is still loading"  # as it does at every start: no trouble
+LOADING = "is still loading"  # as it does at every start: no trouble
 
 
 def tell_wait(watching: Watching, text: str) -> None:

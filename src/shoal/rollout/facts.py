@@ -36,6 +36,7 @@ class RemoteSettings:
     noise_seed: int = 0
     log: Path | None = None  # where the server's own words are
     whereabouts: Callable[[], tuple[str, str] | None] = lambda: None  # what is known of it while nothing answers
+    trouble: Callable[[], str | None] = lambda: None  # what it cannot say itself, where somebody else sees it
 
 
 @dataclass(frozen=True)

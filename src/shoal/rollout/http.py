@@ -14,19 +14,9 @@ from typing import Any
 
 from shoal.errors import DeadlineError, EngineError
 from shoal.observability import manifest as manifests
-from shoal.rollout.link import (
-    PROBE_S,
-    SHORTEST_PAUSE_S,
-    SILENT_PROBE_S,
-    Address,
-    Busy,
-    Late,
-    Link,
-    Lost,
-    Waiting,
-    said_once,
-)
+from shoal.rollout.link import PROBE_S, SHORTEST_PAUSE_S, SILENT_PROBE_S, Address, Link, Waiting, said_once
 from shoal.rollout.lookout import Lookout
+from shoal.rollout.lost import Busy, Late, Lost
 from shoal.server.control import INCARNATION
 from shoal.types import Completion, Request, Span
 

@@ -6,6 +6,7 @@ Used by the engines that talk to vLLM and SGLang. Its output goes to a log file,
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import re
@@ -19,9 +20,11 @@ from pathlib import Path
 
 from shoal.errors import ConfigError, EngineError, ShoalError
 from shoal.rewards.confine import wake_at_parent_death
+from shoal.rollout.server_group import ServerGroup
 
 TAIL_LINES, LINE_CHARACTERS = 12, 300
-STOP_S, DEAF_STOP_S = 15.0, 3.0
+STOP_S, BRIEF_STOP_S = 15.0, 3.0
+NOTE_SHARED_S = 2.0
 LAST_WORDS_S = 8.0
 DEAF_S = 5.0  # without listening, after it did: vLLM whose engine died may wait for ever to end
 LOG_LINES = 4000  # a server that dies logs a stack for every request that was under way
@@ -49,6 +52,8 @@ class ServerProcess:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self._process: subprocess.Popen[bytes] | None = None
+        self._group: ServerGroup | None = None
+        self._noted_at: float | None = None  # when what it shares was last noted
         self._listened = False
         self._deaf_since: float | None = None  # when it was first found to listen no more
 
@@ -76,16 +81,29 @@ class ServerProcess:
             except OSError as error:
                 what = f"{launch.command[0]} cannot be started ({error.strerror or error})"
                 raise ConfigError(f"infer.engine_python: {what}; name the Python that has {launch.name}") from error
+        self._group = ServerGroup(self._process.pid)
+        atexit.register(self._end_now, os.getpid())
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
+
+    @property
+    def listened(self) -> bool:
+        """It has loaded, whatever became of it since."""
+        return self._listened
+
+    def stopped(self) -> str | None:
+        """In words, where somebody stopped a process of it: the others may answer for their health all the same."""
+        pid = self._group.stopped() if self._group is not None else None
+        return f"its process {pid} is stopped, and goes on with SIGCONT" if pid is not None else None
 
     def ended(self) -> str | None:
         """None while it runs and listens, or does not listen yet; else how it ended, with the end of its log."""
         code = self._process.poll() if self._process is not None else 0
         if code is not None:
             return self.why(_how_it_ended(code))
+        self._note_shared()
         if listens(self.launch.host, self.launch.port):
             self.heard()
         elif self._listened:
@@ -98,6 +116,13 @@ class ServerProcess:
         """It listens now: whoever was answered by it says so."""
         self._listened, self._deaf_since = True, None
 
+    def _note_shared(self) -> None:
+        """Now and then while it loads, and once when it listens: it makes what it shares as it starts."""
+        now = time.monotonic()
+        if self._group is not None and (self._noted_at is None or now - self._noted_at > NOTE_SHARED_S):
+            self._noted_at = now if not self._listened else float("inf")
+            self._group.note_shared()
+
     def failure(self) -> ShoalError | None:
         """The same as an error. One that ends by itself before it ever listened was started with what cannot work here;
         one that served, or that a signal ended, has failed."""
@@ -109,13 +134,20 @@ class ServerProcess:
 
     def why(self, what: str) -> str:
         """One line for what people got wrong and we know; else the last lines of the log."""
-        text = self.tail(400)
-        unknown = _UNKNOWN.search(text)
+        unknown = _UNKNOWN.search(self.tail(400))
         if unknown is not None:
             return f"infer.engine_args: {self.launch.name} does not know {unknown[1].strip()}; see its --help"
-        if _TAKEN.search(text):
+        if self._found_port_taken():
             return f"infer.port: {self.launch.port} was taken while {self.launch.name} started; choose another port"
         return f"{self.launch.name} {what.rstrip('.')}. {end_of_log(self.launch.log)}"
+
+    def _found_port_taken(self) -> bool:
+        """That is the last it had to say, it has ended, and somebody else has the port. Servers have other ports too,
+        and may have met a taken one and gone on."""
+        ended = self._process is not None and self._process.poll() is not None
+        errors = [line for line in _last_lines(self.launch.log, LOG_LINES) if _ERROR.search(line)]
+        last_word = bool(errors) and _TAKEN.search(errors[-1]) is not None
+        return ended and last_word and port_is_taken(self.launch.host, self.launch.port)
 
     async def last_words(self, what: str) -> str:
         """Why, after `what` was noticed: a server whose engine died ends by itself, and its log says more by then."""
@@ -130,18 +162,41 @@ class ServerProcess:
         return "\n".join(_last_lines(self.launch.log, lines))
 
     async def close(self) -> None:
-        """End it and everything it started: asked first, then made to."""
-        process = self._process
-        if process is None:
+        """End it and everything it started: asked first, then made to. What it shared goes with it."""
+        group = self._group
+        if group is None:
             return
-        # One that has stopped listening is on its way out already, or waits for ever with its end.
-        deaf = self._listened and not listens(self.launch.host, self.launch.port)
-        for number, limit_s in ((signal.SIGTERM, DEAF_STOP_S if deaf else STOP_S), (signal.SIGKILL, STOP_S)):
-            _signal_group(process.pid, number)
-            for _ in range(int(limit_s / 0.1)):
-                if process.poll() is not None and not _group_lives(process.pid):
-                    return
-                await asyncio.sleep(0.1)
+        group.note_shared()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            group.send(number)
+            if await self._gone():
+                group.remove_shared()
+                atexit.unregister(self._end_now)
+                return
+
+    def _end_now(self, starter: int) -> None:
+        """At the exit of the process that started it, if nobody closed it: a signal came before there was anybody."""
+        process, group = self._process, self._group
+        if os.getpid() != starter or process is None or group is None:
+            return  # a fork of it has the same exit handlers
+        group.note_shared()
+        group.send(signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(BRIEF_STOP_S)
+        group.remove_shared()
+
+    async def _gone(self) -> bool:
+        """Within its time, which is short for one that does not listen: it is still loading, has all but ended, or
+        waits for ever with its end."""
+        process, group, end = self._process, self._group, time.monotonic() + STOP_S
+        assert process is not None and group is not None
+        while (now := time.monotonic()) < end:
+            if process.poll() is not None and not group.lives():
+                return True
+            if end - now > BRIEF_STOP_S and not listens(self.launch.host, self.launch.port):
+                end = now + BRIEF_STOP_S
+            await asyncio.sleep(0.1)
+        return False
 
 
 def _how_it_ended(code: int) -> str:
@@ -199,21 +254,6 @@ def listens(host: str, port: int) -> bool:
     except ConnectionRefusedError:
         return False
     except OSError:
-        return True
-    return True
-
-
-def _signal_group(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
-
-
-def _group_lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
         return True
     return True
 

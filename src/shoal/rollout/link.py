@@ -19,6 +19,7 @@ import msgspec
 
 from shoal.errors import ConfigError, DeadlineError, EngineError, StorageError
 from shoal.observability.token import read_token
+from shoal.rollout.lost import Absent, Busy, Foreign, Late, Loading, Lost, Refused, Unreachable
 from shoal.server.guard import NO_TOKEN, STORAGE
 
 T = TypeVar("T")
@@ -31,38 +32,6 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 AWAY = (502, 503, 504)  # a proxy without a server behind it, or one that is not ready
 BUSY = 429
 SHOWN = 200
-
-
-class Lost(Exception):
-    """Nobody answered, or the answer broke off. Says why."""
-
-
-class Absent(Lost):
-    """Nothing listens at the address, or there is no way to it."""
-
-
-class Unreachable(Absent):
-    """There is no way to the address, whoever may listen there."""
-
-
-class Late(Lost):
-    """Somebody is there, or was, and has not answered in time."""
-
-
-class Foreign(EngineError):
-    """What answers is not the server that is looked for."""
-
-
-class Busy(Lost):
-    """Somebody is there and says: later."""
-
-
-class Refused(EngineError):
-    """The server answered, and the answer is no; `status` is HTTP's."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(frozen=True)
@@ -223,19 +192,25 @@ class Link:
         """What `probe` gives as soon as it is not lost; says for whom it waits, and gives up at the deadline."""
         limit_s = limit_s or self.address.deadline_s
         began, pause_s = time.monotonic(), SHORTEST_PAUSE_S
-        since = time.strftime("%H:%M:%S", time.localtime(time.time() - self.address.silent_s()))
+        since, told = began - self.address.silent_s(), False
         while True:
             try:
                 found = await probe()
-                self._waiting(None)
+                self.tell_wait(None)
                 return found
             except Lost as error:
-                why, remedy = self._excuse(error)
+                lost, (why, remedy) = error, self._excuse(error)
             if time.monotonic() - began > limit_s:
-                raise DeadlineError(f"waited {limit_s:.0f} s for {self.name}, since {since}: {why}; {remedy}")
-            self._waiting(f"waiting for {self.name} since {since}: {why}")
+                raise DeadlineError(f"waited {limit_s:.0f} s for {self.name}, since {_clock(since)}: {why}; {remedy}")
+            told = told or not isinstance(lost, Loading)
+            if told:
+                self.tell_wait(why, since)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def tell_wait(self, why: str | None, since: float = 0.0) -> None:
+        """Why it is waited for; None when that is over."""
+        self._waiting(f"waiting for {self.name} since {_clock(since)}: {why}" if why is not None else None)
 
     def _excuse(self, error: Lost) -> tuple[str, str]:
         """Why it does not answer, in words, and what to do about it."""
@@ -259,6 +234,11 @@ class Link:
         for pool in self._pools.values():
             await pool.close()
         self._pools.clear()
+
+
+def _clock(moment: float) -> str:
+    """A moment of time.monotonic, for people."""
+    return time.strftime("%H:%M:%S", time.localtime(time.time() - (time.monotonic() - moment)))
 
 
 def said_once(waiting: Waiting) -> Waiting:

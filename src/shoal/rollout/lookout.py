@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -15,14 +16,14 @@ class Lookout:
     def __init__(self, look: Callable[[], Awaitable[None]], pause: Callable[[], Awaitable[None]]) -> None:
         self._look = look
         self._pause = pause
-        self._asking: set[asyncio.Future[Any]] = set()
+        self._asking: dict[asyncio.Future[Any], tuple[str, float]] = {}  # what was asked, and when
         self._task: asyncio.Task[None] | None = None
 
-    async def unless_gone(self, asking: Coroutine[Any, Any, T]) -> T:
-        """The answer; or what `gone` was told before it came."""
+    async def unless_gone(self, asking: Coroutine[Any, Any, T], what: str = "") -> T:
+        """The answer; or what `gone` was told before it came. `what` is named where an answer is soon expected."""
         task = asyncio.ensure_future(asking)
         gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._asking.add(gone)
+        self._asking[gone] = (what, time.monotonic())
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._keep_looking(), name="look at the server")
         try:
@@ -31,16 +32,21 @@ class Lookout:
                 gone.result()
             return task.result()
         finally:
-            self._asking.discard(gone)
+            self._asking.pop(gone, None)
             if gone.done():
                 gone.exception()  # it was seen, whether or not it was raised
             task.cancel()  # nothing to one that is done; what it raised is seen in either case
             await asyncio.gather(task, return_exceptions=True)
 
     def gone(self, why: Exception) -> None:
-        asking, self._asking = self._asking, set()
+        asking, self._asking = self._asking, {}
         for waiting in asking:
             waiting.set_exception(why)
+
+    def overdue(self, limit_s: float) -> str | None:
+        """What was asked by name longer ago than this, and is not answered yet."""
+        latest = time.monotonic() - limit_s
+        return next((what for what, asked in self._asking.values() if what and asked < latest), None)
 
     async def _keep_looking(self) -> None:
         while self._asking:

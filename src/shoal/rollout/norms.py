@@ -6,10 +6,14 @@ from (seed, version) and the tensor's name: the embedded engine's distribution, 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import shutil
 import struct
-from collections.abc import Iterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +23,18 @@ from shoal.errors import ConfigError
 PER_HEAD = ("q_norm", "k_norm")
 WEIGHTS_FILE = "model.safetensors"
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+
+
+@asynccontextmanager
+async def noisy_norms(model: Path, scratch: Path, noise: tuple[float, int], version: int) -> AsyncIterator[Path]:
+    """A folder in `scratch` with the norms alone, for as long as a server reads it; `noise` is (sigma, seed)."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".norms-", dir=scratch))
+    try:
+        await asyncio.to_thread(write_noisy_norms, model, folder, *noise, version)
+        yield folder.resolve()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_noisy_norms(model: Path, target: Path, sigma: float, seed: int, version: int) -> list[str]:

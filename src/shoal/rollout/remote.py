@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -22,8 +20,9 @@ from shoal.observability.manifest import verify
 from shoal.rollout.answers import UNREADABLE, Answer
 from shoal.rollout.facts import RemoteSettings, check_facts, content_of, model_folder, own_files
 from shoal.rollout.launch import ServerProcess
-from shoal.rollout.link import Late, Lost, Refused, Waiting
-from shoal.rollout.norms import write_noisy_norms
+from shoal.rollout.link import Waiting
+from shoal.rollout.lost import Late, Lost, Refused
+from shoal.rollout.norms import noisy_norms
 from shoal.rollout.probe import PROBE_TOKENS, Probes
 from shoal.rollout.server_api import HEALTH_S, MOST_LOSSES, ServerApi
 from shoal.types import Completion, Request
@@ -71,9 +70,12 @@ class RemoteEngine(ServerApi):
     # Connecting
 
     async def connect(self) -> None:
-        """Wait until it answers, and compare what it serves with what the run needs. Twice does no harm."""
+        """Wait until it answers, and compare what it serves with what the run needs. Twice does no harm. One of ours
+        is started here and not before: whoever connects also closes."""
         async with self._lock:
             if not self._connected:
+                if self._process is not None and self._process.pid is None:
+                    self._process.start()
                 await self._meet()
                 facts = await self.as_often_as_lost("was asked what it serves", self.facts)
                 check_facts(self.name, facts, self.settings)
@@ -244,14 +246,8 @@ class RemoteEngine(ServerApi):
     async def _put_noise(self, coming: _Served) -> None:
         lora = coming.manifest.get("kind") == "lora"
         base = model_folder(self.settings.model) if lora else Path(str(coming.manifest.get("path", "")))
-        sigma, seed = coming.noise
-        self.settings.scratch.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".norms-", dir=self.settings.scratch))
-        try:
-            await asyncio.to_thread(write_noisy_norms, base, folder, sigma, seed, coming.version)
-            await self.read_weights(str(folder.resolve()), coming.version, partial=True)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        async with noisy_norms(base, self.settings.scratch, coming.noise, coming.version) as folder:
+            await self.read_weights(str(folder), coming.version, partial=True)
 
     async def _prove(self) -> None:
         """The same weights must give the same log-probs after a fixed prompt as before, and other weights others."""
@@ -294,6 +290,11 @@ class RemoteEngine(ServerApi):
         return {"ok": True, "version": self.version, "running": running, "hash": self._served.proof}
 
     async def close(self) -> None:
+        # Nobody of this run started the server, so it goes on; the noise is the run's. One that fails is left as it is.
+        if self.settings.log is None and self._served.noise[0] > 0 and not self.waits:
+            with contextlib.suppress(Lost, ShoalError, TimeoutError):
+                async with asyncio.timeout(HEALTH_S):
+                    await self.load(self.version, {"sigma": 0.0})
         await super().close()
         if self._process is not None:
             await self._process.close()

@@ -7,8 +7,9 @@ remote.py's.
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -16,12 +17,14 @@ from shoal.errors import ConfigError, DeadlineError, EngineError
 from shoal.rollout.answers import Answer, Reading
 from shoal.rollout.facts import RemoteSettings, ServerFacts
 from shoal.rollout.launch import ServerProcess, end_of_log
-from shoal.rollout.link import Address, Late, Link, Lost, Refused, Waiting
+from shoal.rollout.link import Address, Link, Waiting
 from shoal.rollout.lookout import Lookout
+from shoal.rollout.lost import Absent, Late, Loading, Lost, Refused
 from shoal.types import Request
 
 HEALTH_S = 10.0
 LOOK_EVERY_S = 5.0
+OVERDUE_S = 60.0  # weights are read within it, of most models
 ONCE_MORE_S = 1.0  # before one that was not found is taken for gone
 MOST_LOSSES = 5  # of one request, by a server that comes up again and again
 T = TypeVar("T")
@@ -65,6 +68,8 @@ class ServerApi(ABC):
         }
         self.link = Link(Address(settings.url, settings.api_key, **named, **limits), waiting)
         self._lookout = Lookout(self._look, lambda: asyncio.sleep(LOOK_EVERY_S))
+        self._well_at = time.monotonic()  # when it was last known to be well
+        self.waits = False  # somebody was told that it is waited for
 
     @property
     def opening(self) -> str:
@@ -95,24 +100,50 @@ class ServerApi(ABC):
         )
 
     async def get(self, path: str) -> dict[str, Any]:
-        return (await self._lookout.unless_gone(self.link.get(path, self.settings.timeout_s)))[0]
+        return (await self._answer(self.link.get(path, self.settings.timeout_s), path))[0]
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return (await self._lookout.unless_gone(self.link.post(path, body, self.settings.timeout_s)))[0]
+        """Takes as long as it takes, such as drawing."""
+        return (await self._answer(self.link.post(path, body, self.settings.timeout_s)))[0]
 
     async def tell(self, path: str, body: Mapping[str, Any] | None = None) -> None:
-        await self._lookout.unless_gone(self.link.tell(path, body))
+        await self._answer(self.link.tell(path, body), path.partition("?")[0])
+
+    async def _answer(self, asking: Coroutine[Any, Any, T], soon: str = "") -> T:
+        answer = await self._lookout.unless_gone(asking, soon)
+        if not self.waits or self.trouble() is None:  # another part of it may be stopped still
+            self._note(None)
+        return answer
+
+    def trouble(self) -> str | None:
+        """What it cannot say itself: it may say that it is well while the part that computes is stopped."""
+        return self._process.stopped() if self._process is not None else self.settings.trouble()
+
+    def _note(self, why: str | None) -> None:
+        """It is waited for, and why; or it is well."""
+        if why is not None:
+            self.waits = True
+            self.link.tell_wait(why, self._well_at)
+            return
+        self._well_at = time.monotonic()
+        if self.waits:
+            self.waits = False
+            self.link.tell_wait(None)
 
     async def look(self) -> None:
         await self.link.ask("GET", "/health", None, HEALTH_S, reads=False)
 
     async def _look(self) -> None:
         """vLLM without its engine owes an answer to what was asked, ends by itself, and waits for its connections."""
+        if (stopped := self.trouble()) is not None:  # there is no use in asking it
+            return self._note(stopped)
         for look in (1, 2):
             try:
-                return await self.look()
-            except Late:  # it is there, and busy
-                return
+                await self.look()
+                late = self._lookout.overdue(OVERDUE_S)
+                return self._note(f"no answer to {late} yet" if late else None)
+            except Late as error:  # it is there, and busy
+                return self._note(str(error))
             except Lost:
                 if look == 2:
                     raise
@@ -125,7 +156,10 @@ class ServerApi(ABC):
         async def probe() -> None:
             if process is not None and (failure := process.failure()) is not None:
                 raise failure
-            await self.link.meet("/health", HEALTH_S, reads=False)
+            try:
+                await self.link.meet("/health", HEALTH_S, reads=False)
+            except Lost as lost:
+                raise self._seen_from_here(lost) from lost
             if process is not None:
                 process.heard()
 
@@ -134,7 +168,18 @@ class ServerApi(ABC):
         except DeadlineError as error:
             if process is None:
                 raise
-            raise DeadlineError(process.why(f"is not ready after {limit_s:g} s ({key})")) from error
+            stopped = process.stopped()
+            what = f"is not ready after {limit_s:g} s ({key})"
+            raise DeadlineError(process.why(f"{what}: {stopped}" if stopped else what)) from error
+
+    def _seen_from_here(self, lost: Lost) -> Lost:
+        """Why a server of ours does not answer."""
+        if self._process is None:
+            return lost
+        if (stopped := self._process.stopped()) is not None:
+            return Lost(stopped)
+        loads = isinstance(lost, Absent) and not self._process.listened
+        return Loading("it is still loading") if loads else lost
 
     async def as_often_as_lost(self, what: str, ask: Callable[[], Awaitable[T]]) -> T:
         """Asked again of a server that went away and came back; a late one is given up, and one of ours stays down."""
@@ -151,7 +196,9 @@ class ServerApi(ABC):
         raise EngineError(f"{self.link.name} was lost {MOST_LOSSES} times while it {what}: {lost}")
 
     def too_late(self, error: Late) -> DeadlineError:
-        return DeadlineError(f"{self.link.name}: {error}; raise orch.client.timeout if that is expected")
+        stopped = self.trouble()
+        remedy = f": {stopped}" if stopped else "; raise orch.client.timeout if that is expected"
+        return DeadlineError(f"{self.link.name}: {error}{remedy}")
 
     async def back_again(self, error: Lost) -> None:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 from shoal.errors import ConfigError, EngineError
 from shoal.rollout.answers import UNREADABLE, Answer
 from shoal.rollout.facts import ServerFacts
-from shoal.rollout.link import Refused
+from shoal.rollout.lost import Refused
 from shoal.rollout.probe import PROBE_TOKENS
 from shoal.rollout.remote import RemoteEngine
 from shoal.rollout.server_api import said_in_full

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from shoal.build.remote import absent_server, as_flags, check_engine, check_tied, launch_of, serve_others
+from shoal.build.others import serve_others
+from shoal.build.remote import absent_server, as_flags, check_engine, check_tied, launch_of
 from shoal.config.checks import check_run
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig

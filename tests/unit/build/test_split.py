@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.build.split import LOADING, silent_s, whereabouts
+from shoal.build.split import server_trouble, silent_s, whereabouts
 from shoal.config.schema import InferConfig, OrchConfig, RunConfig
 from shoal.errors import StoppedByPolicy
 from shoal.orchestrator.meeting import Meeting
@@ -29,13 +29,19 @@ def test_whether_it_loads_or_is_elsewhere_or_not_there(tmp_path: Path) -> None:
     assert whereabouts(ours, right) == ("grpo-infer is not there", "start it with shoal grpo-infer")
     theirs = Meeting("infer", InferConfig.model_validate({"output_dir": str(tmp_path)}), lambda _: None)
     end = time.monotonic() + 10
-    while whereabouts(ours, right)[0] != LOADING and time.monotonic() < end:
+    while whereabouts(ours, right)[0] == "grpo-infer is not there" and time.monotonic() < end:
         time.sleep(0.05)
     assert whereabouts(ours, right)[0] == "grpo-infer is still loading"
     why, remedy = whereabouts(ours, wrong)
     wrote = f"it wrote down http://127.0.0.1:{PORT}/v1"
     assert why == f"grpo-infer is there, but does not answer at this address: {wrote}"
     assert remedy == "check orch.client.base_url"
+    assert server_trouble(ours) is None
+    theirs.presence.tell(server="its process 5 is stopped")
+    end = time.monotonic() + 10
+    while server_trouble(ours) is None and time.monotonic() < end:
+        time.sleep(0.05)
+    assert server_trouble(ours) == whereabouts(ours, right)[0] == "its process 5 is stopped"
     theirs.close()
     ours.close()
 

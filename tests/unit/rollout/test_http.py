@@ -18,7 +18,8 @@ from aiohttp import web
 from shoal.errors import ConfigError, DeadlineError, EngineError
 from shoal.observability.manifest import describe, version_hash
 from shoal.rollout.http import HttpRolloutEngine
-from shoal.rollout.link import Absent, Address, Link, Lost, Unreachable
+from shoal.rollout.link import Address, Link
+from shoal.rollout.lost import Absent, Lost, Unreachable
 from shoal.server.control import INCARNATION
 from support.engines import ask
 from support.models import random_prompts

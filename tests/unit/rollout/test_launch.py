@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from shoal.errors import ConfigError, DeadlineError, EngineError
 from shoal.rollout.facts import RemoteSettings
 from shoal.rollout.launch import STOP_S, Launch, ServerProcess, check_interpreter, end_of_log, listens
 from shoal.rollout.vllm import VllmRolloutEngine
+from support.commands import children_of
 from support.engine_servers import free_port
 
 
@@ -148,6 +152,107 @@ def test_a_port_that_is_taken_is_refused_before_the_start(tmp_path: Path) -> Non
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"infer.port: {port} on 127.0.0.1 is taken by another process"):
             launch(tmp_path, "", port).start()
+
+
+TAKEN = {
+    "and ended by it": ("print('OSError: [Errno 98] Address already in use'); raise SystemExit(1)", True, True),
+    "as uvicorn says it": (
+        "print(\"ERROR:    [Errno 98] error while attempting to bind on address ('::', 1): address already in use\");"
+        "raise SystemExit(1)",
+        True,
+        True,
+    ),
+    "but another port": ("print('OSError: [Errno 98] Address already in use'); raise SystemExit(1)", False, False),
+    "and went on": (
+        "print('OSError: [Errno 98] Address already in use'); print('MemoryError: no room'); raise SystemExit(1)",
+        True,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", TAKEN)
+def test_a_port_is_blamed_only_where_it_ended_the_server(tmp_path: Path, how: str) -> None:
+    (script, taken, blamed), port = TAKEN[how], free_port()
+    process = launch(tmp_path, script, port)
+    process.start()
+    with socket.socket() as other:
+        if taken:
+            other.bind(("127.0.0.1", port))
+        until(lambda: process.failure() is not None)
+        failure = process.failure()
+    asyncio.run(process.close())
+    assert isinstance(failure, ConfigError)
+    expected = f"infer.port: {port} was taken while vLLM started" if blamed else "vLLM ended with exit code 1. The last"
+    assert str(failure).startswith(expected)
+
+
+def test_one_that_is_stopped_says_so_and_is_ended(tmp_path: Path) -> None:
+    """Its child is stopped, not itself; SIGTERM alone would not reach it."""
+    child = "import pathlib, signal, time; signal.signal(15, lambda *_: pathlib.Path('ended').touch() or exit()); "
+    child += "pathlib.Path('up').touch(); time.sleep(300)"
+    script = f"import os, subprocess, sys; os.chdir({str(tmp_path)!r}); "
+    script += f"sys.exit(subprocess.Popen([sys.executable, '-c', {child!r}]).wait())"
+    process = launch(tmp_path, script)
+    process.start()
+    assert process.pid is not None
+    until(lambda: (tmp_path / "up").exists())
+    assert process.stopped() is None
+    (pid,) = children_of(process.pid)
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: process.stopped() is not None)
+    assert process.stopped() == f"its process {pid} is stopped, and goes on with SIGCONT" and process.ended() is None
+    asyncio.run(process.close())
+    assert (tmp_path / "ended").exists() and not Path(f"/proc/{pid}").exists()
+
+
+def test_one_that_nobody_closed_ends_with_us_and_not_with_a_fork(tmp_path: Path) -> None:
+    """It heeds no SIGTERM, as vLLM does not while it imports."""
+    server = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(300)"
+    script = (
+        "import os, sys, time; from pathlib import Path; from shoal.rollout.launch import Launch, ServerProcess\n"
+        f"log = Path({str(tmp_path / 'log')!r})\n"
+        f"launch = Launch('vLLM', [sys.executable, '-c', {server!r}], '127.0.0.1', {free_port()}, log)\n"
+        "process = ServerProcess(launch); process.start()\n"
+        "while not log.read_text(): time.sleep(.02)\n"
+        "if not os.fork(): sys.exit()\n"
+        "os.wait(); print(process.pid, process.ended(), flush=True); sys.exit('ended by a signal')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    pid, ended = done.stdout.split()
+    assert ended == "None" and done.stderr == "ended by a signal\n"
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_what_a_killed_one_shared_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    share = (
+        "import multiprocessing, os, signal, sys, time\nfrom multiprocessing.shared_memory import SharedMemory\n"
+        "memory, lock = SharedMemory(create=True, size=64), multiprocessing.get_context('spawn').Lock()\n"
+        "print(memory.name, 'sem.' + lock._semlock.name[1:], flush=True)\n"
+    )
+    others = SharedMemory(create=True, size=64)
+    try:
+        process = launch(tmp_path, share + "time.sleep(300)")
+        process.start()
+        until(lambda: process.tail(9).count(" ") == 1)
+        files = [Path("/dev/shm") / name for name in process.tail(9).split()]
+        assert all(file.exists() for file in files) and process.ended() is None, "seen while it lives"
+        assert process.pid is not None
+        os.killpg(process.pid, signal.SIGKILL)
+        until(lambda: process.ended() is not None)
+        assert all(file.exists() for file in files)
+        asyncio.run(process.close())
+        assert not any(file.exists() for file in files) and (Path("/dev/shm") / others.name).exists()
+    finally:
+        others.close()
+        others.unlink()
+
+
+def until(true: Callable[[], bool], limit_s: float = 60) -> None:
+    end = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_an_address_where_nobody_answers(tmp_path: Path) -> None:

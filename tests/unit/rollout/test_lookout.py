@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from shoal.errors import DeadlineError
-from shoal.rollout.link import Lost
 from shoal.rollout.lookout import Lookout
+from shoal.rollout.lost import Lost
 
 
 async def at_once() -> None:
@@ -86,6 +86,23 @@ def test_it_goes_on_looking_after_a_bad_look_and_stops_when_nobody_asks() -> Non
             assert looks == expected
         await asyncio.sleep(0.05)
         assert looks == 6, "nobody asks, so nobody looks"
+        await lookout.close()
+
+    run(main)
+
+
+def test_what_is_owed_for_long_is_named_unless_it_may_take_its_time() -> None:
+    async def main() -> None:
+        lookout = Lookout(at_once, lambda: asyncio.sleep(60))
+        drawing = asyncio.create_task(lookout.unless_gone(never()))
+        pausing = asyncio.create_task(lookout.unless_gone(never(), "/pause"))
+        await asyncio.sleep(0.05)
+        assert lookout.overdue(60) is None and lookout.overdue(0.01) == "/pause"
+        pausing.cancel()
+        await asyncio.gather(pausing, return_exceptions=True)
+        assert lookout.overdue(0.01) is None
+        drawing.cancel()
+        await asyncio.gather(drawing, return_exceptions=True)
         await lookout.close()
 
     run(main)

@@ -13,7 +13,8 @@ import pytest
 from aiohttp import web
 
 from shoal.errors import DeadlineError, EngineError
-from shoal.rollout.link import Address, Link, Unreachable
+from shoal.rollout.link import Address, Link
+from shoal.rollout.lost import Unreachable
 from support.engine_servers import attached_double, publish
 from support.engines import ask
 from support.models import random_prompts, small_model
