@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from performance_tables import Column, gib, number, percent, table_of
+from performance_tables import Column, gib, number, percent, seconds, table_of
 
 if TYPE_CHECKING:
     from performance import Results
@@ -18,6 +18,7 @@ LAYOUT: list[Column] = [
     ("beside level 0", lambda r: f"{r['gain']:.2f}×"),
     ("sampler idle", lambda r: percent(r.get("sampler_idle"))),
     ("trainer idle", lambda r: percent(r.get("trainer_idle"))),
+    ("handing over", lambda r: seconds(r.get("sync_s"))),
 ]
 EXPECTED: list[Column] = [
     ("level", lambda r: str(r["level"])),
@@ -31,8 +32,9 @@ LAYOUTS = {
     "engine process": "the embedded engine of a tiny model in a process of its own on a CPU, one thread for it and one "
     "for training, so that the two overlap; the fastest of three runs.",
     "co-located": "`shoal grpo` with all threads: sampling and training take turns on one device, and waiting "
-    "for one's turn is not idle; the fastest of three runs.",
-    "split": "`shoal grpo --layout split`; the fastest of three runs.",
+    "for one's turn is not idle; the fastest of three runs on the CPU, one on the GPU.",
+    "split": "`shoal grpo --layout split`, runs as before. On the one GPU both processes compute, and every step hands "
+    "a gigabyte of weights over as files: one GPU is what co-located is for.",
 }
 MANY: list[Column] = [
     ("rollouts at once", lambda r: number(r["most_at_once"])),

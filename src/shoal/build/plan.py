@@ -27,6 +27,8 @@ def make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None, ran
         tokens, kept = ranks.smallest([plan.micro_batch_tokens, int(not plan.recompute)])
         plan = replace(plan, micro_batch_tokens=tokens, recompute=not kept)
     model.trained.recompute(plan.recompute)
+    if policy is not None:
+        policy.graph_tokens = plan.graph_tokens
     return plan
 
 
@@ -36,7 +38,7 @@ def _make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None) ->
     demand = _demand(config)
     if policy is None or model.decoder.device.type != "cuda":
         return cache_only(model.decoder, model.layers, demand)
-    trained = policy
+    trained, demand = policy, replace(demand, graph_tokens=policy.graph_tokens)
 
     def dry_run(rows: int) -> None:
         with _trainable(model):

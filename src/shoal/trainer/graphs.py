@@ -18,7 +18,7 @@ from shoal.models.attention import Packed
 from shoal.models.upload import upload
 from shoal.trainer.micro_batch import Laid, MicroBatch
 
-GRAPH_TOKENS = 8192  # of one micro-batch; larger ones keep the device busy however they are launched
+GRAPH_TOKENS = 8192  # of one pass, filled up; larger ones keep the device busy however they are launched
 MAX_GRAPHS = 24  # each holds its inputs and results; what lies between shares one pool
 LEAST_TOKENS, LEAST_SEGMENTS, LEAST_LENGTH = 256, 64, 512
 
@@ -70,6 +70,14 @@ def _size(count: int) -> int:
     return power * 3 // 4 if power > LEAST_TOKENS and count <= power * 3 // 4 else power
 
 
+def sizes(most_tokens: int) -> list[int]:
+    """Tokens that passes of up to so many are filled up to, the smallest first; none if nothing is captured."""
+    found = [_size(1)] if most_tokens else []
+    while found and found[-1] < _size(min(most_tokens + 1, GRAPH_TOKENS)):
+        found.append(_size(found[-1] + 1))
+    return found
+
+
 def padded(laid: Laid, extent: Extent) -> dict[str, np.ndarray]:
     """All that a pass reads, in the sizes of `extent`: one more segment of tokens, and scored ones under no mask."""
     bounds, _, _ = laid.bounds
@@ -112,7 +120,10 @@ class _Captured:
 
 
 class PassGraphs:
+    """`most_tokens` is what the memory plan has room for."""
+
     def __init__(self, device: torch.device) -> None:
+        self.most_tokens = GRAPH_TOKENS
         self._device = device
         self._met: set[Hashable] = set()
         self._graphs: dict[Hashable, _Captured] = {}
@@ -120,9 +131,9 @@ class PassGraphs:
 
     def run(self, kind: Hashable, laid: Laid, work: Callable[[MicroBatch], Passed]) -> Passed | None:
         """What `work` gives for the rows; None where it has to be done launch by launch."""
-        if laid.kept is not None or len(laid.arrays["token_ids"]) >= GRAPH_TOKENS:
-            return None
         extent = Extent.covering(laid)
+        if laid.kept is not None or extent.tokens > self.most_tokens:
+            return None
         key = (kind, extent, frozenset(laid.arrays))
         if key not in self._met or (key not in self._graphs and len(self._graphs) >= MAX_GRAPHS):
             self._met.add(key)  # captured if it comes again

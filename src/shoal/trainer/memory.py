@@ -16,10 +16,12 @@ from shoal.engine.cache import SlotCache
 from shoal.errors import HardwareError
 from shoal.models.attention import KEY_MULTIPLE, ROW_MULTIPLE, round_up
 from shoal.models.decoder import Decoder, LayerShape
+from shoal.trainer.graphs import sizes
 
 CPU_SHARE = 0.25  # of what is free, for the cache, unless the user says otherwise
 RESERVE = 0.06  # of the device: fragments, libraries, the logits of a decode batch
 GOOD_MICRO_BATCH = 32_768  # tokens that keep a large GPU busy; more only takes memory
+KEPT_OF_MICRO_BATCH = 0.75  # where captured passes want a share of its memory
 GIB = 2**30
 
 
@@ -34,6 +36,7 @@ class Demand:
     slots: int
     context_tokens: int
     utilization: float | None
+    graph_tokens: int = 0  # of the largest pass that may be captured; 0 = none
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class MemoryPlan:
     slots: int
     micro_batch_tokens: int
     recompute: bool
+    graph_tokens: int = 0  # of the largest pass there is room to capture
     lines: tuple[tuple[str, float], ...] = ()  # what takes how many bytes
     total: int = 0
 
@@ -87,25 +91,39 @@ def decide(measured: Measured, demand: Demand) -> MemoryPlan:
     slots = max(wanted, ROW_MULTIPLE)
     while slots >= ROW_MULTIPLE:
         for recompute in ways:
-            tokens = measured.costs[recompute].tokens_in(budget - slots * measured.slot)
-            if tokens >= least:
-                useful = least if demand.rows_per_micro_batch else min(GOOD_MICRO_BATCH, demand.step_tokens)
-                return _plan(measured, slots, max(least, min(tokens, useful)), recompute)
+            cost, room = measured.costs[recompute], budget - slots * measured.slot
+            if cost.tokens_in(room) >= least:
+                most = least if demand.rows_per_micro_batch else max(least, min(GOOD_MICRO_BATCH, demand.step_tokens))
+                passes = _passes(cost, room, range(least, most + 1), 0 if recompute else demand.graph_tokens)
+                return _plan(measured, slots, passes, recompute)
         slots = slots // 2 // ROW_MULTIPLE * ROW_MULTIPLE
     raise HardwareError(_refusal(measured, demand, budget, least))
 
 
-def _plan(measured: Measured, slots: int, tokens: int, recompute: bool) -> MemoryPlan:
-    lines = (
+def _passes(cost: Cost, room: float, useful: range, most_captured: int) -> tuple[int, int]:
+    """Tokens of a micro-batch, and of the largest captured pass, which may cost the other no more than a quarter.
+
+    Captured passes share a pool of their own, as large as the largest. One that computes layers again is not captured.
+    """
+    tokens = min(cost.tokens_in(room), useful[-1])
+    for size in reversed(sizes(min(most_captured, tokens))):
+        beside = min(tokens, cost.tokens_in(room - cost.at(size)))
+        if beside >= max(useful[0], tokens * KEPT_OF_MICRO_BATCH):
+            return beside, size
+    return tokens, 0
+
+
+def _plan(measured: Measured, slots: int, passes: tuple[int, int], recompute: bool) -> MemoryPlan:
+    (tokens, captured), cost = passes, measured.costs[recompute]
+    lines = [
         ("weights, masters and copies", measured.held),
         ("optimizer moments", measured.optimizer),
         (f"cache of {slots} sequences", slots * measured.slot),
-        (
-            f"a micro-batch of {tokens} tokens{', layers again' if recompute else ''}",
-            measured.costs[recompute].at(tokens),
-        ),
-    )
-    return MemoryPlan(slots, tokens, recompute, lines, measured.total)
+        (f"a micro-batch of {tokens} tokens{', layers again' if recompute else ''}", cost.at(tokens)),
+    ]
+    if captured:
+        lines.append((f"graphs of passes of up to {captured} tokens", cost.at(captured)))
+    return MemoryPlan(slots, tokens, recompute, captured, tuple(lines), measured.total)
 
 
 def _refusal(measured: Measured, demand: Demand, budget: float, least: int) -> str:

@@ -82,6 +82,16 @@ class TrainedPolicy:
         self._graphs = graphs
 
     @property
+    def graph_tokens(self) -> int:
+        """Of the largest pass that may be captured."""
+        return self._graphs.most_tokens if self._graphs is not None else 0
+
+    @graph_tokens.setter
+    def graph_tokens(self, most: int) -> None:
+        if self._graphs is not None:
+            self._graphs.most_tokens = most
+
+    @property
     def passes_together(self) -> bool:
         """True where weights are sharded: a pass of one rank is a pass of all of them."""
         return isinstance(self.decoder, ShardedDecoder)

@@ -84,6 +84,23 @@ def test_the_table_adds_up_to_the_device() -> None:
     assert [name for name, _ in plan.table()][-1] == "left free"
 
 
+def test_captured_passes_have_a_share_of_their_own() -> None:
+    """As large as the largest, where it leaves a micro-batch three quarters; then smaller ones; then none."""
+    roomy = replace(MEASURED, costs={False: Cost(0, 10), True: Cost(0, 10)})
+    asked = replace(ASKED, graph_tokens=8192)
+    plan = decide(roomy, asked)
+    assert (plan.micro_batch_tokens, plan.graph_tokens) == (GOOD_MICRO_BATCH, 8192)
+    assert plan.lines[-1] == ("graphs of passes of up to 8192 tokens", 81_920)
+    assert sum(size for _, size in plan.lines) <= TOTAL * (1 - RESERVE)
+    plan = decide(MEASURED, asked)
+    most = (ROOM - 64_000) // 30  # 19,200 tokens: 4,096 is less than a quarter of them, 6,144 more
+    assert (plan.micro_batch_tokens, plan.graph_tokens) == (most - 4096, 4096)
+    plan = decide(MEASURED, replace(asked, row_tokens=most))
+    assert (plan.micro_batch_tokens, plan.graph_tokens) == (most, 0) and len(plan.lines) == 4
+    assert decide(MEASURED, replace(asked, recompute=True)).graph_tokens == 0
+    assert decide(roomy, replace(asked, step_tokens=3000)).graph_tokens == 3072, "no pass is larger than a micro-batch"
+
+
 def test_a_refusal_says_what_would_fit() -> None:
     tight = replace(MEASURED, costs={False: Cost(0, 900), True: Cost(0, 800)})
     with pytest.raises(HardwareError, match=r"does not fit.*train.sequence_len=768"):

@@ -11,7 +11,7 @@ from shoal.algorithms.objective import Objective
 from shoal.algorithms.terms import CORRECTIONS, KLPenalty
 from shoal.models.attention import Packed
 from shoal.models.upload import upload
-from shoal.trainer.graphs import Extent, Passed, padded
+from shoal.trainer.graphs import GRAPH_TOKENS, Extent, Passed, padded, sizes
 from shoal.trainer.micro_batch import Laid, MicroBatch
 from shoal.trainer.policy import RowResults, TrainedPolicy
 from shoal.types import Row
@@ -126,6 +126,9 @@ def test_sizes() -> None:
         long = random_samples(0, (count - 20, 20))
         found = Extent.covering(Laid.of(pack(long, 4000, max_tokens=4000).rows, CPU))
         assert found.tokens == tokens, count
+    assert sizes(0) == [] and sizes(100) == [256] and sizes(700) == [256, 384, 512, 768]
+    assert sizes(3071)[-1] == 3072 and sizes(3072)[-1] == 4096 and sizes(8191) == sizes(100_000)
+    assert sizes(100_000)[-1] == GRAPH_TOKENS
 
 
 def test_what_a_pass_gives_is_read_in_one_piece() -> None:
