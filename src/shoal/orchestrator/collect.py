@@ -200,6 +200,10 @@ class Collector:
         self._ready = fresh
         return stale
 
+    def begin(self, version: int) -> None:
+        """Dispatch what the next step asks for first anyway."""
+        self._dispatch(version)
+
     def run_ahead(self, version: int) -> None:
         """Dispatch what a new version allows before the next step asks for it, where sampling may run ahead at all."""
         if self.admission.async_level > 0:

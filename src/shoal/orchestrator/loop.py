@@ -99,7 +99,10 @@ class Loop:
         await self._publish(step)
         self._judge(learned, collected)
         metrics = {**tally.reduce(), **await self._evaluate(step)}
-        self._record(step, metrics, collected, learned)
+        drawn = {"cursor": dict(parts.stream.cursor.positions), "set_aside": parts.stream.cursor.set_aside}
+        if step < self.settings.max_steps and not self._stop.is_set():
+            parts.collector.begin(step)  # the sampler works while this step is written down
+        await self._record(step, metrics, collected, learned, drawn)
         self._boundary = self.state()
         await self._save_if_due(step)
         return self._outcome()
@@ -235,12 +238,15 @@ class Loop:
             return "finished"
         return None
 
-    def _record(self, step: int, metrics: dict[str, float], collected: Collected, learned: Learned) -> None:
+    async def _record(
+        self, step: int, metrics: dict[str, float], collected: Collected, learned: Learned, drawn: dict[str, Any]
+    ) -> None:
         """Rollouts, metrics, then the journal: a step exists once its journal record does."""
         parts = self.parts
+        lines = rollout_lines(collected.all, learned.policy_logprobs, parts.token_text)
+        await asyncio.to_thread(parts.run_dir.write_rollouts, step, lines)
         metrics = {**metrics, **parts.phases.take()}
         metrics |= throughput(metrics, learned.sample_tokens * bool(learned.trained_rollouts) or None)
-        parts.run_dir.write_rollouts(step, rollout_lines(collected.all, learned.policy_logprobs, parts.token_text))
         parts.sinks.log(step, metrics)
         parts.sinks.log_completions(step, collected.all)
         parts.run_dir.append_journal(
@@ -250,8 +256,7 @@ class Loop:
                 "weights": self._served,
                 "rollout_ids": learned.trained_rollouts,
                 "dropped": {group.prompt.group_id: group.drop_reason for group in collected.dropped},
-                "cursor": parts.stream.cursor.positions,
-                "set_aside": parts.stream.cursor.set_aside,
+                **drawn,
             },
         )
         parts.console.step(step, metrics)
