@@ -201,8 +201,9 @@ class Collector:
         return stale
 
     def begin(self, version: int) -> None:
-        """Dispatch what the next step asks for first anyway."""
-        self._dispatch(version)
+        """Dispatch what the next step asks for first anyway. Ranks speak about their groups, so there it waits."""
+        if not self._rules.lockstep:
+            self._dispatch(version)
 
     def run_ahead(self, version: int) -> None:
         """Dispatch what a new version allows before the next step asks for it, where sampling may run ahead at all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,24 @@ def test_no_rollout_in_flight_loses_the_noise_of_its_version(tmp_path: Path, lev
     assert {sigma for _, sigma in world.met} == {0.0, 0.05}, "rollouts were drawn with and without noise"
     assert (4, 0.0) in world.engine.loads and (4, 0.05) in world.engine.loads, "the evaluation was without it"
     assert world.out_in_evaluations[2:4] == [0, 0], "version 4 is noisy, so its evaluation had the sampler alone"
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_step_is_written_down_while_the_next_one_is_drawn(tmp_path: Path, lockstep: bool):
+    """The first two groups of a step are with the sampler before the step before it is on disk, under its weights."""
+    out: list[tuple[int, int]] = []
+    world = World(tmp_path, Plan(group_waits=lambda prompt: out.append((prompt.index, world.engine.version))))
+    begun: list[int] = []
+
+    def write_and_count(step: int, lines: Any) -> Path:
+        begun.append(len(world.loop.parts.collector._running))
+        return ordinary(step, lines)
+
+    ordinary, world.run_dir.write_rollouts = world.run_dir.write_rollouts, write_and_count  # type: ignore[method-assign]
+    world.loop.parts.collector._rules = GroupRules(lockstep=lockstep)
+    assert world.run() == "finished"
+    assert begun == ([0] * 4 if lockstep else [2, 2, 2, 0]), "of four steps, nothing is drawn after the last"
+    assert [version for _, version in out] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_draining_has_a_deadline_and_loses_nothing():

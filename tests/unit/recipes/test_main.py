@@ -65,8 +65,8 @@ def test_a_stopped_run_continues_by_itself(model: str, tmp_path: Path, monkeypat
 
     ordinary = Loop._record
 
-    def stop_after_three(self: Any, step: int, *rest: Any) -> None:
-        ordinary(self, step, *rest)
+    async def stop_after_three(self: Any, step: int, *rest: Any) -> None:
+        await ordinary(self, step, *rest)
         if step == 3:
             self.interrupt()
 
