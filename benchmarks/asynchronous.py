@@ -180,7 +180,7 @@ def predicted_rows(measured: list[dict[str, Any]], steps: int) -> list[dict[str,
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("out", type=Path)
-    made.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    made.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=list(LAYOUTS))
     made.add_argument("--split", action="store_true", help="also measure `shoal grpo --layout split`")
     made.add_argument("--gpu", metavar="SHAPE", help="a model of this shape on the GPU, such as qwen2.5-0.5b")
     made.add_argument("--quiet", type=float, default=0.0, metavar="SECONDS", help="wait for an idle machine")
