@@ -98,7 +98,7 @@ class Loop:
         progress.step = step
         await self._publish(step)
         self._judge(learned, collected)
-        metrics = {**tally.reduce(), **await self._evaluate(step)}
+        metrics = {**tally.reduce(), **await self._evaluate(step), **parts.phases.take()}
         drawn = {"cursor": dict(parts.stream.cursor.positions), "set_aside": parts.stream.cursor.set_aside}
         if step < self.settings.max_steps and not self._stop.is_set():
             parts.collector.begin(step)  # the sampler works while this step is written down
@@ -245,8 +245,7 @@ class Loop:
         parts = self.parts
         lines = rollout_lines(collected.all, learned.policy_logprobs, parts.token_text)
         await asyncio.to_thread(parts.run_dir.write_rollouts, step, lines)
-        metrics = {**metrics, **parts.phases.take()}
-        metrics |= throughput(metrics, learned.sample_tokens * bool(learned.trained_rollouts) or None)
+        metrics = metrics | throughput(metrics, learned.sample_tokens * bool(learned.trained_rollouts) or None)
         parts.sinks.log(step, metrics)
         parts.sinks.log_completions(step, collected.all)
         parts.run_dir.append_journal(
