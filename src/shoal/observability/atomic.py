@@ -130,7 +130,7 @@ def open_to_read(path: Path) -> BufferedReader:
     return path.open("rb")
 
 
-def move_into_place(finished: Path, target: Path) -> None:
+def move_into_place(finished: Path, target: Path, durable: bool = True) -> None:
     """Rename a finished folder to `target`, replacing what stood there; `recover_folder` mends a cut in between."""
     replaced = target.with_name(f"{REPLACED}{target.name}")
     if target.exists():
@@ -138,7 +138,8 @@ def move_into_place(finished: Path, target: Path) -> None:
         target.rename(replaced)
         fault(f"replaced:{target.name}")
     finished.rename(target)
-    fsync_folder(target.parent)
+    if durable:
+        fsync_folder(target.parent)
     remove_quietly(replaced)
 
 

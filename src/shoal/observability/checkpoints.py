@@ -179,7 +179,7 @@ def write_folder(target: Path, durable: bool = True) -> Iterator[Path]:
             if durable:
                 fsync_tree(temporary)
             fault("folder:synced")
-            move_into_place(temporary, target)
+            move_into_place(temporary, target, durable)
     except BaseException as error:
         remove_quietly(temporary)
         if type(error).__name__ == "SafetensorError":  # a full disk, told by a library that has no OSError

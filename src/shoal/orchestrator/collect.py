@@ -67,6 +67,7 @@ class Collector:
         self._ready: list[tuple[int, RolloutGroup]] = []
         self._settled: list[tuple[int, RolloutGroup]] = []  # in this step, kept or not
         self._again: list[Prompt] = []  # prompts a checkpoint found in flight
+        self._failure: Exception | None = None  # of what was dispatched early
         self._order = 0
         self._refills_left = 0
         self._given_up = 0  # groups dropped in this step and not replaced
@@ -78,6 +79,8 @@ class Collector:
 
         `advance` is told how many more of them are ready.
         """
+        if self._failure is not None:
+            raise self._failure
         wanted = self.admission.groups_per_step
         self._refills_left, self._given_up = self._rules.max_refill * wanted, 0
         stale = self._drop_stale(version)
@@ -201,9 +204,15 @@ class Collector:
         return stale
 
     def begin(self, version: int) -> None:
-        """Dispatch what the next step asks for first anyway. Ranks speak about their groups, so there it waits."""
+        """Dispatch what the next step asks for first anyway; what fails in doing so is that step's affair.
+
+        Ranks speak about their groups, so there it waits.
+        """
         if not self._rules.lockstep:
-            self._dispatch(version)
+            try:
+                self._dispatch(version)
+            except Exception as error:  # of an environment, or of what is installed with it
+                self._failure = error
 
     def run_ahead(self, version: int) -> None:
         """Dispatch what a new version allows before the next step asks for it, where sampling may run ahead at all."""

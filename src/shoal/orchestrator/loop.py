@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import EXIT_INTERRUPTED, EngineError, Interrupted, StoppedByPolicy, StorageError
+from shoal.errors import EXIT_INTERRUPTED, EngineError, Interrupted, StorageError
 from shoal.observability.metrics import Tally
 from shoal.observability.spans import throughput
 from shoal.observability.watchdog import within
 from shoal.orchestrator.collect import Collected, Interruption, uniform_kind
+from shoal.orchestrator.endings import ends, ends_badly_or_solved, outcome_of
 from shoal.orchestrator.evaluate import unless_stopped
 from shoal.orchestrator.learn import Learned
 from shoal.orchestrator.notes import FailureNotes, tell_stale
@@ -26,8 +27,6 @@ from shoal.orchestrator.records import completion_lines, rollout_lines, tally_gr
 from shoal.orchestrator.saving import Saving, read_state
 
 __all__ = ["Files", "Loop", "LoopSettings", "Parts", "Progress"]
-MAX_NON_FINITE = 3  # steps in a row
-MAX_FLAT = 5  # steps in a row
 
 
 class Loop:
@@ -100,7 +99,7 @@ class Loop:
         self._judge(learned, collected)
         metrics = {**tally.reduce(), **await self._evaluate(step), **parts.phases.take()}
         drawn = {"cursor": dict(parts.stream.cursor.positions), "set_aside": parts.stream.cursor.set_aside}
-        if step < self.settings.max_steps and not self._stop.is_set():
+        if not (self._is_ending() or self._is_save_due(step)):
             parts.collector.begin(step)  # the sampler works while this step is written down
         await self._record(step, metrics, collected, learned, drawn)
         self._boundary = self.state()
@@ -217,26 +216,14 @@ class Loop:
         progress.flat += 1
         progress.flat_reasons = sorted(reasons.union(progress.flat_reasons))
 
+    def _is_ending(self) -> bool:
+        """Whether no step follows this one."""
+        last = self.progress.step >= self.settings.max_steps
+        return last or self._stop.is_set() or ends(self.progress, self.settings.stop_after)
+
     def _outcome(self) -> str | None:
-        progress, settings = self.progress, self.settings
-        self.stopped_by_rule = max(progress.non_finite - MAX_NON_FINITE, progress.flat - MAX_FLAT) >= 0
-        if progress.non_finite >= MAX_NON_FINITE:
-            raise StoppedByPolicy(
-                f"stopped after {MAX_NON_FINITE} steps in a row with non-finite gradients; "
-                "lower train.learning_rate or look at the rewards, then resume from the last checkpoint"
-            )
-        if progress.flat >= MAX_FLAT:
-            if progress.flat_reasons == ["uniform-good"]:
-                return "solved"
-            raise StoppedByPolicy(
-                f"stopped after {MAX_FLAT} steps in a row that trained nothing (groups were "
-                f"{', '.join(progress.flat_reasons)}); raise the temperature or the group size, choose easier prompts, "
-                "or look at the reward errors"
-            )
-        if settings.stop_after is not None and progress.since_best >= settings.stop_after:
-            self.parts.events.emit("early-stop", f"no better evaluation since step {progress.best_step}")
-            return "finished"
-        return None
+        self.stopped_by_rule = ends_badly_or_solved(self.progress)
+        return outcome_of(self.progress, self.settings.stop_after, self.parts.events)
 
     async def _record(
         self, step: int, metrics: dict[str, float], collected: Collected, learned: Learned, drawn: dict[str, Any]
@@ -262,11 +249,14 @@ class Loop:
         if self.settings.show_completions:
             parts.console.completions(step, completion_lines(collected.all, self.settings.show_completions))
 
-    async def _save_if_due(self, step: int) -> None:
+    def _is_save_due(self, step: int) -> bool:
         settings = self.settings
         best = settings.keep_best and self.progress.best_step == step and self.progress.best is not None
         last = step == settings.max_steps and not settings.save.off
-        if best or settings.save.due(step) or last:
+        return best or last or settings.save.due(step)
+
+    async def _save_if_due(self, step: int) -> None:
+        if self._is_save_due(step):
             await self.save()
             self._saving.mark_best(self.progress)
 

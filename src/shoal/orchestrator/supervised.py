@@ -11,7 +11,8 @@ from shoal.observability.events import EventLog
 from shoal.observability.run_dir import RunDir
 from shoal.observability.spans import Phases, throughput
 from shoal.orchestrator.cadence import SaveCadence
-from shoal.orchestrator.loop import MAX_NON_FINITE, Files
+from shoal.orchestrator.endings import MAX_NON_FINITE
+from shoal.orchestrator.loop import Files
 from shoal.protocols import MetricSink
 
 

@@ -46,7 +46,7 @@ class MasterAdamW:
         plain = [t for t in self._stepped.values() if t.ndim < 2]
         groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         common = {"lr": 0.0, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
-        self._sums: list[Tensor] | None = None  # gradients that stay in place, where a graph adds to them
+        self._stay = False  # gradients stay where they lie, for a graph adds to them
         self._eight_bit = settings.eight_bit
         self._adam = _make_adam([g for g in groups if g["params"]], common, settings.eight_bit)
 
@@ -122,22 +122,21 @@ class MasterAdamW:
         return sum(local_part(t).numel() * t.element_size() for t in (*own, *moments))
 
     def zero_grad(self) -> None:
-        if self._sums is not None:
-            torch._foreach_zero_(self._sums)
+        if self._stay:
+            torch._foreach_zero_([master.grad for master in self.masters.values() if master.grad is not None])
             return
         for tensor in (*self.masters.values(), *self._stepped.values()):
             tensor.grad = None
 
     def collect(self, loss: Tensor) -> None:
         """The gradient added where it lies from now on, as a graph needs it; otherwise it comes with the backward."""
-        if self._sums is None:
-            for master in self.masters.values():
-                if master.grad is None:
-                    master.grad = torch.zeros_like(master)
-            self._sums = [master.grad for master in self.masters.values() if master.grad is not None]
         found = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
-        used = [(total, grad) for total, grad in zip(self._sums, found, strict=True) if grad is not None]
-        torch._foreach_add_([total for total, _ in used], [grad for _, grad in used])
+        used = [(master, grad) for master, grad in zip(self.masters.values(), found, strict=True) if grad is not None]
+        for master, _ in used:
+            if master.grad is None:  # one that takes no part has no gradient, and is not decayed either
+                master.grad = torch.zeros_like(master)
+        self._stay = True
+        torch._foreach_add_([master.grad for master, _ in used], [grad for _, grad in used])
 
     @property
     def moment_bytes(self) -> int:

@@ -47,7 +47,7 @@ class FolderWeightChannel:
             manifest = describe(folder, version, self._kind)
             about = {"path": str(target.resolve()), "noise_seed": self._noise_seed, PLACE: self._count + 1}
             manifest = {**manifest, **about}
-            write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+            write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode(), durable=False)
         self._count += 1
         self._prune(target.name)
         return manifest

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import DeadlineError
+from shoal.errors import DataError, DeadlineError
 from shoal.orchestrator.admission import Admission
 from shoal.orchestrator.cadence import EvalCadence, NoiseSchedule, SaveCadence
 from shoal.orchestrator.collect import Collector, GroupRules
@@ -85,8 +85,44 @@ def test_a_step_is_written_down_while_the_next_one_is_drawn(tmp_path: Path, lock
     ordinary, world.run_dir.write_rollouts = world.run_dir.write_rollouts, write_and_count  # type: ignore[method-assign]
     world.loop.parts.collector._rules = GroupRules(lockstep=lockstep)
     assert world.run() == "finished"
-    assert begun == ([0] * 4 if lockstep else [2, 2, 2, 0]), "of four steps, nothing is drawn after the last"
+    # After the second a checkpoint is written first, which takes the device; after the fourth no step comes.
+    assert begun == ([0] * 4 if lockstep else [2, 0, 2, 0])
     assert [version for _, version in out] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("plan", "steps"),
+    [
+        (Plan(rewards=lambda _: [1.0, 1.0], settings=LoopSettings(9, SaveCadence(100))), 5),  # solved
+        (Plan(eval_rewards=lambda n: -n, settings=LoopSettings(9, SaveCadence(100), EvalCadence(1), stop_after=2)), 2),
+    ],
+    ids=("solved", "no better"),
+)
+def test_nothing_is_drawn_for_a_step_that_never_comes(tmp_path: Path, plan: Plan, steps: int):
+    begun: list[int] = []
+    world = World(tmp_path, plan)
+    begin = world.loop.parts.collector.begin
+    world.loop.parts.collector.begin = lambda version: (begun.append(version), begin(version))[1]  # type: ignore[method-assign]
+    world.run()
+    assert len(journal_of(tmp_path)) == steps and begun == list(range(1, steps))
+
+
+def test_a_prompt_that_fails_early_costs_no_step_before_it(tmp_path: Path):
+    """The third step's first prompt raises while the second is written down: the second is on disk, then it is told."""
+    world = World(tmp_path, Plan(settings=LoopSettings(4, SaveCadence(100))))
+    stream, drawn = world.loop.parts.stream, []
+    ordinary = stream.next
+
+    def failing() -> Prompt:
+        drawn.append(None)
+        if len(drawn) > 4:
+            raise DataError("letters: there is no fifth")
+        return ordinary()
+
+    stream.next = failing  # type: ignore[method-assign]
+    with pytest.raises(DataError, match="no fifth"):
+        world.run()
+    assert [record["step"] for record in journal_of(tmp_path)] == [1, 2]
 
 
 def test_draining_has_a_deadline_and_loses_nothing():
