@@ -24,11 +24,12 @@ class Goal:
     fraction: str = ""
     exceeded: bool | None = None
     reached: bool | None = None
+    word: str = "exceeded"
 
     def row(self) -> list[str]:
         verdict = "" if self.exceeded is None else "below"
         if self.exceeded:
-            verdict = "aim reached" if self.reached else "exceeded"
+            verdict = "aim reached" if self.reached else self.word
         return [self.work, self.measured, self.limit, self.fraction, self.must, self.aim, verdict]
 
 
@@ -115,7 +116,9 @@ def _steps(results: Results) -> Iterator[Goal]:
     else:
         said, planned = f"{memory['beyond_gib']:.1f} of {memory['allocated_gib']:.1f} GiB", memory.get("planned_gib")
         within = None if planned is None else memory["allocated_gib"] <= planned
-        yield Goal(*beyond, said, f"{planned:.1f} GiB planned" if planned else "", exceeded=within)
+        yield Goal(
+            *beyond, said, f"{planned:.1f} GiB planned" if planned else "", exceeded=within, word="within the plan"
+        )
     row = results.find("grpo_step", name="7b-lora")
     yield _step(("7b shape, LoRA r16, 16 × 8, 256 + 512, one GPU", "works", ""), row, float("inf"), 0.0)
     yield from _first_steps(results.find("grpo_step", name="0.5b"))

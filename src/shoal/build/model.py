@@ -125,14 +125,18 @@ def make_policy(
     )
     summing = sum_gradients if model.sharded is None else None
     reference = _reference(train, model, mesh)
-    graphs = PassGraphs(model.trained.device) if _may_capture(model) else None
+    graphs = PassGraphs(model.trained.device) if _may_capture(train, model) else None
     return TrainedPolicy(model.trained, optimizer, schedule, train.max_grad_norm, reference, summing, graphs)
 
 
-def _may_capture(model: Model) -> bool:
-    """Packed attention in 16 bits is all that is captured; what gathers weights on the way is not."""
+def _may_capture(train: TrainConfig, model: Model) -> bool:
+    """Packed attention in 16 bits through our own kernels, and a loss that is the same every time."""
+    from shoal.models.fused import turns_by_length
+
     decoder = model.trained
-    return decoder.device.type == "cuda" and decoder.dtype.itemsize == 2 and model.sharded is None
+    on_gpu = decoder.device.type == "cuda" and decoder.dtype.itemsize == 2 and model.sharded is None
+    ours = decoder.fused is not None and not turns_by_length(decoder) and decoder.head.weight is not None
+    return on_gpu and ours and not train.loss.custom
 
 
 def _reference(train: TrainConfig, model: Model, mesh: Any) -> Reference | None:

@@ -28,7 +28,7 @@ def make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None, ran
         plan = replace(plan, micro_batch_tokens=tokens, recompute=not kept)
     model.trained.recompute(plan.recompute)
     if policy is not None:
-        policy.graph_tokens = plan.graph_tokens
+        policy.bound_graphs(plan.graphs.fits)
     return plan
 
 
@@ -38,7 +38,7 @@ def _make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None) ->
     demand = _demand(config)
     if policy is None or model.decoder.device.type != "cuda":
         return cache_only(model.decoder, model.layers, demand)
-    trained, demand = policy, replace(demand, graph_tokens=policy.graph_tokens)
+    trained, demand = policy, replace(demand, captures=policy.captures and not _narrows(config))
 
     def dry_run(rows: int) -> None:
         with _trainable(model):
@@ -46,6 +46,12 @@ def _make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None) ->
 
     measured = measure(model.decoder, model.layers, demand, trained.optimizer.moment_bytes, dry_run)
     return decide(measured, demand)
+
+
+def _narrows(config: RunConfig) -> bool:
+    """Whether draws are narrowed, whose passes are not captured."""
+    sampling = config.orch.sampling
+    return sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0 or sampling.min_tokens > 0
 
 
 @contextmanager

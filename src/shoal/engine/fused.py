@@ -19,7 +19,18 @@ from shoal.engine.cache import SlotCache
 from shoal.engine.linear import Joined, can_join, copy_adapters
 from shoal.models.attention import Decode, Shape
 from shoal.models.decoder import Decoder, LayerShape
-from shoal.models.fused import TOLERANCE, Around, fp32_copy, own_layer, probe, probed, relative_gap, rope_of, why_not
+from shoal.models.fused import (
+    TOLERANCE,
+    Around,
+    fp32_copy,
+    own_layer,
+    probe,
+    probed,
+    relative_gap,
+    rope_of,
+    turns_by_length,
+    why_not,
+)
 
 PROBE_ROWS, PROBE_KEYS = 8, 64
 
@@ -160,8 +171,7 @@ def make_fused(decoder: Decoder, shapes: Mapping[int, LayerShape], cache: SlotCa
 
 
 def _why_not_joined(decoder: Decoder) -> str | None:
-    rope = getattr(decoder.config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") in ("dynamic", "longrope"):
+    if turns_by_length(decoder):
         return "its rotation depends on the length of the text"
     body: Any = decoder.body
     for layer in body.layers:

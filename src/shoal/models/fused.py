@@ -120,6 +120,12 @@ def why_not(decoder: Decoder) -> str | None:
     return None
 
 
+def turns_by_length(decoder: Decoder) -> bool:
+    """Whether the rotation of heads depends on how long the longest text is: then nothing may be captured or padded."""
+    rope = getattr(decoder.config, "rope_parameters", None) or {}
+    return rope.get("rope_type", "default") in ("dynamic", "longrope")
+
+
 @torch.no_grad()
 def attach(decoder: Decoder, layers: Mapping[int, LayerShape]) -> str:
     """Give the decoder a fused body if it may have one; returns how it runs, in words."""

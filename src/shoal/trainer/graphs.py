@@ -6,6 +6,7 @@ their own, so every number is one, and no loss asks for them. Weights are read, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
@@ -18,8 +19,9 @@ from shoal.models.attention import Packed
 from shoal.models.upload import upload
 from shoal.trainer.micro_batch import Laid, MicroBatch
 
+log = logging.getLogger(__name__)
 GRAPH_TOKENS = 8192  # of one pass, filled up; larger ones keep the device busy however they are launched
-MAX_GRAPHS = 24  # each holds its inputs and results; what lies between shares one pool
+MAX_GRAPHS = 48  # each holds its inputs and results; what lies between shares one pool
 LEAST_TOKENS, LEAST_SEGMENTS, LEAST_LENGTH = 256, 64, 512
 
 
@@ -28,7 +30,7 @@ class Passed:
     """What a pass gives, still on the device: a pair of numbers a name, then one a scored token."""
 
     names: tuple[str, ...]
-    values: Tensor  # [2 · names + scored] fp64, which sums, counts and log-probs all fit into as they are
+    values: Tensor  # [2 · names + scored]; with names in fp64, which sums, counts and log-probs fit into as they are
 
     @staticmethod
     def of(metrics: Metrics, logprobs: Tensor) -> Passed:
@@ -56,12 +58,20 @@ class Extent:
             keys = tokens * _power(-(-(len(bounds["keys"]) + filling) // tokens))
             more_keys = keys - len(bounds["keys"])
         segments = _power(max(len(bounds["starts"]), laid.sequences), LEAST_SEGMENTS)
-        most = (_power(max(longest, filling), LEAST_LENGTH), _power(max(longest_keys, more_keys), LEAST_LENGTH))
+        most = (_length(max(longest, filling)), _length(max(longest_keys, more_keys)))
         return Extent(tokens, keys, segments, most)
 
 
 def _power(count: int, least: int = 1) -> int:
     return max(least, 1 << max(count - 1, 0).bit_length())
+
+
+def _length(count: int) -> int:
+    """A power of four: what is only a bound may be a wide one."""
+    length = LEAST_LENGTH
+    while length < count:
+        length *= 4
+    return length
 
 
 def _size(count: int) -> int:
@@ -120,21 +130,24 @@ class _Captured:
 
 
 class PassGraphs:
-    """`most_tokens` is what the memory plan has room for."""
+    """`fits` says whether the memory plan has room for a pass of so many tokens and gathered keys."""
 
     def __init__(self, device: torch.device) -> None:
-        self.most_tokens = GRAPH_TOKENS
+        self.fits: Callable[[int, int], bool] = lambda tokens, keys: True
         self._device = device
         self._met: set[Hashable] = set()
+        self._refused: set[Hashable] = set()
         self._graphs: dict[Hashable, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, kind: Hashable, laid: Laid, work: Callable[[MicroBatch], Passed]) -> Passed | None:
         """What `work` gives for the rows; None where it has to be done launch by launch."""
-        extent = Extent.covering(laid)
-        if laid.kept is not None or extent.tokens > self.most_tokens:
+        if laid.kept is not None or len(laid.arrays["token_ids"]) >= GRAPH_TOKENS:
             return None
+        extent = Extent.covering(laid)
         key = (kind, extent, frozenset(laid.arrays))
+        if key in self._refused or not self.fits(extent.tokens, extent.keys):
+            return None
         if key not in self._met or (key not in self._graphs and len(self._graphs) >= MAX_GRAPHS):
             self._met.add(key)  # captured if it comes again
             return None
@@ -142,8 +155,9 @@ class PassGraphs:
         if key not in self._graphs:
             try:
                 self._graphs[key] = self._capture(arrays, extent, work)
-            except torch.OutOfMemoryError:
-                self._met.discard(key)
+            except RuntimeError as error:  # no memory, or something in the model that cannot be captured
+                log.warning("passes of %d tokens are not captured: %s", extent.tokens, str(error).partition("\n")[0])
+                self._refused.add(key)
                 return None
         captured = self._graphs[key]
         for name, tensor in upload(arrays, self._device).items():

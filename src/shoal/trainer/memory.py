@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,7 @@ from shoal.trainer.graphs import sizes
 CPU_SHARE = 0.25  # of what is free, for the cache, unless the user says otherwise
 RESERVE = 0.06  # of the device: fragments, libraries, the logits of a decode batch
 GOOD_MICRO_BATCH = 32_768  # tokens that keep a large GPU busy; more only takes memory
+KEYS_A_TOKEN = 4  # gathered for a token of a captured pass, where answers share their prompts
 KEPT_OF_MICRO_BATCH = 0.75  # where captured passes want a share of its memory
 GIB = 2**30
 
@@ -36,7 +37,7 @@ class Demand:
     slots: int
     context_tokens: int
     utilization: float | None
-    graph_tokens: int = 0  # of the largest pass that may be captured; 0 = none
+    captures: bool = False  # whether small passes may become graphs
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,19 @@ class Measured:
     optimizer: int  # moments that the first step allocates
     slot: int  # bytes of cache a sequence
     costs: dict[bool, Cost]  # with and without recompute
+    key: int = 0  # bytes of keys and values a token
+
+
+@dataclass(frozen=True)
+class GraphRoom:
+    """Memory that captured passes keep, as much as the largest needs; prompts' keys are gathered for every answer."""
+
+    limit: float = 0.0
+    cost: Cost = Cost(0.0, 0.0)
+    key: int = 0
+
+    def fits(self, tokens: int, keys: int) -> bool:
+        return self.limit > 0 and self.cost.at(tokens) + self.key * keys <= self.limit
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,7 @@ class MemoryPlan:
     slots: int
     micro_batch_tokens: int
     recompute: bool
-    graph_tokens: int = 0  # of the largest pass there is room to capture
+    graphs: GraphRoom = GraphRoom()
     lines: tuple[tuple[str, float], ...] = ()  # what takes how many bytes
     total: int = 0
 
@@ -94,36 +108,43 @@ def decide(measured: Measured, demand: Demand) -> MemoryPlan:
             cost, room = measured.costs[recompute], budget - slots * measured.slot
             if cost.tokens_in(room) >= least:
                 most = least if demand.rows_per_micro_batch else max(least, min(GOOD_MICRO_BATCH, demand.step_tokens))
-                passes = _passes(cost, room, range(least, most + 1), 0 if recompute else demand.graph_tokens)
+                keeps = GraphRoom(0.0, cost, measured.key) if demand.captures and not recompute else None
+                passes = _passes(cost, room, range(least, most + 1), keeps)
                 return _plan(measured, slots, passes, recompute)
         slots = slots // 2 // ROW_MULTIPLE * ROW_MULTIPLE
     raise HardwareError(_refusal(measured, demand, budget, least))
 
 
-def _passes(cost: Cost, room: float, useful: range, most_captured: int) -> tuple[int, int]:
-    """Tokens of a micro-batch, and of the largest captured pass, which may cost the other no more than a quarter.
+def _passes(cost: Cost, room: float, useful: range, keeps: GraphRoom | None) -> tuple[int, GraphRoom]:
+    """Tokens of a micro-batch, and what captured passes may keep, which costs the other no more than a quarter.
 
-    Captured passes share a pool of their own, as large as the largest. One that computes layers again is not captured.
+    One that computes layers again is not captured.
     """
     tokens = min(cost.tokens_in(room), useful[-1])
-    for size in reversed(sizes(min(most_captured, tokens))):
-        beside = min(tokens, cost.tokens_in(room - cost.at(size)))
+    if keeps is None:
+        return tokens, GraphRoom()
+    for size in reversed(sizes(tokens)):
+        limit = cost.at(size) + keeps.key * KEYS_A_TOKEN * size
+        beside = min(tokens, cost.tokens_in(room - limit))
         if beside >= max(useful[0], tokens * KEPT_OF_MICRO_BATCH):
-            return beside, size
-    return tokens, 0
+            return beside, replace(keeps, limit=limit)
+    return tokens, GraphRoom()
 
 
-def _plan(measured: Measured, slots: int, passes: tuple[int, int], recompute: bool) -> MemoryPlan:
-    (tokens, captured), cost = passes, measured.costs[recompute]
+def _plan(measured: Measured, slots: int, passes: tuple[int, GraphRoom], recompute: bool) -> MemoryPlan:
+    tokens, graphs = passes
     lines = [
         ("weights, masters and copies", measured.held),
         ("optimizer moments", measured.optimizer),
         (f"cache of {slots} sequences", slots * measured.slot),
-        (f"a micro-batch of {tokens} tokens{', layers again' if recompute else ''}", cost.at(tokens)),
+        (
+            f"a micro-batch of {tokens} tokens{', layers again' if recompute else ''}",
+            measured.costs[recompute].at(tokens),
+        ),
     ]
-    if captured:
-        lines.append((f"graphs of passes of up to {captured} tokens", cost.at(captured)))
-    return MemoryPlan(slots, tokens, recompute, captured, tuple(lines), measured.total)
+    if graphs.limit:
+        lines.append(("graphs of small training passes", graphs.limit))
+    return MemoryPlan(slots, tokens, recompute, graphs, tuple(lines), measured.total)
 
 
 def _refusal(measured: Measured, demand: Demand, budget: float, least: int) -> str:
@@ -172,7 +193,8 @@ def measure(
         per_token = max(0.0, two - one) / demand.row_tokens
         costs[recompute] = Cost(one - per_token * demand.row_tokens, per_token)
     costs.setdefault(True, costs[ways[0]])
-    return Measured(total, held, optimizer_bytes, slot_bytes(layers, decoder.dtype, demand.context_tokens), costs)
+    slot, key = slot_bytes(layers, decoder.dtype, demand.context_tokens), slot_bytes(layers, decoder.dtype, 1)
+    return Measured(total, held, optimizer_bytes, slot, costs, key // KEY_MULTIPLE)
 
 
 def _peak(device: torch.device, dry_run: Callable[[int], None], rows: int) -> int:

@@ -132,11 +132,13 @@ class MasterAdamW:
         """The gradient added where it lies from now on, as a graph needs it; otherwise it comes with the backward."""
         found = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
         used = [(master, grad) for master, grad in zip(self.masters.values(), found, strict=True) if grad is not None]
-        for master, _ in used:
-            if master.grad is None:  # one that takes no part has no gradient, and is not decayed either
+        sums = []
+        for master, _ in used:  # one that takes no part has no gradient, and is not decayed either
+            if master.grad is None:
                 master.grad = torch.zeros_like(master)
+            sums.append(master.grad)
         self._stay = True
-        torch._foreach_add_([master.grad for master, _ in used], [grad for _, grad in used])
+        torch._foreach_add_(sums, [grad for _, grad in used])
 
     @property
     def moment_bytes(self) -> int:

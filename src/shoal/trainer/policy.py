@@ -82,14 +82,13 @@ class TrainedPolicy:
         self._graphs = graphs
 
     @property
-    def graph_tokens(self) -> int:
-        """Of the largest pass that may be captured."""
-        return self._graphs.most_tokens if self._graphs is not None else 0
+    def captures(self) -> bool:
+        """Whether small passes may become graphs."""
+        return self._graphs is not None
 
-    @graph_tokens.setter
-    def graph_tokens(self, most: int) -> None:
+    def bound_graphs(self, fits: Callable[[int, int], bool]) -> None:
         if self._graphs is not None:
-            self._graphs.most_tokens = most
+            self._graphs.fits = fits
 
     @property
     def passes_together(self) -> bool:

@@ -87,18 +87,30 @@ def test_the_table_adds_up_to_the_device() -> None:
 def test_captured_passes_have_a_share_of_their_own() -> None:
     """As large as the largest, where it leaves a micro-batch three quarters; then smaller ones; then none."""
     roomy = replace(MEASURED, costs={False: Cost(0, 10), True: Cost(0, 10)})
-    asked = replace(ASKED, graph_tokens=8192)
+    asked = replace(ASKED, captures=True)
     plan = decide(roomy, asked)
-    assert (plan.micro_batch_tokens, plan.graph_tokens) == (GOOD_MICRO_BATCH, 8192)
-    assert plan.lines[-1] == ("graphs of passes of up to 8192 tokens", 81_920)
+    assert (plan.micro_batch_tokens, plan.graphs.limit) == (GOOD_MICRO_BATCH, 81_920)
+    assert plan.lines[-1] == ("graphs of small training passes", 81_920)
     assert sum(size for _, size in plan.lines) <= TOTAL * (1 - RESERVE)
     plan = decide(MEASURED, asked)
     most = (ROOM - 64_000) // 30  # 19,200 tokens: 4,096 is less than a quarter of them, 6,144 more
-    assert (plan.micro_batch_tokens, plan.graph_tokens) == (most - 4096, 4096)
+    assert (plan.micro_batch_tokens, plan.graphs.limit) == (most - 4096, 30 * 4096)
     plan = decide(MEASURED, replace(asked, row_tokens=most))
-    assert (plan.micro_batch_tokens, plan.graph_tokens) == (most, 0) and len(plan.lines) == 4
-    assert decide(MEASURED, replace(asked, recompute=True)).graph_tokens == 0
-    assert decide(roomy, replace(asked, step_tokens=3000)).graph_tokens == 3072, "no pass is larger than a micro-batch"
+    assert (plan.micro_batch_tokens, plan.graphs.limit) == (most, 0) and len(plan.lines) == 4
+    assert not plan.graphs.fits(1, 0)
+    assert decide(MEASURED, replace(asked, recompute=True)).graphs.limit == 0
+    small = decide(roomy, replace(asked, step_tokens=3000)).graphs
+    assert small.limit == 30_720, "no pass is larger than a micro-batch"
+    assert small.fits(3072, 0) and not small.fits(3073, 0)
+
+
+def test_gathered_keys_take_their_share_of_what_captured_passes_keep() -> None:
+    """Four a token are planned for; a pass of fewer tokens may gather more."""
+    roomy = replace(MEASURED, costs={False: Cost(0, 10), True: Cost(0, 10)}, key=2)
+    room = decide(roomy, replace(ASKED, captures=True, step_tokens=2048)).graphs
+    assert room.limit == (10 + 4 * 2) * 3072  # a token more than 2,048 is filled up to 3,072
+    assert room.fits(3072, 4 * 3072) and not room.fits(3072, 4 * 3072 + 1)
+    assert room.fits(1024, 22_528) and not room.fits(1024, 22_529)
 
 
 def test_a_refusal_says_what_would_fit() -> None:

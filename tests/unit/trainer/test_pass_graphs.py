@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from shoal.algorithms.objective import Objective
 from shoal.algorithms.terms import CORRECTIONS, KLPenalty
 from shoal.models.attention import Packed
 from shoal.models.upload import upload
-from shoal.trainer.graphs import GRAPH_TOKENS, Extent, Passed, padded, sizes
+from shoal.trainer.graphs import GRAPH_TOKENS, Extent, Passed, PassGraphs, padded, sizes
 from shoal.trainer.micro_batch import Laid, MicroBatch
 from shoal.trainer.policy import RowResults, TrainedPolicy
 from shoal.types import Row
@@ -129,6 +131,38 @@ def test_sizes() -> None:
     assert sizes(0) == [] and sizes(100) == [256] and sizes(700) == [256, 384, 512, 768]
     assert sizes(3071)[-1] == 3072 and sizes(3072)[-1] == 4096 and sizes(8191) == sizes(100_000)
     assert sizes(100_000)[-1] == GRAPH_TOKENS
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
+    """What is captured where there is no GPU: nothing, each time with the reason."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    return PassGraphs(CPU)
+
+
+def test_what_cannot_be_captured_is_tried_once_and_told(graphs: PassGraphs, caplog: pytest.LogCaptureFixture) -> None:
+    tried: list[Extent] = []
+
+    def capture(arrays: object, extent: Extent, work: object) -> NoReturn:
+        tried.append(extent)
+        raise RuntimeError("not permitted when stream is capturing\nand more")
+
+    graphs._capture = capture  # type: ignore[method-assign]
+    laid = Laid.of(rows_of(ALONE, False), CPU)
+    assert [graphs.run("policy", laid, lambda _: pytest.fail("called")) for _ in range(4)] == [None] * 4
+    assert tried == [Extent.covering(laid)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "passes of 256 tokens are not captured: not permitted when stream is capturing"
+    ]
+
+
+def test_what_the_plan_has_no_room_for_is_not_tried(graphs: PassGraphs) -> None:
+    laid = Laid.of(rows_of(SHARED, False), CPU)
+    asked: list[tuple[int, int]] = []
+    graphs.fits = lambda tokens, keys: bool(asked.append((tokens, keys)))
+    graphs._capture = lambda *_: pytest.fail("captured")  # type: ignore[method-assign]
+    assert [graphs.run("policy", laid, lambda _: pytest.fail("called")) for _ in range(3)] == [None] * 3
+    assert asked == [(256, 512)] * 3
 
 
 def test_what_a_pass_gives_is_read_in_one_piece() -> None:
