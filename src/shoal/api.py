@@ -25,6 +25,7 @@ from shoal.errors import (
     StoppedByPolicy,
     StorageError,
 )
+from shoal.models.tokenizer import check_found
 from shoal.observability.checkpoints import write_folder
 from shoal.observability.console import make_console
 from shoal.observability.events import EventLog
@@ -174,6 +175,8 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
     if resume and ends.already_done(path, config):
         return path
     check_sinks(config.train.report_to)
+    if config.train.model is not None:
+        check_found("train.model", config.train.model)
     data = config.dataset
     with heard_problems() as bad_rows:
         tasks = supervised_tasks(DatasetSpec(data.path, data.name, data.split, data.columns, data.max_rows))

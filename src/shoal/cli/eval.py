@@ -12,7 +12,7 @@ from shoal.cli.output import notices, say
 from shoal.config.check_train import model_problem
 from shoal.config.problems import Findings, Origins
 from shoal.config.yaml_text import Source, parse_yaml
-from shoal.errors import ConfigError, ModelError
+from shoal.errors import ConfigError
 from shoal.observability.weights import Weights, find_weights
 
 
@@ -80,13 +80,10 @@ def evaluate(
 
 def _locate(models: list[Weights]) -> None:
     """What only a look for the files tells, under the name of the argument: a hub id that is not here, say."""
-    from shoal.models.tokenizer import locate
+    from shoal.models.tokenizer import check_found
 
     for key, weights in zip(("model", "--against"), models, strict=False):
-        try:
-            locate(weights.model)
-        except ModelError as error:
-            raise ModelError(f"command line: {key}: {error}") from error
+        check_found(f"command line: {key}", weights.model)
 
 
 def _score(models: list[Weights], env_args: dict[str, Any], settings: dict[str, Any]) -> None:
