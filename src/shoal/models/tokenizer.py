@@ -19,7 +19,8 @@ from shoal.models.chat import special_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OFFLINE, YES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), ("1", "ON", "YES", "TRUE")  # as the libraries below read them
+# As the libraries below read them.
+OFFLINE, YES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), ("1", "ON", "YES", "TRUE")
 HUB_ANSWER_S = 5.0  # for the first question to the hub; HF_HUB_ETAG_TIMEOUT, if set, is obeyed
 
 

@@ -76,8 +76,8 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError) as told:
         check_found("train.model", "nobody/nothing")
     assert str(told.value) == (
-        f"train.model: 'nobody/nothing' is not a folder here, and it could not be fetched from http://127.0.0.1:{port}: "
-        "[Errno 111] Connection refused; connect to the network, or name a folder"
+        "train.model: 'nobody/nothing' is not a folder here, and it could not be fetched from "
+        f"http://127.0.0.1:{port}: [Errno 111] Connection refused; connect to the network, or name a folder"
     )
 
 
@@ -146,7 +146,9 @@ def test_the_command_says_it_in_one_line_and_leaves_nothing(tmp_path: Path) -> N
     ended = python_without_a_hub(tmp_path, "-m", "shoal", "grpo", "run.yaml")
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("shoal: error: train.model: 'nobody/nothing' is not a folder here, and it could not be fetched")
+    assert line.startswith(
+        "shoal: error: train.model: 'nobody/nothing' is not a folder here, and it could not be fetched"
+    )
     assert not (tmp_path / "out").exists()
 
 
