@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from .helpers.processes import WarmPython
+from .helpers.processes import WarmPython, environment
+from .helpers.split import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -119,10 +120,18 @@ def test_a_run_of_two_processes_continues(runs: Path, raw_model: Path):
     assert ranks[0]["weights"] == ranks[1]["weights"]
 
 
-def test_started_so_without_saying_so_it_refuses(raw_model: Path, tmp_path: Path):
-    result = launch(tmp_path, raw_model, "out", "1", "2", "no", "0")
-    assert result.returncode != 0
-    assert "GRPOTrainer: use_accelerate: 2 processes were started" in result.stderr
+def test_started_so_without_saying_so_it_refuses(warm: WarmPython, raw_model: Path, tmp_path: Path):
+    """Two processes with the environment that the launcher gives its own."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = ["script.py", str(raw_model), "out", "1", "2", "no", "0"]
+    ranks = [
+        warm.start(words, tmp_path, python=True, env=environment(**place, RANK=str(rank), LOCAL_RANK=str(rank)))
+        for rank in (0, 1)
+    ]
+    for rank in ranks:
+        assert rank.wait() == 1
+        assert "GRPOTrainer: use_accelerate: 2 processes were started" in rank.text()
     assert not (tmp_path / "out").exists()
 
 
