@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import io
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,12 +25,14 @@ from shoal.errors import (
     StoppedByPolicy,
     StorageError,
 )
+from shoal.models.tokenizer import check_found
 from shoal.observability.checkpoints import write_folder
-from shoal.observability.console import make_console
+from shoal.observability.console import BaseConsole, make_console
 from shoal.observability.events import EventLog
 from shoal.observability.logs import setup_logging, stop_logging
 from shoal.observability.run_dir import RunDir, is_used
 from shoal.observability.sinks import check_sinks
+from shoal.observability.text import count
 from shoal.observability.watchdog import Watchdog
 from shoal.observability.weights import find_weights
 from shoal.orchestrator.signals import on_signals, terminated_at_once
@@ -68,36 +70,52 @@ def train(
     path = Path(config.train.output_dir)
     if resume and ends.already_done(path, config):
         return path
-    command = next_command or ends.resume_command(config)
+    start = build.Start(resume, tuple(notices), next_command or ends.resume_command(config))
     if layout.trains and (ranks := build.ranks_to_start(config.train, given)):
-        build.launch(config, ranks, build.Start(resume, tuple(notices), command))
+        build.launch(config, ranks, start)
         return path
     prepared = build.prepare(config, build.as_rank(given) if layout.trains else given, colocated=layout.trains)
     try:
-        main = not layout.trains or build.join_ranks(config, prepared).rank == 0
-        with (
-            build.open_run_dir(config, prepared, resume, command) as run_dir,
-            _console(config.train.logging_steps, None if main else io.StringIO()) as console,
-        ):
-            handler = setup_logging(run_dir.logs, layout.component if main else f"grpo-rank{prepared.ranks.rank}")
-            try:
-                events = EventLog(run_dir, console, wording)
-                for notice in notices:
-                    console.note(f"note: {notice}")
-                watchdog = Watchdog(run_dir.logs, events, stall_s=config.orch.deadline_s)
-                watching = build.Watching(run_dir, events, console, watchdog, command)
-                ends.record_end(run_dir, command, lambda: asyncio.run(_train(config, prepared, watching, layout)))
-            finally:
-                if main:
-                    console.waiting("writing the report")
-                    _write_report(run_dir.path, events)
-                stop_logging(handler)
-            if main:
-                console.closing([ends.last_line(path)])
+        _train_here(config, prepared, start, layout, wording)
     finally:
         asyncio.run(prepared.pool.close())
         build.leave_ranks(prepared)
     return path
+
+
+def _train_here(
+    config: RunConfig, prepared: build.Prepared, start: build.Start, layout: Layout, wording: Callable[[str], str]
+) -> None:
+    """The run in this process, which may be one of several: the main one keeps the run directory and speaks."""
+    main = not layout.trains or build.join_ranks(config, prepared).rank == 0
+    component = layout.component if main else f"grpo-rank{prepared.ranks.rank}"
+    with (
+        build.open_run_dir(config, prepared, start.resume, start.next_command) as run_dir,
+        _console(config.train.logging_steps, None if main else io.StringIO()) as console,
+        _recorded(run_dir, console, component, EventLog(run_dir, console, wording), main=main) as events,
+    ):
+        for notice in start.notices:
+            console.note(f"note: {notice}")
+        watchdog = Watchdog(run_dir.logs, events, stall_s=config.orch.deadline_s)
+        watching = build.Watching(run_dir, events, console, watchdog, start.next_command)
+        ends.record_end(run_dir, start.next_command, lambda: asyncio.run(_train(config, prepared, watching, layout)))
+
+
+@contextlib.contextmanager
+def _recorded(
+    run_dir: Any, console: BaseConsole, component: str, events: EventLog, *, main: bool = True
+) -> Iterator[EventLog]:
+    """With a log file of its own; a report however it ends, and a last line where it ends well."""
+    handler = setup_logging(run_dir.logs, component)
+    try:
+        yield events
+    finally:
+        if main:
+            console.waiting("writing the report")
+            _write_report(run_dir.path, events)
+        stop_logging(handler)
+    if main:
+        console.closing([ends.last_line(run_dir.path)])
 
 
 async def _train(
@@ -121,7 +139,7 @@ async def _train(
         on_signals(loop.interrupt, lambda: ends.give_up(run_dir, watching.next_command), console.note)
         steps = loop.settings.max_steps
         onward = f", continuing after step {found['step']}" if found is not None else ""
-        said = f"training {config.train.model} for {steps} steps in {run_dir.path}{onward}"
+        said = f"training {config.train.model} for {count(steps, 'step')} in {run_dir.path}{onward}"
         console.waiting(f"handing version {loop.progress.step} to the sampler")
         console.begin(said, steps, loop.progress.step)
         outcome = await loop.run()
@@ -147,7 +165,7 @@ async def _find_checkpoint(run_dir: Any, events: EventLog) -> dict[str, Any] | N
 
 
 @contextlib.contextmanager
-def _console(every: int, stream: TextIO | None = None):
+def _console(every: int, stream: TextIO | None = None) -> Iterator[BaseConsole]:
     console = make_console(stream, every=every)
     try:
         yield console
@@ -174,6 +192,8 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
     if resume and ends.already_done(path, config):
         return path
     check_sinks(config.train.report_to)
+    if config.train.model is not None:
+        check_found("train.model", config.train.model)
     data = config.dataset
     with heard_problems() as bad_rows:
         tasks = supervised_tasks(DatasetSpec(data.path, data.name, data.split, data.columns, data.max_rows))
@@ -184,17 +204,12 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
         run_dir.reopen(as_yaml(config), binding, command)
     else:
         run_dir = RunDir.create(path, as_yaml(config), binding)
-    with run_dir, _console(config.train.logging_steps) as console:
-        handler = setup_logging(run_dir.logs, "sft")
-        try:
-            ends.record_end(
-                run_dir, command, lambda: build.train_on_completions(config, tasks, bad_rows, run_dir, console)
-            )
-        finally:
-            console.waiting("writing the report")
-            _write_report(run_dir.path, EventLog(run_dir, console))
-            stop_logging(handler)
-        console.closing([ends.last_line(path)])
+    with (
+        run_dir,
+        _console(config.train.logging_steps) as console,
+        _recorded(run_dir, console, "sft", EventLog(run_dir, console)),
+    ):
+        ends.record_end(run_dir, command, lambda: build.train_on_completions(config, tasks, bad_rows, run_dir, console))
     return path
 
 

@@ -81,3 +81,13 @@ def test_the_check_sees_an_upward_import(tmp_path: Path):
     module = tmp_path / "module.py"
     module.write_text("def late():\n    from shoal.trainer import policy\n    import shoal.cli.grpo\n")
     assert {room for room, _ in imported_rooms(module)} == {"trainer", "cli"}
+
+
+def test_peft_is_imported_where_an_adapter_is():
+    """It takes a second that a run without adapters need not wait; an export, which merges them, has it at the top."""
+    top = set()
+    for path in MODULES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "peft":
+                top.add(str(path.relative_to(SOURCE)))
+    assert top == {"models/export.py"}

@@ -13,6 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from .helpers.processes import WarmPython, environment
+from .helpers.split import free_port
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import hashlib, json, os, sys, time
@@ -49,12 +52,10 @@ Path(f"{out}-rank{rank}.json").write_text(json.dumps(found))
 """
 
 
-def launch(folder: Path, model: Path, *arguments: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={processes}"]
-    launcher += ["--main_process_port=0"]
-    command = [*(launcher if processes > 1 else [sys.executable]), str(script), str(model), *arguments]
+def launch(folder: Path, model: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
+    command = [*launcher, "--main_process_port=0", "script.py", str(model), *arguments]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=env)
 
@@ -64,7 +65,7 @@ def read(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def runs(raw_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(warm: WarmPython, raw_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same four steps by two processes of one prompt each, and by one process of two.
 
     An evaluation takes longer than any wait may: eight rewards of 2.2 s in two workers, against a deadline of 7 s.
@@ -72,8 +73,8 @@ def runs(raw_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("accelerate")
     two = launch(folder, raw_model, "two", "1", "4", "yes", "2.2")
     assert two.returncode == 0, two.stdout[-1500:] + two.stderr[-3000:]
-    one = launch(folder, raw_model, "one", "2", "4", "yes", "0", processes=1)
-    assert one.returncode == 0, one.stderr[-3000:]
+    one = warm.run(["script.py", str(raw_model), "one", "2", "4", "yes", "0"], folder, python=True)
+    assert one.wait() == 0, one.text()[-4000:]
     return folder
 
 
@@ -119,10 +120,18 @@ def test_a_run_of_two_processes_continues(runs: Path, raw_model: Path):
     assert ranks[0]["weights"] == ranks[1]["weights"]
 
 
-def test_started_so_without_saying_so_it_refuses(raw_model: Path, tmp_path: Path):
-    result = launch(tmp_path, raw_model, "out", "1", "2", "no", "0")
-    assert result.returncode != 0
-    assert "GRPOTrainer: use_accelerate: 2 processes were started" in result.stderr
+def test_started_so_without_saying_so_it_refuses(warm: WarmPython, raw_model: Path, tmp_path: Path):
+    """Two processes with the environment that the launcher gives its own."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = ["script.py", str(raw_model), "out", "1", "2", "no", "0"]
+    ranks = [
+        warm.start(words, tmp_path, python=True, env=environment(**place, RANK=str(rank), LOCAL_RANK=str(rank)))
+        for rank in (0, 1)
+    ]
+    for rank in ranks:
+        assert rank.wait() == 1
+        assert "GRPOTrainer: use_accelerate: 2 processes were started" in rank.text()
     assert not (tmp_path / "out").exists()
 
 

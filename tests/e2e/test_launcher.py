@@ -1,19 +1,17 @@
-"""The launcher's own example, in new processes on a tiny model: it trains as `shoal grpo` does, resumes, hides keys."""
+"""The launcher's own example on a tiny model, in its own processes: as `shoal grpo` trains, resumed, keys hidden."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from .helpers.processes import environment
+from .helpers.processes import WarmPython, start_python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
 SMALL = ["gconfig.max_new_tokens=16", "actor.mb_spec.max_tokens_per_mb=300", "train_dataset.batch_size=4"]
@@ -33,12 +31,10 @@ def main(args):
 """
 
 
-def run(cwd: Path, *words: str, code: int = 0) -> str:
-    result = subprocess.run(
-        [sys.executable, *words], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=200
-    )
-    assert result.returncode == code, result.stdout[-1000:] + result.stderr[-3000:]
-    return result.stdout + result.stderr
+def run(warm: WarmPython, cwd: Path, *words: str, code: int = 0, fresh: bool = False) -> str:
+    command = start_python(words, cwd) if fresh else warm.run(words, cwd, python=True)
+    assert command.wait() == code, command.text()[-4000:]
+    return command.text()
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -64,27 +60,17 @@ def place(tmp_path: Path, model: Path) -> Path:
     return tmp_path
 
 
-def launch(place: Path, *words: str, script: str = "dense.py", code: int = 0) -> str:
-    base = ["actor.path=model", "train_dataset.path=data", *SMALL]
-    return run(
-        place,
-        "-m",
-        "shoal.launcher.local",
-        script,
-        "--config",
-        str(EXAMPLE / "train_grpo.yaml"),
-        *base,
-        *words,
-        code=code,
-    )
+def launch(warm: WarmPython, place: Path, *words: str, script: str = "dense.py", **how: Any) -> str:
+    base = ["--config", str(EXAMPLE / "train_grpo.yaml"), "actor.path=model", "train_dataset.path=data", *SMALL]
+    return run(warm, place, "-m", "shoal.launcher.local", script, *base, *words, **how)
 
 
-def test_the_shipped_example_runs_as_it_is(place: Path):
+def test_the_shipped_example_runs_as_it_is(warm: WarmPython, place: Path):
     """The seed's command, with a small model, small data and short answers; then every checkpoint is scored alike."""
     secret = "canary-0123456789"
     said = launch(
-        place, "experiment_name=gsm8k-grpo-local", "trial_name=trial0", "total_train_epochs=1",
-        f"stats_logger.wandb.wandb_api_key={secret}", script=str(EXAMPLE / "train_grpo.py"),
+        warm, place, "experiment_name=gsm8k-grpo-local", "trial_name=trial0", "total_train_epochs=1",
+        f"stats_logger.wandb.wandb_api_key={secret}", script=str(EXAMPLE / "train_grpo.py"), fresh=True,
     )  # fmt: skip
     folder = place / "outputs" / "gsm8k-grpo-local" / "trial0"
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
@@ -95,15 +81,16 @@ def test_the_shipped_example_runs_as_it_is(place: Path):
     assert secret not in said and not any(secret.encode() in content for content in written)
     for script, output in (("train_local_simple.py", "sft"), ("train_hf_trainer.py", "hf")):
         run(
-            place, str(EXAMPLE / script), "--model", "model", "--data", "data", "--output-dir", output,
+            warm, place, str(EXAMPLE / script), "--model", "model", "--data", "data", "--output-dir", output,
             "--max-steps", "2", "--batch-size", "4",
         )  # fmt: skip
     scored = run(
-        place, str(EXAMPLE / "evaluate.py"), str(folder), "--against", "sft", "--data", "data", "--num-examples", "4",
-        "--samples", "2", "--temperature", "1", "--max-new-tokens", "16",
+        warm, place, str(EXAMPLE / "evaluate.py"), str(folder), "--against", "sft", "--data", "data",
+        "--num-examples", "4", "--samples", "2", "--temperature", "1", "--max-new-tokens", "16",
     )  # fmt: skip
     assert "avg@2:" in scored and "pass@2:" in scored and "paired" in scored
-    run(place, str(EXAMPLE / "evaluate.py"), "hf", "--data", "data", "--num-examples", "2", "--max-new-tokens", "8")
+    few = ["--num-examples", "2", "--max-new-tokens", "8"]
+    run(warm, place, str(EXAMPLE / "evaluate.py"), "hf", "--data", "data", *few)
 
 
 @pytest.mark.parametrize(
@@ -119,20 +106,20 @@ def test_the_shipped_example_runs_as_it_is(place: Path):
     ids=lambda value: value if isinstance(value, str) and value.endswith(".py") else "",
 )
 def test_a_wrong_argument_of_the_scripts_is_one_line_that_names_it(
-    place: Path, script: str, words: list[str], says: str
+    warm: WarmPython, place: Path, script: str, words: list[str], says: str
 ):
     (place / "bad").mkdir()
     (place / "bad" / "train.jsonl").write_text("{nonsense\n")
     sound = ["--data", "data"] if script == "evaluate.py" else ["--data", "data", "--model", "model"]
-    said = run(place, str(EXAMPLE / script), *sound, *words, code=2)
+    said = run(warm, place, str(EXAMPLE / script), *sound, *words, code=2)
     told = [line for line in said.splitlines() if not line.startswith("  bad/train.jsonl:1: not JSON")]
     assert len(told) == 1 and told[0].startswith("shoal: error: command line: ") and says in told[0], said
 
 
-def test_it_is_the_same_run_as_shoal_grpo(place: Path):
+def test_it_is_the_same_run_as_shoal_grpo(warm: WarmPython, place: Path):
     """The same task, seed and numbers through both doors: the same metrics to the bit, and the same weights."""
     launch(
-        place, "experiment_name=a", "seed=3", "total_train_steps=3", "saver.freq_epochs=null", "actor.lr=1e-3",
+        warm, place, "experiment_name=a", "seed=3", "total_train_steps=3", "saver.freq_epochs=null", "actor.lr=1e-3",
         "evaluator.freq_steps=2", "evaluator.freq_epochs=null",
     )  # fmt: skip
     config = {
@@ -149,7 +136,7 @@ def test_it_is_the_same_run_as_shoal_grpo(place: Path):
         "infer": {"max_num_seqs": 32},
     }  # fmt: skip
     (place / "run.yaml").write_text(yaml.safe_dump(config))
-    run(place, "-m", "shoal", "grpo", "run.yaml")
+    run(warm, place, "-m", "shoal", "grpo", "run.yaml")
     ours, theirs = place / "outputs" / "a" / "trial0", place / "outputs" / "b"
     assert metrics(ours) == metrics(theirs)
     assert any(record.get("optim/grad_norm", 0) > 0 for record in metrics(ours)), "it trains"
@@ -157,12 +144,12 @@ def test_it_is_the_same_run_as_shoal_grpo(place: Path):
     assert (ours / weights).read_bytes() == (theirs / weights).read_bytes()
 
 
-def test_recover_continues_and_a_used_trial_is_refused_in_the_launchers_words(place: Path):
+def test_recover_continues_and_a_used_trial_is_refused_in_the_launchers_words(warm: WarmPython, place: Path):
     words = ["experiment_name=c", "saver.freq_epochs=null", "saver.freq_steps=1", "evaluator.mode=disabled"]
-    launch(place, *words, "total_train_steps=1")
-    said = launch(place, *words, "total_train_steps=2", code=2)
+    launch(warm, place, *words, "total_train_steps=1")
+    said = launch(warm, place, *words, "total_train_steps=2", code=2)
     assert "already holds a run" in said and "trial_name=" in said and "train.output_dir" not in said
-    launch(place, *words, "total_train_steps=2", "recover.mode=auto")
+    launch(warm, place, *words, "total_train_steps=2", "recover.mode=auto")
     assert [record["step"] for record in metrics(place / "outputs" / "c" / "trial0")] == [1, 2]
 
 
@@ -188,11 +175,11 @@ def test_the_container_copies_what_there_is():
 
 @pytest.mark.shared
 @pytest.mark.skipif("SHOAL_SHARED" not in os.environ, reason="SHOAL_SHARED is not set")
-def test_the_real_questions_train(place: Path):
+def test_the_real_questions_train(warm: WarmPython, place: Path):
     real = Path(os.environ["SHOAL_SHARED"]) / "data" / "gsm8k"
     launch(
-        place, "experiment_name=real", f"train_dataset.path={real}", "total_train_steps=1", "evaluator.mode=disabled",
-        "actor.mb_spec.max_tokens_per_mb=1500", script=str(EXAMPLE / "train_grpo.py"),
+        warm, place, "experiment_name=real", f"train_dataset.path={real}", "total_train_steps=1",
+        "evaluator.mode=disabled", "actor.mb_spec.max_tokens_per_mb=1500", script=str(EXAMPLE / "train_grpo.py"),
     )  # fmt: skip
     rollouts = (place / "outputs" / "real" / "trial0" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
     assert len(rollouts) == 16 and all("boxed" in json.loads(line)["prompt"] for line in rollouts)

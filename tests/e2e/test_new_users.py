@@ -65,7 +65,9 @@ def test_an_export_of_what_is_not_there_is_refused_without_asking_anybody(warm: 
 
 def test_a_run_is_named_where_a_model_or_a_file_is_wanted(new_run: NewRun):
     run = new_run(train={"max_steps": 1})
-    assert run.grpo().wait() == 0
+    command = run.grpo()
+    assert command.wait() == 0
+    assert "for 1 step in out" in command.text()
     text = said(run.warm, run.folder, 2, "grpo", "out", "--resume")
     assert "out: is a directory, not a configuration file; name the file in it, as out/config.yaml" in text
     text = said(run.warm, run.folder, 2, "grpo", "run.yaml", "train.model=out", "train.output_dir=next")

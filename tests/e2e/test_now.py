@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
-from .helpers.processes import environment
+from .helpers.processes import WarmPython
 from .helpers.runs import Run
 
 NewRun = Callable[..., Run]
@@ -20,14 +18,11 @@ HASTY = (
 STARTING = "starting"
 
 
-def told(folder: Path, *words: str) -> list[str]:
+def told(warm: WarmPython, folder: Path, *words: str) -> list[str]:
     """Everything the command said it was doing, each once in a row and without how far it was."""
-    command = [sys.executable, "-c", HASTY, *words]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    heard = re.findall(r"^… (.*?) ?(?:\(.*\))?$", done.stdout + done.stderr, re.MULTILINE)
+    command = warm.run(["-c", HASTY, *words], folder, python=True)
+    assert command.wait() == 0, command.text()
+    heard = re.findall(r"^… (.*?) ?(?:\(.*\))?$", command.text(), re.MULTILINE)
     return [text for text, _ in groupby(heard)]
 
 
@@ -39,7 +34,7 @@ def in_order(heard: list[str], *wanted: str) -> None:
 
 def test_grpo_says_what_it_does_from_loading_to_the_report(new_run: NewRun, model: Path) -> None:
     run = new_run(train={"max_steps": 2, "save_steps": 1}, orch={"eval": {"interval": 1, "num_examples": 16}})
-    heard = told(run.folder, "grpo", "run.yaml")
+    heard = told(run.warm, run.folder, "grpo", "run.yaml")
     in_order(
         heard,
         f"working; now: loading {model}",
@@ -53,16 +48,18 @@ def test_grpo_says_what_it_does_from_loading_to_the_report(new_run: NewRun, mode
         "step 2/2 done; now: writing the report",
     )
     assert not any(STARTING in text for text in heard if text.startswith("step")), heard
-    heard = told(run.folder, "grpo", "run.yaml", "--resume", "train.max_steps=3", "orch.max_steps=3")
+    heard = told(run.warm, run.folder, "grpo", "run.yaml", "--resume", "train.max_steps=3", "orch.max_steps=3")
     in_order(heard, f"working; now: loading {model}", "step 2/3 done; now: rollouts of step 3")
     assert not any("step 1" in text or STARTING in text for text in heard if text.startswith("step")), heard
 
 
 def test_supervised_training_says_which_step_it_trains_and_when_it_saves(
-    raw_model: Path, tasks_file: Path, tmp_path: Path
+    warm: WarmPython, raw_model: Path, tasks_file: Path, tmp_path: Path
 ) -> None:
     rows = ["--dataset", str(tasks_file), "--output-dir", "out", "--max-steps", "3"]
-    heard = told(tmp_path, "sft", "--model", str(raw_model), *rows, "train.save_steps=2", "train.sequence_len=256")
+    heard = told(
+        warm, tmp_path, "sft", "--model", str(raw_model), *rows, "train.save_steps=2", "train.sequence_len=256"
+    )
     in_order(
         heard,
         f"working; now: loading {raw_model}",
@@ -77,8 +74,8 @@ def test_supervised_training_says_which_step_it_trains_and_when_it_saves(
     assert not any(STARTING in text for text in heard if text.startswith("step")), heard
 
 
-def test_an_evaluation_and_an_export_say_what_they_do(model: Path, tmp_path: Path) -> None:
-    heard = told(tmp_path, "eval", str(model), "--env", "arithmetic", "--num-examples", "16", "--max-tokens", "8")
+def test_an_evaluation_and_an_export_say_what_they_do(warm: WarmPython, model: Path, tmp_path: Path) -> None:
+    heard = told(warm, tmp_path, "eval", str(model), "--env", "arithmetic", "--num-examples", "16", "--max-tokens", "8")
     in_order(heard, f"working; now: loading {model}", f"working; now: evaluation of {model}")
-    assert "working; now: writing published" in told(tmp_path, "export", str(model), "published")
-    assert "working; now: writing made" in told(tmp_path, "make-model", "tiny", "made")
+    assert "working; now: writing published" in told(warm, tmp_path, "export", str(model), "published")
+    assert "working; now: writing made" in told(warm, tmp_path, "make-model", "tiny", "made")

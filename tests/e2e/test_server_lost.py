@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 
 from support.engine_servers import free_port
 
-from .helpers.processes import children_of, environment, wait_until
+from .helpers.processes import Command, WarmPython, children_of, environment, wait_until
 from .helpers.runs import Run, assert_same_run, assert_trained_once, fingerprint
 
 TESTS = Path(__file__).parents[1]
@@ -25,20 +24,15 @@ DEATHS = ["/server_info:1", "/update_weights_from_disk:1", "/generate:9", "/cont
 
 
 @contextmanager
-def server(model: Path, port: int, *deaths: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "support.sglang_server", str(model), str(port), *deaths]
-    env = environment(PYTHONPATH=str(TESTS))
-    process = subprocess.Popen(
-        command, cwd=TESTS, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )  # fmt: skip
+def server(warm: WarmPython, folder: Path, model: Path, port: int, *deaths: str) -> Iterator[Command]:
+    words = ["-m", "support.sglang_server", str(model), str(port), *deaths]
+    process = warm.start(words, folder, env=environment(PYTHONPATH=str(TESTS)), python=True)
     try:
-        wait_until(lambda: answers(port) or process.poll() is not None, 60, "the server", 0.1)
+        wait_until(lambda: answers(port) or not process.running(), 60, "the server", 0.02)
         yield process
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 def answers(port: int) -> bool:
@@ -56,11 +50,10 @@ def test_one_that_is_killed_at_every_stage_and_started_again(new_run: Callable[.
         port = free_port()
         client: dict[str, Any] = {"base_url": f"http://127.0.0.1:{port}/v1"}
         run = new_run(name, infer={"engine": "sglang"}, orch={"client": client})
-        with server(model, port, *deaths) as process:
+        with server(run.warm, run.folder, model, port, *deaths) as process:
             command = run.grpo()
             assert command.wait() == 0, command.text()
-            assert process.stdout is not None
-            assert [process.stdout.readline().strip() for _ in deaths] == deaths
+            assert process.text().splitlines()[: len(deaths)] == deaths
         runs.append(run)
     undisturbed, disturbed = runs
     said, told = command.text(), [event["message"] for event in disturbed.events("waiting")]

@@ -49,16 +49,15 @@ def test_an_evaluation_on_its_own_does_not_wait_for_the_model_to_load(new_run: N
         "    while not pathlib.Path('go').exists() and time.monotonic() < deadline:\n        time.sleep(0.01)\n"
         "    raise SystemExit(1)\n\n\nevaluation.load_model = load\nsys.exit(main(sys.argv[1:]))\n"
     )
-    words = [sys.executable, "slow_model.py", "eval", str(model), "--env", "arithmetic"]
-    process = subprocess.Popen(words, cwd=run.folder, env=environment(), stderr=subprocess.PIPE, text=True)
+    process = run.warm.start(["slow_model.py", "eval", str(model), "--env", "arithmetic"], run.folder, python=True)
     try:
-        wait_until(lambda: reached.exists() or process.poll() is not None, 60, "the model to load")
-        process.send_signal(signal.SIGINT)
+        wait_until(lambda: reached.exists() or not process.running(), 60, "the model to load")
+        process.send(signal.SIGINT)
         assert process.wait(20) == 130
     finally:
         go.touch()
         process.kill()
-    assert process.stderr is not None and process.stderr.read().endswith("shoal: error: ended by SIGINT\n")
+    assert process.text().endswith("shoal: error: ended by SIGINT\n")
 
 
 def test_an_evaluation_is_not_waited_for_and_made_up_for(new_run: NewRun):

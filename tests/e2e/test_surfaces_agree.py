@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,20 +112,20 @@ def run_launcher(warm: WarmPython, folder: Path, model: Path) -> None:
     (folder / "script.py").write_text(LAUNCHED)
     (folder / "file.yaml").write_text(LAUNCHER_KEYS)
     command = ["-m", "shoal.launcher.local", "script.py", "--config", "file.yaml", f"actor.path={model}"]
-    run_python(folder, *command)
+    run_python(warm, folder, *command)
     (folder / "out").symlink_to(folder / "outputs" / "agree" / "same")
 
 
-def run_python(folder: Path, *words: str) -> None:
-    result = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stderr[-3000:]
+def run_python(warm: WarmPython, folder: Path, *words: str) -> None:
+    command = warm.run(words, folder, python=True)
+    assert command.wait() == 0, command.text()[-3000:]
 
 
 def run_script(text: str) -> Callable[[WarmPython, Path, Path], None]:
     def start(warm: WarmPython, folder: Path, model: Path) -> None:
         values = {"model": str(model), "ROWS": STEPS * PROMPTS, **globals()}
         (folder / "script.py").write_text(text.format(**values))
-        run_python(folder, "script.py")
+        run_python(warm, folder, "script.py")
 
     return start
 

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -63,3 +63,10 @@ def children_of(pid: int) -> list[int]:
         found += below
         queue += below
     return found
+
+
+def until(true: Callable[[], bool], limit_s: float = 60) -> None:
+    end = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)

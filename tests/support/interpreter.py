@@ -27,7 +27,7 @@ PRELUDE = """
 """
 HEAVY = (
     "triton", "shoal.engine.engine", "shoal.engine.graphs", "shoal.models.lora", "shoal.trainer.policy",
-    "transformers.models.qwen3.modeling_qwen3", "support.engines", "support.models",
+    "peft", "transformers.models.qwen3.modeling_qwen3", "support.engines", "support.models",
 )  # fmt: skip
 LIMIT_S = 120
 

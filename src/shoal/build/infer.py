@@ -155,11 +155,15 @@ def serve(
 
     `beside` runs next to the server and ends it by what it raises. Returns the signal.
     """
+    from shoal.models.tokenizer import check_found
+
     access_of(infer)
     sock = bind(infer.host, infer.port)
     handler = setup_logging(Path(infer.output_dir) / "logs", "infer")
     try:
         tell(f"loading {infer.model}")
+        assert infer.model is not None
+        check_found("infer.model", infer.model)
         inference = make_inference(infer, readers)
         if notice := cpu_share(infer, inference.model):
             tell(notice)

@@ -54,10 +54,13 @@ def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None, give
     from shoal.models.load import adopt_model, eos_token_ids, load_model, load_tokenizer
     from shoal.models.lora import LoraSettings, attach
     from shoal.models.quantised import count_weights
+    from shoal.models.tokenizer import check_found
 
     given = given or Given()
-    precision = precisions.choose(train, given.local_rank if given.processes > 1 else None)
     assert train.model is not None
+    if given.model is None:
+        check_found("train.model", train.model)
+    precision = precisions.choose(train, given.local_rank if given.processes > 1 else None)
     chat = Chat(given.tokenizer or load_tokenizer(train.model), **(chat_options or {}))
     torch.manual_seed(train.seed)
     if given.model is not None:

@@ -20,6 +20,7 @@ from shoal.envs.datasets import DatasetSpec, fingerprint, heard_problems
 from shoal.envs.registry import load_environment
 from shoal.envs.user_code import load_object
 from shoal.errors import ConfigError
+from shoal.models.tokenizer import check_found
 from shoal.observability.follower import FollowerRunDir
 from shoal.observability.run_dir import RunDir
 from shoal.observability.sinks import check_sinks
@@ -51,6 +52,8 @@ def prepare(config: RunConfig, given: Given | None = None, *, colocated: bool = 
 def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
     orch = config.orch
     check_sinks(config.train.report_to)
+    if given.model is None and config.train.model is not None:
+        check_found("train.model", config.train.model)
     environments = {env.label: _environment(env, orch.dataset, given) for env in orch.env}
     for env in (orch.eval.env or []) if orch.eval is not None else []:
         if env.label not in environments:  # one that training has too, with the same arguments: checked

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 
 CLOSE_LIMIT_S = 20.0
+GIVEN_UP_S = 1.0  # for a thread that has been waited for as long as the run allows
 # Prompt tokens of one prefill: enough to fill the device, and few enough that decoding is not held up for long.
 CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS = 8192, 32_768
 
@@ -52,19 +53,21 @@ def sampling_params(orch: OrchConfig, temperature: float) -> SamplingParams:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class DeviceThread:
     """Work for the one thread that touches the device, awaited no longer than the deadline."""
 
     executor: ThreadPoolExecutor
     deadline_s: float
     noticing_loss: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # of the other ranks
+    given_up: bool = False  # what it was given last did not end in time, and nothing after that will begin
 
     async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         work = asyncio.get_running_loop().run_in_executor(self.executor, self._run, function, *arguments)
         try:
             return await awake_within(work, self.deadline_s)
         except TimeoutError:
+            self.given_up = True
             name = getattr(function, "__name__", "work")
             raise DeadlineError(
                 f"the loop waited {self.deadline_s:.0f} s for the device to do {name}; raise orch.deadline_s if a step "
@@ -95,10 +98,15 @@ class Sampler:
 
     async def close(self) -> None:
         """Wait for the device's thread, but not for ever: it may be what hangs."""
+        from shoal.rollout.embedded import EmbeddedRolloutEngine
+
         with contextlib.suppress(TimeoutError):
             if self.endpoint is not None:
                 await asyncio.wait_for(self.endpoint.close(), CLOSE_LIMIT_S)
-            await asyncio.wait_for(self.engine.close(), CLOSE_LIMIT_S)
+            # An engine in this process ends on the device's thread; one elsewhere has a process to end.
+            on_thread = isinstance(self.engine, EmbeddedRolloutEngine)
+            limit_s = GIVEN_UP_S if self.work.given_up and on_thread else CLOSE_LIMIT_S
+            await asyncio.wait_for(self.engine.close(), limit_s)
             self.device.submit(release, self.model).result(CLOSE_LIMIT_S)
         self.device.shutdown(wait=False, cancel_futures=True)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shoal.build import ends
 from shoal.build.model import Model, PolicyFiles, load, make_policy
@@ -12,24 +15,49 @@ from shoal.errors import Interrupted
 from shoal.observability.console import BaseConsole
 from shoal.observability.events import EventLog
 from shoal.observability.run_dir import RunDir
+from shoal.observability.text import count
 from shoal.orchestrator.cadence import SaveCadence
 from shoal.orchestrator.signals import stop_signals
 from shoal.orchestrator.supervised import SupervisedRecorder
 from shoal.types import Task
+
+if TYPE_CHECKING:
+    from shoal.trainer.sft import SupervisedSteps
+
+
+@dataclass
+class Lesson:
+    """What is trained, on what, and how far."""
+
+    steps: SupervisedSteps
+    files: PolicyFiles
+    total: int  # steps of the whole run
+    done: int = 0
 
 
 def train_on_completions(
     config: SftConfig, tasks: Sequence[Task], bad_rows: Sequence[str], run_dir: RunDir, console: BaseConsole
 ) -> tuple[str, int]:
     """Train to the end or to a signal, and export; returns the outcome and the steps done."""
-    from shoal.trainer.sft import SupervisedSteps, supervised_samples, train_supervised
-
-    train = config.train
     events = EventLog(run_dir, console)
     with console.progress("looking for a checkpoint", quiet=True):
         checkpoint = ends.newest_checkpoint(run_dir, events)
     for notice in bad_rows:
         events.warn("data", notice)
+    lesson = _prepare(config, tasks, events, console)
+    if checkpoint is not None:
+        console.waiting(f"reading {checkpoint.path.name}")
+        lesson.files.load(checkpoint.path)
+        lesson.done = checkpoint.step
+    _train(config, lesson, run_dir, events, console)
+    return "finished", lesson.done
+
+
+def _prepare(config: SftConfig, tasks: Sequence[Task], events: EventLog, console: BaseConsole) -> Lesson:
+    """The model and its policy, and the rows that fit into a sequence."""
+    from shoal.trainer.sft import SupervisedSteps, supervised_samples
+
+    train = config.train
     with console.progress(f"loading {train.model}"):
         model = load(train)
     if model.precision.notice:
@@ -37,37 +65,35 @@ def train_on_completions(
     samples, too_long = supervised_samples(tasks, model.chat, _end_id(model), train.sequence_len)
     if too_long:
         events.warn("data", f"{too_long} of {len(tasks)} rows do not fit into train.sequence_len and are set aside")
-    per_epoch = max(1, len(samples) // config.batch_size)
-    total = train.max_steps or per_epoch * (train.epochs or 1)
+    total = train.max_steps or max(1, len(samples) // config.batch_size) * (train.epochs or 1)
     policy = make_policy(train, model, total)
-    files = PolicyFiles(policy, model.chat)
     steps = SupervisedSteps(
         policy, samples, config.batch_size, train.sequence_len, train.per_device_train_batch_size or 1, train.seed
     )
-    first = 1
-    if checkpoint is not None:
-        console.waiting(f"reading {checkpoint.path.name}")
-        files.load(checkpoint.path)
-        first = checkpoint.step + 1
-    save = SaveCadence(train.save_epochs * per_epoch if train.save_epochs else train.save_steps, train.save_seconds)
-    sinks = make_sinks(config, run_dir, events)
-    console.waiting(f"training of step {first}")
-    console.begin(f"supervised training of {train.model} for {total} steps in {run_dir.path}", total, first - 1)
-    try:
-        command = ends.resume_command(config)
+    return Lesson(steps, PolicyFiles(policy, model.chat), total)
+
+
+def _train(config: SftConfig, lesson: Lesson, run_dir: RunDir, events: EventLog, console: BaseConsole) -> None:
+    """The steps that are left, and the final weights."""
+    from shoal.trainer.sft import train_supervised
+
+    train, command = config.train, ends.resume_command(config)
+    every = train.save_epochs * lesson.steps.steps_per_epoch if train.save_epochs else train.save_steps
+    save = SaveCadence(every, train.save_seconds)
+    with contextlib.closing(make_sinks(config, run_dir, events)) as sinks:
+        console.waiting(f"training of step {lesson.done + 1}")
+        said = f"supervised training of {train.model} for {count(lesson.total, 'step')} in {run_dir.path}"
+        console.begin(said, lesson.total, lesson.done)
         with stop_signals(lambda: ends.give_up(run_dir, command), console.note) as stop:
             record = SupervisedRecorder(
-                run_dir, events, console, sinks, files, save, total, train.save_total_limit, command, stop
+                run_dir, events, console, sinks, lesson.files, save, lesson.total, train.save_total_limit, command, stop
             )
-            done = train_supervised(steps, first, total, record)
+            lesson.done = train_supervised(lesson.steps, lesson.done + 1, lesson.total, record)
             if stop:
-                raise Interrupted(f"interrupted after step {done}; the state is saved", stop[0])
+                raise Interrupted(f"interrupted after step {lesson.done}; the state is saved", stop[0])
             console.waiting("writing the final weights")  # to their end: a signal that comes meanwhile finds it done
             with run_dir.export() as folder:
-                files.export(folder)
-    finally:
-        sinks.close()
-    return "finished", done
+                lesson.files.export(folder)
 
 
 def _end_id(model: Model) -> int:

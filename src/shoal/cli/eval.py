@@ -12,7 +12,8 @@ from shoal.cli.output import notices, say
 from shoal.config.check_train import model_problem
 from shoal.config.problems import Findings, Origins
 from shoal.config.yaml_text import Source, parse_yaml
-from shoal.errors import ConfigError, ModelError
+from shoal.errors import ConfigError
+from shoal.observability.text import count
 from shoal.observability.weights import Weights, find_weights
 
 
@@ -80,13 +81,10 @@ def evaluate(
 
 def _locate(models: list[Weights]) -> None:
     """What only a look for the files tells, under the name of the argument: a hub id that is not here, say."""
-    from shoal.models.tokenizer import locate
+    from shoal.models.tokenizer import check_found
 
     for key, weights in zip(("model", "--against"), models, strict=False):
-        try:
-            locate(weights.model)
-        except ModelError as error:
-            raise ModelError(f"command line: {key}: {error}") from error
+        check_found(f"command line: {key}", weights.model)
 
 
 def _score(models: list[Weights], env_args: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -107,10 +105,10 @@ def _score(models: list[Weights], env_args: dict[str, Any], settings: dict[str, 
         for name, value in scores.metrics.items():
             say(f"{name}: {value:.4g}")
         for name, estimate in scores.estimates().items():
-            say(f"{name}: {estimate} over {estimate.prompts} prompts")
+            say(f"{name}: {estimate} over {count(estimate.prompts, 'prompt')}")
     if len(scored) == 2:
         gap = scored[0].minus(scored[1])
-        say(f"first - second: {gap} over {gap.prompts} prompts, paired; {_verdict(gap.low, gap.high)}")
+        say(f"first - second: {gap} over {count(gap.prompts, 'prompt')}, paired; {_verdict(gap.low, gap.high)}")
 
 
 def _verdict(low: float, high: float) -> str:

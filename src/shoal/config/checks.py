@@ -119,10 +119,11 @@ def _check_steps(config: RunConfig, findings: Findings) -> None:
     if steps is None and train.epochs is None:
         findings.error("train.max_steps", "how long to train is not set", "set train.max_steps or train.epochs")
     if steps and train.warmup_steps and train.warmup_steps > steps:
-        what = f"is {train.warmup_steps}, more than the {steps} steps of the run"
+        what = f"is {train.warmup_steps}, more than the steps of the run ({steps})"
         findings.error("train.warmup_steps", what, "lower it, or use train.warmup_ratio")
     if steps and train.noise_scheduler.enabled and train.noise_scheduler.num_stages > steps:
-        what = f"is {train.noise_scheduler.num_stages} but the run has {steps} steps, so some stages are skipped"
+        stages = train.noise_scheduler.num_stages
+        what = f"is {stages}, more than the steps of the run ({steps}), so some stages are skipped"
         findings.notice("train.noise_scheduler.num_stages", what)
 
 

@@ -9,6 +9,7 @@ import torch
 from peft import PeftModel
 
 from shoal.models.load import load_model, load_tokenizer
+from shoal.models.tokenizer import locate
 
 CARD = "README.md"
 
@@ -29,5 +30,5 @@ def _stored_dtype(model: str) -> torch.dtype:
 
     if model.endswith(".gguf"):
         return torch.float32
-    dtype = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "dtype", None)
+    dtype = getattr(AutoConfig.from_pretrained(locate(model)[0], trust_remote_code=False), "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32

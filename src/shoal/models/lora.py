@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 
 from shoal.errors import ModelError
-from shoal.models.quantised import LORA_LAYERS
+from shoal.models.quantised import lora_layers
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 TRAINED = "default"
 REFERENCE = "reference"
@@ -31,6 +34,8 @@ class LoraSettings:
 def attach(model: nn.Module, settings: LoraSettings) -> PeftModel:
     """Wrap the model. An adapter given as a start is loaded twice: once to train, once, frozen, as the reference."""
     # Adapters are kept in the model's own dtype; the optimizer holds fp32 masters, as for every other parameter.
+    from peft import LoraConfig, get_peft_model  # a second that only runs with adapters spend
+
     if settings.adapter_path is not None:
         return _from_adapter(model, settings.adapter_path)
     targets = "all-linear" if settings.target_modules is None else list(settings.target_modules)
@@ -41,7 +46,7 @@ def attach(model: nn.Module, settings: LoraSettings) -> PeftModel:
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    config._register_custom_module(LORA_LAYERS)
+    config._register_custom_module(lora_layers())
     try:
         # PEFT leaves new layers in training mode, and a sampler must not drop anything out.
         wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
@@ -63,9 +68,11 @@ def _from_adapter(model: nn.Module, folder: str) -> PeftModel:
     folder = str(Path(folder).expanduser())
     if not (Path(folder) / "adapter_config.json").exists():
         raise ModelError(f"train.adapter_path: {folder!r} holds no adapter_config.json")
+    from peft import LoraConfig, PeftConfig, PeftModel
+
     config = PeftConfig.from_pretrained(folder)
     if isinstance(config, LoraConfig):
-        config._register_custom_module(LORA_LAYERS)
+        config._register_custom_module(lora_layers())
     wrapped = PeftModel.from_pretrained(model, folder, config=config, is_trainable=True, autocast_adapter_dtype=False)  # type: ignore[arg-type]
     wrapped.load_adapter(folder, REFERENCE, is_trainable=False, autocast_adapter_dtype=False)
     wrapped.set_adapter(TRAINED)

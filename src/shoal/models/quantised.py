@@ -6,11 +6,11 @@ no gradient into what is stored, and an adapter cannot be merged into it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from shoal.errors import ModelError
@@ -63,17 +63,21 @@ class _Product(torch.autograd.Function):
         return grad @ ctx.layer.dequantised(grad.dtype), None
 
 
-class QuantisedLora(LoraLinear):
-    """peft's own layer, but for merging: the weight is made for the call, and a sum written to it is lost."""
+@functools.cache
+def lora_layers() -> dict[type[nn.Module], type[nn.Module]]:
+    """What peft is to put around a quantised layer. Made when asked for: a run without adapters does without peft."""
+    from peft.tuners.lora import Linear
 
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        raise ModelError(
-            "an adapter cannot be merged into a quantised base; load it on the base model as it was published, "
-            "with PEFT, and merge it there"
-        )
+    class QuantisedLora(Linear):
+        """peft's own layer, but for merging: the weight is made for the call, and a sum written to it is lost."""
 
+        def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+            raise ModelError(
+                "an adapter cannot be merged into a quantised base; load it on the base model as it was published, "
+                "with PEFT, and merge it there"
+            )
 
-LORA_LAYERS: dict[type[nn.Module], type[nn.Module]] = {QuantisedLinear: QuantisedLora}
+    return {QuantisedLinear: QuantisedLora}
 
 
 @torch.no_grad()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,10 @@ from shoal.models.chat import special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# As the libraries below read them.
+OFFLINE, YES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), ("1", "ON", "YES", "TRUE")
+HUB_ANSWER_S = 5.0  # for the first question to the hub; HF_HUB_ETAG_TIMEOUT, if set, is obeyed
 
 
 @contextmanager
@@ -61,12 +67,15 @@ def locate(name: str) -> tuple[str, str | None]:
         return str(path), None
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or means_folder(name):
         raise ModelError(f"the model folder {name!r} does not exist")
-    if os.environ.get("HF_HUB_OFFLINE") == "1" and not _cached(name):
-        raise ModelError(
-            f"{name!r} is not a folder here, and HF_HUB_OFFLINE=1 forbids asking the hub for it; unset that to fetch "
-            "it, or name a folder"
-        )
-    return name, None
+    return _from_hub(name), None
+
+
+def check_found(key: str, name: str) -> None:
+    """What only a look for the files tells, said under the name of the key before anything is built on it."""
+    try:
+        locate(name)
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from error
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -76,10 +85,44 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise ModelError(f"{str(file)!r} is not a model's config: {first_line(error)}") from error
 
 
-def _cached(name: str) -> bool:
+def _from_hub(name: str) -> str:
+    """The name, for the libraries below to fetch; without a network, the folder of what was fetched before."""
     from huggingface_hub import try_to_load_from_cache
 
-    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    fetched = try_to_load_from_cache(name, "config.json")
+    variable = next((variable for variable in OFFLINE if os.environ.get(variable, "").upper() in YES), None)
+    if variable is not None:
+        problem = f"{variable}={os.environ[variable]} forbids asking the hub for it", "unset that to fetch it"
+    else:
+        reached, problem = _ask_hub(name)
+        if not reached and problem is not None and isinstance(fetched, str):
+            logging.getLogger(__name__).warning("%s: %s; taken as it was fetched before", name, problem[0])
+            return str(Path(fetched).parent)
+    if problem is not None and not isinstance(fetched, str):
+        raise ModelError(f"{name!r} is not a folder here, and {problem[0]}; {problem[1]}, or name a folder")
+    return name
+
+
+@functools.cache
+def _ask_hub(name: str) -> tuple[bool, tuple[str, str] | None]:
+    """Whether the hub could be asked for a model, and what is wrong: (what, fix), or None.
+
+    Once a process, and not for long: the libraries below try for half a minute, and again for every file.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    limit_s = constants.HF_HUB_ETAG_TIMEOUT if "HF_HUB_ETAG_TIMEOUT" in os.environ else HUB_ANSWER_S
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=limit_s)
+    except HfHubHTTPError as error:
+        if error.response.status_code == 429 or error.response.status_code >= 500:
+            return True, None  # a hub that is busy is worth the patience of the libraries below
+        return True, (f"the hub does not give it out: {first_line(error)}", "check its name and that you may read it")
+    except Exception as error:  # no route, no such host, no answer in time: whatever the client below raises
+        what = f"it could not be fetched from {constants.ENDPOINT}: {first_line(error)}"
+        return False, (what, "connect to the network")
+    return True, None
 
 
 def first_line(error: BaseException) -> str:

@@ -49,7 +49,7 @@ class FailureNotes:
         if progress.step and not progress.scored:
             why = f" ({self._last or 'each was None'})"
             raise StoppedByPolicy(
-                f"not one rollout of {progress.step} steps got a reward{why}, so nothing was trained; "
+                f"not one rollout of {count(progress.step, 'step')} got a reward{why}, so nothing was trained; "
                 "fix the reward and start again"
             )
 

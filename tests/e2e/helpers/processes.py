@@ -71,10 +71,15 @@ def wait_until(done: Callable[[], Any], limit_s: float, what: str, pause_s: floa
 
 def start_fresh(arguments: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None) -> Command:
     """`python -m shoal …` as a user would start it."""
+    return start_python(["-m", "shoal", *arguments], cwd, env)
+
+
+def start_python(arguments: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None) -> Command:
+    """`python …` in a process that shares nothing with this one."""
     output = cwd / f"output-{time.monotonic_ns()}.txt"
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "shoal", *arguments],
+            [sys.executable, *arguments],
             cwd=cwd, env=dict(env or environment()), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
             start_new_session=True,
         )  # fmt: skip
@@ -118,14 +123,16 @@ class WarmPython:
         kill_at: tuple[str, int] | None = None,
         faults: Sequence[Fault] = (),
         output: Path | None = None,
+        python: bool = False,
     ) -> Command:
+        """A command of Shoal; with `python`, what Python takes after its name."""
         assert self._ready.wait(LIMIT_S), "the warm Python did not start"
         number = next(self._numbers)
         output = output or cwd / f"output-{time.monotonic_ns()}.txt"
         faults = [*faults, (*kill_at, "kill", signal.SIGKILL)] if kill_at is not None else faults
         request = {
             "number": number, "argv": list(arguments), "cwd": str(cwd), "env": dict(env or environment()),
-            "output": str(output), "faults": faults,
+            "output": str(output), "faults": faults, "python": python,
         }  # fmt: skip
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")

@@ -2,7 +2,8 @@
 
 Run as a script by `processes.WarmPython`, one JSON request a line on stdin; answers are JSON lines on stdout. A request
 may name a place (`shoal.observability.atomic.fault`), how often it is passed and what happens to the process there: it
-is killed, as by a power cut; the disk fails or is full; the clock is set.
+is killed, as by a power cut; the disk fails or is full; the clock is set. What it asks for is a command of Shoal, or
+what Python takes after its name: a script, a module after -m, a text after -c.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import atexit
 import gc
 import json
 import os
+import runpy
 import select
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,12 +34,12 @@ HEAVY = (
     "shoal.api", "shoal.build", "shoal.engine.engine", "shoal.models.lora", "shoal.models.sampler_view",
     "shoal.rollout.embedded", "shoal.rollout.runner", "shoal.trainer.checkpoint", "shoal.trainer.sft",
     "shoal.transport.in_process", "shoal.transport.broadcast", "shoal.algorithms.losses", "shoal.split",
-    "shoal.build.infer", "shoal.rollout.http", "transformers.models.qwen3.modeling_qwen3",
+    "shoal.build.infer", "shoal.rollout.http", "peft", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 
 
-def serve() -> None:
-    """Fork until stdin ends. Returns only in a child, which then runs its command."""
+def serve() -> Callable[[], int]:
+    """Fork until stdin ends. Returns only in a child, with what that is to run."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -60,7 +63,7 @@ def serve() -> None:
                     os.close(reading)
                     os.close(writing)
                     become(request)
-                    return
+                    return run_python if request["python"] else lambda: main(sys.argv[1:])
                 say({"started": request["number"], "pid": pid})
 
 
@@ -94,9 +97,32 @@ def become(request: dict[str, Any]) -> None:
     os.dup2(null, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.argv = ["shoal", *request["argv"]]
+    sys.argv = list(request["argv"]) if request["python"] else ["shoal", *request["argv"]]
     if request.get("faults"):
         atomic.set_fault_hook(at_places(request["faults"]))
+
+
+def run_python() -> int:
+    """Be `python ARGUMENTS`; returns its exit code."""
+    sys.path[0] = str(Path.cwd())
+    try:
+        if sys.argv[0] == "-m":
+            del sys.argv[0]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        elif sys.argv[0] == "-c":
+            text = sys.argv.pop(1)
+            exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.path[0] = str(Path(sys.argv[0]).parent.resolve())
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def at_places(faults: list[tuple[str, int, str, Any]]) -> Callable[[str], None]:
@@ -150,5 +176,4 @@ if __name__ == "__main__":
         import_module(module)
     gc.collect()
     gc.freeze()  # what is imported is never garbage; looking at it again would copy its pages into every child
-    serve()
-    leave(main(sys.argv[1:]))
+    leave(serve()())

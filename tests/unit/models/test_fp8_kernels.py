@@ -1,5 +1,5 @@
 """Rounding to FP8 in few kernels, under Triton's interpreter, whose own rounding is not to the nearest: so all numbers
-here lie on FP8's grid. What a GPU rounds to is compared in tests/parity/test_gpu_precision.py.
+here lie on FP8's grid. What a GPU rounds to is compared in tests/parity/test_gpu_hybrid.py.
 """
 
 from __future__ import annotations

@@ -49,6 +49,8 @@ def test_one_reward_in_the_whole_run_is_enough():
     notes.look([failing("ValueError: x")], progress)
     with pytest.raises(StoppedByPolicy, match=r"not one rollout of 2 steps got a reward \(letters: ValueError: x\)"):
         notes.check_scored(progress)
+    with pytest.raises(StoppedByPolicy, match="not one rollout of 1 step got a reward"):
+        notes.check_scored(Progress(step=1))
     notes.look([failing("ValueError: x", None)], progress)
     notes.check_scored(progress)
     FailureNotes(EventLog(Written())).check_scored(Progress(step=2, scored=True))  # resumed: known from before

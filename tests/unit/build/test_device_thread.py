@@ -1,0 +1,48 @@
+"""The thread that touches the device: awaited no longer than the deadline, and not again once it was given up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from shoal.build.sampler import CLOSE_LIMIT_S, DeviceThread, Sampler
+from shoal.errors import DeadlineError
+from shoal.rollout.embedded import EmbeddedRolloutEngine
+from support.engines import make_engine
+from support.models import small_decoder
+
+
+def hang(until: threading.Event) -> None:
+    until.wait(60)
+
+
+def test_a_device_that_hangs_is_waited_for_once() -> None:
+    """The deadline has passed when the engine is closed: its place on the thread never comes."""
+    free, device = threading.Event(), ThreadPoolExecutor(1)
+
+    async def main() -> float:
+        work = DeviceThread(device, 0.1)
+        assert await work(sum, [1, 2]) == 3 and not work.given_up
+        engine = EmbeddedRolloutEngine(make_engine(small_decoder()), device)
+        sampler = Sampler(nothing(), engine, nothing(), device, work)
+        with pytest.raises(DeadlineError, match="waited 0 s for the device to do hang"):
+            await sampler.work(hang, free)
+        began = time.monotonic()
+        await sampler.close()
+        return time.monotonic() - began
+
+    try:
+        assert asyncio.run(main()) < CLOSE_LIMIT_S / 2
+    finally:
+        free.set()
+        device.shutdown()
+
+
+def nothing() -> Any:
+    """Neither model nor runner is asked."""
+    return None

@@ -1,0 +1,167 @@
+"""A model that is only named: asked of the hub once, with one line for whatever comes of it. The hubs here are small
+servers on this machine, and none at all.
+"""
+
+from __future__ import annotations
+
+import http.server
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shoal.errors import ModelError
+from shoal.models import tokenizer
+from shoal.models.shapes import character_tokenizer, make_model
+from shoal.models.tokenizer import check_found, locate
+
+
+@contextmanager
+def hub(monkeypatch: pytest.MonkeyPatch, status: int) -> Iterator[list[str]]:
+    """One that answers everything with the same status; gives what it was asked."""
+    asked: list[str] = []
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    point_at(monkeypatch, server.server_address[1])
+    try:
+        yield asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def point_at(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """As HF_ENDPOINT does, which is read once, when the library is imported; so is whether it is offline."""
+    from huggingface_hub import constants
+
+    address = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"http://127.0.0.1:{port}{address}")
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    tokenizer._ask_hub.cache_clear()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    point_at(monkeypatch, port)
+    with pytest.raises(ModelError) as told:
+        check_found("train.model", "nobody/nothing")
+    assert str(told.value) == (
+        "train.model: 'nobody/nothing' is not a folder here, and it could not be fetched from "
+        f"http://127.0.0.1:{port}: [Errno 111] Connection refused; connect to the network, or name a folder"
+    )
+
+
+def test_somebody_who_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        point_at(monkeypatch, silent.getsockname()[1])
+        began = time.monotonic()
+        with pytest.raises(ModelError, match=r"could not be fetched from .*timed out; connect to the network"):
+            locate("nobody/nothing")
+        assert time.monotonic() - began < 20, "a second was given; retries would take half a minute"
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_hub_that_does_not_give_it_out(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    with hub(monkeypatch, status) as asked, pytest.raises(ModelError) as told:
+        locate("nobody/nothing")
+    assert "the hub does not give it out" in str(told.value)
+    assert str(told.value).endswith("check its name and that you may read it, or name a folder")
+    assert asked == ["/nobody/nothing/resolve/main/config.json"], "asked once"
+
+
+@pytest.mark.parametrize("status", [200, 429, 503])
+def test_a_hub_that_has_it_or_is_busy_is_left_to_the_libraries(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    with hub(monkeypatch, status) as asked:
+        assert locate("somebody/something") == ("somebody/something", None)
+        assert locate("somebody/something") == ("somebody/something", None)
+    assert len(asked) == 1, "once a process"
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+@pytest.mark.parametrize("value", ["1", "true"])
+def test_offline_is_answered_by_name_and_nobody_is_asked(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    with hub(monkeypatch, 200) as asked, pytest.raises(ModelError) as told:
+        monkeypatch.setenv(variable, value)
+        check_found("train.model", "nobody/nothing")
+    assert str(told.value) == (
+        f"train.model: 'nobody/nothing' is not a folder here, and {variable}={value} forbids asking the hub for it; "
+        "unset that to fetch it, or name a folder"
+    )
+    assert asked == []
+
+
+LOADING = """
+from shoal.models.tokenizer import load_tokenizer, torch_left_out
+with torch_left_out():
+    print(len(load_tokenizer("somebody/something")))
+"""
+
+
+def python_without_a_hub(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """With a hub that nobody listens at."""
+    kept = {name: value for name, value in os.environ.items() if "OFFLINE" not in name}
+    env = {**kept, "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(folder / "home")}
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_the_command_says_it_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    train = {"model": "nobody/nothing", "output_dir": "out", "max_steps": 1}
+    orch = {"env": [{"id": "reverse-text"}], "batch_size": 8, "rollouts_per_example": 8}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"train": train, "orch": orch}))
+    ended = python_without_a_hub(tmp_path, "-m", "shoal", "grpo", "run.yaml")
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(
+        "shoal: error: train.model: 'nobody/nothing' is not a folder here, and it could not be fetched"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_fetched_before_needs_no_hub(tmp_path: Path) -> None:
+    """Libraries that are not told so ask for every file that a model does not have, half a minute each."""
+    kept = tmp_path / "home" / "hub" / "models--somebody--something"
+    make_model("tiny", tmp_path / "tiny", 0)
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("abc")
+    (kept / "snapshots").mkdir()
+    shutil.move(tmp_path / "tiny", kept / "snapshots" / "abc")
+    ended = python_without_a_hub(tmp_path, "-c", LOADING)
+    assert ended.returncode == 0, ended.stderr
+    assert "Retrying" not in ended.stderr
+    assert ended.stderr.count("somebody/something: it could not be fetched") == 1
+    assert ended.stdout.split() == [str(len(character_tokenizer()))]
