@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,6 +39,8 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str 
             else:
                 check_architecture(folder)
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+                if not Path(name).expanduser().exists():
+                    model.name_or_path = name  # of the hub, wherever it was read from: adapters name their base by it
     except ModelError:
         raise
     except Exception as error:

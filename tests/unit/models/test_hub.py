@@ -126,6 +126,11 @@ LOADING = """
 from shoal.models.tokenizer import load_tokenizer, torch_left_out
 with torch_left_out():
     print(len(load_tokenizer("somebody/something")))
+import torch
+from shoal.models.load import load_model
+from shoal.models.lora import LoraSettings, attach
+model = attach(load_model("somebody/something", torch.float32, torch.device("cpu")), LoraSettings(2))
+print(model.peft_config["default"].base_model_name_or_path)
 """
 
 
@@ -164,4 +169,4 @@ def test_what_was_fetched_before_needs_no_hub(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "Retrying" not in ended.stderr
     assert ended.stderr.count("somebody/something: it could not be fetched") == 1
-    assert ended.stdout.split() == [str(len(character_tokenizer()))]
+    assert ended.stdout.split() == [str(len(character_tokenizer())), "somebody/something"], "an adapter names its base"
