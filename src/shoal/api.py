@@ -183,7 +183,7 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
         run_dir = RunDir.resume(path)
         run_dir.reopen(as_yaml(config), binding, command)
     else:
-        run_dir = RunDir.create(path, as_yaml(config), binding)
+        run_dir = RunDir.create(path, as_yaml(config), binding, command)
     with run_dir, _console(config.train.logging_steps) as console:
         handler = setup_logging(run_dir.logs, "sft")
         try:

@@ -88,6 +88,7 @@ def test_a_second_signal_ends_it_at_once(new_run: NewRun):
     wait_until(lambda: not any(alive(pid) for pid in children), 5, "the end of the reward workers")
     status = run.status()
     assert status["state"] == "interrupted" and status["resumable"] and "second signal" in status["reason"]
+    assert "no checkpoint yet" in status["reason"] and not run.checkpoints()
     resumed = run.grpo("--resume", kill_at=("written:status.json", 1))
     assert resumed.wait() == -9, "the folder is free, and taken for the run it holds"
 

@@ -159,4 +159,4 @@ def _open_run_dir(config: RunConfig, prepared: Prepared, resume: bool, next_comm
         return run_dir
     if resume and path.exists() and any(path.glob("checkpoints/*")):
         raise ConfigError(f"{path} holds checkpoints but no status.json; it is not a run directory of Shoal")
-    return RunDir.create(path, as_yaml(config), binding(config, prepared))
+    return RunDir.create(path, as_yaml(config), binding(config, prepared), next_command)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 
 CLOSE_LIMIT_S = 20.0
+LEAVE_LIMIT_S = 1.0  # where a signal ended what has nothing to save
 # Prompt tokens of one prefill: enough to fill the device, and few enough that decoding is not held up for long.
 CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS = 8192, 32_768
 
@@ -93,13 +94,13 @@ class Sampler:
             await rest()  # an engine on the same device gives back what it can while training runs
         return await self.work(function, *arguments)
 
-    async def close(self) -> None:
+    async def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
         """Wait for the device's thread, but not for ever: it may be what hangs."""
         with contextlib.suppress(TimeoutError):
             if self.endpoint is not None:
-                await asyncio.wait_for(self.endpoint.close(), CLOSE_LIMIT_S)
-            await asyncio.wait_for(self.engine.close(), CLOSE_LIMIT_S)
-            self.device.submit(release, self.model).result(CLOSE_LIMIT_S)
+                await asyncio.wait_for(self.endpoint.close(), limit_s)
+            await asyncio.wait_for(self.engine.close(), limit_s)
+            self.device.submit(release, self.model).result(limit_s)
         self.device.shutdown(wait=False, cancel_futures=True)
 
 
