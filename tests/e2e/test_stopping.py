@@ -211,6 +211,20 @@ def test_changed_data_cannot_be_continued(new_run: NewRun):
     assert second.wait() == 2 and "data" in second.text(), second.text()
 
 
+def test_a_changed_model_cannot_be_continued(new_run: NewRun, model: Path, raw_model: Path):
+    """The same folder with other weights in it: what is read from there again (a base, a reference) would differ."""
+    run = new_run(train={"model": "model", "lora": True, "max_steps": 2})
+    shutil.copytree(model, run.folder / "model")
+    assert run.grpo().wait() == 0
+    shutil.copy(raw_model / "model.safetensors", run.folder / "model")
+    before = contents(run)
+    second = run.grpo("--resume", "train.max_steps=3")
+    assert second.wait() == 2 and "the files of the model are not the same" in second.text(), second.text()
+    assert contents(run) == before
+    shutil.copy(model / "model.safetensors", run.folder / "model")
+    assert run.grpo("--resume", "train.max_steps=3").wait() == 0
+
+
 def test_a_locked_directory_names_its_holder(new_run: NewRun):
     run = new_run(train={"max_steps": 500}, orch=SLOW)
     holder = run.start()

@@ -65,7 +65,7 @@ def record_end(run_dir: RunDir | FollowerRunDir, command: str, work: Callable[[]
 
 
 def give_up(run_dir: RunDir | FollowerRunDir, command: str | None) -> None:
-    """A second signal ends the process where it is. The status must not say running, but what there is to go on from."""
+    """A second signal ends the process where it is. The status says so, and what there is to go on from."""
     if run_dir.status.get("state") in ("finished", "solved"):
         return
     reason = f"ended at once by a second signal; {onward(run_dir.path / 'checkpoints')}"

@@ -13,7 +13,7 @@ from shoal.build.given import Given
 from shoal.build.remote import check_engine
 from shoal.config.orch import DatasetConfig, EnvConfig
 from shoal.config.resolve import as_yaml, binding_data
-from shoal.config.schema import RunConfig
+from shoal.config.schema import RunConfig, SftConfig
 from shoal.envs.base import lacks_reward
 from shoal.envs.catalogue import BUILT_IN, OWN_TASKS
 from shoal.envs.datasets import DatasetSpec, fingerprint, heard_problems
@@ -136,8 +136,16 @@ def _fingerprinted(environment: Environment) -> list[Any]:
     return tasks if isinstance(tasks, list) else [tasks[i] for i in range(min(1000, len(tasks)))]
 
 
-def binding(config: RunConfig, prepared: Prepared) -> dict[str, Any]:
-    return {**binding_data(config), "data": prepared.data_fingerprint}
+def binding(config: RunConfig | SftConfig, data: str) -> dict[str, Any]:
+    """What a resumed run must find unchanged: keys, the data, and the files of a model or adapter that lie here.
+
+    A checkpoint holds what was trained. The base of an adapter and the reference are read from those files again.
+    """
+    from shoal.models.tokenizer import mark_of_files
+
+    names = {"model": config.train.model, "adapter": config.train.adapter_path}
+    marks = {f"{kind} files": mark_of_files(name) for kind, name in names.items() if name is not None}
+    return {**binding_data(config), "data": data, **{kind: mark for kind, mark in marks.items() if mark is not None}}
 
 
 def open_run_dir(config: RunConfig, prepared: Prepared, resume: bool, next_command: str) -> RunDir | FollowerRunDir:
@@ -155,8 +163,8 @@ def _open_run_dir(config: RunConfig, prepared: Prepared, resume: bool, next_comm
     path = Path(config.train.output_dir)
     if resume and (path / "status.json").exists():
         run_dir = RunDir.resume(path)
-        run_dir.reopen(as_yaml(config), binding(config, prepared), next_command)
+        run_dir.reopen(as_yaml(config), binding(config, prepared.data_fingerprint), next_command)
         return run_dir
     if resume and path.exists() and any(path.glob("checkpoints/*")):
         raise ConfigError(f"{path} holds checkpoints but no status.json; it is not a run directory of Shoal")
-    return RunDir.create(path, as_yaml(config), binding(config, prepared), next_command)
+    return RunDir.create(path, as_yaml(config), binding(config, prepared.data_fingerprint), next_command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -16,6 +17,9 @@ from shoal.models.chat import special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MODEL_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt")
+MARK_BLOCKS, MARK_BLOCK_BYTES = 256, 1 << 14
 
 
 @contextmanager
@@ -67,6 +71,29 @@ def locate(name: str) -> tuple[str, str | None]:
             "it, or name a folder"
         )
     return name, None
+
+
+def mark_of_files(name: str) -> str | None:
+    """A mark of a local model or adapter: another one under the same name has another. None for what is not here.
+
+    Small files count in full. Of large ones some blocks do: training, or another seed, changes a number in each.
+    """
+    path = Path(name).expanduser()
+    if not path.exists():
+        return None
+    files = [path] if path.is_file() else [file for file in sorted(path.iterdir()) if file.suffix in MODEL_SUFFIXES]
+    mark = hashlib.blake2b(digest_size=16)
+    try:
+        for file in files:
+            size = file.stat().st_size
+            mark.update(f"{file.name} {size}\n".encode())
+            with file.open("rb") as content:
+                for start in range(0, size, max(MARK_BLOCK_BYTES, size // MARK_BLOCKS)):
+                    content.seek(start)
+                    mark.update(content.read(MARK_BLOCK_BYTES))
+    except OSError as error:
+        raise ModelError(f"{name!r} cannot be read: {error.strerror}") from error
+    return mark.hexdigest()
 
 
 def _read_config(file: Path) -> dict[str, Any]:

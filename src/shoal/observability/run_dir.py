@@ -255,6 +255,8 @@ def _change(key: str, before: Any, now: Any) -> str:
     if key == "data" and isinstance(before, str) and isinstance(now, str):
         sizes = before.partition(" ")[2], now.partition(" ")[2]
         return "the data is not the same" + (f" ({sizes[0]} then, {sizes[1]} now)" if sizes[0] != sizes[1] else "")
+    if key.endswith(" files"):
+        return f"the files of the {key.removesuffix(' files')} are not the same"
     return f"{key} was {before!r}, is {now!r}" + (" rollouts" if key == "orch.batch_size" else "")
 
 
