@@ -18,7 +18,7 @@ from shoal.envs.base import lacks_reward
 from shoal.envs.catalogue import BUILT_IN, OWN_TASKS
 from shoal.envs.datasets import DatasetSpec, fingerprint, heard_problems
 from shoal.envs.registry import load_environment
-from shoal.envs.user_code import load_object
+from shoal.envs.user_code import checked_tasks, load_object
 from shoal.errors import ConfigError
 from shoal.observability.follower import FollowerRunDir
 from shoal.observability.run_dir import RunDir
@@ -55,8 +55,8 @@ def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
     for env in (orch.eval.env or []) if orch.eval is not None else []:
         if env.label not in environments:  # one that training has too, with the same arguments: checked
             environments[env.label] = _environment(env, orch.dataset, given)
-    for environment in environments.values():
-        _remember_tasks(environment)
+    for label, environment in environments.items():
+        _remember_tasks(label, environment)
     if orch.reward.function is not None:
         function = load_object(orch.reward.function)
         for environment in environments.values():
@@ -83,13 +83,13 @@ def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
     return Prepared(environments, pool, data, notices, given)
 
 
-def _remember_tasks(environment: Environment) -> None:
+def _remember_tasks(label: str, environment: Environment) -> None:
     """Tasks are asked for by every rollout and every reward, and some environments build the list anew each time."""
     if hasattr(environment.tasks, "cache_clear"):
         environment.tasks.cache_clear()  # type: ignore[attr-defined]  # an object of the user's, given a second time
         return
     with contextlib.suppress(AttributeError):  # one that takes no attributes does without
-        environment.tasks = functools.cache(environment.tasks)  # type: ignore[method-assign]
+        environment.tasks = functools.cache(checked_tasks(label, environment.tasks))  # type: ignore[method-assign]
 
 
 def join_ranks(config: RunConfig, prepared: Prepared) -> Ranks:
