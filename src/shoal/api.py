@@ -164,7 +164,8 @@ def _write_report(path: Path, events: EventLog) -> None:
 
         write_report(path)
     except Exception as error:
-        events.warn("report", f"report.html could not be written: {error}")
+        with contextlib.suppress(StorageError):  # how the run ended stands, also where a full disk takes no event
+            events.warn("report", f"report.html could not be written: {error}")
 
 
 @terminated_at_once()
