@@ -15,7 +15,6 @@ from shoal.types import Message, Task
 if TYPE_CHECKING:
     from shoal.models.chat import Chat
 
-LONGEST_TOKEN_CHARS = 256  # vocabularies have runs of up to 128 spaces or dashes
 TEMPLATE_BYTES = 2048  # more than any chat template writes around a short conversation
 
 
@@ -66,11 +65,4 @@ def _buffer(orch: OrchConfig) -> Buffer:
 
 
 def fits_in(chat: Chat, room: int) -> Callable[[Sequence[Message]], bool]:
-    """What is too long for any tokenizer is not given to one: a row of 100 MB would take it minutes."""
-
-    def fits(messages: Sequence[Message]) -> bool:
-        if sum(len(str(message.get("content") or "")) for message in messages) > room * LONGEST_TOKEN_CHARS:
-            return False
-        return 0 < len(chat.prompt_ids(messages)) <= room
-
-    return fits
+    return lambda messages: not chat.exceeds(messages, room) and 0 < len(chat.prompt_ids(messages)) <= room
