@@ -255,7 +255,7 @@ def raises(split):
         (lambda split: (ask("x") for _ in range(3)), "returned generator; return a list of tasks"),
         (lambda split: None, "returned NoneType; return a list of tasks"),
         (lambda split: [ask("x"), None], "[1] is NoneType, not a task"),
-        (lambda split: [ask("x"), Task("y", {})], "[1]: messages must be a list"),
+        (lambda split: [ask("x"), Task(["y"], {})], "[1]: messages must be a list"),  # type: ignore[list-item]
         (lambda split: [ask("\ud800")], "[0] holds a lone surrogate, which is no text"),
     ],
 )
