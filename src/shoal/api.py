@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from shoal import build
 from shoal.build import ends
 from shoal.config.orch import EvalConfig, EvalSamplingConfig
-from shoal.config.resolve import as_yaml, binding_data
+from shoal.config.resolve import as_yaml
 from shoal.config.schema import RunConfig, SftConfig
 from shoal.envs.datasets import DatasetSpec, fingerprint, heard_problems
 from shoal.envs.supervised import supervised_tasks
@@ -182,7 +182,8 @@ def _write_report(path: Path, events: EventLog) -> None:
 
         write_report(path)
     except Exception as error:
-        events.warn("report", f"report.html could not be written: {error}")
+        with contextlib.suppress(StorageError):  # how the run ended stands, also where a full disk takes no event
+            events.warn("report", f"report.html could not be written: {error}")
 
 
 @terminated_at_once()
@@ -197,13 +198,13 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
     data = config.dataset
     with heard_problems() as bad_rows:
         tasks = supervised_tasks(DatasetSpec(data.path, data.name, data.split, data.columns, data.max_rows))
-    binding = {**binding_data(config), "data": fingerprint(tasks)}
+    binding = build.binding(config, fingerprint(tasks))
     command = ends.resume_command(config)
     if resume and (path / "status.json").exists():
         run_dir = RunDir.resume(path)
         run_dir.reopen(as_yaml(config), binding, command)
     else:
-        run_dir = RunDir.create(path, as_yaml(config), binding)
+        run_dir = RunDir.create(path, as_yaml(config), binding, command)
     with (
         run_dir,
         _console(config.train.logging_steps) as console,

@@ -83,6 +83,9 @@ def test_killed_at_every_stage(tmp_path: Path, warm: WarmPython, model: Path, un
     def check(place: Place) -> None:
         run = six_steps(tmp_path / f"{place[0].replace(':', '-')}-{place[1]}", warm, model)
         assert run.start(kill_at=place).wait() == KILLED, "the place was passed"
+        if (run.path / "status.json").exists():
+            status = run.status()
+            assert status["resumable"] and status["next_command"].endswith("--resume"), status
         finish(run)
         assert_same_run(run, undisturbed)
 

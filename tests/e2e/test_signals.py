@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from .helpers.processes import Command, alive, children_of, environment, wait_until
+from .helpers.processes import Command, WarmPython, alive, children_of, environment, wait_until
 from .helpers.runs import Run, assert_same_run, assert_trained_once, fingerprint, wait_for_steps
 
 NewRun = Callable[..., Run]
@@ -58,6 +58,21 @@ def test_an_evaluation_on_its_own_does_not_wait_for_the_model_to_load(new_run: N
         go.touch()
         process.kill()
     assert process.text().endswith("shoal: error: ended by SIGINT\n")
+
+
+def test_an_evaluation_on_its_own_does_not_wait_for_the_device(warm: WarmPython, model: Path, tmp_path: Path):
+    """A step of a large model on a CPU takes long. There is nothing to save, so nobody waits for it."""
+    reached = tmp_path / "drawing"
+    words = ["eval", str(model), "--env", "arithmetic", "--num-examples", "4", "--max-tokens", "8"]
+    command = warm.start(words, tmp_path, faults=[("engine:turn", 1, "hang", str(reached))])
+    wait_until(lambda: reached.exists() or not command.running(), 60, "the first turn of the engine")
+    children = children_of(command.pid)
+    assert children, "the reward workers"
+    started = time.monotonic()
+    command.send(signal.SIGINT)
+    assert command.wait(20) == 130 and time.monotonic() - started < 5, command.text()
+    assert command.text().endswith("shoal: error: ended by SIGINT\n")
+    wait_until(lambda: not any(alive(pid) for pid in children), 5, "the end of the reward workers")
 
 
 def test_an_evaluation_is_not_waited_for_and_made_up_for(new_run: NewRun):

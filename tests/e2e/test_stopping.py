@@ -88,6 +88,7 @@ def test_a_second_signal_ends_it_at_once(new_run: NewRun):
     wait_until(lambda: not any(alive(pid) for pid in children), 5, "the end of the reward workers")
     status = run.status()
     assert status["state"] == "interrupted" and status["resumable"] and "second signal" in status["reason"]
+    assert "no checkpoint yet" in status["reason"] and not run.checkpoints()
     resumed = run.grpo("--resume", kill_at=("written:status.json", 1))
     assert resumed.wait() == -9, "the folder is free, and taken for the run it holds"
 
@@ -208,6 +209,20 @@ def test_changed_data_cannot_be_continued(new_run: NewRun):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
     second = run.grpo("--resume", "train.max_steps=9")
     assert second.wait() == 2 and "data" in second.text(), second.text()
+
+
+def test_a_changed_model_cannot_be_continued(new_run: NewRun, model: Path, raw_model: Path):
+    """The same folder with other weights in it: what is read from there again (a base, a reference) would differ."""
+    run = new_run(train={"model": "model", "lora": True, "max_steps": 2})
+    shutil.copytree(model, run.folder / "model")
+    assert run.grpo().wait() == 0
+    shutil.copy(raw_model / "model.safetensors", run.folder / "model")
+    before = contents(run)
+    second = run.grpo("--resume", "train.max_steps=3")
+    assert second.wait() == 2 and "the files of the model are not the same" in second.text(), second.text()
+    assert contents(run) == before
+    shutil.copy(model / "model.safetensors", run.folder / "model")
+    assert run.grpo("--resume", "train.max_steps=3").wait() == 0
 
 
 def test_a_locked_directory_names_its_holder(new_run: NewRun):

@@ -166,3 +166,15 @@ def test_a_disk_that_is_full_when_the_trained_model_is_written(new_run: NewRun, 
         resumed = run.grpo("--resume")
         assert resumed.wait() == 0, resumed.text()
         assert_same_run(run, fingerprint(four_steps))
+
+
+def test_a_disk_that_is_full_when_the_report_is_written(new_run: NewRun, four_steps: Run):
+    """There is room for neither the page nor the event about it. The run is finished all the same."""
+    run = new_run()
+    last = len(four_steps.lines("events.jsonl"))  # of the run itself
+    full = [("written:report.html", 1, "fail", errno.ENOSPC), ("appended:events.jsonl", last + 1, "fail", errno.ENOSPC)]
+    command = run.grpo(faults=full)
+    assert command.wait() == 0, command.text()
+    assert "report.html could not be written" in command.text() and "the disk is full" in command.text()
+    assert run.status()["state"] == "finished" and len(run.lines("events.jsonl")) == last
+    assert_same_run(run, fingerprint(four_steps))

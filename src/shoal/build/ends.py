@@ -12,10 +12,12 @@ from shoal.build.launch import is_main
 from shoal.config.load import load_run, load_sft
 from shoal.config.schema import RunConfig, SftConfig
 from shoal.errors import ConfigError, Interrupted, ShoalError, StoppedByPolicy
-from shoal.observability.checkpoints import Checkpoint
+from shoal.observability.checkpoints import Checkpoint, onward
 from shoal.observability.events import EventLog
 from shoal.observability.follower import FollowerRunDir
+from shoal.observability.journal import damaged_lines
 from shoal.observability.run_dir import RunDir, read_status
+from shoal.observability.text import count
 
 
 def newest_checkpoint(run_dir: RunDir, events: EventLog) -> Checkpoint | None:
@@ -23,7 +25,11 @@ def newest_checkpoint(run_dir: RunDir, events: EventLog) -> Checkpoint | None:
     checkpoint = run_dir.newest_good_checkpoint()
     for reason in checkpoint.skipped if checkpoint is not None else []:
         events.warn("checkpoint", f"a checkpoint was passed over: {reason}")
+    damaged = {file.path.name: damaged_lines(file.path) for file in (run_dir.metrics, run_dir.journal, run_dir.events)}
     run_dir.cut_to(checkpoint.step if checkpoint is not None else -1)
+    for name, lines in damaged.items():
+        if lines:
+            events.warn("damaged", f"{name}: {count(len(lines), 'line')} could not be read and left out: {lines[:9]}")
     return checkpoint
 
 
@@ -59,10 +65,10 @@ def record_end(run_dir: RunDir | FollowerRunDir, command: str, work: Callable[[]
 
 
 def give_up(run_dir: RunDir | FollowerRunDir, command: str | None) -> None:
-    """A second signal ends the process where it is. The newest checkpoint stands; the status must not say running."""
+    """A second signal ends the process where it is. The status says so, and what there is to go on from."""
     if run_dir.status.get("state") in ("finished", "solved"):
         return
-    reason = "ended at once by a second signal; it goes on from the newest checkpoint"
+    reason = f"ended at once by a second signal; {onward(run_dir.path / 'checkpoints')}"
     at = run_dir.status.get("step", 0)
     run_dir.write_status("interrupted", step=at, reason=reason, resumable=True, next_command=command)
 

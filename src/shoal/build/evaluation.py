@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.plan import make_plan
 from shoal.build.prepare import Prepared
 from shoal.build.prompts import fits_in
-from shoal.build.sampler import Sampler, load_model, make_sampler
+from shoal.build.sampler import CLOSE_LIMIT_S, LEAVE_LIMIT_S, Sampler, load_model, make_sampler
 from shoal.config.orch import EvalConfig, OrchConfig
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
@@ -80,7 +81,7 @@ def sampler_only(config: RunConfig, prepared: Prepared) -> Sampler:
 
 
 async def evaluate_once(config: RunConfig, prepared: Prepared) -> tuple[dict[str, float], list[RolloutGroup]]:
-    model = config.train.adapter_path or config.train.model
+    model, limit_s = config.train.adapter_path or config.train.model, CLOSE_LIMIT_S
     with told_on_stderr() as console:
         with console.progress(f"loading {model}", quiet=True):
             sampler = sampler_only(config, prepared)
@@ -89,8 +90,11 @@ async def evaluate_once(config: RunConfig, prepared: Prepared) -> tuple[dict[str
             evaluator = make_evaluator(config.orch, prepared.environments, sampler.runner, sampler.model.chat)
             with console.progress(f"evaluation of {model}", evaluator.groups, quiet=True) as bar:
                 return await evaluator.evaluate(bar.advance)
+        except asyncio.CancelledError:  # by a signal; what the device is in the middle of may take long
+            limit_s = LEAVE_LIMIT_S
+            raise
         finally:
-            await sampler.close()
+            await sampler.close(limit_s)
 
 
 def _check_room(orch: OrchConfig, positions: int | None) -> None:

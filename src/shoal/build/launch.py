@@ -33,6 +33,7 @@ from shoal.errors import (
     Interrupted,
     ShoalError,
 )
+from shoal.observability.checkpoints import onward
 from shoal.observability.run_dir import RunDir, is_used, read_status
 from shoal.orchestrator.signals import heeded_signals
 
@@ -108,6 +109,8 @@ def launch(config: RunConfig, count: int, start: Start) -> None:
     patience_s = config.train.save_deadline_s + config.orch.deadline_s
     end = _run(count, {"config.yaml": as_yaml(config, secrets=True)}, start, patience_s)
     if end is not None:
+        if end.code < 0:
+            end = replace(end, reason=f"{end.reason}; {onward(Path(config.train.output_dir) / 'checkpoints')}")
         _tell_status(config, end.reason, end.main_pid)
         end.throw(killed=EXIT_STOPPED)
 
@@ -247,7 +250,7 @@ def _conclude(watched: _Watched, folder: Path, main_pid: int) -> _End | None:
     code, message = failed[rank], str(told[rank].get("message", ""))
     if code < 0:
         name = signal.Signals(-code).name
-        message = f"was killed by {name}, and the other ranks were ended; the newest checkpoint stands"
+        message = f"was killed by {name}, and the other ranks were ended"
     who = "" if rank == 0 and code > 0 else f"rank {rank} of {len(watched.ended)} "
     return _End(f"{who}{message or f'ended with exit code {code}'}", code, main_pid, watched.signalled)
 

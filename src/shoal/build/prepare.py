@@ -13,12 +13,12 @@ from shoal.build.given import Given
 from shoal.build.remote import check_engine
 from shoal.config.orch import DatasetConfig, EnvConfig
 from shoal.config.resolve import as_yaml, binding_data
-from shoal.config.schema import RunConfig
+from shoal.config.schema import RunConfig, SftConfig
 from shoal.envs.base import lacks_reward
 from shoal.envs.catalogue import BUILT_IN, OWN_TASKS
 from shoal.envs.datasets import DatasetSpec, fingerprint, heard_problems
 from shoal.envs.registry import load_environment
-from shoal.envs.user_code import load_object
+from shoal.envs.user_code import checked_tasks, load_object
 from shoal.errors import ConfigError
 from shoal.models.tokenizer import check_found
 from shoal.observability.follower import FollowerRunDir
@@ -58,8 +58,8 @@ def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
     for env in (orch.eval.env or []) if orch.eval is not None else []:
         if env.label not in environments:  # one that training has too, with the same arguments: checked
             environments[env.label] = _environment(env, orch.dataset, given)
-    for environment in environments.values():
-        _remember_tasks(environment)
+    for label, environment in environments.items():
+        _remember_tasks(label, environment)
     if orch.reward.function is not None:
         function = load_object(orch.reward.function)
         for environment in environments.values():
@@ -86,13 +86,13 @@ def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
     return Prepared(environments, pool, data, notices, given)
 
 
-def _remember_tasks(environment: Environment) -> None:
+def _remember_tasks(label: str, environment: Environment) -> None:
     """Tasks are asked for by every rollout and every reward, and some environments build the list anew each time."""
     if hasattr(environment.tasks, "cache_clear"):
         environment.tasks.cache_clear()  # type: ignore[attr-defined]  # an object of the user's, given a second time
         return
     with contextlib.suppress(AttributeError):  # one that takes no attributes does without
-        environment.tasks = functools.cache(environment.tasks)  # type: ignore[method-assign]
+        environment.tasks = functools.cache(checked_tasks(label, environment.tasks))  # type: ignore[method-assign]
 
 
 def join_ranks(config: RunConfig, prepared: Prepared) -> Ranks:
@@ -139,8 +139,16 @@ def _fingerprinted(environment: Environment) -> list[Any]:
     return tasks if isinstance(tasks, list) else [tasks[i] for i in range(min(1000, len(tasks)))]
 
 
-def binding(config: RunConfig, prepared: Prepared) -> dict[str, Any]:
-    return {**binding_data(config), "data": prepared.data_fingerprint}
+def binding(config: RunConfig | SftConfig, data: str) -> dict[str, Any]:
+    """What a resumed run must find unchanged: keys, the data, and the files of a model or adapter that lie here.
+
+    A checkpoint holds what was trained. The base of an adapter and the reference are read from those files again.
+    """
+    from shoal.models.tokenizer import mark_of_files
+
+    names = {"model": config.train.model, "adapter": config.train.adapter_path}
+    marks = {f"{kind} files": mark_of_files(name) for kind, name in names.items() if name is not None}
+    return {**binding_data(config), "data": data, **{kind: mark for kind, mark in marks.items() if mark is not None}}
 
 
 def open_run_dir(config: RunConfig, prepared: Prepared, resume: bool, next_command: str) -> RunDir | FollowerRunDir:
@@ -158,8 +166,8 @@ def _open_run_dir(config: RunConfig, prepared: Prepared, resume: bool, next_comm
     path = Path(config.train.output_dir)
     if resume and (path / "status.json").exists():
         run_dir = RunDir.resume(path)
-        run_dir.reopen(as_yaml(config), binding(config, prepared), next_command)
+        run_dir.reopen(as_yaml(config), binding(config, prepared.data_fingerprint), next_command)
         return run_dir
     if resume and path.exists() and any(path.glob("checkpoints/*")):
         raise ConfigError(f"{path} holds checkpoints but no status.json; it is not a run directory of Shoal")
-    return RunDir.create(path, as_yaml(config), binding(config, prepared))
+    return RunDir.create(path, as_yaml(config), binding(config, prepared.data_fingerprint), next_command)

@@ -65,4 +65,4 @@ def _buffer(orch: OrchConfig) -> Buffer:
 
 
 def fits_in(chat: Chat, room: int) -> Callable[[Sequence[Message]], bool]:
-    return lambda messages: 0 < len(chat.prompt_ids(messages)) <= room
+    return lambda messages: not chat.exceeds(messages, room) and 0 < len(chat.prompt_ids(messages)) <= room

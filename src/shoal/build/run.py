@@ -19,7 +19,7 @@ from shoal.build.waits import tell_wait
 from shoal.config.orch import OrchConfig
 from shoal.config.resolve import as_data
 from shoal.config.schema import RunConfig, SftConfig
-from shoal.envs.user_code import load_function
+from shoal.envs.user_code import load_filter, load_function
 from shoal.observability.console import Console
 from shoal.observability.events import EventLog
 from shoal.observability.follower import FollowerRunDir
@@ -223,7 +223,7 @@ def _admission(orch: OrchConfig, steps: int) -> Admission:
 
 
 def _collector(orch: OrchConfig, run_group: RunGroup, stream: PromptStream, ranks: Ranks, steps: int) -> Collector:
-    keep = load_function(orch.groups.filter) if orch.groups.filter is not None else None
+    keep = load_filter(orch.groups.filter) if orch.groups.filter is not None else None
     several = ranks.world > 1
     rules = GroupRules(orch.groups.uniform or "refill", orch.groups.max_refill, keep, orch.deadline_s, several)
     return Collector(SharedGroups(run_group, ranks) if several else run_group, stream, _admission(orch, steps), rules)

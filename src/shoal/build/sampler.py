@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 CLOSE_LIMIT_S = 20.0
-GIVEN_UP_S = 1.0  # for a thread that has been waited for as long as the run allows
+LEAVE_LIMIT_S = 1.0  # where a signal ended what has nothing to save, or the device's thread was waited for in vain
 # Prompt tokens of one prefill: enough to fill the device, and few enough that decoding is not held up for long.
 CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS = 8192, 32_768
 
@@ -96,18 +96,18 @@ class Sampler:
             await rest()  # an engine on the same device gives back what it can while training runs
         return await self.work(function, *arguments)
 
-    async def close(self) -> None:
+    async def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
         """Wait for the device's thread, but not for ever: it may be what hangs."""
         from shoal.rollout.embedded import EmbeddedRolloutEngine
 
         with contextlib.suppress(TimeoutError):
             if self.endpoint is not None:
-                await asyncio.wait_for(self.endpoint.close(), CLOSE_LIMIT_S)
+                await asyncio.wait_for(self.endpoint.close(), limit_s)
             # An engine in this process ends on the device's thread; one elsewhere has a process to end.
-            on_thread = isinstance(self.engine, EmbeddedRolloutEngine)
-            limit_s = GIVEN_UP_S if self.work.given_up and on_thread else CLOSE_LIMIT_S
+            if self.work.given_up and isinstance(self.engine, EmbeddedRolloutEngine):
+                limit_s = LEAVE_LIMIT_S
             await asyncio.wait_for(self.engine.close(), limit_s)
-            self.device.submit(release, self.model).result(CLOSE_LIMIT_S)
+            self.device.submit(release, self.model).result(limit_s)
         self.device.shutdown(wait=False, cancel_futures=True)
 
 

@@ -6,17 +6,28 @@ Verbs are named by import path and loaded when they are called, so `shoal --help
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from shoal.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, DeadlineError, ShoalError, Terminated
+from shoal.errors import (
+    EXIT_BUG,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_STORAGE,
+    EXIT_USAGE,
+    DeadlineError,
+    ShoalError,
+    Terminated,
+)
 
 if TYPE_CHECKING:
     from cyclopts import App
 
+FAILED_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)  # no bug, wherever it is met
 VERBS = {
     "grpo": ("shoal.cli.grpo:grpo", "Train with GRPO: one command, one process a device."),
     "grpo-infer": (
@@ -44,14 +55,28 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; never raises and never shows a traceback."""
+    _fill_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     return guarded(lambda: run_command(arguments), arguments)
+
+
+def _fill_streams() -> None:
+    """What was closed before Python started leads nowhere; else the next file that is opened would be the output."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # each gets the lowest number: its own
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _say(message: str, _: BaseException) -> None:
     from shoal.cli.output import complain
 
     complain(message)
+
+
+def _mute_output() -> None:
+    from shoal.cli.output import mute
+
+    mute(sys.stdout)
 
 
 def _leave(code: int) -> NoReturn:
@@ -65,7 +90,9 @@ def guarded(
 ) -> int:
     """What any command of Shoal ends with: an exit code, and one line where something went wrong, for `tell`."""
     try:
-        return work()
+        code = work()
+        sys.stdout.flush()  # a full disk is noticed here, and not when the exit code is settled
+        return code
     except DeadlineError as error:
         tell(str(error), error)
         _leave(error.exit_code)  # a thread hangs, and Python would wait for it
@@ -79,9 +106,14 @@ def guarded(
         tell("interrupted", error)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader went away (`shoal envs | head`). Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _mute_output()  # the reader went away (`shoal envs | head`)
         return EXIT_DONE
+    except OSError as error:
+        if error.errno not in FAILED_DISK:
+            return _bug(error, arguments, tell)
+        _mute_output()
+        tell(_storage_problem(error), error)
+        return EXIT_STORAGE
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else EXIT_USAGE
     except ModuleNotFoundError as error:
@@ -91,6 +123,13 @@ def guarded(
         return EXIT_USAGE
     except Exception as error:
         return _bug(error, arguments, tell)
+
+
+def _storage_problem(error: OSError) -> str:
+    """Whatever writes a file says which; what has no name is stdout (`shoal report RUN --json > FILE`)."""
+    from shoal.observability.atomic import storage_error
+
+    return str(storage_error(f"write {error.filename or 'the output'}", error))
 
 
 def _missing(package: str, error: ModuleNotFoundError) -> str:

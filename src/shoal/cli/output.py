@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
+from typing import TextIO
 
 from shoal.config.problems import printable
 from shoal.observability.redact import redact
@@ -35,7 +37,17 @@ def say(text: str) -> None:
 
 
 def _write(line: str) -> None:
-    print(_safe(line, sys.stderr.encoding), file=sys.stderr)
+    try:
+        print(_safe(line, sys.stderr.encoding), file=sys.stderr)
+    except OSError:  # full, or nobody listens: the exit code says it all the same
+        mute(sys.stderr)
+
+
+def mute(stream: TextIO) -> None:
+    """What a stream still holds goes nowhere; Python would complain once more when it flushes at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _safe(line: str, encoding: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -40,5 +41,19 @@ def report(
             raise ConfigError("command line: --json: prints the data, so --out has no effect; leave one of them out")
         sys.stdout.write(report_json(*runs) + "\n")
         return
-    path = write_report(*runs, out=Path(out) if out is not None else None)
+    path = write_report(*runs, out=_writable(out) if out is not None else None)
     say(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+def _writable(out: str) -> Path:
+    """Where the page can be written, found out before the runs are read; nothing is left behind by trying."""
+    path = Path(out)
+    if path.is_dir():
+        raise ConfigError(f"command line: --out: {path} is a folder; name a file in it")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        raise ConfigError(
+            f"command line: --out: nothing can be written into {path.parent}: {error.strerror}; name another file"
+        ) from error

@@ -106,9 +106,10 @@ def read_config_text(file: str) -> str:
             raise ConfigError(
                 f"{shown}: is a directory, not a configuration file; name the file in it, as {shown}/{name}"
             )
-        if path.stat().st_size > MAX_FILE_BYTES:
+        with path.open("rb") as content:
+            raw = content.read(MAX_FILE_BYTES + 1)  # of a device there is no end
+        if len(raw) > MAX_FILE_BYTES:
             raise ConfigError(f"{shown}: larger than {MAX_FILE_BYTES} bytes; that is not a configuration file")
-        raw = path.read_bytes()
         return raw.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{shown}: no such file{_similar_file(path)}") from None

@@ -164,10 +164,16 @@ def _check_text(text: Any, what: str) -> None:
         raise DataError(f"the {what} is {_kind(text)}, not text")
     if not text.strip():
         raise DataError(f"the {what} is empty")
+    check_unicode(text, what)
+
+
+def check_unicode(text: str, what: str) -> None:
     if "\0" in text:
         raise DataError(f"the {what} holds a NUL character")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise DataError(f"the {what} is not valid Unicode (a lone surrogate, or bytes that are not UTF-8)")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"the {what} is not valid Unicode (a lone surrogate, or bytes that are not UTF-8)") from None
 
 
 def _kind(value: Any) -> str:

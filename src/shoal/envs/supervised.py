@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.envs.datasets import DatasetSpec, has_eval_split, read_splits, to_messages
+from shoal.envs.datasets import DatasetSpec, check_unicode, has_eval_split, read_splits, to_messages
 from shoal.errors import DataError
 from shoal.types import Task
 
@@ -24,4 +24,5 @@ def _task(row: Mapping[str, Any]) -> Task:
         completion = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
     if not isinstance(completion, str) or not messages:
         raise DataError("a row needs messages that end with an assistant's, or a prompt and a completion")
+    check_unicode(completion, "completion")
     return Task(messages, {"completion": completion})

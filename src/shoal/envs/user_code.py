@@ -6,13 +6,15 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shoal.errors import ConfigError, ShoalError, UserCodeError
+from shoal.envs.base import TaskList
+from shoal.errors import ConfigError, DataError, ShoalError, UserCodeError
+from shoal.types import Task
 
 
 def load_object(name: str) -> Any:
@@ -44,6 +46,61 @@ def load_function(name: str) -> Callable[..., Any]:
             raise UserCodeError(f"{name} raised {type(error).__name__}: {error}") from error
 
     return call
+
+
+def load_filter(name: str) -> Callable[..., bool]:
+    """As `load_function`, for a yes or no. A word is always true, and no return at all is always false."""
+    function = load_function(name)
+
+    @wraps(function)
+    def call(*args: Any) -> bool:
+        answer = function(*args)
+        if type(answer).__name__ not in ("bool", "bool_"):  # NumPy's is no bool
+            raise UserCodeError(f"{name} returned {answer!r:.80}; return True or False")
+        return bool(answer)
+
+    return call
+
+
+def checked_tasks(label: str, tasks: Callable[[str], Any]) -> Callable[[str], Sequence[Task]]:
+    """An environment's `tasks`: what it raises, or returns that holds no tasks, is told in one line with its name."""
+
+    def read(split: str) -> Sequence[Task]:
+        place = f"orch.env: {label}: tasks({split!r})"
+        found = _told_as(place, lambda: tasks(split))
+        if isinstance(found, list):
+            return [_checked_task(f"{place}[{index}]", task) for index, task in enumerate(found)]
+        if not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
+            raise DataError(f"{place} returned {type(found).__name__}; return a list of tasks, as shoal.envs.ask makes")
+        return TaskList(len(found), lambda index: _made_task(f"{place}[{index}]", found, index))
+
+    return read
+
+
+def _made_task(place: str, tasks: Any, index: int) -> Task:
+    return _checked_task(place, _told_as(place, lambda: tasks[index]))
+
+
+def _told_as(place: str, work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except ShoalError:
+        raise
+    except Exception as error:  # the environment is the user's code
+        raise DataError(f"{place} raised {type(error).__name__}: {error}") from error
+
+
+def _checked_task(place: str, task: Any) -> Task:
+    if not hasattr(task, "messages") or not hasattr(task, "data"):
+        raise DataError(f"{place} is {type(task).__name__}, not a task; make one with shoal.envs.ask")
+    try:
+        for message in task.messages:
+            str(message.get("content") or "").encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{place} holds a lone surrogate, which is no text; leave it out") from None
+    except (TypeError, AttributeError):
+        raise DataError(f"{place}: messages must be a list of {{role, content}}") from None
+    return task
 
 
 def _load_module(module_name: str, name: str) -> ModuleType:

@@ -28,6 +28,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 PROMPTS_REMEMBERED = 1024
+LONGEST_TOKEN_CHARS = 256  # vocabularies have runs of up to 128 spaces or dashes
 
 
 class Chat:
@@ -50,6 +51,10 @@ class Chat:
             return list(messages)
         rest = [m for m in messages if m.get("role") != "system"]
         return [{"role": "system", "content": self._system_prompt}, *rest]
+
+    def exceeds(self, messages: Sequence[Message], room: int) -> bool:
+        """Whether so many tokens cannot hold it, by its characters: a tokenizer takes minutes over 100 MB."""
+        return sum(len(str(m.get("content") or "")) for m in messages) > room * LONGEST_TOKEN_CHARS
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """The ids of a conversation the model is to answer; `tools` are schemas that the template lists.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 # As the libraries below read them.
 OFFLINE, YES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), ("1", "ON", "YES", "TRUE")
 HUB_ANSWER_S = 5.0  # for the first question to the hub; HF_HUB_ETAG_TIMEOUT, if set, is obeyed
+MODEL_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt")
+MARK_BLOCKS, MARK_BLOCK_BYTES = 256, 1 << 14
 
 
 @contextmanager
@@ -76,6 +79,29 @@ def check_found(key: str, name: str) -> None:
         locate(name)
     except ModelError as error:
         raise ModelError(f"{key}: {error}") from error
+
+
+def mark_of_files(name: str) -> str | None:
+    """A mark of a local model or adapter: another one under the same name has another. None for what is not here.
+
+    Small files count in full. Of large ones some blocks do: training, or another seed, changes a number in each.
+    """
+    path = Path(name).expanduser()
+    if not path.exists():
+        return None
+    files = [path] if path.is_file() else [file for file in sorted(path.iterdir()) if file.suffix in MODEL_SUFFIXES]
+    mark = hashlib.blake2b(digest_size=16)
+    try:
+        for file in files:
+            size = file.stat().st_size
+            mark.update(f"{file.name} {size}\n".encode())
+            with file.open("rb") as content:
+                for start in range(0, size, max(MARK_BLOCK_BYTES, size // MARK_BLOCKS)):
+                    content.seek(start)
+                    mark.update(content.read(MARK_BLOCK_BYTES))
+    except OSError as error:
+        raise ModelError(f"{name!r} cannot be read: {error.strerror}") from error
+    return mark.hexdigest()
 
 
 def _read_config(file: Path) -> dict[str, Any]:

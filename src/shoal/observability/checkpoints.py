@@ -164,6 +164,15 @@ class CheckpointStore:
         return None
 
 
+def onward(folder: Path) -> str:
+    """What a run that was cut short goes on from, in words. Nothing is read: the next start verifies."""
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    steps = [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
+    if not steps:
+        return "there is no checkpoint yet, so it starts again from the beginning"
+    return f"it goes on from the checkpoint of step {max(steps)}"
+
+
 @contextmanager
 def write_folder(target: Path, durable: bool = True) -> Iterator[Path]:
     """Yields a temporary folder beside `target` that takes its place when the block ends without an error.

@@ -21,11 +21,13 @@ from shoal.config.resolve import as_data
 from shoal.config.schema import RunConfig, SftConfig
 from shoal.errors import ShoalError
 from shoal.observability.events import EventLog
-from shoal.observability.journal import read_lines
+from shoal.observability.journal import damaged_lines, read_lines
 from shoal.observability.lock import seems_running
 from shoal.observability.rules import FIRST_STEPS, RULES, WINDOW, Bad, History, Row, Rule
 from shoal.observability.run_dir import read_status
+from shoal.observability.text import count
 
+_DAMAGED = "look at the disk, and at who else writes there; --resume computes again what came after its checkpoint"
 TELL_AGAIN_AFTER = 50  # steps without the trouble; then it is news
 _EVENT_REMEDIES = {
     "sink": "the run directory has everything; look at the tracker's login, network or disk",
@@ -71,6 +73,7 @@ def diagnose(run: Path) -> list[Finding]:
     config = read_config(run)
     findings = [
         *_status_findings(run),
+        *_file_findings(run),
         *check_rows(list(read_lines(run / "metrics.jsonl")), config),
         *_event_findings(run),
         *_config_findings(run),
@@ -191,6 +194,29 @@ def _status_findings(run: Path) -> list[Finding]:
     command = status.get("next_command")
     level = "notice" if state == "interrupted" else "warning"
     return [Finding("ended", level, f"the run is {state}: {reason}", f"continue with {command}" if command else "")]
+
+
+def _file_findings(run: Path) -> list[Finding]:
+    """Files that do not hold what was written: readers pass over a damaged line, so a person has to be told."""
+    findings = []
+    for name in ("metrics.jsonl", "journal.jsonl", "events.jsonl"):
+        if damaged := damaged_lines(run / name):
+            said = f"{name} is damaged: {count(len(damaged), 'line')} cannot be read, the first is line {damaged[0]}"
+            findings.append(Finding("damaged", "warning", said, _DAMAGED))
+    recorded = _journal_steps(run)  # first: metrics are written before the journal, also meanwhile
+    measured = {record.get("step") for record in read_lines(run / "metrics.jsonl")}
+    lost = sorted(step for step in recorded if step not in measured)
+    if lost:
+        said = f"metrics.jsonl lacks {count(len(lost), 'step')} of journal.jsonl"
+        findings.append(Finding("damaged", "warning", said, _DAMAGED, "", (lost[0], lost[-1]), len(lost)))
+    config = run / "config.yaml"
+    if not read_config(run) and config.is_file() and config.stat().st_size:
+        findings.append(Finding("damaged", "warning", "config.yaml holds no configuration", _DAMAGED))
+    return findings
+
+
+def _journal_steps(run: Path) -> list[int]:
+    return [step for record in read_lines(run / "journal.jsonl") if isinstance(step := record.get("step"), int)]
 
 
 def _event_findings(run: Path) -> list[Finding]:

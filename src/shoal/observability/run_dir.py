@@ -43,8 +43,13 @@ class RunDir:
         self.checkpoints = CheckpointStore(path / "checkpoints", status["run_id"])
 
     @classmethod
-    def create(cls, path: Path | str, resolved_config_text: str, binding: Mapping[str, Any]) -> RunDir:
-        """Start a run in a new folder. `binding` is what a resume must find unchanged (model, data, seed, …)."""
+    def create(
+        cls, path: Path | str, resolved_config_text: str, binding: Mapping[str, Any], next_command: str | None = None
+    ) -> RunDir:
+        """Start a run in a new folder. `binding` is what a resume must find unchanged (model, data, seed, …).
+
+        `next_command` is how to go on, should it be killed: without a checkpoint, from the beginning.
+        """
         path = Path(path)
         with storage(f"create {path}"):
             path.mkdir(parents=True, exist_ok=True)
@@ -57,7 +62,8 @@ class RunDir:
             status = {"run_id": secrets.token_hex(8), "binding": _as_json(binding), "created_at": _now()}
             run_dir = cls(path, lock, status)
             run_dir.write_config(resolved_config_text)
-            run_dir.write_status("running", step=0, reason="started", resumable=False)
+            resumable = next_command is not None
+            run_dir.write_status("running", step=0, reason="started", resumable=resumable, next_command=next_command)
         except BaseException:
             lock.release()
             raise
@@ -249,6 +255,8 @@ def _change(key: str, before: Any, now: Any) -> str:
     if key == "data" and isinstance(before, str) and isinstance(now, str):
         sizes = before.partition(" ")[2], now.partition(" ")[2]
         return "the data is not the same" + (f" ({sizes[0]} then, {sizes[1]} now)" if sizes[0] != sizes[1] else "")
+    if key.endswith(" files"):
+        return f"the files of the {key.removesuffix(' files')} are not the same"
     return f"{key} was {before!r}, is {now!r}" + (" rollouts" if key == "orch.batch_size" else "")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from shoal.rollout.pausing import PAUSE_S, pause_between_turns
 from shoal.types import Completion, Request
 
 log = logging.getLogger(__name__)
+Done = TypeVar("Done")
 # Engine steps between two looks at what else the loop wants of the device's thread.
 STEPS_PER_TURN = 16
 
@@ -183,7 +184,7 @@ class EmbeddedRolloutEngine:
         """
         return await self._between_steps(self._load, version, dict(manifest or {}))
 
-    async def _between_steps(self, work: Callable[..., str], *arguments: Any) -> str:
+    async def _between_steps(self, work: Callable[..., Done], *arguments: Any) -> Done:
         self._called += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._device, work, *arguments)
@@ -263,8 +264,8 @@ class EmbeddedRolloutEngine:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
         self._inbox.clear()
-        # On the device's thread, behind the turn that may still be running there.
-        await asyncio.get_running_loop().run_in_executor(self._device, self._engine.abort)
+        # On the device's thread, behind the turn that may still be running there and gives way after its step.
+        await self._between_steps(self._engine.abort)
         for call in list(self._calls.values()):
             if not call.answer.done():
                 call.answer.cancel()

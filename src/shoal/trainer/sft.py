@@ -17,7 +17,7 @@ from shoal.errors import DataError
 from shoal.models.chat import Chat
 from shoal.observability.metrics import Tally
 from shoal.trainer.policy import TrainedPolicy
-from shoal.types import Batch, Sample, Task
+from shoal.types import Batch, Message, Sample, Task
 
 
 def cross_entropy(inputs: LossInputs, weights: Tensor) -> tuple[Tensor, Metrics]:
@@ -30,6 +30,9 @@ def supervised_samples(tasks: Sequence[Task], chat: Chat, end_id: int, max_token
     """Samples whose loss is on the completion and the token that ends it, and how many rows were too long."""
     samples = []
     for number, task in enumerate(tasks):
+        answer: Message = {"role": "assistant", "content": task.data["completion"]}
+        if chat.exceeds([*task.messages, answer], max_tokens):
+            continue
         prompt = chat.prompt_ids(task.messages)
         completion = [*chat.tokenizer.encode(task.data["completion"], add_special_tokens=False), end_id]
         if len(prompt) + len(completion) <= max_tokens:

@@ -2,8 +2,8 @@
 
 Run as a script by `processes.WarmPython`, one JSON request a line on stdin; answers are JSON lines on stdout. A request
 may name a place (`shoal.observability.atomic.fault`), how often it is passed and what happens to the process there: it
-is killed, as by a power cut; the disk fails or is full; the clock is set. What it asks for is a command of Shoal, or
-what Python takes after its name: a script, a module after -m, a text after -c.
+is killed, as by a power cut; it hangs; the disk fails or is full; the clock is set. What it asks for is a command of
+Shoal, or what Python takes after its name: a script, a module after -m, a text after -c.
 """
 
 from __future__ import annotations
@@ -146,6 +146,12 @@ def fail(number: int) -> None:
     raise OSError(number, os.strerror(number))
 
 
+def hang(marker: str) -> None:
+    """As a driver that does not come back; `marker` says that it is so."""
+    Path(marker).touch()
+    time.sleep(3600)
+
+
 def set_clock(seconds: float) -> None:
     """The clock of the day, for this process alone; the one that only runs forward cannot be set."""
     real, real_ns = time.time, time.time_ns
@@ -158,7 +164,9 @@ def fill_disk(filler: str) -> None:
             pass
 
 
-EFFECTS: dict[str, Callable[[Any], None]] = {"kill": die, "fail": fail, "clock": set_clock, "fill": fill_disk}
+EFFECTS: dict[str, Callable[[Any], None]] = {
+    "kill": die, "fail": fail, "hang": hang, "clock": set_clock, "fill": fill_disk,
+}  # fmt: skip
 
 
 def leave(code: int) -> None:

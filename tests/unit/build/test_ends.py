@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from shoal.build.ends import record_end
+from shoal.build.ends import give_up, newest_checkpoint, record_end
 from shoal.errors import HardwareError
+from shoal.observability.events import EventLog
 from shoal.observability.run_dir import RunDir, is_used, read_status
 
 
@@ -29,3 +31,33 @@ def test_a_run_refused_later_is_not_left_running(tmp_path: Path):
     status = read_status(tmp_path)
     assert (status["state"], status["step"], status["next_command"]) == ("failed", 3, "go on")
     assert "no such device" in status["reason"]
+
+
+def test_after_a_second_signal_the_status_names_what_there_is_to_go_on_from(tmp_path: Path):
+    with RunDir.create(tmp_path, "", {}, "go on") as run_dir:
+        give_up(run_dir, "go on")
+        said = "ended at once by a second signal; there is no checkpoint yet, so it starts again from the beginning"
+        assert read_status(tmp_path)["reason"] == said
+        for step in (2, 10):
+            with run_dir.checkpoint(step) as folder:
+                (folder / "weights").write_bytes(b"w")
+        give_up(run_dir, "go on")
+        status = read_status(tmp_path)
+        assert status["reason"].endswith("; it goes on from the checkpoint of step 10")
+        assert (status["state"], status["resumable"], status["next_command"]) == ("interrupted", True, "go on")
+
+
+def test_damaged_lines_that_a_resume_leaves_out_are_told(tmp_path: Path):
+    with RunDir.create(tmp_path, "", {}, "go on") as run_dir:
+        for step in (1, 2, 3):
+            run_dir.append_journal(step, {})
+        with run_dir.checkpoint(3):
+            pass
+    lines = (tmp_path / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "journal.jsonl").write_bytes(lines[0] + b"\xff\x00\n" + lines[2])
+    with RunDir.resume(tmp_path) as run_dir:
+        found = newest_checkpoint(run_dir, EventLog(run_dir))
+        assert found is not None and found.step == 3
+    (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert (event["kind"], event["level"]) == ("damaged", "warning")
+    assert event["message"] == "journal.jsonl: 1 line could not be read and left out: [2]"

@@ -174,6 +174,25 @@ def test_a_reader_that_goes_away_is_no_error():
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("shell", "code", "said"),
+    [
+        ("shapes >&-", 0, ""),
+        ("shapes >&- 2>&- <&-", 0, ""),
+        ("shapes > /dev/full", 4, "shoal: error: could not write the output: the disk is full; free some space\n"),
+        ("--help > /dev/full", 4, "shoal: error: could not write the output: the disk is full; free some space\n"),
+        ("grpo nope.yaml 2> /dev/full", 2, ""),
+        ("grpo nope.yaml 2>&-", 2, ""),
+    ],
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_streams_that_are_closed_or_full_are_no_bug(shell: str, code: int, said: str, unbuffered: str):
+    """Nobody listens, or the disk is full: the exit code says which, and no crash is told."""
+    given = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    result = subprocess.run(f"{sys.executable} -m shoal {shell}", shell=True, capture_output=True, text=True, env=given)
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", said)
+
+
 def test_plain_ascii_terminal():
     result = subprocess.run(
         [sys.executable, "-m", "shoal", "grpo", "nope.yaml"],

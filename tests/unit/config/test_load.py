@@ -130,7 +130,7 @@ def test_sft(folder: Path):
     assert (config.dataset.path, config.batch_size) == ("d.jsonl", 4)
 
 
-@pytest.mark.parametrize("name", ["nope.yaml", ".", "latin1.yaml"])
+@pytest.mark.parametrize("name", ["nope.yaml", ".", "latin1.yaml", "/dev/zero", "/dev/null"])
 def test_files_that_are_none(folder: Path, name: str):
     (folder / "latin1.yaml").write_bytes(b"a: 1\nb: \xe9\n")
     with pytest.raises(ConfigError) as caught:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from shoal.envs.base import ask
 from shoal.envs.catalogue import BUILT_IN, problem_with
 from shoal.envs.datasets import DatasetSpec
 from shoal.envs.registry import load_environment
-from shoal.envs.user_code import load_object
-from shoal.errors import ConfigError
+from shoal.envs.user_code import checked_tasks, load_filter, load_object
+from shoal.errors import ConfigError, DataError, UserCodeError
+from shoal.types import Task
 
 USER_CODE = """
 from shoal.envs import SingleTurn, ask
@@ -230,3 +232,55 @@ def test_the_documentation_starts_with_an_environment_that_works(tmp_path, monke
     task = environment.tasks("train")[0]
     assert environment.reward(task, [{"role": "assistant", "content": f"It is {task.data['answer']}!"}]) == 1.0
     assert environment.reward(task, [{"role": "assistant", "content": "No idea."}]) == 0.0
+
+
+class Late:
+    """Forty tasks, of which one cannot be made."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return ask(f"w{index}") if index != 31 else {}["row 31"]
+
+
+def raises(split):
+    raise RuntimeError("the file is gone")
+
+
+@pytest.mark.parametrize(
+    "tasks, words",
+    [
+        (raises, "raised RuntimeError: the file is gone"),
+        (lambda split: (ask("x") for _ in range(3)), "returned generator; return a list of tasks"),
+        (lambda split: None, "returned NoneType; return a list of tasks"),
+        (lambda split: [ask("x"), None], "[1] is NoneType, not a task"),
+        (lambda split: [ask("x"), Task(["y"], {})], "[1]: messages must be a list"),  # type: ignore[list-item]
+        (lambda split: [ask("\ud800")], "[0] holds a lone surrogate, which is no text"),
+    ],
+)
+def test_tasks_that_are_none_are_the_environments_fault(tasks, words):
+    """Exit 2 with its name, and no bug of Shoal's."""
+    with pytest.raises(DataError, match=re.escape(words)) as caught:
+        checked_tasks("mine", tasks)("train")
+    assert str(caught.value).startswith("orch.env: mine: tasks('train')")
+
+
+def test_tasks_that_are_made_when_they_are_asked_for_are_looked_at_then():
+    tasks = checked_tasks("mine", lambda split: Late())("eval")
+    assert len(tasks) == 40 and tasks[30].messages == ask("w30").messages
+    with pytest.raises(DataError, match=re.escape("orch.env: mine: tasks('eval')[31] raised KeyError: 'row 31'")):
+        tasks[31]
+
+
+@pytest.mark.parametrize("answer, kept", [("True", True), ("False", False), ("np.bool_(False)", False)])
+def test_a_filter_says_yes_or_no(tmp_path, answer, kept):
+    (tmp_path / "mine.py").write_text(f"import numpy as np\n\n\ndef keep(group):\n    return {answer}\n")
+    assert load_filter(f"{tmp_path}/mine.py:keep")(None) is kept
+
+
+@pytest.mark.parametrize("answer", ["'no'", "None", "float('nan')", "[]"])
+def test_a_filter_that_says_something_else_is_told(tmp_path, answer):
+    (tmp_path / "mine.py").write_text(f"def keep(group):\n    return {answer}\n")
+    with pytest.raises(UserCodeError, match=r"mine\.py:keep returned .*; return True or False"):
+        load_filter(f"{tmp_path}/mine.py:keep")(None)

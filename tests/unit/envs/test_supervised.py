@@ -45,3 +45,11 @@ def test_a_row_without_an_answer_is_not_usable(tmp_path: Path):
     write(tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "one"}]})
     with pytest.raises(DataError, match="end with an assistant's"):
         supervised_tasks(DatasetSpec(str(tmp_path / "rows.jsonl")))
+
+
+def test_a_completion_that_is_no_text_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    rows = [{"prompt": "a", "completion": "A"}, {"prompt": "b", "completion": "\ud800"}]
+    write(tmp_path / "rows.jsonl", *rows)
+    tasks = supervised_tasks(DatasetSpec(str(tmp_path / "rows.jsonl")))
+    assert [task.data["completion"] for task in tasks] == ["A"]
+    assert "rows.jsonl:2: the completion is not valid Unicode (a lone surrogate" in caplog.text

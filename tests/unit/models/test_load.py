@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from shoal.errors import ModelError
 from shoal.models.decoder import Decoder
 from shoal.models.load import eos_token_ids, load_model, load_tokenizer
 from shoal.models.shapes import character_tokenizer
+from shoal.models.tokenizer import mark_of_files
 from support.models import CONFIGS, EOS, TOKENIZER, VOCABULARY, randomise, small_model
 
 SHAPE: dict[str, Any] = {
@@ -195,3 +197,22 @@ def test_a_misspelt_folder_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with pytest.raises(ModelError, match="'models/tny' does not exist"):
         load_tokenizer("models/tny")
+
+
+def test_another_model_of_the_same_name_has_another_mark(tmp_path: Path) -> None:
+    """Whatever is read again when a run goes on counts; when it was written, and other files, do not."""
+    (tmp_path / "config.json").write_text("{}")
+    weights = bytearray(8 << 20)
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    first = mark_of_files(str(tmp_path))
+    (tmp_path / "README.md").write_text("a model")
+    os.utime(tmp_path / "model.safetensors", (0, 0))
+    assert mark_of_files(str(tmp_path)) == first is not None
+    marks = {first}
+    for change in (bytes([1]) * (8 << 20), weights[:-1], bytes(4 << 20) + b"\1" * (4 << 20)):
+        (tmp_path / "model.safetensors").write_bytes(change)
+        marks.add(mark_of_files(str(tmp_path)))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    marks.add(mark_of_files(str(tmp_path)))
+    assert len(marks) == 5
+    assert mark_of_files("Qwen/Qwen3-0.6B") is None, "what the hub has is not here"

@@ -187,3 +187,31 @@ def test_a_killed_run_says_so(tmp_path: Path) -> None:
     RunDir.create(tmp_path / "run", "", {}).close()
     (finding,) = diagnose(tmp_path / "run")
     assert finding.check == "ended" and "killed" in finding.what
+
+
+def test_files_that_do_not_hold_what_was_written(tmp_path: Path) -> None:
+    """Readers pass over what they cannot read, so a file of anything else would be a run without troubles."""
+    path = tmp_path / "run"
+    with RunDir.create(path, as_yaml(config()), {}) as run_dir:
+        for step in (1, 2, 3):
+            run_dir.append_metrics(step, HEALTHY)
+            run_dir.append_journal(step, {})
+        run_dir.write_status("finished", step=3, reason="finished", resumable=False)
+    whole = (path / "metrics.jsonl").read_bytes()
+    assert not [finding for finding in diagnose(path) if finding.check == "damaged"]
+    lines = whole.splitlines(keepends=True)
+    (path / "metrics.jsonl").write_bytes(lines[0] + b"\xb5\x00[[\n" + lines[2] + b'{"step": 4')
+    said = [finding.what for finding in diagnose(path) if finding.check == "damaged"]
+    assert said == [
+        "metrics.jsonl is damaged: 1 line cannot be read, the first is line 2",
+        "metrics.jsonl lacks 1 step of journal.jsonl",
+    ], "the torn end is no damage"
+    (path / "metrics.jsonl").write_bytes(b"\x93" * 40)
+    (path / "config.yaml").write_bytes(b"\x93" * 40)
+    (path / "journal.jsonl").write_bytes(b"[" * 100_000 + b"\n" + (path / "journal.jsonl").read_bytes())
+    said = [finding.what for finding in diagnose(path) if finding.check == "damaged"]
+    assert said == [
+        "journal.jsonl is damaged: 1 line cannot be read, the first is line 1",
+        "metrics.jsonl lacks 3 steps of journal.jsonl",
+        "config.yaml holds no configuration",
+    ]

@@ -36,6 +36,12 @@ def test_create_lays_out_the_folder(run_dir: RunDir) -> None:
         assert (run_dir.path / name).is_dir()
 
 
+def test_a_run_that_is_killed_before_its_first_checkpoint_names_the_way_on(tmp_path: Path) -> None:
+    RunDir.create(tmp_path, "", BINDING, "shoal grpo x --resume").close()
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["resumable"], status["next_command"]) == (True, "shoal grpo x --resume")
+
+
 def test_used_folder_is_refused_with_both_ways_out(run_dir: RunDir) -> None:
     run_dir.close()
     with pytest.raises(ConfigError, match=r"--resume.*output_dir"):

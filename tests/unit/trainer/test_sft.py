@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -44,6 +46,14 @@ def test_rows_that_are_too_long_are_counted() -> None:
     assert len(kept) == lengths.count(min(lengths)) and dropped == len(TASKS) - len(kept)
     with pytest.raises(DataError, match=r"none of the 6 rows fits into train.sequence_len 5"):
         supervised_samples(TASKS, CHAT, EOS, 5)
+
+
+def test_a_row_of_100_mb_is_counted_at_once() -> None:
+    """No tokenizer is asked, which would take minutes to say the same."""
+    long = [Task(TASKS[0].messages, {"completion": "x" * 100_000_000})]
+    began = time.monotonic()
+    assert supervised_samples([*TASKS, *long], CHAT, EOS, 64)[1] == supervised_samples(TASKS, CHAT, EOS, 64)[1] + 1
+    assert time.monotonic() - began < 2
 
 
 @torch.no_grad()

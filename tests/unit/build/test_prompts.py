@@ -1,0 +1,25 @@
+"""Which prompts fit, without asking a tokenizer what it would take minutes over."""
+
+from __future__ import annotations
+
+import time
+
+from shoal.build.prompts import fits_in
+from shoal.models.chat import Chat
+from shoal.models.shapes import character_tokenizer
+
+
+def test_a_prompt_of_100_mb_is_set_aside_at_once():
+    fits = fits_in(Chat(character_tokenizer()), 64)
+    began = time.monotonic()
+    assert not fits([{"role": "user", "content": "x" * 100_000_000}])
+    assert time.monotonic() - began < 1
+    assert fits([{"role": "user", "content": "x" * 20}])
+
+
+def test_the_edge_is_the_tokenizers_own():
+    """Ids one under, equal to and over the room."""
+    chat = Chat(character_tokenizer())
+    message = [{"role": "user", "content": "x" * 20}]
+    ids = len(chat.prompt_ids(message))
+    assert [fits_in(chat, room)(message) for room in (ids - 1, ids, ids + 1)] == [False, True, True]
