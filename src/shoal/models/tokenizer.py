@@ -111,6 +111,11 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise ModelError(f"{str(file)!r} is not a model's config: {first_line(error)}") from error
 
 
+@functools.cache
+def _tell_once(text: str) -> None:
+    logging.getLogger(__name__).warning(text)
+
+
 def _from_hub(name: str) -> str:
     """The name, for the libraries below to fetch; without a network, the folder of what was fetched before."""
     from huggingface_hub import try_to_load_from_cache
@@ -122,7 +127,7 @@ def _from_hub(name: str) -> str:
     else:
         reached, problem = _ask_hub(name)
         if not reached and problem is not None and isinstance(fetched, str):
-            logging.getLogger(__name__).warning("%s: %s; taken as it was fetched before", name, problem[0])
+            _tell_once(f"{name}: {problem[0]}; taken as it was fetched before")
             return str(Path(fetched).parent)
     if problem is not None and not isinstance(fetched, str):
         raise ModelError(f"{name!r} is not a folder here, and {problem[0]}; {problem[1]}, or name a folder")
