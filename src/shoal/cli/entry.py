@@ -55,7 +55,6 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; never raises and never shows a traceback."""
-    _fill_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     return guarded(lambda: run_command(arguments), arguments)
 
@@ -64,7 +63,9 @@ def _fill_streams() -> None:
     """What was closed before Python started leads nowhere; else the next file that is opened would be the output."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # each gets the lowest number: its own
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(nowhere, True)  # for whatever this process starts as well
+            setattr(sys, name, os.fdopen(nowhere, mode))
 
 
 def _say(message: str, _: BaseException) -> None:
@@ -89,6 +90,8 @@ def guarded(
     work: Callable[[], int], arguments: Sequence[str], tell: Callable[[str, BaseException], None] = _say
 ) -> int:
     """What any command of Shoal ends with: an exit code, and one line where something went wrong, for `tell`."""
+    _fill_streams()
+    code = EXIT_DONE
     try:
         code = work()
         sys.stdout.flush()  # a full disk is noticed here, and not when the exit code is settled
@@ -107,7 +110,7 @@ def guarded(
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         _mute_output()  # the reader went away (`shoal envs | head`)
-        return EXIT_DONE
+        return code
     except OSError as error:
         if error.errno not in FAILED_DISK:
             return _bug(error, arguments, tell)

@@ -69,12 +69,27 @@ def checked_tasks(label: str, tasks: Callable[[str], Any]) -> Callable[[str], Se
         place = f"orch.env: {label}: tasks({split!r})"
         found = _told_as(place, lambda: tasks(split))
         if isinstance(found, list):
-            return [_checked_task(f"{place}[{index}]", task) for index, task in enumerate(found)]
+            for index, task in enumerate(found):
+                _checked_task(f"{place}[{index}]", task)
+            return found
         if not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
             raise DataError(f"{place} returned {type(found).__name__}; return a list of tasks, as shoal.envs.ask makes")
-        return TaskList(len(found), lambda index: _made_task(f"{place}[{index}]", found, index))
+        return CheckedTasks(found, place)
 
     return read
+
+
+class CheckedTasks(TaskList):
+    """Tasks that an environment makes when they are asked for. To the environment itself it is what it made."""
+
+    def __init__(self, found: Any, place: str) -> None:
+        super().__init__(len(found), lambda index: _made_task(f"{place}[{index}]", found, index))
+        self._found = found
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._found, name)
 
 
 def _made_task(place: str, tasks: Any, index: int) -> Task:

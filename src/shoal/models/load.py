@@ -40,7 +40,8 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str 
                 check_architecture(folder)
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
                 if not Path(name).expanduser().exists():
-                    model.name_or_path = name  # of the hub, wherever it was read from: adapters name their base by it
+                    # Of the hub, wherever it was read from: adapters name their base by it.
+                    model.name_or_path = model.config.name_or_path = name
     except ModelError:
         raise
     except Exception as error:

@@ -7,7 +7,9 @@ import hashlib
 import json
 import logging
 import os
+import re
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +24,15 @@ if TYPE_CHECKING:
 
 # As the libraries below read them.
 OFFLINE, YES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), ("1", "ON", "YES", "TRUE")
+Answer = tuple[bool, tuple[str, str] | None]  # whether the hub could be asked; what is wrong, and the fix
+_ANSWERS: dict[str, tuple[float, Answer]] = {}
 HUB_ANSWER_S = 5.0  # for the first question to the hub; HF_HUB_ETAG_TIMEOUT, if set, is obeyed
-MODEL_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt")
+ASKED_AGAIN_S = 30.0  # after it could not be asked
+# What models and tokenizers are read from; other files may come and go.
+MODEL_FILES = re.compile(
+    r".*\.(safetensors|bin|gguf|jinja|model|index\.json)|(config|generation_config|adapter_config|tokenizer|"
+    r"tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json|(vocab|merges)\.txt"
+)
 MARK_BLOCKS, MARK_BLOCK_BYTES = 256, 1 << 14
 
 
@@ -89,10 +98,10 @@ def mark_of_files(name: str) -> str | None:
     path = Path(name).expanduser()
     if not path.exists():
         return None
-    files = [path] if path.is_file() else [file for file in sorted(path.iterdir()) if file.suffix in MODEL_SUFFIXES]
+    files = [file for file in sorted(path.iterdir()) if MODEL_FILES.fullmatch(file.name)] if path.is_dir() else [path]
     mark = hashlib.blake2b(digest_size=16)
     try:
-        for file in files:
+        for file in filter(Path.is_file, files):
             size = file.stat().st_size
             mark.update(f"{file.name} {size}\n".encode())
             with file.open("rb") as content:
@@ -134,12 +143,17 @@ def _from_hub(name: str) -> str:
     return name
 
 
-@functools.cache
-def _ask_hub(name: str) -> tuple[bool, tuple[str, str] | None]:
-    """Whether the hub could be asked for a model, and what is wrong: (what, fix), or None.
+def _ask_hub(name: str) -> Answer:
+    """Once a process, or until it may have changed."""
+    asked, answer = _ANSWERS.get(name, (0.0, None))
+    if answer is None or (answer[1] is not None and time.monotonic() - asked > ASKED_AGAIN_S):
+        answer = _ask(name)
+        _ANSWERS[name] = time.monotonic(), answer
+    return answer
 
-    Once a process, and not for long: the libraries below try for half a minute, and again for every file.
-    """
+
+def _ask(name: str) -> Answer:
+    """Not for long: the libraries below try for half a minute, and again for every file."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -152,7 +166,7 @@ def _ask_hub(name: str) -> tuple[bool, tuple[str, str] | None]:
         return True, (f"the hub does not give it out: {first_line(error)}", "check its name and that you may read it")
     except Exception as error:  # no route, no such host, no answer in time: whatever the client below raises
         what = f"it could not be fetched from {constants.ENDPOINT}: {first_line(error)}"
-        return False, (what, "connect to the network")
+        return False, (what, "connect to the network (with HF_HUB_ETAG_TIMEOUT, if it is slow)")
     return True, None
 
 

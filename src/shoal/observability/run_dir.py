@@ -96,7 +96,8 @@ class RunDir:
     def check_binding(self, binding: Mapping[str, Any]) -> None:
         """Refuse to continue a run as another one."""
         wanted = _as_json(binding)
-        changed = sorted(key for key in {*self.binding, *wanted} if self.binding.get(key) != wanted.get(key))
+        noted = {key for key in wanted if key in self.binding or not key.endswith(" files")}  # an earlier Shoal did not
+        changed = sorted(key for key in {*self.binding, *noted} if self.binding.get(key) != wanted.get(key))
         if changed:
             details = "; ".join(_change(key, self.binding.get(key), wanted.get(key)) for key in changed)
             raise ConfigError(

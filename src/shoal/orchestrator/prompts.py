@@ -101,10 +101,11 @@ class PromptStream:
     def _draw(self, name: str) -> Prompt:
         tasks = self._environments[name].tasks("train")
         position = self.cursor.positions[name]
-        self.cursor.positions[name] = position + 1
         epoch, offset = divmod(position, len(tasks))
         index = int(self._order(name, epoch, len(tasks))[offset])
-        return Prompt(name, index, list(tasks[index].messages), "train", epoch)
+        prompt = Prompt(name, index, list(tasks[index].messages), "train", epoch)
+        self.cursor.positions[name] = position + 1  # one that fails is met again by a run that continues
+        return prompt
 
     def _order(self, name: str, epoch: int, size: int) -> np.ndarray:
         if (name, epoch) not in self._orders:

@@ -37,7 +37,10 @@ def export_weights(
     model = (whole or policy.decoder).model
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "peft_config"):
-        model.save_pretrained(str(folder), selected_adapters=[lora.TRAINED])  # type: ignore[operator]
+        # Left to itself, PEFT asks the hub whether the base has other embeddings.
+        adapted = set(model.peft_config[lora.TRAINED].target_modules or ())  # type: ignore[index]
+        embeddings = "auto" if adapted & {"embed_tokens", "lm_head"} else False
+        model.save_pretrained(str(folder), selected_adapters=[lora.TRAINED], save_embedding_layers=embeddings)  # type: ignore[operator]
     else:
         model.save_pretrained(folder)  # type: ignore[operator]
     tokenizer.save_pretrained(folder)

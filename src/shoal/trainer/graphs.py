@@ -155,9 +155,8 @@ class PassGraphs:
         if key not in self._graphs:
             try:
                 self._graphs[key] = self._capture(arrays, extent, work)
-            except RuntimeError as error:  # no memory, or something in the model that cannot be captured
-                log.warning("passes of %d tokens are not captured: %s", extent.tokens, str(error).partition("\n")[0])
-                self._refused.add(key)
+            except RuntimeError as error:
+                self._give_up(key, extent, error)
                 return None
         captured = self._graphs[key]
         for name, tensor in upload(arrays, self._device).items():
@@ -165,6 +164,15 @@ class PassGraphs:
         captured.graph.replay()
         # The next replay writes over what this one gave.
         return Passed(captured.passed.names, captured.passed.values.clone())
+
+    def _give_up(self, key: Hashable, extent: Extent, error: RuntimeError) -> None:
+        """This size, where memory did not suffice; all of them, where something in the model cannot be captured."""
+        self._refused.add(key)
+        what = f"passes of {extent.tokens} tokens are not captured"
+        if not isinstance(error, torch.OutOfMemoryError):  # what was begun may not have been ended as it should be
+            self.fits = lambda tokens, keys: False
+            what = "training passes are not captured"
+        log.warning("%s: %s", what, str(error).partition("\n")[0])
 
     def _capture(
         self, arrays: dict[str, np.ndarray], extent: Extent, work: Callable[[MicroBatch], Passed]
@@ -178,6 +186,8 @@ class PassGraphs:
             work(micro)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # The outer one leads back to the stream that was, also from a capture that fails.
+        here = torch.cuda.stream(torch.cuda.current_stream())
+        with here, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             passed = work(micro)
         return _Captured(graph, inputs, passed)

@@ -1,6 +1,7 @@
 """The commands as a user types them: help, refusals, exit codes and what they leave on disk."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -191,6 +192,16 @@ def test_streams_that_are_closed_or_full_are_no_bug(shell: str, code: int, said:
     given = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     result = subprocess.run(f"{sys.executable} -m shoal {shell}", shell=True, capture_output=True, text=True, env=given)
     assert (result.returncode, result.stdout, result.stderr) == (code, "", said)
+
+
+def test_what_a_command_starts_has_streams_too():
+    """A child of a command whose output is closed: the first file it opened would be its output otherwise."""
+    child = "import sys; sys.exit(0 if sys.stdout is not None else 3)"
+    work = "import subprocess, sys; from shoal.cli.entry import guarded; "
+    work += f"sys.exit(guarded(lambda: subprocess.call([sys.executable, '-c', {child!r}]), []))"
+    command = f"{sys.executable} -c {shlex.quote(work)} >&-"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_plain_ascii_terminal():

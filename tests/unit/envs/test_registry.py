@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -243,6 +244,9 @@ class Late:
     def __getitem__(self, index):
         return ask(f"w{index}") if index != 31 else {}["row 31"]
 
+    def shuffled(self):
+        return "as before"
+
 
 def raises(split):
     raise RuntimeError("the file is gone")
@@ -271,6 +275,15 @@ def test_tasks_that_are_made_when_they_are_asked_for_are_looked_at_then():
     assert len(tasks) == 40 and tasks[30].messages == ask("w30").messages
     with pytest.raises(DataError, match=re.escape("orch.env: mine: tasks('eval')[31] raised KeyError: 'row 31'")):
         tasks[31]
+
+
+def test_to_an_environment_its_tasks_are_what_it_made():
+    made = [ask("x"), ask("y")]
+    assert checked_tasks("mine", lambda split: made)("train") is made
+    tasks: Any = checked_tasks("mine", lambda split: Late())("train")
+    assert tasks.shuffled() == "as before"
+    with pytest.raises(AttributeError):
+        tasks.nothing()
 
 
 @pytest.mark.parametrize("answer, kept", [("True", True), ("False", False), ("np.bool_(False)", False)])

@@ -60,8 +60,9 @@ def point_at(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
     monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    tokenizer._ask_hub.cache_clear()
+    for variable in tokenizer.OFFLINE:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(tokenizer, "_ANSWERS", {})
 
 
 def free_port() -> int:
@@ -77,8 +78,24 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
         check_found("train.model", "nobody/nothing")
     assert str(told.value) == (
         "train.model: 'nobody/nothing' is not a folder here, and it could not be fetched from "
-        f"http://127.0.0.1:{port}: [Errno 111] Connection refused; connect to the network, or name a folder"
+        f"http://127.0.0.1:{port}: [Errno 111] Connection refused; connect to the network "
+        "(with HF_HUB_ETAG_TIMEOUT, if it is slow), or name a folder"
     )
+
+
+def test_a_network_that_came_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at once: every file of a model would wait anew for a hub that is not there."""
+    point_at(monkeypatch, free_port())
+    with pytest.raises(ModelError, match="could not be fetched"):
+        locate("somebody/something")
+    answers = tokenizer._ANSWERS
+    with hub(monkeypatch, 200) as asked:
+        monkeypatch.setattr(tokenizer, "_ANSWERS", answers)
+        with pytest.raises(ModelError, match="could not be fetched"):
+            locate("somebody/something")
+        assert asked == []
+        monkeypatch.setattr(tokenizer, "ASKED_AGAIN_S", 0.0)
+        assert locate("somebody/something") == ("somebody/something", None)
 
 
 def test_somebody_who_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +147,11 @@ from shoal.models.load import load_model
 from shoal.models.lora import LoraSettings, attach
 model = attach(load_model("somebody/something", torch.float32, torch.device("cpu")), LoraSettings(2))
 print(model.peft_config["default"].base_model_name_or_path)
+from pathlib import Path
+from types import SimpleNamespace
+from shoal.trainer.checkpoint import export_weights
+decoder = SimpleNamespace(model=model)
+export_weights(SimpleNamespace(decoder=decoder), load_tokenizer("somebody/something"), Path("saved"))
 """
 
 
@@ -169,3 +191,5 @@ def test_what_was_fetched_before_needs_no_hub(tmp_path: Path) -> None:
     assert "Retrying" not in ended.stderr
     assert ended.stderr.count("somebody/something: it could not be fetched") == 1
     assert ended.stdout.split() == [str(len(character_tokenizer())), "somebody/something"], "an adapter names its base"
+    assert "Could not find a config file" not in ended.stderr, "nor is the hub asked where an adapter is saved"
+    assert "base_model: somebody/something" in (tmp_path / "saved" / "README.md").read_text()

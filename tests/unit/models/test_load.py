@@ -205,7 +205,9 @@ def test_another_model_of_the_same_name_has_another_mark(tmp_path: Path) -> None
     weights = bytearray(8 << 20)
     (tmp_path / "model.safetensors").write_bytes(weights)
     first = mark_of_files(str(tmp_path))
-    (tmp_path / "README.md").write_text("a model")
+    for name in ("README.md", "results.json", "notes.txt"):
+        (tmp_path / name).write_text("about a model")
+    (tmp_path / "gone.safetensors").symlink_to(tmp_path / "nowhere")
     os.utime(tmp_path / "model.safetensors", (0, 0))
     assert mark_of_files(str(tmp_path)) == first is not None
     marks = {first}

@@ -73,6 +73,7 @@ def test_binding_difference_is_named(run_dir: RunDir) -> None:
     run_dir.check_binding({**BINDING, "envs": ("reverse-text",)})
     with pytest.raises(ConfigError, match="seed was 1, is 2"):
         run_dir.check_binding({**BINDING, "seed": 2})
+    run_dir.check_binding({**BINDING, "model files": "abc"})  # which a run of an earlier Shoal did not note
 
 
 def test_a_step_s_metrics_are_amended_in_place(run_dir: RunDir) -> None:

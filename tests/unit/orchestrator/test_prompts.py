@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.envs.base import TaskList
 from shoal.errors import DataError
 from shoal.orchestrator.prompts import Buffer, PromptStream
 from shoal.types import Prompt
@@ -105,6 +107,21 @@ def test_unfit_prompts_are_set_aside_and_counted():
     draw(stream, 7)
     assert stream.cursor.set_aside >= 3
     assert stream.cursor.positions["letters"] - stream.cursor.set_aside == 14
+
+
+def test_a_prompt_that_cannot_be_made_is_not_passed_over():
+    """A run that ends with it meets it again when it continues."""
+    stream = make_stream(size=10)
+    tasks = stream._environments["letters"].tasks("train")
+    failing: Any = TaskList(10, lambda index: tasks[index] if len(made) < 3 else made[99])
+    made: list[Prompt] = []
+    stream._environments["letters"].tasks = lambda split: failing  # type: ignore[method-assign]
+    for _ in range(3):
+        made.append(stream.next())
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            stream.next()
+    assert stream.cursor.positions["letters"] == 3
 
 
 def test_nothing_that_fits_is_a_data_error():

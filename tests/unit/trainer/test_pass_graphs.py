@@ -140,20 +140,28 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
     return PassGraphs(CPU)
 
 
-def test_what_cannot_be_captured_is_tried_once_and_told(graphs: PassGraphs, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("error", "what", "tries"),
+    [(RuntimeError, "training passes are", 1), (torch.OutOfMemoryError, "passes of 256 tokens are", 2)],
+)
+def test_what_cannot_be_captured_is_tried_once_and_told(
+    graphs: PassGraphs, caplog: pytest.LogCaptureFixture, error: type[RuntimeError], what: str, tries: int
+) -> None:
+    """Without memory it is a size that is given up; where the model is what stands in the way, all of them."""
     tried: list[Extent] = []
 
     def capture(arrays: object, extent: Extent, work: object) -> NoReturn:
         tried.append(extent)
-        raise RuntimeError("not permitted when stream is capturing\nand more")
+        raise error("not permitted when stream is capturing\nand more")
 
     graphs._capture = capture  # type: ignore[method-assign]
     laid = Laid.of(rows_of(ALONE, False), CPU)
     assert [graphs.run("policy", laid, lambda _: pytest.fail("called")) for _ in range(4)] == [None] * 4
-    assert tried == [Extent.covering(laid)]
-    assert [record.getMessage() for record in caplog.records] == [
-        "passes of 256 tokens are not captured: not permitted when stream is capturing"
-    ]
+    for _ in range(3):
+        graphs.run("reference", laid, lambda _: pytest.fail("called"))
+    assert tried == [Extent.covering(laid)] * tries
+    told = f"{what} not captured: not permitted when stream is capturing"
+    assert [record.getMessage() for record in caplog.records] == [told] * tries
 
 
 def test_what_the_plan_has_no_room_for_is_not_tried(graphs: PassGraphs) -> None:
