@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -113,7 +112,7 @@ def test_a_prompt_that_cannot_be_made_is_not_passed_over():
     """A run that ends with it meets it again when it continues."""
     stream = make_stream(size=10)
     tasks = stream._environments["letters"].tasks("train")
-    failing: Any = TaskList(10, lambda index: tasks[index] if len(made) < 3 else made[99])
+    failing = TaskList(10, lambda index: tasks[index if len(made) < 3 else 99])
     made: list[Prompt] = []
     stream._environments["letters"].tasks = lambda split: failing  # type: ignore[method-assign]
     for _ in range(3):
