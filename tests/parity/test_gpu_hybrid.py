@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,20 +18,12 @@ from support.mismatch import mismatch
 from support.models import as_decoder, random_prompts, shake_adapter, small_model
 from support.training import gradients, grpo, make_policy, pack, random_samples
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("whole_fp32")]
 
 CUDA = torch.device("cuda")
 SHAPES = ((3, 40), (90, 20), (1, 70), (12, 1), (30, 64))
 ENGINE: dict[str, Any] = {"slots": 16, "context_tokens": 192}
 REQUESTS = [ask(f"{i}", prompt, seed=i, max_tokens=24) for i, prompt in enumerate(random_prompts(7, 5, 60))]
-
-
-@pytest.fixture(autouse=True)
-def whole_fp32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def hybrid_decoder(name: str, lora: bool) -> Decoder:

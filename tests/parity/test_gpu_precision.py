@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,21 +22,13 @@ from support.mismatch import mismatch
 from support.models import lora_decoder, random_prompts, small_model
 from support.training import gradients, grpo, make_policy, pack, random_samples
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("whole_fp32")]
 
 CUDA = torch.device("cuda")
 SHAPES = ((3, 40), (90, 20), (1, 70), (12, 1), (30, 64))
 TF32 = 5e-3
 ENGINE: dict[str, Any] = {"slots": 16, "context_tokens": 192}
 REQUESTS = [ask(f"{i}", prompt, seed=i, max_tokens=24) for i, prompt in enumerate(random_prompts(7, 5, 60))]
-
-
-@pytest.fixture(autouse=True)
-def whole_fp32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 @pytest.fixture(params=("fp8", "fp4", "nf4"))

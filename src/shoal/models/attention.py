@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -183,10 +184,11 @@ class Packed:
         return out.unsqueeze(0)  # type: ignore[union-attr]
 
     def _varlen_plan(self) -> tuple[dict[str, Tensor], int, int]:
-        arrays, longest, longest_keys = self.bounds()
+        arrays, longest, longest_keys = self.bounds
         plan = upload(arrays, self.device)
         return {"key_starts": plan["starts"], **plan}, longest, longest_keys
 
+    @cached_property
     def bounds(self) -> tuple[dict[str, np.ndarray], int, int]:
         """Where queries begin, where keys do and where each lies if segments share any; the longest run of either."""
         arrays = {"starts": self.starts.astype(np.int32)}

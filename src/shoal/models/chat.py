@@ -100,7 +100,7 @@ class Chat:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def _token_text(self, token_id: int) -> str:
-        # Its Rust part, where it has one: a fifth of the time, and every token of every rollout is asked for.
+        # Its Rust part, where it has one, is faster, and every token of every rollout is asked for.
         decoding = getattr(self.tokenizer, "backend_tokenizer", None) or self.tokenizer
         return str(decoding.decode([token_id], skip_special_tokens=False))
 

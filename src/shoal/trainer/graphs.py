@@ -49,7 +49,7 @@ class Extent:
 
     @staticmethod
     def covering(laid: Laid) -> Extent:
-        bounds, longest, longest_keys = laid.bounds
+        bounds, longest, longest_keys = laid.context.bounds
         count = len(laid.arrays["token_ids"])
         tokens = _size(count + 1)
         filling = more_keys = tokens - count
@@ -90,7 +90,7 @@ def sizes(most_tokens: int) -> list[int]:
 
 def padded(laid: Laid, extent: Extent) -> dict[str, np.ndarray]:
     """All that a pass reads, in the sizes of `extent`: one more segment of tokens, and scored ones under no mask."""
-    bounds, _, _ = laid.bounds
+    bounds, _, _ = laid.context.bounds
     count = len(laid.arrays["token_ids"])
     own = np.arange(count, extent.tokens)
     fills = {"position_ids": own - count, "before": count, "temperatures": 1}

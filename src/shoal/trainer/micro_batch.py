@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -51,10 +50,6 @@ class Laid:
             **{name: np.concatenate([getattr(row, name)[row.loss_mask] for row in rows]) for name in (*SCORED, *given)},
         }
         return Laid(arrays, _context(rows, before_row, device), _kept(rows, device), int(rollouts[-1]))
-
-    @cached_property
-    def bounds(self) -> tuple[dict[str, np.ndarray], int, int]:
-        return self.context.bounds()
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def test_bounds_cover_all(samples: object) -> None:
     laid = Laid.of(rows_of(samples, False), CPU)
     extent = Extent.covering(laid)
     arrays = padded(laid, extent)
-    bounds = laid.bounds[0]
+    bounds = laid.context.bounds[0]
     segments = len(bounds["starts"]) - 1
     starts = arrays["starts"]
     key_starts, keys = arrays.get("key_starts", starts), arrays.get("keys", np.arange(extent.tokens))
