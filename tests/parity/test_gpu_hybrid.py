@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoal.models import hybrid
-from shoal.models.decoder import Decoder
-from shoal.models.lora import LoraSettings, attach
 from support.engines import ask, make_engine, run
 from support.mismatch import mismatch
-from support.models import as_decoder, random_prompts, shake_adapter, small_model
+from support.models import as_decoder, hybrid_decoder, random_prompts, small_model
 from support.training import gradients, grpo, make_policy, pack, random_samples
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("whole_fp32")]
@@ -24,18 +22,6 @@ CUDA = torch.device("cuda")
 SHAPES = ((3, 40), (90, 20), (1, 70), (12, 1), (30, 64))
 ENGINE: dict[str, Any] = {"slots": 16, "context_tokens": 192}
 REQUESTS = [ask(f"{i}", prompt, seed=i, max_tokens=24) for i, prompt in enumerate(random_prompts(7, 5, 60))]
-
-
-def hybrid_decoder(name: str, lora: bool) -> Decoder:
-    pytest.importorskip("torchao", reason="an extra")
-    decoder = as_decoder(small_model(name, dtype=torch.bfloat16).to(CUDA))
-    assert hybrid.convert(decoder.model) == 14
-    if not lora:
-        return Decoder(decoder.model)
-    torch.manual_seed(0)
-    wrapped = Decoder(attach(decoder.model, LoraSettings(rank=4, alpha=8)))
-    shake_adapter(wrapped, 0)
-    return wrapped
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -22,6 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from shoal.models import hybrid
 from shoal.models.decoder import Decoder, LayerShape
 from shoal.models.lora import LoraSettings, attach
 from shoal.models.quantised import quantise_linears
@@ -150,6 +152,19 @@ def lora_decoder(
     wrapped = Decoder(attach(decoder.model, LoraSettings(**{"rank": 4, "alpha": 8, **settings})))
     if settings.get("adapter_path") is None:
         shake_adapter(wrapped, seed)
+    return wrapped
+
+
+def hybrid_decoder(name: str, lora: bool) -> Decoder:
+    """In fp8-hybrid on a GPU, which the products of its layers need."""
+    pytest.importorskip("torchao", reason="an extra")
+    decoder = as_decoder(small_model(name, dtype=torch.bfloat16).to("cuda"))
+    assert hybrid.convert(decoder.model) == 14
+    if not lora:
+        return Decoder(decoder.model)
+    torch.manual_seed(0)
+    wrapped = Decoder(attach(decoder.model, LoraSettings(rank=4, alpha=8)))
+    shake_adapter(wrapped, 0)
     return wrapped
 
 

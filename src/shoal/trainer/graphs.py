@@ -1,13 +1,15 @@
 """Passes over micro-batches as CUDA graphs: a small one takes the host longer to launch than the device to run.
 
-A pass of a size that was met before is captured, on inputs padded to that size. Tokens that fill up are a segment of
-their own, so every number is one, and no loss asks for them. Weights are read, and gradients are added, in place.
+A pass of a size that was met before is captured, on inputs padded to that size, and stays so where the clock shows that
+it pays. Tokens that fill up are a segment of their own, so every number is one, and no loss asks for them. Weights are
+read, and gradients are added, in place.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +22,10 @@ from shoal.models.upload import upload
 from shoal.trainer.micro_batch import Laid, MicroBatch
 
 log = logging.getLogger(__name__)
-GRAPH_TOKENS = 8192  # of one pass, filled up; larger ones keep the device busy however they are launched
+GRAPH_TOKENS = 32_768  # of one pass, filled up; larger ones keep the device busy however they are launched
 MAX_GRAPHS = 48  # each holds its inputs and results; what lies between shares one pool
+TIMED = 2  # the pass of a size whose time launch by launch is taken
+WORTH = 0.95  # of that time, which a graph must stay under
 LEAST_TOKENS, LEAST_SEGMENTS, LEAST_LENGTH = 256, 64, 512
 
 
@@ -122,6 +126,24 @@ def micro_batch(found: Mapping[str, Tensor], extent: Extent) -> MicroBatch:
     return MicroBatch.made_of(found, Packed.planned(plan, extent.longest), extent.segments)
 
 
+class Span:
+    """How long the device was at something, waiting for the host included. Nothing waits until it is read."""
+
+    def __init__(self) -> None:
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __enter__(self) -> None:
+        self._start.record()
+
+    def __exit__(self, *_: object) -> None:
+        self._end.record()
+
+    @property
+    def ms(self) -> float:
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end)
+
+
 @dataclass
 class _Captured:
     graph: torch.cuda.CUDAGraph
@@ -129,45 +151,75 @@ class _Captured:
     passed: Passed
 
 
+@dataclass
+class _Size:
+    """Of passes: the first compiles what it needs, the second is timed, the third is captured, the fourth compares."""
+
+    plain: Span
+    replayed: Span
+    met: int = 0
+    captured: _Captured | None = None
+    refused: bool = False
+
+
 class PassGraphs:
     """`fits` says whether the memory plan has room for a pass of so many tokens and gathered keys."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, span: Callable[[], Span] = Span) -> None:
         self.fits: Callable[[int, int], bool] = lambda tokens, keys: True
         self._device = device
-        self._met: set[Hashable] = set()
-        self._refused: set[Hashable] = set()
-        self._graphs: dict[Hashable, _Captured] = {}
+        self._span = span
+        self._sizes: dict[Hashable, _Size] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, kind: Hashable, laid: Laid, work: Callable[[MicroBatch], Passed]) -> Passed | None:
-        """What `work` gives for the rows; None where it has to be done launch by launch."""
+    @property
+    def captured(self) -> list[Hashable]:
+        """Kind, extent and inputs of each graph there is."""
+        return [key for key, size in self._sizes.items() if size.captured is not None]
+
+    def run(
+        self, kind: Hashable, laid: Laid, work: Callable[[MicroBatch], Passed], plainly: Callable[[], Passed]
+    ) -> Passed:
+        """What `work` gives for the rows; `plainly` does it launch by launch."""
         if laid.kept is not None or len(laid.arrays["token_ids"]) >= GRAPH_TOKENS:
-            return None
+            return plainly()
         extent = Extent.covering(laid)
+        if not self.fits(extent.tokens, extent.keys):
+            return plainly()
         key = (kind, extent, frozenset(laid.arrays))
-        if key in self._refused or not self.fits(extent.tokens, extent.keys):
-            return None
-        if key not in self._met or (key not in self._graphs and len(self._graphs) >= MAX_GRAPHS):
-            self._met.add(key)  # captured if it comes again
-            return None
-        arrays = padded(laid, extent)
-        if key not in self._graphs:
-            try:
-                self._graphs[key] = self._capture(arrays, extent, work)
-            except RuntimeError as error:
-                self._give_up(key, extent, error)
-                return None
-        captured = self._graphs[key]
-        for name, tensor in upload(arrays, self._device).items():
+        size = self._sizes[key] = self._sizes.get(key) or _Size(self._span(), self._span())
+        size.met += 1
+        captured = self._captured(size, laid, extent, work)
+        if captured is None:
+            with size.plain if size.met == TIMED else nullcontext():
+                return plainly()
+        for name, tensor in upload(padded(laid, extent), self._device).items():
             captured.inputs[name].copy_(tensor)
-        captured.graph.replay()
+        with size.replayed if size.met == TIMED + 1 else nullcontext():
+            captured.graph.replay()
         # The next replay writes over what this one gave.
         return Passed(captured.passed.names, captured.passed.values.clone())
 
-    def _give_up(self, key: Hashable, extent: Extent, error: RuntimeError) -> None:
+    def _captured(
+        self, size: _Size, laid: Laid, extent: Extent, work: Callable[[MicroBatch], Passed]
+    ) -> _Captured | None:
+        """None while it is not, cannot be, or was seen not to be worth it."""
+        if size.met <= TIMED or size.refused:
+            return None
+        if size.captured is None:
+            if len(self.captured) >= MAX_GRAPHS:
+                return None
+            try:
+                size.captured = self._capture(padded(laid, extent), extent, work)
+            except RuntimeError as error:
+                self._give_up(size, extent, error)
+        elif size.met == TIMED + 2 and size.replayed.ms > WORTH * size.plain.ms:
+            size.captured, size.refused = None, True
+        return size.captured
+
+    def _give_up(self, size: _Size, extent: Extent, error: RuntimeError) -> None:
         """This size, where memory did not suffice; all of them, where something in the model cannot be captured."""
-        self._refused.add(key)
+        size.refused = True
         what = f"passes of {extent.tokens} tokens are not captured"
         if not isinstance(error, torch.OutOfMemoryError):  # what was begun may not have been ended as it should be
             self.fits = lambda tokens, keys: False

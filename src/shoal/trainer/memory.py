@@ -143,7 +143,7 @@ def _plan(measured: Measured, slots: int, passes: tuple[int, GraphRoom], recompu
         ),
     ]
     if graphs.limit:
-        lines.append(("graphs of small training passes", graphs.limit))
+        lines.append(("graphs of training passes", graphs.limit))
     return MemoryPlan(slots, tokens, recompute, graphs, tuple(lines), measured.total)
 
 

@@ -26,6 +26,7 @@ from shoal.trainer.schedule import Schedule
 from shoal.types import Row
 
 Objective = Callable[[LossInputs, Tensor], tuple[Tensor, Metrics]]
+Work = Callable[[MicroBatch], Passed]
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,7 @@ class TrainedPolicy:
         def score(micro: MicroBatch) -> Passed:
             return Passed((), self._score(decoder, micro).logprobs)
 
-        passed = self._captured(decoder, whose, laid, score) or score(MicroBatch.upload(laid, decoder.device))
-        return spread_over_rows(rows, passed.values)
+        return spread_over_rows(rows, self._pass(decoder, whose, laid, score, score).values)
 
     def forward_backward(
         self, rows: Sequence[Row], objective: Objective, mismatch_from: MismatchSource = "old"
@@ -125,15 +125,11 @@ class TrainedPolicy:
                 (_score_anything(self.decoder, 1, 1).logprobs.sum() * 0).backward()
             return RowResults(rows, Passed((), torch.zeros(0)))
         laid = Laid.of(rows, self.decoder.device)
+        plain = partial(self._differentiate, objective, mismatch_from, torch.Tensor.backward)
+        work = partial(self._differentiate, objective, mismatch_from, self.optimizer.collect)
+        kind = (objective, mismatch_from) if getattr(objective, "is_fixed", False) else None
         with self._training():
-            passed = None
-            if getattr(objective, "is_fixed", False):
-                collect = partial(self._differentiate, objective, mismatch_from, self.optimizer.collect)
-                passed = self._captured(self.decoder, (objective, mismatch_from), laid, collect)
-            if passed is None:
-                micro = MicroBatch.upload(laid, self.decoder.device)
-                passed = self._differentiate(objective, mismatch_from, torch.Tensor.backward, micro)
-        return RowResults(rows, passed)
+            return RowResults(rows, self._pass(self.decoder, kind, laid, work, plain))
 
     def _differentiate(
         self, objective: Objective, mismatch_from: MismatchSource, collect: Callable[[Tensor], None], micro: MicroBatch
@@ -145,15 +141,17 @@ class TrainedPolicy:
         metrics["policy/entropy"] = inputs.token_metric(scored.entropy)
         return Passed.of(metrics, scored.logprobs)
 
-    def _captured(
-        self, decoder: Decoder, kind: Hashable, laid: Laid, work: Callable[[MicroBatch], Passed]
-    ) -> Passed | None:
-        """As a graph, where it can be one: what is made twice, or differs from pass to pass, cannot."""
-        if self._graphs is None or decoder.fused is None or not self.shares_prefixes:
-            return None
+    def _pass(self, decoder: Decoder, kind: Hashable, laid: Laid, work: Work, plain: Work) -> Passed:
+        """`work` as a graph, where it can be one: what is made twice, or differs from pass to pass, cannot."""
+
+        def plainly() -> Passed:
+            return plain(MicroBatch.upload(laid, decoder.device))
+
+        if self._graphs is None or kind is None or decoder.fused is None or not self.shares_prefixes:
+            return plainly()
         if torch.is_grad_enabled() and decoder.fused.recompute:
-            return None
-        return self._graphs.run(kind, laid, work)
+            return plainly()
+        return self._graphs.run(kind, laid, work, plainly)
 
     def _accompany(self, decoder: Decoder) -> list[np.ndarray]:
         """A pass over one token that nobody reads: the other ranks need this one's share of the weights."""

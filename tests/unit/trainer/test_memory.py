@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.errors import HardwareError
+from shoal.trainer.graphs import GRAPH_TOKENS
 from shoal.trainer.memory import CPU_SHARE, GOOD_MICRO_BATCH, RESERVE, Cost, Demand, Measured, cache_only, decide
 from support.models import layer_shapes, small_decoder
 
@@ -86,11 +87,11 @@ def test_the_table_adds_up_to_the_device() -> None:
 
 def test_captured_passes_have_a_share_of_their_own() -> None:
     """As large as the largest, where it leaves a micro-batch three quarters; then smaller ones; then none."""
-    roomy = replace(MEASURED, costs={False: Cost(0, 10), True: Cost(0, 10)})
+    roomy = replace(MEASURED, costs={False: Cost(0, 8), True: Cost(0, 8)})
     asked = replace(ASKED, captures=True)
     plan = decide(roomy, asked)
-    assert (plan.micro_batch_tokens, plan.graphs.limit) == (GOOD_MICRO_BATCH, 81_920)
-    assert plan.lines[-1] == ("graphs of small training passes", 81_920)
+    assert (plan.micro_batch_tokens, plan.graphs.limit) == (GOOD_MICRO_BATCH, 8 * GRAPH_TOKENS)
+    assert plan.lines[-1] == ("graphs of training passes", 8 * GRAPH_TOKENS)
     assert sum(size for _, size in plan.lines) <= TOTAL * (1 - RESERVE)
     plan = decide(MEASURED, asked)
     most = (ROOM - 64_000) // 30  # 19,200 tokens: 4,096 is less than a quarter of them, 6,144 more
@@ -100,7 +101,7 @@ def test_captured_passes_have_a_share_of_their_own() -> None:
     assert not plan.graphs.fits(1, 0)
     assert decide(MEASURED, replace(asked, recompute=True)).graphs.limit == 0
     small = decide(roomy, replace(asked, step_tokens=3000)).graphs
-    assert small.limit == 30_720, "no pass is larger than a micro-batch"
+    assert small.limit == 24_576, "no pass is larger than a micro-batch"
     assert small.fits(3072, 0) and not small.fits(3073, 0)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from shoal.algorithms.objective import Objective
 from shoal.algorithms.terms import CORRECTIONS, KLPenalty
 from shoal.models.attention import Packed
 from shoal.models.upload import upload
-from shoal.trainer.graphs import GRAPH_TOKENS, Extent, Passed, PassGraphs, padded, sizes
+from shoal.trainer.graphs import GRAPH_TOKENS, Extent, Passed, PassGraphs, Span, _Captured, padded, sizes
 from shoal.trainer.micro_batch import Laid, MicroBatch
 from shoal.trainer.policy import RowResults, TrainedPolicy
 from shoal.types import Row
@@ -129,15 +130,75 @@ def test_sizes() -> None:
         found = Extent.covering(Laid.of(pack(long, 4000, max_tokens=4000).rows, CPU))
         assert found.tokens == tokens, count
     assert sizes(0) == [] and sizes(100) == [256] and sizes(700) == [256, 384, 512, 768]
-    assert sizes(3071)[-1] == 3072 and sizes(3072)[-1] == 4096 and sizes(8191) == sizes(100_000)
+    assert sizes(3071)[-1] == 3072 and sizes(3072)[-1] == 4096 and sizes(GRAPH_TOKENS - 1) == sizes(100_000)
     assert sizes(100_000)[-1] == GRAPH_TOKENS
+
+
+class SetSpan(Span):
+    """Takes no time; shows the next of those that were given."""
+
+    given: list[float]
+
+    def __init__(self) -> None:
+        self.entered = 0
+
+    def __enter__(self) -> None:
+        self.entered += 1
+
+    def __exit__(self, *_: object) -> None: ...
+
+    @property
+    def ms(self) -> float:
+        assert self.entered == 1
+        return self.given.pop()
+
+
+@dataclass
+class SetGraph:
+    replays: int = 0
+
+    def replay(self) -> None:
+        self.replays += 1
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
     """What is captured where there is no GPU: nothing, each time with the reason."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    return PassGraphs(CPU)
+    return PassGraphs(CPU, SetSpan)
+
+
+def captured(arrays: dict[str, np.ndarray], extent: Extent, work: object) -> Any:
+    inputs = {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
+    return _Captured(SetGraph(), inputs, GRAPHED)  # type: ignore[arg-type]
+
+
+PLAIN, GRAPHED = Passed((), torch.zeros(1)), Passed((), torch.ones(1))
+
+
+def passes(graphs: PassGraphs, count: int, kind: str = "policy", samples: object = ALONE) -> list[int]:
+    """Which of so many passes were graphs."""
+    laid = Laid.of(rows_of(samples, False), CPU)
+    found = [graphs.run(kind, laid, lambda _: pytest.fail("called"), lambda: PLAIN) for _ in range(count)]
+    return [int(passed.values[0]) for passed in found]
+
+
+@pytest.mark.parametrize(("replayed", "kept"), [(90.0, 1), (99.0, 0), (180.0, 0)])
+def test_a_graph_stays_where_it_is_seen_to_be_faster(
+    graphs: PassGraphs, monkeypatch: pytest.MonkeyPatch, replayed: float, kept: int
+) -> None:
+    """The first pass of a size compiles, the second is timed, the third is captured, the fourth knows."""
+    graphs._capture = captured  # type: ignore[method-assign]
+    monkeypatch.setattr(SetSpan, "given", [100.0, replayed], raising=False)
+    assert passes(graphs, 7) == [0, 0, 1, kept, kept, kept, kept]
+    assert len(graphs.captured) == kept
+    assert passes(graphs, 3, "reference") == [0, 0, 1]  # which is timed by itself
+
+
+def test_so_many_graphs_and_no_more(graphs: PassGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs._capture = captured  # type: ignore[method-assign]
+    monkeypatch.setattr("shoal.trainer.graphs.MAX_GRAPHS", 2)
+    assert [passes(graphs, 3, kind) for kind in "abc"] == [[0, 0, 1], [0, 0, 1], [0, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -155,22 +216,18 @@ def test_what_cannot_be_captured_is_tried_once_and_told(
         raise error("not permitted when stream is capturing\nand more")
 
     graphs._capture = capture  # type: ignore[method-assign]
-    laid = Laid.of(rows_of(ALONE, False), CPU)
-    assert [graphs.run("policy", laid, lambda _: pytest.fail("called")) for _ in range(4)] == [None] * 4
-    for _ in range(3):
-        graphs.run("reference", laid, lambda _: pytest.fail("called"))
-    assert tried == [Extent.covering(laid)] * tries
+    assert passes(graphs, 5) == [0] * 5 and passes(graphs, 4, "reference") == [0] * 4
+    assert tried == [Extent.covering(Laid.of(rows_of(ALONE, False), CPU))] * tries
     told = f"{what} not captured: not permitted when stream is capturing"
     assert [record.getMessage() for record in caplog.records] == [told] * tries
 
 
 def test_what_the_plan_has_no_room_for_is_not_tried(graphs: PassGraphs) -> None:
-    laid = Laid.of(rows_of(SHARED, False), CPU)
     asked: list[tuple[int, int]] = []
     graphs.fits = lambda tokens, keys: bool(asked.append((tokens, keys)))
     graphs._capture = lambda *_: pytest.fail("captured")  # type: ignore[method-assign]
-    assert [graphs.run("policy", laid, lambda _: pytest.fail("called")) for _ in range(3)] == [None] * 3
-    assert asked == [(256, 512)] * 3
+    assert passes(graphs, 4, samples=SHARED) == [0] * 4
+    assert asked == [(256, 512)] * 4
 
 
 def test_what_a_pass_gives_is_read_in_one_piece() -> None:
