@@ -1,14 +1,15 @@
 """Passes over micro-batches as CUDA graphs: a small one takes the host longer to launch than the device to run.
 
 A pass of a size that was met before is captured, on inputs padded to that size, and stays so where the clock shows that
-it pays. Tokens that fill up are a segment of their own, so every number is one, and no loss asks for them. Weights are
-read, and gradients are added, in place.
+it pays. Tokens that fill up are short segments of their own, so every number is one, and no loss asks for them; keys
+that fill up belong to segments without a query, which no gradient reaches. Weights are read, and gradients are added,
+in place.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -53,17 +54,17 @@ class Extent:
 
     @staticmethod
     def covering(laid: Laid) -> Extent:
-        bounds, longest, longest_keys = laid.context.bounds
+        bounds, *lengths = laid.context.bounds
         count = len(laid.arrays["token_ids"])
         tokens = _size(count + 1)
-        filling = more_keys = tokens - count
+        longest, longest_keys = map(_length, lengths)
+        segments = len(bounds["starts"]) - 1 + -(-(tokens - count) // LEAST_LENGTH)
         keys = 0
         if "keys" in bounds:
-            keys = tokens * _power(-(-(len(bounds["keys"]) + filling) // tokens))
-            more_keys = keys - len(bounds["keys"])
-        segments = _power(max(len(bounds["starts"]), laid.sequences), LEAST_SEGMENTS)
-        most = (_length(max(longest, filling)), _length(max(longest_keys, more_keys)))
-        return Extent(tokens, keys, segments, most)
+            least = len(bounds["keys"]) + tokens - count
+            keys = tokens * _power(-(-least // tokens))
+            segments += -(-(keys - least) // longest_keys)
+        return Extent(tokens, keys, _power(max(segments, laid.sequences), LEAST_SEGMENTS), (longest, longest_keys))
 
 
 def _power(count: int, least: int = 1) -> int:
@@ -93,32 +94,37 @@ def sizes(most_tokens: int) -> list[int]:
 
 
 def padded(laid: Laid, extent: Extent) -> dict[str, np.ndarray]:
-    """All that a pass reads, in the sizes of `extent`: one more segment of tokens, and scored ones under no mask."""
+    """All that a pass reads, in the sizes of `extent`: more segments of tokens, and scored ones under no mask."""
     bounds, _, _ = laid.context.bounds
     count = len(laid.arrays["token_ids"])
     own = np.arange(count, extent.tokens)
-    fills = {"position_ids": own - count, "before": count, "temperatures": 1}
+    fills = {"position_ids": (own - count) % LEAST_LENGTH, "before": count, "temperatures": 1}
     arrays: dict[str, np.ndarray] = {}
     for name, given in laid.arrays.items():
         full = np.zeros(extent.tokens, given.dtype)
         full[len(given) :] = fills.get(name, 0)
         full[: len(given)] = given
         arrays[name] = full
-    arrays["starts"] = _bounded(bounds["starts"], extent.segments, extent.tokens)
+    pieces = _pieces(len(own), LEAST_LENGTH)
+    arrays["starts"] = _continued(bounds["starts"], pieces, extent.segments)
     if extent.keys:
         known = bounds["keys"]
-        filling = np.full(extent.keys - len(known), count)
-        filling[len(filling) - len(own) :] = own
-        arrays["keys"] = np.concatenate([known, filling]).astype(np.int32)
-        arrays["key_starts"] = _bounded(bounds["key_starts"], extent.segments, extent.keys)
+        spare = extent.keys - len(known) - len(own)
+        # Spread over all tokens: what is added to one place, if only zeros, is added one by one.
+        arrays["keys"] = np.concatenate([known, own, np.arange(spare) % extent.tokens]).astype(np.int32)
+        pieces += _pieces(spare, extent.longest[1])
+        arrays["key_starts"] = _continued(bounds["key_starts"], pieces, extent.segments)
     return arrays
 
 
-def _bounded(starts: np.ndarray, segments: int, end: int) -> np.ndarray:
-    """[segments + 1]: a segment more, up to `end`, and then some of nothing."""
-    full = np.full(segments + 1, end, dtype=np.int32)
-    full[: len(starts)] = starts
-    return full
+def _pieces(count: int, most: int) -> list[int]:
+    return [most] * (count // most) + [count % most] * (count % most > 0)
+
+
+def _continued(starts: np.ndarray, lengths: Sequence[int], segments: int) -> np.ndarray:
+    """[segments + 1]: segments of these lengths more, and then some of nothing."""
+    ends = starts[-1] + np.cumsum([*lengths, *[0] * (segments + 1 - len(starts) - len(lengths))])
+    return np.concatenate([starts, ends]).astype(np.int32)
 
 
 def micro_batch(found: Mapping[str, Tensor], extent: Extent) -> MicroBatch:

@@ -23,6 +23,8 @@ from support.training import gradients, grouped_samples, make_policy, pack, rand
 
 CPU = torch.device("cpu")
 ALONE = random_samples(0, (4, 8), (10, 6), (2, 12), (7, 3))
+LONG = random_samples(1, (900, 1100), (30, 570), (100, 1500))
+LONG_SHARED = grouped_samples(1, (1100, (300, 900, 5)), (40, (610, 600)))
 SHARED = grouped_samples(0, (9, (5, 8, 3)), (4, (6, 6)))
 OBJECTIVES = {
     **{name: Objective(loss()) for name, loss in LOSSES.items()},
@@ -31,8 +33,8 @@ OBJECTIVES = {
 }
 
 
-def rows_of(samples: object, reference: bool) -> list[Row]:
-    rows = pack(samples, 40).rows  # type: ignore[arg-type]
+def rows_of(samples: object, reference: bool, most: int = 40) -> list[Row]:
+    rows = pack(samples, most, max_tokens=most).rows  # type: ignore[arg-type]
     for row in rows:
         row.old_logprobs = row.sampler_logprobs - 0.05
         row.reference_logprobs = row.sampler_logprobs + 0.1 if reference else None
@@ -41,10 +43,12 @@ def rows_of(samples: object, reference: bool) -> list[Row]:
 
 def filled(laid: Laid, extent: Extent) -> MicroBatch:
     """As a graph is given it, attention apart: without a GPU segments are read from the host."""
+    arrays = padded(laid, extent)
     starts, prefixes = laid.context.starts, laid.context.prefixes
-    more = None if prefixes is None else np.append(prefixes, -1)
-    context = Packed(np.append(starts, extent.tokens), CPU, prefixes=more)
-    return MicroBatch.made_of(upload(padded(laid, extent), CPU), context, extent.segments)
+    filling = [int(end) for end in np.unique(arrays["starts"]) if end > starts[-1]]
+    more = None if prefixes is None else np.append(prefixes, [-1] * len(filling))
+    context = Packed(np.append(starts, filling), CPU, prefixes=more)
+    return MicroBatch.made_of(upload(arrays, CPU), context, extent.segments)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -98,26 +102,33 @@ def collect_twice(policy: TrainedPolicy, rows: list[Row], objective: Objective) 
             policy._differentiate(objective, "old", policy.optimizer.collect, micro)
 
 
-@pytest.mark.parametrize("samples", (ALONE, SHARED), ids=("alone", "shared"))
+@pytest.mark.parametrize(
+    "samples", (ALONE, SHARED, LONG, LONG_SHARED), ids=("alone", "shared", "long", "long and shared")
+)
 def test_bounds_cover_all(samples: object) -> None:
-    """Every real segment has its queries and keys; what is left is one segment, which sees what it needs."""
-    laid = Laid.of(rows_of(samples, False), CPU)
+    """Every real segment has its queries and keys; tokens that fill up see their like alone, and nobody keys that do."""
+    laid = Laid.of(rows_of(samples, False, 8000), CPU)
     extent = Extent.covering(laid)
     arrays = padded(laid, extent)
     bounds = laid.context.bounds[0]
-    segments = len(bounds["starts"]) - 1
+    real, count = len(bounds["starts"]) - 1, len(laid.arrays["token_ids"])
     starts = arrays["starts"]
     key_starts, keys = arrays.get("key_starts", starts), arrays.get("keys", np.arange(extent.tokens))
-    assert starts[segments + 1 :].tolist() == [extent.tokens] * (extent.segments - segments)
-    assert key_starts[-1] == len(keys) == (extent.keys or extent.tokens)
-    assert starts[: segments + 1].tolist() == bounds["starts"].tolist()
+    assert len(starts) == len(key_starts) == extent.segments + 1
+    assert starts[-1] == extent.tokens and key_starts[-1] == len(keys) == (extent.keys or extent.tokens)
+    assert starts[: real + 1].tolist() == bounds["starts"].tolist()
     real_keys = bounds.get("keys", np.arange(bounds["starts"][-1]))
-    np.testing.assert_array_equal(keys[: key_starts[segments]], real_keys)
+    np.testing.assert_array_equal(keys[: key_starts[real]], real_keys)
     queries, seen = (np.diff(ends) for ends in (starts, key_starts))
-    assert (seen >= queries).all() and queries[segments] > 0
-    assert max(queries) <= extent.longest[0] and max(seen) <= extent.longest[1]
-    last = keys[key_starts[segments] : key_starts[segments + 1]]
-    assert last[-queries[segments] :].tolist() == list(range(starts[segments], extent.tokens))
+    assert (queries >= 0).all() and max(queries) <= extent.longest[0] and max(seen) <= extent.longest[1]
+    assert ((seen >= queries) | (queries == 0)).all()
+    filling = np.flatnonzero(queries[real:]) + real
+    assert sum(queries[filling]) == extent.tokens - count and max(queries[filling]) <= 512
+    for segment in filling:
+        own = keys[key_starts[segment] : key_starts[segment + 1]]
+        assert own.tolist() == list(range(starts[segment], starts[segment + 1]))
+    spare = keys[key_starts[filling[-1] + 1] :]
+    assert not len(spare) or np.bincount(spare).max() <= -(-len(spare) // extent.tokens)
 
 
 def test_sizes() -> None:
