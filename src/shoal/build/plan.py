@@ -24,8 +24,8 @@ def make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None, ran
     """
     plan = _make_plan(config, model, policy)
     if model.sharded is not None:
-        tokens, kept = ranks.smallest([plan.micro_batch_tokens, int(not plan.recompute)])
-        plan = replace(plan, micro_batch_tokens=tokens, recompute=not kept)
+        tokens, keys, kept = ranks.smallest([plan.micro_batch_tokens, plan.keys_for_token, int(not plan.recompute)])
+        plan = replace(plan, micro_batch_tokens=tokens, keys_for_token=keys, recompute=not kept)
     model.trained.recompute(plan.recompute)
     if policy is not None:
         policy.bound_graphs(plan.graphs.fits)

@@ -246,6 +246,7 @@ def make_learner(
         rows_per_micro_batch=train.per_device_train_batch_size,
         # Rows that the user counted are not counted again in tokens.
         micro_batch_tokens=plan.micro_batch_tokens if train.per_device_train_batch_size is None else None,
+        keys_for_token=plan.keys_for_token,
         recompute_old=recomputes_old(train, objective, fp32, remote=remote),
         needs_reference=objective.needs_reference,
         reward_kl_beta=train.loss.kl.beta if train.loss.kl.where == "reward" else 0.0,

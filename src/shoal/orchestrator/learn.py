@@ -5,6 +5,7 @@ Torch runs behind `Policy` on the device's thread; here are only arrays and the 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ class LearnSettings:
     ppo_epochs: int = 1
     rows_per_micro_batch: int | None = 1  # at most; None = as many as the tokens allow
     micro_batch_tokens: int | None = None  # at most, unless one row alone is longer
+    keys_for_token: int = 1  # as many keys, gathered for the answers to a shared prompt, take the memory of a token
     recompute_old: bool = False
     needs_reference: bool = False  # the loss has a KL term
     reward_kl_beta: float = 0.0  # KL folded into the reward instead
@@ -180,19 +182,32 @@ class Learner:
         return [*mine, *([] for _ in range(most - len(mine)))]
 
     def _micro_batches(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """Neighbouring rows together, within the plan: longer rows make smaller micro-batches."""
+        """Neighbouring rows together, within the plan: as few as it takes, and those about equal."""
         most, tokens = self._settings.rows_per_micro_batch, self._settings.micro_batch_tokens
-        batches: list[list[Row]] = []
-        for row in rows:
-            last = batches[-1] if batches else []
-            full = most is not None and len(last) >= most
-            # Counted as if no prompt were shared: attention still gathers a prompt's keys for every answer.
-            over = tokens is not None and sum(r.sample_tokens for r in last) + row.sample_tokens > tokens
-            if last and not full and not over:
-                last.append(row)
-            else:
-                batches.append([row])
-        return batches
+        sizes = [self._size(row) for row in rows]
+        bound = sum(sizes)
+        if tokens is not None:
+            count = len(_filled(sizes, tokens, most))
+            bound = bisect_left(range(tokens), True, key=lambda bound: len(_filled(sizes, bound, most)) <= count)
+        return [list(rows[part.start : part.stop]) for part in _filled(sizes, bound, most)]
+
+    def _size(self, row: Row) -> int:
+        """In tokens. Where a prompt is computed once, attention gathers its keys for every answer still."""
+        gathered = row.sample_tokens if row.sample_tokens > row.tokens else 0
+        return row.tokens + -(-gathered // self._settings.keys_for_token)
+
+
+def _filled(sizes: Sequence[int], bound: int, most: int | None) -> list[range]:
+    """Neighbours as long as they stay within the bound; one that is larger stands alone."""
+    parts: list[range] = []
+    filled = 0
+    for at, size in enumerate(sizes):
+        if parts and filled + size <= bound and (most is None or len(parts[-1]) < most):
+            parts[-1], filled = range(parts[-1].start, at + 1), filled + size
+        else:
+            parts.append(range(at, at + 1))
+            filled = size
+    return parts
 
 
 def _read_all(pending: Sequence[PendingResults]) -> list[Any]:

@@ -28,6 +28,7 @@ MAX_GRAPHS = 48  # each holds its inputs and results; what lies between shares o
 TIMED = 2  # the pass of a size whose time launch by launch is taken
 WORTH = 0.95  # of that time, which a graph must stay under
 LEAST_TOKENS, LEAST_SEGMENTS, LEAST_LENGTH = 256, 64, 512
+MULTIPLE = 2048
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,9 @@ def _length(count: int) -> int:
 
 
 def _size(count: int) -> int:
-    """The next power of two, or three quarters of it."""
+    """The next power of two, or three quarters of it; of large ones, whose filling takes time, the next multiple."""
+    if count > MULTIPLE * 4:
+        return -(-count // MULTIPLE) * MULTIPLE
     power = _power(count, LEAST_TOKENS)
     return power * 3 // 4 if power > LEAST_TOKENS and count <= power * 3 // 4 else power
 
@@ -98,11 +101,12 @@ def padded(laid: Laid, extent: Extent) -> dict[str, np.ndarray]:
     bounds, _, _ = laid.context.bounds
     count = len(laid.arrays["token_ids"])
     own = np.arange(count, extent.tokens)
-    fills = {"position_ids": (own - count) % LEAST_LENGTH, "before": count, "temperatures": 1}
+    anywhere = np.arange(extent.tokens)  # what is added to one place, if only zeros, is added one by one
+    fills = {"position_ids": (anywhere - count) % LEAST_LENGTH, "before": anywhere, "temperatures": 1}
     arrays: dict[str, np.ndarray] = {}
     for name, given in laid.arrays.items():
         full = np.zeros(extent.tokens, given.dtype)
-        full[len(given) :] = fills.get(name, 0)
+        full[:] = fills.get(name, 0)
         full[: len(given)] = given
         arrays[name] = full
     pieces = _pieces(len(own), LEAST_LENGTH)
@@ -110,8 +114,7 @@ def padded(laid: Laid, extent: Extent) -> dict[str, np.ndarray]:
     if extent.keys:
         known = bounds["keys"]
         spare = extent.keys - len(known) - len(own)
-        # Spread over all tokens: what is added to one place, if only zeros, is added one by one.
-        arrays["keys"] = np.concatenate([known, own, np.arange(spare) % extent.tokens]).astype(np.int32)
+        arrays["keys"] = np.concatenate([known, own, np.resize(anywhere, spare)]).astype(np.int32)
         pieces += _pieces(spare, extent.longest[1])
         arrays["key_starts"] = _continued(bounds["key_starts"], pieces, extent.segments)
     return arrays
@@ -238,11 +241,7 @@ class PassGraphs:
         inputs = {name: tensor.clone() for name, tensor in upload(arrays, self._device).items()}
         micro = micro_batch(inputs, extent)
         inputs["weights"].zero_()  # what only compiles kernels adds nothing to the gradient
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            work(micro)
-        torch.cuda.current_stream().wait_stream(stream)
+        work(micro)
         graph = torch.cuda.CUDAGraph()
         # The outer one leads back to the stream that was, also from a capture that fails.
         here = torch.cuda.stream(torch.cuda.current_stream())

@@ -81,6 +81,7 @@ class MemoryPlan:
     slots: int
     micro_batch_tokens: int
     recompute: bool
+    keys_for_token: int = 1  # gathered keys that take the memory of a token
     graphs: GraphRoom = GraphRoom()
     lines: tuple[tuple[str, float], ...] = ()  # what takes how many bytes
     total: int = 0
@@ -144,7 +145,8 @@ def _plan(measured: Measured, slots: int, passes: tuple[int, GraphRoom], recompu
     ]
     if graphs.limit:
         lines.append(("graphs of training passes", graphs.limit))
-    return MemoryPlan(slots, tokens, recompute, graphs, tuple(lines), measured.total)
+    keys = max(1, int(measured.costs[recompute].per_token // measured.key)) if measured.key else 1
+    return MemoryPlan(slots, tokens, recompute, keys, graphs, tuple(lines), measured.total)
 
 
 def _refusal(measured: Measured, demand: Demand, budget: float, least: int) -> str:

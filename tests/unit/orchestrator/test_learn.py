@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,6 +103,27 @@ def test_micro_batches_do_not_change_the_step(rows_per_micro_batch: int):
     assert sum(call.weight for call in split.calls) == pytest.approx(1.0)
     np.testing.assert_allclose(split.theta, whole.theta, atol=1e-12)
     assert len(learned.trained_rollouts) == 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys", "calls"),
+    [
+        (1000, 1, [5]),  # each row is 6 tokens, and 8 keys are gathered for its two answers
+        (69, 1, [3, 2]),  # not 4 and 1
+        (70, 1, [5]),
+        (35, 4, [3, 2]),
+        (40, 4, [5]),
+        (30, 100, [3, 2]),
+        (35, 100, [5]),
+        (5, 100, [1] * 5),  # none fits, so each stands alone
+    ],
+)
+def test_micro_batches_are_few_and_about_equal(tokens: int, keys: int, calls: list[int]):
+    """Within the plan, which counts what is computed and, by their memory, the keys that answers share."""
+    policy = UnigramPolicy()
+    plan: Any = {"rows_per_micro_batch": None, "micro_batch_tokens": tokens, "keys_for_token": keys}
+    learn(make_learner(policy, MEAN_ONLY, token_budget=6, **plan), [group_of(i, [0.0, 1.0]) for i in range(5)])
+    assert [len(call.rows) for call in policy.calls] == calls
 
 
 def test_minibatches_times_epochs_optimizer_steps():

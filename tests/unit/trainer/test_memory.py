@@ -112,6 +112,7 @@ def test_gathered_keys_take_their_share_of_what_captured_passes_keep() -> None:
     assert room.limit == (10 + 4 * 2) * 3072  # a token more than 2,048 is filled up to 3,072
     assert room.fits(3072, 4 * 3072) and not room.fits(3072, 4 * 3072 + 1)
     assert room.fits(1024, 22_528) and not room.fits(1024, 22_529)
+    assert decide(roomy, ASKED).keys_for_token == 5 and decide(MEASURED, ASKED).keys_for_token == 1
 
 
 def test_a_refusal_says_what_would_fit() -> None:

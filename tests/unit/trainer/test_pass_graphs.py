@@ -106,7 +106,7 @@ def collect_twice(policy: TrainedPolicy, rows: list[Row], objective: Objective) 
     "samples", (ALONE, SHARED, LONG, LONG_SHARED), ids=("alone", "shared", "long", "long and shared")
 )
 def test_bounds_cover_all(samples: object) -> None:
-    """Every real segment has its queries and keys; tokens that fill up see their like alone, and nobody keys that do."""
+    """Every real segment has its queries and keys; of what fills up, tokens see their like, and keys nobody."""
     laid = Laid.of(rows_of(samples, False, 8000), CPU)
     extent = Extent.covering(laid)
     arrays = padded(laid, extent)
@@ -132,7 +132,7 @@ def test_bounds_cover_all(samples: object) -> None:
 
 
 def test_sizes() -> None:
-    """Powers of two and three quarters of them, 256 at least, and always a token more than there are."""
+    """Powers of two and three quarters of them, from 8,192 multiples of 2,048; always a token more than there are."""
     laid = Laid.of(rows_of(ALONE, False), CPU)
     assert Extent.covering(laid) == Extent(256, 0, 64, (512, 512))
     assert Extent.covering(Laid.of(rows_of(SHARED, False), CPU)) == Extent(256, 512, 64, (512, 512))
@@ -142,7 +142,8 @@ def test_sizes() -> None:
         assert found.tokens == tokens, count
     assert sizes(0) == [] and sizes(100) == [256] and sizes(700) == [256, 384, 512, 768]
     assert sizes(3071)[-1] == 3072 and sizes(3072)[-1] == 4096 and sizes(GRAPH_TOKENS - 1) == sizes(100_000)
-    assert sizes(100_000)[-1] == GRAPH_TOKENS
+    assert sizes(100_000)[-4:] == [26_624, 28_672, 30_720, GRAPH_TOKENS]
+    assert sizes(8191)[-1] == 8192 and sizes(8192)[-1] == 10_240 and sizes(10_240)[-1] == 12_288
 
 
 class SetSpan(Span):
