@@ -110,9 +110,9 @@ class Step:
 def decode_layer(layer: FusedLayer, x: Tensor | None, residual: Tensor, step: Step) -> tuple[Tensor, Tensor]:
     """`x` is what the last layer has still to add to the residual (None before the first), perhaps in parts."""
     normed = _normed(x, residual, layer.module.input_layernorm)
-    mixed = layer.out(_attend(layer, layer.qkv(normed), step))
+    mixed = _in_parts(layer.out, _attend(layer, layer.qkv(normed), step))
     normed = _normed(mixed, residual, layer.module.post_attention_layernorm)
-    return _down(layer.down, _gate(layer.gate_up, normed)), residual
+    return _in_parts(layer.down, _gate(layer.gate_up, normed)), residual
 
 
 def _normed(x: Tensor | None, residual: Tensor, norm: Any) -> Tensor:
@@ -134,12 +134,12 @@ def _gate(gate_up: Joined, x: Tensor) -> Tensor:
     return swiglu(*gate_up(x).chunk(2, -1)) if tile is None else gated(x, gate_up.weight, tile)
 
 
-def _down(down: Joined, x: Tensor) -> Tensor:
+def _in_parts(product: Joined, x: Tensor) -> Tensor:
     """[B, hidden], or in parts [splits, B, hidden] whose sum it is."""
-    from shoal.engine.kernels.products import split_product, split_tile
+    from shoal.engine.kernels.products import split_product, splits_of
 
-    tile = split_tile(len(x), down.weight) if down.plain else None
-    return down(x) if tile is None else split_product(x, down.weight, tile)
+    splits = splits_of(len(x), product.weight) if product.plain else 1
+    return product(x) if splits == 1 else split_product(x, product.weight, splits)
 
 
 def _attend(layer: FusedLayer, qkv: Tensor, step: Step) -> Tensor:

@@ -17,12 +17,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows, columns and depth of one program's tile; splits of the depth; warps; stages of the loads."""
+    """Rows, columns and depth of one program's tile; warps; stages of the loads."""
 
     rows: int = 64
     columns: int = 64
     depth: int = 64
-    splits: int = 1
     warps: int = 4
     stages: int = 4
 
@@ -56,30 +55,6 @@ def _gated(
 
 
 @triton.jit
-def _split(
-    x, weight, partial, rows, WIDTH: tl.constexpr, DEPTH: tl.constexpr, SHARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Program (columns, rows, split): this split's part of a tile of x @ weight.T, in fp32."""
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    at = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    split = tl.program_id(2)
-    steps = tl.arange(0, STEP)
-    here = (at < rows)[:, None]
-    first = split * SHARE
-    x_at = x + at[:, None].to(tl.int64) * DEPTH + first + steps[None]
-    weight_at = weight + columns[None].to(tl.int64) * DEPTH + first + steps[:, None]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for _ in range(first, tl.minimum(first + SHARE, DEPTH), STEP):
-        a = tl.load(x_at, mask=here, other=0.0)
-        total = tl.dot(a, tl.load(weight_at), total, input_precision="ieee")
-        x_at += STEP
-        weight_at += STEP
-    where = (split * rows + at[:, None]).to(tl.int64) * WIDTH + columns[None]
-    tl.store(partial + where, total, mask=here)
-
-
-@triton.jit
 def _sum_norm(
     partial, residual, weight, out, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr
 ):
@@ -100,10 +75,10 @@ def _sum_norm(
     tl.store(out + row * WIDTH + columns, gain * (wide * scale).to(value.dtype), mask=inside)
 
 
-GATED_ROWS, SPLIT_ROWS = 64, 128  # above them the library's products are as fast, or faster
+GATED_ROWS = 64  # above them the library's product is as fast, or faster
 EXACT_ROWS = 16  # in fp32 for the check at start alone: such products are slow
-SPLIT_TILES = 64  # where tiles abound nothing needs to be split
 PROGRAMS = 132  # that fill the device
+SPLITS = (4, 2)
 
 
 def gated_tile(rows: int, weight: Tensor) -> Tile | None:
@@ -115,14 +90,14 @@ def gated_tile(rows: int, weight: Tensor) -> Tile | None:
     return Tile(_rows(rows), 64, 64, stages=2 if exact else 5 if width // 64 <= PROGRAMS else 3)
 
 
-def split_tile(rows: int, weight: Tensor) -> Tile | None:
-    """How `split_product` is cut, likewise."""
+def splits_of(rows: int, weight: Tensor) -> int:
+    """Into how many parts of its depth a product is best cut, as measured on an H200: tiles alone are too few to fill
+    the device, but every part is written and read again, which only a deep product is worth."""
     width, depth = weight.shape
-    tiles = (width // 64) * triton.cdiv(rows, 64)
-    exact = weight.dtype == torch.float32
-    if rows > (EXACT_ROWS if exact else SPLIT_ROWS) or tiles > SPLIT_TILES or width % 64 or depth % 128:
-        return None
-    return Tile(_rows(rows), 64, 128, splits=max(1, min(8, PROGRAMS // tiles)), stages=2 if exact else 4)
+    tiles = triton.cdiv(rows, 128) * triton.cdiv(width, 128)
+    most = min(100, max(40, depth // 86))
+    cuts = [cut for cut in SPLITS if depth % (cut * 8) == 0 and depth >= cut * 256 and tiles * cut <= most]
+    return max(cuts, default=1)
 
 
 def _rows(rows: int) -> int:
@@ -141,18 +116,13 @@ def gated(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
     return out
 
 
-def split_product(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+def split_product(x: Tensor, weight: Tensor, splits: int) -> Tensor:
     """x [B, in] @ weight [out, in].T in parts: [splits, B, out] fp32, whose sum it is."""
-    rows, depth = x.shape
-    width = len(weight)
-    share = triton.cdiv(triton.cdiv(depth, tile.splits), tile.depth) * tile.depth
-    splits = triton.cdiv(depth, share)
-    partial = torch.empty(splits, rows, width, dtype=torch.float32, device=x.device)
-    _split[(width // tile.columns, triton.cdiv(rows, tile.rows), splits)](
-        x, weight, partial, rows, WIDTH=width, DEPTH=depth, SHARE=share, ROWS=tile.rows, COLUMNS=tile.columns,
-        STEP=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return partial
+    parts = x.view(len(x), splits, -1).transpose(0, 1)
+    weights = weight.view(len(weight), splits, -1).permute(1, 2, 0)
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.bmm(parts, weights, out_dtype=torch.float32)
+    return torch.bmm(parts.float(), weights.float())
 
 
 def sum_norm_(partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
