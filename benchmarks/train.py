@@ -1,6 +1,6 @@
 """Packed training: 64 sequences of 384 tokens in one row, forward and backward, then the optimizer apart.
 
-    python benchmarks/train.py OUT.json [--shape qwen2.5-0.5b] [--sequences 64] [--length 384] [--modules] [--smoke]
+    python benchmarks/train.py OUT.json [--shape …] [--sequences 64] [--length 384] [--modules] [--only …] [--smoke]
 
 Every token but the first of a sequence is in the loss, so 6·N operations a token, N all parameters, is what there is to
 do; `fraction` is that over the measured bf16 rate, which is the MFU. Adapters need 4·N, for the base has no gradient.
@@ -152,11 +152,13 @@ def main() -> None:
     made.add_argument("--sequences", type=int, default=64)
     made.add_argument("--length", type=int, default=384)
     made.add_argument("--modules", action="store_true", help="also the model's own modules, plain and compiled")
+    made.add_argument("--only", nargs="*", metavar="NAME", help="of these, those whose names are given")
     asked = made.parse_args()
     rates, result = begin(asked.smoke)
     shape, size = (TINY, (8, 16)) if asked.smoke else (asked.shape, (asked.sequences, asked.length))
     result |= {"sequences": size[0], "length": size[1]}
-    for variant in [*VARIANTS, *(MODULES if asked.modules else [])]:
+    variants = [*VARIANTS, *(MODULES if asked.modules else [])]
+    for variant in variants if asked.only is None else [v for v in variants if v.name in asked.only]:
         result["rows"].append(measure(shape, variant, size, rates))
         write_result(asked.out, result)
         free()

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from shoal.errors import ModelError
+from shoal.models.gathered import gathered, take_tokens
 from shoal.models.upload import upload
 
 ATTENTION = "shoal"
@@ -95,23 +96,6 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor |
     return torch.matmul(shares.to(value.dtype), value)
 
 
-class _TakeTokens(torch.autograd.Function):
-    """index_select over tokens whose gradients are added up in fp32: a prefix gets one from every segment after it."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, index: Tensor) -> Tensor:  # [T, ...], [n] -> [n, ...]
-        ctx.save_for_backward(index)
-        ctx.length = tokens.shape[0]
-        return tokens.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (index,), (grad,) = ctx.saved_tensors, grads
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        total = torch.zeros(ctx.length, *grad.shape[1:], dtype=wide, device=grad.device)
-        return total.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
-
-
 @dataclass(frozen=True)
 class _Rectangle:
     """Segments as rows of a right-padded rectangle. Indices are into the row of tokens."""
@@ -166,7 +150,7 @@ class Packed:
         window = (shape.window - 1, 0) if shape.window is not None else (-1, 0)
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         if "keys" in plan:
-            key, value = (_TakeTokens.apply(x, plan["keys"]) for x in (key, value))  # type: ignore[misc]
+            key, value = (take_tokens(x, plan) for x in (key, value))
         # With fewer queries than keys the kernel aligns both at their ends (lower right, as torch.nn.attention.bias
         # calls it), in the causal mask and in the window: a query stands after all keys of its prefix.
         out = varlen_attn(
@@ -190,12 +174,12 @@ class Packed:
 
     @cached_property
     def bounds(self) -> tuple[dict[str, np.ndarray], int, int]:
-        """Where queries begin, where keys do and where each lies if segments share any; the longest run of either."""
+        """Where queries begin, where keys do and which they are if segments share any; the longest run of either."""
         arrays = {"starts": self.starts.astype(np.int32)}
         longest = longest_keys = int(np.diff(self.starts).max())
         if self.prefixes is not None:
             keys = [self._keys_of(segment) for segment in range(len(self.prefixes))]
-            arrays["keys"] = np.concatenate(keys).astype(np.int32)
+            arrays |= gathered(np.concatenate(keys), int(self.starts[-1]))
             arrays["key_starts"] = np.cumsum([0, *map(len, keys)]).astype(np.int32)
             longest_keys = max(map(len, keys))
         return arrays, longest, longest_keys

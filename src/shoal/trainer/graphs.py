@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoal.algorithms.inputs import Metrics
 from shoal.models.attention import Packed
+from shoal.models.gathered import gathered
 from shoal.models.upload import upload
 from shoal.trainer.micro_batch import Laid, MicroBatch
 
@@ -114,7 +115,7 @@ def padded(laid: Laid, extent: Extent) -> dict[str, np.ndarray]:
     if extent.keys:
         known = bounds["keys"]
         spare = extent.keys - len(known) - len(own)
-        arrays["keys"] = np.concatenate([known, own, np.resize(anywhere, spare)]).astype(np.int32)
+        arrays |= gathered(np.concatenate([known, own, np.resize(anywhere, spare)]), extent.tokens)
         pieces += _pieces(spare, extent.longest[1])
         arrays["key_starts"] = _continued(bounds["key_starts"], pieces, extent.segments)
     return arrays
@@ -131,7 +132,7 @@ def _continued(starts: np.ndarray, lengths: Sequence[int], segments: int) -> np.
 
 
 def micro_batch(found: Mapping[str, Tensor], extent: Extent) -> MicroBatch:
-    plan = {name: found[name] for name in ("starts", "keys", "key_starts") if name in found}
+    plan = {name: found[name] for name in ("starts", "key_starts", "keys", "copies", "copy_starts") if name in found}
     return MicroBatch.made_of(found, Packed.planned(plan, extent.longest), extent.segments)
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from shoal.engine.cache import PrefillWriter, SlotCache
 from shoal.errors import ModelError
-from shoal.models.attention import Decode, Packed, Shape, _TakeTokens, dense_attention, round_up, shoal_attention
+from shoal.models.attention import Decode, Packed, Shape, dense_attention, round_up, shoal_attention
 from shoal.models.decoder import LayerShape
+from shoal.models.gathered import gathered, take_tokens
 from support.models import small_decoder, small_model
 
 HEADS, KV_HEADS, DIM = 4, 2, 6
@@ -128,11 +129,19 @@ def test_what_the_kernel_of_a_gpu_is_given(
 def test_gradients_of_a_shared_token_are_added_up_in_fp32() -> None:
     """In bf16 a sum of ones stops at 256: half the step from there on is 1."""
     tokens = torch.zeros(2, 3, dtype=torch.bfloat16, requires_grad=True)
-    index = torch.tensor([0] * 300 + [1], dtype=torch.int32)
-    _TakeTokens.apply(tokens, index).sum().backward()  # type: ignore[union-attr]
+    take_tokens(tokens, plan_of([0] * 300 + [1], 2)).sum().backward()
     assert tokens.grad is not None and tokens.grad.tolist() == [[300.0] * 3, [1.0] * 3]
-    wide = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: _TakeTokens.apply(x, torch.tensor([3, 0, 3, 1, 3])), (wide,))
+    wide = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: take_tokens(x, plan_of([3, 0, 3, 1, 3], 5)), (wide,))
+
+
+def plan_of(keys: list[int], tokens: int) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in gathered(np.array(keys), tokens).items()}
+
+
+def test_copies_are_listed_token_by_token() -> None:
+    plan = plan_of([3, 0, 3, 1, 3], 5)
+    assert plan["copies"].tolist() == [1, 3, 0, 2, 4] and plan["copy_starts"].tolist() == [0, 1, 2, 2, 5, 5]
 
 
 def test_prefixes_of_prefixes_and_in_a_prefill_are_refused() -> None:
