@@ -255,6 +255,12 @@ class Row:
         return int(self.tokens + lengths[shared].sum() - lengths[np.unique(shared)].sum())
 
     @property
+    def gathered_keys(self) -> int:
+        """Keys that segments see, each with its prefix; none need gathering where nothing is shared."""
+        shared = self.segment_prefix[self.segment_prefix >= 0]
+        return int(self.tokens + np.diff(self.segment_starts)[shared].sum()) if len(shared) else 0
+
+    @property
     def predecessors(self) -> np.ndarray:
         """[T] where the token before each one lies, whose state predicts it. The first of a sample has none: it names
         what happens to lie before it, and is never in the loss."""

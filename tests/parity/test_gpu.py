@@ -355,6 +355,30 @@ def test_long_rows_beside_short_ones() -> None:
         assert np.abs(mine - row.sampler_logprobs)[row.loss_mask].mean() < 0.02
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+def test_a_model_whose_products_are_cut(dtype: torch.dtype) -> None:
+    """Wide enough for both products that end a layer's halves: as eager decoding in fp32, as the trainer in bf16."""
+    from shoal.engine.kernels.products import splits_of
+
+    wide = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}
+    decoder = on_gpu("qwen3", dtype, num_key_value_heads=2, **wide)
+    layer: Any = decoder.body.layers[0]  # type: ignore[union-attr]
+    assert splits_of(8, layer.self_attn.o_proj.weight) == 2 and splits_of(8, layer.mlp.down_proj.weight) == 4
+    engine, eager = (make_engine(decoder, slots=16, context_tokens=192, graphs=graphs) for graphs in (True, False))
+    assert "few kernels" in engine.path, engine.path
+    requests = [ask(f"{i}", prompt, seed=i, max_tokens=24) for i, prompt in enumerate(random_prompts(7, 5, 60))]
+    answers = run(engine, requests)
+    if dtype == torch.float32:
+        for name, other in run(eager, requests).items():
+            assert answers[name].token_ids == other.token_ids
+            np.testing.assert_allclose(answers[name].logprobs, other.logprobs, rtol=0, atol=1e-4)
+    turns = [one_turn(request.prompt_ids, answers[request.request_id], 1.0) for request in requests]
+    rows = rows_of([as_rollout(i, turn, 1.0, group=i) for i, turn in enumerate(turns)], 3072)
+    for row, mine in zip(rows, make_policy(decoder).logprobs(rows), strict=True):
+        gap = np.abs(mine - row.sampler_logprobs)[row.loss_mask].mean()
+        assert gap < (1e-4 if dtype == torch.float32 else 0.02)
+
+
 @pytest.mark.parametrize("rows", (1, 8, 16, 17, 33, 64, 65, 128))
 def test_products_of_decode_steps(rows: int) -> None:
     """The shape of a 0.5B model in bf16: no further from float64 than torch's own products are."""

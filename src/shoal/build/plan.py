@@ -101,5 +101,6 @@ def tell(plan: MemoryPlan, notice: str | None, console: Console, events: EventLo
     rows = plan.table() if plan.lines else []
     for name, size in rows:
         console.note(f"memory  {name:<52} {size:>22}")
-    data = {"slots": plan.slots, "micro_batch_tokens": plan.micro_batch_tokens, "recompute": plan.recompute}
+    names = ("slots", "micro_batch_tokens", "keys_for_token", "recompute")
+    data: dict[str, Any] = {name: getattr(plan, name) for name in names}
     events.emit("memory-plan", "what memory goes to", data={**data, "bytes": dict(plan.lines)})

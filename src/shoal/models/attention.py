@@ -169,6 +169,8 @@ class Packed:
 
     def _varlen_plan(self) -> tuple[dict[str, Tensor], int, int]:
         arrays, longest, longest_keys = self.bounds
+        if "keys" in arrays:
+            arrays = arrays | gathered(arrays["keys"], int(self.starts[-1]))
         plan = upload(arrays, self.device)
         return {"key_starts": plan["starts"], **plan}, longest, longest_keys
 
@@ -179,7 +181,7 @@ class Packed:
         longest = longest_keys = int(np.diff(self.starts).max())
         if self.prefixes is not None:
             keys = [self._keys_of(segment) for segment in range(len(self.prefixes))]
-            arrays |= gathered(np.concatenate(keys), int(self.starts[-1]))
+            arrays["keys"] = np.concatenate(keys)
             arrays["key_starts"] = np.cumsum([0, *map(len, keys)]).astype(np.int32)
             longest_keys = max(map(len, keys))
         return arrays, longest, longest_keys

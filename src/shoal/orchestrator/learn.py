@@ -36,7 +36,7 @@ class LearnSettings:
     minibatches: int = 1
     ppo_epochs: int = 1
     rows_per_micro_batch: int | None = 1  # at most; None = as many as the tokens allow
-    micro_batch_tokens: int | None = None  # at most, unless one row alone is longer
+    micro_batch_tokens: int | None = None  # at most, gathered keys counted in, unless one row alone is larger
     keys_for_token: int = 1  # as many keys, gathered for the answers to a shared prompt, take the memory of a token
     recompute_old: bool = False
     needs_reference: bool = False  # the loss has a KL term
@@ -182,7 +182,7 @@ class Learner:
         return [*mine, *([] for _ in range(most - len(mine)))]
 
     def _micro_batches(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """Neighbouring rows together, within the plan: as few as it takes, and those about equal."""
+        """Neighbouring rows together: as many as asked for, or, within the plan, in few micro-batches about equal."""
         most, tokens = self._settings.rows_per_micro_batch, self._settings.micro_batch_tokens
         sizes = [self._size(row) for row in rows]
         bound = sum(sizes)
@@ -193,8 +193,7 @@ class Learner:
 
     def _size(self, row: Row) -> int:
         """In tokens. Where a prompt is computed once, attention gathers its keys for every answer still."""
-        gathered = row.sample_tokens if row.sample_tokens > row.tokens else 0
-        return row.tokens + -(-gathered // self._settings.keys_for_token)
+        return row.tokens + -(-row.gathered_keys // self._settings.keys_for_token)
 
 
 def _filled(sizes: Sequence[int], bound: int, most: int | None) -> list[range]:

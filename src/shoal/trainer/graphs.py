@@ -1,17 +1,18 @@
 """Passes over micro-batches as CUDA graphs: a small one takes the host longer to launch than the device to run.
 
-A pass of a size that was met before is captured, on inputs padded to that size, and stays so where the clock shows that
-it pays. Tokens that fill up are short segments of their own, so every number is one, and no loss asks for them; keys
-that fill up belong to segments without a query, which no gradient reaches. Weights are read, and gradients are added,
-in place.
+A pass of a size that was met a few times is captured, on inputs padded to that size, and stays so where the clock shows
+that it pays. Tokens that fill up are short segments of their own, so every number is one, and no loss asks for them.
+Keys that fill up belong to segments without a query, which no gradient reaches. Weights are read, and gradients are
+added, in place.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +25,12 @@ from shoal.models.upload import upload
 from shoal.trainer.micro_batch import Laid, MicroBatch
 
 log = logging.getLogger(__name__)
+Work = Callable[[MicroBatch], "Passed"]
 GRAPH_TOKENS = 32_768  # of one pass, filled up; larger ones keep the device busy however they are launched
-MAX_GRAPHS = 48  # each holds its inputs and results; what lies between shares one pool
-TIMED = 2  # the pass of a size whose time launch by launch is taken
-WORTH = 0.95  # of that time, which a graph must stay under
+MAX_GRAPHS = 48  # each holds its inputs and results; what lies between is in one pool
+TIMED = 3  # passes of a size either way, before they are compared
+WORTH = 0.95  # of the time launch by launch, which a graph must stay under
+IDLE_PASSES = 1000  # after so many without it, a graph may make room for another
 LEAST_TOKENS, LEAST_SEGMENTS, LEAST_LENGTH = 256, 64, 512
 MULTIPLE = 2048
 
@@ -136,7 +139,7 @@ def micro_batch(found: Mapping[str, Tensor], extent: Extent) -> MicroBatch:
     return MicroBatch.made_of(found, Packed.planned(plan, extent.longest), extent.segments)
 
 
-class Span:
+class Span(AbstractContextManager[None]):
     """How long the device was at something, waiting for the host included. Nothing waits until it is read."""
 
     def __init__(self) -> None:
@@ -155,97 +158,122 @@ class Span:
 
 
 @dataclass
-class _Captured:
+class _Graph:
     graph: torch.cuda.CUDAGraph
     inputs: dict[str, Tensor]
     passed: Passed
 
+    def replay(self, arrays: Mapping[str, Tensor]) -> Passed:
+        for name, tensor in arrays.items():
+            self.inputs[name].copy_(tensor)
+        self.graph.replay()
+        # The next replay writes over what this one gave.
+        return Passed(self.passed.names, self.passed.values.clone())
+
 
 @dataclass
 class _Size:
-    """Of passes: the first compiles what it needs, the second is timed, the third is captured, the fourth compares."""
+    """How passes of one size went: the first few launch by launch, the first few as a graph."""
 
-    plain: Span
-    replayed: Span
-    met: int = 0
-    captured: _Captured | None = None
+    plain: list[Span] = field(default_factory=list)
+    replays: list[Span] = field(default_factory=list)
+    graph: _Graph | None = None
+    judged: bool = False
     refused: bool = False
+    last: int = 0  # the pass that was of this size
+
+    @property
+    def is_slower(self) -> bool:
+        """Of several the fastest: the others may have compiled kernels, or waited for somebody."""
+        return min(span.ms for span in self.replays) > WORTH * min(span.ms for span in self.plain)
 
 
 class PassGraphs:
-    """`fits` says whether the memory plan has room for a pass of so many tokens and gathered keys."""
+    """`fits` says whether the memory plan has room for a pass of so many tokens and gathered keys, where graphs keep so
+    many bytes already."""
 
     def __init__(self, device: torch.device, span: Callable[[], Span] = Span) -> None:
-        self.fits: Callable[[int, int], bool] = lambda tokens, keys: True
+        self.fits: Callable[[int, int, int], bool] = lambda tokens, keys, kept: True
         self._device = device
         self._span = span
         self._sizes: dict[Hashable, _Size] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._passes = 0
+        self._pool: Any = None
+        self._kept = 0  # bytes of the pool
 
     @property
     def captured(self) -> list[Hashable]:
         """Kind, extent and inputs of each graph there is."""
-        return [key for key, size in self._sizes.items() if size.captured is not None]
+        return [key for key, size in self._sizes.items() if size.graph is not None]
 
-    def run(
-        self, kind: Hashable, laid: Laid, work: Callable[[MicroBatch], Passed], plainly: Callable[[], Passed]
-    ) -> Passed:
+    def run(self, kind: Hashable, laid: Laid, work: Work, plainly: Callable[[], Passed]) -> Passed:
         """What `work` gives for the rows; `plainly` does it launch by launch."""
         if laid.kept is not None or len(laid.arrays["token_ids"]) >= GRAPH_TOKENS:
             return plainly()
         extent = Extent.covering(laid)
-        if not self.fits(extent.tokens, extent.keys):
-            return plainly()
-        key = (kind, extent, frozenset(laid.arrays))
-        size = self._sizes[key] = self._sizes.get(key) or _Size(self._span(), self._span())
-        size.met += 1
-        captured = self._captured(size, laid, extent, work)
-        if captured is None:
-            with size.plain if size.met == TIMED else nullcontext():
+        size = self._sizes.setdefault((kind, extent, frozenset(laid.arrays)), _Size())
+        self._passes += 1
+        size.last = self._passes
+        graph = self._graph_of(size, laid, extent, work)
+        if graph is None:
+            with self._timed(size.plain):
                 return plainly()
-        for name, tensor in upload(padded(laid, extent), self._device).items():
-            captured.inputs[name].copy_(tensor)
-        with size.replayed if size.met == TIMED + 1 else nullcontext():
-            captured.graph.replay()
-        # The next replay writes over what this one gave.
-        return Passed(captured.passed.names, captured.passed.values.clone())
+        with self._timed(size.replays):
+            return graph.replay(upload(padded(laid, extent), self._device))
 
-    def _captured(
-        self, size: _Size, laid: Laid, extent: Extent, work: Callable[[MicroBatch], Passed]
-    ) -> _Captured | None:
-        """None while it is not, cannot be, or was seen not to be worth it."""
-        if size.met <= TIMED or size.refused:
+    def _timed(self, spans: list[Span]) -> AbstractContextManager[None]:
+        if len(spans) >= TIMED:
+            return nullcontext()
+        spans.append(self._span())
+        return spans[-1]
+
+    def _graph_of(self, size: _Size, laid: Laid, extent: Extent, work: Work) -> _Graph | None:
+        """None while there is none, if there can be none, and where it was seen not to be worth it."""
+        if len(size.plain) < TIMED or size.refused:
             return None
-        if size.captured is None:
-            if len(self.captured) >= MAX_GRAPHS:
-                return None
-            try:
-                size.captured = self._capture(padded(laid, extent), extent, work)
-            except RuntimeError as error:
-                self._give_up(size, extent, error)
-        elif size.met == TIMED + 2 and size.replayed.ms > WORTH * size.plain.ms:
-            size.captured, size.refused = None, True
-        return size.captured
+        if size.graph is None:
+            if self._has_room(extent):
+                try:
+                    size.graph = self._capture(padded(laid, extent), extent, work)
+                except RuntimeError as error:
+                    self._give_up(size, extent, error)
+        elif len(size.replays) == TIMED and not size.judged:
+            size.judged = True
+            if size.is_slower:
+                size.graph, size.refused = None, True
+        return size.graph
+
+    def _has_room(self, extent: Extent) -> bool:
+        """In the plan, and among the graphs: one that nobody asked for in a long while makes room for another."""
+        graphs = [size for size in self._sizes.values() if size.graph is not None]
+        if len(graphs) >= MAX_GRAPHS:
+            oldest = min(graphs, key=lambda size: size.last)
+            if self._passes - oldest.last < IDLE_PASSES:
+                return False
+            oldest.graph = None
+        return self.fits(extent.tokens, extent.keys, self._kept)
 
     def _give_up(self, size: _Size, extent: Extent, error: RuntimeError) -> None:
         """This size, where memory did not suffice; all of them, where something in the model cannot be captured."""
         size.refused = True
         what = f"passes of {extent.tokens} tokens are not captured"
         if not isinstance(error, torch.OutOfMemoryError):  # what was begun may not have been ended as it should be
-            self.fits = lambda tokens, keys: False
+            self.fits = lambda tokens, keys, kept: False
             what = "training passes are not captured"
         log.warning("%s: %s", what, str(error).partition("\n")[0])
 
-    def _capture(
-        self, arrays: dict[str, np.ndarray], extent: Extent, work: Callable[[MicroBatch], Passed]
-    ) -> _Captured:
+    def _capture(self, arrays: dict[str, np.ndarray], extent: Extent, work: Work) -> _Graph:
+        if not self.captured:  # a pool that lost its last graph takes no other
+            self._pool, self._kept = torch.cuda.graph_pool_handle(), 0
         inputs = {name: tensor.clone() for name, tensor in upload(arrays, self._device).items()}
         micro = micro_batch(inputs, extent)
         inputs["weights"].zero_()  # what only compiles kernels adds nothing to the gradient
         work(micro)
+        before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         # The outer one leads back to the stream that was, also from a capture that fails.
         here = torch.cuda.stream(torch.cuda.current_stream())
         with here, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             passed = work(micro)
-        return _Captured(graph, inputs, passed)
+        self._kept += torch.cuda.memory_reserved(self._device) - before
+        return _Graph(graph, inputs, passed)

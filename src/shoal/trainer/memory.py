@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -22,6 +22,7 @@ CPU_SHARE = 0.25  # of what is free, for the cache, unless the user says otherwi
 RESERVE = 0.06  # of the device: fragments, libraries, the logits of a decode batch
 GOOD_MICRO_BATCH = 32_768  # tokens that keep a large GPU busy; more only takes memory
 KEYS_A_TOKEN = 4  # gathered for a token of a captured pass, where answers share their prompts
+POOL = 1.25  # what the pool of all captured passes takes beside the largest of them alone
 KEPT_OF_MICRO_BATCH = 0.75  # where captured passes want a share of its memory
 GIB = 2**30
 
@@ -37,7 +38,7 @@ class Demand:
     slots: int
     context_tokens: int
     utilization: float | None
-    captures: bool = False  # whether small passes may become graphs
+    captures: bool = False  # whether passes may become graphs
 
 
 @dataclass(frozen=True)
@@ -61,19 +62,27 @@ class Measured:
     optimizer: int  # moments that the first step allocates
     slot: int  # bytes of cache a sequence
     costs: dict[bool, Cost]  # with and without recompute
-    key: int = 0  # bytes of keys and values a token
+    key: int = 0  # bytes a key, and its value, that is gathered
 
 
 @dataclass(frozen=True)
 class GraphRoom:
-    """Memory that captured passes keep, as much as the largest needs; prompts' keys are gathered for every answer."""
+    """Memory that captured passes keep: what the largest needs, and some more, since sizes do not fit into each other.
+
+    Prompts' keys are gathered for every answer.
+    """
 
     limit: float = 0.0
     cost: Cost = Cost(0.0, 0.0)
     key: int = 0
 
-    def fits(self, tokens: int, keys: int) -> bool:
-        return self.limit > 0 and self.cost.at(tokens) + self.key * keys <= self.limit
+    @staticmethod
+    def of(tokens: int, cost: Cost, key: int) -> GraphRoom:
+        """For passes of up to so many tokens."""
+        return GraphRoom(POOL * (cost.at(tokens) + key * KEYS_A_TOKEN * tokens), cost, key)
+
+    def fits(self, tokens: int, keys: int, kept: int = 0) -> bool:
+        return kept < self.limit and POOL * (self.cost.at(tokens) + self.key * keys) <= self.limit
 
 
 @dataclass(frozen=True)
@@ -109,26 +118,24 @@ def decide(measured: Measured, demand: Demand) -> MemoryPlan:
             cost, room = measured.costs[recompute], budget - slots * measured.slot
             if cost.tokens_in(room) >= least:
                 most = least if demand.rows_per_micro_batch else max(least, min(GOOD_MICRO_BATCH, demand.step_tokens))
-                keeps = GraphRoom(0.0, cost, measured.key) if demand.captures and not recompute else None
-                passes = _passes(cost, room, range(least, most + 1), keeps)
+                key = measured.key if demand.captures and not recompute else None
+                passes = _passes(cost, room, range(least, most + 1), key)
                 return _plan(measured, slots, passes, recompute)
         slots = slots // 2 // ROW_MULTIPLE * ROW_MULTIPLE
     raise HardwareError(_refusal(measured, demand, budget, least))
 
 
-def _passes(cost: Cost, room: float, useful: range, keeps: GraphRoom | None) -> tuple[int, GraphRoom]:
+def _passes(cost: Cost, room: float, useful: range, key: int | None) -> tuple[int, GraphRoom]:
     """Tokens of a micro-batch, and what captured passes may keep, which costs the other no more than a quarter.
 
-    One that computes layers again is not captured.
+    `key`: bytes a gathered key; None = nothing is captured.
     """
     tokens = min(cost.tokens_in(room), useful[-1])
-    if keeps is None:
-        return tokens, GraphRoom()
-    for size in reversed(sizes(tokens)):
-        limit = cost.at(size) + keeps.key * KEYS_A_TOKEN * size
-        beside = min(tokens, cost.tokens_in(room - limit))
+    for size in reversed(sizes(tokens) if key is not None else []):
+        graphs = GraphRoom.of(size, cost, key or 0)
+        beside = min(tokens, cost.tokens_in(room - graphs.limit))
         if beside >= max(useful[0], tokens * KEPT_OF_MICRO_BATCH):
-            return beside, replace(keeps, limit=limit)
+            return beside, graphs
     return tokens, GraphRoom()
 
 
@@ -195,8 +202,8 @@ def measure(
         per_token = max(0.0, two - one) / demand.row_tokens
         costs[recompute] = Cost(one - per_token * demand.row_tokens, per_token)
     costs.setdefault(True, costs[ways[0]])
-    slot, key = slot_bytes(layers, decoder.dtype, demand.context_tokens), slot_bytes(layers, decoder.dtype, 1)
-    return Measured(total, held, optimizer_bytes, slot, costs, key // KEY_MULTIPLE)
+    slot = slot_bytes(layers, decoder.dtype, demand.context_tokens)
+    return Measured(total, held, optimizer_bytes, slot, costs, gathered_bytes(layers, decoder))
 
 
 def _peak(device: torch.device, dry_run: Callable[[int], None], rows: int) -> int:
@@ -211,6 +218,13 @@ def _peak(device: torch.device, dry_run: Callable[[int], None], rows: int) -> in
 
 def slot_bytes(layers: dict[int, LayerShape], dtype: torch.dtype, context_tokens: int) -> int:
     return SlotCache.bytes_per_token(layers, dtype) * round_up(context_tokens, KEY_MULTIPLE)
+
+
+def gathered_bytes(layers: dict[int, LayerShape], decoder: Decoder) -> int:
+    """Of one key and value of all layers; and their gradients, which in the backward of one are those of every head."""
+    heads = int(decoder.config.get_text_config().num_attention_heads)
+    widest = max(heads * (layer.key_dim + layer.value_dim) for layer in layers.values())
+    return SlotCache.bytes_per_token(layers, decoder.dtype) + widest * decoder.dtype.itemsize
 
 
 def cache_only(decoder: Decoder, layers: dict[int, LayerShape], demand: Demand) -> MemoryPlan:

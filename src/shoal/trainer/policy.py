@@ -19,14 +19,13 @@ from shoal.algorithms.inputs import LossInputs, Metrics, MismatchSource
 from shoal.models.decoder import Decoder
 from shoal.models.logprobs import Scored, token_logprobs
 from shoal.models.sharded import ShardedDecoder
-from shoal.trainer.graphs import Passed, PassGraphs
+from shoal.trainer.graphs import Passed, PassGraphs, Work
 from shoal.trainer.micro_batch import Laid, MicroBatch, spread_over_rows
 from shoal.trainer.optimizer import AdamSettings, MasterAdamW
 from shoal.trainer.schedule import Schedule
 from shoal.types import Row
 
 Objective = Callable[[LossInputs, Tensor], tuple[Tensor, Metrics]]
-Work = Callable[[MicroBatch], Passed]
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,10 @@ class TrainedPolicy:
 
     @property
     def captures(self) -> bool:
-        """Whether small passes may become graphs."""
+        """Whether passes may become graphs."""
         return self._graphs is not None
 
-    def bound_graphs(self, fits: Callable[[int, int], bool]) -> None:
+    def bound_graphs(self, fits: Callable[[int, int, int], bool]) -> None:
         if self._graphs is not None:
             self._graphs.fits = fits
 

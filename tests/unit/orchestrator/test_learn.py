@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -108,11 +109,11 @@ def test_micro_batches_do_not_change_the_step(rows_per_micro_batch: int):
 @pytest.mark.parametrize(
     ("tokens", "keys", "calls"),
     [
-        (1000, 1, [5]),  # each row is 6 tokens, and 8 keys are gathered for its two answers
-        (69, 1, [3, 2]),  # not 4 and 1
-        (70, 1, [5]),
-        (35, 4, [3, 2]),
-        (40, 4, [5]),
+        (1000, 1, [5]),  # each row is 6 tokens, and 10 keys are gathered: the prompt's own, and each answer's
+        (79, 1, [3, 2]),  # not 4 and 1
+        (80, 1, [5]),
+        (44, 4, [3, 2]),
+        (45, 4, [5]),
         (30, 100, [3, 2]),
         (35, 100, [5]),
         (5, 100, [1] * 5),  # none fits, so each stands alone
@@ -124,6 +125,28 @@ def test_micro_batches_are_few_and_about_equal(tokens: int, keys: int, calls: li
     plan: Any = {"rows_per_micro_batch": None, "micro_batch_tokens": tokens, "keys_for_token": keys}
     learn(make_learner(policy, MEAN_ONLY, token_budget=6, **plan), [group_of(i, [0.0, 1.0]) for i in range(5)])
     assert [len(call.rows) for call in policy.calls] == calls
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bound", "most", "expected"),
+    [
+        ([5, 1, 1, 1, 5, 1], 8, None, [[5, 1, 1], [1, 5, 1]]),
+        ([1, 9, 1, 1], 3, None, [[1], [9], [1, 1]]),  # one that is too large alone stands alone
+        ([4, 4, 4, 4, 4], 16, None, [[4, 4, 4], [4, 4]]),
+        ([1, 1, 1, 1, 9], 13, None, [[1, 1, 1, 1, 9]]),
+        ([1, 1, 1, 1, 9], 12, None, [[1, 1, 1, 1], [9]]),
+        ([1] * 5, 100, 2, [[1, 1], [1, 1], [1]]),
+        ([1] * 5, None, 4, [[1] * 4, [1]]),  # rows that the user counted
+        ([1] * 5, None, None, [[1] * 5]),
+        ([], 5, None, []),
+    ],
+)
+def test_neighbours_are_cut_into_few_and_about_equal(
+    sizes: list[int], bound: int | None, most: int | None, expected: list[list[int]]
+):
+    learner = make_learner(UnigramPolicy(), MEAN_ONLY, rows_per_micro_batch=most, micro_batch_tokens=bound)
+    rows: Any = [SimpleNamespace(tokens=size, gathered_keys=0) for size in sizes]
+    assert [[row.tokens for row in part] for part in learner._micro_batches(rows)] == expected
 
 
 def test_minibatches_times_epochs_optimizer_steps():

@@ -79,6 +79,8 @@ GATED_ROWS = 64  # above them the library's product is as fast, or faster
 EXACT_ROWS = 16  # in fp32 for the check at start alone: such products are slow
 PROGRAMS = 132  # that fill the device
 SPLITS = (4, 2)
+SPLIT_TILE, SPLIT_DEPTH = 128, 256  # rows and columns that one program of the library takes; the least depth of a part
+FEWEST_TILES, MOST_TILES = 40, 100  # of all parts together; between them a tile more for every 86 of the depth
 
 
 def gated_tile(rows: int, weight: Tensor) -> Tile | None:
@@ -94,9 +96,9 @@ def splits_of(rows: int, weight: Tensor) -> int:
     """Into how many parts of its depth a product is best cut, as measured on an H200: tiles alone are too few to fill
     the device, but every part is written and read again, which only a deep product is worth."""
     width, depth = weight.shape
-    tiles = triton.cdiv(rows, 128) * triton.cdiv(width, 128)
-    most = min(100, max(40, depth // 86))
-    cuts = [cut for cut in SPLITS if depth % (cut * 8) == 0 and depth >= cut * 256 and tiles * cut <= most]
+    tiles = triton.cdiv(rows, SPLIT_TILE) * triton.cdiv(width, SPLIT_TILE)
+    most = min(MOST_TILES, max(FEWEST_TILES, depth // 86))
+    cuts = [cut for cut in SPLITS if depth % (cut * 8) == 0 and depth >= cut * SPLIT_DEPTH and tiles * cut <= most]
     return max(cuts, default=1)
 
 
