@@ -22,9 +22,10 @@ from shoal.models.upload import upload
 if TYPE_CHECKING:
     from shoal.engine.scheduler import Sequence as Running
 
-GRAPH_TOKENS = 8192  # of one prefill; larger ones keep the device busy however they are launched
+GRAPH_TOKENS = 16_384  # of one prefill; larger ones keep the device busy however they are launched
 MAX_GRAPHS = 32  # each holds its inputs and the states it ends with; what lies between shares one pool
 LEAST_TOKENS, LEAST_SEGMENTS, LEAST_WRITES, LEAST_LENGTH = 256, 8, 1024, 128
+MULTIPLE = 1024  # of the tokens of a large one, whose filling takes time
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Extent:
-    """Sizes a graph is captured for, powers of two."""
+    """Sizes a graph is captured for: powers of two, and of more tokens than eight times `MULTIPLE` the next one."""
 
     tokens: int
     prompts: int
@@ -86,8 +87,9 @@ class Extent:
     @staticmethod
     def covering(prompts: Prompts) -> Extent:
         arrays = prompts.arrays
+        tokens = len(arrays["ids"])
         return Extent(
-            _power(len(arrays["ids"]), LEAST_TOKENS),
+            round_up(tokens, MULTIPLE) if tokens > 8 * MULTIPLE else _power(tokens, LEAST_TOKENS),
             _power(len(arrays["starts"]) - 1, LEAST_SEGMENTS),
             _power(len(arrays["tokens"]), LEAST_WRITES),
             _power(prompts.longest, LEAST_LENGTH),

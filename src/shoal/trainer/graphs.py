@@ -269,11 +269,11 @@ class PassGraphs:
         micro = micro_batch(inputs, extent)
         inputs["weights"].zero_()  # what only compiles kernels adds nothing to the gradient
         work(micro)
-        before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         # The outer one leads back to the stream that was, also from a capture that fails.
         here = torch.cuda.stream(torch.cuda.current_stream())
         with here, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            before = torch.cuda.memory_reserved(self._device)  # when all that is free was given back
             passed = work(micro)
-        self._kept += torch.cuda.memory_reserved(self._device) - before
+            self._kept += torch.cuda.memory_reserved(self._device) - before
         return _Graph(graph, inputs, passed)
