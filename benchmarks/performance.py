@@ -93,15 +93,18 @@ class Results:
 
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {name: [] for name in KEYS})
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    all_rollouts: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # a rival's run has rows of its own to compare with
+    # And those that others stand before: a rival's run, or a cold start's, has rows of its own to compare with.
+    every: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {name: [] for name in KEYS})
 
     def add(self, benchmark: str, row: dict[str, Any]) -> None:
         if self.find(benchmark, **{key: row[key] for key in KEYS[benchmark]}) is None:
             self.rows[benchmark].append(row)
-        if benchmark == "rollout":
-            self.all_rollouts.append(row)
+        self.every[benchmark].append(row)
+
+    def first_step(self, name: str) -> dict[str, float | None]:
+        """From the command to the first step, cold and warm, of the first run that has each."""
+        rows = [row["first_step_s"] for row in self.every["grpo_step"] if row["name"] == name]
+        return {kind: next((row[kind] for row in rows if row[kind]), None) for kind in ("cold", "warm")}
 
     def find(self, benchmark: str, **wanted: Any) -> dict[str, Any] | None:
         return next((row for row in self.rows[benchmark] if all(row[key] == wanted[key] for key in wanted)), None)

@@ -34,7 +34,7 @@ LAYOUTS = {
     "co-located": "`shoal grpo` with all threads: sampling and training take turns on one device, and waiting "
     "for one's turn is not idle; the fastest of three runs on the CPU, one on the GPU.",
     "split": "`shoal grpo --layout split`, runs as before. On the one GPU both processes compute, and every step hands "
-    "a gigabyte of weights over as files: one GPU is what co-located is for. Level 4 was not measured there.",
+    "a gigabyte of weights over as files: one GPU is what co-located is for.",
 }
 MANY: list[Column] = [
     ("rollouts at once", lambda r: number(r["most_at_once"])),

@@ -69,7 +69,7 @@ def _rate(texts: tuple[str, str, str], row: dict[str, Any], exceeded: bool, reac
 
 def _rivals(results: Results) -> Iterator[Goal]:
     """128 sequences of the smallest shape; the page's table has the others."""
-    rows = [row for row in results.all_rollouts if (row["shape"], row["sequences"]) == ("qwen2.5-0.5b", 128)]
+    rows = [row for row in results.every["rollout"] if (row["shape"], row["sequences"]) == ("qwen2.5-0.5b", 128)]
     for key, name, must, aim in (("generate", "transformers generate", 25, 50), ("vllm_logprobs", "vLLM", 3, 5)):
         texts = (f"against {name}, qwen2.5-0.5b shape, 128 sequences, same run", f"{must}×", f"{aim}×")
         ratio = next((row[f"{key}_ratio"] for row in rows if f"{key}_ratio" in row), None)
@@ -121,7 +121,7 @@ def _steps(results: Results) -> Iterator[Goal]:
         )
     row = results.find("grpo_step", name="7b-lora")
     yield _step(("7b shape, LoRA r16, 16 × 8, 256 + 512, one GPU", "works", ""), row, float("inf"), 0.0)
-    yield from _first_steps(results.find("grpo_step", name="0.5b"))
+    yield from _first_steps(results.first_step("0.5b"))
 
 
 def _step(texts: tuple[str, str, str], row: dict[str, Any] | None, must: float, aim: float) -> Goal:
@@ -131,8 +131,8 @@ def _step(texts: tuple[str, str, str], row: dict[str, Any] | None, must: float, 
     return Goal(*texts, seconds(taken), seconds(least), percent(row["fraction"]), taken < must, taken <= aim)
 
 
-def _first_steps(row: dict[str, Any] | None) -> Iterator[Goal]:
+def _first_steps(found: dict[str, float | None]) -> Iterator[Goal]:
     for kind, must in (("warm", 20.0), ("cold", 90.0)):
         texts = (f"command to first optimizer step, 0.5b shape, {kind}", f"{must:.0f} s", "")
-        taken = row["first_step_s"][kind] if row else None
+        taken = found[kind]
         yield Goal(*texts) if taken is None else Goal(*texts, seconds(taken), exceeded=taken < must)
