@@ -2,8 +2,9 @@
 
     python benchmarks/grpo_step.py OUT.json [--cases 0.5b 7b-lora] [--smollm GGUF] [--smoke]
 
-Each case runs twice: cold, with empty kernel caches, for a few steps, and warm. Steady state is the median step of the
-warm run's last half. Limits of a step are those of its rollouts and its training, one after the other.
+Each case runs twice: cold, with empty kernel caches, for a few steps, and warm; or once, cold. Steady state is the
+median step of the last run's last half. Limits of a step are those of its rollouts and its training, one after the
+other.
 """
 
 from __future__ import annotations
@@ -247,9 +248,7 @@ def rates_apart(smoke: bool) -> Rates:
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
-    made.add_argument(
-        "--warm-only", action="store_true", help="leave out the short run before: kernel caches are then empty"
-    )
+    made.add_argument("--once", "--warm-only", action="store_true", help="no short run before: kernel caches are empty")
     made.add_argument("--smollm", metavar="GGUF", help="SmolLM2-135M, for the case that others have measured")
     asked = made.parse_args()
     cases = [SMOKE] if asked.smoke else [CASES[name] for name in asked.cases]
@@ -259,7 +258,7 @@ def main() -> None:
     result: dict[str, Any] = {"smoke": asked.smoke, "rates": rates.__dict__, "rows": [], "problems": []}
     for case in cases:
         try:
-            result["rows"].append(measure(case, rates, not asked.warm_only))
+            result["rows"].append(measure(case, rates, not asked.once))
         except Failed as error:
             print(error, file=sys.stderr, flush=True)
             result["problems"].append(str(error).splitlines()[0])

@@ -101,11 +101,6 @@ class Results:
             self.rows[benchmark].append(row)
         self.every[benchmark].append(row)
 
-    def first_step(self, name: str) -> dict[str, float | None]:
-        """From the command to the first step, cold and warm, of the first run that has each."""
-        rows = [row["first_step_s"] for row in self.every["grpo_step"] if row["name"] == name]
-        return {kind: next((row[kind] for row in rows if row[kind]), None) for kind in ("cold", "warm")}
-
     def find(self, benchmark: str, **wanted: Any) -> dict[str, Any] | None:
         return next((row for row in self.rows[benchmark] if all(row[key] == wanted[key] for key in wanted)), None)
 
@@ -120,7 +115,7 @@ def read_results(folder: Path) -> Results:
                 continue
             results.files[path.name] = found
             for row in found["rows"]:
-                results.add(name, row)
+                results.add(name, {**row, "file": path.name})
     return results
 
 

@@ -121,7 +121,7 @@ def _steps(results: Results) -> Iterator[Goal]:
         )
     row = results.find("grpo_step", name="7b-lora")
     yield _step(("7b shape, LoRA r16, 16 × 8, 256 + 512, one GPU", "works", ""), row, float("inf"), 0.0)
-    yield from _first_steps(results.first_step("0.5b"))
+    yield from _first_steps([row for row in results.every["grpo_step"] if row["name"] == "0.5b"])
 
 
 def _step(texts: tuple[str, str, str], row: dict[str, Any] | None, must: float, aim: float) -> Goal:
@@ -131,8 +131,13 @@ def _step(texts: tuple[str, str, str], row: dict[str, Any] | None, must: float, 
     return Goal(*texts, seconds(taken), seconds(least), percent(row["fraction"]), taken < must, taken <= aim)
 
 
-def _first_steps(found: dict[str, float | None]) -> Iterator[Goal]:
+def _first_steps(rows: list[dict[str, Any]]) -> Iterator[Goal]:
+    """Of the newest run that has each."""
     for kind, must in (("warm", 20.0), ("cold", 90.0)):
         texts = (f"command to first optimizer step, 0.5b shape, {kind}", f"{must:.0f} s", "")
-        taken = found[kind]
-        yield Goal(*texts) if taken is None else Goal(*texts, seconds(taken), exceeded=taken < must)
+        row = next((row for row in rows if row["first_step_s"][kind]), None)
+        if row is None:
+            yield Goal(*texts)
+            continue
+        taken = row["first_step_s"][kind]
+        yield Goal(*texts, f"{seconds(taken)} (`{row['file']}`)", exceeded=taken < must)

@@ -88,6 +88,7 @@ STEP_MEMORY: list[Column] = [
 ]
 FIRST_STEP: list[Column] = [
     ("run", lambda r: r["name"]),
+    ("of", lambda r: f"`{r['file']}`"),
     ("cold", lambda r: seconds(r["first_step_s"]["cold"])),
     ("warm", lambda r: seconds(r["first_step_s"]["warm"])),
 ]
@@ -121,9 +122,10 @@ def rollouts(results: Results) -> Iterator[str]:
     rows = results.rows["rollout"]
     yield """Distinct prompts, every token with its log-prob. The total is from the first prompt to the last token, best
 of three runs; decoding leaves out the prefill, which is timed apart. What is to be reached was set beside a
-prototype's decode steps. Machines of one kind differ: the version before this one drew 60,615 tokens/s in decode steps
-of 128 sequences of the 0.6B shape on another ([rollout_before.json](../benchmarks/results/rollout_before.json)); with
-products cut this one is 1 to 6 % faster there than without, in the same run."""
+prototype's decode steps. The version before this one drew 60,615 tokens/s in decode steps of 128 sequences of the 0.6B
+shape ([rollout_before.json](../benchmarks/results/rollout_before.json)) on another machine of the same kind; why this
+one draws fewer is not known. Cutting its products, which is what changed, gains 1 to 6 % there against whole ones in
+one run ([tried_products_h200.json](../benchmarks/results/tried_products_h200.json))."""
     yield table_of(rows, ROLLOUT)
     yield "![Decode, prefill and training below the roof of bandwidth and operations](images/performance_roofline.svg)"
     yield """Graphs against eager decoding of the same requests: tokens until the first difference, and the gap of
@@ -167,8 +169,9 @@ neither weights, gradient, optimizer nor keys and values. A plan has room for gr
 keeping."""
         yield table_of(measured, STEP_MEMORY)
     yield """From the command to the first step on record: cold with empty kernel caches, warm with an earlier run's.
-Model files are in the page cache both times."""
-    yield table_of([{**row, "first_step_s": results.first_step(row["name"])} for row in rows], FIRST_STEP)
+Model files are in the page cache both times. `grpo_step_twice.json`, `grpo_step_smollm2_before.json` and
+`grpo_step_7b.json` are of the version before; machines differ, so those of one file belong together."""
+    yield table_of(results.every["grpo_step"], FIRST_STEP)
     quoted = [f"- {row['name']}: {row['quoted']}." for row in rows if row.get("quoted")]
     if quoted:
         yield "Quoted, not measured here:\n\n" + "\n".join(quoted)

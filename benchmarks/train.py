@@ -152,7 +152,9 @@ def main() -> None:
     made.add_argument("--sequences", type=int, default=64)
     made.add_argument("--length", type=int, default=384)
     made.add_argument("--modules", action="store_true", help="also the model's own modules, plain and compiled")
-    made.add_argument("--only", nargs="*", metavar="NAME", help="of these, those whose names are given")
+    made.add_argument(
+        "--only", nargs="+", choices=[v.name for v in (*VARIANTS, *MODULES)], help="of these, those named"
+    )
     asked = made.parse_args()
     rates, result = begin(asked.smoke)
     shape, size = (TINY, (8, 16)) if asked.smoke else (asked.shape, (asked.sequences, asked.length))

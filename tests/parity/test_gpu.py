@@ -379,7 +379,7 @@ def test_a_model_whose_products_are_cut(dtype: torch.dtype) -> None:
         assert gap < (1e-4 if dtype == torch.float32 else 0.02)
 
 
-@pytest.mark.parametrize("rows", (1, 8, 16, 17, 33, 64, 65, 128))
+@pytest.mark.parametrize("rows", (1, 8, 16, 17, 33, 64, 65, 128, 256, 512))
 def test_products_of_decode_steps(rows: int) -> None:
     """The shape of a 0.5B model in bf16: no further from float64 than torch's own products are."""
     from shoal.engine.kernels import products
@@ -405,7 +405,7 @@ def test_products_of_decode_steps(rows: int) -> None:
         assert (ours - exact).norm() < 1.2 * (plain - exact).norm()
     hidden = numbers(rows, 4864)
     parts = products.split_product(hidden, down, products.splits_of(rows, down))
-    assert parts.shape == (4, rows, 896)
+    assert parts.shape == (4 if rows <= 256 else 2, rows, 896)
     whole = hidden.double() @ down.double().T
     assert (parts.double().sum(0) - whole).norm() / whole.norm() < 1e-5
     before = residual.double()

@@ -139,7 +139,7 @@ def test_small_passes_are_faster_as_graphs() -> None:
     assert len(captured(policy)) == 1
     (size,) = policy._graphs._sizes.values()
     assert 0 < min(span.ms for span in size.replays) < min(span.ms for span in size.plain)
-    assert size.judged and policy._graphs._kept > 0
+    assert size.judged and policy._graphs._pool_bytes > 0
 
 
 def test_a_graph_that_is_dropped_leaves_room_for_others() -> None:

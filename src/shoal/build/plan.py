@@ -18,18 +18,20 @@ if TYPE_CHECKING:
 
 
 def make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None, ranks: Any = None) -> MemoryPlan:
-    """On the device's thread. Without a policy (evaluation) or a GPU, only the cache is planned.
-
-    Ranks that pass together cut their micro-batches alike, so there the smallest plan is everybody's.
-    """
+    """On the device's thread. Without a policy (evaluation) or a GPU, only the cache is planned."""
     plan = _make_plan(config, model, policy)
     if model.sharded is not None:
-        tokens, keys, kept = ranks.smallest([plan.micro_batch_tokens, plan.keys_for_token, int(not plan.recompute)])
-        plan = replace(plan, micro_batch_tokens=tokens, keys_for_token=keys, recompute=not kept)
+        plan = agreed(plan, ranks)
     model.trained.recompute(plan.recompute)
     if policy is not None:
         policy.bound_graphs(plan.graphs.fits)
     return plan
+
+
+def agreed(plan: MemoryPlan, ranks: Any) -> MemoryPlan:
+    """Ranks that pass together cut their micro-batches alike: the smallest plan is everybody's."""
+    tokens, keys, kept = ranks.smallest([plan.micro_batch_tokens, plan.keys_for_token, int(not plan.recompute)])
+    return replace(plan, micro_batch_tokens=tokens, keys_for_token=keys, recompute=not kept)
 
 
 def _make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None) -> MemoryPlan:

@@ -6,6 +6,7 @@ the device needs to run them. So a prefill of a size that was met before is a CU
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from shoal.models.upload import upload
 if TYPE_CHECKING:
     from shoal.engine.scheduler import Sequence as Running
 
+log = logging.getLogger(__name__)
 GRAPH_TOKENS = 16_384  # of one prefill; larger ones keep the device busy however they are launched
 MAX_GRAPHS = 32  # each holds its inputs and the states it ends with; what lies between shares one pool
 LEAST_TOKENS, LEAST_SEGMENTS, LEAST_WRITES, LEAST_LENGTH = 256, 8, 1024, 128
@@ -133,12 +135,22 @@ class Prefill:
         if key not in self._graphs:
             if len(self._graphs) >= MAX_GRAPHS:
                 return self._eager(prompts)[last]
-            self._graphs[key] = self._capture(prompts, extent)
+            try:
+                self._graphs[key] = self._capture(prompts, extent)
+            except torch.OutOfMemoryError:
+                self._stop_capturing()
+                return self._eager(prompts)[last]
         captured = self._graphs[key]
         for name, tensor in upload(prompts.padded(extent), self._device).items():
             captured.inputs[name].copy_(tensor)
         captured.graph.replay()
         return captured.hidden[last]
+
+    def _stop_capturing(self) -> None:
+        """Memory is scarce: what graphs hold is given back, and prompts are computed launch by launch."""
+        log.warning("memory is scarce: prefills are not captured any more")
+        self._graphs.clear()
+        self._may_capture = False
 
     def _eager(self, prompts: Prompts) -> Tensor:
         arrays = dict(prompts.arrays)

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from shoal.errors import ModelError
-from shoal.models.gathered import gathered, take_tokens
+from shoal.models.gathered import gather, take_tokens
 from shoal.models.upload import upload
 
 ATTENTION = "shoal"
@@ -126,7 +126,7 @@ class Packed:
     def planned(plan: Mapping[str, Tensor], longest: tuple[int, int], writer: CacheWriter | None = None) -> Packed:
         """Segments whose bounds only the device knows, none with more queries and keys than `longest`.
 
-        For graphs, on a GPU in 16 bits. `plan` is what `bounds` gives, on the device.
+        For graphs, on a GPU in 16 bits. `plan` is what `bounds` gives, and `gather` of its keys, on the device.
         """
         context = Packed(np.zeros(1), plan["starts"].device, writer)
         context._plans["varlen"] = ({"key_starts": plan["starts"], **plan}, *longest)
@@ -170,7 +170,7 @@ class Packed:
     def _varlen_plan(self) -> tuple[dict[str, Tensor], int, int]:
         arrays, longest, longest_keys = self.bounds
         if "keys" in arrays:
-            arrays = arrays | gathered(arrays["keys"], int(self.starts[-1]))
+            arrays = arrays | gather(arrays["keys"], int(self.starts[-1]))
         plan = upload(arrays, self.device)
         return {"key_starts": plan["starts"], **plan}, longest, longest_keys
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.models import kernels
 
 
-def gathered(keys: np.ndarray, tokens: int) -> dict[str, np.ndarray]:
+def gather(keys: np.ndarray, tokens: int) -> dict[str, np.ndarray]:
     """Which token each key is of, [n]; and, token by token, which keys are of it: `copies` [n], `copy_starts` [T+1]."""
     starts = np.append(0, np.cumsum(np.bincount(keys, minlength=tokens)))
     arrays = {"keys": keys, "copies": np.argsort(keys, kind="stable"), "copy_starts": starts}

@@ -9,8 +9,8 @@ added, in place.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shoal.algorithms.inputs import Metrics
 from shoal.models.attention import Packed
-from shoal.models.gathered import gathered
+from shoal.models.gathered import gather
 from shoal.models.upload import upload
 from shoal.trainer.micro_batch import Laid, MicroBatch
 
@@ -30,7 +30,7 @@ GRAPH_TOKENS = 32_768  # of one pass, filled up; larger ones keep the device bus
 MAX_GRAPHS = 48  # each holds its inputs and results; what lies between is in one pool
 TIMED = 3  # passes of a size either way, before they are compared
 WORTH = 0.95  # of the time launch by launch, which a graph must stay under
-IDLE_PASSES = 1000  # after so many without it, a graph may make room for another
+POOL_PASSES = 5000  # of one pool that is full, before it is begun anew with the sizes that still come
 LEAST_TOKENS, LEAST_SEGMENTS, LEAST_LENGTH = 256, 64, 512
 MULTIPLE = 2048
 
@@ -118,7 +118,7 @@ def padded(laid: Laid, extent: Extent) -> dict[str, np.ndarray]:
     if extent.keys:
         known = bounds["keys"]
         spare = extent.keys - len(known) - len(own)
-        arrays |= gathered(np.concatenate([known, own, np.resize(anywhere, spare)]), extent.tokens)
+        arrays |= gather(np.concatenate([known, own, np.resize(anywhere, spare)]), extent.tokens)
         pieces += _pieces(spare, extent.longest[1])
         arrays["key_starts"] = _continued(bounds["key_starts"], pieces, extent.segments)
     return arrays
@@ -180,7 +180,6 @@ class _Size:
     graph: _Graph | None = None
     judged: bool = False
     refused: bool = False
-    last: int = 0  # the pass that was of this size
 
     @property
     def is_slower(self) -> bool:
@@ -189,17 +188,16 @@ class _Size:
 
 
 class PassGraphs:
-    """`fits` says whether the memory plan has room for a pass of so many tokens and gathered keys, where graphs keep so
-    many bytes already."""
+    """`fits` says whether the memory plan has room for a pass of so many tokens and gathered keys, where the pool of
+    all graphs has so many bytes already."""
 
     def __init__(self, device: torch.device, span: Callable[[], Span] = Span) -> None:
-        self.fits: Callable[[int, int, int], bool] = lambda tokens, keys, kept: True
+        self.fits: Callable[[int, int, int], bool] = lambda tokens, keys, pool_bytes: True
         self._device = device
         self._span = span
         self._sizes: dict[Hashable, _Size] = {}
-        self._passes = 0
-        self._pool: Any = None
-        self._kept = 0  # bytes of the pool
+        self._passes = 0  # so far
+        self._begin_pool()
 
     @property
     def captured(self) -> list[Hashable]:
@@ -213,7 +211,6 @@ class PassGraphs:
         extent = Extent.covering(laid)
         size = self._sizes.setdefault((kind, extent, frozenset(laid.arrays)), _Size())
         self._passes += 1
-        size.last = self._passes
         graph = self._graph_of(size, laid, extent, work)
         if graph is None:
             with self._timed(size.plain):
@@ -221,11 +218,14 @@ class PassGraphs:
         with self._timed(size.replays):
             return graph.replay(upload(padded(laid, extent), self._device))
 
-    def _timed(self, spans: list[Span]) -> AbstractContextManager[None]:
-        if len(spans) >= TIMED:
-            return nullcontext()
-        spans.append(self._span())
-        return spans[-1]
+    @contextmanager
+    def _timed(self, spans: list[Span]) -> Iterator[None]:
+        """The first few that come to their end."""
+        span = self._span() if len(spans) < TIMED else None
+        with span or nullcontext():
+            yield
+        if span is not None:
+            spans.append(span)
 
     def _graph_of(self, size: _Size, laid: Laid, extent: Extent, work: Work) -> _Graph | None:
         """None while there is none, if there can be none, and where it was seen not to be worth it."""
@@ -241,30 +241,39 @@ class PassGraphs:
             size.judged = True
             if size.is_slower:
                 size.graph, size.refused = None, True
+                if not self.captured:
+                    self._begin_pool()
         return size.graph
 
     def _has_room(self, extent: Extent) -> bool:
-        """In the plan, and among the graphs: one that nobody asked for in a long while makes room for another."""
-        graphs = [size for size in self._sizes.values() if size.graph is not None]
-        if len(graphs) >= MAX_GRAPHS:
-            oldest = min(graphs, key=lambda size: size.last)
-            if self._passes - oldest.last < IDLE_PASSES:
-                return False
-            oldest.graph = None
-        return self.fits(extent.tokens, extent.keys, self._kept)
+        """In the plan, and among the graphs. A full pool is begun anew after a while: sizes change as answers grow."""
+        if len(self.captured) < MAX_GRAPHS and self.fits(extent.tokens, extent.keys, self._pool_bytes):
+            return True
+        if self._passes - self._begun < POOL_PASSES or not self.fits(extent.tokens, extent.keys, 0):
+            return False
+        self._begin_pool()
+        return True
+
+    def _begin_pool(self) -> None:
+        """Without graphs: only all together give their memory back, and a pool that lost its last takes no other."""
+        for size in self._sizes.values():
+            size.graph = None
+        self._pool: Any = None
+        self._pool_bytes, self._begun = 0, self._passes
 
     def _give_up(self, size: _Size, extent: Extent, error: RuntimeError) -> None:
         """This size, where memory did not suffice; all of them, where something in the model cannot be captured."""
         size.refused = True
         what = f"passes of {extent.tokens} tokens are not captured"
-        if not isinstance(error, torch.OutOfMemoryError):  # what was begun may not have been ended as it should be
-            self.fits = lambda tokens, keys, kept: False
+        if isinstance(error, torch.OutOfMemoryError):
+            self._begin_pool()  # what the capture took is nobody's else
+        else:  # what was begun may not have been ended as it should be
+            self.fits = lambda tokens, keys, pool_bytes: False
             what = "training passes are not captured"
         log.warning("%s: %s", what, str(error).partition("\n")[0])
 
     def _capture(self, arrays: dict[str, np.ndarray], extent: Extent, work: Work) -> _Graph:
-        if not self.captured:  # a pool that lost its last graph takes no other
-            self._pool, self._kept = torch.cuda.graph_pool_handle(), 0
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         inputs = {name: tensor.clone() for name, tensor in upload(arrays, self._device).items()}
         micro = micro_batch(inputs, extent)
         inputs["weights"].zero_()  # what only compiles kernels adds nothing to the gradient
@@ -275,5 +284,5 @@ class PassGraphs:
         with here, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             before = torch.cuda.memory_reserved(self._device)  # when all that is free was given back
             passed = work(micro)
-            self._kept += torch.cuda.memory_reserved(self._device) - before
+            self._pool_bytes += torch.cuda.memory_reserved(self._device) - before
         return _Graph(graph, inputs, passed)

@@ -22,7 +22,7 @@ CPU_SHARE = 0.25  # of what is free, for the cache, unless the user says otherwi
 RESERVE = 0.06  # of the device: fragments, libraries, the logits of a decode batch
 GOOD_MICRO_BATCH = 32_768  # tokens that keep a large GPU busy; more only takes memory
 KEYS_A_TOKEN = 4  # gathered for a token of a captured pass, where answers share their prompts
-POOL = 1.25  # what the pool of all captured passes takes beside the largest of them alone
+POOL = 1.25  # of what the largest captured pass takes alone, for all of them: sizes do not fit into each other
 KEPT_OF_MICRO_BATCH = 0.75  # where captured passes want a share of its memory
 GIB = 2**30
 
@@ -62,27 +62,26 @@ class Measured:
     optimizer: int  # moments that the first step allocates
     slot: int  # bytes of cache a sequence
     costs: dict[bool, Cost]  # with and without recompute
-    key: int = 0  # bytes a key, and its value, that is gathered
+    key_bytes: int = 0  # of a gathered key and value, with what a backward makes of them
 
 
 @dataclass(frozen=True)
 class GraphRoom:
-    """Memory that captured passes keep: what the largest needs, and some more, since sizes do not fit into each other.
+    """Memory that captured passes keep, prompts' keys gathered for every answer included."""
 
-    Prompts' keys are gathered for every answer.
-    """
-
-    limit: float = 0.0
+    limit_bytes: float = 0.0
     cost: Cost = Cost(0.0, 0.0)
-    key: int = 0
+    key_bytes: int = 0
 
     @staticmethod
-    def of(tokens: int, cost: Cost, key: int) -> GraphRoom:
+    def of(tokens: int, cost: Cost, key_bytes: int) -> GraphRoom:
         """For passes of up to so many tokens."""
-        return GraphRoom(POOL * (cost.at(tokens) + key * KEYS_A_TOKEN * tokens), cost, key)
+        return GraphRoom(POOL * (cost.at(tokens) + key_bytes * KEYS_A_TOKEN * tokens), cost, key_bytes)
 
-    def fits(self, tokens: int, keys: int, kept: int = 0) -> bool:
-        return kept < self.limit and POOL * (self.cost.at(tokens) + self.key * keys) <= self.limit
+    def fits(self, tokens: int, keys: int, pool_bytes: int = 0) -> bool:
+        """Beside what the pool has; how much of that it can use again shows only afterwards."""
+        alone = self.cost.at(tokens) + self.key_bytes * keys
+        return POOL * alone <= self.limit_bytes and pool_bytes < self.limit_bytes
 
 
 @dataclass(frozen=True)
@@ -118,22 +117,22 @@ def decide(measured: Measured, demand: Demand) -> MemoryPlan:
             cost, room = measured.costs[recompute], budget - slots * measured.slot
             if cost.tokens_in(room) >= least:
                 most = least if demand.rows_per_micro_batch else max(least, min(GOOD_MICRO_BATCH, demand.step_tokens))
-                key = measured.key if demand.captures and not recompute else None
-                passes = _passes(cost, room, range(least, most + 1), key)
+                key_bytes = measured.key_bytes if demand.captures and not recompute else None
+                passes = _passes(cost, room, range(least, most + 1), key_bytes)
                 return _plan(measured, slots, passes, recompute)
         slots = slots // 2 // ROW_MULTIPLE * ROW_MULTIPLE
     raise HardwareError(_refusal(measured, demand, budget, least))
 
 
-def _passes(cost: Cost, room: float, useful: range, key: int | None) -> tuple[int, GraphRoom]:
+def _passes(cost: Cost, room: float, useful: range, key_bytes: int | None) -> tuple[int, GraphRoom]:
     """Tokens of a micro-batch, and what captured passes may keep, which costs the other no more than a quarter.
 
-    `key`: bytes a gathered key; None = nothing is captured.
+    `key_bytes`: of a gathered key; None = nothing is captured.
     """
     tokens = min(cost.tokens_in(room), useful[-1])
-    for size in reversed(sizes(tokens) if key is not None else []):
-        graphs = GraphRoom.of(size, cost, key or 0)
-        beside = min(tokens, cost.tokens_in(room - graphs.limit))
+    for size in reversed(sizes(tokens) if key_bytes is not None else []):
+        graphs = GraphRoom.of(size, cost, key_bytes or 0)
+        beside = min(tokens, cost.tokens_in(room - graphs.limit_bytes))
         if beside >= max(useful[0], tokens * KEPT_OF_MICRO_BATCH):
             return beside, graphs
     return tokens, GraphRoom()
@@ -150,9 +149,9 @@ def _plan(measured: Measured, slots: int, passes: tuple[int, GraphRoom], recompu
             measured.costs[recompute].at(tokens),
         ),
     ]
-    if graphs.limit:
-        lines.append(("graphs of training passes", graphs.limit))
-    keys = max(1, int(measured.costs[recompute].per_token // measured.key)) if measured.key else 1
+    if graphs.limit_bytes:
+        lines.append(("graphs of training passes", graphs.limit_bytes))
+    keys = max(1, int(measured.costs[recompute].per_token // measured.key_bytes)) if measured.key_bytes else 1
     return MemoryPlan(slots, tokens, recompute, keys, graphs, tuple(lines), measured.total)
 
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
-import pytest
-
-from shoal.build import plan as plans
-from shoal.config.schema import RunConfig
+from shoal.build.plan import agreed
 from shoal.trainer.memory import MemoryPlan
 
 
-@pytest.mark.parametrize("sharded", (True, False))
-def test_ranks_that_pass_together_cut_alike(monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
+class TwoRanks:
+    """This one and another with its numbers."""
+
+    def __init__(self, *other: int) -> None:
+        self.other = other
+
+    def smallest(self, numbers: list[int]) -> list[int]:
+        return [min(pair) for pair in zip(numbers, self.other, strict=True)]
+
+
+def test_ranks_that_pass_together_cut_alike() -> None:
     """Cut otherwise, one rank would wait for a pass that the others never make."""
-    mine, other = MemoryPlan(8, 1000, False, keys_for_token=9), [900, 12, 0]
-    monkeypatch.setattr(plans, "_make_plan", lambda *_: mine)
-    ranks: Any = SimpleNamespace(smallest=lambda numbers: [min(pair) for pair in zip(numbers, other, strict=True)])
-    recomputes: list[bool] = []
-    model: Any = SimpleNamespace(
-        sharded=object() if sharded else None, trained=SimpleNamespace(recompute=recomputes.append)
-    )
-    found = plans.make_plan(RunConfig.model_construct(), model, None, ranks)
-    agreed = (found.micro_batch_tokens, found.keys_for_token, found.recompute)
-    assert agreed == ((900, 9, True) if sharded else (1000, 9, False)) and recomputes == [found.recompute]
+    mine = MemoryPlan(8, 1000, False, keys_for_token=9)
+    plan = agreed(mine, TwoRanks(900, 12, 0))
+    assert (plan.slots, plan.micro_batch_tokens, plan.keys_for_token, plan.recompute) == (8, 900, 9, True)
+    assert agreed(mine, TwoRanks(2000, 7, 1)) == MemoryPlan(8, 1000, False, keys_for_token=7)

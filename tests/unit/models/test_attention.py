@@ -15,7 +15,7 @@ from shoal.engine.cache import PrefillWriter, SlotCache
 from shoal.errors import ModelError
 from shoal.models.attention import Decode, Packed, Shape, dense_attention, round_up, shoal_attention
 from shoal.models.decoder import LayerShape
-from shoal.models.gathered import gathered, take_tokens
+from shoal.models.gathered import gather, take_tokens
 from support.models import small_decoder, small_model
 
 HEADS, KV_HEADS, DIM = 4, 2, 6
@@ -136,7 +136,7 @@ def test_gradients_of_a_shared_token_are_added_up_in_fp32() -> None:
 
 
 def plan_of(keys: list[int], tokens: int) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array) for name, array in gathered(np.array(keys), tokens).items()}
+    return {name: torch.from_numpy(array) for name, array in gather(np.array(keys), tokens).items()}
 
 
 def test_copies_are_listed_token_by_token() -> None:

@@ -77,10 +77,10 @@ def test_gradients_of_copies_come_together() -> None:
     """Tokens with none, one and many copies; in fp32 between, so a thousand ones are a thousand."""
     run_interpreted("""
         import numpy as np
-        from shoal.models.gathered import gathered
+        from shoal.models.gathered import gather
         from shoal.models.kernels.copies import sum_copies
         keys = np.concatenate([[7] * 1000, np.random.default_rng(0).integers(0, 20, 60), [4, 4]])
-        plan = {name: torch.from_numpy(array) for name, array in gathered(keys, 23).items()}
+        plan = {name: torch.from_numpy(array) for name, array in gather(keys, 23).items()}
         for dtype in (torch.float32, torch.bfloat16):
             values = torch.randn(len(keys), 3, 5).to(dtype)
             exact = torch.zeros(23, 3, 5, dtype=torch.float64).index_add_(0, plan["keys"].long(), values.double())

@@ -9,7 +9,18 @@ import pytest
 
 from shoal.errors import HardwareError
 from shoal.trainer.graphs import GRAPH_TOKENS
-from shoal.trainer.memory import CPU_SHARE, GOOD_MICRO_BATCH, POOL, RESERVE, Cost, Demand, Measured, cache_only, decide
+from shoal.trainer.memory import (
+    CPU_SHARE,
+    GOOD_MICRO_BATCH,
+    POOL,
+    RESERVE,
+    Cost,
+    Demand,
+    Measured,
+    cache_only,
+    decide,
+    gathered_bytes,
+)
 from support.models import layer_shapes, small_decoder
 
 DECODER = small_decoder()
@@ -90,30 +101,38 @@ def test_captured_passes_have_a_share_of_their_own() -> None:
     roomy = replace(MEASURED, costs={False: Cost(0, 6), True: Cost(0, 6)})
     asked = replace(ASKED, captures=True)
     plan = decide(roomy, asked)
-    assert (plan.micro_batch_tokens, plan.graphs.limit) == (GOOD_MICRO_BATCH, POOL * 6 * GRAPH_TOKENS)
+    assert (plan.micro_batch_tokens, plan.graphs.limit_bytes) == (GOOD_MICRO_BATCH, POOL * 6 * GRAPH_TOKENS)
     assert plan.lines[-1] == ("graphs of training passes", POOL * 6 * GRAPH_TOKENS)
     assert sum(size for _, size in plan.lines) <= TOTAL * (1 - RESERVE)
     plan = decide(MEASURED, asked)
     most = (ROOM - 64_000) // 30  # 19,200 tokens: 3,072 and a quarter is less than a quarter of them, 4,096 more
-    assert (plan.micro_batch_tokens, plan.graphs.limit) == (most - 3840, 30 * 3840)
+    assert (plan.micro_batch_tokens, plan.graphs.limit_bytes) == (most - 3840, 30 * 3840)
     plan = decide(MEASURED, replace(asked, row_tokens=most))
-    assert (plan.micro_batch_tokens, plan.graphs.limit) == (most, 0) and len(plan.lines) == 4
+    assert (plan.micro_batch_tokens, plan.graphs.limit_bytes) == (most, 0) and len(plan.lines) == 4
     assert not plan.graphs.fits(1, 0)
-    assert decide(MEASURED, replace(asked, recompute=True)).graphs.limit == 0
+    assert decide(MEASURED, replace(asked, recompute=True)).graphs.limit_bytes == 0
     small = decide(roomy, replace(asked, step_tokens=3000)).graphs
-    assert small.limit == 23_040, "no pass is larger than a micro-batch"
+    assert small.limit_bytes == 23_040, "no pass is larger than a micro-batch"
     assert small.fits(3072, 0) and not small.fits(3073, 0)
-    assert small.fits(256, 0, kept=23_039) and not small.fits(256, 0, kept=23_040), "the pool is as large as planned"
+    assert small.fits(256, 0, pool_bytes=23_039) and not small.fits(256, 0, pool_bytes=23_040), (
+        "the pool is as large as planned"
+    )
 
 
 def test_gathered_keys_take_their_share_of_what_captured_passes_keep() -> None:
     """Four a token are planned for; a pass of fewer tokens may gather more."""
-    roomy = replace(MEASURED, costs={False: Cost(0, 10), True: Cost(0, 10)}, key=2)
+    roomy = replace(MEASURED, costs={False: Cost(0, 10), True: Cost(0, 10)}, key_bytes=2)
     room = decide(roomy, replace(ASKED, captures=True, step_tokens=2048)).graphs
-    assert room.limit == POOL * (10 + 4 * 2) * 3072  # a token more than 2,048 is filled up to 3,072
+    assert room.limit_bytes == POOL * (10 + 4 * 2) * 3072  # a token more than 2,048 is filled up to 3,072
     assert room.fits(3072, 4 * 3072) and not room.fits(3072, 4 * 3072 + 1)
     assert room.fits(1024, 22_528) and not room.fits(1024, 22_529)
     assert decide(roomy, ASKED).keys_for_token == 5 and decide(MEASURED, ASKED).keys_for_token == 1
+
+
+def test_a_gathered_key_takes_its_gradients_too() -> None:
+    """Two layers of two key heads, 32 fp32 numbers a key and a value; the backward of one has four heads' of them."""
+    assert DECODER.config.num_attention_heads == 4
+    assert gathered_bytes(LAYERS, DECODER) == 4 * (2 * 2 * (32 + 32) + 4 * (32 + 32))
 
 
 def test_a_refusal_says_what_would_fit() -> None:

@@ -215,15 +215,34 @@ def test_the_fastest_of_several_counts(graphs: PassGraphs, monkeypatch: pytest.M
     assert passes(graphs, 2) == "pp" and not graphs.captured
 
 
-def test_a_graph_that_nobody_needs_any_more_makes_room(graphs: PassGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.trainer.graphs.MAX_GRAPHS", 2)
-    monkeypatch.setattr("shoal.trainer.graphs.IDLE_PASSES", 12)
+@pytest.mark.parametrize("full", ("graphs", "bytes"))
+def test_a_full_pool_is_begun_anew_after_a_while(
+    graphs: PassGraphs, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    """With the sizes that still come: of graphs or bytes there are so many, and what came early may come no more."""
+    monkeypatch.setattr("shoal.trainer.graphs.MAX_GRAPHS", 2 if full == "graphs" else 100)
+    monkeypatch.setattr("shoal.trainer.graphs.POOL_PASSES", 20)
+    graphs.fits = lambda tokens, keys, pool_bytes: pool_bytes < 200
+
+    def capture_bytes(*given: Any) -> Any:
+        graphs._pool_bytes += 100
+        return capture(*given)
+
+    graphs._capture = capture_bytes  # type: ignore[method-assign]
     assert [passes(graphs, 5, kind) for kind in "abc"] == ["pppgg", "pppgg", "ppppp"]
     assert passes(graphs, 3, "b") == "ggg"
     SetSpan.graph_ms = 180.0
-    assert passes(graphs, 5, "c") == "gggpp", "captured late, and compared all the same"
-    assert {kind for kind, *_ in graphs.captured} == {"b"}  # type: ignore[misc]
-    assert passes(graphs, 4, "a") == "gppp", "its third time as a graph"
+    assert passes(graphs, 6, "c") == "pgggpp", "captured late, and compared all the same"
+    assert not graphs.captured and graphs._pool_bytes == 0, "with its last graph goes the pool"
+    assert passes(graphs, 4, "a") == "gppp" and passes(graphs, 2, "b") == "gg"
+
+
+def test_a_pass_that_fails_is_not_timed(graphs: PassGraphs) -> None:
+    laid = Laid.of(rows_of(ALONE, False), CPU)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            graphs.run("policy", laid, lambda _: pytest.fail("called"), lambda: 1 // 0)  # type: ignore[arg-type,return-value]
+    assert passes(graphs, 4) == "pppg"
 
 
 @pytest.mark.parametrize(
@@ -247,10 +266,23 @@ def test_what_cannot_be_captured_is_tried_once_and_told(
     assert [record.getMessage() for record in caplog.records] == [told] * tries
 
 
+def test_a_capture_without_memory_gives_all_of_it_back(graphs: PassGraphs) -> None:
+    """What it took lies in a pool that nothing else may use as long as one graph lives; the others come again."""
+    assert passes(graphs, 4) == "pppg"
+
+    def fail(*_: object) -> NoReturn:
+        raise torch.OutOfMemoryError("no memory")
+
+    graphs._capture = fail  # type: ignore[method-assign]
+    assert passes(graphs, 4, "reference") == "pppp" and not graphs.captured
+    graphs._capture = capture  # type: ignore[method-assign]
+    assert passes(graphs, 1) == "g" and passes(graphs, 1, "reference") == "p"
+
+
 def test_what_the_plan_has_no_room_for_is_not_tried(graphs: PassGraphs) -> None:
     asked: list[tuple[int, ...]] = []
     graphs.fits = lambda *room: bool(asked.append(room))
-    graphs._kept = 7
+    graphs._pool_bytes = 7
     assert passes(graphs, 6, samples=SHARED) == "p" * 6
     assert asked == [(256, 512, 7)] * 3
 

@@ -1,0 +1,68 @@
+"""Prompts laid end to end, and the sizes of the graphs that compute them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.engine.prefill import GRAPH_TOKENS, Extent, Prefill, Prompts
+from shoal.engine.scheduler import Sequence
+from shoal.types import Request, SamplingParams
+from support.engines import make_engine
+from support.models import small_decoder
+
+
+def prompts_of(*lengths: int) -> Prompts:
+    """Distinct ones, each in the slot of its number."""
+    made = []
+    for number, length in enumerate(lengths):
+        request = Request(f"{number}", [number % 7 + 1] * length, SamplingParams(max_tokens=4))
+        made.append(Sequence(request, 4, slot=number))
+    return Prompts.of(made)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens"),
+    [
+        ((3, 5), 256),
+        ((200, 57), 512),
+        ((8000, 192), 8192),
+        ((8000, 193), 9216),
+        ((9000, 216), 9216),
+        ((9000, 217), 10_240),
+        ((16_000, 384), GRAPH_TOKENS),
+        ((16_000, 385), 17_408),  # is not captured any more
+    ],
+)
+def test_few_sizes_and_everything_in_them(lengths: tuple[int, ...], tokens: int) -> None:
+    prompts = prompts_of(*lengths)
+    extent = Extent.covering(prompts)
+    assert extent.tokens == tokens and extent.longest >= max(lengths) and extent.prompts >= len(lengths)
+    arrays = prompts.padded(extent)
+    assert len(arrays["ids"]) == len(arrays["positions"]) == tokens
+    np.testing.assert_array_equal(arrays["ids"][: sum(lengths)], prompts.arrays["ids"])
+    assert arrays["starts"][: len(lengths) + 1].tolist() == [0, *np.cumsum(lengths)]
+    assert (arrays["starts"][len(lengths) :] == sum(lengths)).all(), "what fills up belongs to no prompt"
+    writes = set(zip(*(arrays[name].tolist() for name in ("tokens", "slots", "places")), strict=True))
+    assert len(writes) == sum(lengths) and len(arrays["tokens"]) == extent.writes
+
+
+def test_without_memory_prefills_are_not_captured_any_more(caplog: pytest.LogCaptureFixture) -> None:
+    """The prompt is computed all the same, and what graphs held is given back."""
+    engine = make_engine(small_decoder())
+    prefill: Prefill = engine._prompts
+    prefill._may_capture, prefill._graphs = True, {"a size": None}  # type: ignore[dict-item]
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    prefill._capture = fail  # type: ignore[method-assign,assignment]
+    sequence = Sequence(Request("0", [1, 2, 3], SamplingParams(max_tokens=4)), 4, slot=0)
+    with torch.no_grad():
+        first, second, third = (prefill.run([sequence]) for _ in range(3))
+    assert torch.equal(first, second) and torch.equal(first, third)
+    assert not prefill._graphs and not prefill._may_capture
+    assert [record.getMessage() for record in caplog.records] == [
+        "memory is scarce: prefills are not captured any more"
+    ]
