@@ -98,18 +98,19 @@ def _asynchronous(results: Results) -> Any:
     rows = results.rows["asynchronous"]
     kinds = list(dict.fromkeys((row["layout"], row["name"]) for row in rows))
     levels = sorted({row["level"] for row in rows})
+    wide = 0.8 / len(kinds)
     figure, panels = plt.subplots(1, 3, figsize=(11, 3.2))
     parts = (("gain", "rollouts/s beside level 0"), ("sampler_idle", "sampler idle"), ("trainer_idle", "trainer idle"))
     for axes, (key, label) in zip(panels, parts, strict=True):
-        for place, kind in enumerate(kinds):
-            mine = {row["level"]: row.get(key) for row in rows if (row["layout"], row["name"]) == kind}
-            at = [i + (place - (len(kinds) - 1) / 2) * 0.2 for i in range(len(levels))]
+        for place, (layout, name) in enumerate(kinds):
+            mine = {row["level"]: row.get(key) for row in rows if (row["layout"], row["name"]) == (layout, name)}
+            at = [i + (place - (len(kinds) - 1) / 2) * wide for i in range(len(levels))]
             values = [mine.get(level) or 0.0 for level in levels]
             if any(mine.values()):
-                name = kind[0] if kind[0] != "simulated" else f"simulated: {kind[1]}"
-                axes.bar(at, values, 0.18, color=f"C{place}", label=name)
+                axes.bar(at, values, wide * 0.9, color=f"C{place}", label=f"{layout}: {name}")
         axes.set(xticks=range(len(levels)), xticklabels=levels, xlabel="max_async_level", ylabel=label)
     panels[0].axhline(1.5, color="black", linewidth=0.8, linestyle="--")
-    panels[0].legend(fontsize=6, frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.35))
     figure.tight_layout()
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 0.0))
     return figure
