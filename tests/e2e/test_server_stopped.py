@@ -101,7 +101,10 @@ def test_ctrl_c_while_it_loads(new_run: Callable[..., Run], infer: dict[str, Any
     pid = int(hold.read_text())
     command.send(signal.SIGINT)
     assert command.wait() == 130, command.text()
-    assert command.text().splitlines()[-1] == "shoal: error: ended by SIGINT" and "Traceback" not in command.text()
+    said = command.text().splitlines()[-1]
+    # In the split layout the server may be there before the command has all of its own modules.
+    assert said in ("shoal: error: ended by SIGINT", "shoal: error: interrupted"), command.text()
+    assert "Traceback" not in command.text()
     assert gone(pid)
     hold.unlink()
     assert run.grpo("--layout", layout, "--resume").wait() == 0

@@ -89,6 +89,7 @@ def test_a_second_signal_ends_it_at_once(new_run: NewRun):
     status = run.status()
     assert status["state"] == "interrupted" and status["resumable"] and "second signal" in status["reason"]
     assert "no checkpoint yet" in status["reason"] and not run.checkpoints()
+    assert command.text().endswith(f"\nshoal: {status['reason']}; to continue: {status['next_command']}\n")
     resumed = run.grpo("--resume", kill_at=("written:status.json", 1))
     assert resumed.wait() == -9, "the folder is free, and taken for the run it holds"
 

@@ -64,13 +64,14 @@ def record_end(run_dir: RunDir | FollowerRunDir, command: str, work: Callable[[]
     write("solved" if outcome == "solved" else "finished", f"{outcome} after step {step}", False, step)
 
 
-def give_up(run_dir: RunDir | FollowerRunDir, command: str | None) -> None:
+def give_up(run_dir: RunDir | FollowerRunDir, command: str | None) -> str | None:
     """A second signal ends the process where it is. The status says so, and what there is to go on from."""
     if run_dir.status.get("state") in ("finished", "solved"):
-        return
+        return None
     reason = f"ended at once by a second signal; {onward(run_dir.path / 'checkpoints')}"
     at = run_dir.status.get("step", 0)
     run_dir.write_status("interrupted", step=at, reason=reason, resumable=True, next_command=command)
+    return f"{reason}; to continue: {command}" if command else reason
 
 
 def already_done(path: Path, config: RunConfig | SftConfig) -> bool:

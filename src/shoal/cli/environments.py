@@ -65,12 +65,12 @@ def user_code_problem(name: str) -> tuple[str, str] | None:
     """Whether the module of `module:function` or `file.py:function` can be found; it is not imported."""
     module, _, _ = name.rpartition(":")
     if module.endswith(".py"):
-        found = Path(module).expanduser().is_file()
-    else:
-        found = PathFinder.find_spec(module.split(".")[0], [*sys.path, str(Path.cwd())]) is not None
-    return (
-        None if found else (f"there is no module {show(module)} for {show(name)}", "install it, or run where it lies")
-    )
+        if Path(module).expanduser().is_file():
+            return None
+        return f"there is no file {show(module)} for {show(name)}", "check the path, or run where it lies"
+    if PathFinder.find_spec(module.split(".")[0], [*sys.path, str(Path.cwd())]) is not None:
+        return None
+    return f"there is no module {show(module)} for {show(name)}", "install it, or run where it lies"
 
 
 def _check_folder(key: str, path: object, findings: Findings) -> None:

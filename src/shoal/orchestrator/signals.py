@@ -34,11 +34,11 @@ def heeded_signals() -> list[signal.Signals]:
 
 
 def on_signals(
-    interrupt: Callable[[int], None], give_up: Callable[[], None], tell: Callable[[str], None] = lambda _: None
+    interrupt: Callable[[int], None], give_up: Callable[[], str | None], tell: Callable[[str], None] = lambda _: None
 ) -> None:
     """The first signal asks the loop to stop at a safe point, and says so; the second ends the process where it is.
 
-    `give_up` is called before that, to leave word; whatever it raises, the process ends.
+    `give_up` is called before that, to leave word, and gives a last line; whatever it raises, the process ends.
     """
     if threading.current_thread() is not threading.main_thread():
         return  # a notebook's: signals are its own
@@ -55,13 +55,19 @@ def on_signals(
         loop.add_signal_handler(number, handle, _CODES[number])
 
 
-def _end(code: int, give_up: Callable[[], None]) -> None:
+def _end(code: int, give_up: Callable[[], str | None]) -> None:
     for number in heeded_signals():
         signal.signal(number, lambda *_: os._exit(code))  # a third signal does not wait for words
     try:
-        give_up()
+        _write(give_up())
     finally:
         os._exit(code)
+
+
+def _write(line: str | None) -> None:
+    """Past Python's streams, of which one may be in the middle of a line. A panel leaves no cursor behind."""
+    cursor = "\x1b[?25h" if os.isatty(2) else ""
+    os.write(2, f"{cursor}\nshoal: {line}\n".encode() if line else cursor.encode())
 
 
 def end_by(number: signal.Signals) -> NoReturn:
@@ -85,7 +91,7 @@ def outside_event_loop(work: Callable[[], Result]) -> Result:
 
 @contextlib.contextmanager
 def stop_signals(
-    give_up: Callable[[], None] = lambda: None, tell: Callable[[str], None] = lambda _: None
+    give_up: Callable[[], str | None] = lambda: None, tell: Callable[[str], None] = lambda _: None
 ) -> Iterator[list[int]]:
     """The same for steps without an event loop: the list gets the exit code. Earlier handlers come back at the end."""
     stop: list[int] = []

@@ -35,8 +35,8 @@ def test_a_run_refused_later_is_not_left_running(tmp_path: Path):
 
 def test_after_a_second_signal_the_status_names_what_there_is_to_go_on_from(tmp_path: Path):
     with RunDir.create(tmp_path, "", {}, "go on") as run_dir:
-        give_up(run_dir, "go on")
         said = "ended at once by a second signal; there is no checkpoint yet, so it starts again from the beginning"
+        assert give_up(run_dir, "go on") == f"{said}; to continue: go on"
         assert read_status(tmp_path)["reason"] == said
         for step in (2, 10):
             with run_dir.checkpoint(step) as folder:
