@@ -155,10 +155,12 @@ def lora_decoder(
     return wrapped
 
 
-def hybrid_decoder(name: str, lora: bool) -> Decoder:
-    """In fp8-hybrid on a GPU, which the products of its layers need."""
+def hybrid_decoder(
+    name: str, lora: bool, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda"
+) -> Decoder:
+    """In fp8-hybrid, on a GPU unless asked otherwise."""
     pytest.importorskip("torchao", reason="an extra")
-    decoder = as_decoder(small_model(name, dtype=torch.bfloat16).to("cuda"))
+    decoder = as_decoder(small_model(name, dtype=dtype).to(device))
     assert hybrid.convert(decoder.model) == 14
     if not lora:
         return Decoder(decoder.model)

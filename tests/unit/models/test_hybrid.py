@@ -13,11 +13,10 @@ from torch import nn
 
 from shoal.models import hybrid
 from shoal.models.decoder import Decoder
-from shoal.models.lora import LoraSettings, attach
 from shoal.models.quantised import held_bytes
 from shoal.models.sampler_view import SamplerView
 from support.engines import ask, make_engine, run
-from support.models import as_decoder, random_prompts, shake_adapter, small_model
+from support.models import hybrid_decoder, random_prompts, small_model
 from support.training import gradients, grpo, make_policy, pack, random_samples
 
 pytest.importorskip("torchao", reason="an extra")
@@ -93,15 +92,8 @@ def test_outside_scoring_it_is_a_plain_linear_layer() -> None:
     assert torch.equal(layer(x), plain) and not torch.equal(inside, plain)
 
 
-def hybrid_decoder(lora: bool, dtype: torch.dtype = torch.float32) -> Decoder:
-    decoder = as_decoder(small_model("qwen2", dtype=dtype))
-    hybrid.convert(decoder.model)
-    if not lora:
-        return Decoder(decoder.model)
-    torch.manual_seed(0)
-    wrapped = Decoder(attach(decoder.model, LoraSettings(rank=4, alpha=8)))
-    shake_adapter(wrapped, 0)
-    return wrapped
+def on_cpu(lora: bool, dtype: torch.dtype = torch.float32) -> Decoder:
+    return hybrid_decoder("qwen2", lora, dtype, "cpu")
 
 
 def without_fp8(decoder: Decoder) -> Decoder:
@@ -114,7 +106,7 @@ def without_fp8(decoder: Decoder) -> Decoder:
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
 def test_the_policy_scores_in_fp8_and_the_sampler_does_not(lora: bool) -> None:
-    decoder = hybrid_decoder(lora)
+    decoder = on_cpu(lora)
     plain = without_fp8(decoder)
     request = ask("r", random_prompts(0, 12)[0], seed=3, max_tokens=12)
     assert run(make_engine(decoder), [request])["r"].logprobs == run(make_engine(plain), [request])["r"].logprobs
@@ -133,7 +125,7 @@ def test_the_policy_scores_in_fp8_and_the_sampler_does_not(lora: bool) -> None:
 def test_checkpointing_runs_forward_again_in_fp8(lora: bool) -> None:
     found = []
     for recompute in (False, True):
-        decoder = hybrid_decoder(lora)
+        decoder = on_cpu(lora)
         if recompute:
             decoder.inner.gradient_checkpointing_enable()  # type: ignore[operator]
         policy = make_policy(decoder)
@@ -143,7 +135,7 @@ def test_checkpointing_runs_forward_again_in_fp8(lora: bool) -> None:
 
 
 def test_weights_stay_as_they_are_and_a_snapshot_has_a_switch_of_its_own() -> None:
-    decoder = hybrid_decoder(lora=False, dtype=torch.bfloat16)
+    decoder = on_cpu(lora=False, dtype=torch.bfloat16)
     assert decoder.dtype == torch.bfloat16 and decoder.weight_bytes == held_bytes(without_fp8(decoder).model)
     assert decoder.model.state_dict().keys() == small_model("qwen2").state_dict().keys()
     view = SamplerView(decoder, "snapshot")
