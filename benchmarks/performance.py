@@ -22,7 +22,7 @@ from performance_tables import table
 ROOT = Path(__file__).parents[1]
 # What a row of each benchmark is about.
 KEYS = {
-    "rollout": ("shape", "sequences"),
+    "rollout": ("shape", "sequences", "group"),
     "mixed": ("name", "slots"),
     "train": ("name", "shape"),
     "grpo_step": ("name",),
@@ -31,6 +31,7 @@ KEYS = {
     "asynchronous": ("layout", "name", "level"),
     "many_rollouts": ("tokens",),
 }
+DEFAULTS = {"rollout": {"group": 1}}  # of rows from before it was noted
 ON_CPU = ("asynchronous", "many_rollouts")
 WITHOUT_RATES = ("quickstart", *ON_CPU)  # nothing in them is set beside a limit
 MISSING = "Not measured yet: `python benchmarks/{name}.py benchmarks/results/{name}.json`{where}."
@@ -115,7 +116,7 @@ def read_results(folder: Path) -> Results:
                 continue
             results.files[path.name] = found
             for row in found["rows"]:
-                results.add(name, {**row, "file": path.name})
+                results.add(name, {**DEFAULTS.get(name, {}), **row, "file": path.name})
     return results
 
 

@@ -48,15 +48,15 @@ def _rollouts(results: Results) -> Iterator[Goal]:
              ("qwen3-0.6b", 512, 85e3, 0.8)]  # fmt: skip
     for shape, count, must, aim in cases:
         work = f"rollout, {shape} shape, 128 + 256 tokens, {count} sequences"
-        row = results.find("rollout", shape=shape, sequences=count)
-        for which in ("decode steps", "prefill included"):
+        for which, group in (("decode steps", 1), ("groups of 8, prefill included", 8), ("prefill included", 1)):
             texts = (f"{work}, {which}", f"{number(must)} tok/s", f"{percent(aim)} of the limit")
+            row = results.find("rollout", shape=shape, sequences=count, group=group)
             if row is None:
                 yield Goal(*texts)
                 continue
             part = {**row, **row["decode"], "tokens_per_s": row["decode_tokens_per_s"]} if "decode" in which else row
             yield _rate(texts, part, part["tokens_per_s"] > must, part["fraction"] >= aim)
-    row = results.find("rollout", shape="qwen2.5-7b", sequences=64)
+    row = results.find("rollout", shape="qwen2.5-7b", sequences=64, group=1)
     texts = ("the same, qwen2.5-7b shape, 64 sequences", "60 % of the bandwidth limit", "80 %")
     share = row["tokens_per_s"] / row["limit_bytes"] if row else 0.0
     yield Goal(*texts) if row is None else _rate(texts, row, share > 0.6, share >= 0.8)
@@ -69,7 +69,8 @@ def _rate(texts: tuple[str, str, str], row: dict[str, Any], exceeded: bool, reac
 
 def _rivals(results: Results) -> Iterator[Goal]:
     """128 sequences of the smallest shape; the page's table has the others."""
-    rows = [row for row in results.every["rollout"] if (row["shape"], row["sequences"]) == ("qwen2.5-0.5b", 128)]
+    case = ("qwen2.5-0.5b", 128, 1)
+    rows = [row for row in results.every["rollout"] if (row["shape"], row["sequences"], row["group"]) == case]
     for key, name, must, aim in (("generate", "transformers generate", 25, 50), ("vllm_logprobs", "vLLM", 3, 5)):
         texts = (f"against {name}, qwen2.5-0.5b shape, 128 sequences, same run", f"{must}×", f"{aim}×")
         ratio = next((row[f"{key}_ratio"] for row in rows if f"{key}_ratio" in row), None)

@@ -39,7 +39,7 @@ def _save(figure: Any, path: Path) -> None:
 def _points(results: Results) -> list[tuple[str, str, float, float]]:
     """(kind, name, operations a byte, operations a second)."""
     found = []
-    for row in results.rows["rollout"]:
+    for row in (row for row in results.rows["rollout"] if row["group"] == 1):
         name = f"{row['shape']}, {row['sequences']}"
         decode, prefill = row["decode"], row["prefill"]
         found.append(("decode", name, decode["operations"] / decode["bytes"], decode["operations"] / decode["seconds"]))

@@ -21,6 +21,7 @@ DECODE: Column = ("decode tok/s", lambda r: number(r["decode_tokens_per_s"]))
 ROLLOUT: list[Column] = [
     ("shape", lambda r: r["shape"]),
     ("sequences", lambda r: number(r["sequences"])),
+    ("of a prompt", lambda r: number(r["group"])),
     ("prompt + new", lambda r: f"{r['prompt']} + {r['new']}"),
     TOTAL,
     ("by bytes", lambda r: number(r["limit_bytes"])),
@@ -120,12 +121,9 @@ AXES = {
 
 def rollouts(results: Results) -> Iterator[str]:
     rows = results.rows["rollout"]
-    yield """Distinct prompts, every token with its log-prob. The total is from the first prompt to the last token, best
-of three runs; decoding leaves out the prefill, which is timed apart. What is to be reached was set beside a
-prototype's decode steps. The version before this one drew 60,615 tokens/s in decode steps of 128 sequences of the 0.6B
-shape ([rollout_before.json](../benchmarks/results/rollout_before.json)) on another machine of the same kind; why this
-one draws fewer is not known. Cutting its products, which is what changed, gains 1 to 6 % there against whole ones in
-one run ([tried_products_h200.json](../benchmarks/results/tried_products_h200.json))."""
+    yield """Every token with its log-prob. The total is from the first prompt to the last token, best of three runs;
+decoding leaves out the prefill, which is timed apart. Prompts are distinct, or of eight sequences each, as GRPO draws
+them: a group's prompt is computed once. What is to be reached was set beside a prototype's decode steps."""
     yield table_of(rows, ROLLOUT)
     yield "![Decode, prefill and training below the roof of bandwidth and operations](images/performance_roofline.svg)"
     yield """Graphs against eager decoding of the same requests: tokens until the first difference, and the gap of

@@ -1,13 +1,15 @@
-"""Rollout speed of the embedded engine: random weights of known shapes, distinct prompts, log-probs included.
+"""Rollout speed of the embedded engine: random weights of known shapes, log-probs included.
 
     python benchmarks/rollout.py OUT.json [--shapes …] [--sequences …] [--generate] [--vllm] [--eager] [--smoke]
 
-`tokens_per_s` counts everything from the first prompt to the last token; `decode_tokens_per_s` leaves the prefill out.
+Prompts are distinct, and then in groups of eight, as GRPO draws them. `tokens_per_s` counts everything from the first
+prompt to the last token; `decode_tokens_per_s` leaves the prefill out.
 --generate and --vllm time transformers' generate and vLLM on the same weights and prompts in the same run.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import rivals
@@ -16,26 +18,42 @@ from machine import print_table, write_result
 from workload import TINY, Loaded, begin, free, generate, load, make_engine, parser, requests, time_engine
 
 CASES = {"qwen2.5-0.5b": [128, 512], "qwen3-0.6b": [128, 512], "qwen2.5-7b": [64]}
-PROMPT, NEW = 128, 256
+PROMPT, NEW, GROUP = 128, 256, 8
 PARITY_SEQUENCES, PARITY_NEW = 16, 64
 
 
-def measure(loaded: Loaded, count: int, rates: Rates, new: int, graphs: bool = True) -> dict[str, Any]:
-    engine = make_engine(loaded, count, PROMPT + new, graphs)
-    work = requests(loaded.decoder.vocab_size, count, PROMPT, [new] * count)
-    timing = time_engine(engine, work, repeats=3 if graphs else 1)
-    decode = loaded.shape.decode([(PROMPT, new)] * count, count)
-    prefill = loaded.shape.prefill([PROMPT] * count, count)
+@dataclass(frozen=True)
+class Case:
+    sequences: int
+    new: int
+    group: int = 1  # sequences of one prompt
+    graphs: bool = True
+
+    @property
+    def prompts(self) -> int:
+        return self.sequences // self.group
+
+
+def measure(loaded: Loaded, case: Case, rates: Rates) -> dict[str, Any]:
+    count, prompts = case.sequences, case.prompts
+    engine = make_engine(loaded, count, PROMPT + case.new, case.graphs)
+    work = requests(loaded.decoder.vocab_size, prompts, PROMPT, [case.new] * count)
+    timing = time_engine(engine, work, repeats=3 if case.graphs else 1)
+    decode = loaded.shape.decode([(PROMPT, case.new)] * count, count)
+    prefill = loaded.shape.prefill([PROMPT] * prompts, count)
     return {
         "sequences": count,
+        "group": case.group,
+        "prompt": PROMPT,
+        "new": case.new,
         "path": engine.path,
         **timing.row(),
         **(prefill + decode).limits(rates, timing.tokens, timing.tokens_per_s),
         "decode": decode.limits(rates, timing.tokens - count, timing.decode_tokens_per_s)
         | {"bytes": decode.bytes, "operations": decode.operations, "seconds": timing.seconds - timing.prefill_s},
         "prefill": {
-            "tokens_per_s": count * PROMPT / timing.prefill_s,
-            **prefill.limits(rates, count * PROMPT, count * PROMPT / timing.prefill_s),
+            "tokens_per_s": prompts * PROMPT / timing.prefill_s,
+            **prefill.limits(rates, prompts * PROMPT, prompts * PROMPT / timing.prefill_s),
             "bytes": prefill.bytes,
             "operations": prefill.operations,
         },
@@ -73,12 +91,13 @@ def run_shape(shape: str, counts: list[int], asked: Any, rates: Rates) -> list[d
     new = 16 if asked.smoke else NEW
     loaded = load(shape)
     rows: list[dict[str, Any]] = []
-    for count in counts:
-        rows.append({"shape": shape, "prompt": PROMPT, "new": new, **measure(loaded, count, rates, new)})
-        free()
+    for group in (1, GROUP):
+        for count in counts:
+            rows.append({"shape": shape, **measure(loaded, Case(count, new, group), rates)})
+            free()
     rows[0]["parity_graphs_eager"] = parity(loaded)
     if asked.eager:
-        eager = measure(loaded, counts[0], rates, new, graphs=False)
+        eager = measure(loaded, Case(counts[0], new, graphs=False), rates)
         rows[0]["eager_tokens_per_s"] = eager["tokens_per_s"]
     if asked.generate:
         add_ratios(rows[0], rivals.transformers_generate(loaded.decoder, counts[0], PROMPT, new))
@@ -108,7 +127,7 @@ def main() -> None:
         result["rows"] += run_shape(shape, counts, asked, rates)
         write_result(asked.out, result)
         free()
-    columns = ["shape", "sequences", "tokens_per_s", "limit_bytes", "limit_operations", "fraction",
+    columns = ["shape", "sequences", "group", "tokens_per_s", "limit_bytes", "limit_operations", "fraction",
                "decode_tokens_per_s", "prefill_s", "generate_ratio", "vllm_logprobs_ratio", "vllm_ratio"]  # fmt: skip
     print_table("rollout", result["rows"], columns)
 

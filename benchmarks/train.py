@@ -86,6 +86,9 @@ def prepare(decoder: Decoder, variant: Variant) -> None:
     if variant.compiled:
         # What lays out a micro-batch runs once, in the first layer, in numpy.
         attention.upload = torch.compiler.disable(attention.upload)
+        # A layer's number is no reason to compile it anew.
+        torch._dynamo.config.allow_unspec_int_on_nn_module = True  # type: ignore[attr-defined]
+        torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined]
     if variant.own_modules:
         decoder.fused = None
         if variant.compiled:

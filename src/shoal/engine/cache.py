@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -49,12 +50,13 @@ class SlotCache:
 
 @dataclass
 class PrefillWriter:
-    """Writes packed prompts into slots; token `tokens[i]` of the row goes to (`slots[i]`, `positions[i]`)."""
+    """Copies prompts of a packed row into slots: `lengths[i]` tokens from `starts[i]` on go to slot `slots[i]`."""
 
     cache: SlotCache
-    tokens: Tensor  # [N]
+    starts: Tensor  # [N]
+    lengths: Tensor  # [N]
     slots: Tensor  # [N]
-    positions: Tensor  # [N]
+    longest: int  # of the lengths, or more
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """[heads, T, D] each."""
@@ -62,6 +64,16 @@ class PrefillWriter:
             from shoal.engine.kernels.cache import scatter
 
             cache = (self.cache.keys[layer], self.cache.values[layer])
-            return scatter((key, value), cache, (self.tokens, self.slots, self.positions))
-        self.cache.keys[layer][self.slots, :, self.positions] = key[:, self.tokens].transpose(0, 1)
-        self.cache.values[layer][self.slots, :, self.positions] = value[:, self.tokens].transpose(0, 1)
+            return scatter((key, value), cache, (self.starts, self.lengths, self.slots), self.longest)
+        tokens, slots, places = self._one_by_one
+        self.cache.keys[layer][slots, :, places] = key[:, tokens].transpose(0, 1)
+        self.cache.values[layer][slots, :, places] = value[:, tokens].transpose(0, 1)
+
+    @cached_property
+    def _one_by_one(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Every token that is written: where it stands in the row, its slot, and its place there."""
+        starts, before, slots = (
+            x.repeat_interleave(self.lengths) for x in (self.starts, self.lengths.cumsum(0) - self.lengths, self.slots)
+        )
+        places = torch.arange(len(slots), device=slots.device) - before
+        return starts + places, slots, places

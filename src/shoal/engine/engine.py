@@ -7,7 +7,6 @@ company. A GPU chooses its kernels by the size of the batch, and rounds by them.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -279,6 +278,11 @@ class EmbeddedEngine:
     ) -> list[Completion]:
         """Take what was drawn, [steps, sequences], up to each sequence's end; whatever follows it is dropped."""
         steps = len(ids)
+        if not np.isfinite(logprobs).all():
+            raise NonFiniteError(
+                f"log-probs of version {self.view.version} are not finite: its weights are no numbers any more, or "
+                "overflow; lower train.learning_rate and resume from the last checkpoint"
+            )
         ends = (ids[..., None] == self._end_ids).any(-1)
         first_end = np.where(ends.any(0), ends.argmax(0) + 1, steps + 1).tolist()
         if sequences:
@@ -302,11 +306,6 @@ class EmbeddedEngine:
 
     def _finish(self, sequence: Running, reason: FinishReason) -> Completion:
         self.scheduler.retire(sequence)
-        if not math.isfinite(sum(sequence.logprobs)):
-            raise NonFiniteError(
-                f"log-probs of version {self.view.version} are not finite: its weights are no numbers any more, or "
-                "overflow; lower train.learning_rate and resume from the last checkpoint"
-            )
         text = self.detokenize(sequence.token_ids) if sequence.text is None else sequence.text
         return sequence.completion(reason, text)
 

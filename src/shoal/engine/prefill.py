@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 GRAPH_TOKENS = 16_384  # of one prefill; larger ones keep the device busy however they are launched
 MAX_GRAPHS = 32  # each holds its inputs and the states it ends with; what lies between shares one pool
-LEAST_TOKENS, LEAST_SEGMENTS, LEAST_WRITES, LEAST_LENGTH = 256, 8, 1024, 128
+LEAST_TOKENS, LEAST_SEGMENTS, LEAST_LENGTH = 256, 8, 128
 MULTIPLE = 1024  # of the tokens of a large one, whose filling takes time
 
 
@@ -34,7 +34,7 @@ MULTIPLE = 1024  # of the tokens of a large one, whose filling takes time
 class Prompts:
     """Distinct prompts end to end, and where each of their tokens goes."""
 
-    arrays: Mapping[str, np.ndarray]  # ids, positions [T]; starts [S+1]; tokens, slots, places [N]
+    arrays: Mapping[str, np.ndarray]  # ids, positions [T]; starts [S+1]; of each sequence first, lengths, slots [N]
     last: np.ndarray  # [sequences], the last token of each one's prompt
 
     @staticmethod
@@ -47,15 +47,13 @@ class Prompts:
             of_sequence.append(len(prompts) - 1)
         lengths = np.array([len(p) for p in prompts])
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        copied = lengths[of_sequence]
-        places = np.concatenate([np.arange(n) for n in copied])
         arrays = {
             "ids": np.concatenate([np.asarray(p, dtype=np.int64) for p in prompts]),
-            "positions": np.concatenate([np.arange(n) for n in lengths]),
+            "positions": np.arange(starts[-1]) - np.repeat(starts[:-1], lengths),
             "starts": starts,
-            "tokens": np.repeat(starts[of_sequence], copied) + places,
-            "slots": np.repeat([s.slot for s in sequences], copied),
-            "places": places,
+            "first": starts[of_sequence],
+            "lengths": lengths[of_sequence],
+            "slots": np.array([s.slot for s in sequences]),
         }
         return Prompts(arrays, starts[1:][of_sequence] - 1)
 
@@ -64,13 +62,13 @@ class Prompts:
         return int(np.diff(self.arrays["starts"]).max())
 
     def padded(self, extent: Extent) -> dict[str, np.ndarray]:
-        """Tokens that belong to no prompt, prompts of no tokens, and writes that repeat the first one."""
+        """Tokens that belong to no prompt, prompts of no tokens, and sequences that get none."""
         given = self.arrays
-        sizes = {"starts": extent.prompts + 1, "tokens": extent.writes, "slots": extent.writes, "places": extent.writes}
-        fill = {"starts": given["starts"][-1], "tokens": given["tokens"][0], "slots": given["slots"][0]}
+        sizes = {"ids": extent.tokens, "positions": extent.tokens, "starts": extent.prompts + 1}
         arrays = {}
         for name, array in given.items():
-            full = np.full(sizes.get(name, extent.tokens), fill.get(name, 0), dtype=np.int64)
+            fill = array[-1] if name == "starts" else 0
+            full = np.full(sizes.get(name, extent.sequences), fill, dtype=np.int64)
             full[: len(array)] = array
             arrays[name] = full
         arrays["starts"] = arrays["starts"].astype(np.int32)
@@ -83,7 +81,7 @@ class Extent:
 
     tokens: int
     prompts: int
-    writes: int
+    sequences: int
     longest: int
 
     @staticmethod
@@ -93,7 +91,7 @@ class Extent:
         return Extent(
             round_up(tokens, MULTIPLE) if tokens > 8 * MULTIPLE else _power(tokens, LEAST_TOKENS),
             _power(len(arrays["starts"]) - 1, LEAST_SEGMENTS),
-            _power(len(arrays["tokens"]), LEAST_WRITES),
+            _power(len(arrays["slots"]), LEAST_SEGMENTS),
             _power(prompts.longest, LEAST_LENGTH),
         )
 
@@ -164,17 +162,18 @@ class Prefill:
             ):
                 arrays[name] = np.append(arrays[name], more).astype(np.int64)
         there = upload(arrays, self._device)
-        return self._forward(there, Packed(arrays["starts"], self._device, self._writer(there)))
+        return self._forward(there, Packed(arrays["starts"], self._device, self._writer(there, prompts.longest)))
 
-    def _writer(self, there: Mapping[str, Tensor]) -> PrefillWriter:
-        return PrefillWriter(self._cache, there["tokens"], there["slots"], there["places"])
+    def _writer(self, there: Mapping[str, Tensor], longest: int) -> PrefillWriter:
+        return PrefillWriter(self._cache, there["first"], there["lengths"], there["slots"], longest)
 
     def _forward(self, there: Mapping[str, Tensor], context: Packed) -> Tensor:
         return self._view.decoder.hidden(there["ids"][None], there["positions"][None], context)[0]
 
     def _capture(self, prompts: Prompts, extent: Extent) -> _Captured:
         inputs = {name: tensor.clone() for name, tensor in upload(prompts.padded(extent), self._device).items()}
-        context = Packed.planned({"starts": inputs["starts"]}, (extent.longest, extent.longest), self._writer(inputs))
+        writer = self._writer(inputs, extent.longest)
+        context = Packed.planned({"starts": inputs["starts"]}, (extent.longest, extent.longest), writer)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

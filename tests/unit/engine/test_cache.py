@@ -33,8 +33,8 @@ def test_append_writes_each_row_at_its_own_position() -> None:
 def test_a_prefill_may_write_one_prompt_into_several_slots() -> None:
     cache = make_cache()
     key, value = torch.rand(2, 4, 4), torch.rand(2, 4, 4)  # [heads, tokens of the row, dim]
-    tokens, slots, positions = torch.tensor([1, 2, 1, 2]), torch.tensor([0, 0, 2, 2]), torch.tensor([0, 1, 0, 1])
-    PrefillWriter(cache, tokens, slots, positions).write(0, key, value)
+    where = (torch.tensor(x) for x in ([1, 1, 3], [2, 2, 0], [0, 2, 1]))
+    PrefillWriter(cache, *where, longest=2).write(0, key, value)
     for slot in (0, 2):
         assert torch.equal(cache.keys[0][slot, :, :2], key[:, 1:3])
         assert torch.equal(cache.values[0][slot, :, :2], value[:, 1:3])

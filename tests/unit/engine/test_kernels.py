@@ -48,6 +48,25 @@ def test_decode_attention(window: int | None, softcap: float | None, cut: str) -
     """)
 
 
+def test_prompts_are_copied_into_their_slots() -> None:
+    """Keys and values of other widths, strided and not; one prompt in two slots, one longer than a program's share."""
+    run("""
+        from shoal.engine.cache import PrefillWriter
+        from shoal.models import kernels
+        from shoal.models.decoder import LayerShape
+        layers = {0: LayerShape(3, 24, 16)}
+        key, value = torch.randn(50, 3, 24).transpose(0, 1), torch.randn(3, 50, 16)
+        where = [torch.tensor(x) for x in ([0, 0, 40, 9], [40, 40, 10, 0], [1, 3, 0, 2])]
+        caches = [SlotCache(layers, 4, 64, torch.float32, torch.device("cpu")) for _ in range(2)]
+        writers = [PrefillWriter(cache, *where, longest) for cache, longest in zip(caches, (40, 64))]
+        writers[1].write(0, key, value)
+        kernels.available = lambda cuda: False
+        writers[0].write(0, key, value)
+        assert torch.equal(caches[0].keys[0], caches[1].keys[0]) and caches[0].keys[0].any()
+        assert torch.equal(caches[0].values[0], caches[1].values[0]) and caches[0].values[0].any()
+    """)
+
+
 def test_sampling_draws_the_same_tokens() -> None:
     """Greedy and sampled rows, more ids than one block: the same token, the same log-prob but for rounding."""
     run("""

@@ -148,7 +148,7 @@ def test_prefixes_of_prefixes_and_in_a_prefill_are_refused() -> None:
     with pytest.raises(ValueError, match="continues no other"):
         Packed(STARTS, CPU, prefixes=np.array([-1, 0, 1, -1]))
     cache = SlotCache({0: LayerShape(KV_HEADS, DIM, DIM)}, 1, 16, torch.float64, CPU)
-    writer = PrefillWriter(cache, *(torch.zeros(1, dtype=torch.long) for _ in range(3)))
+    writer = PrefillWriter(cache, *(torch.zeros(1, dtype=torch.long) for _ in range(3)), longest=0)
     with pytest.raises(ValueError, match="a prefill has none"):
         Packed(STARTS, CPU, writer, np.array([-1, 0, 0, -1]))
 
@@ -172,12 +172,8 @@ def test_prefill_then_decode(name: str) -> None:
     known = [(slot, start, length - 1) for slot, (start, length) in enumerate(zip(STARTS, LENGTHS, strict=False))]
     tokens = np.concatenate([np.arange(start, start + n) for _, start, n in known])
     starts = np.concatenate([[0], np.cumsum([n for *_, n in known if n])])
-    writer = PrefillWriter(
-        cache,
-        torch.arange(len(tokens)),
-        torch.tensor(np.concatenate([np.full(n, slot) for slot, _, n in known])),
-        torch.tensor(np.concatenate([np.arange(n) for *_, n in known])),
-    )
+    lengths, slots = (torch.tensor(x) for x in zip(*((n, slot) for slot, _, n in known), strict=True))
+    writer = PrefillWriter(cache, lengths.cumsum(0) - lengths, lengths, slots, int(lengths.max()))
     out = Packed(starts, CPU, writer).attend(
         0, query[:, :, tokens], key[:, :, tokens], value[:, :, tokens], SHAPES[name]
     )

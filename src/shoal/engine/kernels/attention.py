@@ -86,13 +86,25 @@ def _attend(
     dims = tl.arange(0, DIM)
     group = tl.arange(0, PADDED)
     real = group < HEADS
+    base = row * stride_slot + head * stride_head
     q_at = query + row * stride_query + (head * HEADS + group)[:, None] * DIM
+    k_at = new_key + row * stride_new + head * DIM + tl.zeros([1], tl.int32)[:, None]
+    yes = tl.full([1, 1], 1, tl.int1)
     turn_cos, turn_sin = cos + position * DIM, sin + position * DIM
     q = _ready(q_at, query_norm, turn_cos, turn_sin, real[:, None], dims[None], eps, DIM, NORMED, ROTATED)
-    top = tl.full([PADDED], -1.0e30, tl.float32)
-    total = tl.zeros([PADDED], tl.float32)
-    mixed = tl.zeros([PADDED, DIM], tl.float32)
-    base = row * stride_slot + head * stride_head
+    k_new = _ready(k_at, key_norm, turn_cos, turn_sin, yes, dims[None], eps, DIM, NORMED, ROTATED)
+    v_new = tl.load(new_value + row * stride_new + head * DIM + dims)
+    # The token itself comes first, while nothing else is there yet: seen by every query, stored for those to come.
+    own = split == 0
+    stored = dims < tl.where(own, DIM, 0)
+    tl.store(keys + base + position * DIM + dims[None], k_new, mask=stored[None])
+    tl.store(values + base + position * DIM + dims, v_new, mask=stored)
+    score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
+    if CAPPED:
+        score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)
+    top = tl.where(own, score, -1.0e30)
+    total = tl.where(own, tl.full([PADDED], 1.0, tl.float32), 0.0)
+    mixed = tl.where(own, tl.zeros([PADDED, DIM], tl.float32) + v_new.to(tl.float32)[None], 0.0)
     for at in range(first, last, BLOCK):
         columns = at + tl.arange(0, BLOCK)
         inside = columns < last
@@ -107,23 +119,6 @@ def _attend(
         total = total * rescale + tl.sum(weights, 1)
         v = tl.load(values + base + columns[:, None] * DIM + dims[None], mask=inside[:, None], other=0.0)
         mixed = mixed * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        top = higher
-    if split == 0:
-        # The token itself: seen by every query, stored for those to come.
-        k_at = new_key + row * stride_new + head * DIM + tl.zeros([1], tl.int32)[:, None]
-        yes = tl.full([1, 1], 1, tl.int1)
-        k_new = _ready(k_at, key_norm, turn_cos, turn_sin, yes, dims[None], eps, DIM, NORMED, ROTATED)
-        v_new = tl.load(new_value + row * stride_new + head * DIM + dims)
-        tl.store(keys + base + position * DIM + dims[None], k_new)
-        tl.store(values + base + position * DIM + dims, v_new)
-        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
-        if CAPPED:
-            score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)
-        higher = tl.maximum(top, score)
-        rescale = tl.exp(top - higher)
-        weight = tl.exp(score - higher)
-        total = total * rescale + weight
-        mixed = mixed * rescale[:, None] + weight[:, None] * v_new.to(tl.float32)[None]
         top = higher
     slot = (row * heads + head) * HEADS + group
     whole = real

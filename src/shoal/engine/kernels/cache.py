@@ -7,38 +7,59 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+TOKENS = 32  # of a program
+
+
+@triton.jit
+def _copy(source, target, tokens, there, stride_token, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """`tokens` of one head, [T] of which those in the mask `there`, from one place to another."""
+    dims = tl.arange(0, PADDED)[None]
+    real = there[:, None] & (dims < DIM)
+    numbers = tl.load(source + tokens[:, None] * stride_token + dims, mask=real)
+    tl.store(target + tokens[:, None] * DIM + dims, numbers, mask=real)
+
 
 @triton.jit
 def _scatter(
-    key, value, keys, values, tokens, slots, positions,
-    stride_token, stride_head, stride_slot, stride_cache_head,
-    HEADS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
+    key, value, keys, values, starts, lengths, slots,
+    key_token, key_head, value_token, value_head, slot_keys, head_keys, slot_values, head_values,
+    KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Program: one token of one slot, all its heads."""
+    """Program (sequence, tokens of it, head)."""
     at = tl.program_id(0)
-    token = tl.load(tokens + at)
-    slot = tl.load(slots + at)
-    position = tl.load(positions + at)
-    heads = tl.arange(0, PADDED)[:, None]
-    dims = tl.arange(0, DIM)[None]
-    real = heads < HEADS
-    source = token * stride_token + heads * stride_head + dims
-    target = slot * stride_slot + heads * stride_cache_head + position * DIM + dims
-    tl.store(keys + target, tl.load(key + source, mask=real), mask=real)
-    tl.store(values + target, tl.load(value + source, mask=real), mask=real)
+    first = tl.program_id(1) * TOKENS
+    head = tl.program_id(2)
+    length = tl.load(lengths + at)
+    if first >= length:
+        return
+    start = tl.load(starts + at).to(tl.int64)
+    slot = tl.load(slots + at).to(tl.int64)
+    tokens = first + tl.arange(0, TOKENS)
+    there = tokens < length
+    _copy(
+        key + start * key_token + head * key_head, keys + slot * slot_keys + head * head_keys,
+        tokens, there, key_token, KEY_DIM, KEY_PADDED,
+    )  # fmt: skip
+    _copy(
+        value + start * value_token + head * value_head, values + slot * slot_values + head * head_values,
+        tokens, there, value_token, VALUE_DIM, VALUE_PADDED,
+    )  # fmt: skip
 
 
-def scatter(heads: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], where: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Key and value [heads, T, D]: token tokens[i] goes to (slots[i], positions[i]) of [slots, heads, length, D]."""
-    key, value = heads
+def scatter(
+    heads: tuple[Tensor, Tensor],  # key and value [heads, T, D]
+    cache: tuple[Tensor, Tensor],  # [slots, heads, length, D] each
+    where: tuple[Tensor, Tensor, Tensor],  # starts, lengths and slots, [N] each
+    longest: int,
+) -> None:
+    """`lengths[i]` tokens from `starts[i]` on go to the slot `slots[i]`, none more than `longest`."""
+    key, value = (x if x.stride(2) == 1 else x.contiguous() for x in heads)
     keys, values = cache
-    tokens, slots, positions = where
-    if value.stride() != key.stride() or key.stride(2) != 1:
-        key, value = key.contiguous(), value.contiguous()
-    count, _, dim = key.shape
-    padded = triton.next_power_of_2(count)
-    _scatter[(len(tokens),)](
-        key, value, keys, values, tokens, slots, positions,
-        key.stride(1), key.stride(0), keys.stride(0), keys.stride(1),
-        HEADS=count, PADDED=padded, DIM=dim, num_warps=1 if padded * dim <= 1024 else 4,
+    _scatter[(len(where[0]), triton.cdiv(longest, TOKENS), len(key))](
+        key, value, keys, values, *where,
+        key.stride(1), key.stride(0), value.stride(1), value.stride(0), *keys.stride()[:2], *values.stride()[:2],
+        KEY_DIM=key.shape[2], KEY_PADDED=triton.next_power_of_2(key.shape[2]),
+        VALUE_DIM=value.shape[2], VALUE_PADDED=triton.next_power_of_2(value.shape[2]),
+        TOKENS=TOKENS, num_warps=4,
     )  # fmt: skip

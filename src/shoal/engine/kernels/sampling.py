@@ -52,10 +52,12 @@ def _scan(logits, temperatures, tops, sums, WIDTH, stride, BLOCKS: tl.constexpr,
     inside = columns < WIDTH
     temperature = tl.load(temperatures + row)
     x = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-    x = x / tl.where(temperature == 0.0, 1.0, temperature)
-    top = tl.max(x, 0)
-    tl.store(tops + row * BLOCKS + block, top)
-    tl.store(sums + row * BLOCKS + block, tl.sum(tl.where(inside, tl.exp(x - top), 0.0), 0))
+    temperature = tl.where(temperature == 0.0, 1.0, temperature)
+    highest = tl.max(x, 0)
+    tl.store(tops + row * BLOCKS + block, highest / temperature)
+    # As a power of two, whose factor holds the temperature too: nothing is divided but the highest.
+    weights = tl.exp2((x - highest) * (1.4426950408889634 / temperature))
+    tl.store(sums + row * BLOCKS + block, tl.sum(weights, 0))
 
 
 @triton.jit
