@@ -116,17 +116,23 @@ def run(case: Case, model: str, folder: Path, steps: int) -> dict[str, Any]:
     return {
         "command": " ".join(["shoal", "grpo", *(word for word in shown if word)]),
         "first_step_s": first_step_s,
+        "start_s": _event(out, "ready")["seconds"],
         "seconds": time.monotonic() - start,
         "memory": {**json.loads(peak.read_text("utf-8")), **_planned(out)} if peak.exists() else None,
         "steps": [_kept(line) for line in read_metrics(out)],
     }
 
 
+def _event(run_dir: Path, kind: str) -> dict[str, Any]:
+    """What the first event of this kind says."""
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text("utf-8").splitlines()]
+    return next((event["data"] for event in events if event.get("kind") == kind), {})
+
+
 def _planned(run_dir: Path) -> dict[str, float]:
     """What the memory plan said before the first step; nothing on a CPU."""
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text("utf-8").splitlines()]
-    plans = [event["data"]["bytes"] for event in events if event.get("kind") == "memory-plan"]
-    return {"planned_gib": sum(plans[0].values()) / 2**30} if plans and plans[0] else {}
+    plan = _event(run_dir, "memory-plan").get("bytes")
+    return {"planned_gib": sum(plan.values()) / 2**30} if plan else {}
 
 
 def _has_line(path: Path) -> bool:
@@ -229,6 +235,7 @@ def measure(case: Case, rates: Rates, cold_too: bool) -> dict[str, Any]:
         "memory": memory(case, shape, warm["memory"]),
         # The run that counts finds the caches of the one before it, if there was one.
         "first_step_s": {"cold": (cold or warm)["first_step_s"], "warm": warm["first_step_s"] if cold else None},
+        "start_s": warm["start_s"],
         "quoted": case.quoted,
         "command": warm["command"],
         "steps": warm["steps"],

@@ -140,6 +140,7 @@ async def _train(
         steps = loop.settings.max_steps
         onward = f", continuing after step {found['step']}" if found is not None else ""
         said = f"training {config.train.model} for {count(steps, 'step')} in {run_dir.path}{onward}"
+        events.emit("ready", "the first step may begin", data={"seconds": watching.stages})
         console.waiting(f"handing version {loop.progress.step} to the sampler")
         console.begin(said, steps, loop.progress.step)
         outcome = await loop.run()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +82,15 @@ class Watching:
     console: Console
     watchdog: Watchdog
     next_command: str | None = None  # how to go on, for status.json
+    stages: dict[str, float] = field(default_factory=dict)  # of the start, and the seconds each took
+
+    @contextmanager
+    def stage(self, name: str, doing: str) -> Iterator[None]:
+        """A part of the start: shown while it goes on, and timed."""
+        began = time.monotonic()
+        with self.console.progress(doing):
+            yield
+        self.stages[name] = time.monotonic() - began
 
 
 @dataclass
@@ -99,17 +111,17 @@ def assemble(config: RunConfig, prepared: Prepared, watching: Watching) -> Assem
     train, orch, console = config.train, config.orch, watching.console
     if absent := absent_server(config):
         console.note(absent)
-    with console.progress(f"loading {train.model}"):
+    with watching.stage("load", f"loading {train.model}"):
         loaded = load_model(config, prepared.given, prepared.ranks)
     model = loaded.model
     stream = make_stream(orch, prepared, model.chat, watching.events)
     steps = total_steps(config, len(stream))
     ranks = prepared.ranks
     summing, mesh = getattr(ranks, "sum_gradients", None), getattr(ranks, "mesh", None)
-    with console.progress("measuring memory"):
+    with watching.stage("memory", "measuring memory"):
         policy = loaded.device.submit(make_policy, train, model, steps, summing, mesh).result()
         plan = loaded.device.submit(make_plan, config, model, policy, ranks).result()
-    with console.progress("warming up the sampler"):
+    with watching.stage("sampler", "warming up the sampler"):
         waits = Waits(partial(tell_wait, watching), whom="the inference server")
         sampler = make_sampler(config, prepared, loaded, plan, waits.heard)
     console.activity = lambda: sampler.engine.activity

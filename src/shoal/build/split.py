@@ -70,7 +70,7 @@ async def assemble_split(meeting: Meeting, config: RunConfig, prepared: Prepared
     loop = make_loop(config, prepared, watching, stream, pieces)
     ends = RemoteEnds(engine, trainer.parts.caller, endpoint, trainer.parts.folder)
     try:
-        with watching.console.progress(f"grpo-infer and grpo-train load {config.train.model}"):
+        with watching.stage("load", f"grpo-infer and grpo-train load {config.train.model}"):
             await asyncio.gather(check_engine(engine, config), trainer.start())
     except BaseException:
         await ends.close()

@@ -85,6 +85,7 @@ class FusedDecode:
         self._cache = cache
         self._tables = Tables.of(decoder, cache.length, decoder.dtype)
         self._layers = [fuse_layer(layer, attention_of(shapes, i)) for i, layer in enumerate(self._body.layers)]
+        self._adapted = [product for layer in self._layers for product in layer.products if product.adapted]
 
     def hidden(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         residual = self._body.embed_tokens(tokens)
@@ -96,7 +97,7 @@ class FusedDecode:
 
     def copy_adapters(self) -> None:
         """Take up what the active adapters have become."""
-        copy_adapters(product for layer in self._layers for product in layer.products)
+        copy_adapters(self._adapted)
 
 
 @dataclass(frozen=True)

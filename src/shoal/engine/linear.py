@@ -31,14 +31,18 @@ class Joined:
 
     def __call__(self, x: Tensor) -> Tensor:
         out = F.linear(x, self.weight, self.bias)
-        if not len(self._down):
+        if not self.adapted:
             return out
         return torch.addmm(out, F.linear(x, self._down), self._up.T)
 
     @property
+    def adapted(self) -> bool:
+        return len(self._down) > 0
+
+    @property
     def plain(self) -> bool:
         """True if it is the product with `weight` and nothing more."""
-        return self.bias is None and not len(self._down) and self.weight.is_contiguous()
+        return self.bias is None and not self.adapted and self.weight.is_contiguous()
 
     def adapter_parts(self) -> Iterator[tuple[Tensor, Tensor, float]]:
         """(where, what, times what) of everything the active adapters are copied from."""

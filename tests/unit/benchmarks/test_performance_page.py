@@ -46,7 +46,7 @@ def test_the_page_is_current(tmp_path: Path):
 
 def test_without_results_everything_is_missing(tmp_path: Path):
     page = write_page(tmp_path, tmp_path / "page.md")
-    assert page.count("| not measured yet |") == 19
+    assert page.count("| not measured yet |") == 23
     assert page.count("Not measured yet: ") == 8
 
 

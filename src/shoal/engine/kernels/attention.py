@@ -181,7 +181,7 @@ def launch_for(programs: int, dim: int, longest: int) -> Launch:
     """
     if longest <= SHORT:
         if programs >= MANY:
-            return Launch(1, SHORT, 32, 1, 3)
+            return Launch(1, SHORT, 16, 1, 3)
         return Launch(1, SHORT, 64, 4, 3) if programs >= FEW else Launch(1, SHORT, 128, 4, 2)
     if programs >= MANY:
         return _cut(longest, 4096, (128 if dim <= 64 else 64, 4, 3))
