@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from datetime import date
@@ -52,7 +53,7 @@ def _cpu_times() -> list[int]:
 def command() -> str:
     """What was typed, as from the root of the repository; where else files lay is of no interest."""
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
-    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:

@@ -87,19 +87,20 @@ From [tried_products_h200.json](../benchmarks/results/tried_products_h200.json),
   9.3 and 13.1 to 12.0).
 - Choosing between the two libraries of products that torch has: within .5 µs of each other at 512 rows.
 
-In one run of packed training ([train_compiled.json](../benchmarks/results/train_compiled.json)):
+In one run of packed training ([tried_compiled_h200.json](../benchmarks/results/tried_compiled_h200.json)):
 
 - `torch.compile`: 124,411 tokens/s and 31.4 GiB as it is, 121,693 and 44.3 GiB with each layer compiled on top of our
-  kernels, 128,578 and 37.9 GiB with the model's own modules compiled, whose first pass takes 51 s. Single passes of
-  each differ by more than that; in the run before, which is not kept, they were 130,754, 127,337 and 124,857. So
-  nothing is compiled, and no start waits for it.
+  kernels, 128,578 and 37.9 GiB with the model's own modules compiled, whose first pass takes 51 s. Passes of one kind
+  differ by as much (.181 to .201 s as it is), and in an earlier run the order was another: no faster beyond that, more
+  memory, and a start that waits. So nothing is compiled.
 
 At 512 sequences of the 0.5B shape and 256 keys
 ([tried_attention_h200.json](../benchmarks/results/tried_attention_h200.json)):
 
 - The first keys read before the queries are made ready: 22.2 µs a layer against 22.5, but 10.0 against 8.7 at 128
   sequences. What did help there was to begin with the new token instead of ending with it (23.2 to 22.5; 45.5 to 41.9
-  for 128 sequences of the 0.6B shape), and then blocks of 16 keys instead of 32 (22.8 to 22.0; 42.4 to 38.8).
+  for 128 sequences of the 0.6B shape), and then blocks of 16 keys instead of 32 (22.8 to 22.0; 42.4 to 38.8; with 512
+  sequences of the 0.6B shape nothing, 135.4 to 135.8).
 - All eight steps of a window as one graph: 2,016 µs a step either way."""
 
 

@@ -48,7 +48,11 @@ def _rollouts(results: Results) -> Iterator[Goal]:
              ("qwen3-0.6b", 512, 85e3, 0.8)]  # fmt: skip
     for shape, count, must, aim in cases:
         work = f"rollout, {shape} shape, 128 + 256 tokens, {count} sequences"
-        for which, group in (("decode steps", 1), ("groups of 8, prefill included", 8), ("prefill included", 1)):
+        for which, group in (
+            ("decode steps", 1),
+            ("groups of 8, with prefill", 8),
+            ("distinct prompts, with prefill", 1),
+        ):
             texts = (f"{work}, {which}", f"{number(must)} tok/s", f"{percent(aim)} of the limit")
             row = results.find("rollout", shape=shape, sequences=count, group=group)
             if row is None:

@@ -124,6 +124,8 @@ def main() -> None:
     cases = {TINY: [8, 16]} if asked.smoke else {shape: asked.sequences or CASES[shape] for shape in asked.shapes}
     rates, result = begin(asked.smoke)
     for shape, counts in cases.items():
+        if any(count % GROUP for count in counts):
+            raise SystemExit(f"--sequences: groups of {GROUP} are timed too, so each must be a multiple of it")
         result["rows"] += run_shape(shape, counts, asked, rates)
         write_result(asked.out, result)
         free()

@@ -131,16 +131,17 @@ async def _train(
     watchdog.start()
     loop = assembled.loop
     try:
-        await assembled.start()
+        await assembled.start(watching)
         if found is not None:
-            await loop.restore(Path(found["path"]))
+            with watching.stage("checkpoint", f"reading {Path(found['path']).name}", quiet=True):
+                await loop.restore(Path(found["path"]))
             events.step = found["step"]
             events.emit("resume", f"continuing after step {found['step']}")
         on_signals(loop.interrupt, lambda: ends.give_up(run_dir, watching.next_command), console.note)
         steps = loop.settings.max_steps
         onward = f", continuing after step {found['step']}" if found is not None else ""
         said = f"training {config.train.model} for {count(steps, 'step')} in {run_dir.path}{onward}"
-        events.emit("ready", "the first step may begin", data={"seconds": watching.stages})
+        events.emit("ready", "everything is loaded", data={"seconds": watching.stages})
         console.waiting(f"handing version {loop.progress.step} to the sampler")
         console.begin(said, steps, loop.progress.step)
         outcome = await loop.run()

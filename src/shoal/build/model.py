@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.build.fits import starting_with
 from shoal.build.given import Given
 from shoal.config.train import TrainConfig
 from shoal.envs.user_code import load_function
@@ -45,6 +46,11 @@ class Model:
 
 def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None, given: Given | None = None) -> Model:
     """Precision first: what the machine cannot do is refused before weights are read."""
+    with starting_with(f"the weights of {train.model}"):
+        return _load(train, chat_options, given or Given())
+
+
+def _load(train: TrainConfig, chat_options: Mapping[str, Any] | None, given: Given) -> Model:
     import torch
 
     from shoal.models import fused, hybrid
@@ -56,7 +62,6 @@ def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None, give
     from shoal.models.quantised import count_weights
     from shoal.models.tokenizer import check_found
 
-    given = given or Given()
     assert train.model is not None
     if given.model is None:
         check_found("train.model", train.model)
@@ -105,16 +110,15 @@ def make_policy(
     from shoal.trainer.policy import TrainedPolicy
     from shoal.trainer.schedule import Schedule
 
-    optimizer = MasterAdamW(
-        lora.trained_parameters(model.trained.model),
-        AdamSettings(
-            train.adam_beta1,
-            train.adam_beta2,
-            train.adam_epsilon,
-            train.weight_decay,
-            eight_bit=train.optimizer == "adamw_8bit",
-        ),
+    adam = AdamSettings(
+        train.adam_beta1,
+        train.adam_beta2,
+        train.adam_epsilon,
+        train.weight_decay,
+        eight_bit=train.optimizer == "adamw_8bit",
     )
+    with starting_with("the fp32 copy of what is trained"):
+        optimizer = MasterAdamW(lora.trained_parameters(model.trained.model), adam)
     warmup = train.warmup_steps
     if warmup is None:
         warmup = round((train.warmup_ratio or 0.0) * total_steps)

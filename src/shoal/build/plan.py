@@ -96,13 +96,17 @@ def cpu_share(infer: InferConfig, model: Model) -> str | None:
     return f"infer.gpu_memory_utilization: on a CPU, {share:g} is the share of the free memory that the cache may take"
 
 
+def lines_of(plan: MemoryPlan) -> list[str]:
+    """The plan as a table for people; nothing where nothing was measured."""
+    return [f"memory  {name:<52} {size:>22}" for name, size in (plan.table() if plan.lines else [])]
+
+
 def tell(plan: MemoryPlan, notice: str | None, console: Console, events: EventLog) -> None:
     """The plan as a table, for people and for the run directory."""
     if notice is not None:
         console.note(notice)
-    rows = plan.table() if plan.lines else []
-    for name, size in rows:
-        console.note(f"memory  {name:<52} {size:>22}")
+    for line in lines_of(plan):
+        console.note(line)
     names = ("slots", "micro_batch_tokens", "keys_for_token", "recompute")
     data: dict[str, Any] = {name: getattr(plan, name) for name in names}
     events.emit("memory-plan", "what memory goes to", data={**data, "bytes": dict(plan.lines)})

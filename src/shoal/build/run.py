@@ -55,11 +55,11 @@ class Assembled:
     sampler: Sampler
     sinks: Sinks
 
-    async def start(self) -> None:
+    async def start(self, watching: Watching) -> None:
         """Wait for a server that is to sample, if there is one; its own log is shown if it does not come up."""
         engine = self.sampler.engine
         if hasattr(engine, "connect"):
-            with self.loop.parts.console.progress(engine.opening):
+            with watching.stage("server", engine.opening):
                 await engine.connect()
 
     async def export(self) -> None:
@@ -85,10 +85,10 @@ class Watching:
     stages: dict[str, float] = field(default_factory=dict)  # of the start, and the seconds each took
 
     @contextmanager
-    def stage(self, name: str, doing: str) -> Iterator[None]:
+    def stage(self, name: str, doing: str, quiet: bool = False) -> Iterator[None]:
         """A part of the start: shown while it goes on, and timed."""
         began = time.monotonic()
-        with self.console.progress(doing):
+        with self.console.progress(doing, quiet=quiet):
             yield
         self.stages[name] = time.monotonic() - began
 

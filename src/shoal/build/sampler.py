@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.build.fits import starting_with, within_memory
 from shoal.build.given import Given
 from shoal.build.model import Model, load, release
 from shoal.build.prepare import Prepared
 from shoal.build.remote import ModelFacts, make_remote
 from shoal.config.orch import OrchConfig
 from shoal.config.schema import RunConfig
-from shoal.errors import DeadlineError, StoppedByPolicy
+from shoal.errors import DeadlineError
 from shoal.observability.watchdog import awake_within
 from shoal.protocols import PlayedEnvironment, RolloutEngine
 from shoal.rewards.shaping import RewardShape
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from shoal.trainer.memory import MemoryPlan
 
 
+REMEDIES = "set train.recompute=true, or lower infer.max_num_seqs or train.per_device_train_batch_size"
 CLOSE_LIMIT_S = 20.0
 LEAVE_LIMIT_S = 1.0  # where a signal ended what has nothing to save, or the device's thread was waited for in vain
 # Prompt tokens of one prefill: enough to fill the device, and few enough that decoding is not held up for long.
@@ -76,7 +78,7 @@ class DeviceThread:
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         with self.noticing_loss():
-            return _within_memory(function, *arguments)
+            return within_memory(REMEDIES, function, *arguments)
 
 
 @dataclass
@@ -109,18 +111,6 @@ class Sampler:
             await asyncio.wait_for(self.engine.close(), limit_s)
             self.device.submit(release, self.model).result(limit_s)
         self.device.shutdown(wait=False, cancel_futures=True)
-
-
-def _within_memory(function: Callable[..., Any], *arguments: Any) -> Any:
-    import torch
-
-    try:
-        return function(*arguments)
-    except torch.OutOfMemoryError as error:
-        raise StoppedByPolicy(
-            "the device ran out of memory while training; lower train.per_device_train_batch_size, set "
-            "train.recompute=true, or lower infer.max_num_seqs, then resume from the last checkpoint"
-        ) from error
 
 
 @dataclass
@@ -224,7 +214,8 @@ def _engine(config: RunConfig, loaded: Loaded, slots: int) -> Any:
     assert config.infer.max_model_len is not None
     prefill = GPU_PREFILL_TOKENS if model.decoder.device.type == "cuda" else CPU_PREFILL_TOKENS
     settings = EngineSettings(slots, config.infer.max_model_len, prefill, model.eos_token_ids)
-    return EmbeddedEngine(loaded.view, model.layers, settings, model.chat.text)
+    with starting_with(f"the cache of {slots} sequences"):
+        return EmbeddedEngine(loaded.view, model.layers, settings, model.chat.text)
 
 
 def reward_shape(orch: OrchConfig) -> RewardShape:

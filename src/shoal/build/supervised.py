@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.build import ends
+from shoal.build.fits import within_memory
 from shoal.build.model import Model, PolicyFiles, load, make_policy
 from shoal.build.run import make_sinks
 from shoal.config.schema import SftConfig
@@ -23,6 +24,8 @@ from shoal.types import Task
 
 if TYPE_CHECKING:
     from shoal.trainer.sft import SupervisedSteps
+
+REMEDIES = "set train.recompute=true, or lower train.per_device_train_batch_size or train.sequence_len"
 
 
 @dataclass
@@ -60,8 +63,8 @@ def _prepare(config: SftConfig, tasks: Sequence[Task], events: EventLog, console
     train = config.train
     with console.progress(f"loading {train.model}"):
         model = load(train)
-    if model.precision.notice:
-        console.note(model.precision.notice)
+    for notice in model.notices:
+        console.note(notice)
     samples, too_long = supervised_samples(tasks, model.chat, _end_id(model), train.sequence_len)
     if too_long:
         events.warn("data", f"{too_long} of {len(tasks)} rows do not fit into train.sequence_len and are set aside")
@@ -88,7 +91,8 @@ def _train(config: SftConfig, lesson: Lesson, run_dir: RunDir, events: EventLog,
             record = SupervisedRecorder(
                 run_dir, events, console, sinks, lesson.files, save, lesson.total, train.save_total_limit, command, stop
             )
-            lesson.done = train_supervised(lesson.steps, lesson.done + 1, lesson.total, record)
+            work = (train_supervised, lesson.steps, lesson.done + 1, lesson.total, record)
+            lesson.done = within_memory(REMEDIES, *work)
             if stop:
                 raise Interrupted(f"interrupted after step {lesson.done}; the state is saved", stop[0])
             console.waiting("writing the final weights")  # to their end: a signal that comes meanwhile finds it done

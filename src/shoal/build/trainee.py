@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.build.given import Given
 from shoal.build.model import Model, PolicyFiles, load, make_policy
-from shoal.build.plan import make_plan
+from shoal.build.plan import lines_of, make_plan
 from shoal.build.run import make_learner
 from shoal.build.sampler import DeviceThread, chat_options, shard
 from shoal.config.schema import RunConfig
@@ -69,7 +69,8 @@ async def make_trainee(config: RunConfig, ranks: Ranks, given: Given, steps: int
     plan = await on_device(make_plan, config, model, policy, ranks)
     files = PolicyFiles(policy, model.chat, model.decoder)
     shards = ShardedWeights(view, files, ranks) if view is not None else None
-    about = {"notices": _notices(model, ranks), "dtype": str(model.decoder.dtype), "device": str(model.decoder.device)}
+    notices = [*_notices(model, ranks), *lines_of(plan)]
+    about = {"notices": notices, "dtype": str(model.decoder.dtype), "device": str(model.decoder.device)}
     weights = make_weights(config, model, files, on_device) if ranks.rank == 0 else None
     if view is not None:
         await on_device(lambda: view.leave_device(keep=ranks.rank == 0))

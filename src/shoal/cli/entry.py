@@ -11,7 +11,7 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from shoal.errors import (
@@ -57,11 +57,20 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; never raises and never shows a traceback."""
-    # Libraries and a model are a million objects that stay. Looking through them for cycles as often as Python would
-    # takes a fifth of a start, and later a fifth of a second in the middle of a step.
-    gc.set_threshold(YOUNG_OBJECTS)
     arguments = list(sys.argv[1:] if argv is None else argv)
     return guarded(lambda: run_command(arguments), arguments)
+
+
+@contextlib.contextmanager
+def _few_collections() -> Iterator[None]:
+    """Libraries and a model are a million objects that stay. Looking through them for cycles as often as Python would
+    takes a fifth of the time to import them, and later a fifth of a second in the middle of a step."""
+    before = gc.get_threshold()
+    gc.set_threshold(YOUNG_OBJECTS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _fill_streams() -> None:
@@ -98,7 +107,8 @@ def guarded(
     _fill_streams()
     code = EXIT_DONE
     try:
-        code = work()
+        with _few_collections():
+            code = work()
         sys.stdout.flush()  # a full disk is noticed here, and not when the exit code is settled
         return code
     except DeadlineError as error:

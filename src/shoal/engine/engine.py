@@ -19,7 +19,7 @@ from shoal.engine.cache import SlotCache
 from shoal.engine.endings import Endings
 from shoal.engine.fused import make_fused
 from shoal.engine.graphs import WINDOW, DecodeGraphs, Extent, Window
-from shoal.engine.kernel_context import supported
+from shoal.engine.kernel_context import why_no_graphs
 from shoal.engine.plain import make_plain
 from shoal.engine.prefill import Prefill
 from shoal.engine.sampler import MAX_ENDS, SamplingState, draw
@@ -30,6 +30,8 @@ from shoal.models.attention import KEY_MULTIPLE, ROW_MULTIPLE, Decode, round_up
 from shoal.models.decoder import LayerShape
 from shoal.models.sampler_view import SamplerView
 from shoal.types import Completion, FinishReason, Request
+
+EAGER = "eager"  # one launch after another
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class EmbeddedEngine:
         self.settings = settings
         self.detokenize = detokenize
         self.layers = layers
-        self.path = "eager"  # how tokens are decoded, for people
+        self.path = EAGER  # how tokens are decoded, for people
         decoder = view.decoder
         self.device = decoder.device
         length = round_up(settings.context_tokens, KEY_MULTIPLE)
@@ -90,7 +92,10 @@ class EmbeddedEngine:
     def _make_graphs(self) -> DecodeGraphs | None:
         """Graphs where the kernels can decode this model; in few kernels where its family is known and parity holds."""
         decoder = self.view.decoder
-        if not self.settings.graphs or not supported(decoder, self.cache):
+        reason = why_no_graphs(decoder, self.cache) if self.settings.graphs else "as asked"
+        if reason is not None:
+            if decoder.device.type != "cpu":  # of which nobody expects graphs
+                self.path = f"{EAGER}: {reason}"
             return None
         fused, why = make_fused(decoder, self.layers, self.cache) if self.settings.fused else (None, "as asked")
         self.path = f"CUDA graphs, {'' if fused is not None else 'its own modules: '}{why}"
@@ -280,7 +285,7 @@ class EmbeddedEngine:
         steps = len(ids)
         if not np.isfinite(logprobs).all():
             raise NonFiniteError(
-                f"log-probs of version {self.view.version} are not finite: its weights are no numbers any more, or "
+                f"log-probs of version {version} are not finite: its weights are no numbers any more, or "
                 "overflow; lower train.learning_rate and resume from the last checkpoint"
             )
         ends = (ids[..., None] == self._end_ids).any(-1)

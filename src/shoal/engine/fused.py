@@ -20,8 +20,9 @@ from shoal.engine.linear import Joined, can_join, copy_adapters
 from shoal.models.attention import Decode, Shape
 from shoal.models.decoder import Decoder, LayerShape
 from shoal.models.fused import (
-    TOLERANCE,
+    TURNS_BY_LENGTH,
     Around,
+    compared,
     fp32_copy,
     own_layer,
     probe,
@@ -164,16 +165,15 @@ def make_fused(decoder: Decoder, shapes: Mapping[int, LayerShape], cache: SlotCa
     """The fused path if the model is of a known family and both paths agree on it; and the reason in words."""
     reason = why_not(decoder) or _why_not_joined(decoder)
     if reason is None:
-        gap = _gap(decoder, shapes)
-        if gap < TOLERANCE:
+        gap, reason = compared(decoder, lambda: _gap(decoder, shapes))
+        if reason is None:
             return FusedDecode(decoder, shapes, cache), f"few kernels, {gap:.0e} from {decoder.name}'s own in fp32"
-        reason = f"a layer differs from {decoder.name}'s own by {gap:.1e} in fp32"
     return None, reason
 
 
 def _why_not_joined(decoder: Decoder) -> str | None:
     if turns_by_length(decoder):
-        return "its rotation depends on the length of the text"
+        return TURNS_BY_LENGTH
     body: Any = decoder.body
     for layer in body.layers:
         for module in linears(layer):

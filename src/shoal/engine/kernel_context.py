@@ -10,6 +10,7 @@ from shoal.engine.cache import SlotCache
 from shoal.models import kernels
 from shoal.models.attention import Shape
 from shoal.models.decoder import Decoder
+from shoal.models.fused import TURNS_BY_LENGTH, turns_by_length
 
 
 @dataclass
@@ -29,14 +30,16 @@ class KernelDecode:
         return decode_attention(heads, cache, self.positions, shape, launch).unsqueeze(1)  # [B, 1, H, D]
 
 
-def supported(decoder: Decoder, cache: SlotCache) -> bool:
-    """Whether the kernels can decode this model on this device."""
+def why_no_graphs(decoder: Decoder, cache: SlotCache) -> str | None:
+    """What keeps decode steps of this model from being graphs on this device, in words; None if nothing does."""
     if not kernels.available(decoder.device.type == "cuda"):
-        return False
+        return "there is no Triton for this device"
+    if turns_by_length(decoder):
+        return TURNS_BY_LENGTH
     from shoal.engine.kernels.attention import supports
 
     heads = decoder.config.num_attention_heads
-    shapes = (
-        (k.shape[1], k.shape[3], v.shape[3]) for k, v in zip(cache.keys.values(), cache.values.values(), strict=True)
-    )
-    return all(supports(heads, kv_heads, key_dim, value_dim) for kv_heads, key_dim, value_dim in shapes)
+    for keys, values in zip(cache.keys.values(), cache.values.values(), strict=True):
+        if not supports(heads, keys.shape[1], keys.shape[3], values.shape[3]):
+            return f"the kernel takes no heads of {keys.shape[3]} and {values.shape[3]} numbers"
+    return None

@@ -29,6 +29,7 @@ ATTENTION = "shoal"
 KEY_MULTIPLE = 16
 # Rows of every matrix product are padded to this multiple for the same reason (CPU GEMMs round by batch size).
 ROW_MULTIPLE = 8
+LEAST_ABOUT = 7  # segments of up to 128 tokens are about as long as each other: 2 to the 7th
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -106,6 +107,13 @@ class _Rectangle:
     last_key: Tensor | None  # [S, Lq], the column of each query's own key; None = its own column
 
 
+def _varlen_takes(query: Tensor, value: Tensor) -> bool:
+    """Whether torch's kernel for segments of any length computes such heads."""
+    size = query.shape[-1]
+    in_16_bits = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    return in_16_bits and size % 8 == 0 and size <= 256 and value.shape[-1] == size
+
+
 @dataclass
 class Packed:
     """Train and prefill mode. Tensors are laid out [1, H, T, D] with segments end to end."""
@@ -135,7 +143,7 @@ class Packed:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
         if self.writer is not None:
             self.writer.write(layer, key[0], value[0])
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and shape.softcap is None:
+        if _varlen_takes(query, value) and shape.softcap is None:
             return self._varlen(query, key, value, shape)
         return self._padded(query, key, value, shape)
 
@@ -209,13 +217,14 @@ class Packed:
     def _layout(self) -> tuple[list[_Rectangle], Tensor]:
         """The rectangles, and where each token is found once they are laid end to end.
 
-        In training one rectangle holds all segments that continue no other, and one those that do. In a prefill each
-        length has its own, since kernels choose their blocking by length and a prompt must round the same in any
-        company.
+        In training segments of about the same length share one, those that continue another apart: a long one is
+        filled up to no more than twice its length. In a prefill each length has its own, since kernels choose their
+        blocking by length and a prompt must round the same in any company.
         """
         lengths = np.diff(self.starts)
         tails = np.zeros(len(lengths), dtype=bool) if self.prefixes is None else self.prefixes >= 0
-        classes = lengths if self.writer is not None else tails
+        about = 2 * np.maximum(np.ceil(np.log2(np.maximum(lengths, 1))), LEAST_ABOUT)
+        classes = lengths if self.writer is not None else about + tails
         members = [np.flatnonzero(classes == kind) for kind in np.unique(classes)]
         order = np.concatenate([np.arange(self.starts[s], self.starts[s + 1]) for part in members for s in part])
         rectangles = [self._rectangle(part, bool(tails[part[0]])) for part in members]

@@ -20,6 +20,7 @@ from shoal.models.attention import ATTENTION, Context, Packed, Shape
 from shoal.models.fused import FusedBody
 from shoal.models.logprobs import Head
 from shoal.models.quantised import held_bytes
+from shoal.models.tokenizer import first_line
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,12 @@ class Decoder:
         finally:
             self.inner.set_attn_implementation(ATTENTION)  # type: ignore[operator]
         recorder = _Recorder(self.pack(np.array([0, length, 2 * length])))
-        actual = self.logits(self.hidden(ids.view(1, -1), positions, recorder))[0]
+        try:
+            actual = self.logits(self.hidden(ids.view(1, -1), positions, recorder))[0]
+        except (ModelError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ModelError(f"{self.name}: it cannot run with Shoal's attention: {first_line(error)}") from error
         self.model.train(training)
         layers = recorder.layers
         if len(layers) != self.config.num_hidden_layers:

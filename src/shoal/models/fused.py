@@ -8,7 +8,8 @@ the Hugging Face modules in fp32; otherwise the modules run, and the reason is k
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,13 +21,16 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.models import kernels
 from shoal.models.attention import Context, Packed, Shape
+from shoal.models.tokenizer import first_line
 
 if TYPE_CHECKING:
     from shoal.models.decoder import Decoder, LayerShape
 
+log = logging.getLogger(__name__)
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 TOLERANCE = 1e-3  # relative gap of one layer's update in fp32; a quantised base still rounds as it likes
 PROBE_LENGTHS = (5, 1, 11)
+MOST_HEAD = 256  # numbers of a head that attention over segments takes
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,13 @@ def why_not(decoder: Decoder) -> str | None:
         return "the model drops attention out"
     if not all("RMSNorm" in type(layer.input_layernorm).__name__ for layer in body):
         return "its norms are not RMSNorm"
+    size = int(body[0].self_attn.head_dim)
+    if size & (size - 1) or size > MOST_HEAD:
+        return f"its heads of {size} numbers are no power of two up to {MOST_HEAD}"
     return None
+
+
+TURNS_BY_LENGTH = "its rotation depends on the length of the text"
 
 
 def turns_by_length(decoder: Decoder) -> bool:
@@ -132,13 +142,28 @@ def attach(decoder: Decoder, layers: Mapping[int, LayerShape]) -> str:
     reason = why_not(decoder)
     if reason is None:
         shapes = {index: layer.attention for index, layer in layers.items() if layer.attention is not None}
-        body = _layers(decoder)
-        gap = max(_layer_gap(decoder, body[i], shapes[i]) for i in probed(shapes))
-        if gap < TOLERANCE:
+        gap, reason = compared(decoder, lambda: _gap(decoder, shapes))
+        if reason is None:
             decoder.fused = FusedBody(decoder.body, shapes)
             return f"few kernels, {gap:.0e} from {decoder.name}'s own in fp32"
-        reason = f"a layer differs from {decoder.name}'s own by {gap:.1e} in fp32"
     return f"its own modules: {reason}"
+
+
+def compared(decoder: Decoder, find_gap: Callable[[], float]) -> tuple[float, str | None]:
+    """How far the kernels are from a model's own layers, and why they may not stand in for them, if so."""
+    try:
+        gap = find_gap()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a kernel cannot do on this device, the modules can
+        log.warning("the kernels could not be compared with %s", decoder.name, exc_info=True)
+        return float("inf"), f"its layers cannot run in few kernels here ({first_line(error)})"
+    return gap, None if gap < TOLERANCE else f"a layer differs from {decoder.name}'s own by {gap:.1e} in fp32"
+
+
+def _gap(decoder: Decoder, shapes: Mapping[int, Shape]) -> float:
+    body = _layers(decoder)
+    return max(_layer_gap(decoder, body[i], shapes[i]) for i in probed(shapes))
 
 
 def probed(shapes: Mapping[int, Shape]) -> list[int]:

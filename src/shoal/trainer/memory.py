@@ -7,7 +7,7 @@ a micro-batch and whether layers are computed again in the backward. On a CPU on
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,11 +48,22 @@ class Cost:
     fixed: float
     per_token: float
 
+    @staticmethod
+    def through(peaks: Sequence[int], row_tokens: int) -> Cost:
+        """Of one row and of two; if two did not fit, all of one row counts as its tokens', which is no less."""
+        per_token = (max(0, peaks[1] - peaks[0]) if len(peaks) > 1 else peaks[0]) / row_tokens
+        return Cost(peaks[0] - per_token * row_tokens, per_token)
+
     def at(self, tokens: int) -> float:
         return self.fixed + self.per_token * tokens
 
     def tokens_in(self, budget: float) -> int:
+        if self.fixed > budget:
+            return 0
         return int((budget - self.fixed) // self.per_token) if self.per_token > 0 else 1 << 40
+
+
+UNAFFORDABLE = Cost(float("inf"), 0.0)  # not even one row
 
 
 @dataclass(frozen=True)
@@ -111,6 +122,8 @@ def decide(measured: Measured, demand: Demand) -> MemoryPlan:
     wanted = min(round_up(demand.slots, ROW_MULTIPLE), int(cap / measured.slot) // ROW_MULTIPLE * ROW_MULTIPLE)
     least = demand.row_tokens * (demand.rows_per_micro_batch or 1)
     ways = [demand.recompute] if demand.recompute is not None else [False, True]
+    if wanted < ROW_MULTIPLE and demand.utilization is not None:
+        raise HardwareError(_too_small(measured.slot, demand))
     slots = max(wanted, ROW_MULTIPLE)
     while slots >= ROW_MULTIPLE:
         for recompute in ways:
@@ -159,6 +172,7 @@ def _refusal(measured: Measured, demand: Demand, budget: float, least: int) -> s
     """What does not fit, and the settings that would make it fit."""
     cheapest = measured.costs[True if demand.recompute is None else demand.recompute]
     need = cheapest.at(least) + ROW_MULTIPLE * measured.slot
+    row = f"{need / GIB:.1f} GiB for" if need < float("inf") else "more than there is for"
     ways = []
     if demand.recompute is False:
         ways.append("train.recompute=true")
@@ -167,12 +181,12 @@ def _refusal(measured: Measured, demand: Demand, budget: float, least: int) -> s
         ways.append("train.per_device_train_batch_size=1")
     if 256 <= room < demand.row_tokens:
         ways.append(f"train.sequence_len={room // 256 * 256} with an equal orch.seq_len")
-    ways.append(
-        "train.lora=true (or a quantised base)" if measured.optimizer > measured.total * 0.2 else "a smaller model"
-    )
+    if measured.optimizer > measured.total * 0.2:
+        ways.append("train.lora=true (or a quantised base)")
+    ways.append("a smaller model")
     return (
         f"this run does not fit: {(measured.held + measured.optimizer) / GIB:.1f} GiB of weights and optimizer and "
-        f"{need / GIB:.1f} GiB for one row and {ROW_MULTIPLE} sequences, of {measured.total / GIB:.1f} GiB; "
+        f"{row} one row and {ROW_MULTIPLE} sequences, of {measured.total / GIB:.1f} GiB; "
         f"try {', '.join(ways)}"
     )
 
@@ -192,17 +206,22 @@ def measure(
     costs: dict[bool, Cost] = {}
     for recompute in ways:
         decoder.recompute(recompute)
-        try:
-            one, two = (_peak(device, dry_run, rows) for rows in (1, 2))
-        except torch.OutOfMemoryError:
-            costs[recompute] = Cost(total, total)
-            torch.cuda.empty_cache()
-            continue
-        per_token = max(0.0, two - one) / demand.row_tokens
-        costs[recompute] = Cost(one - per_token * demand.row_tokens, per_token)
+        peaks = _peaks(device, dry_run)
+        costs[recompute] = Cost.through(peaks, demand.row_tokens) if peaks else UNAFFORDABLE
     costs.setdefault(True, costs[ways[0]])
     slot = slot_bytes(layers, decoder.dtype, demand.context_tokens)
     return Measured(total, held, optimizer_bytes, slot, costs, gathered_bytes(layers, decoder))
+
+
+def _peaks(device: torch.device, dry_run: Callable[[int], None]) -> list[int]:
+    """Of one row and of two; of as many as there is memory for."""
+    found: list[int] = []
+    try:
+        for rows in (1, 2):
+            found.append(_peak(device, dry_run, rows))
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+    return found
 
 
 def _peak(device: torch.device, dry_run: Callable[[int], None], rows: int) -> int:
@@ -232,13 +251,18 @@ def cache_only(decoder: Decoder, layers: dict[int, LayerShape], demand: Demand) 
     affordable = int(_free_bytes(decoder.device, demand.utilization) // per_slot)
     slots = min(round_up(demand.slots, ROW_MULTIPLE), affordable // ROW_MULTIPLE * ROW_MULTIPLE)
     if slots < ROW_MULTIPLE:
-        raise HardwareError(
-            f"a cache for {ROW_MULTIPLE} sequences of {demand.context_tokens} tokens takes "
-            f"{ROW_MULTIPLE * per_slot / GIB:.1f} GiB, more than is free; lower orch.seq_len "
-            "(infer.max_model_len in a server), or raise infer.gpu_memory_utilization"
-        )
+        raise HardwareError(_too_small(per_slot, demand))
     tokens = demand.row_tokens * (demand.rows_per_micro_batch or 1)
     return MemoryPlan(slots, tokens, bool(demand.recompute))
+
+
+def _too_small(per_slot: int, demand: Demand) -> str:
+    given = "is free" if demand.utilization is None else f"infer.gpu_memory_utilization {demand.utilization:g} gives it"
+    return (
+        f"a cache for {ROW_MULTIPLE} sequences of {demand.context_tokens} tokens takes "
+        f"{ROW_MULTIPLE * per_slot / GIB:.1f} GiB, more than {given}; lower orch.seq_len "
+        "(infer.max_model_len in a server), or raise infer.gpu_memory_utilization"
+    )
 
 
 def _free_bytes(device: torch.device, utilization: float | None) -> float:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.engine import EngineSettings
+from shoal.errors import NonFiniteError
 from shoal.models.attention import Context, Packed
 from shoal.models.decoder import Decoder
 from shoal.models.sampler_view import SamplerView
@@ -273,3 +274,16 @@ def test_cancelled_requests_leave_waiting_or_running_and_the_others_draw_the_sam
     }
     engine.cancel({"3"})
     assert not engine.busy
+
+
+def test_weights_that_became_no_numbers_are_noticed_at_once() -> None:
+    """Not when the sequence ends, a hundred tokens later; and by the version that drew."""
+    decoder = small_decoder()
+    engine = make_engine(decoder)
+    engine.add(ask("long", PROMPT, max_tokens=100))
+    assert not engine.step()
+    with torch.no_grad():
+        next(p for name, p in decoder.model.named_parameters() if "down_proj" in name)[0, 0] = float("nan")
+    with pytest.raises(NonFiniteError, match="log-probs of version 0 are not finite"):
+        engine.step()
+    assert len(engine.scheduler.running) == 1, "it was far from its end"

@@ -14,7 +14,15 @@ pytest.importorskip("triton", reason="Triton is installed on Linux only")
 
 @pytest.mark.parametrize(
     ("window", "softcap", "cut"),
-    [(None, None, "1"), (40, None, "4, 32"), (None, 20.0, "2, 64"), (None, None, "16, 64"), (150, None, "8, 64")],
+    [
+        (None, None, "1"),
+        (40, None, "4, 32"),
+        (None, 20.0, "2, 64"),
+        (None, None, "16, 64"),
+        (150, None, "8, 64"),
+        (None, None, "1, 512, 16, 1, 3"),
+        (40, 20.0, "4, 64, 16, 1, 3"),
+    ],
 )
 def test_decode_attention(window: int | None, softcap: float | None, cut: str) -> None:
     """fp32 and fp16 against float64; keys and values of the new token land in the cache and nothing else moves.
@@ -45,6 +53,51 @@ def test_decode_attention(window: int | None, softcap: float | None, cut: str) -
             exact = dense_attention(folded, *wide, allowed[:, None, None], Shape(0.2, None, {softcap}))
             exact = exact.reshape(rows, heads, dim)
             assert (ours.double() - exact).norm() / exact.norm() < tolerance, dtype
+    """)
+
+
+@pytest.mark.parametrize("cut", ["1, 512, 16, 1, 3", "4, 32", "3, 64, 16"])
+def test_heads_are_normed_and_turned_in_every_split(cut: str) -> None:
+    """However a row is cut, its heads are made ready the same way, and its key lands in the cache once."""
+    run(f"""
+        from shoal.engine.kernels.attention import HeadForm, Launch, decode_attention
+        rows, heads, kv_heads, length, dim = 4, 6, 2, 256, 32
+        positions = torch.tensor([0, 31, 100, 200])
+        cos, sin = torch.randn(2, length, dim)
+        form = HeadForm(cos, sin, torch.rand(dim) + 0.5, torch.rand(dim) + 0.5, 1e-6)
+        qkv = torch.randn(rows, heads + 2 * kv_heads, dim)
+        parts = qkv.split([heads, kv_heads, kv_heads], 1)
+        keys, values = torch.randn(2, 8, kv_heads, length, dim)
+        results = []
+        for launch in (Launch(), Launch({cut})):
+            cache = keys.clone(), values.clone()
+            results.append((decode_attention(parts, cache, positions, Shape(0.2, None, None), launch, form), *cache))
+        assert (results[0][0] - results[1][0]).abs().max() < 1e-5
+        assert torch.equal(results[0][1], results[1][1]) and torch.equal(results[0][2], results[1][2])
+        assert not torch.equal(results[0][1], keys)
+    """)
+
+
+def test_heads_that_the_kernels_cannot_lay_out_run_through_the_modules() -> None:
+    """Said in words, in training, prefill and decoding; and what cannot be captured is not."""
+    run("""
+        from support.engines import greedy, make_engine
+        from support.models import as_decoder, small_model
+        from shoal.engine.fused import make_fused
+        from shoal.engine.kernel_context import why_no_graphs
+        from shoal.models.fused import attach
+        decoder = as_decoder(small_model("mistral", head_dim=24))
+        layers = decoder.verify()
+        cache = SlotCache(layers, 8, 64, torch.float32, torch.device("cpu"))
+        said = "its heads of 24 numbers are no power of two up to 256"
+        assert attach(decoder, layers) == f"its own modules: {said}" and decoder.fused is None
+        assert make_fused(decoder, layers, cache) == (None, said)
+        assert why_no_graphs(decoder, cache) == "the kernel takes no heads of 24 and 24 numbers"
+        assert len(greedy(decoder, [[1, 2, 3]], 4)[0]) == 4
+        turning = as_decoder(small_model("llama"))
+        assert why_no_graphs(turning, SlotCache(turning.verify(), 8, 64, torch.float32, torch.device("cpu"))) is None
+        turning.config.rope_parameters = {**turning.config.rope_parameters, "rope_type": "dynamic"}
+        assert why_no_graphs(turning, cache) == "its rotation depends on the length of the text"
     """)
 
 

@@ -48,6 +48,16 @@ def test_few_sizes_and_everything_in_them(lengths: tuple[int, ...], tokens: int)
     assert arrays["lengths"].tolist() == [*lengths, *[0] * filled], "nor to a sequence"
 
 
+def test_a_group_s_prompt_stands_once_and_goes_to_all_of_its_slots() -> None:
+    asked = [(5, [1, 2, 3]), (2, [1, 2, 3]), (0, [4, 5]), (7, [1, 2, 3])]
+    made = [Sequence(Request(f"{slot}", ids, SamplingParams(max_tokens=4)), 4, slot=slot) for slot, ids in asked]
+    prompts = Prompts.of(made)
+    assert prompts.arrays["ids"].tolist() == [1, 2, 3, 4, 5, 1, 2, 3], "neighbours share"
+    assert prompts.arrays["positions"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert prompts.arrays["first"].tolist() == [0, 0, 3, 5] and prompts.arrays["lengths"].tolist() == [3, 3, 2, 3]
+    assert prompts.arrays["slots"].tolist() == [5, 2, 0, 7] and prompts.last.tolist() == [2, 2, 4, 7]
+
+
 def test_without_memory_prefills_are_not_captured_any_more(caplog: pytest.LogCaptureFixture) -> None:
     """The prompt is computed all the same, and what graphs held is given back."""
     engine = make_engine(small_decoder())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shoal.engine.cache import PrefillWriter, SlotCache
 from shoal.errors import ModelError
+from shoal.models import attention
 from shoal.models.attention import Decode, Packed, Shape, dense_attention, round_up, shoal_attention
 from shoal.models.decoder import LayerShape
 from shoal.models.gathered import gather, take_tokens
@@ -63,6 +64,13 @@ def written_out(
     return out
 
 
+@pytest.fixture(params=(0, attention.LEAST_ABOUT), ids=("rectangles", "one rectangle"))
+def _rectangles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every length here is about the same as the others, unless told that it is not."""
+    monkeypatch.setattr(attention, "LEAST_ABOUT", request.param)
+
+
+@pytest.mark.usefixtures("_rectangles")
 @pytest.mark.parametrize("name", SHAPES)
 def test_train_mode(name: str) -> None:
     query, key, value = random_qkv()
@@ -70,6 +78,7 @@ def test_train_mode(name: str) -> None:
     np.testing.assert_allclose(out[0], written_out(query, key, value, SHAPES[name]), rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("_rectangles")
 @pytest.mark.parametrize("prefixes", ([-1, 0, 0, 0], [-1, -1, 1, 0], [-1, -1, -1, 2]), ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 def test_segments_that_continue_another(name: str, prefixes: list[int]) -> None:
@@ -151,6 +160,14 @@ def test_prefixes_of_prefixes_and_in_a_prefill_are_refused() -> None:
     writer = PrefillWriter(cache, *(torch.zeros(1, dtype=torch.long) for _ in range(3)), longest=0)
     with pytest.raises(ValueError, match="a prefill has none"):
         Packed(STARTS, CPU, writer, np.array([-1, 0, 0, -1]))
+
+
+def test_in_training_no_long_segment_is_filled_up_to_more_than_twice_its_length() -> None:
+    """One of 2,000 tokens and sixty of 50 in one rectangle would be twenty-four times their number."""
+    starts = np.concatenate([[0], np.cumsum([2000, 1100, *[50] * 60, 130])])
+    rectangles, order = Packed(starts, CPU)._layout()
+    assert sorted(tuple(rectangle.queries.shape) for rectangle in rectangles) == [(1, 130), (2, 2000), (60, 50)]
+    assert sorted(order.tolist()) == list(range(starts[-1]))
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2VLConfig,
     Qwen3NextConfig,
+    StableLmConfig,
     T5Config,
 )
 
@@ -61,6 +62,7 @@ BY_PROBE: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "gpt-oss": (lambda: GptOssConfig(**SHAPE, head_dim=16, num_local_experts=2, num_experts_per_tok=1), "sinks"),
     "granite": (lambda: GraniteConfig(**SHAPE, logits_scaling=4.0), "differs from its own forward"),
     "cohere": (lambda: CohereConfig(**SHAPE), "differs from its own forward"),
+    "stablelm": (lambda: StableLmConfig(**SHAPE), "cannot run with Shoal's attention: .* without a context"),
     "bloom": (lambda: BloomConfig(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4), "do not use plain"),
 }
 

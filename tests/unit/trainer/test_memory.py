@@ -6,14 +6,17 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 
 from shoal.errors import HardwareError
+from shoal.trainer import memory
 from shoal.trainer.graphs import GRAPH_TOKENS
 from shoal.trainer.memory import (
     CPU_SHARE,
     GOOD_MICRO_BATCH,
     POOL,
     RESERVE,
+    UNAFFORDABLE,
     Cost,
     Demand,
     Measured,
@@ -140,5 +143,38 @@ def test_a_refusal_says_what_would_fit() -> None:
     with pytest.raises(HardwareError, match=r"does not fit.*train.sequence_len=768"):
         decide(tight, replace(ASKED, slots=8))
     heavy = replace(MEASURED, held=600_000, optimizer=500_000)
-    with pytest.raises(HardwareError, match=r"train.lora=true"):
+    with pytest.raises(HardwareError, match=r"train.lora=true.*a smaller model"):
         decide(heavy, ASKED)
+    with pytest.raises(HardwareError, match=r"and more than there is for one row and 8 sequences"):
+        decide(replace(MEASURED, costs={False: UNAFFORDABLE, True: UNAFFORDABLE}), ASKED)
+
+
+def test_a_share_too_small_for_a_block_of_sequences_is_refused() -> None:
+    with pytest.raises(
+        HardwareError, match=r"more than infer.gpu_memory_utilization 0.001 gives it; lower orch.seq_len"
+    ):
+        decide(MEASURED, replace(ASKED, utilization=0.001))
+
+
+def test_one_row_is_enough_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are measured where they fit: what a further token takes is then known more closely."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, TOTAL))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1000)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    affordable = [0]  # rows
+
+    def peak(_: object, dry_run: object, rows: int) -> int:
+        if rows > affordable[0]:
+            raise torch.OutOfMemoryError("no memory")
+        return 100_000 + 200_000 * rows
+
+    monkeypatch.setattr(memory, "_peak", peak)
+    costs = []
+    for affordable[0] in (2, 1, 0):
+        measured = memory.measure(DECODER, LAYERS, ASKED, 0, lambda rows: None)
+        costs.append(measured.costs)
+        assert measured.costs[True] == measured.costs[False] and (measured.total, measured.held) == (TOTAL, 1000)
+    whole, one, none = (found[False] for found in costs)
+    assert whole.fixed == pytest.approx(100_000) and whole.at(2048) == pytest.approx(300_000)
+    assert one.at(2048) == pytest.approx(300_000) and one.tokens_in(300_001) == 2048
+    assert none == UNAFFORDABLE and none.tokens_in(1e12) == 0
