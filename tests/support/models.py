@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -58,6 +59,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**_SHAPE),
     "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32),
     "mistral": lambda: MistralConfig(**_SHAPE, head_dim=32, sliding_window=WINDOW),
+    "granite": lambda: GraniteConfig(
+        **_SHAPE, logits_scaling=0.5, residual_multiplier=0.7, embedding_multiplier=1.5, attention_multiplier=0.3
+    ),
     "gemma2": lambda: Gemma2Config(
         **_SHAPE, **_GEMMA, **_MIXED, head_dim=32, attn_logit_softcapping=4.0, final_logit_softcapping=5.0
     ),

@@ -46,8 +46,8 @@ class InferConfig(Section):
         default=None,
         gt=0,
         le=1,
-        description="Share of the device's memory the sampler's cache may take (vLLM: all it may use), on a CPU of "
-        "what is free; measured unless given.",
+        description="Share of the device's memory the cache may take (vLLM: all it uses), on a CPU of what is free; "
+        "measured unless given.",
     )
     enable_lora: bool | None = Field(
         default=None, description="Whether adapters are served (as train.lora unless given)."

@@ -61,6 +61,8 @@ class Decoder:
         self.config = self.inner.config.get_text_config()  # type: ignore[operator,union-attr]
         self.lm_head: nn.Module = self.inner.get_output_embeddings()  # type: ignore[operator]
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        # Cohere multiplies its logits by a number of its configuration, Granite divides them by one.
+        self.logit_scale: float = getattr(self.config, "logit_scale", 1.0) / getattr(self.config, "logits_scaling", 1.0)
         self._fp8 = hybrid.switch_of(model)
         if not isinstance(self.body, nn.Module) or not isinstance(self.lm_head, nn.Module):
             raise ModelError(f"{type(self.inner).__name__} is not a causal language model with an output head")
@@ -129,13 +131,16 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden] → [..., V] in the model's dtype."""
         logits = self.lm_head(hidden)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
     @property
     def head(self) -> Head:
-        plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None and self.softcap is None
+        product = type(self.lm_head) is nn.Linear and self.lm_head.bias is None
+        plain = product and self.softcap is None and self.logit_scale == 1.0
         return Head(self.logits, self.lm_head.weight if plain else None)  # type: ignore[arg-type]
 
     def pack(self, starts: np.ndarray) -> Packed:

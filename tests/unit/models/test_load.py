@@ -17,7 +17,6 @@ from transformers import (
     FalconH1Config,
     Gemma3Config,
     GptOssConfig,
-    GraniteConfig,
     Lfm2Config,
     Llama4TextConfig,
     MambaConfig,
@@ -60,8 +59,6 @@ BY_CONFIG: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
 # What only running the model shows: refused before anything is sampled.
 BY_PROBE: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "gpt-oss": (lambda: GptOssConfig(**SHAPE, head_dim=16, num_local_experts=2, num_experts_per_tok=1), "sinks"),
-    "granite": (lambda: GraniteConfig(**SHAPE, logits_scaling=4.0), "differs from its own forward"),
-    "cohere": (lambda: CohereConfig(**SHAPE), "differs from its own forward"),
     "stablelm": (lambda: StableLmConfig(**SHAPE), "cannot run with Shoal's attention: .* without a context"),
     "bloom": (lambda: BloomConfig(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4), "do not use plain"),
 }
@@ -89,6 +86,13 @@ def test_refused_by_name_from_a_probe(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said) as refused:
         Decoder(load(tmp_path)).verify()
     assert type(model).__name__.removesuffix("ForCausalLM") in str(refused.value)
+
+
+def test_logits_that_a_model_multiplies() -> None:
+    """Granite's are divided by a number, and the tests of all architectures have it; Cohere's are multiplied."""
+    model = randomise(AutoModelForCausalLM.from_config(CohereConfig(**SHAPE, logit_scale=0.25)), seed=0)
+    decoder = Decoder(model)
+    assert len(decoder.verify()) == 2 and decoder.logit_scale == 0.25 and decoder.head.weight is None
 
 
 def test_a_state_carried_across_sequences_is_found_by_the_probe() -> None:
