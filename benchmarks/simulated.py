@@ -148,6 +148,8 @@ class SimulatedPolicy:
     def forward_backward(self, rows: Sequence[Row], objective: Any, mismatch_from: Any = "old") -> SimulatedResults:
         return SimulatedResults(self.logprobs(rows))
 
+    def drop_gradient(self) -> None: ...
+
     def optim_step(self) -> Mapping[str, float]:
         return {"optim/lr": 0.0, "optim/skipped": 0.0, "optim/grad_norm": 1.0}
 

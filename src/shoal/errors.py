@@ -51,6 +51,10 @@ class StoppedByPolicy(ShoalError):
     exit_code = EXIT_STOPPED
 
 
+class MemoryStop(StoppedByPolicy):
+    """The device ran out of memory while training."""
+
+
 class UserCodeError(StoppedByPolicy, ValueError):
     """A loss, an advantage or a filter of the user's own raised, or returned what cannot be used."""
 

@@ -81,6 +81,10 @@ class Policy(Protocol):
         """Add the gradient of one micro-batch."""
         ...
 
+    def drop_gradient(self) -> None:
+        """What was added so far goes, with all memory that it and a pass that failed held."""
+        ...
+
     def optim_step(self) -> Mapping[str, float]:
         """One optimizer step, or none if a gradient is not finite. Returns lr, grad_norm and skipped (0 or 1)."""
         ...

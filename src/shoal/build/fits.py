@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shoal.errors import HardwareError, StoppedByPolicy
+from shoal.errors import HardwareError, MemoryStop
 
 SMALLER = "a smaller model, adapters (train.lora=true) or a quantised base (train.qlora_fp8=true)"
 
@@ -29,6 +29,6 @@ def within_memory(remedies: str, function: Callable[..., Any], *arguments: Any) 
     try:
         return function(*arguments)
     except torch.OutOfMemoryError as error:
-        raise StoppedByPolicy(
+        raise MemoryStop(
             f"the device ran out of memory while training; {remedies}, then resume from the last checkpoint"
         ) from error

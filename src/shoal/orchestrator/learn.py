@@ -5,6 +5,7 @@ Torch runs behind `Policy` on the device's thread; here are only arrays and the 
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +16,13 @@ import numpy as np
 from shoal.algorithms.advantages import reward_kl
 from shoal.batching.pack import Packing, make_batches
 from shoal.batching.samples import rollout_samples
+from shoal.errors import MemoryStop
 from shoal.observability.metrics import Tally
 from shoal.orchestrator.ranks import Alone, gather_results, share
 from shoal.protocols import PendingResults, Policy, Ranks
 from shoal.types import Batch, Rollout, RolloutGroup, Row, Sample
 
+log = logging.getLogger(__name__)
 OnDevice = Callable[..., Awaitable[Any]]
 MAX_LOG_RATIO = 20.0  # as in the losses: its exponential is finite and far beyond any use
 
@@ -76,6 +79,7 @@ class Learner:
         self._settings = settings
         self._on_device = on_device
         self._ranks = ranks or Alone()
+        self._most_tokens = settings.micro_batch_tokens  # fewer once memory did not suffice
 
     async def learn(self, groups: Sequence[RolloutGroup], tally: Tally) -> Learned:
         settings = self._settings
@@ -142,9 +146,7 @@ class Learner:
             for number, batch in enumerate(batches):
                 # Where old = sampler, the mismatch can only be seen before the first optimizer step of this step.
                 source = "old" if epoch == 0 and (self._settings.recompute_old or number == 0) else "none"
-                pending = []
-                for micro in self._passes([batch]):
-                    pending.append(await self._forward_backward(micro, source))
+                pending = await self._gradient(batch, source)
                 outcome = await self._on_device(self._policy.optim_step)
                 # Read on the device's thread: a copy from another one would break a graph being captured there.
                 mine = await self._on_device(_read_all, pending)
@@ -155,6 +157,26 @@ class Learner:
                     for row, values in zip(batch.rows, logprobs, strict=True):
                         _note_rows(learned, row, values)
         return learned
+
+    async def _gradient(self, batch: Batch, source: str) -> list[PendingResults]:
+        """Of one optimizer step. What the plan did not foresee is computed again in smaller micro-batches."""
+        while True:
+            passes = self._passes([batch])
+            try:
+                return [await self._forward_backward(micro, source) for micro in passes]
+            except MemoryStop:
+                if not self._shrink(passes):
+                    raise
+            # Not before the error is gone: it holds what the pass that failed had made.
+            await self._on_device(self._policy.drop_gradient)
+
+    def _shrink(self, passes: Sequence[Sequence[Row]]) -> bool:
+        """Half of the largest from now on; false where each is a row already, or where others pass with this rank."""
+        if self._policy.passes_together or max(map(len, passes)) < 2:
+            return False
+        self._most_tokens = max(sum(map(self._size, rows)) for rows in passes) // 2
+        log.warning("memory did not suffice: micro-batches have at most %d tokens from now on", self._most_tokens)
+        return True
 
     async def _forward_backward(self, micro: Sequence[Row], source: str) -> Any:
         return await self._on_device(self._policy.forward_backward, micro, self._objective, source)
@@ -183,7 +205,7 @@ class Learner:
 
     def _micro_batches(self, rows: Sequence[Row]) -> list[list[Row]]:
         """Neighbouring rows together: as many as asked for, or, within the plan, in few micro-batches about equal."""
-        most, tokens = self._settings.rows_per_micro_batch, self._settings.micro_batch_tokens
+        most, tokens = self._settings.rows_per_micro_batch, self._most_tokens
         sizes = [self._size(row) for row in rows]
         bound = sum(sizes)
         if tokens is not None:

@@ -162,6 +162,15 @@ class TrainedPolicy:
         decoder = decoder or self.decoder
         with self._training():
             (_score_anything(decoder, tokens, rows).logprobs.sum() * 0).backward()
+        self._forget_gradient(decoder)
+
+    def drop_gradient(self) -> None:
+        """Before a step is computed anew, with less at once."""
+        self._forget_gradient(self.decoder)
+        if self.decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _forget_gradient(self, decoder: Decoder) -> None:
         for parameter in decoder.model.parameters():
             parameter.grad = None
         self.optimizer.zero_grad()

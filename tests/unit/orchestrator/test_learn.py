@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from shoal.algorithms.advantages import Normaliser
+from shoal.errors import MemoryStop
 from shoal.observability.metrics import Tally
 from shoal.orchestrator.learn import Learned, Learner
 from shoal.types import Rollout, RolloutGroup, Turn
@@ -104,6 +105,34 @@ def test_micro_batches_do_not_change_the_step(rows_per_micro_batch: int):
     assert sum(call.weight for call in split.calls) == pytest.approx(1.0)
     np.testing.assert_allclose(split.theta, whole.theta, atol=1e-12)
     assert len(learned.trained_rollouts) == 4
+
+
+def five_rows() -> list[RolloutGroup]:
+    """Of four tokens each where a row takes no more than four."""
+    return [group_of(i, [1.0, 0.0], [make_turn([3]), make_turn([5])]) for i in range(5)]
+
+
+@pytest.mark.parametrize("rows_per_micro_batch", [None, 5])
+def test_what_memory_does_not_suffice_for_is_computed_in_smaller_micro_batches(rows_per_micro_batch: int | None):
+    """The step is begun anew, and the next one begins with what was found to fit."""
+    whole, tight = UnigramPolicy(), UnigramPolicy(most_tokens=8)
+    options = {"token_budget": 4, "rows_per_micro_batch": rows_per_micro_batch}
+    learn(make_learner(whole, MEAN_ONLY, **options), five_rows())
+    learner = make_learner(tight, MEAN_ONLY, **options)
+    learned, _ = learn(learner, five_rows())
+    assert len(whole.calls) == 1 and len(learned.trained_rollouts) == 10 and tight.optim_steps == 1
+    np.testing.assert_allclose(tight.theta, whole.theta, atol=1e-12)
+    begun = len(tight.calls)
+    assert [len(call.rows) for call in tight.calls][-3:] == [2, 2, 1]
+    learn(learner, five_rows())
+    assert [len(call.rows) for call in tight.calls[begun:]] == [2, 2, 1]
+
+
+def test_a_row_that_memory_does_not_suffice_for_stops_the_run():
+    for policy in (UnigramPolicy(most_tokens=3), UnigramPolicy(most_tokens=8, passes_together=True)):
+        with pytest.raises(MemoryStop):
+            learn(make_learner(policy, MEAN_ONLY, token_budget=4, rows_per_micro_batch=None), five_rows())
+        assert policy.optim_steps == 0
 
 
 @pytest.mark.parametrize(

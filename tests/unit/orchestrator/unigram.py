@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.errors import MemoryStop
 from shoal.orchestrator.learn import Learner, LearnSettings
 from shoal.types import Row
 
@@ -56,6 +57,7 @@ class UnigramPolicy:
     reference: np.ndarray = field(default_factory=lambda: np.zeros(VOCABULARY))
     shares_prefixes: bool = True
     passes_together: bool = False
+    most_tokens: int | None = None  # of a micro-batch that there is memory for
 
     def __post_init__(self) -> None:
         self._gradient = np.zeros(VOCABULARY)
@@ -70,6 +72,9 @@ class UnigramPolicy:
         self.calls.append(Backward(list(rows), mismatch_from, self.optim_steps))
         loss = 0.0
         for row in rows:
+            if self.most_tokens is not None and sum(row.tokens for row in rows) > self.most_tokens:
+                self._gradient += 1000.0  # what was added before memory ran out
+                raise MemoryStop("no memory")
             logprobs = _token_logprobs(self.theta, row)
             slope = objective(logprobs, row)
             loss += float((slope * logprobs).sum())
@@ -77,6 +82,9 @@ class UnigramPolicy:
                 self._gradient -= slope[t] * np.exp(_log_softmax(self.theta))
                 self._gradient[row.token_ids[t]] += slope[t]
         return Results({"policy/loss": (loss, 0.0)}, self.logprobs(rows))
+
+    def drop_gradient(self) -> None:
+        self._gradient = np.zeros(VOCABULARY)
 
     def optim_step(self) -> Mapping[str, float]:
         norm = float(np.linalg.norm(self._gradient))
