@@ -91,8 +91,8 @@ In one run of packed training ([tried_compiled_h200.json](../benchmarks/results/
 
 - `torch.compile`: 124,411 tokens/s and 31.4 GiB as it is, 121,693 and 44.3 GiB with each layer compiled on top of our
   kernels, 128,578 and 37.9 GiB with the model's own modules compiled, whose first pass takes 51 s. Passes of one kind
-  differ by as much (.181 to .201 s as it is), and in an earlier run the order was another: no faster beyond that, more
-  memory, and a start that waits. So nothing is compiled.
+  differ by as much (.181 to .201 s as it is): no faster beyond that, more memory, and a start that waits. So nothing
+  is compiled.
 
 At 512 sequences of the 0.5B shape and 256 keys
 ([tried_attention_h200.json](../benchmarks/results/tried_attention_h200.json)):

@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.errors import HardwareError, MemoryStop
 
-SMALLER = "a smaller model, adapters (train.lora=true) or a quantised base (train.qlora_fp8=true)"
+SMALLER = "a smaller model, adapters (train.lora=true) or a quantised base under them (train.qlora_fp8=true)"
 
 
 @contextmanager
