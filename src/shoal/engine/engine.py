@@ -7,6 +7,7 @@ company. A GPU chooses its kernels by the size of the batch, and rounds by them.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor
 from shoal.engine.cache import SlotCache
 from shoal.engine.endings import Endings
 from shoal.engine.fused import make_fused
-from shoal.engine.graphs import WINDOW, DecodeGraphs, Extent, Window
+from shoal.engine.graphs import WINDOW, CaptureError, DecodeGraphs, Extent, Window
 from shoal.engine.kernel_context import why_no_graphs
 from shoal.engine.plain import make_plain
 from shoal.engine.prefill import Prefill
@@ -31,6 +32,7 @@ from shoal.models.decoder import LayerShape
 from shoal.models.sampler_view import SamplerView
 from shoal.types import Completion, FinishReason, Request
 
+log = logging.getLogger(__name__)
 EAGER = "eager"  # one launch after another
 
 
@@ -210,11 +212,21 @@ class EmbeddedEngine:
 
     def _decode_window(self, graphs: DecodeGraphs) -> list[Completion]:
         """Launch a window, then look at everything older: what goes on needs nothing from the host."""
-        ahead = int(self._launch(graphs))
-        finished = []
+        ahead, finished = 0, []
+        try:
+            ahead = int(self._launch(graphs))
+        except CaptureError as error:
+            self._leave_graphs(str(error))
         while len(self._launched) > ahead:
             finished += self._collect(self._launched.popleft(), graphs.collect())
         return finished
+
+    def _leave_graphs(self, reason: str) -> None:
+        """What is on its way is still collected; from there on every step is launched kernel by kernel."""
+        log.warning("decoding without graphs: %s", reason)
+        self.path = f"{EAGER}: {reason}"
+        self._graphs = None
+        self._prompts = Prefill(self.view, self.cache, False)
 
     def _collect(self, launched: _Launched, window: Window) -> list[Completion]:
         running = [(s, row) for s, row in launched.sequences if not s.finished]

@@ -22,12 +22,17 @@ from shoal.engine.fused import FusedDecode
 from shoal.engine.kernel_context import KernelDecode
 from shoal.engine.sampler import MAX_KEPT, Drawn, SamplingState, draw
 from shoal.models.sampler_view import SamplerView
+from shoal.models.tokenizer import first_line
 
 if TYPE_CHECKING:
     from shoal.engine.kernels.sampling import Rows
 
 WINDOW = 8  # decode steps between two looks at what finished
 SHORTEST = 512  # keys; contexts up to here, up to twice this, four times … have graphs of their own
+
+
+class CaptureError(RuntimeError):
+    """No graph of a decode step can be had; what was launched before is not touched by it."""
 
 
 @dataclass(frozen=True)
@@ -166,20 +171,28 @@ class DecodeGraphs:
     def _graph(self, extent: Extent, narrowed: bool) -> torch.cuda.CUDAGraph:
         key = (extent, narrowed, self._view.noisy)
         if key not in self._graphs:
-            saved = [t.clone() for t in self._state()]
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._step(extent, narrowed)  # compiles kernels and fills caches, which must not happen while capturing
-                self.rows.cursors.zero_()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._step(extent, narrowed)
-            for tensor, value in zip(self._state(), saved, strict=True):
-                tensor.copy_(value)  # the warm-up moved the rows on
-            self._graphs[key] = graph
+            try:
+                self._graphs[key] = self._capture(extent, narrowed)
+            except Exception as error:  # a kernel the device cannot take, a model that waits for it, too little memory
+                raise CaptureError(f"a decode step could not be captured ({first_line(error)})") from error
         return self._graphs[key]
+
+    def _capture(self, extent: Extent, narrowed: bool) -> torch.cuda.CUDAGraph:
+        saved = [t.clone() for t in self._state()]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step(extent, narrowed)  # compiles kernels and fills caches, which must not happen while capturing
+            self.rows.cursors.zero_()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # The outer one leads back to the stream that was, also from a capture that fails.
+        here = torch.cuda.stream(torch.cuda.current_stream())
+        with here, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._step(extent, narrowed)
+        for tensor, value in zip(self._state(), saved, strict=True):
+            tensor.copy_(value)  # the warm-up moved the rows on
+        return graph
 
     def _state(self) -> tuple[Tensor, ...]:
         rows = self.rows

@@ -18,6 +18,7 @@ from torch import Tensor
 from shoal.engine.cache import PrefillWriter, SlotCache
 from shoal.models.attention import ROW_MULTIPLE, Packed, round_up
 from shoal.models.sampler_view import SamplerView
+from shoal.models.tokenizer import first_line
 from shoal.models.upload import upload
 
 if TYPE_CHECKING:
@@ -135,8 +136,8 @@ class Prefill:
                 return self._eager(prompts)[last]
             try:
                 self._graphs[key] = self._capture(prompts, extent)
-            except torch.OutOfMemoryError:
-                self._stop_capturing()
+            except Exception as error:
+                self._stop_capturing(error)
                 return self._eager(prompts)[last]
         captured = self._graphs[key]
         for name, tensor in upload(prompts.padded(extent), self._device).items():
@@ -144,9 +145,10 @@ class Prefill:
         captured.graph.replay()
         return captured.hidden[last]
 
-    def _stop_capturing(self) -> None:
-        """Memory is scarce: what graphs hold is given back, and prompts are computed launch by launch."""
-        log.warning("memory is scarce: prefills are not captured any more")
+    def _stop_capturing(self, error: Exception) -> None:
+        """Memory is scarce, or a kernel cannot be captured: what graphs hold is given back, and prompts are computed
+        launch by launch."""
+        log.warning("prefills are not captured any more: %s", first_line(error))
         self._graphs.clear()
         self._may_capture = False
 
@@ -180,6 +182,8 @@ class Prefill:
             self._forward(inputs, context)  # compiles kernels, which must not happen while capturing
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # The outer one leads back to the stream that was, also from a capture that fails.
+        here = torch.cuda.stream(torch.cuda.current_stream())
+        with here, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             hidden = self._forward(inputs, context)
         return _Captured(graph, inputs, hidden)

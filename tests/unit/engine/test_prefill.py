@@ -74,5 +74,5 @@ def test_without_memory_prefills_are_not_captured_any_more(caplog: pytest.LogCap
     assert torch.equal(first, second) and torch.equal(first, third)
     assert not prefill._graphs and not prefill._may_capture
     assert [record.getMessage() for record in caplog.records] == [
-        "memory is scarce: prefills are not captured any more"
+        "prefills are not captured any more: no memory"
     ]

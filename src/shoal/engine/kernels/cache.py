@@ -29,13 +29,13 @@ def _scatter(
     """Program (sequence, tokens of it, head)."""
     at = tl.program_id(0)
     first = tl.program_id(1) * TOKENS
-    head = tl.program_id(2)
+    head = tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + at)
     if first >= length:
         return
     start = tl.load(starts + at).to(tl.int64)
     slot = tl.load(slots + at).to(tl.int64)
-    tokens = first + tl.arange(0, TOKENS)
+    tokens = (first + tl.arange(0, TOKENS)).to(tl.int64)
     there = tokens < length
     _copy(
         key + start * key_token + head * key_head, keys + slot * slot_keys + head * head_keys,

@@ -56,7 +56,7 @@ def _scan(logits, temperatures, tops, sums, WIDTH, stride, BLOCKS: tl.constexpr,
     highest = tl.max(x, 0)
     tl.store(tops + row * BLOCKS + block, highest / temperature)
     # As a power of two, whose factor holds the temperature too: nothing is divided but the highest.
-    weights = tl.exp2((x - highest) * (1.4426950408889634 / temperature))
+    weights = tl.exp2((x - tl.where(highest == float("-inf"), 0.0, highest)) * (1.4426950408889634 / temperature))
     tl.store(sums + row * BLOCKS + block, tl.sum(weights, 0))
 
 
