@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.model import Model
+from shoal.build.sampler import GPU_PREFILL_TOKENS
 from shoal.config.schema import InferConfig, RunConfig
+from shoal.config.train import TrainConfig
 from shoal.observability.console import Console
 from shoal.observability.events import EventLog
 
@@ -35,19 +37,45 @@ def agreed(plan: MemoryPlan, ranks: Any) -> MemoryPlan:
 
 
 def _make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None) -> MemoryPlan:
-    from shoal.trainer.memory import cache_only, decide, measure
+    from shoal.trainer.memory import cache_only
 
     demand = _demand(config)
     if policy is None or model.decoder.device.type != "cuda":
         return cache_only(model.decoder, model.layers, demand)
-    trained, demand = policy, replace(demand, captures=policy.captures and not _narrows(config))
+    return _measured_plan(replace(demand, captures=policy.captures and not _narrows(config)), model, policy)
+
+
+def training_plan(train: TrainConfig, batch_size: int, model: Model, policy: TrainedPolicy) -> MemoryPlan | None:
+    """Of a run that samples nothing, in effect; None on a CPU, where a row after another is as fast."""
+    if model.decoder.device.type != "cuda":
+        return None
+    from shoal.trainer.memory import Demand
+
+    demand = Demand(
+        row_tokens=train.sequence_len,
+        step_tokens=batch_size * train.sequence_len,
+        rows_per_micro_batch=train.per_device_train_batch_size,
+        recompute=train.recompute if isinstance(train.recompute, bool) else None,
+        slots=0,
+        context_tokens=1,
+        utilization=None,
+        captures=policy.captures,
+    )
+    plan = _measured_plan(demand, model, policy)
+    model.trained.recompute(plan.recompute)
+    policy.bound_graphs(plan.graphs.fits)
+    return plan
+
+
+def _measured_plan(demand: Demand, model: Model, policy: TrainedPolicy) -> MemoryPlan:
+    from shoal.trainer.measuring import measure
+    from shoal.trainer.memory import decide
 
     def dry_run(rows: int) -> None:
         with _trainable(model):
-            trained.dry_run(demand.row_tokens, rows, model.decoder)
+            policy.dry_run(demand.row_tokens, rows, model.decoder)
 
-    measured = measure(model.decoder, model.layers, demand, trained.optimizer.moment_bytes, dry_run)
-    return decide(measured, demand)
+    return decide(measure(model.decoder, model.layers, demand, policy.optimizer.moment_bytes, dry_run), demand)
 
 
 def _narrows(config: RunConfig) -> bool:
@@ -85,6 +113,8 @@ def _demand(config: RunConfig) -> Demand:
         slots=infer.max_num_seqs,
         context_tokens=infer.max_model_len,
         utilization=infer.gpu_memory_utilization,
+        prefill_tokens=GPU_PREFILL_TOKENS,
+        narrowed=_narrows(config),
     )
 
 

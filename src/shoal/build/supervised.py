@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from shoal.build import ends
 from shoal.build.fits import within_memory
 from shoal.build.model import Model, PolicyFiles, load, make_policy
+from shoal.build.plan import tell, training_plan
 from shoal.build.run import make_sinks
 from shoal.config.schema import SftConfig
 from shoal.errors import Interrupted
@@ -69,10 +70,14 @@ def _prepare(config: SftConfig, tasks: Sequence[Task], events: EventLog, console
     if too_long:
         events.warn("data", f"{too_long} of {len(tasks)} rows do not fit into train.sequence_len and are set aside")
     total = train.max_steps or max(1, len(samples) // config.batch_size) * (train.epochs or 1)
-    policy = make_policy(train, model, total)
-    steps = SupervisedSteps(
-        policy, samples, config.batch_size, train.sequence_len, train.per_device_train_batch_size or 1, train.seed
-    )
+    with console.progress("measuring memory", quiet=model.decoder.device.type == "cpu"):
+        policy = make_policy(train, model, total)
+        plan = training_plan(train, config.batch_size, model, policy)
+    if plan is not None:
+        tell(plan, None, console, events)
+    rows = train.per_device_train_batch_size or (1 if plan is None else None)
+    tokens = plan.micro_batch_tokens if plan is not None and rows is None else None
+    steps = SupervisedSteps(policy, samples, config.batch_size, train.sequence_len, rows, tokens, train.seed)
     return Lesson(steps, PolicyFiles(policy, model.chat), total)
 
 

@@ -6,7 +6,6 @@ Torch runs behind `Policy` on the device's thread; here are only arrays and the 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shoal.algorithms.advantages import reward_kl
+from shoal.batching.micro import micro_batches
 from shoal.batching.pack import Packing, make_batches
 from shoal.batching.samples import rollout_samples
 from shoal.errors import MemoryStop
@@ -204,31 +204,12 @@ class Learner:
         return [*mine, *([] for _ in range(most - len(mine)))]
 
     def _micro_batches(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """Neighbouring rows together: as many as asked for, or, within the plan, in few micro-batches about equal."""
-        most, tokens = self._settings.rows_per_micro_batch, self._most_tokens
-        sizes = [self._size(row) for row in rows]
-        bound = sum(sizes)
-        if tokens is not None:
-            count = len(_filled(sizes, tokens, most))
-            bound = bisect_left(range(tokens), True, key=lambda bound: len(_filled(sizes, bound, most)) <= count)
-        return [list(rows[part.start : part.stop]) for part in _filled(sizes, bound, most)]
+        parts = micro_batches([self._size(row) for row in rows], self._most_tokens, self._settings.rows_per_micro_batch)
+        return [list(rows[part.start : part.stop]) for part in parts]
 
     def _size(self, row: Row) -> int:
         """In tokens. Where a prompt is computed once, attention gathers its keys for every answer still."""
         return row.tokens + -(-row.gathered_keys // self._settings.keys_for_token)
-
-
-def _filled(sizes: Sequence[int], bound: int, most: int | None) -> list[range]:
-    """Neighbours as long as they stay within the bound; one that is larger stands alone."""
-    parts: list[range] = []
-    filled = 0
-    for at, size in enumerate(sizes):
-        if parts and filled + size <= bound and (most is None or len(parts[-1]) < most):
-            parts[-1], filled = range(parts[-1].start, at + 1), filled + size
-        else:
-            parts.append(range(at, at + 1))
-            filled = size
-    return parts
 
 
 def _read_all(pending: Sequence[PendingResults]) -> list[Any]:

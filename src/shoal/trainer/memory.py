@@ -1,13 +1,13 @@
-"""The memory plan: what the device holds, what one training row and one more token take, and what is decided from it.
+"""The memory plan: what is decided from what the device holds, and from what training and sampling take.
 
-On a GPU a dry forward and backward is measured, not estimated; `decide` turns the figures into cache slots, tokens of
-a micro-batch and whether layers are computed again in the backward. On a CPU only the cache is bounded.
+On a GPU that is measured (measuring.py), not estimated; `decide` turns the figures into cache slots, tokens of a
+micro-batch and whether layers are computed again in the backward. On a CPU only the cache is bounded.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,8 @@ class Demand:
     context_tokens: int
     utilization: float | None
     captures: bool = False  # whether passes may become graphs
+    prefill_tokens: int = 0  # of one prefill at most
+    narrowed: bool = False  # whether tokens are drawn from less than the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,25 @@ UNAFFORDABLE = Cost(float("inf"), 0.0)  # not even one row
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """Peak bytes beside the cache: of the largest prefill, and of drawing a token for each row of a decode batch."""
+
+    prefill: float = 0.0
+    row: float = 0.0
+
+    def at(self, rows: int) -> float:
+        return max(self.prefill, self.row * rows)
+
+
+@dataclass(frozen=True)
 class Measured:
     total: int
     held: int  # weights, masters, snapshot, reference: there before anything runs
     optimizer: int  # moments that the first step allocates
     slot: int  # bytes of cache a sequence
-    costs: dict[bool, Cost]  # with and without recompute
+    costs: Mapping[bool, Cost]  # with and without recompute
+    sampling: Sampling = Sampling()
+    elsewhere: int = 0  # what other programs and this one's libraries take
     key_bytes: int = 0  # of a gathered key and value, with what a backward makes of them
 
 
@@ -115,26 +130,32 @@ class MemoryPlan:
 def decide(measured: Measured, demand: Demand) -> MemoryPlan:
     """Cache as asked for, then the largest useful micro-batch; layers again only if a row does not fit otherwise.
 
-    Where both do not fit, the cache gives way first, down to one block of rows.
+    Where both do not fit, the cache gives way first, down to one block of rows; where nothing samples, there is none.
+    Sampling and training take turns, so the larger of the two counts.
     """
-    budget = measured.total * (1 - RESERVE) - measured.held - measured.optimizer
+    budget = measured.total * (1 - RESERVE) - measured.elsewhere - measured.held - measured.optimizer
     cap = measured.total * demand.utilization if demand.utilization is not None else budget
     wanted = min(round_up(demand.slots, ROW_MULTIPLE), int(cap / measured.slot) // ROW_MULTIPLE * ROW_MULTIPLE)
     least = demand.row_tokens * (demand.rows_per_micro_batch or 1)
     ways = [demand.recompute] if demand.recompute is not None else [False, True]
     if wanted < ROW_MULTIPLE and demand.utilization is not None:
         raise HardwareError(_too_small(measured.slot, demand))
-    slots = max(wanted, ROW_MULTIPLE)
-    while slots >= ROW_MULTIPLE:
-        for recompute in ways:
+    for slots in _ever_fewer(wanted) if demand.slots else (0,):
+        for recompute in ways if measured.sampling.at(slots) <= budget - slots * measured.slot else ():
             cost, room = measured.costs[recompute], budget - slots * measured.slot
             if cost.tokens_in(room) >= least:
                 most = least if demand.rows_per_micro_batch else max(least, min(GOOD_MICRO_BATCH, demand.step_tokens))
                 key_bytes = measured.key_bytes if demand.captures and not recompute else None
                 passes = _passes(cost, room, range(least, most + 1), key_bytes)
                 return _plan(measured, slots, passes, recompute)
-        slots = slots // 2 // ROW_MULTIPLE * ROW_MULTIPLE
     raise HardwareError(_refusal(measured, demand, budget, least))
+
+
+def _ever_fewer(slots: int) -> Iterator[int]:
+    slots = max(slots, ROW_MULTIPLE)
+    while slots >= ROW_MULTIPLE:
+        yield slots
+        slots = slots // 2 // ROW_MULTIPLE * ROW_MULTIPLE
 
 
 def _passes(cost: Cost, room: float, useful: range, key_bytes: int | None) -> tuple[int, GraphRoom]:
@@ -153,17 +174,17 @@ def _passes(cost: Cost, room: float, useful: range, key_bytes: int | None) -> tu
 
 def _plan(measured: Measured, slots: int, passes: tuple[int, GraphRoom], recompute: bool) -> MemoryPlan:
     tokens, graphs = passes
-    lines = [
+    training, sampling = measured.costs[recompute].at(tokens), measured.sampling.at(slots)
+    lines: list[tuple[str, float]] = [
+        ("other programs and libraries", measured.elsewhere),
         ("weights, masters and copies", measured.held),
         ("optimizer moments", measured.optimizer),
         (f"cache of {slots} sequences", slots * measured.slot),
-        (
-            f"a micro-batch of {tokens} tokens{', layers again' if recompute else ''}",
-            measured.costs[recompute].at(tokens),
-        ),
+        (f"a micro-batch of {tokens} tokens{', layers again' if recompute else ''}", training),
+        ("what sampling takes more than that", sampling - training),
+        ("graphs of training passes", graphs.limit_bytes),
     ]
-    if graphs.limit_bytes:
-        lines.append(("graphs of training passes", graphs.limit_bytes))
+    lines = [(name, size) for name, size in lines if size > 0]
     keys = max(1, int(measured.costs[recompute].per_token // measured.key_bytes)) if measured.key_bytes else 1
     return MemoryPlan(slots, tokens, recompute, keys, graphs, tuple(lines), measured.total)
 
@@ -189,49 +210,6 @@ def _refusal(measured: Measured, demand: Demand, budget: float, least: int) -> s
         f"{row} one row and {ROW_MULTIPLE} sequences, of {measured.total / GIB:.1f} GiB; "
         f"try {', '.join(ways)}"
     )
-
-
-def measure(
-    decoder: Decoder,
-    layers: dict[int, LayerShape],
-    demand: Demand,
-    optimizer_bytes: int,
-    dry_run: Callable[[int], None],
-) -> Measured:
-    """Run `dry_run(rows)`, which computes and drops a gradient over full rows, with one row and with two, both ways."""
-    device = decoder.device
-    _, total = torch.cuda.mem_get_info(device)
-    held = torch.cuda.memory_allocated(device)
-    ways = [demand.recompute] if demand.recompute is not None else [False, True]
-    costs: dict[bool, Cost] = {}
-    for recompute in ways:
-        decoder.recompute(recompute)
-        peaks = _peaks(device, dry_run)
-        costs[recompute] = Cost.through(peaks, demand.row_tokens) if peaks else UNAFFORDABLE
-    costs.setdefault(True, costs[ways[0]])
-    slot = slot_bytes(layers, decoder.dtype, demand.context_tokens)
-    return Measured(total, held, optimizer_bytes, slot, costs, gathered_bytes(layers, decoder))
-
-
-def _peaks(device: torch.device, dry_run: Callable[[int], None]) -> list[int]:
-    """Of one row and of two; of as many as there is memory for."""
-    found: list[int] = []
-    try:
-        for rows in (1, 2):
-            found.append(_peak(device, dry_run, rows))
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-    return found
-
-
-def _peak(device: torch.device, dry_run: Callable[[int], None], rows: int) -> int:
-    """Bytes above what is held now, at the highest; the first run fills the libraries' caches and does not count."""
-    for _ in range(2):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        dry_run(rows)
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def slot_bytes(layers: dict[int, LayerShape], dtype: torch.dtype, context_tokens: int) -> int:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
 from shoal.algorithms.inputs import LossInputs, Metrics
+from shoal.batching.micro import micro_batches
 from shoal.batching.pack import Packing, make_batches
 from shoal.errors import DataError
 from shoal.models.chat import Chat
@@ -20,10 +22,18 @@ from shoal.trainer.policy import TrainedPolicy
 from shoal.types import Batch, Message, Sample, Task
 
 
-def cross_entropy(inputs: LossInputs, weights: Tensor) -> tuple[Tensor, Metrics]:
+@dataclass(frozen=True)
+class CrossEntropy:
     """An objective like any other: minus the log-prob of every completion token."""
-    loss = -(inputs.policy_logprobs * weights.to(inputs.dtype)).sum()
-    return loss, {"sft/loss": inputs.token_metric(-inputs.policy_logprobs)}
+
+    is_fixed: ClassVar[bool] = True  # the same for every pass, so that passes may be captured
+
+    def __call__(self, inputs: LossInputs, weights: Tensor) -> tuple[Tensor, Metrics]:
+        loss = -(inputs.policy_logprobs * weights.to(inputs.dtype)).sum()
+        return loss, {"sft/loss": inputs.token_metric(-inputs.policy_logprobs)}
+
+
+CROSS_ENTROPY = CrossEntropy()
 
 
 def supervised_samples(tasks: Sequence[Task], chat: Chat, end_id: int, max_tokens: int) -> tuple[list[Sample], int]:
@@ -59,7 +69,8 @@ class SupervisedSteps:
     samples: Sequence[Sample]
     batch_size: int
     token_budget: int
-    rows_per_micro_batch: int
+    rows_per_micro_batch: int | None  # at most; None = as many as the tokens allow
+    micro_batch_tokens: int | None  # at most, unless one row alone has more
     seed: int
 
     @property
@@ -70,9 +81,9 @@ class SupervisedSteps:
         """Step `step`, counted from 1; returns its metrics."""
         tally = Tally()
         batch = self._batch(step)
-        rows, size = batch.rows, self.rows_per_micro_batch
-        micros = [rows[start : start + size] for start in range(0, len(rows), size)]
-        pending = [self.policy.forward_backward(micro, cross_entropy, "none") for micro in micros]
+        rows = batch.rows
+        parts = micro_batches([row.tokens for row in rows], self.micro_batch_tokens, self.rows_per_micro_batch)
+        pending = [self.policy.forward_backward(rows[p.start : p.stop], CROSS_ENTROPY, "none") for p in parts]
         tally.values(self.policy.optim_step())
         for result in pending:  # read last: the device never waits within a step
             tally.add_all(result.read()[0])

@@ -120,6 +120,49 @@ def test_prompts_are_copied_into_their_slots() -> None:
     """)
 
 
+def test_ids_that_can_never_be_drawn() -> None:
+    """A head padded with ids that nobody may draw, more of them than a block holds."""
+    run("""
+        from shoal.engine.kernels.sampling import draw_tokens
+        from shoal.engine.sampler import SamplingState, draw
+        logits = torch.randn(6, 13000)
+        logits[:, 3000:9000] = float("-inf")
+        state = SamplingState.allocate(6, torch.device("cpu"))
+        state.temperatures.copy_(torch.tensor([0, 0.3, 0.7, 1, 1, 2]))
+        counts = torch.arange(6)
+        expected = draw(logits, state, counts, None, False)
+        token_ids, logprobs = draw_tokens(logits, state.seeds, counts, state.temperatures)
+        assert torch.equal(token_ids, expected.token_ids)
+        assert (logprobs - expected.logprobs).abs().max() < 1e-5
+    """)
+
+
+def test_a_step_that_cannot_be_captured_is_launched_kernel_by_kernel() -> None:
+    """In the middle of an answer: nothing drawn is lost, and what follows is the same."""
+    run("""
+        from support.engines import ask, make_engine, run
+        from support.models import random_prompts, small_decoder
+        from shoal.engine.graphs import CaptureError
+        decoder = small_decoder()
+        requests = [ask(str(i), p, seed=i, max_tokens=24) for i, p in enumerate(random_prompts(0, 10, 20, 15))]
+        expected = run(make_engine(decoder), requests)
+        engine = make_engine(decoder)
+        launch, calls = engine._graphs.launch, []
+        def fail(*arguments):
+            calls.append(arguments)
+            if len(calls) == 2:
+                raise CaptureError("no shared memory")
+            launch(*arguments)
+        engine._graphs.launch = fail
+        found = run(engine, requests)
+        assert engine.path == "eager: no shared memory" and len(calls) == 2
+        for name, answer in found.items():
+            assert answer.token_ids == expected[name].token_ids
+            gaps = [abs(a - b) for a, b in zip(answer.logprobs, expected[name].logprobs)]
+            assert max(gaps) < 1e-4
+    """)
+
+
 def test_sampling_draws_the_same_tokens() -> None:
     """Greedy and sampled rows, more ids than one block: the same token, the same log-prob but for rounding."""
     run("""

@@ -73,6 +73,4 @@ def test_without_memory_prefills_are_not_captured_any_more(caplog: pytest.LogCap
         first, second, third = (prefill.run([sequence]) for _ in range(3))
     assert torch.equal(first, second) and torch.equal(first, third)
     assert not prefill._graphs and not prefill._may_capture
-    assert [record.getMessage() for record in caplog.records] == [
-        "prefills are not captured any more: no memory"
-    ]
+    assert [record.getMessage() for record in caplog.records] == ["prefills are not captured any more: no memory"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
 from shoal.errors import HardwareError
-from shoal.trainer import memory
+from shoal.trainer import measuring
 from shoal.trainer.graphs import GRAPH_TOKENS
 from shoal.trainer.memory import (
     CPU_SHARE,
@@ -20,6 +21,7 @@ from shoal.trainer.memory import (
     Cost,
     Demand,
     Measured,
+    Sampling,
     cache_only,
     decide,
     gathered_bytes,
@@ -158,23 +160,67 @@ def test_a_share_too_small_for_a_block_of_sequences_is_refused() -> None:
 
 def test_one_row_is_enough_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two are measured where they fit: what a further token takes is then known more closely."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, TOTAL))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (TOTAL - 70_000, TOTAL))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 20_000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1000)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     affordable = [0]  # rows
 
-    def peak(_: object, dry_run: object, rows: int) -> int:
+    taken: list[int] = []
+
+    def dry_run(rows: int) -> None:
         if rows > affordable[0]:
             raise torch.OutOfMemoryError("no memory")
-        return 100_000 + 200_000 * rows
+        taken.append(rows)
 
-    monkeypatch.setattr(memory, "_peak", peak)
+    def peak(_: object, work: Callable[[], None]) -> int:
+        taken.clear()
+        work()
+        return 100_000 + 200_000 * taken[0] if taken else 5000
+
+    monkeypatch.setattr(measuring, "_peak", peak)
     costs = []
     for affordable[0] in (2, 1, 0):
-        measured = memory.measure(DECODER, LAYERS, ASKED, 0, lambda rows: None)
-        costs.append(measured.costs)
-        assert measured.costs[True] == measured.costs[False] and (measured.total, measured.held) == (TOTAL, 1000)
-    whole, one, none = (found[False] for found in costs)
+        measured = measuring.measure(DECODER, LAYERS, ASKED, 0, dry_run)
+        assert not measured.costs, "nothing is measured before it is asked for"
+        costs.append(measured.costs[False])
+        assert list(measured.costs) == [False]
+        assert (measured.total, measured.held, measured.elsewhere) == (TOTAL, 1000, 50_000)
+        assert measured.sampling.prefill == 5000 and measured.sampling.at(640) == 50_000
+    whole, one, none = costs
     assert whole.fixed == pytest.approx(100_000) and whole.at(2048) == pytest.approx(300_000)
     assert one.at(2048) == pytest.approx(300_000) and one.tokens_in(300_001) == 2048
     assert none == UNAFFORDABLE and none.tokens_in(1e12) == 0
+
+
+def test_a_dry_prefill_and_draw_are_what_the_engine_does() -> None:
+    """They only have to run, narrowed or not; what they took is read off the device."""
+    measuring.dry_prefill(DECODER, 2, 16)
+    for narrowed in (False, True):
+        measuring.dry_draw(DECODER, 8, narrowed)
+
+
+def test_sampling_counts_where_it_takes_more_than_training() -> None:
+    """They take turns. The cache gives way to what drawing for so many rows takes."""
+    plan = decide(replace(MEASURED, sampling=Sampling(prefill=1000)), ASKED)
+    assert plan == decide(MEASURED, ASKED), "less than a micro-batch"
+    small = replace(ASKED, step_tokens=2048)
+    plan = decide(replace(MEASURED, sampling=Sampling(row=2000)), small)
+    assert plan.slots == 64 and dict(plan.lines)["what sampling takes more than that"] == 64 * 2000 - 2048 * 30
+    plan = decide(replace(MEASURED, sampling=Sampling(row=20_000)), small)
+    assert plan.slots == 24 or plan.slots == 16
+    assert sum(size for _, size in plan.lines) <= TOTAL * (1 - RESERVE)
+    with pytest.raises(HardwareError, match="does not fit"):
+        decide(replace(MEASURED, sampling=Sampling(prefill=float("inf"))), small)
+
+
+def test_what_others_take_is_not_given_out() -> None:
+    plan = decide(replace(MEASURED, elsewhere=500_000), replace(ASKED, slots=8))
+    assert plan.lines[0] == ("other programs and libraries", 500_000)
+    assert sum(size for _, size in plan.lines) <= TOTAL * (1 - RESERVE)
+
+
+def test_without_sampling_there_is_no_cache() -> None:
+    plan = decide(MEASURED, replace(ASKED, slots=0))
+    assert plan.slots == 0 and not [name for name, _ in plan.lines if "cache" in name]
+    assert plan.micro_batch_tokens == ROOM // 30

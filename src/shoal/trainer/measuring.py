@@ -1,0 +1,109 @@
+"""What a dry training pass, a dry prefill and a dry draw take on the device, for the memory plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from shoal.engine.sampler import SamplingState, draw
+from shoal.models import kernels
+from shoal.models.decoder import Decoder, LayerShape
+from shoal.trainer.memory import UNAFFORDABLE, Cost, Demand, Measured, Sampling, gathered_bytes, slot_bytes
+
+
+class Costs(dict[bool, Cost]):
+    """With and without recompute; each is measured when it is first asked for, for most plans need only one."""
+
+    def __init__(self, measure: Callable[[bool], Cost]) -> None:
+        self._measure = measure
+
+    def __missing__(self, recompute: bool) -> Cost:
+        self[recompute] = found = self._measure(recompute)
+        return found
+
+
+def measure(
+    decoder: Decoder,
+    layers: dict[int, LayerShape],
+    demand: Demand,
+    optimizer_bytes: int,
+    dry_run: Callable[[int], None],
+) -> Measured:
+    """`dry_run(rows)` computes and drops a gradient over full rows: it is run with one row and with two."""
+    device = decoder.device
+    free, total = torch.cuda.mem_get_info(device)
+    elsewhere = total - free - torch.cuda.memory_reserved(device)
+    held = torch.cuda.memory_allocated(device)
+
+    def training(recompute: bool) -> Cost:
+        decoder.recompute(recompute)
+        peaks = _peaks(device, dry_run)
+        return Cost.through(peaks, demand.row_tokens) if peaks else UNAFFORDABLE
+
+    slot = slot_bytes(layers, decoder.dtype, demand.context_tokens)
+    sampling = _sampling(decoder, demand) if demand.slots else Sampling()
+    key_bytes = gathered_bytes(layers, decoder)
+    return Measured(total, held, optimizer_bytes, slot, Costs(training), sampling, elsewhere, key_bytes)
+
+
+def _sampling(decoder: Decoder, demand: Demand) -> Sampling:
+    """One prefill of whole contexts, and a token for as many rows as are asked for; if need be for half of them."""
+    device, rows = decoder.device, demand.slots
+    contexts = max(1, min(demand.prefill_tokens // demand.context_tokens, rows))
+    prefill = _peak_or_all(device, lambda: dry_prefill(decoder, contexts, demand.context_tokens))
+    return Sampling(prefill, _peak_or_all(device, lambda: dry_draw(decoder, rows, demand.narrowed)) / rows)
+
+
+@torch.no_grad()
+def dry_prefill(decoder: Decoder, contexts: int, tokens: int) -> None:
+    ids = torch.arange(contexts * tokens, device=decoder.device)
+    packed = decoder.pack(np.arange(contexts + 1) * tokens)
+    decoder.hidden((ids % decoder.vocab_size)[None], (ids % tokens)[None], packed)
+
+
+@torch.no_grad()
+def dry_draw(decoder: Decoder, rows: int, narrowed: bool) -> None:
+    """The end of a decode step: a token from the logits of each row."""
+    device = decoder.device
+    size = int(decoder.config.hidden_size)
+    logits = decoder.logits(torch.zeros(rows, size, dtype=decoder.dtype, device=device))
+    state, counts = SamplingState.allocate(rows, device), torch.zeros(rows, dtype=torch.int64, device=device)
+    if narrowed or not kernels.available(device.type == "cuda"):
+        draw(logits, state, counts, state.banned(counts, logits.shape[1]), truncated=narrowed)
+        return
+    from shoal.engine.kernels.sampling import draw_tokens
+
+    draw_tokens(logits, state.seeds, counts, state.temperatures)
+
+
+def _peaks(device: torch.device, dry_run: Callable[[int], None]) -> list[int]:
+    """Of one row and of two; of as many as there is memory for."""
+    found: list[int] = []
+    try:
+        for rows in (1, 2):
+            found.append(_peak(device, lambda rows=rows: dry_run(rows)))
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+    return found
+
+
+def _peak_or_all(device: torch.device, work: Callable[[], None]) -> float:
+    """Of what does not fit, more than there is."""
+    try:
+        return _peak(device, work)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return float("inf")
+
+
+def _peak(device: torch.device, work: Callable[[], None]) -> int:
+    """Bytes above what is held now, at the highest; the first run fills the libraries' caches and does not count."""
+    before = 0
+    for _ in range(2):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+    return torch.cuda.max_memory_allocated(device) - before
