@@ -12,6 +12,8 @@ from shoal.models import kernels
 from shoal.models.decoder import Decoder, LayerShape
 from shoal.trainer.memory import UNAFFORDABLE, Cost, Demand, Measured, Sampling, gathered_bytes, slot_bytes
 
+DRAWN_ROWS = 64
+
 
 class Costs(dict[bool, Cost]):
     """With and without recompute; each is measured when it is first asked for, for most plans need only one."""
@@ -49,9 +51,9 @@ def measure(
 
 
 def _sampling(decoder: Decoder, demand: Demand) -> Sampling:
-    """One prefill of whole contexts, and a token for as many rows as are asked for; if need be for half of them."""
-    device, rows = decoder.device, demand.slots
-    contexts = max(1, min(demand.prefill_tokens // demand.context_tokens, rows))
+    """One prefill of whole contexts, and a token for some rows: drawing takes the same for each."""
+    device, rows = decoder.device, min(demand.slots, DRAWN_ROWS)
+    contexts = max(1, min(demand.prefill_tokens // demand.context_tokens, demand.slots))
     prefill = _peak_or_all(device, lambda: dry_prefill(decoder, contexts, demand.context_tokens))
     return Sampling(prefill, _peak_or_all(device, lambda: dry_draw(decoder, rows, demand.narrowed)) / rows)
 

@@ -1,0 +1,150 @@
+"""Where a device or a model is unlike the usual: odd heads, captures that fail, too little memory, large batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.models import fused
+from shoal.models.decoder import Decoder
+from shoal.trainer import measuring
+from shoal.trainer.memory import Demand, decide
+from support.engines import ask, make_engine, run
+from support.models import EOS, as_decoder, random_prompts, small_model
+from support.training import grpo, make_policy, pack, random_samples
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def whole_fp32() -> Any:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def attached(model: Any) -> tuple[Decoder, str]:
+    decoder = as_decoder(model.to(CUDA))
+    return decoder, fused.attach(decoder, decoder.verify())
+
+
+def answers(decoder: Decoder, count: int = 5, **settings: Any) -> tuple[dict[str, list[int]], str]:
+    prompts = random_prompts(3, *(5 + 7 * i % 40 for i in range(count)))
+    requests = [ask(str(i), prompt, temperature=0.0, max_tokens=24) for i, prompt in enumerate(prompts)]
+    engine = make_engine(decoder, **settings)
+    found = run(engine, requests)
+    return {name: answer.token_ids for name, answer in found.items()}, engine.path
+
+
+@pytest.mark.parametrize(("architecture", "size"), [("mistral", 24), ("llama", 96), ("qwen2", 80), ("gemma3", 256)])
+def test_heads_of_any_size(architecture: str, size: int) -> None:
+    """In fp32 the CPU's text; in bf16 it trains and samples, by whatever path it says."""
+    how = {"head_dim": size, "wild": True}
+    expected, _ = answers(as_decoder(small_model(architecture, **how)))
+    decoder, path = attached(small_model(architecture, **how))
+    found, decoded = answers(decoder)
+    assert found == expected, (path, decoded)
+    decoder, _ = attached(small_model(architecture, dtype=torch.bfloat16, head_dim=size))
+    policy = make_policy(decoder)
+    metrics, _ = policy.forward_backward(pack(random_samples(0, *[(20, 30)] * 8), 300).rows, grpo()).read()
+    assert np.isfinite(metrics["policy/loss"][0])
+    found, decoded = answers(decoder)
+    assert all(len(ids) == 24 for ids in found.values()) and decoded != "eager", "and why, if not in graphs"
+
+
+def test_a_rotation_that_depends_on_the_length_is_not_captured() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    decoder, _ = attached(small_model("llama", wild=True, rope_parameters=rope, max_position_embeddings=64))
+    found, path = answers(decoder)
+    assert path == "eager: its rotation depends on the length of the text"
+    assert all(len(ids) == 24 for ids in found.values())
+
+
+def test_a_capture_that_fails_leads_on_without_graphs() -> None:
+    """A module that waits for the device cannot be captured; what was drawn stays, and the stream is the old one."""
+    decoder, _ = attached(small_model("gemma2", wild=True))
+    expected, path = answers(decoder, graphs=False)
+    layer: Any = decoder.body.get_submodule("layers.1")
+    forward, calls = layer.forward, []
+
+    def waits(hidden: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            calls.append(float(hidden.sum()))
+        return forward(hidden, *arguments, **options)
+
+    layer.forward = waits
+    before = torch.cuda.current_stream()
+    found, path = answers(decoder)
+    assert path.startswith("eager: a decode step could not be captured") and found == expected
+    assert torch.cuda.current_stream() == before
+
+
+@pytest.mark.parametrize("count", (256, 257, 384, 385, 512))
+def test_edges_of_large_batches(count: int) -> None:
+    decoder, _ = attached(small_model("qwen2"))
+    prompts = random_prompts(11, *(3 + i % 9 for i in range(count)))
+    requests = [ask(str(i), prompt, seed=i, max_tokens=4 + i % 14) for i, prompt in enumerate(prompts)]
+    settings = {"slots": 512, "context_tokens": 64, "eos_token_ids": (EOS,)}
+    ours = run(make_engine(decoder, graphs=True, **settings), requests)
+    eager = run(make_engine(decoder, graphs=False, **settings), requests)
+    assert {name: a.token_ids for name, a in ours.items()} == {name: a.token_ids for name, a in eager.items()}
+
+
+def test_the_plan_holds_what_a_micro_batch_takes() -> None:
+    """Measured with one row and two; a micro-batch of what was decided stays within its line."""
+    decoder, _ = attached(small_model("qwen3", dtype=torch.bfloat16))
+    policy = make_policy(decoder)
+    demand = Demand(256, 4096, None, None, slots=64, context_tokens=256, utilization=None, prefill_tokens=4096)
+    layers = decoder.verify()
+    measured = measuring.measure(
+        decoder, layers, demand, policy.optimizer.moment_bytes, lambda rows: policy.dry_run(256, rows)
+    )
+    plan = decide(measured, demand)
+    assert measured.sampling.prefill > 0 and measured.sampling.row > 0 and measured.elsewhere > 0
+    assert list(measured.costs) == [False], "layers again is not measured where it is not needed"
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    policy.dry_run(256, plan.micro_batch_tokens // 256)
+    assert torch.cuda.max_memory_allocated() - before <= 1.1 * measured.costs[False].at(plan.micro_batch_tokens)
+
+
+def test_memory_comes_back_after_a_pass_that_found_none() -> None:
+    decoder, _ = attached(small_model("qwen3", dtype=torch.bfloat16))
+    policy = make_policy(decoder)
+    rows = pack(random_samples(0, *[(20, 30)] * 16), 300).rows
+    policy.forward_backward(rows, grpo()).read()
+    policy.drop_gradient()
+    held = torch.cuda.memory_allocated()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            policy.dry_run(4096, 64)
+        policy.drop_gradient()
+        assert torch.cuda.memory_allocated() <= held
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    policy.forward_backward(rows, grpo()).read()
+
+
+def test_supervised_steps_have_a_plan_and_few_passes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from shoal.cli import main
+
+    assert main(["make-model", "tiny", str(tmp_path / "model")]) == 0
+    rows = [{"prompt": "a" * (3 + i % 50), "completion": "b" * (3 + i % 40)} for i in range(256)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    words = [f"train.model={tmp_path / 'model'}", f"train.output_dir={out}", f"dataset.path={tmp_path / 'rows.jsonl'}"]
+    assert main(["sft", *words, "train.max_steps=8", "batch_size=64", "train.recipe=bf16"]) == 0
+    said = capfd.readouterr().out
+    assert "memory  a micro-batch of" in said and "cache of" not in said and "training: few kernels" in said
+    losses = [json.loads(line)["sft/loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
