@@ -2,7 +2,7 @@
 
     python benchmarks/grpo_step.py OUT.json [--cases 0.5b 7b-lora] [--smollm GGUF] [--smoke]
 
-Each case runs twice: cold, with empty kernel caches, for a few steps, and warm; or once, cold. Steady state is the
+Each case runs twice: cold, with empty caches, for a few steps, and warm; or once, cold. Steady state is the
 median step of the last run's last half. Limits of a step are those of its rollouts and its training, one after the
 other.
 """
@@ -33,6 +33,7 @@ PHASES = ("rollout", "reward", "train", "sync", "idle", "save")
 COLD_STEPS = 2
 TEMPLATE_TOKENS = 8  # what the chat template of the character tokenizer puts around a prompt
 LIMIT_S = 540
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")  # kernels; compiled Python if need be
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def run(case: Case, model: str, folder: Path, steps: int) -> dict[str, Any]:
     """One command in a run directory of its own; `first_step_s` is from the command to the first step on record."""
     out, peak = folder / "run", folder / "peak.json"
     shutil.rmtree(out, ignore_errors=True)
-    caches = {name: str(folder / "cache" / name) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+    caches = {name: str(folder / "cache" / name) for name in CACHES}
     arguments = case.arguments(model, out, steps)
     command = [sys.executable, str(Path(__file__).with_name("peak_memory.py")), str(peak), "shoal", "grpo", *arguments]
     start, first_step_s = time.monotonic(), None
@@ -255,7 +256,7 @@ def rates_apart(smoke: bool) -> Rates:
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
-    made.add_argument("--once", "--warm-only", action="store_true", help="no short run before: kernel caches are empty")
+    made.add_argument("--once", "--warm-only", action="store_true", help="no short run before: caches are empty")
     made.add_argument("--smollm", metavar="GGUF", help="SmolLM2-135M, for the case that others have measured")
     asked = made.parse_args()
     cases = [SMOKE] if asked.smoke else [CASES[name] for name in asked.cases]

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from shoal.cli.bytecode import kept_bytecode
 from shoal.errors import (
     EXIT_BUG,
     EXIT_DONE,
@@ -107,7 +108,7 @@ def guarded(
     _fill_streams()
     code = EXIT_DONE
     try:
-        with _few_collections():
+        with _few_collections(), kept_bytecode():
             code = work()
         sys.stdout.flush()  # a full disk is noticed here, and not when the exit code is settled
         return code

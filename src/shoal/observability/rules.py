@@ -74,6 +74,9 @@ def _below(metric: str, limit: float, words: str) -> Judge:
 
 
 def _entropy_collapse(row: Row, history: History) -> Bad | None:
+    """Of texts that the policy drew; of given ones it is meant to become sure."""
+    if "sft/loss" in row:
+        return None
     value, start = row["policy/entropy"], history.start("policy/entropy")
     if start is not None and start > 0 and (value < 0.1 * start or value < 0.005):
         return Bad(

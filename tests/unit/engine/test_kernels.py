@@ -13,25 +13,28 @@ pytest.importorskip("triton", reason="Triton is installed on Linux only")
 
 
 @pytest.mark.parametrize(
-    ("window", "softcap", "cut"),
+    ("window", "softcap", "cut", "dim"),
     [
-        (None, None, "1"),
-        (40, None, "4, 32"),
-        (None, 20.0, "2, 64"),
-        (None, None, "16, 64"),
-        (150, None, "8, 64"),
-        (None, None, "1, 512, 16, 1, 3"),
-        (40, 20.0, "4, 64, 16, 1, 3"),
+        (None, None, "1", 32),
+        (40, None, "4, 32", 32),
+        (None, 20.0, "2, 64", 32),
+        (None, None, "16, 64", 32),
+        (150, None, "8, 64", 32),
+        (None, None, "1, 512, 16, 1, 3", 32),
+        (40, 20.0, "4, 64, 16, 1, 3", 32),
+        (None, None, "1", 24),
+        (40, 20.0, "4, 64", 80),
+        (None, None, "2, 64", 12),
     ],
 )
-def test_decode_attention(window: int | None, softcap: float | None, cut: str) -> None:
+def test_decode_attention(window: int | None, softcap: float | None, cut: str, dim: int) -> None:
     """fp32 and fp16 against float64; keys and values of the new token land in the cache and nothing else moves.
 
     Rows of one span stand beside rows of several, and beside rows whose splits take more than one span each.
     """
     run(f"""
         from shoal.engine.kernels.attention import Launch, decode_attention
-        rows, heads, kv_heads, length, dim = 5, 6, 2, 256, 32
+        rows, heads, kv_heads, length, dim = 5, 6, 2, 256, {dim}
         positions = torch.tensor([0, 5, 64, 100, 200])
         for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 1e-3)):
             qkv = torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)
@@ -85,6 +88,7 @@ def test_heads_that_the_kernels_cannot_lay_out_run_through_the_modules() -> None
         from support.models import as_decoder, small_model
         from shoal.engine.fused import make_fused
         from shoal.engine.kernel_context import why_no_graphs
+        from shoal.models.decoder import LayerShape
         from shoal.models.fused import attach
         decoder = as_decoder(small_model("mistral", head_dim=24))
         layers = decoder.verify()
@@ -92,7 +96,9 @@ def test_heads_that_the_kernels_cannot_lay_out_run_through_the_modules() -> None
         said = "its heads of 24 numbers are no power of two up to 256"
         assert attach(decoder, layers) == f"its own modules: {said}" and decoder.fused is None
         assert make_fused(decoder, layers, cache) == (None, said)
-        assert why_no_graphs(decoder, cache) == "the kernel takes no heads of 24 and 24 numbers"
+        assert why_no_graphs(decoder, cache) is None, "its own modules can be captured"
+        uneven = SlotCache({0: LayerShape(2, 24, 16)}, 8, 64, torch.float32, torch.device("cpu"))
+        assert why_no_graphs(decoder, uneven) == "the kernel takes no heads of 24 and 16 numbers"
         assert len(greedy(decoder, [[1, 2, 3]], 4)[0]) == 4
         turning = as_decoder(small_model("llama"))
         assert why_no_graphs(turning, SlotCache(turning.verify(), 8, 64, torch.float32, torch.device("cpu"))) is None

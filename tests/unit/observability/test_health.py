@@ -62,6 +62,11 @@ def test_each_trouble_is_named_with_metric_steps_and_remedy(check: str, metric: 
     assert finding.where == "steps 20–29" and metric in finding.sentence
 
 
+def test_given_texts_may_become_certain() -> None:
+    falling = [{"step": step, "sft/loss": 9.0 / step, "policy/entropy": 9.0 / step} for step in range(1, 60)]
+    assert check_rows(falling, {}) == []
+
+
 def test_a_share_is_said_to_be_of_the_step_it_is_of() -> None:
     """98% at the last step beside a finding of 100% looked like a mistake."""
     cut = [0.9, 1.0, 0.95, 0.98]

@@ -9,7 +9,7 @@ kernel. A short row is one split, whatever its neighbours are.
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -19,6 +19,7 @@ from torch import Tensor
 from shoal.models.attention import Shape
 from shoal.models.kernels.rotary import turn
 
+WIDEST = 256  # numbers of a head
 MIN_HEADS = 16  # a tensor-core tile has at least 16 rows; heads are padded up to it
 
 
@@ -53,6 +54,14 @@ def _ready(at, weight, cos, sin, real, dims, eps, DIM: tl.constexpr, NORMED: tl.
 
 
 @triton.jit
+def _real(mask, dims, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Of heads whose size is no power of two the last numbers are none."""
+    if WIDTH > DIM:
+        mask = mask & (dims < DIM)
+    return mask
+
+
+@triton.jit
 def _share(position, window, split, splits, SPAN: tl.constexpr, WINDOWED: tl.constexpr):
     """[first, last) of the keys before the new one that are this split's, and how many splits the row needs."""
     start = position * 0
@@ -71,8 +80,9 @@ def _attend(
     cos, sin, query_norm, key_norm,
     scale, window, softcap, eps,
     stride_slot, stride_head, stride_query, stride_new,
-    DIM: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-    CUT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    SPAN: tl.constexpr, CUT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, NORMED: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):  # fmt: skip
     """Program (row, key head, split): HEADS query heads against this split's keys."""
     row = tl.program_id(0).to(tl.int64)
@@ -83,7 +93,7 @@ def _attend(
     first, last, live = _share(position, window, split, tl.num_programs(2), SPAN, WINDOWED)
     if split >= live:
         return
-    dims = tl.arange(0, DIM)
+    dims = tl.arange(0, WIDTH)
     group = tl.arange(0, PADDED)
     real = group < HEADS
     base = row * stride_slot + head * stride_head
@@ -91,24 +101,26 @@ def _attend(
     k_at = new_key + row * stride_new + head * DIM + tl.zeros([1], tl.int32)[:, None]
     yes = tl.full([1, 1], 1, tl.int1)
     turn_cos, turn_sin = cos + position * DIM, sin + position * DIM
-    q = _ready(q_at, query_norm, turn_cos, turn_sin, real[:, None], dims[None], eps, DIM, NORMED, ROTATED)
-    k_new = _ready(k_at, key_norm, turn_cos, turn_sin, yes, dims[None], eps, DIM, NORMED, ROTATED)
-    v_new = tl.load(new_value + row * stride_new + head * DIM + dims)
+    q_real, one_real = _real(real[:, None], dims[None], DIM, WIDTH), _real(yes, dims[None], DIM, WIDTH)
+    q = _ready(q_at, query_norm, turn_cos, turn_sin, q_real, dims[None], eps, DIM, NORMED, ROTATED)
+    k_new = _ready(k_at, key_norm, turn_cos, turn_sin, one_real, dims[None], eps, DIM, NORMED, ROTATED)
+    v_new = tl.load(new_value + row * stride_new + head * DIM + dims[None], mask=one_real, other=0.0)
     # The token itself comes first, while nothing else is there yet: seen by every query, stored for those to come.
     own = split == 0
     stored = dims < tl.where(own, DIM, 0)
     tl.store(keys + base + position * DIM + dims[None], k_new, mask=stored[None])
-    tl.store(values + base + position * DIM + dims, v_new, mask=stored)
+    tl.store(values + base + position * DIM + dims[None], v_new, mask=stored[None])
     score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
     if CAPPED:
         score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)
     top = tl.where(own, score, -1.0e30)
     total = tl.where(own, tl.full([PADDED], 1.0, tl.float32), 0.0)
-    mixed = tl.where(own, tl.zeros([PADDED, DIM], tl.float32) + v_new.to(tl.float32)[None], 0.0)
+    mixed = tl.where(own, tl.zeros([PADDED, WIDTH], tl.float32) + v_new.to(tl.float32), 0.0)
     for at in range(first, last, BLOCK):
         columns = at + tl.arange(0, BLOCK)
         inside = columns < last
-        k = tl.load(keys + base + columns[:, None] * DIM + dims[None], mask=inside[:, None], other=0.0)
+        there = _real(inside[:, None], dims[None], DIM, WIDTH)
+        k = tl.load(keys + base + columns[:, None] * DIM + dims[None], mask=there, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
@@ -117,7 +129,7 @@ def _attend(
         weights = tl.exp(scores - higher[:, None])
         rescale = tl.exp(top - higher)
         total = total * rescale + tl.sum(weights, 1)
-        v = tl.load(values + base + columns[:, None] * DIM + dims[None], mask=inside[:, None], other=0.0)
+        v = tl.load(values + base + columns[:, None] * DIM + dims[None], mask=there, other=0.0)
         mixed = mixed * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = higher
     slot = (row * heads + head) * HEADS + group
@@ -127,16 +139,18 @@ def _attend(
         cut = group < heads_cut
         whole = real & (group >= heads_cut)
         at_split = slot * tl.num_programs(2) + split
-        tl.store(partial + at_split[:, None] * DIM + dims[None], mixed, mask=cut[:, None])
+        cut_real = _real(cut[:, None], dims[None], DIM, WIDTH)
+        tl.store(partial + at_split[:, None] * DIM + dims[None], mixed, mask=cut_real)
         tl.store(partial_max + at_split, top, mask=cut)
         tl.store(partial_sum + at_split, total, mask=cut)
-    tl.store(out + slot[:, None] * DIM + dims[None], (mixed / total[:, None]).to(q.dtype), mask=whole[:, None])
+    whole_real = _real(whole[:, None], dims[None], DIM, WIDTH)
+    tl.store(out + slot[:, None] * DIM + dims[None], (mixed / total[:, None]).to(q.dtype), mask=whole_real)
 
 
 @triton.jit
 def _join(
     partial, partial_max, partial_sum, out, positions, window, splits,
-    DIM: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr, WINDOWED: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Program (row, query head): its splits weighed by how much of the softmax each holds. Rows of one are done."""
     row = tl.program_id(0).to(tl.int64)
@@ -146,13 +160,14 @@ def _join(
     slot = row * tl.num_programs(1) + tl.program_id(1)
     parts = tl.arange(0, PADDED)
     there = parts < live
-    dims = tl.arange(0, DIM)
+    dims = tl.arange(0, WIDTH)
     top = tl.load(partial_max + slot * splits + parts, mask=there, other=float("-inf"))
     weights = tl.exp(top - tl.max(top, 0))
     total = tl.sum(tl.load(partial_sum + slot * splits + parts, mask=there, other=0.0) * weights, 0)
-    mixed = tl.load(partial + (slot * splits + parts)[:, None] * DIM + dims[None], mask=there[:, None], other=0.0)
+    there_real = _real(there[:, None], dims[None], DIM, WIDTH)
+    mixed = tl.load(partial + (slot * splits + parts)[:, None] * DIM + dims[None], mask=there_real, other=0.0)
     result = tl.sum(mixed * weights[:, None], 0) / total
-    tl.store(out + slot * DIM + dims, result.to(out.dtype.element_ty))
+    tl.store(out + slot * DIM + dims, result.to(out.dtype.element_ty), mask=dims < DIM)
 
 
 @dataclass(frozen=True)
@@ -176,9 +191,16 @@ def launch_for(programs: int, dim: int, longest: int) -> Launch:
 
     Other cards run it too, perhaps not at their best.
 
+    Wider heads take as much of the shared memory as those of 128: fewer keys a block.
+
     Where programs abound and rows are short, one warp each with small blocks; where they are few, each takes more of
     the memory's width. A long row among many is still one program, of more warps; among few it is cut.
     """
+    launch = _launch(programs, dim, longest)
+    return replace(launch, block=max(16, launch.block * 128 // width_of(dim))) if dim > 128 else launch
+
+
+def _launch(programs: int, dim: int, longest: int) -> Launch:
     if longest <= SHORT:
         if programs >= MANY:
             return Launch(1, SHORT, 16, 1, 3)
@@ -198,7 +220,7 @@ def decode_attention(
     positions: Tensor,  # [B] int64, where the new token stands
     shape: Shape,
     launch: Launch | None = None,
-    form: HeadForm | None = None,  # None: heads come normed and rotated
+    form: HeadForm | None = None,  # None: heads come normed and rotated, as those of no power of two must
 ) -> Tensor:  # [B, H, D]
     query, new_key, new_value = heads
     keys, values = cache
@@ -217,14 +239,14 @@ def decode_attention(
         form.query_norm if form and normed else query, form.key_norm if form and normed else query,
         shape.scale, shape.window or 0, shape.softcap or 0.0, form.eps if form else 0.0,
         keys.stride(0), keys.stride(1), query.stride(0), new_key.stride(0),
-        DIM=dim, HEADS=group, PADDED=max(MIN_HEADS, triton.next_power_of_2(group)),
+        DIM=dim, WIDTH=width_of(dim), HEADS=group, PADDED=max(MIN_HEADS, triton.next_power_of_2(group)),
         BLOCK=32 if exact else launch.block, CAPPED=shape.softcap is not None, NORMED=normed,
         ROTATED=form is not None, CUT=wide, **cut, num_warps=launch.warps, num_stages=1 if exact else launch.stages,
     )  # fmt: skip
     if wide:
         _join[(batch, query_heads)](
             partial, tops, sums, out, positions, shape.window or 0, launch.splits,
-            DIM=dim, PADDED=triton.next_power_of_2(launch.splits), **cut, num_warps=1,
+            DIM=dim, WIDTH=width_of(dim), PADDED=triton.next_power_of_2(launch.splits), **cut, num_warps=1,
         )  # fmt: skip
     return out
 
@@ -234,6 +256,10 @@ def _partials(rows: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor
     return tuple(torch.empty(size, dtype=torch.float32, device=like.device) for size in sizes)  # type: ignore[return-value]
 
 
+def width_of(dim: int) -> int:
+    """Numbers that a head takes in a tile."""
+    return max(16, triton.next_power_of_2(dim))
+
+
 def supports(heads: int, kv_heads: int, key_dim: int, value_dim: int) -> bool:
-    power_of_two = key_dim >= 16 and key_dim & (key_dim - 1) == 0
-    return power_of_two and key_dim == value_dim and heads % kv_heads == 0
+    return key_dim == value_dim and key_dim <= WIDEST and heads % kv_heads == 0
