@@ -12,10 +12,11 @@ import torch
 
 from shoal.models import fused
 from shoal.models.decoder import Decoder
+from shoal.models.sampler_view import SamplerView
 from shoal.trainer import measuring
 from shoal.trainer.memory import Demand, decide
 from support.engines import ask, make_engine, run
-from support.models import EOS, as_decoder, random_prompts, small_model
+from support.models import EOS, as_decoder, lora_decoder, random_prompts, shake_adapter, small_model
 from support.training import grpo, make_policy, pack, random_samples
 
 pytestmark = pytest.mark.gpu
@@ -97,6 +98,32 @@ def test_edges_of_large_batches(count: int) -> None:
     assert {name: a.token_ids for name, a in ours.items()} == {name: a.token_ids for name, a in eager.items()}
 
 
+@pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
+def test_graphs_on_a_copy_of_the_weights(lora: bool) -> None:
+    """What is drawn while training goes on is the last version handed over, in graphs that were captured before it."""
+    decoder = lora_decoder(device="cuda") if lora else attached(small_model("qwen3", wild=True))[0]
+    view = SamplerView(decoder, "snapshot")
+    engine = make_engine(view.decoder, view)
+    requests = [
+        ask(str(i), prompt, temperature=0.0, max_tokens=24) for i, prompt in enumerate(random_prompts(3, 5, 30))
+    ]
+
+    def drawn() -> dict[str, list[int]]:
+        return {name: answer.token_ids for name, answer in run(engine, requests).items()}
+
+    def expected() -> dict[str, list[int]]:
+        eager = make_engine(decoder, graphs=False)
+        return {name: answer.token_ids for name, answer in run(eager, requests).items()}
+
+    view.refresh(1)
+    first = drawn()
+    assert engine.path.startswith("CUDA graphs") and first == expected()
+    shake_adapter(decoder, seed=1, std=0.3)
+    assert drawn() == first, "not handed over yet"
+    view.refresh(2)
+    assert drawn() == expected() != first
+
+
 def test_the_plan_holds_what_a_micro_batch_takes() -> None:
     """Measured with one row and two; a micro-batch of what was decided stays within its line."""
     decoder, _ = attached(small_model("qwen3", dtype=torch.bfloat16))
@@ -148,3 +175,15 @@ def test_supervised_steps_have_a_plan_and_few_passes(tmp_path: Path, capfd: pyte
     assert "memory  a micro-batch of" in said and "cache of" not in said and "training: few kernels" in said
     losses = [json.loads(line)["sft/loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]
+
+
+def test_an_evaluation_says_how_it_samples_and_what_memory_goes_to(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from shoal.cli import main
+
+    assert main(["make-model", "tiny", str(tmp_path / "model")]) == 0
+    words = ["--env", "reverse-text", "--num-examples", "4", "--max-tokens", "16", "--device", "cuda"]
+    assert main(["eval", str(tmp_path / "model"), *words]) == 0
+    said = capfd.readouterr().err
+    assert "rollouts: CUDA graphs" in said and "memory  cache of" in said and "memory  sampling" in said

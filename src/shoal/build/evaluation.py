@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shoal.build.plan import make_plan
+from shoal.build.plan import lines_of, make_plan, path_lines
 from shoal.build.prepare import Prepared
 from shoal.build.prompts import fits_in
 from shoal.build.sampler import CLOSE_LIMIT_S, LEAVE_LIMIT_S, Sampler, load_model, make_sampler
@@ -22,6 +22,7 @@ from shoal.types import RolloutGroup, SamplingParams
 if TYPE_CHECKING:
     from shoal.models.chat import Chat
     from shoal.rollout.runner import GroupRunner
+    from shoal.trainer.memory import MemoryPlan
 
 
 def eval_sampling_params(orch: OrchConfig) -> SamplingParams:
@@ -72,19 +73,21 @@ def evaluation_config(
     return resolve_run(RunConfig.model_validate(raw))
 
 
-def sampler_only(config: RunConfig, prepared: Prepared) -> Sampler:
-    """For evaluation: nothing is trained, so only the cache is planned."""
+def sampler_only(config: RunConfig, prepared: Prepared) -> tuple[Sampler, MemoryPlan]:
+    """For evaluation: nothing is trained, so only sampling is planned."""
     loaded = load_model(config, prepared.given)
     _check_room(config.orch, loaded.model.decoder.max_positions)
     plan = loaded.device.submit(make_plan, config, loaded.model, None).result()
-    return make_sampler(config, prepared, loaded, plan)
+    return make_sampler(config, prepared, loaded, plan), plan
 
 
 async def evaluate_once(config: RunConfig, prepared: Prepared) -> tuple[dict[str, float], list[RolloutGroup]]:
     model, limit_s = config.train.adapter_path or config.train.model, CLOSE_LIMIT_S
     with told_on_stderr() as console:
         with console.progress(f"loading {model}", quiet=True):
-            sampler = sampler_only(config, prepared)
+            sampler, plan = sampler_only(config, prepared)
+        for line in (*path_lines(sampler.engine.path), *lines_of(plan)):
+            console.note(line)
         console.activity = lambda: sampler.engine.activity
         try:
             evaluator = make_evaluator(config.orch, prepared.environments, sampler.runner, sampler.model.chat)

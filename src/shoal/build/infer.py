@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.build.model import Model, load
 from shoal.build.others import on_ending
-from shoal.build.plan import cpu_share
+from shoal.build.plan import cpu_share, lines_of, path_lines
 from shoal.build.sampler import CLOSE_LIMIT_S, CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS
 from shoal.config.infer import InferConfig
 from shoal.config.train import TrainConfig
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shoal.engine.engine import EmbeddedEngine
     from shoal.models.own_weights import OwnWeights, Reader
     from shoal.rollout.embedded import EmbeddedRolloutEngine
+    from shoal.trainer.memory import MemoryPlan
 
 RECIPES = {"auto": "auto", "bfloat16": "bf16", "float32": "fp32"}
 DEFAULT_CONTEXT_TOKENS = 2048  # as train.sequence_len
@@ -47,6 +48,7 @@ class Inference:
     engine: EmbeddedRolloutEngine
     model: Model
     facts: dict[str, Any]
+    plan: MemoryPlan
     device: ThreadPoolExecutor
 
     async def close(self) -> None:
@@ -67,20 +69,22 @@ def make_inference(infer: InferConfig, readers: Mapping[str, Reader] | None = No
     device = ThreadPoolExecutor(1, thread_name_prefix="device")
     try:
         model = device.submit(load, train_config(infer)).result()
-        inner, weights = device.submit(_engine, infer, model, readers).result()
+        inner, weights, plan = device.submit(_engine, infer, model, readers).result()
     except BaseException:
         device.shutdown(wait=False, cancel_futures=True)
         raise
-    return Inference(EmbeddedRolloutEngine(inner, device, weights=weights), model, _facts(infer, model, inner), device)
+    engine = EmbeddedRolloutEngine(inner, device, weights=weights)
+    return Inference(engine, model, _facts(infer, model, inner), plan, device)
 
 
 def _engine(
     infer: InferConfig, model: Model, readers: Mapping[str, Reader] | None
-) -> tuple[EmbeddedEngine, OwnWeights]:
+) -> tuple[EmbeddedEngine, OwnWeights, MemoryPlan]:
     from shoal.engine.engine import EmbeddedEngine, EngineSettings
     from shoal.models.own_weights import OwnWeights
     from shoal.models.sampler_view import SamplerView
-    from shoal.trainer.memory import Demand, cache_only
+    from shoal.trainer.measuring import sampling_plan
+    from shoal.trainer.memory import Demand
 
     model.decoder.model.requires_grad_(False)
     context = infer.max_model_len or min(DEFAULT_CONTEXT_TOKENS, model.decoder.max_positions or DEFAULT_CONTEXT_TOKENS)
@@ -92,13 +96,15 @@ def _engine(
         slots=infer.max_num_seqs or DEFAULT_SLOTS,
         context_tokens=context,
         utilization=infer.gpu_memory_utilization,
+        prefill_tokens=GPU_PREFILL_TOKENS,
+        narrowed=True,  # whoever asks may
     )
-    plan = cache_only(model.decoder, model.layers, demand)
+    plan = sampling_plan(model.decoder, model.layers, demand)
     prefill = GPU_PREFILL_TOKENS if model.decoder.device.type == "cuda" else CPU_PREFILL_TOKENS
     settings = EngineSettings(plan.slots, context, prefill, model.eos_token_ids)
     rank = (infer.max_lora_rank or DEFAULT_LORA_RANK) if infer.enable_lora else None
     engine = EmbeddedEngine(SamplerView(model.decoder), model.layers, settings, model.chat.text)
-    return engine, OwnWeights(model.decoder, rank, readers)
+    return engine, OwnWeights(model.decoder, rank, readers), plan
 
 
 def _facts(infer: InferConfig, model: Model, engine: EmbeddedEngine) -> dict[str, Any]:
@@ -165,8 +171,13 @@ def serve(
         assert infer.model is not None
         check_found("infer.model", infer.model)
         inference = make_inference(infer, readers)
-        if notice := cpu_share(infer, inference.model):
-            tell(notice)
+        notice = cpu_share(infer, inference.model)
+        for line in (
+            *([notice] if notice else []),
+            *path_lines(inference.facts["decoding"]),
+            *lines_of(inference.plan),
+        ):
+            tell(line)
         return asyncio.run(_serve(infer, inference, sock, tell, beside))
     finally:
         sock.close()

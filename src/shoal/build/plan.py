@@ -37,11 +37,11 @@ def agreed(plan: MemoryPlan, ranks: Any) -> MemoryPlan:
 
 
 def _make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None) -> MemoryPlan:
-    from shoal.trainer.memory import cache_only
+    from shoal.trainer.measuring import sampling_plan
 
     demand = _demand(config)
     if policy is None or model.decoder.device.type != "cuda":
-        return cache_only(model.decoder, model.layers, demand)
+        return sampling_plan(model.decoder, model.layers, demand)
     return _measured_plan(replace(demand, captures=policy.captures and not _narrows(config)), model, policy)
 
 
@@ -124,6 +124,11 @@ def cpu_share(infer: InferConfig, model: Model) -> str | None:
     if share is None or infer.engine != "embedded" or model.decoder.device.type != "cpu":
         return None
     return f"infer.gpu_memory_utilization: on a CPU, {share:g} is the share of the free memory that the cache may take"
+
+
+def path_lines(path: str) -> list[str]:
+    """How tokens are drawn; on a CPU nobody expects anything else."""
+    return [] if path == "eager" else [f"rollouts: {path}"]
 
 
 def lines_of(plan: MemoryPlan) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.build.evaluation import make_evaluator
 from shoal.build.model import PolicyFiles, make_objective, make_policy, recomputes_old
-from shoal.build.plan import cpu_share, make_plan, tell
+from shoal.build.plan import cpu_share, make_plan, path_lines, tell
 from shoal.build.prepare import Prepared
 from shoal.build.prompts import make_stream
 from shoal.build.remote import absent_server
@@ -214,9 +214,7 @@ def make_sinks(config: RunConfig | SftConfig, run_dir: RunDir, events: EventLog,
 def _tell(sampler: Sampler, orch: OrchConfig, watching: Watching) -> None:
     """What a person should know about the model before the first step."""
     positions = sampler.model.decoder.max_positions
-    if sampler.engine.path != "eager":
-        watching.console.note(f"rollouts: {sampler.engine.path}")
-    for notice in sampler.model.notices:
+    for notice in (*path_lines(sampler.engine.path), *sampler.model.notices):
         watching.console.note(notice)
     if positions is not None and orch.seq_len is not None and orch.seq_len > positions:
         said = f"orch.seq_len {orch.seq_len} is more than the {positions} positions the model was made for"

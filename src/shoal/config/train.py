@@ -81,8 +81,7 @@ class TrainConfig(Section):
     epochs: PositiveInt | None = Field(default=None, description="Passes over the prompts; or give max_steps.")
     per_device_train_batch_size: PositiveInt | None = Field(
         default=None,
-        description="Packed rows in one micro-batch. Unset: as many as the memory plan allows on a GPU, 1 on a CPU and "
-        "in shoal sft.",
+        description="Packed rows in one micro-batch. Unset: as many as the memory plan allows on a GPU, 1 on a CPU.",
     )
     sequence_len: PositiveInt = Field(default=2048, description="Token budget of a packed row; equal to orch.seq_len.")
     ppo_epochs: PositiveInt = Field(default=1, description="Passes over the rollouts of a step.")

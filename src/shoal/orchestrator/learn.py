@@ -120,13 +120,14 @@ class Learner:
         """r -= beta · Σ k1, from the sampler's log-probs and the reference's, before advantages are estimated."""
         rollouts = {r.rollout_id: r for group in groups for r in group.rollouts if r.scored}
         batches = self._batches([rollout_samples(r, advantage=0.0) for r in rollouts.values()], 1)
-        for row in (row for batch in batches for row in batch.rows):
-            (reference,) = await self._on_device(self._policy.reference_logprobs, [row])
-            for index, rollout_id in enumerate(row.rollout_ids):
-                mine = row.loss_mask & (row.sequence_ids == index)
-                rollout = rollouts[rollout_id]
-                assert rollout.reward is not None
-                rollout.reward -= reward_kl(row.sampler_logprobs, reference, mine, self._settings.reward_kl_beta)
+        for micro in self._micro_batches([row for batch in batches for row in batch.rows]):
+            references = await self._on_device(self._policy.reference_logprobs, micro)
+            for row, reference in zip(micro, references, strict=True):
+                for index, rollout_id in enumerate(row.rollout_ids):
+                    mine = row.loss_mask & (row.sequence_ids == index)
+                    rollout = rollouts[rollout_id]
+                    assert rollout.reward is not None
+                    rollout.reward -= reward_kl(row.sampler_logprobs, reference, mine, self._settings.reward_kl_beta)
 
     async def _annotate(self, batches: Sequence[Batch]) -> None:
         """Old and reference log-probs, taken once, before the first optimizer step moves the weights."""

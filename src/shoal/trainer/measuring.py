@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,7 +11,18 @@ import torch
 from shoal.engine.sampler import SamplingState, draw
 from shoal.models import kernels
 from shoal.models.decoder import Decoder, LayerShape
-from shoal.trainer.memory import UNAFFORDABLE, Cost, Demand, Measured, Sampling, gathered_bytes, slot_bytes
+from shoal.trainer.memory import (
+    UNAFFORDABLE,
+    Cost,
+    Demand,
+    Measured,
+    MemoryPlan,
+    Sampling,
+    cache_only,
+    decide,
+    gathered_bytes,
+    slot_bytes,
+)
 
 DRAWN_ROWS = 64
 
@@ -48,6 +60,14 @@ def measure(
     sampling = _sampling(decoder, demand) if demand.slots else Sampling()
     key_bytes = gathered_bytes(layers, decoder)
     return Measured(total, held, optimizer_bytes, slot, Costs(training), sampling, elsewhere, key_bytes)
+
+
+def sampling_plan(decoder: Decoder, layers: dict[int, LayerShape], demand: Demand) -> MemoryPlan:
+    """Of what trains nothing."""
+    if decoder.device.type != "cuda":
+        return cache_only(decoder, layers, demand)
+    alone = replace(demand, trains=False)
+    return decide(measure(decoder, layers, alone, 0, lambda rows: None), alone)
 
 
 def _sampling(decoder: Decoder, demand: Demand) -> Sampling:

@@ -41,6 +41,7 @@ class Demand:
     captures: bool = False  # whether passes may become graphs
     prefill_tokens: int = 0  # of one prefill at most
     narrowed: bool = False  # whether tokens are drawn from less than the whole vocabulary
+    trains: bool = True
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def _plan(measured: Measured, slots: int, passes: tuple[int, GraphRoom], recompu
         ("optimizer moments", measured.optimizer),
         (f"cache of {slots} sequences", slots * measured.slot),
         (f"a micro-batch of {tokens} tokens{', layers again' if recompute else ''}", training),
-        ("what sampling takes more than that", sampling - training),
+        ("what sampling takes more than that" if training else "sampling", sampling - training),
         ("graphs of training passes", graphs.limit_bytes),
     ]
     lines = [(name, size) for name, size in lines if size > 0]
@@ -191,6 +192,8 @@ def _plan(measured: Measured, slots: int, passes: tuple[int, GraphRoom], recompu
 
 def _refusal(measured: Measured, demand: Demand, budget: float, least: int) -> str:
     """What does not fit, and the settings that would make it fit."""
+    if not demand.trains:
+        return _too_small(measured.slot, demand)
     cheapest = measured.costs[True if demand.recompute is None else demand.recompute]
     need = cheapest.at(least) + ROW_MULTIPLE * measured.slot
     row = f"{need / GIB:.1f} GiB for" if need < float("inf") else "more than there is for"
@@ -224,9 +227,10 @@ def gathered_bytes(layers: dict[int, LayerShape], decoder: Decoder) -> int:
 
 
 def cache_only(decoder: Decoder, layers: dict[int, LayerShape], demand: Demand) -> MemoryPlan:
-    """Without training, or on a CPU: as many slots as asked for, if they fit."""
+    """On a CPU: as many slots as asked for, if they fit."""
     per_slot = slot_bytes(layers, decoder.dtype, demand.context_tokens)
-    affordable = int(_free_bytes(decoder.device, demand.utilization) // per_slot)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    affordable = int(free * (CPU_SHARE if demand.utilization is None else demand.utilization) // per_slot)
     slots = min(round_up(demand.slots, ROW_MULTIPLE), affordable // ROW_MULTIPLE * ROW_MULTIPLE)
     if slots < ROW_MULTIPLE:
         raise HardwareError(_too_small(per_slot, demand))
@@ -241,11 +245,3 @@ def _too_small(per_slot: int, demand: Demand) -> str:
         f"{ROW_MULTIPLE * per_slot / GIB:.1f} GiB, more than {given}; lower orch.seq_len "
         "(infer.max_model_len in a server), or raise infer.gpu_memory_utilization"
     )
-
-
-def _free_bytes(device: torch.device, utilization: float | None) -> float:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return min(free, utilization * total) if utilization is not None else free * (1 - RESERVE)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return free * (utilization if utilization is not None else CPU_SHARE)

@@ -224,3 +224,13 @@ def test_without_sampling_there_is_no_cache() -> None:
     plan = decide(MEASURED, replace(ASKED, slots=0))
     assert plan.slots == 0 and not [name for name, _ in plan.lines if "cache" in name]
     assert plan.micro_batch_tokens == ROOM // 30
+
+
+def test_what_trains_nothing_has_its_cache_and_its_draws() -> None:
+    alone = replace(ASKED, trains=False)
+    measured = replace(MEASURED, optimizer=0, costs={False: Cost(0, 0)}, sampling=Sampling(prefill=5_000, row=500))
+    plan = decide(measured, alone)
+    assert plan.slots == 64 and dict(plan.lines)["sampling"] == 64 * 500
+    assert decide(replace(measured, slot=11_200), alone).slots == 32, "cache and draws together fit"
+    with pytest.raises(HardwareError, match=r"a cache for 8 sequences .* more than is free"):
+        decide(replace(measured, slot=100_000), alone)
