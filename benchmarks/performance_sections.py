@@ -166,9 +166,10 @@ operations alone, over the step."""
 neither weights, gradient, optimizer nor keys and values. A plan has room for graphs that the clock may find not worth
 keeping."""
         yield table_of(measured, STEP_MEMORY)
-    yield """From the command to the first step on record: cold with empty kernel caches, warm with an earlier run's.
-Model files are in the page cache both times. `grpo_step_twice.json` and `grpo_step_smollm2*.json` are of earlier
-versions; the processors of machines with the same GPU differ, so figures of one file belong together."""
+    yield """From the command to the first step on record: cold with empty caches of kernels and of compiled Python,
+warm with an earlier run's. Model files are in the page cache both times. `grpo_step_smollm2*.json` are of earlier
+versions, which compiled Python at every start; the processors of machines with the same GPU differ, so figures of one
+file belong together."""
     yield table_of(results.every["grpo_step"], FIRST_STEP)
     quoted = [f"- {row['name']}: {row['quoted']}." for row in rows if row.get("quoted")]
     if quoted:
