@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from importlib.util import cache_from_source
 from pathlib import Path
 
 LARGEST = "torch"  # of what a run imports: it stands for all
@@ -30,9 +31,9 @@ def kept_bytecode() -> Iterator[None]:
 
 
 def _is_compiled_every_time() -> bool:
-    spec = importlib.util.find_spec(LARGEST)
+    spec = PathFinder.find_spec(LARGEST)
     if spec is None or spec.origin is None:
         return False
-    compiled = Path(importlib.util.cache_from_source(spec.origin))
+    compiled = Path(cache_from_source(spec.origin))
     folder = compiled.parent if compiled.parent.exists() else compiled.parent.parent
     return not compiled.exists() and (sys.dont_write_bytecode or not os.access(folder, os.W_OK))
