@@ -167,9 +167,9 @@ neither weights, gradient, optimizer nor keys and values. A plan has room for gr
 keeping."""
         yield table_of(measured, STEP_MEMORY)
     yield """From the command to the first step on record: cold with empty caches of kernels and of compiled Python,
-warm with an earlier run's. Model files are in the page cache both times. `grpo_step_smollm2*.json` are of earlier
-versions, which compiled Python at every start; the processors of machines with the same GPU differ, so figures of one
-file belong together."""
+warm with an earlier run's. Model files are in the page cache both times. `grpo_step_7b.json` and
+`grpo_step_smollm2*.json` are of earlier versions, which compiled Python at every start; the processors of machines with
+the same GPU differ, so figures of one file belong together."""
     yield table_of(results.every["grpo_step"], FIRST_STEP)
     quoted = [f"- {row['name']}: {row['quoted']}." for row in rows if row.get("quoted")]
     if quoted:

@@ -28,7 +28,7 @@ from shoal.errors import (
 from shoal.models.tokenizer import check_found
 from shoal.observability.checkpoints import write_folder
 from shoal.observability.console import BaseConsole, make_console
-from shoal.observability.events import EventLog
+from shoal.observability.events import EventLog, told_from_below
 from shoal.observability.logs import setup_logging, stop_logging
 from shoal.observability.run_dir import RunDir, is_used
 from shoal.observability.sinks import check_sinks
@@ -108,7 +108,8 @@ def _recorded(
     """With a log file of its own; a report however it ends, and a last line where it ends well."""
     handler = setup_logging(run_dir.logs, component)
     try:
-        yield events
+        with told_from_below(events):
+            yield events
     finally:
         if main:
             console.waiting("writing the report")

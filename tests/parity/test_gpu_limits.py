@@ -93,7 +93,9 @@ def test_edges_of_large_batches(count: int) -> None:
     prompts = random_prompts(11, *(3 + i % 9 for i in range(count)))
     requests = [ask(str(i), prompt, seed=i, max_tokens=4 + i % 14) for i, prompt in enumerate(prompts)]
     settings = {"slots": 512, "context_tokens": 64, "eos_token_ids": (EOS,)}
-    ours = run(make_engine(decoder, graphs=True, **settings), requests)
+    engine = make_engine(decoder, graphs=True, **settings)
+    ours = run(engine, requests)
+    assert engine.path.startswith("CUDA graphs")
     eager = run(make_engine(decoder, graphs=False, **settings), requests)
     assert {name: a.token_ids for name, a in ours.items()} == {name: a.token_ids for name, a in eager.items()}
 
@@ -186,4 +188,4 @@ def test_an_evaluation_says_how_it_samples_and_what_memory_goes_to(
     words = ["--env", "reverse-text", "--num-examples", "4", "--max-tokens", "16", "--device", "cuda"]
     assert main(["eval", str(tmp_path / "model"), *words]) == 0
     said = capfd.readouterr().err
-    assert "rollouts: CUDA graphs" in said and "memory  cache of" in said and "memory  sampling" in said
+    assert "rollouts: CUDA graphs" in said and "memory  cache of" in said and "memory  prefills and draws" in said

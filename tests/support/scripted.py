@@ -15,6 +15,8 @@ Script = Callable[[Request], tuple[str, FinishReason] | Exception]
 class ScriptedEngine:
     """Implements RolloutEngine. Keeps every request it was sent."""
 
+    path = "scripted"
+
     def __init__(self, script: Script, version: int = 0) -> None:
         self._script = script
         self.version = version

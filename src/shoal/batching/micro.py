@@ -18,6 +18,11 @@ def micro_batches(sizes: Sequence[int], tokens: int | None, most: int | None) ->
     return _filled(sizes, bound, most)
 
 
+def smaller(parts: Sequence[Sequence[int]]) -> int | None:
+    """A bound that halves the largest of the parts, given by the sizes of their rows; None where each is one row."""
+    return max(map(sum, parts)) // 2 if max(map(len, parts)) > 1 else None
+
+
 def _filled(sizes: Sequence[int], bound: int, most: int | None) -> list[range]:
     """Neighbours as long as they stay within the bound."""
     parts: list[range] = []

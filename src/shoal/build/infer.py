@@ -121,7 +121,6 @@ def _facts(infer: InferConfig, model: Model, engine: EmbeddedEngine) -> dict[str
         "eos_token_ids": list(model.eos_token_ids),
         "lora": bool(infer.enable_lora),
         "max_lora_rank": (infer.max_lora_rank or DEFAULT_LORA_RANK) if infer.enable_lora else None,
-        "decoding": engine.path,
     }
 
 
@@ -174,7 +173,7 @@ def serve(
         notice = cpu_share(infer, inference.model)
         for line in (
             *([notice] if notice else []),
-            *path_lines(inference.facts["decoding"]),
+            *path_lines(inference.engine.path),
             *lines_of(inference.plan),
         ):
             tell(line)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.build.model import Model
 from shoal.build.sampler import GPU_PREFILL_TOKENS
+from shoal.config.orch import EvalSamplingConfig, SamplingConfig
 from shoal.config.schema import InferConfig, RunConfig
 from shoal.config.train import TrainConfig
 from shoal.observability.console import Console
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None, ranks: Any = None) -> MemoryPlan:
-    """On the device's thread. Without a policy (evaluation) or a GPU, only the cache is planned."""
+    """On the device's thread. Without a policy (evaluation) only sampling is planned; without a GPU only the cache."""
     plan = _make_plan(config, model, policy)
     if model.sharded is not None:
         plan = agreed(plan, ranks)
@@ -42,7 +43,9 @@ def _make_plan(config: RunConfig, model: Model, policy: TrainedPolicy | None) ->
     demand = _demand(config)
     if policy is None or model.decoder.device.type != "cuda":
         return sampling_plan(model.decoder, model.layers, demand)
-    return _measured_plan(replace(demand, captures=policy.captures and not _narrows(config)), model, policy)
+    return _measured_plan(
+        replace(demand, captures=policy.captures and not _narrows(config.orch.sampling)), model, policy
+    )
 
 
 def training_plan(train: TrainConfig, batch_size: int, model: Model, policy: TrainedPolicy) -> MemoryPlan | None:
@@ -78,10 +81,10 @@ def _measured_plan(demand: Demand, model: Model, policy: TrainedPolicy) -> Memor
     return decide(measure(model.decoder, model.layers, demand, policy.optimizer.moment_bytes, dry_run), demand)
 
 
-def _narrows(config: RunConfig) -> bool:
-    """Whether draws are narrowed, whose passes are not captured."""
-    sampling = config.orch.sampling
-    return sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0 or sampling.min_tokens > 0
+def _narrows(sampling: SamplingConfig | EvalSamplingConfig) -> bool:
+    """Whether draws are narrowed, whose passes are not captured and which take more memory. None: as nothing."""
+    top_p = 1.0 if sampling.top_p is None else sampling.top_p
+    return top_p < 1 or any((value or 0) > 0 for value in (sampling.top_k, sampling.min_p, sampling.min_tokens))
 
 
 @contextmanager
@@ -114,7 +117,7 @@ def _demand(config: RunConfig) -> Demand:
         context_tokens=infer.max_model_len,
         utilization=infer.gpu_memory_utilization,
         prefill_tokens=GPU_PREFILL_TOKENS,
-        narrowed=_narrows(config),
+        narrowed=any(map(_narrows, [orch.sampling, *([orch.eval.sampling] if orch.eval else [])])),
     )
 
 

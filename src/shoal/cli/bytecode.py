@@ -11,6 +11,7 @@ from importlib.util import cache_from_source
 from pathlib import Path
 
 LARGEST = "torch"  # of what a run imports: it stands for all
+OTHERS_WRITE = 0o022
 
 
 @contextlib.contextmanager
@@ -21,9 +22,8 @@ def kept_bytecode() -> Iterator[None]:
     A PYTHONPYCACHEPREFIX is the user's own answer, and stands.
     """
     before = sys.pycache_prefix, sys.dont_write_bytecode
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    if sys.pycache_prefix is None and cache.is_absolute() and _is_compiled_every_time():
-        sys.pycache_prefix, sys.dont_write_bytecode = str(cache / "shoal" / "bytecode"), False
+    if sys.pycache_prefix is None and _is_compiled_every_time() and (folder := _own_folder()) is not None:
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
     try:
         yield
     finally:
@@ -37,3 +37,18 @@ def _is_compiled_every_time() -> bool:
     compiled = Path(cache_from_source(spec.origin))
     folder = compiled.parent if compiled.parent.exists() else compiled.parent.parent
     return not compiled.exists() and (sys.dont_write_bytecode or not os.access(folder, os.W_OK))
+
+
+def _own_folder() -> Path | None:
+    """One that this user alone writes: what lies in it is executed. None where there is no such place."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = cache / "shoal" / "bytecode"
+        if not cache.is_absolute():
+            return None
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.stat()
+    except (OSError, RuntimeError):  # a home that cannot be written, or none
+        return None
+    own = found.st_uid == os.geteuid() and not found.st_mode & OTHERS_WRITE
+    return folder if own and os.access(folder, os.W_OK) else None

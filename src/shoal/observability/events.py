@@ -5,13 +5,17 @@ Called from any thread. Each event carries a step, so that a resume can cut what
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 from shoal.observability.redact import redact
 
+# What lies below the loop knows no events; what it warns of is that a run goes on, but not as fast as it might.
+BELOW = ("shoal.engine", "shoal.trainer", "shoal.models", "shoal.orchestrator.learn")
 Level = Literal["notice", "warning", "error"]
 
 
@@ -58,3 +62,29 @@ class EventLog:
 
     def warn(self, kind: str, message: str, *, step: int | None = None, data: Mapping[str, Any] | None = None) -> None:
         self.emit(kind, message, level="warning", step=step, data=data)
+
+
+class _Listener(logging.Handler):
+    def __init__(self, events: EventLog) -> None:
+        super().__init__(logging.WARNING)
+        self._events = events
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._events.warn("slower", record.getMessage())
+        except Exception:  # telling never ends what was told about
+            self.handleError(record)
+
+
+@contextmanager
+def told_from_below(events: EventLog) -> Iterator[None]:
+    """Warnings of the engine, the trainer and the model are events of the run."""
+    listener = _Listener(events)
+    loggers = [logging.getLogger(name) for name in BELOW]
+    for logger in loggers:
+        logger.addHandler(listener)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(listener)

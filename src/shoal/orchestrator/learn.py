@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shoal.algorithms.advantages import reward_kl
-from shoal.batching.micro import micro_batches
+from shoal.batching.micro import micro_batches, smaller
 from shoal.batching.pack import Packing, make_batches
 from shoal.batching.samples import rollout_samples
 from shoal.errors import MemoryStop
@@ -173,9 +173,10 @@ class Learner:
 
     def _shrink(self, passes: Sequence[Sequence[Row]]) -> bool:
         """Half of the largest from now on; false where each is a row already, or where others pass with this rank."""
-        if self._policy.passes_together or max(map(len, passes)) < 2:
+        fewer = smaller([[self._size(row) for row in rows] for rows in passes])
+        if self._policy.passes_together or fewer is None:
             return False
-        self._most_tokens = max(sum(map(self._size, rows)) for rows in passes) // 2
+        self._most_tokens = fewer
         log.warning("memory did not suffice: micro-batches have at most %d tokens from now on", self._most_tokens)
         return True
 

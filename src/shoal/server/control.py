@@ -24,6 +24,11 @@ Command = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
 class AdapterEngine(RolloutEngine, Protocol):
     """An engine that people may put an adapter on, beside what a training run publishes."""
 
+    @property
+    def path(self) -> str:
+        """How tokens are decoded, in words."""
+        ...
+
     async def load_adapter(self, folder: Path) -> str: ...
 
     async def unload_adapter(self) -> str: ...
@@ -51,7 +56,7 @@ class Control:
 
     def about(self) -> dict[str, Any]:
         mine = {"model": self.names.model, "incarnation": self.incarnation, "paused": self.paused}
-        return {**mine, **self.facts, **self.version()}
+        return {**mine, **self.facts, "decoding": self.engine.path, **self.version()}
 
     def version(self) -> dict[str, Any]:
         return {"version": self._version, "hash": self.hash}

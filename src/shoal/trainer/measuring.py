@@ -71,26 +71,27 @@ def sampling_plan(decoder: Decoder, layers: dict[int, LayerShape], demand: Deman
 
 
 def _sampling(decoder: Decoder, demand: Demand) -> Sampling:
-    """One prefill of whole contexts, and a token for some rows: drawing takes the same for each."""
+    """The largest prefill there may be, and a token for some rows: drawing takes the same for each."""
     device, rows = decoder.device, min(demand.slots, DRAWN_ROWS)
-    contexts = max(1, min(demand.prefill_tokens // demand.context_tokens, demand.slots))
-    prefill = _peak_or_all(device, lambda: dry_prefill(decoder, contexts, demand.context_tokens))
+    context = min(demand.context_tokens, decoder.max_positions or demand.context_tokens)
+    tokens = max(context, min(demand.prefill_tokens, demand.slots * context))
+    prefill = _peak_or_all(device, lambda: dry_prefill(decoder, tokens, context))
     return Sampling(prefill, _peak_or_all(device, lambda: dry_draw(decoder, rows, demand.narrowed)) / rows)
 
 
 @torch.no_grad()
-def dry_prefill(decoder: Decoder, contexts: int, tokens: int) -> None:
-    ids = torch.arange(contexts * tokens, device=decoder.device)
-    packed = decoder.pack(np.arange(contexts + 1) * tokens)
-    decoder.hidden((ids % decoder.vocab_size)[None], (ids % tokens)[None], packed)
+def dry_prefill(decoder: Decoder, tokens: int, context: int) -> None:
+    """Whole contexts, and what is left of the last."""
+    ids = torch.arange(tokens, device=decoder.device)
+    packed = decoder.pack(np.array([*range(0, tokens, context), tokens]))
+    decoder.hidden((ids % decoder.vocab_size)[None], (ids % context)[None], packed)
 
 
 @torch.no_grad()
 def dry_draw(decoder: Decoder, rows: int, narrowed: bool) -> None:
     """The end of a decode step: a token from the logits of each row."""
     device = decoder.device
-    size = int(decoder.config.hidden_size)
-    logits = decoder.logits(torch.zeros(rows, size, dtype=decoder.dtype, device=device))
+    logits = decoder.logits(torch.zeros(rows, decoder.head_size, dtype=decoder.dtype, device=device))
     state, counts = SamplingState.allocate(rows, device), torch.zeros(rows, dtype=torch.int64, device=device)
     if narrowed or not kernels.available(device.type == "cuda"):
         draw(logits, state, counts, state.banned(counts, logits.shape[1]), truncated=narrowed)

@@ -19,7 +19,7 @@ from shoal.models.decoder import Decoder, LayerShape
 from shoal.trainer.graphs import sizes
 
 CPU_SHARE = 0.25  # of what is free, for the cache, unless the user says otherwise
-RESERVE = 0.06  # of the device: fragments, libraries, the logits of a decode batch
+RESERVE = 0.06  # of the device: fragments, and what was not foreseen
 GOOD_MICRO_BATCH = 32_768  # tokens that keep a large GPU busy; more only takes memory
 KEYS_A_TOKEN = 4  # gathered for a token of a captured pass, where answers share their prompts
 POOL = 1.25  # of what the largest captured pass takes alone, for all of them: sizes do not fit into each other
@@ -131,8 +131,8 @@ class MemoryPlan:
 def decide(measured: Measured, demand: Demand) -> MemoryPlan:
     """Cache as asked for, then the largest useful micro-batch; layers again only if a row does not fit otherwise.
 
-    Where both do not fit, the cache gives way first, down to one block of rows; where nothing samples, there is none.
-    Sampling and training take turns, so the larger of the two counts.
+    Where that does not fit either, the cache gives way, down to one block of rows; where nothing samples, there is
+    none. What prefills and draws take is in graphs, which keep it while training goes on: it counts beside the rest.
     """
     budget = measured.total * (1 - RESERVE) - measured.elsewhere - measured.held - measured.optimizer
     cap = measured.total * demand.utilization if demand.utilization is not None else budget
@@ -142,8 +142,9 @@ def decide(measured: Measured, demand: Demand) -> MemoryPlan:
     if wanted < ROW_MULTIPLE and demand.utilization is not None:
         raise HardwareError(_too_small(measured.slot, demand))
     for slots in _ever_fewer(wanted) if demand.slots else (0,):
-        for recompute in ways if measured.sampling.at(slots) <= budget - slots * measured.slot else ():
-            cost, room = measured.costs[recompute], budget - slots * measured.slot
+        room = budget - slots * measured.slot - measured.sampling.at(slots)
+        for recompute in ways if room >= 0 else ():
+            cost = measured.costs[recompute]
             if cost.tokens_in(room) >= least:
                 most = least if demand.rows_per_micro_batch else max(least, min(GOOD_MICRO_BATCH, demand.step_tokens))
                 key_bytes = measured.key_bytes if demand.captures and not recompute else None
@@ -175,14 +176,16 @@ def _passes(cost: Cost, room: float, useful: range, key_bytes: int | None) -> tu
 
 def _plan(measured: Measured, slots: int, passes: tuple[int, GraphRoom], recompute: bool) -> MemoryPlan:
     tokens, graphs = passes
-    training, sampling = measured.costs[recompute].at(tokens), measured.sampling.at(slots)
     lines: list[tuple[str, float]] = [
         ("other programs and libraries", measured.elsewhere),
         ("weights, masters and copies", measured.held),
         ("optimizer moments", measured.optimizer),
         (f"cache of {slots} sequences", slots * measured.slot),
-        (f"a micro-batch of {tokens} tokens{', layers again' if recompute else ''}", training),
-        ("what sampling takes more than that" if training else "sampling", sampling - training),
+        ("prefills and draws", measured.sampling.at(slots)),
+        (
+            f"a micro-batch of {tokens} tokens{', layers again' if recompute else ''}",
+            measured.costs[recompute].at(tokens),
+        ),
         ("graphs of training passes", graphs.limit_bytes),
     ]
     lines = [(name, size) for name, size in lines if size > 0]
@@ -192,27 +195,41 @@ def _plan(measured: Measured, slots: int, passes: tuple[int, GraphRoom], recompu
 
 def _refusal(measured: Measured, demand: Demand, budget: float, least: int) -> str:
     """What does not fit, and the settings that would make it fit."""
-    if not demand.trains:
-        return _too_small(measured.slot, demand)
-    cheapest = measured.costs[True if demand.recompute is None else demand.recompute]
-    need = cheapest.at(least) + ROW_MULTIPLE * measured.slot
-    row = f"{need / GIB:.1f} GiB for" if need < float("inf") else "more than there is for"
+    cache, sampling = ROW_MULTIPLE * measured.slot, measured.sampling.at(ROW_MULTIPLE)
+    parts = [_gib(measured.held + measured.optimizer, "of weights" + (" and optimizer" if measured.optimizer else ""))]
+    ways = ["a lower infer.max_model_len (--max-tokens in an evaluation)"]
+    if demand.trains:
+        cheapest = measured.costs[True if demand.recompute is None else demand.recompute]
+        parts.append(_gib(cheapest.at(least), f"for {'a micro-batch' if least > demand.row_tokens else 'one row'}"))
+        room = budget - (cache + sampling if demand.slots else 0)
+        ways = _ways_to_train(measured, demand, measured.costs[True].tokens_in(room))
+    if demand.slots:
+        parts += [_gib(cache, f"for a cache of {ROW_MULTIPLE} sequences"), _gib(sampling, "for prefills and draws")]
+    elsewhere = f", beside {measured.elsewhere / GIB:.1f} GiB of other programs" if measured.elsewhere > GIB else ""
+    return (
+        f"this does not fit: {', '.join(parts)}, of {measured.total / GIB:.1f} GiB{elsewhere}; "
+        f"try {', '.join([*ways, 'a smaller model'])}"
+    )
+
+
+def _gib(size: float, what: str) -> str:
+    return f"{size / GIB:.1f} GiB {what}" if size < float("inf") else f"more than there is {what}"
+
+
+def _ways_to_train(measured: Measured, demand: Demand, tokens: int) -> list[str]:
     ways = []
     if demand.recompute is False:
         ways.append("train.recompute=true")
-    room = measured.costs[True].tokens_in(budget - ROW_MULTIPLE * measured.slot)
     if (demand.rows_per_micro_batch or 1) > 1:
         ways.append("train.per_device_train_batch_size=1")
-    if 256 <= room < demand.row_tokens:
-        ways.append(f"train.sequence_len={room // 256 * 256} with an equal orch.seq_len")
+    with_it = " with an equal orch.seq_len" if demand.slots else ""
+    if 256 <= tokens < demand.row_tokens:
+        ways.append(f"train.sequence_len={tokens // 256 * 256}{with_it}")
+    elif measured.sampling.prefill == float("inf"):
+        ways.append(f"a lower train.sequence_len{with_it}")
     if measured.optimizer > measured.total * 0.2:
         ways.append("train.lora=true (or a quantised base)")
-    ways.append("a smaller model")
-    return (
-        f"this run does not fit: {(measured.held + measured.optimizer) / GIB:.1f} GiB of weights and optimizer and "
-        f"{row} one row and {ROW_MULTIPLE} sequences, of {measured.total / GIB:.1f} GiB; "
-        f"try {', '.join(ways)}"
-    )
+    return ways
 
 
 def slot_bytes(layers: dict[int, LayerShape], dtype: torch.dtype, context_tokens: int) -> int:

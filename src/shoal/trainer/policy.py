@@ -217,12 +217,13 @@ class TrainedPolicy:
 
 
 def _score_anything(decoder: Decoder, tokens: int, rows: int) -> Scored:
-    """Log-probs of full rows of arbitrary tokens."""
+    """Log-probs of full rows of arbitrary tokens, none in a position that the model was not made for."""
     ids = torch.arange(tokens * rows, device=decoder.device)
+    longest = min(tokens, decoder.max_positions or tokens)
 
     def score() -> tuple[Tensor, Tensor]:
-        context = decoder.pack(np.arange(rows + 1) * tokens)
-        hidden = decoder.hidden((ids % decoder.vocab_size)[None], (ids % tokens)[None], context)[0]
+        context = decoder.pack(np.array([*range(0, len(ids), longest), len(ids)]))
+        hidden = decoder.hidden((ids % decoder.vocab_size)[None], (ids % longest)[None], context)[0]
         ones = torch.ones(len(ids), device=decoder.device)
         scored = token_logprobs(decoder.head, hidden, ids % decoder.vocab_size, ones, decoder.vocab_size)
         return scored.logprobs, scored.entropy

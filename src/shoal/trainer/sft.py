@@ -5,21 +5,25 @@ The order of rows is a pure function of seed and epoch, so a step number is all 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from shoal.algorithms.inputs import LossInputs, Metrics
-from shoal.batching.micro import micro_batches
+from shoal.batching.micro import micro_batches, smaller
 from shoal.batching.pack import Packing, make_batches
 from shoal.errors import DataError
 from shoal.models.chat import Chat
 from shoal.observability.metrics import Tally
-from shoal.trainer.policy import TrainedPolicy
-from shoal.types import Batch, Message, Sample, Task
+from shoal.trainer.policy import RowResults, TrainedPolicy
+from shoal.types import Batch, Message, Row, Sample, Task
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,15 +84,29 @@ class SupervisedSteps:
     def step(self, step: int) -> dict[str, float]:
         """Step `step`, counted from 1; returns its metrics."""
         tally = Tally()
-        batch = self._batch(step)
-        rows = batch.rows
-        parts = micro_batches([row.tokens for row in rows], self.micro_batch_tokens, self.rows_per_micro_batch)
-        pending = [self.policy.forward_backward(rows[p.start : p.stop], CROSS_ENTROPY, "none") for p in parts]
+        rows = self._batch(step).rows
+        pending = self._gradient(rows)
         tally.values(self.policy.optim_step())
         for result in pending:  # read last: the device never waits within a step
             tally.add_all(result.read()[0])
         tally.value("tokens/completion", sum(int(row.loss_mask.sum()) for row in rows))
         return tally.reduce()
+
+    def _gradient(self, rows: Sequence[Row]) -> list[RowResults]:
+        """What the plan did not foresee is computed again in smaller micro-batches."""
+        sizes = [row.tokens for row in rows]
+        while True:
+            parts = micro_batches(sizes, self.micro_batch_tokens, self.rows_per_micro_batch)
+            try:
+                return [self.policy.forward_backward(rows[p.start : p.stop], CROSS_ENTROPY, "none") for p in parts]
+            except torch.OutOfMemoryError:
+                fewer = smaller([sizes[part.start : part.stop] for part in parts])
+                if fewer is None:
+                    raise
+            # Not before the error is gone: it holds what the pass that failed had made.
+            self.micro_batch_tokens = fewer
+            log.warning("memory did not suffice: micro-batches have at most %d tokens from now on", fewer)
+            self.policy.drop_gradient()
 
     def _batch(self, step: int) -> Batch:
         epoch, at = divmod(step - 1, self.steps_per_epoch)

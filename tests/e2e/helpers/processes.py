@@ -122,6 +122,7 @@ class WarmPython:
         env: Mapping[str, str] | None = None,
         kill_at: tuple[str, int] | None = None,
         faults: Sequence[Fault] = (),
+        trace: Path | None = None,
         output: Path | None = None,
         python: bool = False,
     ) -> Command:
@@ -132,7 +133,7 @@ class WarmPython:
         faults = [*faults, (*kill_at, "kill", signal.SIGKILL)] if kill_at is not None else faults
         request = {
             "number": number, "argv": list(arguments), "cwd": str(cwd), "env": dict(env or environment()),
-            "output": str(output), "faults": faults, "python": python,
+            "output": str(output), "faults": faults, "trace": trace and str(trace), "python": python,
         }  # fmt: skip
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")

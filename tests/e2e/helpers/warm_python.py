@@ -98,8 +98,8 @@ def become(request: dict[str, Any]) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.argv = list(request["argv"]) if request["python"] else ["shoal", *request["argv"]]
-    if request.get("faults"):
-        atomic.set_fault_hook(at_places(request["faults"]))
+    if request["faults"] or request["trace"]:
+        atomic.set_fault_hook(at_places(request["faults"], request["trace"]))
 
 
 def run_python() -> int:
@@ -125,12 +125,16 @@ def run_python() -> int:
     return 0
 
 
-def at_places(faults: list[tuple[str, int, str, Any]]) -> Callable[[str], None]:
-    """Each is a place, how often it is passed first, one of EFFECTS and what that takes."""
+def at_places(faults: list[tuple[str, int, str, Any]], trace: str | None) -> Callable[[str], None]:
+    """Each is a place, how often it is passed first, one of EFFECTS and what that takes. `trace` is where all places
+    are written as they are passed."""
     passed: Counter[str] = Counter()
 
     def hook(name: str) -> None:
         passed[name] += 1
+        if trace is not None:
+            with Path(trace).open("a") as file:
+                file.write(f"{name}\n")
         for place, times, effect, argument in faults:
             if name == place and passed[name] == times:
                 EFFECTS[effect](argument)

@@ -1,8 +1,11 @@
-"""The memory plan of ranks that pass together: the smallest of theirs, number by number."""
+"""What a plan is asked for by a configuration, and ranks that pass together: the smallest of their plans."""
 
 from __future__ import annotations
 
-from shoal.build.plan import agreed
+import pytest
+
+from shoal.build.plan import _narrows, agreed
+from shoal.config.orch import EvalSamplingConfig, SamplingConfig
 from shoal.trainer.memory import MemoryPlan
 
 
@@ -22,3 +25,10 @@ def test_ranks_that_pass_together_cut_alike() -> None:
     plan = agreed(mine, TwoRanks(900, 12, 0))
     assert (plan.slots, plan.micro_batch_tokens, plan.keys_for_token, plan.recompute) == (8, 900, 9, True)
     assert agreed(mine, TwoRanks(2000, 7, 1)) == MemoryPlan(8, 1000, False, keys_for_token=7)
+
+
+@pytest.mark.parametrize("kind", (SamplingConfig, EvalSamplingConfig))
+def test_draws_that_take_more_memory_are_known(kind: type[SamplingConfig] | type[EvalSamplingConfig]) -> None:
+    assert not _narrows(kind())
+    assert not _narrows(kind(top_p=1.0, top_k=-1, min_p=0.0, min_tokens=0))
+    assert all(map(_narrows, (kind(top_p=0.9), kind(top_k=5), kind(min_p=0.1), kind(min_tokens=3))))

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from shoal.cli import bytecode
+
 IMPORT = "from shoal.cli.entry import guarded; print(guarded(lambda: __import__('torch').CODE, []))"
 
 
@@ -37,3 +41,35 @@ def test_where_none_is_written_the_users_cache_has_it(tmp_path: Path) -> None:
 def test_the_users_own_place_stands(tmp_path: Path) -> None:
     own = {"PYTHONPYCACHEPREFIX": str(tmp_path / "own"), "PYTHONDONTWRITEBYTECODE": "1"}
     assert compiled_after(tmp_path, **own) == set()
+
+
+def test_a_home_that_is_not_there_or_cannot_be_trusted_is_left_alone(tmp_path: Path) -> None:
+    """What lies in the folder is executed: it must be this user's alone. The command runs all the same."""
+    assert compiled_after(tmp_path, PYTHONDONTWRITEBYTECODE="1", XDG_CACHE_HOME="relative") == set()
+    (tmp_path / "file").touch()
+    assert compiled_after(tmp_path, PYTHONDONTWRITEBYTECODE="1", XDG_CACHE_HOME=str(tmp_path / "file")) == set()
+    (tmp_path / "cache" / "shoal" / "bytecode").mkdir(parents=True)
+    (tmp_path / "cache" / "shoal" / "bytecode").chmod(0o777)
+    assert compiled_after(tmp_path, PYTHONDONTWRITEBYTECODE="1") == set()
+
+
+def test_without_a_home_every_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(bytecode, "_is_compiled_every_time", lambda: True)
+    with bytecode.kept_bytecode():
+        assert sys.pycache_prefix is None
+
+
+def test_an_installation_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "largest").mkdir()
+    (tmp_path / "largest" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(bytecode, "LARGEST", "largest")
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert not bytecode._is_compiled_every_time()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert bytecode._is_compiled_every_time()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -156,28 +155,6 @@ def test_micro_batches_are_few_and_about_equal(tokens: int, keys: int, calls: li
     assert [len(call.rows) for call in policy.calls] == calls
 
 
-@pytest.mark.parametrize(
-    ("sizes", "bound", "most", "expected"),
-    [
-        ([5, 1, 1, 1, 5, 1], 8, None, [[5, 1, 1], [1, 5, 1]]),
-        ([1, 9, 1, 1], 3, None, [[1], [9], [1, 1]]),  # one that is too large alone stands alone
-        ([4, 4, 4, 4, 4], 16, None, [[4, 4, 4], [4, 4]]),
-        ([1, 1, 1, 1, 9], 13, None, [[1, 1, 1, 1, 9]]),
-        ([1, 1, 1, 1, 9], 12, None, [[1, 1, 1, 1], [9]]),
-        ([1] * 5, 100, 2, [[1, 1], [1, 1], [1]]),
-        ([1] * 5, None, 4, [[1] * 4, [1]]),  # rows that the user counted
-        ([1] * 5, None, None, [[1] * 5]),
-        ([], 5, None, []),
-    ],
-)
-def test_neighbours_are_cut_into_few_and_about_equal(
-    sizes: list[int], bound: int | None, most: int | None, expected: list[list[int]]
-):
-    learner = make_learner(UnigramPolicy(), MEAN_ONLY, rows_per_micro_batch=most, micro_batch_tokens=bound)
-    rows: Any = [SimpleNamespace(tokens=size, gathered_keys=0) for size in sizes]
-    assert [[row.tokens for row in part] for part in learner._micro_batches(rows)] == expected
-
-
 def test_minibatches_times_epochs_optimizer_steps():
     policy = UnigramPolicy()
     learner = make_learner(policy, MEAN_ONLY, minibatches=2, ppo_epochs=3, token_budget=100)
@@ -236,6 +213,19 @@ def test_kl_folded_into_the_reward():
     assert [r.raw_reward for r in group.rollouts] == [1.0, 1.0]
     gap = (expected[0] - expected[1]) / 2
     assert [r.advantage for r in group.rollouts] == pytest.approx([gap, -gap], abs=1e-6)
+
+
+def test_the_kl_of_a_reward_is_each_rows_own():
+    """Several rows go together; each is compared with its own reference."""
+    groups = [group_of(i, [1.0, 1.0], [make_turn([3 + i]), make_turn([5 + i, 6])]) for i in range(3)]
+    alone = [group_of(i, [1.0, 1.0], [make_turn([3 + i]), make_turn([5 + i, 6])]) for i in range(3)]
+    reference = np.linspace(-1, 1, VOCABULARY)
+    plan: Any = {"rows_per_micro_batch": None, "micro_batch_tokens": 100, "token_budget": 6, "reward_kl_beta": 0.1}
+    learn(make_learner(UnigramPolicy(reference=reference), MEAN_ONLY, **plan), groups)
+    one: Any = {**plan, "rows_per_micro_batch": 1}
+    learn(make_learner(UnigramPolicy(reference=reference), MEAN_ONLY, **one), alone)
+    found, expected = ([r.reward for group in of for r in group.rollouts] for of in (groups, alone))
+    assert found == expected and len(set(found)) > 3
 
 
 def test_masked_rollouts_count_for_the_advantage_but_not_for_the_loss():

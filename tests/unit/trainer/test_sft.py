@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,31 @@ def test_the_loss_is_transformers_own() -> None:
     assert metrics["sft/loss"] == pytest.approx(total / count, abs=1e-5)
     assert metrics["tokens/completion"] == count
     assert {"optim/lr", "optim/grad_norm", "optim/skipped"} <= set(metrics)
+
+
+def test_a_step_that_finds_no_memory_is_computed_in_smaller_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same step as one row after another; what fails with one row is no longer mended."""
+    most, sizes = [1], []
+    ours, alone = (make_steps(batch_size=6) for _ in range(2))
+    for steps in (ours, alone):
+        steps.token_budget = 40
+    ours.rows_per_micro_batch = None
+    pass_over = ours.policy.forward_backward
+
+    def short_of_memory(rows: Any, *rest: Any) -> Any:
+        sizes.append(len(rows))
+        if len(rows) > most[0]:
+            raise torch.OutOfMemoryError("no memory")
+        return pass_over(rows, *rest)
+
+    monkeypatch.setattr(ours.policy, "forward_backward", short_of_memory)
+    assert ours.step(1)["sft/loss"] == pytest.approx(alone.step(1)["sft/loss"], abs=1e-6)
+    assert sizes[0] > 1 and sizes[-1] == 1
+    for mine, other in zip(weights(ours.policy.decoder).values(), weights(alone.policy.decoder).values(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+    most[0] = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        ours.step(2)
 
 
 def test_it_learns_by_heart() -> None:
