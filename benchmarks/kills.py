@@ -18,7 +18,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from workload import parser
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from e2e.helpers.models import make_raw_model, warm_up, write_tasks
-from e2e.helpers.processes import WarmPython, wait_until
+from e2e.helpers.processes import Command, WarmPython, wait_until
 from e2e.helpers.runs import Run, assert_trained_once, base_config, fingerprint
 from e2e.helpers.split import COMPONENTS, SplitRun, colocated_config, compared, split_config, split_run
 
@@ -36,6 +38,7 @@ KILLED = -9
 STEPS = 6
 SPLIT_STEPS = 4
 LIMIT_S = 120.0
+END_S = 5.0  # within which a process that belongs to a run ends after it
 Place = tuple[str, int]
 
 
@@ -79,6 +82,10 @@ class Campaign:
         self.model = warm_up(self.warm, raw, tasks, folder / "warm-up")
         self._count = 0
 
+    def delays(self, count: int) -> list[tuple[float, float]]:
+        """Until the first kill and until the second; a run of these takes about a second."""
+        return [(self.random.uniform(0, 1.0), self.random.uniform(0, 0.7)) for _ in range(count)]
+
     def new_folder(self, name: str) -> Path:
         self._count += 1
         return self.folder / f"{name}-{self._count}"
@@ -104,7 +111,7 @@ class Campaign:
         expect(run.status()["state"] == "finished", str(run.status()))
         assert_trained_once(run, STEPS)
 
-    def killed_at(self, place: Place, wanted: dict[str, Any], changes: dict[str, Any]) -> int:
+    def killed_at(self, wanted: dict[str, Any], changes: dict[str, Any], place: Place) -> int:
         run = self.in_one("place", **changes)
         if run.start(kill_at=place).wait(LIMIT_S) != KILLED:
             raise Missed
@@ -112,7 +119,7 @@ class Campaign:
         same(fingerprint(run), wanted)
         return 1
 
-    def killed_after(self, delays: Sequence[float], wanted: dict[str, Any] | None, changes: dict[str, Any]) -> int:
+    def killed_after(self, wanted: dict[str, Any] | None, changes: dict[str, Any], delays: Sequence[float]) -> int:
         run = self.in_one("moment", **changes)
         kills = sum(self._kill(run, ["--resume"] if number else [], delay) for number, delay in enumerate(delays))
         if not kills:
@@ -146,26 +153,33 @@ class Campaign:
             expect(set(run.end(LIMIT_S).values()) == {0}, run.texts())
         return compared(whole), [(name, place) for name in COMPONENTS for place in places_of(traces[name], at_most)]
 
-    def split_killed_at(self, victim: str, place: Place, wanted: dict[str, Any]) -> int:
+    def split_killed_at(self, wanted: dict[str, Any], case: tuple[str, Place]) -> int:
+        victim, place = case
         with split_run(self.new_folder("split"), self.warm, split_config(self.model)) as run:
             run.start_all(kill_at={victim: place})
-            code = run.processes[victim].wait(LIMIT_S)
-            if code != KILLED:
+            if run.processes[victim].wait(LIMIT_S) != KILLED:
                 raise Missed
-            self._start_again(run, victim)
+            began = time.time()
+            # A folder counts as used once its configuration is there; before that a run is begun, not continued.
+            resumes = victim == "orch" and (run.path / "config.yaml").exists()
+            again = run.start_one(victim, *(["--resume"] if resumes else []))
+            if victim != "orch":
+                del run.processes[victim]
             codes = run.end(LIMIT_S)
             expect(set(codes.values()) == {0}, f"{codes}\n{run.texts()}")
+            run.processes[victim] = again
+            self._expect_end(run, again, began)
             assert_trained_once(run, SPLIT_STEPS)
             same(compared(run), wanted)
         return 1
 
-    def _start_again(self, run: SplitRun, victim: str) -> None:
-        if victim == "orch":
-            # The folder counts as used only once its configuration is there; before that a run is begun, not continued.
-            used = (run.path / "config.yaml").exists()
-            run.start_one("orch", *(["--resume"] if used else []))
+    def _expect_end(self, run: SplitRun, again: Command, began: float) -> None:
+        """With the run; one that was killed when the run was over came back to none, and waits for another."""
+        with suppress(AssertionError):
+            expect(again.wait(END_S) == 0, f"{again.wait()}")
             return
-        run.start_one(victim)
+        over = (run.path / "status.json").stat().st_mtime
+        expect(again.running() and over < began + END_S, f"it did not end with the run\n{run.texts()}")
 
 
 def expect(holds: bool, words: str) -> None:
@@ -205,12 +219,11 @@ def main() -> None:
     made.add_argument("--parts", type=int, default=4, help="times at most that a process of three is killed at a place")
     made.add_argument("--seed", type=int, default=1)
     asked = made.parse_args()
-    few = 1 if asked.smoke else None
     result: dict[str, Any] = {"smoke": asked.smoke, "seed": asked.seed, "rows": []}
     with tempfile.TemporaryDirectory() as name:
         campaign = Campaign(Path(name), asked.seed)
         try:
-            for row in rows(campaign, 2 if asked.smoke else asked.moments, few or asked.parts, few):
+            for row in rows(campaign, *((1, 1, 1) if asked.smoke else (asked.moments, asked.parts, None))):
                 result["rows"].append(row.__dict__ | {"problems": row.problems[:20]})
                 result["kills"] = sum(found["kills"] for found in result["rows"])
                 result["failed"] = sum(len(found["problems"]) for found in result["rows"])
@@ -226,35 +239,26 @@ def main() -> None:
 
 
 def rows(campaign: Campaign, moments: int, parts: int, few: int | None) -> Iterable[Row]:
-    kinds: list[tuple[str, dict[str, Any]]] = [
-        ("one process", {}),
-        ("one process, LoRA", {"train": {"lora": True, "lora_rank": 4, "learning_rate": 2e-3, "lora_dropout": 0.1}}),
+    """`few`: that many of each kind."""
+    adapters = {"lora": True, "lora_rank": 4, "learning_rate": 2e-3, "lora_dropout": 0.1}
+    kinds: list[tuple[str, dict[str, Any], int | None]] = [
+        ("one process", {}, None),
+        ("one process, LoRA", {"train": adapters}, 1),
     ]
-    pick = campaign.random.uniform
-    for name, changes in kinds[:few]:
+    for name, changes, times in kinds:
         wanted, trace = campaign.undisturbed(**changes)
-        places = places_of(trace, few or (None if not changes else 1))
-        check = _at(campaign, wanted, changes)
-        yield each(Row(f"{name}, places"), places, check, 2)
-        if not changes:
-            delays = [(pick(0, 1.6), pick(0, 1.2)) for _ in range(moments)]
-            yield each(Row(f"{name}, moments"), delays, _after(campaign, wanted, changes), 2)
+        places = places_of(trace, times)[:few]
+        yield each(Row(f"{name}, places"), places, partial(campaign.killed_at, wanted, changes), 2)
+        if times is None:
+            yield each(
+                Row(f"{name}, moments"), campaign.delays(moments), partial(campaign.killed_after, wanted, changes), 2
+            )
     ahead = {"orch": {"weight_sync_interval": 1, "max_async_level": 1}}
-    delays = [(pick(0, 1.6), pick(0, 1.2)) for _ in range(-(-moments // 4))]
-    yield each(Row("one process, running ahead, moments"), delays, _after(campaign, None, ahead), 2)
+    some = campaign.delays(-(-moments // 4))
+    yield each(Row("one process, running ahead, moments"), some, partial(campaign.killed_after, None, ahead), 2)
     wanted, apart = campaign.split_places(parts)
-    apart = apart[:: max(1, len(apart) // 3)] if few else apart
-    yield each(Row("three processes, places"), apart, lambda case: campaign.split_killed_at(*case, wanted), 1)
-
-
-def _at(campaign: Campaign, wanted: dict[str, Any], changes: dict[str, Any]) -> Callable[[Place], int]:
-    return lambda place: campaign.killed_at(place, wanted, changes)
-
-
-def _after(
-    campaign: Campaign, wanted: dict[str, Any] | None, changes: dict[str, Any]
-) -> Callable[[Sequence[float]], int]:
-    return lambda delays: campaign.killed_after(delays, wanted, changes)
+    check = partial(campaign.split_killed_at, wanted)
+    yield each(Row("three processes, places"), apart[:few], check, 1)
 
 
 if __name__ == "__main__":

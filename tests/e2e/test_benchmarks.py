@@ -67,3 +67,13 @@ def test_scheduling_is_measured(name: str, tmp_path: Path):
     assert layouts == ["simulated"] * 6 + ["engine process"] * 3 + ["co-located"] * 3
     assert all(row["rollouts_per_s"] > 0 for row in rows)
     assert all(row["of_predicted"] > 0 for row in rows if row["layout"] == "engine process")
+
+
+@pytest.mark.slow
+def test_kills_are_counted(tmp_path: Path):
+    out = tmp_path / "kills.json"
+    command = [sys.executable, "benchmarks/kills.py", str(out), "--smoke"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(out.read_text("utf-8"))
+    assert len(found["rows"]) == 5 and found["kills"] >= 3 and found["failed"] == 0
