@@ -115,7 +115,7 @@ def test_good_failing_and_hanging_sinks_side_by_side(tmp_path: Path) -> None:
     assert counts["good"] == {"sent": 100, "failed": 0, "dropped": 0, "unsent": 0}
     assert counts["failing"] == {"sent": 0, "failed": 100, "dropped": 0, "unsent": 0}
     assert counts["hanging"]["dropped"] >= 94 and counts["hanging"]["sent"] == 0
-    assert sorted(told) == [("sink", "failing", "failed"), ("sink", "hanging", "slow")]
+    assert sorted(told) == [("sink", "failing", "failed"), ("sink", "hanging", "slow"), ("sink", "hanging", "unsent")]
 
 
 def test_sink_that_cannot_be_built_or_told_about() -> None:
@@ -139,13 +139,15 @@ def test_sink_that_hangs_while_being_built_delays_nothing() -> None:
         gate.wait()
         return Collecting()
 
+    told: list[str] = []
     started = time.monotonic()
-    sink = ThreadedSink("x", build, capacity=1)
+    sink = ThreadedSink("x", build, capacity=1, on_problem=lambda _, message, __: told.append(message))
     sink.log(1, {})
     sink.log(2, {})
     sink.finish()
-    assert not sink.join(0.05)
+    sink.leave(0.05)
     assert time.monotonic() - started < 1
+    assert told[-1] == "x did not take anything of this run in time; the run directory has everything"
     assert sink.counts() == {"sent": 0, "failed": 0, "dropped": 1, "unsent": 1}
     gate.set()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -76,10 +77,11 @@ class Sinks:
 
     def close(self, timeout_s: float = 10.0) -> dict[str, dict[str, int]]:
         """Flush what can be flushed in time; returns by tracker what was sent, failed and dropped."""
+        deadline = time.monotonic() + timeout_s
         for tracker in self.trackers:
             tracker.finish()
         for tracker in self.trackers:
-            tracker.join(timeout_s)
+            tracker.leave(max(0.0, deadline - time.monotonic()))
         return {tracker.name: tracker.counts() for tracker in self.trackers}
 
 

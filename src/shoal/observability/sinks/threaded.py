@@ -63,13 +63,16 @@ class ThreadedSink:
         except queue.Full:
             return  # the thread looks at the flag once it gets through the queue, if it ever does
 
-    def join(self, timeout_s: float) -> bool:
+    def leave(self, timeout_s: float) -> None:
+        """Wait for the thread so long and no longer; what it has not taken by then is told."""
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            missing = "the end of this run" if self.sent else "anything of this run"
+            self._tell("unsent", f"{self.name} did not take {missing} in time; the run directory has everything")
 
     def close(self) -> None:
         self.finish()
-        self.join(10.0)
+        self.leave(10.0)
 
     def _run(self) -> None:
         try:
