@@ -10,6 +10,7 @@ import torch
 
 @pytest.fixture
 def whole_fp32() -> Iterator[None]:
+    """TF32 keeps ten bits of a product; parity in fp32 means fp32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield

@@ -29,20 +29,11 @@ from support.training import (
     rows_of,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("whole_fp32")]
 
 CUDA = torch.device("cuda")
 SHAPES = ((3, 40), (90, 20), (1, 70), (12, 1), (30, 64))
 GRAPHS = pytest.mark.parametrize("graphs", (False, True), ids=("eager", "graphs"))
-
-
-@pytest.fixture(autouse=True)
-def whole_fp32() -> Any:
-    """TF32 keeps ten bits of a product; parity in fp32 means fp32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def on_gpu(name: str, dtype: torch.dtype = torch.float32, **how: Any) -> Decoder:

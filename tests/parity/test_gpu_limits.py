@@ -19,16 +19,8 @@ from support.engines import ask, make_engine, run
 from support.models import EOS, as_decoder, lora_decoder, random_prompts, shake_adapter, small_model
 from support.training import grpo, make_policy, pack, random_samples
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("whole_fp32")]
 CUDA = torch.device("cuda")
-
-
-@pytest.fixture(autouse=True)
-def whole_fp32() -> Any:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def attached(model: Any) -> tuple[Decoder, str]:

@@ -7,7 +7,6 @@ torch at hand does.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,21 +19,13 @@ from shoal.models.decoder import Decoder
 from support.models import ARCHITECTURES, WINDOW, as_decoder, lora_decoder, small_model
 from support.training import by_rollout, gradients, grouped_samples, grpo, make_policy, pack
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("whole_fp32")]
 
 CUDA = torch.device("cuda")
 # Queries of 1 to 200, alone and after prefixes of 1 to 200; blocks of the kernel are 64 or 128 long.
 LENGTHS = (1, 1, 200, 64, 200, 1, 63, 129, 5, 7, 200, 128, 130, 2)
 PREFIXES = (-1, 0, 0, -1, 3, 3, 3, -1, 7, 7, -1, 10, -1, 10)
 GROUPS = ((3, (40, 1, 90)), (90, (20, 30, 5, 64)), (WINDOW, (12, 12)))
-
-
-@pytest.fixture(autouse=True)
-def whole_fp32() -> Any:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def starts_of(lengths: tuple[int, ...]) -> np.ndarray:

@@ -170,12 +170,9 @@ def serve(
         assert infer.model is not None
         check_found("infer.model", infer.model)
         inference = make_inference(infer, readers)
-        notice = cpu_share(infer, inference.model)
-        for line in (
-            *([notice] if notice else []),
-            *path_lines(inference.engine.path),
-            *lines_of(inference.plan),
-        ):
+        if notice := cpu_share(infer, inference.model):
+            tell(notice)
+        for line in (*path_lines(inference.engine.path), *lines_of(inference.plan)):
             tell(line)
         return asyncio.run(_serve(infer, inference, sock, tell, beside))
     finally:

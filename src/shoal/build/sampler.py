@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shoal.trainer.memory import MemoryPlan
 
 
-REMEDIES = "set train.recompute=true, or lower infer.max_num_seqs or train.sequence_len"
+REMEDIES = "set train.recompute=true, or lower infer.max_num_seqs"
 CLOSE_LIMIT_S = 20.0
 LEAVE_LIMIT_S = 1.0  # where a signal ended what has nothing to save, or the device's thread was waited for in vain
 # Prompt tokens of one prefill: enough to fill the device, and few enough that decoding is not held up for long.

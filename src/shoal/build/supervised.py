@@ -26,7 +26,7 @@ from shoal.types import Task
 if TYPE_CHECKING:
     from shoal.trainer.sft import SupervisedSteps
 
-REMEDIES = "set train.recompute=true, or lower train.sequence_len"
+REMEDIES = "set train.recompute=true"
 
 
 @dataclass

@@ -36,6 +36,7 @@ _EVENT_REMEDIES = {
     "checkpoint": "an older checkpoint was used; look at the disk",
     "report": "write it again with `shoal report RUN`",
     "context": "lower orch.seq_len",
+    "slower": "the results are the same; the message says what the run goes on without",
     "set-aside": "raise orch.seq_len or lower orch.sampling.max_tokens if the prompts matter",
 }
 
