@@ -77,6 +77,11 @@ def test_a_capture_that_fails_leads_on_without_graphs() -> None:
     found, path = answers(decoder)
     assert path.startswith("eager: a decode step could not be captured") and found == expected
     assert torch.cuda.current_stream() == before
+    block = torch.empty(1 << 28, dtype=torch.uint8, device=CUDA)
+    held = torch.cuda.memory_reserved()
+    del block
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= held - (1 << 28), "what is cached is still given back"
 
 
 @pytest.mark.parametrize("count", (256, 257, 384, 385, 512))

@@ -21,6 +21,7 @@ from shoal.engine.cache import SlotCache
 from shoal.engine.fused import FusedDecode
 from shoal.engine.kernel_context import KernelDecode
 from shoal.engine.sampler import MAX_KEPT, Drawn, SamplingState, draw
+from shoal.models.capturing import capture
 from shoal.models.sampler_view import SamplerView
 from shoal.models.tokenizer import first_line
 
@@ -179,17 +180,15 @@ class DecodeGraphs:
 
     def _capture(self, extent: Extent, narrowed: bool) -> torch.cuda.CUDAGraph:
         saved = [t.clone() for t in self._state()]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._step(extent, narrowed)  # compiles kernels and fills caches, which must not happen while capturing
-            self.rows.cursors.zero_()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # The outer one leads back to the stream that was, also from a capture that fails.
-        here = torch.cuda.stream(torch.cuda.current_stream())
-        with here, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+
+        def step() -> None:
             self._step(extent, narrowed)
+
+        def warm_up() -> None:
+            step()
+            self.rows.cursors.zero_()
+
+        graph, _ = capture(step, self._pool, warm_up)
         for tensor, value in zip(self._state(), saved, strict=True):
             tensor.copy_(value)  # the warm-up moved the rows on
         return graph

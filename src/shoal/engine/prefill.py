@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.engine.cache import PrefillWriter, SlotCache
 from shoal.models.attention import ROW_MULTIPLE, Packed, round_up
+from shoal.models.capturing import capture
 from shoal.models.sampler_view import SamplerView
 from shoal.models.tokenizer import first_line
 from shoal.models.upload import upload
@@ -176,14 +177,9 @@ class Prefill:
         inputs = {name: tensor.clone() for name, tensor in upload(prompts.padded(extent), self._device).items()}
         writer = self._writer(inputs, extent.longest)
         context = Packed.planned({"starts": inputs["starts"]}, (extent.longest, extent.longest), writer)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._forward(inputs, context)  # compiles kernels, which must not happen while capturing
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # The outer one leads back to the stream that was, also from a capture that fails.
-        here = torch.cuda.stream(torch.cuda.current_stream())
-        with here, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden = self._forward(inputs, context)
+
+        def forward() -> Tensor:
+            return self._forward(inputs, context)
+
+        graph, hidden = capture(forward, self._pool, forward)
         return _Captured(graph, inputs, hidden)

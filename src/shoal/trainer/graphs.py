@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shoal.algorithms.inputs import Metrics
 from shoal.models.attention import Packed
+from shoal.models.capturing import capture
 from shoal.models.gathered import gather
 from shoal.models.upload import upload
 from shoal.trainer.micro_batch import Laid, MicroBatch
@@ -277,12 +278,12 @@ class PassGraphs:
         inputs = {name: tensor.clone() for name, tensor in upload(arrays, self._device).items()}
         micro = micro_batch(inputs, extent)
         inputs["weights"].zero_()  # what only compiles kernels adds nothing to the gradient
-        work(micro)
-        graph = torch.cuda.CUDAGraph()
-        # The outer one leads back to the stream that was, also from a capture that fails.
-        here = torch.cuda.stream(torch.cuda.current_stream())
-        with here, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+
+        def passing() -> Passed:
             before = torch.cuda.memory_reserved(self._device)  # when all that is free was given back
             passed = work(micro)
             self._pool_bytes += torch.cuda.memory_reserved(self._device) - before
+            return passed
+
+        graph, passed = capture(passing, self._pool, lambda: work(micro))
         return _Graph(graph, inputs, passed)
