@@ -71,11 +71,11 @@ class Policy(Protocol):
         pass makes it over none."""
         ...
 
-    def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Log-probs of the masked tokens under the current weights, [T] a row, zero elsewhere. No gradient."""
+    def logprobs(self, rows: Sequence[Row]) -> PendingResults:
+        """Log-probs of the masked tokens under the current weights. No gradient."""
         ...
 
-    def reference_logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]: ...
+    def reference_logprobs(self, rows: Sequence[Row]) -> PendingResults: ...
 
     def forward_backward(self, rows: Sequence[Row], objective: Any, mismatch_from: Any = "old") -> PendingResults:
         """Add the gradient of one micro-batch."""

@@ -36,7 +36,7 @@ def policy_logprobs(policy: TrainedPolicy) -> dict[str, np.ndarray]:
     found = {}
     for rollout in SAMPLES:
         (row,) = pack([rollout]).rows
-        found[rollout[0].rollout_id] = policy.logprobs([row])[0][row.loss_mask]
+        found[rollout[0].rollout_id] = policy.logprobs([row]).read()[1][0][row.loss_mask]
     return found
 
 

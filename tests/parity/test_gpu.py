@@ -85,8 +85,8 @@ def test_greedy_text_in_fp32_is_the_cpu_s(architecture: str, graphs: bool) -> No
 def test_fp32_logprobs_of_sampler_trainer_and_cpu(architecture: str, graphs: bool) -> None:
     decoder = on_gpu(architecture)
     rows = rows_of(sample(decoder, graphs, temperature=0.8), 300)
-    ours = make_policy(decoder).logprobs(rows)
-    theirs = make_policy(as_decoder(small_model(architecture))).logprobs(rows)
+    ours = make_policy(decoder).logprobs(rows).read()[1]
+    theirs = make_policy(as_decoder(small_model(architecture))).logprobs(rows).read()[1]
     for row, mine, other in zip(rows, ours, theirs, strict=True):
         assert np.abs(mine - row.sampler_logprobs)[row.loss_mask].max() < 1e-5
         assert np.abs(mine - other).max() < 2e-5
@@ -156,7 +156,10 @@ def test_packing_in_bf16() -> None:
     policy = make_policy(on_gpu("mistral", torch.bfloat16))
     samples = random_samples(3, *SHAPES)
     together, alone = pack(samples).rows, pack(samples, 111).rows
-    first, second = by_rollout(together, policy.logprobs(together)), by_rollout(alone, policy.logprobs(alone))
+    first, second = (
+        by_rollout(together, policy.logprobs(together).read()[1]),
+        by_rollout(alone, policy.logprobs(alone).read()[1]),
+    )
     for name, values in first.items():
         np.testing.assert_allclose(values, second[name], rtol=0, atol=0.05)
 
@@ -191,7 +194,7 @@ def test_few_kernels_against_the_modules(architecture: str, dtype: torch.dtype) 
 
     def measure(decoder: Decoder) -> tuple[np.ndarray, Tensor]:
         policy = make_policy(decoder)
-        logprobs = np.concatenate(policy.logprobs(rows))
+        logprobs = np.concatenate(policy.logprobs(rows).read()[1])
         for row in rows:
             policy.forward_backward([row], grpo())
         return logprobs, torch.cat([g.flatten().double() for g in gradients(policy).values()])
@@ -307,7 +310,7 @@ def test_sixteen_thousand_tokens_of_context(dtype: torch.dtype) -> None:
         for i, request in enumerate(requests)
     ]
     rows = rows_of(rollouts, 16_384)
-    for row, mine in zip(rows, make_policy(decoder).logprobs(rows), strict=True):
+    for row, mine in zip(rows, make_policy(decoder).logprobs(rows).read()[1], strict=True):
         gap = np.abs(mine - row.sampler_logprobs)[row.loss_mask]
         assert gap.mean() < (1e-5 if dtype == torch.float32 else 0.02)
 
@@ -342,7 +345,7 @@ def test_long_rows_beside_short_ones() -> None:
     answers = run(make_engine(decoder, slots=8, context_tokens=3072, graphs=True), requests)
     turns = [one_turn(request.prompt_ids, answers[request.request_id], 1.0) for request in requests]
     rows = rows_of([as_rollout(i, turn, 1.0, group=i) for i, turn in enumerate(turns)], 3072)
-    for row, mine in zip(rows, make_policy(decoder).logprobs(rows), strict=True):
+    for row, mine in zip(rows, make_policy(decoder).logprobs(rows).read()[1], strict=True):
         assert np.abs(mine - row.sampler_logprobs)[row.loss_mask].mean() < 0.02
 
 
@@ -365,7 +368,7 @@ def test_a_model_whose_products_are_cut(dtype: torch.dtype) -> None:
             np.testing.assert_allclose(answers[name].logprobs, other.logprobs, rtol=0, atol=1e-4)
     turns = [one_turn(request.prompt_ids, answers[request.request_id], 1.0) for request in requests]
     rows = rows_of([as_rollout(i, turn, 1.0, group=i) for i, turn in enumerate(turns)], 3072)
-    for row, mine in zip(rows, make_policy(decoder).logprobs(rows), strict=True):
+    for row, mine in zip(rows, make_policy(decoder).logprobs(rows).read()[1], strict=True):
         gap = np.abs(mine - row.sampler_logprobs)[row.loss_mask].mean()
         assert gap < (1e-4 if dtype == torch.float32 else 0.02)
 

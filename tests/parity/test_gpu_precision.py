@@ -134,13 +134,13 @@ def test_adapter_off_is_the_quantised_base(stored: str) -> None:
     wrapped: Any = decoder.model
     policy = make_policy(decoder, reference=Reference(decoder, lambda: as_reference(wrapped)))
     rows = pack(random_samples(2, *SHAPES)).rows
-    off, on = policy.reference_logprobs(rows)[0], policy.logprobs(rows)[0]
+    off, on = policy.reference_logprobs(rows).read()[1][0], policy.logprobs(rows).read()[1][0]
     assert not np.allclose(off, on) and np.isfinite(off).all()
     with torch.no_grad():
         for name, parameter in decoder.model.named_parameters():
             if "lora_B" in name:
                 parameter.zero_()
-    np.testing.assert_allclose(policy.logprobs(rows)[0], off, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(policy.logprobs(rows).read()[1][0], off, rtol=0, atol=1e-6)
 
 
 def test_bytes_held_are_the_bytes_allocated(stored: str) -> None:

@@ -6,7 +6,10 @@ torch at hand does.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +19,8 @@ from torch import Tensor
 from shoal.models import fused
 from shoal.models.attention import Packed, Shape
 from shoal.models.decoder import Decoder
+from shoal.models.lora import as_reference
+from shoal.trainer.policy import Reference
 from support.models import ARCHITECTURES, WINDOW, as_decoder, lora_decoder, small_model
 from support.training import by_rollout, gradients, grouped_samples, grpo, make_policy, pack
 
@@ -118,21 +123,31 @@ def test_training_with_and_without_sharing(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
-def test_nothing_waits_for_the_device_within_a_micro_batch(lora: bool) -> None:
-    """CUDA itself says if anything does. The first pass may: kernels are chosen and memory is taken."""
+def test_nothing_waits_for_the_device_within_a_step(lora: bool) -> None:
+    """Old and reference log-probs, gradient, clipping, optimizer: CUDA itself says if anything waits. In the first step
+    something may: kernels are chosen and memory is taken."""
     model = lora_decoder(dtype=torch.bfloat16).model if lora else small_model("qwen3", dtype=torch.bfloat16)
     decoder = Decoder(model.to(CUDA))
     fused.attach(decoder, decoder.verify())  # as a run does; Hugging Face's own body looks at positions on the host
-    policy = make_policy(decoder)
+    reference = Reference(decoder, partial(as_reference, decoder.model) if lora else nullcontext)  # type: ignore[arg-type]
+    policy = make_policy(decoder, reference=reference)
     rows = pack(grouped_samples(2, *GROUPS), 250).rows
     assert len(rows) > 1
     for row in rows:
         row.old_logprobs = row.reference_logprobs = row.sampler_logprobs
-    policy.forward_backward(rows, grpo()).read()
+
+    def step() -> list[Any]:
+        scored = [score([row]) for score in (policy.logprobs, policy.reference_logprobs) for row in rows]
+        trained = [policy.forward_backward([row], grpo()) for row in rows]
+        policy.optimizer.step(1e-3, None, policy.optimizer.clip(1.0))
+        policy.optimizer.zero_grad()
+        return scored + trained
+
+    step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        pending = [policy.forward_backward([row], grpo()) for row in rows]
+        pending = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(np.isfinite(list(result.read()[0]["policy/loss"])).all() for result in pending)
+    assert all(np.isfinite(values).all() for result in pending for values in result.read()[1])

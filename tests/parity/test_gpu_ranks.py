@@ -109,7 +109,9 @@ def test_graphs_read_what_was_gathered(ranks: ProcessRanks, kind: str) -> None:
         np.testing.assert_allclose(answer.logprobs, fresh[name].logprobs, rtol=0, atol=1e-4)
         assert answer.logprobs != before[name].logprobs
     rows = pack(random_samples(4, *SHAPES)).rows
-    for ours, theirs in zip(policy.logprobs(rows), make_policy_of(whole).logprobs(rows), strict=True):
+    for ours, theirs in zip(
+        policy.logprobs(rows).read()[1], make_policy_of(whole).logprobs(rows).read()[1], strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
 
 

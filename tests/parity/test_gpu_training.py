@@ -150,7 +150,7 @@ def test_a_graph_that_is_dropped_leaves_room_for_others() -> None:
         rows = rows_of(samples)
         Slow.asked = 0
         for number in range(2 * TIMED + 2):
-            for mine, other in zip(ours.logprobs(rows), theirs.logprobs(rows), strict=True):
+            for mine, other in zip(ours.logprobs(rows).read()[1], theirs.logprobs(rows).read()[1], strict=True):
                 np.testing.assert_allclose(mine, other, rtol=0, atol=0.06)
             assert len(captured(ours)) == (TIMED <= number < 2 * TIMED)
     torch.randn(3, device=CUDA)  # nothing is left capturing
@@ -172,7 +172,7 @@ def test_what_cannot_be_captured_leaves_all_as_it_was(caplog: pytest.LogCaptureF
     ours, theirs = policy_of("llama", True), policy_of("llama", False)  # and another's graphs can be captured still
     for _ in range(TIMED + 1):
         rows = rows_of(MICRO_BATCHES[0])
-        for mine, other in zip(ours.logprobs(rows), theirs.logprobs(rows), strict=True):
+        for mine, other in zip(ours.logprobs(rows).read()[1], theirs.logprobs(rows).read()[1], strict=True):
             np.testing.assert_allclose(mine, other, rtol=0, atol=0.06)
     assert len(captured(ours)) == 1
 
@@ -189,7 +189,7 @@ def test_graphs_take_no_part_where_they_cannot() -> None:
     for _ in range(TIMED + 1):
         for rows in (large, narrowed):
             policy.forward_backward(rows, objective)
-            policy.logprobs(rows)
+            policy.logprobs(rows).read()[1]
         policy.decoder.recompute(True)
         policy.forward_backward(plain, objective)
         policy.decoder.recompute(False)

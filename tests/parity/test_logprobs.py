@@ -42,7 +42,7 @@ def sample_rollouts(decoder: Decoder, sampling: dict[str, Any], seed: int = 0) -
 
 
 def gaps(decoder: Decoder, rows: list[Row]) -> np.ndarray:
-    values = make_policy(decoder).logprobs(rows)
+    values = make_policy(decoder).logprobs(rows).read()[1]
     return np.concatenate([(v - row.sampler_logprobs)[row.loss_mask] for row, v in zip(rows, values, strict=True)])
 
 
@@ -117,5 +117,5 @@ def test_the_end_of_sequence_the_policy_sampled_is_trained() -> None:
     for i, answer in ended.items():
         (row,) = rows_of([as_rollout(i, one_turn(prompts[i], answer), 1.0)])
         assert row.token_ids[-1] == EOS and row.loss_mask[-1] and row.weights[-1] > 0
-        (values,) = make_policy(decoder).logprobs([row])
+        (values,) = make_policy(decoder).logprobs([row]).read()[1]
         assert values[-1] == pytest.approx(answer.logprobs[-1], abs=1e-5) and values[-1] < 0

@@ -69,7 +69,7 @@ def test_packed_rows_equal_transformers_on_a_padded_rectangle(architecture: str)
     policy = make_policy(decoder)
     rows = pack(samples, 60).rows
     assert 1 < len(rows) < len(samples)
-    found = by_rollout(rows, policy.logprobs(rows))
+    found = by_rollout(rows, policy.logprobs(rows).read()[1])
     for (sample,), values in zip(samples, scored, strict=True):
         np.testing.assert_allclose(found[sample.rollout_id], values.float().numpy(), rtol=0, atol=1e-6)
     # Transformers' soft-capped attention takes its softmax in fp32.
@@ -139,6 +139,9 @@ def test_bf16_packing_agrees_with_one_by_one() -> None:
     policy = make_policy(small_decoder("llama", dtype=torch.bfloat16))
     samples = random_samples(5, *SHAPES)
     together, alone = pack(samples).rows, pack(samples, 32).rows
-    first, second = by_rollout(together, policy.logprobs(together)), by_rollout(alone, policy.logprobs(alone))
+    first, second = (
+        by_rollout(together, policy.logprobs(together).read()[1]),
+        by_rollout(alone, policy.logprobs(alone).read()[1]),
+    )
     for name, values in first.items():
         np.testing.assert_allclose(values, second[name], rtol=0, atol=0.05)

@@ -140,7 +140,7 @@ def test_metrics_and_logprobs_in_fp32_differ_by_rounding() -> None:
     for rows in shared_and_alone(grouped_samples(5, *GROUPS)):
         metrics, logprobs = policy.forward_backward(rows, grpo()).read()
         gradient = torch.cat([g.flatten() for g in gradients(policy).values()])
-        found.append((metrics, by_rollout(rows, logprobs), gradient, by_rollout(rows, policy.logprobs(rows))))
+        found.append((metrics, by_rollout(rows, logprobs), gradient, by_rollout(rows, policy.logprobs(rows).read()[1])))
     shared, alone = found
     assert set(shared[0]) == set(alone[0])
     for name, (total, count) in shared[0].items():
@@ -157,7 +157,7 @@ def test_a_state_of_the_prefix_predicts_each_first_token() -> None:
     decoder = small_decoder("llama")
     (row,) = pack(samples).rows
     assert row.tokens == 12
-    (found,) = make_policy(decoder).logprobs([row])
+    (found,) = make_policy(decoder).logprobs([row]).read()[1]
     decoder.inner.set_attn_implementation("eager")  # type: ignore[operator]
     with torch.no_grad():
         logits = decoder.inner(input_ids=torch.tensor(row.token_ids[None, :9])).logits[0, -1]

@@ -21,7 +21,9 @@ def mismatch(decoder: Decoder, graphs: bool | None) -> tuple[float, float]:
     ]
     rows = rows_of(rollouts)
     policy = make_policy(decoder)
-    gaps = [np.abs(v - r.sampler_logprobs)[r.loss_mask] for v, r in zip(policy.logprobs(rows), rows, strict=True)]
+    gaps = [
+        np.abs(v - r.sampler_logprobs)[r.loss_mask] for v, r in zip(policy.logprobs(rows).read()[1], rows, strict=True)
+    ]
     metrics, _ = policy.forward_backward(rows, grpo()).read()
     total, count = metrics["mismatch/k3"]
     return total / count, float(np.concatenate(gaps).mean())

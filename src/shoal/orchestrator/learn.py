@@ -6,7 +6,7 @@ Torch runs behind `Policy` on the device's thread; here are only arrays and the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from shoal.types import Batch, Rollout, RolloutGroup, Row, Sample
 
 log = logging.getLogger(__name__)
 OnDevice = Callable[..., Awaitable[Any]]
+Score = Callable[[Sequence[Row]], PendingResults]
 MAX_LOG_RATIO = 20.0  # as in the losses: its exponential is finite and far beyond any use
 
 
@@ -120,25 +121,33 @@ class Learner:
         """r -= beta · Σ k1, from the sampler's log-probs and the reference's, before advantages are estimated."""
         rollouts = {r.rollout_id: r for group in groups for r in group.rollouts if r.scored}
         batches = self._batches([rollout_samples(r, advantage=0.0) for r in rollouts.values()], 1)
-        for micro in self._micro_batches([row for batch in batches for row in batch.rows]):
-            references = await self._on_device(self._policy.reference_logprobs, micro)
-            for row, reference in zip(micro, references, strict=True):
-                for index, rollout_id in enumerate(row.rollout_ids):
-                    mine = row.loss_mask & (row.sequence_ids == index)
-                    rollout = rollouts[rollout_id]
-                    assert rollout.reward is not None
-                    rollout.reward -= reward_kl(row.sampler_logprobs, reference, mine, self._settings.reward_kl_beta)
+        rows = [row for batch in batches for row in batch.rows]
+        (references,) = await self._scored([self._policy.reference_logprobs], self._micro_batches(rows))
+        for row, reference in zip(rows, references, strict=True):
+            for index, rollout_id in enumerate(row.rollout_ids):
+                mine = row.loss_mask & (row.sequence_ids == index)
+                rollout = rollouts[rollout_id]
+                assert rollout.reward is not None
+                rollout.reward -= reward_kl(row.sampler_logprobs, reference, mine, self._settings.reward_kl_beta)
 
     async def _annotate(self, batches: Sequence[Batch]) -> None:
         """Old and reference log-probs, taken once, before the first optimizer step moves the weights."""
-        for micro in self._passes(batches):
-            if self._settings.recompute_old:
-                for row, values in zip(micro, await self._on_device(self._policy.logprobs, micro), strict=True):
-                    row.old_logprobs = values
-            if self._settings.needs_reference:
-                reference = await self._on_device(self._policy.reference_logprobs, micro)
-                for row, values in zip(micro, reference, strict=True):
-                    row.reference_logprobs = values
+        scores: dict[str, Score] = {}
+        if self._settings.recompute_old:
+            scores["old_logprobs"] = self._policy.logprobs
+        if self._settings.needs_reference:
+            scores["reference_logprobs"] = self._policy.reference_logprobs
+        passes = self._passes(batches)
+        rows = [row for micro in passes for row in micro]
+        for name, logprobs in zip(scores, await self._scored(scores.values(), passes), strict=True):
+            for row, values in zip(rows, logprobs, strict=True):
+                setattr(row, name, values)
+
+    async def _scored(self, scores: Iterable[Score], passes: Sequence[Sequence[Row]]) -> list[list[np.ndarray]]:
+        """Log-probs of all rows by each, read when the last pass is under way: the device waits for none of it."""
+        pending = [[await self._on_device(score, micro) for micro in passes] for score in scores]
+        found = [await self._on_device(_read_all, of_one) for of_one in pending]
+        return [[values for _, logprobs in of_one for values in logprobs] for of_one in found]
 
     async def _optimise(self, batches: Sequence[Batch], tally: Tally) -> Learned:
         learned = Learned(sample_tokens=sum(batch.sample_tokens for batch in batches))

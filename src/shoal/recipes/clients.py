@@ -24,7 +24,7 @@ from shoal.types import Row, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.trainer.policy import TrainedPolicy
+    from shoal.trainer.policy import RowResults, TrainedPolicy
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,7 @@ class PolicyClient:
         import torch
 
         samples, rows = _rows(datums, self._device.token_budget)
-        for row in rows:
-            (row.old_logprobs,) = self._policy.logprobs([row])
+        _score(self._policy.logprobs, rows)
         values = [as_trainer_logprobs(array) for array in by_datum(samples, rows, "old_logprobs")]
         where = self._policy.decoder.device
         logprobs = [torch.tensor(value, dtype=torch.float32, device=where, requires_grad=True) for value in values]
@@ -158,11 +157,15 @@ class ReferenceClient:
         raise ForwardOnlyError("the reference is forward-only; call optim_step on the policy")
 
 
-def _forward(score: Callable[..., list[np.ndarray]], device: Device, datums: Sequence[Datum]) -> list[np.ndarray]:
+def _forward(score: Callable[..., RowResults], device: Device, datums: Sequence[Datum]) -> list[np.ndarray]:
     samples, rows = _rows(datums, device.token_budget)
-    for row in rows:
-        (row.old_logprobs,) = device.do(score, [row])
+    device.do(_score, score, rows)
     return [as_trainer_logprobs(array) for array in by_datum(samples, rows, "old_logprobs")]
+
+
+def _score(score: Callable[..., RowResults], rows: Sequence[Row]) -> None:
+    for row, pending in [(row, score([row])) for row in rows]:  # read when all are on their way
+        _, (row.old_logprobs,) = pending.read()
 
 
 def _rows(datums: Sequence[Datum], token_budget: int) -> tuple[list[Sample], list[Row]]:

@@ -83,8 +83,9 @@ class MasterAdamW:
         return next((m for m in self.masters.values() if isinstance(m, DTensor)), None)
 
     @torch.no_grad()
-    def step(self, rate: float, settings: AdamSettings | None = None) -> None:
-        """`settings` replace those of the start, from this step on."""
+    def step(self, rate: float, settings: AdamSettings | None = None, norm: Tensor | None = None) -> None:
+        """`settings` replace those of the start, from this step on. Where the gradient's `norm` is not finite nothing
+        moves and no step is counted, which the device finds out for itself."""
         for group in self._adam.param_groups:
             group["lr"] = rate
             if settings is not None:
@@ -94,8 +95,11 @@ class MasterAdamW:
             if isinstance(master, DTensor) and master.grad is not None:
                 self._stepped[name].grad = local_part(master.grad)
         if self._eight_bit:
+            if norm is not None and not norm.isfinite():  # bitsandbytes has no other way than to wait for it
+                return
             self._step_eight_bit()
         else:
+            self._adam.found_inf = None if norm is None else (~norm.isfinite()).float()
             self._adam.step()
         shared = [(self.parameters[n], m) for n, m in self.masters.items() if m is not self.parameters[n]]
         if shared:

@@ -95,25 +95,26 @@ class TrainedPolicy:
         """True where weights are sharded: a pass of one rank is a pass of all of them."""
         return isinstance(self.decoder, ShardedDecoder)
 
-    def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
+    def logprobs(self, rows: Sequence[Row]) -> RowResults:
         return self._logprobs(rows, self.decoder, "policy")
 
-    def reference_logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
+    def reference_logprobs(self, rows: Sequence[Row]) -> RowResults:
         if self.reference is None:
             raise RuntimeError("this policy has no reference model")
         with self.reference.within():
             return self._logprobs(rows, self.reference.decoder, "reference")
 
     @torch.no_grad()
-    def _logprobs(self, rows: Sequence[Row], decoder: Decoder, whose: str) -> list[np.ndarray]:
-        if not rows:
-            return self._accompany(decoder)
+    def _logprobs(self, rows: Sequence[Row], decoder: Decoder, whose: str) -> RowResults:
+        if not rows:  # a pass over one token that nobody reads: the other ranks need this one's share of the weights
+            _score_anything(decoder, 1, 1)
+            return RowResults(rows, Passed((), torch.zeros(0)))
         laid = Laid.of(rows, decoder.device)
 
         def score(micro: MicroBatch) -> Passed:
             return Passed((), self._score(decoder, micro).logprobs)
 
-        return spread_over_rows(rows, self._pass(decoder, whose, laid, score, score).values)
+        return RowResults(rows, self._pass(decoder, whose, laid, score, score))
 
     def forward_backward(
         self, rows: Sequence[Row], objective: Objective, mismatch_from: MismatchSource = "old"
@@ -152,11 +153,6 @@ class TrainedPolicy:
             return plainly()
         return self._graphs.run(kind, laid, work, plainly)
 
-    def _accompany(self, decoder: Decoder) -> list[np.ndarray]:
-        """A pass over one token that nobody reads: the other ranks need this one's share of the weights."""
-        _score_anything(decoder, 1, 1)
-        return []
-
     def dry_run(self, tokens: int, rows: int, decoder: Decoder | None = None) -> None:
         """A gradient over full rows of arbitrary tokens, computed and dropped: what a micro-batch costs."""
         decoder = decoder or self.decoder
@@ -184,11 +180,11 @@ class TrainedPolicy:
         rate = own.rate
         if self._sum_gradients is not None:
             self._sum_gradients(self.optimizer.masters)
-        norm = float(self.optimizer.clip(own.max_grad_norm))
-        skipped = not np.isfinite(norm)
-        if not skipped:
-            self.optimizer.step(rate, own.adam)
+        found = self.optimizer.clip(own.max_grad_norm)
+        self.optimizer.step(rate, own.adam, found)
         self.optimizer.zero_grad()
+        norm = float(found)  # the only wait of a step, and at its end
+        skipped = not np.isfinite(norm)
         self.optimizer_steps += 1
         result = {"optim/lr": rate, "optim/skipped": float(skipped)}
         return result if skipped else {**result, "optim/grad_norm": norm}

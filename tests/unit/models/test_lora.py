@@ -27,7 +27,7 @@ def reference_of(decoder: Decoder) -> Reference:
 
 
 def logprobs(decoder: Decoder) -> np.ndarray:
-    return make_policy(decoder).logprobs(ROWS)[0]
+    return make_policy(decoder).logprobs(ROWS).read()[1][0]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -87,15 +87,15 @@ def test_the_reference_is_the_base_with_the_adapter_off() -> None:
     decoder = lora_decoder()
     policy = make_policy(decoder, reference=reference_of(decoder))
     base = logprobs(small_decoder())
-    before = policy.logprobs(ROWS)[0]
-    np.testing.assert_array_equal(policy.reference_logprobs(ROWS)[0], base)
+    before = policy.logprobs(ROWS).read()[1][0]
+    np.testing.assert_array_equal(policy.reference_logprobs(ROWS).read()[1][0], base)
     assert np.abs(before - base).max() > 1e-2
-    np.testing.assert_array_equal(policy.logprobs(ROWS)[0], before)
+    np.testing.assert_array_equal(policy.logprobs(ROWS).read()[1][0], before)
     for _ in range(3):
         policy.forward_backward(ROWS, grpo())
         policy.optim_step()
-    np.testing.assert_array_equal(policy.reference_logprobs(ROWS)[0], base)
-    assert np.abs(policy.logprobs(ROWS)[0] - before).max() > 1e-3
+    np.testing.assert_array_equal(policy.reference_logprobs(ROWS).read()[1][0], base)
+    assert np.abs(policy.logprobs(ROWS).read()[1][0] - before).max() > 1e-3
 
 
 def test_with_a_start_adapter_the_reference_is_that_start(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_with_a_start_adapter_the_reference_is_that_start(tmp_path: Path) -> Non
     for _ in range(3):
         policy.forward_backward(ROWS, grpo())
         policy.optim_step()
-    assert np.abs(policy.logprobs(ROWS)[0] - start).max() > 1e-3
-    np.testing.assert_array_equal(policy.reference_logprobs(ROWS)[0], start)
+    assert np.abs(policy.logprobs(ROWS).read()[1][0] - start).max() > 1e-3
+    np.testing.assert_array_equal(policy.reference_logprobs(ROWS).read()[1][0], start)
     assert np.abs(start - logprobs(small_decoder(seed=4))).max() > 1e-2
 
 
@@ -125,7 +125,7 @@ def test_slots_keep_apart_and_gradients_stay_with_the_trained_one() -> None:
     policy, trained = make_policy(decoder), set(trained_parameters(model))
 
     def scored() -> np.ndarray:
-        return policy.logprobs(ROWS)[0]
+        return policy.logprobs(ROWS).read()[1][0]
 
     lora.add_slot(model, lora.SAMPLER)
     assert set(trained_parameters(model)) == trained
@@ -153,7 +153,7 @@ def test_adapters_have_the_dtype_of_the_model() -> None:
 def test_dropout_is_off_when_scoring_and_sampling() -> None:
     decoder = lora_decoder(dropout=0.5)
     policy = make_policy(decoder)
-    np.testing.assert_array_equal(policy.logprobs(ROWS)[0], policy.logprobs(ROWS)[0])
+    np.testing.assert_array_equal(policy.logprobs(ROWS).read()[1][0], policy.logprobs(ROWS).read()[1][0])
     policy.forward_backward(ROWS, grpo())
     assert not decoder.model.training
-    np.testing.assert_array_equal(policy.logprobs(ROWS)[0], logprobs(lora_decoder(dropout=0.0)))
+    np.testing.assert_array_equal(policy.logprobs(ROWS).read()[1][0], logprobs(lora_decoder(dropout=0.0)))

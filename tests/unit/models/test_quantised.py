@@ -67,7 +67,7 @@ def test_forward_and_backward_are_those_of_the_dequantised_weight(stored: str, d
 def test_the_policy_s_gradients_are_those_of_the_dequantised_model(stored: str) -> None:
     decoder = lora_decoder("qwen2", stored=stored)
     policy, twin = make_policy(decoder), make_policy(dequantised(decoder))
-    np.testing.assert_allclose(policy.logprobs(ROWS)[0], twin.logprobs(ROWS)[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(policy.logprobs(ROWS).read()[1][0], twin.logprobs(ROWS).read()[1][0], rtol=0, atol=1e-5)
     for each in (policy, twin):
         each.forward_backward(ROWS, grpo())
     ours, theirs = gradients(policy), gradients(twin)
@@ -81,12 +81,12 @@ def test_training_moves_adapters_and_nothing_else(stored: str) -> None:
     base = {name: t.clone() for name, t in decoder.model.state_dict().items() if "lora_" not in name}
     assert any(t.dtype == torch.uint8 for t in base.values())
     policy = make_policy(decoder)
-    before = policy.logprobs(ROWS)[0]
+    before = policy.logprobs(ROWS).read()[1][0]
     policy.forward_backward(ROWS, grpo())
     policy.optim_step()
     after = decoder.model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in base.items())
-    assert not np.allclose(policy.logprobs(ROWS)[0], before)
+    assert not np.allclose(policy.logprobs(ROWS).read()[1][0], before)
 
 
 def test_sampler_and_trainer_agree_and_the_sampler_sees_a_step(stored: str) -> None:
@@ -100,7 +100,9 @@ def test_sampler_and_trainer_agree_and_the_sampler_sees_a_step(stored: str) -> N
         sample = random_samples(0, (12, 12))[0][0]
         sample.token_ids[:] = [*request.prompt_ids, *answer.token_ids]
         (row,) = pack([[sample]]).rows
-        np.testing.assert_allclose(policy.logprobs([row])[0][row.loss_mask], answer.logprobs, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(
+            policy.logprobs([row]).read()[1][0][row.loss_mask], answer.logprobs, rtol=0, atol=1e-5
+        )
         policy.forward_backward(ROWS, grpo())
         policy.optim_step()
     assert answers[0] != answers[1]
@@ -127,7 +129,9 @@ def test_the_reference_is_the_quantised_base_alone(stored: str) -> None:
     quantise_linears(model, stored, CPU)
     wrapped: Any = decoder.model
     policy = make_policy(decoder, reference=Reference(decoder, lambda: as_reference(wrapped)))
-    np.testing.assert_array_equal(policy.reference_logprobs(ROWS)[0], make_policy(as_decoder(model)).logprobs(ROWS)[0])
+    np.testing.assert_array_equal(
+        policy.reference_logprobs(ROWS).read()[1][0], make_policy(as_decoder(model)).logprobs(ROWS).read()[1][0]
+    )
 
 
 def test_an_exported_adapter_loads_with_peft_on_the_published_base(stored: str, tmp_path: Path) -> None:
@@ -140,7 +144,9 @@ def test_an_exported_adapter_loads_with_peft_on_the_published_base(stored: str, 
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     loaded.merge_and_unload()
     again = lora_decoder("qwen2", stored=stored, adapter_path=str(tmp_path))
-    np.testing.assert_array_equal(make_policy(again).logprobs(ROWS)[0], make_policy(decoder).logprobs(ROWS)[0])
+    np.testing.assert_array_equal(
+        make_policy(again).logprobs(ROWS).read()[1][0], make_policy(decoder).logprobs(ROWS).read()[1][0]
+    )
 
 
 def test_merging_into_the_stored_base_is_refused(stored: str, tmp_path: Path) -> None:

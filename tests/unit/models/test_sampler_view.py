@@ -28,7 +28,7 @@ def sample(decoder: Decoder, view: SamplerView) -> tuple[list[int], list[float]]
 
 
 def logprobs(decoder: Decoder) -> np.ndarray:
-    return make_policy(decoder).logprobs(ROWS)[0]
+    return make_policy(decoder).logprobs(ROWS).read()[1][0]
 
 
 @pytest.mark.parametrize("make", (small_decoder, lora_decoder), ids=("full", "lora"))
@@ -49,7 +49,7 @@ def test_a_snapshot_keeps_the_old_weights_until_it_is_refreshed(make) -> None:
     assert before == sample(make(), SamplerView(make())), "and it starts equal"
     train_one_step(decoder)
     assert sample(view.decoder, view) == before
-    trained = make_policy(decoder).logprobs(ROWS)[0]
+    trained = make_policy(decoder).logprobs(ROWS).read()[1][0]
     view.refresh(1)
     assert view.version == 1
     after = sample(view.decoder, view)

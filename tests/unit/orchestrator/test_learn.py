@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,10 @@ from shoal.algorithms.advantages import Normaliser
 from shoal.errors import MemoryStop
 from shoal.observability.metrics import Tally
 from shoal.orchestrator.learn import Learned, Learner
-from shoal.types import Rollout, RolloutGroup, Turn
+from shoal.types import Rollout, RolloutGroup, Row, Turn
 
 from .groups import make_group, make_prompt, make_turn
-from .unigram import VOCABULARY, UnigramPolicy, make_learner, reinforce
+from .unigram import VOCABULARY, Results, UnigramPolicy, make_learner, reinforce
 
 MEAN_ONLY = Normaliser(std="none")
 
@@ -189,7 +191,7 @@ def test_old_logprobs_are_of_the_weights_before_the_first_optimizer_step():
     for call in policy.calls:
         for row in call.rows:
             assert row.old_logprobs is not None
-            np.testing.assert_array_equal(row.old_logprobs, before.logprobs([row])[0])
+            np.testing.assert_array_equal(row.old_logprobs, before.logprobs([row]).read()[1][0])
 
 
 def test_reference_logprobs_are_taken_where_the_loss_needs_them():
@@ -198,7 +200,36 @@ def test_reference_logprobs_are_taken_where_the_loss_needs_them():
     learn(make_learner(policy, MEAN_ONLY, needs_reference=True), [group_of(0, [0.0, 1.0])])
     for row in policy.calls[0].rows:
         assert row.reference_logprobs is not None
-        np.testing.assert_array_equal(row.reference_logprobs, UnigramPolicy(theta=reference).logprobs([row])[0])
+        np.testing.assert_array_equal(
+            row.reference_logprobs, UnigramPolicy(theta=reference).logprobs([row]).read()[1][0]
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"), (({"recompute_old": True, "needs_reference": True}, 10), ({"reward_kl_beta": 0.1}, 5))
+)
+def test_nothing_is_read_before_the_last_pass_is_under_way(settings: dict[str, Any], passes: int):
+    """A read in between would let the device stand idle until the next pass is made."""
+    made: list[str] = []
+
+    @dataclass
+    class Late(Results):
+        def read(self) -> Any:
+            made.append("read")
+            return super().read()
+
+    class Noted(UnigramPolicy):
+        def logprobs(self, rows: Sequence[Row]) -> Results:
+            made.append("pass")
+            return Late({}, super().logprobs(rows).logprobs)
+
+        def reference_logprobs(self, rows: Sequence[Row]) -> Results:
+            made.append("pass")
+            return Late({}, super().reference_logprobs(rows).logprobs)
+
+    learner = make_learner(Noted(), MEAN_ONLY, token_budget=6, **settings)
+    learn(learner, [group_of(i, [0.0, 1.0]) for i in range(5)])
+    assert made[: 2 * passes] == ["pass"] * passes + ["read"] * passes, "the gradient comes after"
 
 
 def test_kl_folded_into_the_reward():
@@ -275,7 +306,7 @@ def test_policy_logprobs_are_noted_for_the_rollout_files():
     group = group_of(0, [0.0, 1.0], [make_turn([3, 4, 5]), make_turn([6])])
     learned, _ = learn(make_learner(policy, MEAN_ONLY, ppo_epochs=2), [group])
     row = policy.calls[0].rows[0]
-    expected = start.logprobs([row])[0][row.loss_mask & (row.sequence_ids == 0)]
+    expected = start.logprobs([row]).read()[1][0][row.loss_mask & (row.sequence_ids == 0)]
     np.testing.assert_array_equal(learned.policy_logprobs[row.rollout_ids[0]], expected)
     assert {key: len(value) for key, value in learned.policy_logprobs.items()} == {
         "letters/0/0/0/0": 3,

@@ -62,11 +62,11 @@ class UnigramPolicy:
     def __post_init__(self) -> None:
         self._gradient = np.zeros(VOCABULARY)
 
-    def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        return [_token_logprobs(self.theta, row) for row in rows]
+    def logprobs(self, rows: Sequence[Row]) -> Results:
+        return Results({}, [_token_logprobs(self.theta, row) for row in rows])
 
-    def reference_logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        return [_token_logprobs(self.reference, row) for row in rows]
+    def reference_logprobs(self, rows: Sequence[Row]) -> Results:
+        return Results({}, [_token_logprobs(self.reference, row) for row in rows])
 
     def forward_backward(self, rows: Sequence[Row], objective: Any, mismatch_from: Any = "old") -> Results:
         self.calls.append(Backward(list(rows), mismatch_from, self.optim_steps))
@@ -81,7 +81,7 @@ class UnigramPolicy:
             for t in np.flatnonzero(row.loss_mask):
                 self._gradient -= slope[t] * np.exp(_log_softmax(self.theta))
                 self._gradient[row.token_ids[t]] += slope[t]
-        return Results({"policy/loss": (loss, 0.0)}, self.logprobs(rows))
+        return Results({"policy/loss": (loss, 0.0)}, self.logprobs(rows).logprobs)
 
     def drop_gradient(self) -> None:
         self._gradient = np.zeros(VOCABULARY)

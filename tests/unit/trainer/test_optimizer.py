@@ -153,6 +153,27 @@ def test_settings_of_one_step_replace_those_of_the_start():
 EIGHT_BIT = AdamSettings(weight_decay=0.1, eight_bit=True)
 
 
+@pytest.mark.parametrize("settings", (SETTINGS, EIGHT_BIT), ids=("fp32", "8 bits"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("bad", (0, 2), ids=("the first", "the third"))
+def test_a_step_whose_norm_is_not_finite_was_never_made(settings: AdamSettings, dtype: torch.dtype, bad: int) -> None:
+    if settings.eight_bit:
+        pytest.importorskip("bitsandbytes", reason="an extra")
+    one, other = (MasterAdamW(make_parameters(dtype), settings) for _ in range(2))
+    for seed in range(4):
+        if seed == bad:
+            give_gradient(one.parameters, 9, scale=float("inf"))
+            one.step(0.3, None, one.clip(1.0))
+            one.zero_grad()
+        for optimizer in (one, other):
+            give_gradient(optimizer.parameters, seed)
+            optimizer.step(0.1, None, optimizer.clip(1.0))
+            optimizer.zero_grad()
+    first, second = one.state(), other.state()
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(one.parameters[name], other.parameters[name]) for name in one.parameters)
+
+
 def large_parameters(dtype: torch.dtype) -> dict[str, nn.Parameter]:
     """A matrix beyond bitsandbytes' 4,096 numbers, whose last block of 256 is not full, and a norm."""
     generator = torch.Generator().manual_seed(0)

@@ -37,13 +37,13 @@ def test_a_step_raises_what_was_good_and_lowers_what_was_bad(make: Any, dtype: t
     decoder = make(dtype=dtype)
     policy = make_policy(decoder, Schedule(1e-2, 10))
     pointers = [p.data_ptr() for p in decoder.model.parameters()]
-    before = policy.logprobs(ROWS)[0]
+    before = policy.logprobs(ROWS).read()[1][0]
     metrics, found = policy.forward_backward(ROWS, grpo()).read()
     np.testing.assert_allclose(found[0], before, rtol=0, atol=1e-5 if dtype == torch.float32 else 0)
     assert set(metrics) >= {"policy/loss", "policy/entropy", "policy/ratio_mean", "mismatch/k3"}
     outcome = policy.optim_step()
     assert outcome["optim/skipped"] == 0 and outcome["optim/lr"] == 1e-2 and outcome["optim/grad_norm"] > 0
-    change = policy.logprobs(ROWS)[0] - before
+    change = policy.logprobs(ROWS).read()[1][0] - before
     row = ROWS[0]
     assert float((change * row.advantages)[row.loss_mask].sum()) > 0
     assert [p.data_ptr() for p in decoder.model.parameters()] == pointers, "whoever shares the tensors sees the step"
@@ -92,7 +92,7 @@ def test_minibatches_against_one_old_snapshot() -> None:
     policy = make_policy(small_decoder(), Schedule(3e-2, 10))
     first, second = pack(SAMPLES[:2]), pack(SAMPLES[2:])
     for row in (*first.rows, *second.rows):
-        (row.old_logprobs,) = policy.logprobs([row])
+        (row.old_logprobs,) = policy.logprobs([row]).read()[1]
     metrics, _ = policy.forward_backward(first.rows, grpo()).read()
     total, count = metrics["policy/ratio_mean"]
     assert total / count == pytest.approx(1, abs=1e-5)
@@ -133,15 +133,15 @@ def test_values_return_to_their_tokens() -> None:
 
 def test_a_frozen_reference_stays_and_none_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="no reference"):
-        make_policy(small_decoder()).reference_logprobs(ROWS)
+        make_policy(small_decoder()).reference_logprobs(ROWS).read()[1]
     decoder = small_decoder()
     frozen = Decoder(small_decoder().model.requires_grad_(False))
     policy = make_policy(decoder, reference=Reference(frozen))
-    start = policy.logprobs(ROWS)[0]
+    start = policy.logprobs(ROWS).read()[1][0]
     policy.forward_backward(ROWS, grpo())
     policy.optim_step()
-    np.testing.assert_array_equal(policy.reference_logprobs(ROWS)[0], start)
-    assert np.abs(policy.logprobs(ROWS)[0] - start).max() > 1e-3
+    np.testing.assert_array_equal(policy.reference_logprobs(ROWS).read()[1][0], start)
+    assert np.abs(policy.logprobs(ROWS).read()[1][0] - start).max() > 1e-3
 
 
 def test_entropy_is_that_of_the_sampling_temperature() -> None:
