@@ -102,6 +102,7 @@ QUICKSTART: list[Column] = [
     ("train", lambda r: seconds(r["train_s"])),
     ("reward", lambda r: f"{r['reward_first']:.3f} → {r['reward_last']:.3f}"),
     ("k3", lambda r: f"{r['k3']:.1e}"),
+    ("supervised step", lambda r: seconds(r["supervised_step_s"]) if "supervised_step_s" in r else "–"),
 ]
 GROWTH: list[Column] = [
     DECODE,
@@ -167,9 +168,9 @@ neither weights, gradient, optimizer nor keys and values. A plan has room for gr
 keeping."""
         yield table_of(measured, STEP_MEMORY)
     yield """From the command to the first step on record: cold with empty caches of kernels and of compiled Python,
-warm with an earlier run's. Model files are in the page cache both times. `grpo_step_7b.json` and
-`grpo_step_smollm2*.json` are of earlier versions, which compiled Python at every start; the processors of machines with
-the same GPU differ, so figures of one file belong together."""
+warm with an earlier run's. Model files are in the page cache both times. `grpo_step_smollm2_before.json`
+is of an earlier version, which compiled Python at every start. The processors of machines with the same GPU differ, so
+figures of one file belong together."""
     yield table_of(results.every["grpo_step"], FIRST_STEP)
     quoted = [f"- {row['name']}: {row['quoted']}." for row in rows if row.get("quoted")]
     if quoted:
@@ -180,7 +181,8 @@ def quickstart(results: Results) -> Iterator[str]:
     yield """The quickstart's three files as they are, from the command to the end, only the model named: random weights
 after a few supervised steps on solved tasks, so that there is something to reward. fp8-hybrid, LoRA, noise, 8 prompts ×
 16. Times are of the median step; the reward is the mean of the first and of the last ten steps, which 40 steps hardly
-move; k3 is how far the policy's log-probs are from the sampler's."""
+move; k3 is how far the policy's log-probs are from the sampler's. The supervised steps before are of 64 short texts
+each, all weights, bf16."""
     yield table_of(results.rows["quickstart"], QUICKSTART)
 
 

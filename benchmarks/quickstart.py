@@ -43,8 +43,8 @@ def shoal(*arguments: str) -> float:
     return time.monotonic() - start
 
 
-def warmed_up(shape: str, steps: int, folder: Path) -> Path:
-    """A folder with a model of that shape after supervised steps on solved tasks."""
+def warmed_up(shape: str, steps: int, folder: Path) -> tuple[Path, float]:
+    """A folder with a model of that shape after supervised steps on solved tasks; and their median time."""
     words = ["tiny", str(folder / "model")] if shape == "tiny" else [str(folder / "model"), "--shape", shape]
     shoal("make-model", *words)
     environment = ReverseText(num_train=64 * steps)
@@ -60,7 +60,7 @@ def warmed_up(shape: str, steps: int, folder: Path) -> Path:
         "train.lr_scheduler_type=cosine", f"train.warmup_steps={steps // 10}", "train.save_seconds=100000",
         "train.logging_steps=50",
     )  # fmt: skip
-    return folder / "sft" / "final"
+    return folder / "sft" / "final", statistics.median(line["time/step"] for line in read_metrics(folder / "sft"))
 
 
 def recorded(out: Path, result: dict[str, Any], run: Path, arguments: list[str]) -> None:
@@ -86,17 +86,12 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     """The run in one row: its rewards at both ends, and its median step."""
     steps = result["steps"]
     rewards = [line["reward/mean"] for line in steps]
-    medians = {
-        name: statistics.median(line[key] for line in steps)
-        for name, key in (
-            ("step_s", "time/step"),
-            ("rollout_s", "time/rollout"),
-            ("train_s", "time/train"),
-            ("k3", "mismatch/k3"),
-        )
-    }
+    named = {"step_s": "time/step", "rollout_s": "time/rollout", "train_s": "time/train", "k3": "mismatch/k3"}
+    values = {name: [line[key] for line in steps if key in line] for name, key in named.items()}
+    medians = {name: statistics.median(found) for name, found in values.items() if found}  # no k3: nothing was trained
     ends = {"reward_first": statistics.mean(rewards[:ENDS]), "reward_last": statistics.mean(rewards[-ENDS:])}
-    return {"shape": result["shape"], "steps": len(steps), "seconds": result["seconds"], **ends, **medians}
+    taken = {"seconds": result["seconds"], "supervised_step_s": result["warm_up_step_s"]}
+    return {"shape": result["shape"], "steps": len(steps), **taken, **ends, **medians}
 
 
 def main() -> None:
@@ -107,11 +102,12 @@ def main() -> None:
     shape, steps, extra = ("tiny", 2, SMOKE) if asked.smoke else (asked.shape, asked.warm_up, [])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model, run = warmed_up(shape, steps, folder), folder / "run"
+        (model, step_s), run = warmed_up(shape, steps, folder), folder / "run"
         where = [f"train.model={model}", f"infer.model={model}", f"orch.model.name={model}", f"train.output_dir={run}"]
         shown = ["train.model=MODEL", "infer.model=MODEL", "orch.model.name=MODEL", *extra]
         result: dict[str, Any] = {
-            "smoke": asked.smoke, "run": ["shoal", "grpo", *FILES, *shown], "warm_up_steps": steps, "shape": shape,
+            "smoke": asked.smoke, "run": ["shoal", "grpo", *FILES, *shown], "warm_up_steps": steps,
+            "warm_up_step_s": step_s, "shape": shape,
         }  # fmt: skip
         recorded(asked.out, result, run, [*FILES, *where, *extra])
         result["rows"] = [summary(result)]

@@ -77,3 +77,13 @@ def test_kills_are_counted(tmp_path: Path):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(out.read_text("utf-8"))
     assert len(found["rows"]) == 5 and found["kills"] >= 3 and found["failed"] == 0
+
+
+@pytest.mark.slow
+def test_the_quickstart_is_timed(tmp_path: Path):
+    out = tmp_path / "quickstart.json"
+    command = [sys.executable, "benchmarks/quickstart.py", str(out), "--smoke"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = json.loads(out.read_text("utf-8"))["rows"]
+    assert row["steps"] == 2 and row["supervised_step_s"] > 0 and 0 < row["step_s"] < row["seconds"]
