@@ -80,7 +80,7 @@ class Bench:
 
 def gap(decoder: Decoder, rows: list[Row]) -> dict[str, float]:
     policy = TrainedPolicy(decoder, MasterAdamW(trained_parameters(decoder.model), AdamSettings()), Schedule(0.0, 1))
-    found = [(ours - row.sampler_logprobs)[row.loss_mask] for row in rows for ours in policy.logprobs([row])]
+    found = [(ours - row.sampler_logprobs)[row.loss_mask] for row in rows for ours in policy.logprobs([row]).read()[1]]
     moved = np.concatenate(found).astype(np.float64)
     ratio = np.exp(moved)
     return {

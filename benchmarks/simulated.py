@@ -139,14 +139,14 @@ class SimulatedPolicy:
     passes_together: bool = False
     busy_s: float = 0.0
 
-    def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        return [row.sampler_logprobs for row in rows]
+    def logprobs(self, rows: Sequence[Row]) -> SimulatedResults:
+        return SimulatedResults([row.sampler_logprobs for row in rows])
 
-    def reference_logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
+    def reference_logprobs(self, rows: Sequence[Row]) -> SimulatedResults:
         return self.logprobs(rows)
 
     def forward_backward(self, rows: Sequence[Row], objective: Any, mismatch_from: Any = "old") -> SimulatedResults:
-        return SimulatedResults(self.logprobs(rows))
+        return self.logprobs(rows)
 
     def drop_gradient(self) -> None: ...
 

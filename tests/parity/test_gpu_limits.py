@@ -75,6 +75,7 @@ def test_a_capture_that_fails_leads_on_without_graphs() -> None:
     layer.forward = waits
     before = torch.cuda.current_stream()
     found, path = answers(decoder)
+    torch.randn(3, device=CUDA)  # what is random takes no part in a capture any more
     assert path.startswith("eager: a decode step could not be captured") and found == expected
     assert torch.cuda.current_stream() == before
     block = torch.empty(1 << 28, dtype=torch.uint8, device=CUDA)
@@ -84,12 +85,12 @@ def test_a_capture_that_fails_leads_on_without_graphs() -> None:
     assert torch.cuda.memory_reserved() <= held - (1 << 28), "what is cached is still given back"
 
 
-@pytest.mark.parametrize("count", (256, 257, 384, 385, 512))
+@pytest.mark.parametrize("count", (192, 193, 256, 257, 384, 385, 512, 513, 640, 641, 768, 1024, 1025, 1792, 2048))
 def test_edges_of_large_batches(count: int) -> None:
     decoder, _ = attached(small_model("qwen2"))
     prompts = random_prompts(11, *(3 + i % 9 for i in range(count)))
     requests = [ask(str(i), prompt, seed=i, max_tokens=4 + i % 14) for i, prompt in enumerate(prompts)]
-    settings = {"slots": 512, "context_tokens": 64, "eos_token_ids": (EOS,)}
+    settings = {"slots": 512 if count <= 512 else 2048, "context_tokens": 64, "eos_token_ids": (EOS,)}
     engine = make_engine(decoder, graphs=True, **settings)
     ours = run(engine, requests)
     assert engine.path.startswith("CUDA graphs")

@@ -166,6 +166,7 @@ def test_what_cannot_be_captured_leaves_all_as_it_was(caplog: pytest.LogCaptureF
         return Passed((), torch.full((1,), float(micro.token_ids.sum().item()), device=CUDA, dtype=torch.float64))
 
     passed = [graphs.run("asks", laid, work, lambda: work(MicroBatch.upload(laid, CUDA))) for _ in range(TIMED + 2)]
+    torch.randn(3, device=CUDA)  # what is random takes no part in a capture any more
     assert {float(one.values) for one in passed} == {float(laid.arrays["token_ids"].sum())}
     assert not graphs.captured and torch.cuda.current_stream() == stream
     assert ["training passes are not captured" in record.getMessage() for record in caplog.records] == [True]

@@ -184,11 +184,9 @@ class DecodeGraphs:
         def step() -> None:
             self._step(extent, narrowed)
 
-        def warm_up() -> None:
-            step()
-            self.rows.cursors.zero_()
-
-        graph, _ = capture(step, self._pool, warm_up)
+        step()
+        self.rows.cursors.zero_()
+        graph, _ = capture(step, self._pool)
         for tensor, value in zip(self._state(), saved, strict=True):
             tensor.copy_(value)  # the warm-up moved the rows on
         return graph

@@ -181,5 +181,6 @@ class Prefill:
         def forward() -> Tensor:
             return self._forward(inputs, context)
 
-        graph, hidden = capture(forward, self._pool, forward)
+        forward()
+        graph, hidden = capture(forward, self._pool)
         return _Captured(graph, inputs, hidden)

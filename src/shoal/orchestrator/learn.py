@@ -6,9 +6,9 @@ Torch runs behind `Policy` on the device's thread; here are only arrays and the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from shoal.types import Batch, Rollout, RolloutGroup, Row, Sample
 log = logging.getLogger(__name__)
 OnDevice = Callable[..., Awaitable[Any]]
 Score = Callable[[Sequence[Row]], PendingResults]
+Split = Callable[[], list[list[Row]]]  # rows into passes, as many as there is memory for
+Launched = TypeVar("Launched")
 MAX_LOG_RATIO = 20.0  # as in the losses: its exponential is finite and far beyond any use
 
 
@@ -122,7 +124,7 @@ class Learner:
         rollouts = {r.rollout_id: r for group in groups for r in group.rollouts if r.scored}
         batches = self._batches([rollout_samples(r, advantage=0.0) for r in rollouts.values()], 1)
         rows = [row for batch in batches for row in batch.rows]
-        (references,) = await self._scored([self._policy.reference_logprobs], self._micro_batches(rows))
+        (references,) = await self._scored([self._policy.reference_logprobs], lambda: self._micro_batches(rows))
         for row, reference in zip(rows, references, strict=True):
             for index, rollout_id in enumerate(row.rollout_ids):
                 mine = row.loss_mask & (row.sequence_ids == index)
@@ -137,16 +139,19 @@ class Learner:
             scores["old_logprobs"] = self._policy.logprobs
         if self._settings.needs_reference:
             scores["reference_logprobs"] = self._policy.reference_logprobs
-        passes = self._passes(batches)
-        rows = [row for micro in passes for row in micro]
-        for name, logprobs in zip(scores, await self._scored(scores.values(), passes), strict=True):
+        rows = [row for micro in self._passes(batches) for row in micro]
+        found = await self._scored(list(scores.values()), lambda: self._passes(batches))
+        for name, logprobs in zip(scores, found, strict=True):
             for row, values in zip(rows, logprobs, strict=True):
                 setattr(row, name, values)
 
-    async def _scored(self, scores: Iterable[Score], passes: Sequence[Sequence[Row]]) -> list[list[np.ndarray]]:
+    async def _scored(self, scores: Sequence[Score], split: Split) -> list[list[np.ndarray]]:
         """Log-probs of all rows by each, read when the last pass is under way: the device waits for none of it."""
-        pending = [[await self._on_device(score, micro) for micro in passes] for score in scores]
-        found = [await self._on_device(_read_all, of_one) for of_one in pending]
+
+        async def launch(passes: Sequence[Sequence[Row]]) -> list[list[PendingResults]]:
+            return [[await self._on_device(score, micro) for micro in passes] for score in scores]
+
+        found = [await self._on_device(_read_all, of_one) for of_one in await self._fitting(split, launch)]
         return [[values for _, logprobs in of_one for values in logprobs] for of_one in found]
 
     async def _optimise(self, batches: Sequence[Batch], tally: Tally) -> Learned:
@@ -169,11 +174,21 @@ class Learner:
         return learned
 
     async def _gradient(self, batch: Batch, source: str) -> list[PendingResults]:
-        """Of one optimizer step. What the plan did not foresee is computed again in smaller micro-batches."""
+        """Of one optimizer step."""
+
+        async def launch(passes: Sequence[Sequence[Row]]) -> list[PendingResults]:
+            return [await self._forward_backward(micro, source) for micro in passes]
+
+        return await self._fitting(lambda: self._passes([batch]), launch)
+
+    async def _fitting(
+        self, split: Split, launch: Callable[[Sequence[Sequence[Row]]], Awaitable[Launched]]
+    ) -> Launched:
+        """What the plan did not foresee is computed again in smaller micro-batches."""
         while True:
-            passes = self._passes([batch])
+            passes = split()
             try:
-                return [await self._forward_backward(micro, source) for micro in passes]
+                return await launch(passes)
             except MemoryStop:
                 if not self._shrink(passes):
                     raise

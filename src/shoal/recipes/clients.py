@@ -88,7 +88,7 @@ class PolicyClient:
         import torch
 
         samples, rows = _rows(datums, self._device.token_budget)
-        _score(self._policy.logprobs, rows)
+        _score(rows, [self._policy.logprobs([row]) for row in rows])
         values = [as_trainer_logprobs(array) for array in by_datum(samples, rows, "old_logprobs")]
         where = self._policy.decoder.device
         logprobs = [torch.tensor(value, dtype=torch.float32, device=where, requires_grad=True) for value in values]
@@ -159,13 +159,14 @@ class ReferenceClient:
 
 def _forward(score: Callable[..., RowResults], device: Device, datums: Sequence[Datum]) -> list[np.ndarray]:
     samples, rows = _rows(datums, device.token_budget)
-    device.do(_score, score, rows)
+    device.do(_score, rows, [device.do(score, [row]) for row in rows])
     return [as_trainer_logprobs(array) for array in by_datum(samples, rows, "old_logprobs")]
 
 
-def _score(score: Callable[..., RowResults], rows: Sequence[Row]) -> None:
-    for row, pending in [(row, score([row])) for row in rows]:  # read when all are on their way
-        _, (row.old_logprobs,) = pending.read()
+def _score(rows: Sequence[Row], pending: Sequence[RowResults]) -> None:
+    """Of each row, read when all are under way."""
+    for row, result in zip(rows, pending, strict=True):
+        _, (row.old_logprobs,) = result.read()
 
 
 def _rows(datums: Sequence[Datum], token_budget: int) -> tuple[list[Sample], list[Row]]:

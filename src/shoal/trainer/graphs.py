@@ -278,6 +278,7 @@ class PassGraphs:
         inputs = {name: tensor.clone() for name, tensor in upload(arrays, self._device).items()}
         micro = micro_batch(inputs, extent)
         inputs["weights"].zero_()  # what only compiles kernels adds nothing to the gradient
+        work(micro)
 
         def passing() -> Passed:
             before = torch.cuda.memory_reserved(self._device)  # when all that is free was given back
@@ -285,5 +286,5 @@ class PassGraphs:
             self._pool_bytes += torch.cuda.memory_reserved(self._device) - before
             return passed
 
-        graph, passed = capture(passing, self._pool, lambda: work(micro))
+        graph, passed = capture(passing, self._pool)
         return _Graph(graph, inputs, passed)

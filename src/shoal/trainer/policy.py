@@ -183,7 +183,7 @@ class TrainedPolicy:
         found = self.optimizer.clip(own.max_grad_norm)
         self.optimizer.step(rate, own.adam, found)
         self.optimizer.zero_grad()
-        norm = float(found)  # the only wait of a step, and at its end
+        norm = float(found)  # a wait, but for all that the step launched
         skipped = not np.isfinite(norm)
         self.optimizer_steps += 1
         result = {"optim/lr": rate, "optim/skipped": float(skipped)}

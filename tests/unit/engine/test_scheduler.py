@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.scheduler import SMALLEST_BATCH, Scheduler, Sequence
+from shoal.engine.scheduler import SMALLEST_BATCH, Scheduler, Sequence, bucket
 from shoal.types import Request, SamplingParams, Span
 
 
@@ -42,6 +42,14 @@ def test_rows_are_powers_of_two_over_the_highest_slot() -> None:
         scheduler.retire(scheduler.running[slot])
         expected = 40 if slot > 32 else 32 if slot > 16 else 16 if slot > 8 else 8
         assert scheduler.rows == expected
+
+
+def test_large_batches_grow_in_smaller_steps() -> None:
+    """A row too many costs more the more there are; a graph too many costs the same."""
+    sizes = sorted({bucket(count) for count in range(1, 2049)})
+    assert sizes[:10] == [8, 16, 32, 64, 96, 128, 192, 256, 384, 512]
+    assert sizes[10:] == [640, 768, 896, 1024, 1280, 1536, 1792, 2048]
+    assert all(bucket(count) >= count for count in range(3000)) and all(bucket(size) == size for size in sizes)
 
 
 def test_compaction_moves_the_high_into_the_holes() -> None:

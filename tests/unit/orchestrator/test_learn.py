@@ -129,6 +129,16 @@ def test_what_memory_does_not_suffice_for_is_computed_in_smaller_micro_batches(r
     assert [len(call.rows) for call in tight.calls[begun:]] == [2, 2, 1]
 
 
+@pytest.mark.parametrize("settings", ({"recompute_old": True, "needs_reference": True}, {"reward_kl_beta": 0.1}))
+def test_log_probs_that_memory_does_not_suffice_for_are_too(settings: dict[str, Any]):
+    whole, tight = UnigramPolicy(), UnigramPolicy(most_tokens=8)
+    for policy in (whole, tight):
+        learner = make_learner(policy, MEAN_ONLY, token_budget=4, rows_per_micro_batch=None, **settings)
+        learn(learner, five_rows())
+    np.testing.assert_allclose(tight.theta, whole.theta, atol=1e-12)
+    assert [len(call.rows) for call in tight.calls] == [2, 2, 1], "the gradient knows already"
+
+
 def test_a_row_that_memory_does_not_suffice_for_stops_the_run():
     for policy in (UnigramPolicy(most_tokens=3), UnigramPolicy(most_tokens=8, passes_together=True)):
         with pytest.raises(MemoryStop):

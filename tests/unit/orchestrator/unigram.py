@@ -63,10 +63,15 @@ class UnigramPolicy:
         self._gradient = np.zeros(VOCABULARY)
 
     def logprobs(self, rows: Sequence[Row]) -> Results:
-        return Results({}, [_token_logprobs(self.theta, row) for row in rows])
+        return self._scored(rows, self.theta)
 
     def reference_logprobs(self, rows: Sequence[Row]) -> Results:
-        return Results({}, [_token_logprobs(self.reference, row) for row in rows])
+        return self._scored(rows, self.reference)
+
+    def _scored(self, rows: Sequence[Row], theta: np.ndarray) -> Results:
+        if self.most_tokens is not None and sum(row.tokens for row in rows) > self.most_tokens:
+            raise MemoryStop("no memory")
+        return Results({}, [_token_logprobs(theta, row) for row in rows])
 
     def forward_backward(self, rows: Sequence[Row], objective: Any, mismatch_from: Any = "old") -> Results:
         self.calls.append(Backward(list(rows), mismatch_from, self.optim_steps))
