@@ -17,12 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect_left
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from limits import ModelShape, Rates, Work
 from machine import print_table, write_result
+from random_text import Evens
 from workload import parser
 
 from shoal.observability.run_dir import read_metrics
@@ -31,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENT = "benchmarks/random_text.py:Evens"
 PHASES = ("rollout", "reward", "train", "sync", "idle", "save")
 COLD_STEPS = 2
-TEMPLATE_TOKENS = 8  # what the chat template of the character tokenizer puts around a prompt
+COUNTED = 64  # prompts whose tokens are counted
 LIMIT_S = 540
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")  # kernels; compiled Python if need be
 
@@ -46,7 +49,7 @@ class Case:
     new: int = 256
     steps: int = 12
     rows: int | None = None  # packed rows of one micro-batch; None = by the memory plan
-    characters: int | None = None  # of a prompt; one a token unless given
+    characters: int | None = None  # of a prompt; as many as its tokens take, unless given
     lora_rank: int | None = None
     precision: str = "bf16"
     quoted: str | None = None
@@ -62,7 +65,7 @@ class Case:
     def arguments(self, model: str, run: Path, steps: int) -> list[str]:
         length = self.prompt_tokens + self.group * self.new  # a row holds a group, whose prompt is computed once
         rows = [f"train.per_device_train_batch_size={self.rows}"] if self.rows else []
-        characters = self.characters or self.prompt_tokens - TEMPLATE_TOKENS
+        characters = self.characters or characters_for(model, self.prompt_tokens)
         adapters = [f"train.lora_rank={self.lora_rank}", "train.lora=true"] if self.lora_rank else []
         return [
             f"train.model={model}", f"train.output_dir={run}", f"train.max_steps={steps}",
@@ -82,6 +85,23 @@ CASES = {
 SMOLLM = Case("smollm2-135m", "", characters=325, quoted=TRL)
 SMOKE = Case("tiny", "tiny", prompts=2, group=4, prompt_tokens=64, new=8, steps=4, rows=4, precision="fp32")
 SMOKE_SMOLLM = replace(SMOLLM, prompts=2, group=2, new=4, steps=2, rows=2, precision="fp32")
+
+
+@cache
+def characters_for(model: str, tokens: int) -> int:
+    """Of prompts that have so many tokens on average, with what the chat template puts around them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def mean(characters: int) -> float:
+        texts = [
+            tokenizer.apply_chat_template([dict(m) for m in task.messages], tokenize=False, add_generation_prompt=True)
+            for task in Evens(characters).tasks("train")[:COUNTED]
+        ]
+        return statistics.mean(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
+
+    return bisect_left(range(8 * tokens), tokens, key=mean)
 
 
 class Failed(RuntimeError):

@@ -50,9 +50,10 @@ MIXED: list[Column] = [
     ("work", lambda r: r["name"]),
     ("slots", lambda r: number(r["slots"])),
     TOTAL,
-    ("ratio", lambda r: percent(r.get("ratio"))),
+    ("of equal lengths in groups", lambda r: percent(r.get("ratio"))),
+    ("of distinct prompts", lambda r: percent(r.get("distinct_ratio"))),
     DECODE,
-    ("ratio", lambda r: percent(r.get("decode_ratio"))),
+    ("of equal lengths", lambda r: percent(r.get("decode_ratio"))),
     FRACTION,
     MEMORY,
 ]
@@ -102,8 +103,8 @@ QUICKSTART: list[Column] = [
     ("train", lambda r: seconds(r["train_s"])),
     ("reward", lambda r: f"{r['reward_first']:.3f} → {r['reward_last']:.3f}"),
     ("k3", lambda r: f"{r['k3']:.1e}"),
-    ("supervised step", lambda r: seconds(r["supervised_step_s"]) if "supervised_step_s" in r else "–"),
 ]
+SUPERVISED: Column = ("supervised step", lambda r: seconds(r["supervised_step_s"]))
 GROWTH: list[Column] = [
     DECODE,
     ("limit", lambda r: number(min(r["limit_bytes"], r["limit_operations"]))),
@@ -145,7 +146,8 @@ log-probs. Where it was timed over fewer tokens, the rest is carried on at the s
 
 
 def mixed(results: Results) -> Iterator[str]:
-    yield "Lengths geometric, mean 256, at most 2,048. Ratios are to sequences of equal length in the same run."
+    yield """Lengths geometric, mean 256, at most 2,048. Shares are of 512 sequences of equal length in the same run, which
+come in groups of eight, as the mixed ones do, or with prompts of their own, whose prefill takes longer."""
     yield table_of(results.rows["mixed"], MIXED)
 
 
@@ -183,7 +185,9 @@ after a few supervised steps on solved tasks, so that there is something to rewa
 16. Times are of the median step; the reward is the mean of the first and of the last ten steps, which 40 steps hardly
 move; k3 is how far the policy's log-probs are from the sampler's. The supervised steps before are of 64 short texts
 each, all weights, bf16."""
-    yield table_of(results.rows["quickstart"], QUICKSTART)
+    rows = results.rows["quickstart"]
+    timed = all("supervised_step_s" in row for row in rows)
+    yield table_of(rows, [*QUICKSTART, SUPERVISED] if timed else QUICKSTART)
 
 
 def growth(results: Results) -> Iterator[str]:

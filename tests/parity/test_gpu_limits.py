@@ -186,4 +186,6 @@ def test_an_evaluation_says_how_it_samples_and_what_memory_goes_to(
     words = ["--env", "reverse-text", "--num-examples", "4", "--max-tokens", "16", "--device", "cuda"]
     assert main(["eval", str(tmp_path / "model"), *words]) == 0
     said = capfd.readouterr().err
-    assert "rollouts: CUDA graphs" in said and "memory  cache of" in said and "memory  prefills and draws" in said
+    assert (
+        "rollouts: CUDA graphs" in said and "memory  cache of" in said and "memory  prefills and decode steps" in said
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.build.model import Model
 from shoal.build.sampler import GPU_PREFILL_TOKENS
@@ -63,6 +63,7 @@ def training_plan(train: TrainConfig, batch_size: int, model: Model, policy: Tra
         context_tokens=1,
         utilization=None,
         captures=policy.captures,
+        base=_base(train),
     )
     plan = _measured_plan(demand, model, policy)
     model.trained.recompute(plan.recompute)
@@ -118,7 +119,12 @@ def _demand(config: RunConfig) -> Demand:
         utilization=infer.gpu_memory_utilization,
         prefill_tokens=GPU_PREFILL_TOKENS,
         narrowed=any(map(_narrows, [orch.sampling, *([orch.eval.sampling] if orch.eval else [])])),
+        base=_base(train),
     )
+
+
+def _base(train: TrainConfig) -> Literal["trained", "frozen", "stored"]:
+    return "stored" if train.quantised else "frozen" if train.lora else "trained"
 
 
 def cpu_share(infer: InferConfig, model: Model) -> str | None:

@@ -40,14 +40,14 @@ class InferConfig(Section):
     )
     max_num_seqs: PositiveInt | None = Field(
         default=None,
-        description="Sequences decoded at once (a step's rollouts, at most 256, unless given; with grpo-infer 256).",
+        description="Sequences decoded at once (a step's rollouts, at most 1,024, unless given; with grpo-infer 256).",
     )
     gpu_memory_utilization: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Share of the device's memory the cache may take (vLLM: all it uses), on a CPU of what is free; "
-        "measured unless given.",
+        description="Share of the device's memory for sampling, weights aside (vLLM: all it uses), on a CPU of what is "
+        "free; measured unless given.",
     )
     enable_lora: bool | None = Field(
         default=None, description="Whether adapters are served (as train.lora unless given)."

@@ -118,11 +118,6 @@ class Decoder:
         return self.lm_head.weight  # type: ignore[return-value]
 
     @property
-    def head_size(self) -> int:
-        """Numbers of a state that the head reads; a model may project its own to fewer."""
-        return int(self._head_weight.shape[1])
-
-    @property
     def max_positions(self) -> int | None:
         return getattr(self.config, "max_position_embeddings", None)
 

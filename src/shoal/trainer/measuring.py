@@ -1,4 +1,4 @@
-"""What a dry training pass, a dry prefill and a dry draw take on the device, for the memory plan."""
+"""What a dry training pass, a dry prefill and a dry decode step take on the device, for the memory plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shoal.trainer.memory import (
     slot_bytes,
 )
 
-DRAWN_ROWS = 64
+DECODED_ROWS = 64
 
 
 class Costs(dict[bool, Cost]):
@@ -71,12 +71,12 @@ def sampling_plan(decoder: Decoder, layers: dict[int, LayerShape], demand: Deman
 
 
 def _sampling(decoder: Decoder, demand: Demand) -> Sampling:
-    """The largest prefill there may be, and a token for some rows: drawing takes the same for each."""
-    device, rows = decoder.device, min(demand.slots, DRAWN_ROWS)
+    """The largest prefill there may be, and a decode step of some rows: it takes the same for each."""
+    device, rows = decoder.device, min(demand.slots, DECODED_ROWS)
     context = min(demand.context_tokens, decoder.max_positions or demand.context_tokens)
     tokens = max(context, min(demand.prefill_tokens, demand.slots * context))
     prefill = _peak_or_all(device, lambda: dry_prefill(decoder, tokens, context))
-    return Sampling(prefill, _peak_or_all(device, lambda: dry_draw(decoder, rows, demand.narrowed)) / rows)
+    return Sampling(prefill, _peak_or_all(device, lambda: dry_decode(decoder, rows, demand.narrowed)) / rows)
 
 
 @torch.no_grad()
@@ -88,10 +88,11 @@ def dry_prefill(decoder: Decoder, tokens: int, context: int) -> None:
 
 
 @torch.no_grad()
-def dry_draw(decoder: Decoder, rows: int, narrowed: bool) -> None:
-    """The end of a decode step: a token from the logits of each row."""
+def dry_decode(decoder: Decoder, rows: int, narrowed: bool) -> None:
+    """From a token of each row to the next, but for the cache, which is planned by itself."""
     device = decoder.device
-    logits = decoder.logits(torch.zeros(rows, decoder.head_size, dtype=decoder.dtype, device=device))
+    ids, packed = torch.arange(rows, device=device) % decoder.vocab_size, decoder.pack(np.arange(rows + 1))
+    logits = decoder.logits(decoder.hidden(ids[None], torch.zeros_like(ids)[None], packed)[0])
     state, counts = SamplingState.allocate(rows, device), torch.zeros(rows, dtype=torch.int64, device=device)
     if narrowed or not kernels.available(device.type == "cuda"):
         draw(logits, state, counts, state.banned(counts, logits.shape[1]), truncated=narrowed)

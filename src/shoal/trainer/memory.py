@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -21,6 +22,8 @@ from shoal.trainer.graphs import sizes
 CPU_SHARE = 0.25  # of what is free, for the cache, unless the user says otherwise
 RESERVE = 0.06  # of the device: fragments, and what was not foreseen
 GOOD_MICRO_BATCH = 32_768  # tokens that keep a large GPU busy; more only takes memory
+DECENT_MICRO_BATCH = 8_192  # tokens that a cache of many sequences leaves to training
+MANY_SLOTS = 256  # a cache of more gives way to a decent micro-batch, one of fewer only to one that is possible at all
 KEYS_A_TOKEN = 4  # gathered for a token of a captured pass, where answers share their prompts
 POOL = 1.25  # of what the largest captured pass takes alone, for all of them: sizes do not fit into each other
 KEPT_OF_MICRO_BATCH = 0.75  # where captured passes want a share of its memory
@@ -42,6 +45,7 @@ class Demand:
     prefill_tokens: int = 0  # of one prefill at most
     narrowed: bool = False  # whether tokens are drawn from less than the whole vocabulary
     trains: bool = True
+    base: Literal["trained", "frozen", "stored"] = "trained"  # its weights: frozen under adapters, or quantised too
 
 
 @dataclass(frozen=True)
@@ -71,13 +75,17 @@ UNAFFORDABLE = Cost(float("inf"), 0.0)  # not even one row
 
 @dataclass(frozen=True)
 class Sampling:
-    """Peak bytes beside the cache: of the largest prefill, and of drawing a token for each row of a decode batch."""
+    """Peak bytes beside the cache: of the largest prefill, and of a decode step for each row of its batch."""
 
     prefill: float = 0.0
     row: float = 0.0
 
     def at(self, rows: int) -> float:
         return max(self.prefill, self.row * rows)
+
+    def slots_in(self, share: float, slot: int) -> int:
+        """Sequences whose cache, of `slot` bytes each, fits into a share of the device together with these."""
+        return int(min((share - self.prefill) / slot, share / (slot + self.row))) if share > self.prefill else 0
 
 
 @dataclass(frozen=True)
@@ -132,31 +140,38 @@ def decide(measured: Measured, demand: Demand) -> MemoryPlan:
     """Cache as asked for, then the largest useful micro-batch; layers again only if a row does not fit otherwise.
 
     Where that does not fit either, the cache gives way, down to one block of rows; where nothing samples, there is
-    none. What prefills and draws take is in graphs, which keep it while training goes on: it counts beside the rest.
+    none. What prefills and decode steps take is in graphs, which keep it while training goes on: it counts beside the
+    rest, and within the share that a user gave the engine.
     """
     budget = measured.total * (1 - RESERVE) - measured.elsewhere - measured.held - measured.optimizer
-    cap = measured.total * demand.utilization if demand.utilization is not None else budget
-    wanted = min(round_up(demand.slots, ROW_MULTIPLE), int(cap / measured.slot) // ROW_MULTIPLE * ROW_MULTIPLE)
+    share = measured.total * demand.utilization if demand.utilization is not None else budget
+    affordable = measured.sampling.slots_in(share, measured.slot) // ROW_MULTIPLE * ROW_MULTIPLE
+    wanted = min(round_up(demand.slots, ROW_MULTIPLE), affordable)
     least = demand.row_tokens * (demand.rows_per_micro_batch or 1)
+    most = least if demand.rows_per_micro_batch else max(least, min(GOOD_MICRO_BATCH, demand.step_tokens))
     ways = [demand.recompute] if demand.recompute is not None else [False, True]
-    if wanted < ROW_MULTIPLE and demand.utilization is not None:
-        raise HardwareError(_too_small(measured.slot, demand))
-    for slots in _ever_fewer(wanted) if demand.slots else (0,):
+    if wanted < ROW_MULTIPLE and demand.utilization is not None and demand.slots:
+        raise HardwareError(_too_small(measured.slot, demand, measured.sampling.at(ROW_MULTIPLE)))
+    for slots, tokens in _ever_less(wanted, range(least, most + 1)) if demand.slots else ((0, least),):
         room = budget - slots * measured.slot - measured.sampling.at(slots)
         for recompute in ways if room >= 0 else ():
             cost = measured.costs[recompute]
-            if cost.tokens_in(room) >= least:
-                most = least if demand.rows_per_micro_batch else max(least, min(GOOD_MICRO_BATCH, demand.step_tokens))
+            if cost.tokens_in(room) >= tokens:
                 key_bytes = measured.key_bytes if demand.captures and not recompute else None
                 passes = _passes(cost, room, range(least, most + 1), key_bytes)
                 return _plan(measured, slots, passes, recompute)
     raise HardwareError(_refusal(measured, demand, budget, least))
 
 
-def _ever_fewer(slots: int) -> Iterator[int]:
+def _ever_less(slots: int, useful: range) -> Iterator[tuple[int, int]]:
+    """Sequences of the cache, and tokens that a micro-batch beside it must have at least."""
+    decent = max(useful[0], min(useful[-1], DECENT_MICRO_BATCH))
     slots = max(slots, ROW_MULTIPLE)
+    while slots > MANY_SLOTS:
+        yield slots, decent
+        slots = max(MANY_SLOTS, slots // 2 // ROW_MULTIPLE * ROW_MULTIPLE)
     while slots >= ROW_MULTIPLE:
-        yield slots
+        yield slots, useful[0]
         slots = slots // 2 // ROW_MULTIPLE * ROW_MULTIPLE
 
 
@@ -181,7 +196,7 @@ def _plan(measured: Measured, slots: int, passes: tuple[int, GraphRoom], recompu
         ("weights, masters and copies", measured.held),
         ("optimizer moments", measured.optimizer),
         (f"cache of {slots} sequences", slots * measured.slot),
-        ("prefills and draws", measured.sampling.at(slots)),
+        ("prefills and decode steps", measured.sampling.at(slots)),
         (
             f"a micro-batch of {tokens} tokens{', layers again' if recompute else ''}",
             measured.costs[recompute].at(tokens),
@@ -204,7 +219,10 @@ def _refusal(measured: Measured, demand: Demand, budget: float, least: int) -> s
         room = budget - (cache + sampling if demand.slots else 0)
         ways = _ways_to_train(measured, demand, measured.costs[True].tokens_in(room))
     if demand.slots:
-        parts += [_gib(cache, f"for a cache of {ROW_MULTIPLE} sequences"), _gib(sampling, "for prefills and draws")]
+        parts += [
+            _gib(cache, f"for a cache of {ROW_MULTIPLE} sequences"),
+            _gib(sampling, "for prefills and decode steps"),
+        ]
     elsewhere = f", beside {measured.elsewhere / GIB:.1f} GiB of other programs" if measured.elsewhere > GIB else ""
     return (
         f"this does not fit: {', '.join(parts)}, of {measured.total / GIB:.1f} GiB{elsewhere}; "
@@ -225,10 +243,12 @@ def _ways_to_train(measured: Measured, demand: Demand, tokens: int) -> list[str]
     with_it = " with an equal orch.seq_len" if demand.slots else ""
     if 256 <= tokens < demand.row_tokens:
         ways.append(f"train.sequence_len={tokens // 256 * 256}{with_it}")
-    elif measured.sampling.prefill == float("inf"):
+    elif measured.sampling.prefill == float("inf") or tokens < demand.row_tokens:
         ways.append(f"a lower train.sequence_len{with_it}")
-    if measured.optimizer > measured.total * 0.2:
+    if demand.base == "trained":
         ways.append("train.lora=true (or a quantised base)")
+    elif demand.base == "frozen":
+        ways.append("a quantised base (train.qlora_bnb=true takes a quarter)")
     return ways
 
 
@@ -250,15 +270,16 @@ def cache_only(decoder: Decoder, layers: dict[int, LayerShape], demand: Demand) 
     affordable = int(free * (CPU_SHARE if demand.utilization is None else demand.utilization) // per_slot)
     slots = min(round_up(demand.slots, ROW_MULTIPLE), affordable // ROW_MULTIPLE * ROW_MULTIPLE)
     if slots < ROW_MULTIPLE:
-        raise HardwareError(_too_small(per_slot, demand))
+        raise HardwareError(_too_small(per_slot, demand, 0))
     tokens = demand.row_tokens * (demand.rows_per_micro_batch or 1)
     return MemoryPlan(slots, tokens, bool(demand.recompute))
 
 
-def _too_small(per_slot: int, demand: Demand) -> str:
+def _too_small(per_slot: int, demand: Demand, sampling: float) -> str:
     given = "is free" if demand.utilization is None else f"infer.gpu_memory_utilization {demand.utilization:g} gives it"
+    beside = f" and its prefills {_gib(sampling, '').strip()}" if sampling else ""
     return (
         f"a cache for {ROW_MULTIPLE} sequences of {demand.context_tokens} tokens takes "
-        f"{ROW_MULTIPLE * per_slot / GIB:.1f} GiB, more than {given}; lower orch.seq_len "
+        f"{ROW_MULTIPLE * per_slot / GIB:.1f} GiB{beside}, more than {given}; lower orch.seq_len "
         "(infer.max_model_len in a server), or raise infer.gpu_memory_utilization"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from shoal.trainer import measuring
 from shoal.trainer.graphs import GRAPH_TOKENS
 from shoal.trainer.memory import (
     CPU_SHARE,
+    DECENT_MICRO_BATCH,
     GOOD_MICRO_BATCH,
     POOL,
     RESERVE,
@@ -90,8 +92,23 @@ def test_the_cache_gives_way_to_a_row() -> None:
     assert plan.micro_batch_tokens >= 2048
 
 
+def test_a_cache_of_many_gives_way_to_a_decent_micro_batch() -> None:
+    """One of up to 256 sequences stays, even if a row after another is all that fits beside it."""
+    wide = replace(ASKED, slots=1024, recompute=False)
+    cheap = replace(MEASURED, slot=500)
+    assert decide(cheap, wide).slots == 512, "640,000 bytes are 1,024 sequences and 4,266 tokens, or 512 and 12,800"
+    assert decide(cheap, replace(wide, step_tokens=4096)).slots == 1024, "where a step has no more tokens"
+    assert decide(cheap, replace(wide, rows_per_micro_batch=1)).slots == 1024
+    tight = replace(MEASURED, slot=2000)
+    plan = decide(tight, wide)
+    assert plan.slots == 256 and 2048 <= plan.micro_batch_tokens < DECENT_MICRO_BATCH
+
+
 def test_what_the_user_sets_is_obeyed() -> None:
     assert decide(MEASURED, replace(ASKED, utilization=0.02)).slots == 16
+    sampling = replace(MEASURED, sampling=Sampling(prefill=20_000, row=600))
+    assert decide(sampling, replace(ASKED, utilization=0.04)).slots == 16, "prefills and decode steps are in the share"
+    assert decide(sampling, replace(ASKED, utilization=0.08)).slots == 48
     assert decide(MEASURED, replace(ASKED, rows_per_micro_batch=3)).micro_batch_tokens == 3 * 2048
     assert decide(MEASURED, replace(ASKED, recompute=True)).recompute
 
@@ -149,6 +166,15 @@ def test_a_refusal_says_what_would_fit() -> None:
     heavy = replace(MEASURED, held=600_000, optimizer=500_000)
     with pytest.raises(HardwareError, match=r"train.lora=true.*a smaller model"):
         decide(heavy, ASKED)
+    adapters = replace(MEASURED, held=930_000, optimizer=1000)
+    ways = {
+        "trained": "a lower train.sequence_len with an equal orch.seq_len, train.lora=true (or a quantised base)",
+        "frozen": "a lower train.sequence_len with an equal orch.seq_len, a quantised base (train.qlora_bnb=true takes",
+        "stored": "a lower train.sequence_len with an equal orch.seq_len, a smaller model",
+    }
+    for base, way in ways.items():
+        with pytest.raises(HardwareError, match=re.escape(f"try {way}")):
+            decide(adapters, replace(ASKED, base=base))  # type: ignore[arg-type]
     with pytest.raises(HardwareError, match=r"more than there is for one row, .* for a cache of 8 sequences"):
         decide(replace(MEASURED, costs={False: UNAFFORDABLE, True: UNAFFORDABLE}), ASKED)
 
@@ -158,6 +184,8 @@ def test_a_share_too_small_for_a_block_of_sequences_is_refused() -> None:
         HardwareError, match=r"more than infer.gpu_memory_utilization 0.001 gives it; lower orch.seq_len"
     ):
         decide(MEASURED, replace(ASKED, utilization=0.001))
+    with pytest.raises(HardwareError, match=r"GiB and its prefills .* GiB, more than infer.gpu_memory_utilization"):
+        decide(replace(MEASURED, sampling=Sampling(50_000)), replace(ASKED, utilization=0.05))
 
 
 def test_one_row_is_enough_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,11 +223,11 @@ def test_one_row_is_enough_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert none == UNAFFORDABLE and none.tokens_in(1e12) == 0
 
 
-def test_a_dry_prefill_and_draw_are_what_the_engine_does() -> None:
+def test_a_dry_prefill_and_decode_step_are_what_the_engine_does() -> None:
     """They only have to run, narrowed or not; what they took is read off the device."""
     measuring.dry_prefill(DECODER, 40, 16)
     for narrowed in (False, True):
-        measuring.dry_draw(DECODER, 8, narrowed)
+        measuring.dry_decode(DECODER, 8, narrowed)
 
 
 def test_nothing_dry_stands_where_a_model_has_no_position(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,12 +247,12 @@ def test_sampling_counts_beside_training() -> None:
     """Its graphs stay. The cache gives way to what drawing for so many rows takes."""
     small = replace(ASKED, step_tokens=2048)
     plan = decide(replace(MEASURED, sampling=Sampling(row=2000)), small)
-    assert plan.slots == 64 and dict(plan.lines)["prefills and draws"] == 64 * 2000
+    assert plan.slots == 64 and dict(plan.lines)["prefills and decode steps"] == 64 * 2000
     plan = decide(replace(MEASURED, sampling=Sampling(row=20_000)), small)
-    assert plan.slots == 16
+    assert plan.slots == 24
     assert sum(size for _, size in plan.lines) <= TOTAL * (1 - RESERVE)
     with pytest.raises(
-        HardwareError, match=r"more than there is for prefills and draws, .* a lower train.sequence_len"
+        HardwareError, match=r"more than there is for prefills and decode steps, .* a lower train.sequence_len"
     ):
         decide(replace(MEASURED, sampling=Sampling(prefill=float("inf"))), small)
 
@@ -252,8 +280,8 @@ def test_what_trains_nothing_has_its_cache_and_its_draws() -> None:
     alone = replace(ASKED, trains=False)
     measured = replace(MEASURED, optimizer=0, costs={False: Cost(0, 0)}, sampling=Sampling(prefill=5_000, row=500))
     plan = decide(measured, alone)
-    assert plan.slots == 64 and dict(plan.lines)["prefills and draws"] == 64 * 500
-    assert decide(replace(measured, slot=11_200), alone).slots == 32, "cache and draws together fit"
+    assert plan.slots == 64 and dict(plan.lines)["prefills and decode steps"] == 64 * 500
+    assert decide(replace(measured, slot=11_200), alone).slots == 56, "cache and draws together fit"
     with pytest.raises(HardwareError) as refused:
         decide(replace(measured, slot=100_000), alone)
     assert "a cache of 8 sequences" in str(refused.value) and "one row" not in str(refused.value)
