@@ -146,8 +146,8 @@ log-probs. Where it was timed over fewer tokens, the rest is carried on at the s
 
 
 def mixed(results: Results) -> Iterator[str]:
-    yield """Lengths geometric, mean 256, at most 2,048. Shares are of 512 sequences of equal length in the same run, which
-come in groups of eight, as the mixed ones do, or with prompts of their own, whose prefill takes longer."""
+    yield """Lengths geometric, mean 256, at most 2,048. Shares are of 512 sequences of equal length in the same run,
+which come in groups of eight, as the mixed ones do, or with prompts of their own, whose prefill takes longer."""
     yield table_of(results.rows["mixed"], MIXED)
 
 
