@@ -183,7 +183,7 @@ def test_graphs_see_every_optimizer_step(lora: bool) -> None:
         assert answer.logprobs != before[name].logprobs
 
 
-KNOWN = ("llama", "qwen2", "qwen3", "mistral")
+KNOWN = ("llama", "qwen2", "qwen3", "mistral", "smollm3")
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))

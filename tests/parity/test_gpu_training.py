@@ -80,7 +80,7 @@ def gap(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float
     return (difference / sum(float(value.double().square().sum()) for value in theirs.values())) ** 0.5
 
 
-@pytest.mark.parametrize("kind", ("llama", "qwen2", "qwen3", "mistral", "hybrid", *KINDS_OF_BASE))
+@pytest.mark.parametrize("kind", ("llama", "qwen2", "qwen3", "mistral", "smollm3", "hybrid", *KINDS_OF_BASE))
 def test_passes_in_graphs(kind: str) -> None:
     """Through optimizer steps, which graphs see; each micro-batch twice in a step, which adds up.
 

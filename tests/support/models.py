@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 from shoal.models import hybrid
@@ -58,6 +59,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama-tied": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**_SHAPE),
     "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32),
+    "smollm3": lambda: SmolLM3Config(**_SHAPE, no_rope_layer_interval=2),  # its second layer rotates nothing
     "mistral": lambda: MistralConfig(**_SHAPE, head_dim=32, sliding_window=WINDOW),
     "granite": lambda: GraniteConfig(
         **_SHAPE, logits_scaling=0.5, residual_multiplier=0.7, embedding_multiplier=1.5, attention_multiplier=0.3

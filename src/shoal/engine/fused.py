@@ -29,6 +29,7 @@ from shoal.models.fused import (
     probed,
     relative_gap,
     rope_of,
+    turns,
     turns_by_length,
     why_not,
 )
@@ -156,7 +157,7 @@ def _attend(layer: FusedLayer, qkv: Tensor, step: Step) -> Tensor:
     norms: tuple[Any, ...] = ()
     if hasattr(attention, "q_norm"):
         norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
-    form = HeadForm(step.tables.cos, step.tables.sin, *norms)
+    form = HeadForm(step.tables.cos, step.tables.sin, *norms) if turns(attention) else None
     launch = launch_for(len(qkv) * key_heads, dim, step.longest)
     return decode_attention(parts, cache, step.positions, layer.shape, launch, form).flatten(1)  # type: ignore[arg-type]
 
@@ -202,7 +203,7 @@ def _gap(decoder: Decoder, shapes: Mapping[int, LayerShape]) -> float:
     positions = torch.arange(PROBE_ROWS, device=device) * (PROBE_KEYS - 1) // (PROBE_ROWS - 1)
     tables = Tables.of(decoder, PROBE_KEYS, torch.float32)
     worst = 0.0
-    for index in probed({i: attention_of(shapes, i) for i in shapes}):
+    for index in probed(body.layers, {i: attention_of(shapes, i) for i in shapes}):
         twin: Any = fp32_copy(body.layers[index])
         cache = SlotCache({index: shapes[index]}, PROBE_ROWS, PROBE_KEYS, torch.float32, device)
         filled = torch.randn(cache.keys[index].shape, generator=torch.Generator().manual_seed(index))

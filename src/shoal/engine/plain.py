@@ -16,7 +16,7 @@ from shoal.engine.cache import SlotCache
 from shoal.engine.fused import FusedLayer, attention_of, fuse_layer, linears
 from shoal.models.attention import Decode
 from shoal.models.decoder import Decoder, LayerShape
-from shoal.models.fused import FAMILIES
+from shoal.models.fused import FAMILIES, turns
 
 
 class PlainDecode:
@@ -48,9 +48,9 @@ class PlainDecode:
         if hasattr(attention, "q_norm"):
             gains = (attention.q_norm.weight.expand(query_heads, -1), attention.k_norm.weight.expand(key_heads, -1))
             turned = F.rms_norm(turned, (dim,), None, attention.q_norm.variance_epsilon) * torch.cat(gains)
-        cos, sin = rope
-        half = dim // 2
-        turned = turned * cos + torch.cat([-turned[..., half:], turned[..., :half]], -1) * sin
+        if turns(attention):
+            (cos, sin), half = rope, dim // 2
+            turned = turned * cos + torch.cat([-turned[..., half:], turned[..., :half]], -1) * sin
         mixed = context.attend(
             layer.number,
             turned[:, :query_heads, None],

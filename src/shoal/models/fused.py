@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shoal.models.decoder import Decoder, LayerShape
 
 log = logging.getLogger(__name__)
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM")
 TOLERANCE = 1e-3  # relative gap of one layer's update in fp32; a quantised base still rounds as it likes
 PROBE_LENGTHS = (5, 1, 11)
 MOST_HEAD = 256  # numbers of a head that attention over segments takes
@@ -100,12 +100,18 @@ def _attend(attention: Any, shape: Shape, x: Tensor, around: Around) -> Tensor:
         projection(x).view(tokens, -1, dim) for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
     heads: list[Tensor] = []
-    for head, name in ((query, "q_norm"), (key, "k_norm")):
+    for head, name in ((query, "q_norm"), (key, "k_norm")) if turns(attention) else ():
         own = getattr(attention, name, None)
         weight, eps = (own.weight, own.variance_epsilon) if own is not None else (None, 0.0)
-        heads.append(rotate_heads(head, around.cos, around.sin, weight, eps).transpose(0, 1)[None])  # [1, H, T, D]
-    mixed = around.context.attend(int(attention.layer_idx), heads[0], heads[1], value.transpose(0, 1)[None], shape)
+        heads.append(rotate_heads(head, around.cos, around.sin, weight, eps))
+    q, k, v = (head.transpose(0, 1)[None] for head in (*(heads or (query, key)), value))  # [1, H, T, D]
+    mixed = around.context.attend(int(attention.layer_idx), q, k, v, shape)
     return attention.o_proj(mixed[0].flatten(1))
+
+
+def turns(attention: Any) -> bool:
+    """Whether heads are rotated by their positions; in some layers of SmolLM3 they are not, and have no norms."""
+    return bool(getattr(attention, "use_rope", True))
 
 
 def why_not(decoder: Decoder) -> str | None:
@@ -163,12 +169,12 @@ def compared(decoder: Decoder, find_gap: Callable[[], float]) -> tuple[float, st
 
 def _gap(decoder: Decoder, shapes: Mapping[int, Shape]) -> float:
     body = _layers(decoder)
-    return max(_layer_gap(decoder, body[i], shapes[i]) for i in probed(shapes))
+    return max(_layer_gap(decoder, body[i], shapes[i]) for i in probed(body, shapes))
 
 
-def probed(shapes: Mapping[int, Shape]) -> list[int]:
+def probed(layers: Any, shapes: Mapping[int, Shape]) -> list[int]:
     """Which layers are compared: first, middle, last, and one of every way to attend. The rest are built the same."""
-    first_of = {shape: index for index, shape in sorted(shapes.items(), reverse=True)}
+    first_of = {(shapes[i], turns(layers[i].self_attn)): i for i in sorted(shapes, reverse=True)}
     return sorted({0, len(shapes) // 2, len(shapes) - 1, *first_of.values()})
 
 

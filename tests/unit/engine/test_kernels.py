@@ -187,7 +187,7 @@ def test_sampling_draws_the_same_tokens() -> None:
     """)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "smollm3"])
 def test_fused_layers_agree_with_the_modules(architecture: str) -> None:
     """Hidden states and cache after one decode step; the parameters are views now, and still themselves."""
     run(f"""

@@ -138,7 +138,7 @@ def test_log_probs_and_entropy(tile: int, narrowed: bool) -> None:
     """)
 
 
-@pytest.mark.parametrize("architecture", ("llama", "qwen2", "qwen3", "mistral"))
+@pytest.mark.parametrize("architecture", ("llama", "qwen2", "qwen3", "mistral", "smollm3"))
 def test_the_fused_body_trains_as_the_modules_do(architecture: str) -> None:
     """Log-probs and every gradient of a packed row, with and without recomputation; and a wrong layer is found out."""
     run_interpreted(f"""
