@@ -33,6 +33,7 @@ def test_while_the_model_loads(new_run: NewRun, number: int, code: int):
     status = run.status()
     assert (status["state"], status["resumable"]) == ("interrupted", True)
     assert "while it was loading" in status["reason"]
+    assert command.text().endswith(f"{status['reason']}; to continue: {status['next_command']}\n")
     assert signal.Signals(number).name in status["reason"] and status["next_command"].endswith("--resume")
     wait_until(lambda: not any(alive(pid) for pid in children), 5, "the end of the reward workers")
     assert run.grpo("--resume").wait() == 0

@@ -11,7 +11,7 @@ from typing import Any
 from shoal.build.launch import is_main
 from shoal.config.load import load_run, load_sft
 from shoal.config.schema import RunConfig, SftConfig
-from shoal.errors import ConfigError, Interrupted, ShoalError, StoppedByPolicy
+from shoal.errors import EXIT_INTERRUPTED, ConfigError, Interrupted, ShoalError, StoppedByPolicy, Terminated
 from shoal.observability.checkpoints import Checkpoint, onward
 from shoal.observability.events import EventLog
 from shoal.observability.follower import FollowerRunDir
@@ -51,8 +51,9 @@ def record_end(run_dir: RunDir | FollowerRunDir, command: str, work: Callable[[]
         write("stopped", str(error), True)
         raise
     except KeyboardInterrupt as error:
-        write("interrupted", f"{str(error) or 'interrupted'} while it was loading; nothing is lost", True)
-        raise
+        reason = f"{str(error) or 'interrupted'} while it was loading; nothing is lost"
+        write("interrupted", reason, True)
+        raise Terminated(f"{reason}; to continue: {command}", getattr(error, "exit_code", EXIT_INTERRUPTED)) from error
     except ConfigError as error:
         if not run_dir.free_if_untouched():
             write("failed", str(error), True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.build.given import Given
 from shoal.build.remote import check_engine
-from shoal.config.orch import DatasetConfig, EnvConfig
+from shoal.config.orch import DatasetConfig, EnvConfig, OrchConfig
 from shoal.config.resolve import as_yaml, binding_data
 from shoal.config.schema import RunConfig, SftConfig
 from shoal.envs.base import lacks_reward
@@ -54,22 +54,9 @@ def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
     check_sinks(config.train.report_to)
     if given.model is None and config.train.model is not None:
         check_found("train.model", config.train.model)
-    environments = {env.label: _environment(env, orch.dataset, given) for env in orch.env}
-    for env in (orch.eval.env or []) if orch.eval is not None else []:
-        if env.label not in environments:  # one that training has too, with the same arguments: checked
-            environments[env.label] = _environment(env, orch.dataset, given)
+    environments = make_environments(orch, given)
     for label, environment in environments.items():
         _remember_tasks(label, environment)
-    if orch.reward.function is not None:
-        function = load_object(orch.reward.function)
-        for environment in environments.values():
-            environment.reward = function  # type: ignore[method-assign]
-    for label, environment in environments.items():
-        if lacks_reward(environment):
-            raise ConfigError(
-                f"orch.env: {label}: {type(environment).__name__} has no method reward(self, task, messages); "
-                "write one, or name a function with orch.reward.function"
-            )
     if orch.reward.isolated:
         check_isolation(needed_files())
     pool = RewardPool(
@@ -84,6 +71,25 @@ def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
     data = f"{fingerprint(task for env in trained for task in _fingerprinted(env))} {sizes}"
     pool.start()
     return Prepared(environments, pool, data, notices, given)
+
+
+def make_environments(orch: OrchConfig, given: Given, *, but: tuple[str, ...] = ()) -> dict[str, Environment]:
+    """By label, each with a reward; `but`: those whose ids begin so are left out."""
+    environments: dict[str, Environment] = {}
+    for env in (*orch.env, *((orch.eval.env or []) if orch.eval is not None else [])):
+        if env.label not in environments and not env.id.startswith(but):
+            environments[env.label] = _environment(env, orch.dataset, given)
+    if orch.reward.function is not None:
+        function = load_object(orch.reward.function)
+        for environment in environments.values():
+            environment.reward = function  # type: ignore[method-assign]
+    for label, environment in environments.items():
+        if lacks_reward(environment):
+            raise ConfigError(
+                f"orch.env: {label}: {type(environment).__name__} has no method reward(self, task, messages); "
+                "write one, or name a function with orch.reward.function"
+            )
+    return environments
 
 
 def _remember_tasks(label: str, environment: Environment) -> None:
@@ -130,7 +136,10 @@ def _environment(env: EnvConfig, dataset: DatasetConfig | None, given: Given) ->
     makes_its_own = env.id.startswith(OWN_TASKS) or (env.id in BUILT_IN and not BUILT_IN[env.id].takes_dataset)
     if dataset is not None and not makes_its_own:
         spec = DatasetSpec(dataset.path, dataset.name, dataset.split, dataset.columns, dataset.max_rows)
-    return load_environment(env.id, env.args, env.label, spec)
+    try:
+        return load_environment(env.id, env.args, env.label, spec)
+    except ConfigError as error:
+        raise ConfigError(f"orch.env: {error}") from error
 
 
 def _fingerprinted(environment: Environment) -> list[Any]:

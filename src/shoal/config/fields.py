@@ -72,8 +72,9 @@ def walk_keys(section: type[Section], prefix: tuple[str, ...] = ()) -> Iterator[
 
 
 def nearest(word: str, known: list[str]) -> str | None:
-    found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return found[0] if found else None
+    """Of those that are alike one with the same letters: two of them are typed in the wrong order more often."""
+    found = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+    return next((near for near in found if sorted(near) == sorted(word)), found[0] if found else None)
 
 
 def suggestion(root: type[Section], parent: KeyPath, key: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,7 +69,7 @@ def _problem(path: KeyPath, items: list[Any], root: type[Section], data: Mapping
         return Problem(path, f"unknown key (value {show(value, path)})", suggestion(root, path[:-1], str(path[-1])))
     wanted = list(dict.fromkeys(_wanted(item) for item in items))
     fix = next((fix for item in items if (fix := _value_fix(item, value))), "")
-    if not fix and (section := section_at(root, path)) is not None:
+    if not fix and not isinstance(value, int | float) and (section := section_at(root, path)) is not None:
         fix = f"its keys are {', '.join(known_keys(section))}"
     return Problem(path, f"must be {' or '.join(wanted)}, not {show(value, path)}", fix or _default_fix(root, path))
 
@@ -121,10 +122,9 @@ def _unquote_fix(value: str, kind: str) -> str:
         word = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(value.lower())
         return f"write {word}" if word else ""
     try:
-        float(value)
+        return "write the number without quotes" if math.isfinite(float(value)) else ""
     except ValueError:
         return ""
-    return "write the number without quotes"
 
 
 def _missing_fix(root: type[Section], path: KeyPath) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.config.fields import suggestion
+from shoal.config.fields import nearest, suggestion
 from shoal.config.problems import Origins, Problem, is_secret, printable, render, show
 from shoal.config.schema import RunConfig
 
@@ -51,7 +51,13 @@ def test_a_place_is_that_of_the_nearest_known_key():
         (("infer",), "temprature", "did you mean `orch.sampling.temperature`?"),
         (("orch", "groups"), "zzzz", "known keys here: uniform, max_refill, filter"),
         ((), "training", "did you mean `train`?"),
+        (("train",), "sedd", "did you mean `seed`?"),
     ],
 )
 def test_suggestions(parent: tuple[str, ...], key: str, expected: str):
     assert suggestion(RunConfig, parent, key) == expected
+
+
+def test_letters_in_the_wrong_order_come_first():
+    assert nearest("gpro", ["gspo", "grpo", "ppo"]) == "grpo" and nearest("gsppo", ["grpo", "gspo"]) == "gspo"
+    assert nearest("zzz", ["grpo"]) is None

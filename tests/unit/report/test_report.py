@@ -193,9 +193,10 @@ def test_spread_is_a_permutation_that_covers_the_run(steps: list[int]) -> None:
 
 
 def test_unfinished_runs_are_readable(tmp_path: Path) -> None:
-    run_dir = RunDir.create(tmp_path / "run", "", {})
+    run_dir = RunDir.create(tmp_path / "run", "", {}, "shoal grpo --resume")
     overview = collect_overview(run_dir.path)
     assert overview["run"]["state"] == "running" and overview["steps"] == []
+    assert overview["run"]["next_command"] is None, "nobody has to continue what goes on"
     run_dir.append_metrics(1, {"reward/mean": 0.5})
     with (run_dir.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')
@@ -203,6 +204,7 @@ def test_unfinished_runs_are_readable(tmp_path: Path) -> None:
     (run_dir.path / "config.yaml").unlink()
     overview = collect_overview(run_dir.path)
     assert overview["run"]["state"] == "killed" and overview["steps"] == [1] and overview["config"] == ""
+    assert overview["run"]["next_command"] == "shoal grpo --resume"
     assert overview["config_changes"] is None
     assert write_report(run_dir.path).stat().st_size > 50_000
 

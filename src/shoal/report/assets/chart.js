@@ -7,7 +7,7 @@ shoal.drawChart = (chart, prepared, onStep) => {
   const shown = prepared.lines.filter((line) => !line.edge);
   const room = shoal.make("div", { class: "plot", "data-chart": chart.title });
   const box = shoal.make("figure", { class: "card", "aria-label": chart.title + ": " + shown.map((line) => line.label + " " + write(shoal.last(line.own || line.values))).join(", ") },
-    shoal.make("figcaption", {}, shoal.make("b", {}, chart.title), shoal.make("span", { class: "note", title: chart.note }, prepared.several && chart.band ? "" : chart.note || "")), room, legend());
+    shoal.make("figcaption", {}, shoal.make("b", {}, chart.title), shoal.make("span", { class: "note", title: prepared.note || chart.note }, prepared.note || (prepared.several && chart.band ? "" : chart.note || ""))), room, legend());
   let plot = null, watcher = null;
   const self = { redraw, destroy };
   shoal.charts.push(self);
