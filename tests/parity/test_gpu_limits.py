@@ -98,21 +98,6 @@ def test_edges_of_large_batches(count: int) -> None:
     assert {name: a.token_ids for name, a in ours.items()} == {name: a.token_ids for name, a in eager.items()}
 
 
-@pytest.mark.parametrize("count", (352, 800))
-def test_many_rows_of_mixed_lengths(count: int) -> None:
-    """Beyond 512 keys, the longest first, in small blocks and in large ones; rows end, and others take their place."""
-    decoder, _ = attached(small_model("qwen2", max_position_embeddings=2048))
-    prompts = random_prompts(17, *(3 + 97 * i % 1000 for i in range(count)))
-    requests = [ask(str(i), prompt, seed=i, max_tokens=3 + i % 30) for i, prompt in enumerate(prompts)]
-    settings = {"slots": count, "context_tokens": 1088, "eos_token_ids": (EOS,)}
-    engine = make_engine(decoder, graphs=True, **settings)
-    ours = run(engine, requests)
-    assert engine.path.startswith("CUDA graphs")
-    assert any(extent.longest > 512 for extent, *_ in engine._graphs._graphs)  # type: ignore[union-attr]
-    eager = run(make_engine(decoder, graphs=False, **settings), requests)
-    assert {name: a.token_ids for name, a in ours.items()} == {name: a.token_ids for name, a in eager.items()}
-
-
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
 def test_graphs_on_a_copy_of_the_weights(lora: bool) -> None:
     """What is drawn while training goes on is the last version handed over, in graphs that were captured before it."""

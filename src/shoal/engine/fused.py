@@ -89,11 +89,11 @@ class FusedDecode:
         self._layers = [fuse_layer(layer, attention_of(shapes, i)) for i, layer in enumerate(self._body.layers)]
         self._adapted = [product for layer in self._layers for product in layer.products if product.adapted]
 
-    def hidden(self, tokens: Tensor, positions: Tensor, longest: int, order: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         residual = self._body.embed_tokens(tokens)
-        x, step = None, Step(self._tables, self._cache, positions, longest, order)
+        x = None
         for layer in self._layers:
-            x, residual = decode_layer(layer, x, residual, step)
+            x, residual = decode_layer(layer, x, residual, Step(self._tables, self._cache, positions, longest))
         assert x is not None
         return _normed(x, residual, self._body.norm)
 
@@ -108,7 +108,6 @@ class Step:
     cache: SlotCache
     positions: Tensor  # [B]
     longest: int = 512  # keys of any row at most
-    order: Tensor | None = None  # rows by their length, the longest first
 
 
 def decode_layer(layer: FusedLayer, x: Tensor | None, residual: Tensor, step: Step) -> tuple[Tensor, Tensor]:
@@ -160,8 +159,7 @@ def _attend(layer: FusedLayer, qkv: Tensor, step: Step) -> Tensor:
         norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
     form = HeadForm(step.tables.cos, step.tables.sin, *norms) if turns(attention) else None
     launch = launch_for(len(qkv) * key_heads, dim, step.longest)
-    mixed = decode_attention(parts, cache, step.positions, layer.shape, launch, form, step.order)  # type: ignore[arg-type]
-    return mixed.flatten(1)
+    return decode_attention(parts, cache, step.positions, layer.shape, launch, form).flatten(1)  # type: ignore[arg-type]
 
 
 def make_fused(decoder: Decoder, shapes: Mapping[int, LayerShape], cache: SlotCache) -> tuple[FusedDecode | None, str]:

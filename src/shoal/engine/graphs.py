@@ -50,11 +50,6 @@ class Extent:
             longest *= 2
         return Extent(rows, min(longest, max(cache_length, SHORTEST)))
 
-    @property
-    def ordered(self) -> bool:
-        """Rows that are all short are computed as they lie."""
-        return self.longest > SHORTEST
-
 
 @dataclass(frozen=True)
 class Window:
@@ -98,7 +93,6 @@ class DecodeGraphs:
         self._sampling = sampling
         self._device = view.decoder.device
         self.rows: Rows = Rows.allocate(cache.slots, WINDOW, list(end_ids), self._device)
-        self._order = torch.arange(cache.slots, device=self._device)  # rows, the longest first; of the next window
         self._kept: Tensor | None = None  # [WINDOW, slots, MAX_KEPT] int32, made when first needed
         self._graphs: dict[tuple[Extent, bool, bool], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
@@ -146,8 +140,6 @@ class DecodeGraphs:
     def launch(self, extent: Extent, steps: int, narrowed: bool) -> None:
         rows = extent.rows
         self.rows.cursors.zero_()  # before a graph is captured too, which takes a step: beyond the window is not ours
-        if extent.ordered:
-            self._order[:rows] = torch.argsort(self.rows.positions[:rows], descending=True)
         graph = self._graph(extent, narrowed) if self._device.type == "cuda" else None
         for _ in range(steps):
             if graph is not None:
@@ -208,11 +200,10 @@ class DecodeGraphs:
 
         decoder, state, rows = self._view.decoder, self.rows, extent.rows
         tokens, positions, counts = state.tokens[:rows], state.positions[:rows], state.counts[:rows]
-        order = self._order[:rows] if extent.ordered else None
         if self._fused is not None:
-            hidden = self._fused.hidden(tokens, positions, extent.longest, order)
+            hidden = self._fused.hidden(tokens, positions, extent.longest)
         else:
-            context = KernelDecode(self._cache, positions, extent.longest, order)
+            context = KernelDecode(self._cache, positions, extent.longest)
             hidden = decoder.hidden(tokens[:, None], positions[:, None], context)[:, 0]
         drawn = self._draw(decoder.logits(hidden), self._sampling[slice(rows)], counts, narrowed)
         if drawn.kept is not None:

@@ -20,7 +20,6 @@ class KernelDecode:
     cache: SlotCache
     positions: Tensor  # [B]
     longest: int  # keys of any row at most
-    order: Tensor | None = None  # rows by their length, the longest first
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
         from shoal.engine.kernels.attention import decode_attention, launch_for
@@ -28,8 +27,7 @@ class KernelDecode:
         heads = (query[:, :, 0].contiguous(), key[:, :, 0].contiguous(), value[:, :, 0].contiguous())
         cache = (self.cache.keys[layer], self.cache.values[layer])
         launch = launch_for(len(query) * key.shape[1], query.shape[3], self.longest)
-        mixed = decode_attention(heads, cache, self.positions, shape, launch, order=self.order)
-        return mixed.unsqueeze(1)  # [B, 1, H, D]
+        return decode_attention(heads, cache, self.positions, shape, launch).unsqueeze(1)  # [B, 1, H, D]
 
 
 def why_no_graphs(decoder: Decoder, cache: SlotCache) -> str | None:

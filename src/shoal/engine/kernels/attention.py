@@ -3,8 +3,7 @@
 The kernel takes a row's query, key and value as the product left them: it norms and rotates heads, writes the new key
 and value into the cache, and attends, all in one read of the cache. The new token takes part from registers, so there
 is no hazard. A long row is cut into splits, so that it holds up nobody; their results are joined by a second, small
-kernel. A short row is one split, whatever its neighbours are. Where rows are many none is cut, and the longest are
-computed first: whoever comes last is short, and the device ends its work all at once.
+kernel. A short row is one split, whatever its neighbours are.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
@@ -77,24 +76,19 @@ def _share(position, window, split, splits, SPAN: tl.constexpr, WINDOWED: tl.con
 
 @triton.jit
 def _attend(
-    query, new_key, new_value, keys, values, positions, order, out, partial, partial_max, partial_sum,
+    query, new_key, new_value, keys, values, positions, out, partial, partial_max, partial_sum,
     cos, sin, query_norm, key_norm,
     scale, window, softcap, eps,
     stride_slot, stride_head, stride_query, stride_new,
     DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
     SPAN: tl.constexpr, CUT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, NORMED: tl.constexpr,
-    ROTATED: tl.constexpr, ORDERED: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, key head, split): HEADS query heads against this split's keys. In order: (key head, place)."""
-    if ORDERED:
-        row = tl.load(order + tl.program_id(1))
-        head = tl.program_id(0)
-        heads = tl.num_programs(0)
-    else:
-        row = tl.program_id(0).to(tl.int64)
-        head = tl.program_id(1)
-        heads = tl.num_programs(1)
+    """Program (row, key head, split): HEADS query heads against this split's keys."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     split = tl.program_id(2)
+    heads = tl.num_programs(1)
     position = tl.load(positions + row)
     first, last, live = _share(position, window, split, tl.num_programs(2), SPAN, WINDOWED)
     if split >= live:
@@ -189,7 +183,6 @@ class Launch:
 
 SHORT = 512  # keys; rows up to here are never cut
 MANY, FEW = 1000, 128  # programs that fill the device many times over, and programs that do not fill it
-MANY_LONG, MOST_LONG = 700, 1500  # rows of which are not cut, and those that take smaller blocks
 MAX_SPLITS = 64
 
 
@@ -212,8 +205,8 @@ def _launch(programs: int, dim: int, longest: int) -> Launch:
         if programs >= MANY:
             return Launch(1, SHORT, 16, 1, 3)
         return Launch(1, SHORT, 64, 4, 3) if programs >= FEW else Launch(1, SHORT, 128, 4, 2)
-    if programs >= MANY_LONG:
-        return _cut(longest, 4096, (128 if dim <= 64 and programs < MOST_LONG else 64, 4, 3))
+    if programs >= MANY:
+        return _cut(longest, 4096, (128 if dim <= 64 else 64, 4, 3))
     return _cut(longest, 256, (64, 4, 2)) if programs >= FEW else _cut(longest, 128, (128, 4, 2))
 
 
@@ -228,7 +221,6 @@ def decode_attention(
     shape: Shape,
     launch: Launch | None = None,
     form: HeadForm | None = None,  # None: heads come normed and rotated, as those of no power of two must
-    order: Tensor | None = None,  # [B] int64, rows by their length, the longest first; for rows that are not cut
 ) -> Tensor:  # [B, H, D]
     query, new_key, new_value = heads
     keys, values = cache
@@ -237,22 +229,19 @@ def decode_attention(
     group = query_heads // keys.shape[1]
     out = torch.empty(batch, query_heads, dim, dtype=query.dtype, device=query.device)
     wide = launch.splits > 1
-    ordered = order is not None and not wide
-    grid = (keys.shape[1], batch, 1) if ordered else (batch, keys.shape[1], launch.splits)
     partial, tops, sums = _partials(batch * query_heads * launch.splits, dim, query) if wide else (out, out, out)
     cut = {"SPAN": launch.span, "WINDOWED": shape.window is not None}
     exact = query.dtype == torch.float32
     normed = form is not None and form.query_norm is not None
-    _attend[grid](
-        query, new_key, new_value, keys, values, positions, order if ordered else positions, out, partial, tops, sums,
+    _attend[(batch, keys.shape[1], launch.splits)](
+        query, new_key, new_value, keys, values, positions, out, partial, tops, sums,
         form.cos if form else query, form.sin if form else query,
         form.query_norm if form and normed else query, form.key_norm if form and normed else query,
         shape.scale, shape.window or 0, shape.softcap or 0.0, form.eps if form else 0.0,
         keys.stride(0), keys.stride(1), query.stride(0), new_key.stride(0),
         DIM=dim, WIDTH=width_of(dim), HEADS=group, PADDED=max(MIN_HEADS, triton.next_power_of_2(group)),
         BLOCK=32 if exact else launch.block, CAPPED=shape.softcap is not None, NORMED=normed,
-        ROTATED=form is not None, ORDERED=ordered, CUT=wide, **cut, num_warps=launch.warps,
-        num_stages=1 if exact else launch.stages,
+        ROTATED=form is not None, CUT=wide, **cut, num_warps=launch.warps, num_stages=1 if exact else launch.stages,
     )  # fmt: skip
     if wide:
         _join[(batch, query_heads)](
