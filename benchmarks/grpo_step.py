@@ -101,7 +101,10 @@ def characters_for(model: str, tokens: int) -> int:
         ]
         return statistics.mean(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
 
-    return bisect_left(range(8 * tokens), tokens, key=mean)
+    found = bisect_left(range(1, 8 * tokens), tokens, key=mean) + 1
+    if abs(mean(found) - tokens) > 1:
+        raise SystemExit(f"no prompt of {model} has {tokens} tokens: the template alone, or {found} characters, differ")
+    return found
 
 
 class Failed(RuntimeError):

@@ -133,7 +133,10 @@ def _step(texts: tuple[str, str, str], row: dict[str, Any] | None, must: float, 
     if row is None:
         return Goal(*texts)
     taken, least = row["step_s"], sum(row["least_s"].values())
-    return Goal(*texts, seconds(taken), seconds(least), percent(row["fraction"]), taken < must, taken <= aim)
+    said = seconds(taken)
+    if "prompt_tokens" in row:
+        said += f" ({row['prompt_tokens']:.0f} + {row['completion_tokens']:.0f} tokens)"
+    return Goal(*texts, said, seconds(least), percent(row["fraction"]), taken < must, taken <= aim)
 
 
 def _first_steps(rows: list[dict[str, Any]]) -> Iterator[Goal]:

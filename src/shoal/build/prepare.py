@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,14 +74,17 @@ def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
     return Prepared(environments, pool, data, notices, given)
 
 
-def make_environments(orch: OrchConfig, given: Given, *, but: tuple[str, ...] = ()) -> dict[str, Environment]:
-    """By label, each with a reward; `but`: those whose ids begin so are left out."""
+def make_environments(orch: OrchConfig, given: Given) -> dict[str, Environment]:
+    """By label, each with a reward."""
     environments: dict[str, Environment] = {}
-    for env in (*orch.env, *((orch.eval.env or []) if orch.eval is not None else [])):
-        if env.label not in environments and not env.id.startswith(but):
-            environments[env.label] = _environment(env, orch.dataset, given)
+    evaluated = (orch.eval.env or []) if orch.eval is not None else []
+    for key, env in [*(("orch.env", env) for env in orch.env), *(("orch.eval.env", env) for env in evaluated)]:
+        if env.label not in environments:  # one that training has too, with the same arguments: checked
+            with _named_errors(key):
+                environments[env.label] = _environment(env, orch.dataset, given)
     if orch.reward.function is not None:
-        function = load_object(orch.reward.function)
+        with _named_errors("orch.reward.function"):
+            function = load_object(orch.reward.function)
         for environment in environments.values():
             environment.reward = function  # type: ignore[method-assign]
     for label, environment in environments.items():
@@ -90,6 +94,15 @@ def make_environments(orch: OrchConfig, given: Given, *, but: tuple[str, ...] = 
                 "write one, or name a function with orch.reward.function"
             )
     return environments
+
+
+@contextlib.contextmanager
+def _named_errors(key: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        error.args = (f"{key}: {error}", *error.args[1:])
+        raise
 
 
 def _remember_tasks(label: str, environment: Environment) -> None:
@@ -136,10 +149,7 @@ def _environment(env: EnvConfig, dataset: DatasetConfig | None, given: Given) ->
     makes_its_own = env.id.startswith(OWN_TASKS) or (env.id in BUILT_IN and not BUILT_IN[env.id].takes_dataset)
     if dataset is not None and not makes_its_own:
         spec = DatasetSpec(dataset.path, dataset.name, dataset.split, dataset.columns, dataset.max_rows)
-    try:
-        return load_environment(env.id, env.args, env.label, spec)
-    except ConfigError as error:
-        raise ConfigError(f"orch.env: {error}") from error
+    return load_environment(env.id, env.args, env.label, spec)
 
 
 def _fingerprinted(environment: Environment) -> list[Any]:

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from shoal.cli.environments import check_environments, check_user_code
-from shoal.cli.machine import check_here
 from shoal.cli.output import notices
 from shoal.cli.run_folder import end_dry_run, prepare_folder
 from shoal.config.checks import check_run
@@ -82,7 +81,6 @@ def train_loaded(
         notices(advice)
         end_dry_run(config, resume)
         return
-    check_here(config.train)
     from shoal import api
 
     api.train(config, resume=resume, notices=advice, wording=wording)

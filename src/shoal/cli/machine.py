@@ -14,11 +14,7 @@ from shoal.observability.machine import has_gpu
 def note_machine(train: TrainConfig) -> None:
     """Devices and packages that are asked for and not here; nothing heavy is imported where there is no GPU."""
     try:
-        check_here(train)
-        if train.gpus != 1:
-            from shoal.build import ranks_to_start
-
-            ranks_to_start(train, None)
+        _check(train)
     except HardwareError as error:
         notices([f"a run on this machine would be refused: {error}"])
 
@@ -30,8 +26,11 @@ def _usable() -> bool:
     return torch.cuda.is_available()
 
 
-def check_here(train: TrainConfig) -> None:
-    """Refuse what this machine has no device or package for, before there is anything to clean up."""
+def _check(train: TrainConfig) -> None:
     from shoal.models.precision import check_machine
 
     check_machine(train, "cuda" if train.device != "cpu" and has_gpu() and _usable() else "cpu")
+    if train.gpus != 1:
+        from shoal.build import ranks_to_start
+
+        ranks_to_start(train, None)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.crash import note_run_folder
+from shoal.cli.environments import load_code
 from shoal.cli.machine import note_machine
 from shoal.cli.output import say
 from shoal.config.base import Section
@@ -13,7 +14,6 @@ from shoal.config.load import Loaded, load_run, load_sft
 from shoal.config.problems import show
 from shoal.config.resolve import as_yaml, difference_lines, forbidden_changes, resolve_run, resolve_sft
 from shoal.config.schema import RunConfig, SftConfig
-from shoal.envs.catalogue import OWN_TASKS
 from shoal.errors import ConfigError
 from shoal.observability.run_dir import is_used, write_config
 
@@ -61,23 +61,15 @@ def _earlier_config(config: Section, file: Path) -> Any:
 
 
 def end_dry_run(config: RunConfig | SftConfig, resume: bool) -> None:
-    """The last of a dry run: environments are made, what this machine cannot do is noted, and the resolved
+    """The last of a dry run: code of the user's is loaded, what this machine cannot do is noted, and the resolved
     configuration is printed and written.
 
     config.yaml alone; in the folder of a run that would be resumed the recorded one stays.
     """
     if isinstance(config, RunConfig):
-        _try_environments(config)
+        load_code(config.orch, config.train.loss.type if config.train.loss.custom else None)
     note_machine(config.train)
     text, folder = as_yaml(config), Path(config.train.output_dir)
     say(text)
     if not (resume and is_used(folder)):
         write_config(folder, text)
-
-
-def _try_environments(config: RunConfig) -> None:
-    """All but those of packages, which may start processes of their own; tasks are not asked for."""
-    from shoal.build.given import Given
-    from shoal.build.prepare import make_environments
-
-    make_environments(config.orch, Given(), but=OWN_TASKS)

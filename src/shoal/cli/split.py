@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from shoal.cli.environments import check_environments
+from shoal.cli.environments import check_environments, load_code
 from shoal.cli.grpo import FILE_SUFFIXES
 from shoal.cli.machine import note_machine
 from shoal.cli.output import notices, say
@@ -99,6 +99,8 @@ def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool
         return loaded
     if isinstance(loaded.config, TrainConfig):
         note_machine(loaded.config)
+    if isinstance(loaded.config, OrchConfig):
+        load_code(loaded.config, None)
     say(as_yaml(loaded.config))
     return None
 

@@ -40,7 +40,7 @@ class InferConfig(Section):
     )
     max_num_seqs: PositiveInt | None = Field(
         default=None,
-        description="Sequences decoded at once (a step's rollouts, at most 1,024, unless given; with grpo-infer 256).",
+        description="Sequences decoded at once (a step's rollouts, at most 256, unless given; with grpo-infer 256).",
     )
     gpu_memory_utilization: float | None = Field(
         default=None,

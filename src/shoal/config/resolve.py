@@ -19,7 +19,7 @@ from shoal.config.schema import InferConfig, OrchConfig, RunConfig, SftConfig, T
 from shoal.config.yaml_text import CoreLoader
 
 DEFAULT_SAVE_STEPS = 10
-MAX_NUM_SEQS = 1024
+MAX_NUM_SEQS = 256
 # What a resumed run may not change: it decides which prompts are drawn, how, and what the weights mean.
 BINDING_KEYS = (
     "train.model", "train.seed", "train.sequence_len", "train.lora", "train.lora_rank", "train.lora_alpha",

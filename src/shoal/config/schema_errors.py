@@ -69,7 +69,8 @@ def _problem(path: KeyPath, items: list[Any], root: type[Section], data: Mapping
         return Problem(path, f"unknown key (value {show(value, path)})", suggestion(root, path[:-1], str(path[-1])))
     wanted = list(dict.fromkeys(_wanted(item) for item in items))
     fix = next((fix for item in items if (fix := _value_fix(item, value))), "")
-    if not fix and not isinstance(value, int | float) and (section := section_at(root, path)) is not None:
+    bounded = any(item["type"].startswith(("greater_than", "less_than")) for item in items)  # it may be a number too
+    if not fix and not bounded and (section := section_at(root, path)) is not None:
         fix = f"its keys are {', '.join(known_keys(section))}"
     return Problem(path, f"must be {' or '.join(wanted)}, not {show(value, path)}", fix or _default_fix(root, path))
 

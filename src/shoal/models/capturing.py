@@ -36,7 +36,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> torch.cuda.grap
 
 
 def _leave(pool: Any) -> None:
-    with suppress(RuntimeError):  # where the capture was ended as it should be there is nothing to end
+    with suppress(RuntimeError, AttributeError):  # where it was ended as it should be there is nothing to end
         device = torch.cuda.current_device()
         torch._C._cuda_endAllocateToPool(device, pool)  # type: ignore[attr-defined]
         torch._C._cuda_releasePool(device, pool)  # type: ignore[attr-defined]

@@ -71,12 +71,15 @@ def sampling_plan(decoder: Decoder, layers: dict[int, LayerShape], demand: Deman
 
 
 def _sampling(decoder: Decoder, demand: Demand) -> Sampling:
-    """The largest prefill there may be, and a decode step of some rows: it takes the same for each."""
-    device, rows = decoder.device, min(demand.slots, DECODED_ROWS)
+    """The largest prefill there may be, and decode steps of some rows and of half as many."""
+    device, half = decoder.device, max(1, min(demand.slots, DECODED_ROWS) // 2)
     context = min(demand.context_tokens, decoder.max_positions or demand.context_tokens)
     tokens = max(context, min(demand.prefill_tokens, demand.slots * context))
     prefill = _peak_or_all(device, lambda: dry_prefill(decoder, tokens, context))
-    return Sampling(prefill, _peak_or_all(device, lambda: dry_decode(decoder, rows, demand.narrowed)) / rows)
+    peaks = [
+        _peak_or_all(device, lambda rows=rows: dry_decode(decoder, rows, demand.narrowed)) for rows in (half, 2 * half)
+    ]
+    return Sampling(prefill, Cost.through(peaks, half) if max(peaks) < float("inf") else UNAFFORDABLE)
 
 
 @torch.no_grad()

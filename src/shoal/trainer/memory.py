@@ -22,8 +22,6 @@ from shoal.trainer.graphs import sizes
 CPU_SHARE = 0.25  # of what is free, for the cache, unless the user says otherwise
 RESERVE = 0.06  # of the device: fragments, and what was not foreseen
 GOOD_MICRO_BATCH = 32_768  # tokens that keep a large GPU busy; more only takes memory
-DECENT_MICRO_BATCH = 8_192  # tokens that a cache of many sequences leaves to training
-MANY_SLOTS = 256  # a cache of more gives way to a decent micro-batch, one of fewer only to one that is possible at all
 KEYS_A_TOKEN = 4  # gathered for a token of a captured pass, where answers share their prompts
 POOL = 1.25  # of what the largest captured pass takes alone, for all of them: sizes do not fit into each other
 KEPT_OF_MICRO_BATCH = 0.75  # where captured passes want a share of its memory
@@ -56,7 +54,7 @@ class Cost:
     per_token: float
 
     @staticmethod
-    def through(peaks: Sequence[int], row_tokens: int) -> Cost:
+    def through(peaks: Sequence[float], row_tokens: int) -> Cost:
         """Of one row and of two; if two did not fit, all of one row counts as its tokens', which is no less."""
         per_token = (max(0, peaks[1] - peaks[0]) if len(peaks) > 1 else peaks[0]) / row_tokens
         return Cost(peaks[0] - per_token * row_tokens, per_token)
@@ -75,17 +73,19 @@ UNAFFORDABLE = Cost(float("inf"), 0.0)  # not even one row
 
 @dataclass(frozen=True)
 class Sampling:
-    """Peak bytes beside the cache: of the largest prefill, and of a decode step for each row of its batch."""
+    """Peak bytes beside the cache: of the largest prefill, and of a decode step, which has a token a row."""
 
     prefill: float = 0.0
-    row: float = 0.0
+    decode: Cost = Cost(0.0, 0.0)
 
     def at(self, rows: int) -> float:
-        return max(self.prefill, self.row * rows)
+        return max(self.prefill, self.decode.at(rows))
 
     def slots_in(self, share: float, slot: int) -> int:
         """Sequences whose cache, of `slot` bytes each, fits into a share of the device together with these."""
-        return int(min((share - self.prefill) / slot, share / (slot + self.row))) if share > self.prefill else 0
+        if share <= max(self.prefill, self.decode.fixed):
+            return 0
+        return int(min((share - self.prefill) / slot, (share - self.decode.fixed) / (slot + self.decode.per_token)))
 
 
 @dataclass(frozen=True)
@@ -148,30 +148,26 @@ def decide(measured: Measured, demand: Demand) -> MemoryPlan:
     affordable = measured.sampling.slots_in(share, measured.slot) // ROW_MULTIPLE * ROW_MULTIPLE
     wanted = min(round_up(demand.slots, ROW_MULTIPLE), affordable)
     least = demand.row_tokens * (demand.rows_per_micro_batch or 1)
-    most = least if demand.rows_per_micro_batch else max(least, min(GOOD_MICRO_BATCH, demand.step_tokens))
     ways = [demand.recompute] if demand.recompute is not None else [False, True]
-    if wanted < ROW_MULTIPLE and demand.utilization is not None and demand.slots:
-        raise HardwareError(_too_small(measured.slot, demand, measured.sampling.at(ROW_MULTIPLE)))
-    for slots, tokens in _ever_less(wanted, range(least, most + 1)) if demand.slots else ((0, least),):
+    sampling = measured.sampling.at(ROW_MULTIPLE)
+    if wanted < ROW_MULTIPLE and demand.utilization is not None and demand.slots and sampling < budget:
+        raise HardwareError(_too_small(measured.slot, demand, sampling))
+    for slots in _ever_fewer(wanted) if demand.slots else (0,):
         room = budget - slots * measured.slot - measured.sampling.at(slots)
         for recompute in ways if room >= 0 else ():
             cost = measured.costs[recompute]
-            if cost.tokens_in(room) >= tokens:
+            if cost.tokens_in(room) >= least:
+                most = least if demand.rows_per_micro_batch else max(least, min(GOOD_MICRO_BATCH, demand.step_tokens))
                 key_bytes = measured.key_bytes if demand.captures and not recompute else None
                 passes = _passes(cost, room, range(least, most + 1), key_bytes)
                 return _plan(measured, slots, passes, recompute)
     raise HardwareError(_refusal(measured, demand, budget, least))
 
 
-def _ever_less(slots: int, useful: range) -> Iterator[tuple[int, int]]:
-    """Sequences of the cache, and tokens that a micro-batch beside it must have at least."""
-    decent = max(useful[0], min(useful[-1], DECENT_MICRO_BATCH))
+def _ever_fewer(slots: int) -> Iterator[int]:
     slots = max(slots, ROW_MULTIPLE)
-    while slots > MANY_SLOTS:
-        yield slots, decent
-        slots = max(MANY_SLOTS, slots // 2 // ROW_MULTIPLE * ROW_MULTIPLE)
     while slots >= ROW_MULTIPLE:
-        yield slots, useful[0]
+        yield slots
         slots = slots // 2 // ROW_MULTIPLE * ROW_MULTIPLE
 
 

@@ -158,34 +158,45 @@ def test_sft_from_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert (tmp_path / "1e5" / "config.yaml").read_text() == out
 
 
+MINE = """
+import sys
+print("imported")
+if sys.argv[-1] == "ends": sys.exit(0)
+class Shout:
+    def __init__(self): raise RuntimeError("needs what is not here")
+"""
+
+
 @pytest.mark.parametrize(
-    ("env", "said"),
+    ("words", "said"),
     [
-        ('{id: "mine.py:Shoutt"}', "orch.env: mine.py has no 'Shoutt'; nearest is 'Shout'"),
-        ('{id: "broken.py:X"}', "orch.env: broken.py:X: importing it raised SyntaxError"),
-        ("{id: arithmetic, args: {level: 9}}", "orch.env: arithmetic: level is 9; levels are 1 to 5"),
-        ('{id: "mine.py:Silent"}', "Silent has no method reward(self, task, messages)"),
+        (['orch.env=[{id: "mine.py:Shoutt"}]'], "orch.env: mine.py has no 'Shoutt'; nearest is 'Shout'"),
+        (['orch.env=[{id: "broken.py:X"}]'], "orch.env: broken.py:X: importing it raised SyntaxError"),
+        (["orch.env=[{id: arithmetic, args: {level: 9}}]"], "orch.env: arithmetic: level is 9; levels are 1 to 5"),
+        (
+            ["orch.env=[{id: arithmetic}]", "orch.eval.env=[{id: arithmetic, name: sums, args: {level: 9}}]"],
+            "orch.eval.env: arithmetic: level is 9",
+        ),
+        (["orch.env=[{id: arithmetic}]", "orch.groups.filter=mine.py:nosuch"], "orch.groups.filter: mine.py has no"),
+        (["orch.env=[{id: arithmetic}]", "orch.reward.function=mine.py:no"], "orch.reward.function: mine.py has no"),
     ],
-    ids=["name", "syntax", "argument", "no reward"],
+    ids=["name", "syntax", "argument", "evaluated", "filter", "reward"],
 )
 @pytest.mark.parametrize("layout", ([], ["--layout", "split"]), ids=["one process", "split"])
-def test_a_dry_run_refuses_environments_that_the_run_would(
-    env: str, said: str, layout: list[str], capsys: pytest.CaptureFixture[str]
+def test_a_dry_run_refuses_code_that_the_run_would(
+    words: list[str], said: str, layout: list[str], capsys: pytest.CaptureFixture[str]
 ):
-    Path("mine.py").write_text(
-        "from shoal.envs import SingleTurn, ask\n\n\nclass Silent(SingleTurn):\n    def tasks(self, split):\n"
-        "        return [ask('x')]\n\n\nclass Shout(Silent):\n"
-        "    def reward(self, task, messages):\n        return 1.0\n"
-    )
+    Path("mine.py").write_text(MINE)
     Path("broken.py").write_text("class X(\n")
     argv = ["grpo", "train.model=Qwen/Qwen3-0.6B", "train.max_steps=3", "train.output_dir=out", *layout, "--dry-run"]
-    assert main([*argv, f"orch.env=[{env}]"]) == 2
+    assert main([*argv, *words]) == 2
     assert said in capsys.readouterr().err
     assert not Path("out", "config.yaml").exists()
-    assert main([*argv, 'orch.env=[{id: "mine.py:Shout"}]']) == 0
 
 
-def test_a_device_that_is_not_here_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]):
-    words = ["train.model=Qwen/Qwen3-0.6B", "train.max_steps=3", "train.output_dir=out", "orch.env=[{id: arithmetic}]"]
-    assert main(["grpo", *words, "train.device=cuda"]) == 2
-    assert NO_CUDA in capsys.readouterr().err and not Path("out").exists()
+def test_a_dry_run_makes_no_environment_of_the_users_and_keeps_what_it_prints_apart(capsys: pytest.CaptureFixture[str]):
+    Path("own.py").write_text(MINE)
+    argv = ["grpo", "train.model=Qwen/Qwen3-0.6B", "train.max_steps=3", "train.output_dir=out", "--dry-run"]
+    assert main([*argv, 'orch.env=[{id: "own.py:Shout"}]']) == 0
+    said = capsys.readouterr()
+    assert "imported" not in said.out and "imported" in said.err and said.out.startswith("train:")

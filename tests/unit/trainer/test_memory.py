@@ -16,7 +16,6 @@ from shoal.trainer import measuring
 from shoal.trainer.graphs import GRAPH_TOKENS
 from shoal.trainer.memory import (
     CPU_SHARE,
-    DECENT_MICRO_BATCH,
     GOOD_MICRO_BATCH,
     POOL,
     RESERVE,
@@ -92,21 +91,9 @@ def test_the_cache_gives_way_to_a_row() -> None:
     assert plan.micro_batch_tokens >= 2048
 
 
-def test_a_cache_of_many_gives_way_to_a_decent_micro_batch() -> None:
-    """One of up to 256 sequences stays, even if a row after another is all that fits beside it."""
-    wide = replace(ASKED, slots=1024, recompute=False)
-    cheap = replace(MEASURED, slot=500)
-    assert decide(cheap, wide).slots == 512, "640,000 bytes are 1,024 sequences and 4,266 tokens, or 512 and 12,800"
-    assert decide(cheap, replace(wide, step_tokens=4096)).slots == 1024, "where a step has no more tokens"
-    assert decide(cheap, replace(wide, rows_per_micro_batch=1)).slots == 1024
-    tight = replace(MEASURED, slot=2000)
-    plan = decide(tight, wide)
-    assert plan.slots == 256 and 2048 <= plan.micro_batch_tokens < DECENT_MICRO_BATCH
-
-
 def test_what_the_user_sets_is_obeyed() -> None:
     assert decide(MEASURED, replace(ASKED, utilization=0.02)).slots == 16
-    sampling = replace(MEASURED, sampling=Sampling(prefill=20_000, row=600))
+    sampling = replace(MEASURED, sampling=Sampling(prefill=20_000, decode=Cost(0, 600)))
     assert decide(sampling, replace(ASKED, utilization=0.04)).slots == 16, "prefills and decode steps are in the share"
     assert decide(sampling, replace(ASKED, utilization=0.08)).slots == 48
     assert decide(MEASURED, replace(ASKED, rows_per_micro_batch=3)).micro_batch_tokens == 3 * 2048
@@ -216,7 +203,7 @@ def test_one_row_is_enough_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
         costs.append(measured.costs[False])
         assert list(measured.costs) == [False]
         assert (measured.total, measured.held, measured.elsewhere) == (TOTAL, 1000, 50_000)
-        assert measured.sampling.prefill == 5000 and measured.sampling.at(640) == 50_000
+        assert measured.sampling == Sampling(5000, Cost(5000.0, 0.0)), "what all rows share is not counted for each"
     whole, one, none = costs
     assert whole.fixed == pytest.approx(100_000) and whole.at(2048) == pytest.approx(300_000)
     assert one.at(2048) == pytest.approx(300_000) and one.tokens_in(300_001) == 2048
@@ -239,16 +226,16 @@ def test_nothing_dry_stands_where_a_model_has_no_position(monkeypatch: pytest.Mo
     decoder = as_decoder(OPTForCausalLM(config).eval())
     monkeypatch.setattr(measuring, "_peak", lambda _, work: work() or 0)
     asked = replace(ASKED, context_tokens=100, prefill_tokens=50)
-    assert measuring._sampling(decoder, asked) == Sampling(0, 0)
+    assert measuring._sampling(decoder, asked) == Sampling(0, Cost(0, 0))
     make_policy(decoder).dry_run(40, 2)
 
 
 def test_sampling_counts_beside_training() -> None:
     """Its graphs stay. The cache gives way to what drawing for so many rows takes."""
     small = replace(ASKED, step_tokens=2048)
-    plan = decide(replace(MEASURED, sampling=Sampling(row=2000)), small)
+    plan = decide(replace(MEASURED, sampling=Sampling(decode=Cost(0, 2000))), small)
     assert plan.slots == 64 and dict(plan.lines)["prefills and decode steps"] == 64 * 2000
-    plan = decide(replace(MEASURED, sampling=Sampling(row=20_000)), small)
+    plan = decide(replace(MEASURED, sampling=Sampling(decode=Cost(0, 20_000))), small)
     assert plan.slots == 24
     assert sum(size for _, size in plan.lines) <= TOTAL * (1 - RESERVE)
     with pytest.raises(
@@ -278,7 +265,9 @@ def test_without_sampling_there_is_no_cache() -> None:
 
 def test_what_trains_nothing_has_its_cache_and_its_draws() -> None:
     alone = replace(ASKED, trains=False)
-    measured = replace(MEASURED, optimizer=0, costs={False: Cost(0, 0)}, sampling=Sampling(prefill=5_000, row=500))
+    measured = replace(
+        MEASURED, optimizer=0, costs={False: Cost(0, 0)}, sampling=Sampling(prefill=5_000, decode=Cost(0, 500))
+    )
     plan = decide(measured, alone)
     assert plan.slots == 64 and dict(plan.lines)["prefills and decode steps"] == 64 * 500
     assert decide(replace(measured, slot=11_200), alone).slots == 56, "cache and draws together fit"
