@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,16 +19,21 @@ SCRIPTS = {
 }
 
 
+def smoke(name: str, folder: Path, *words: str, **environment: str) -> dict[str, Any]:
+    """What a script writes."""
+    out = folder / f"{name}.json"
+    command = [sys.executable, f"benchmarks/{name}.py", str(out), "--smoke", *words]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=280, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text("utf-8"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_runs(name: str, tmp_path: Path):
-    out = tmp_path / f"{name}.json"
-    command = [sys.executable, f"benchmarks/{name}.py", str(out), "--smoke", *SCRIPTS[name]]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(out.read_text("utf-8"))
+    found = smoke(name, tmp_path, *SCRIPTS[name], OMP_NUM_THREADS="1")
     assert found["smoke"] and found["rows"] and min(found["rates"].values()) > 0
     for row in found["rows"]:
         assert row["fraction"] > 0
@@ -55,11 +61,7 @@ def test_without_a_gpu_a_benchmark_says_what_to_do(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["asynchronous", "many_rollouts"])
 def test_scheduling_is_measured(name: str, tmp_path: Path):
-    out = tmp_path / f"{name}.json"
-    command = [sys.executable, f"benchmarks/{name}.py", str(out), "--smoke"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(out.read_text("utf-8"))["rows"]
+    rows = smoke(name, tmp_path)["rows"]
     if name == "many_rollouts":
         assert all(row["most_at_once"] == 200 and row["own_ms_a_rollout"] > 0 for row in rows)
         return
@@ -71,19 +73,11 @@ def test_scheduling_is_measured(name: str, tmp_path: Path):
 
 @pytest.mark.slow
 def test_kills_are_counted(tmp_path: Path):
-    out = tmp_path / "kills.json"
-    command = [sys.executable, "benchmarks/kills.py", str(out), "--smoke"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(out.read_text("utf-8"))
+    found = smoke("kills", tmp_path)
     assert len(found["rows"]) == 5 and found["kills"] >= 3 and found["failed"] == 0
 
 
 @pytest.mark.slow
 def test_the_quickstart_is_timed(tmp_path: Path):
-    out = tmp_path / "quickstart.json"
-    command = [sys.executable, "benchmarks/quickstart.py", str(out), "--smoke"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (row,) = json.loads(out.read_text("utf-8"))["rows"]
+    (row,) = smoke("quickstart", tmp_path)["rows"]
     assert row["steps"] == 2 and row["supervised_step_s"] > 0 and 0 < row["step_s"] < row["seconds"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from shoal.build.given import Given
 from shoal.build.remote import check_engine
 from shoal.config.orch import DatasetConfig, EnvConfig, OrchConfig
+from shoal.config.problems import about
 from shoal.config.resolve import as_yaml, binding_data
 from shoal.config.schema import RunConfig, SftConfig
 from shoal.envs.base import lacks_reward
@@ -55,7 +55,7 @@ def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
     check_sinks(config.train.report_to)
     if given.model is None and config.train.model is not None:
         check_found("train.model", config.train.model)
-    environments = make_environments(orch, given)
+    environments = _make_environments(orch, given)
     for label, environment in environments.items():
         _remember_tasks(label, environment)
     if orch.reward.isolated:
@@ -74,16 +74,16 @@ def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
     return Prepared(environments, pool, data, notices, given)
 
 
-def make_environments(orch: OrchConfig, given: Given) -> dict[str, Environment]:
+def _make_environments(orch: OrchConfig, given: Given) -> dict[str, Environment]:
     """By label, each with a reward."""
     environments: dict[str, Environment] = {}
     evaluated = (orch.eval.env or []) if orch.eval is not None else []
     for key, env in [*(("orch.env", env) for env in orch.env), *(("orch.eval.env", env) for env in evaluated)]:
         if env.label not in environments:  # one that training has too, with the same arguments: checked
-            with _named_errors(key):
+            with about(key):
                 environments[env.label] = _environment(env, orch.dataset, given)
     if orch.reward.function is not None:
-        with _named_errors("orch.reward.function"):
+        with about("orch.reward.function"):
             function = load_object(orch.reward.function)
         for environment in environments.values():
             environment.reward = function  # type: ignore[method-assign]
@@ -94,15 +94,6 @@ def make_environments(orch: OrchConfig, given: Given) -> dict[str, Environment]:
                 "write one, or name a function with orch.reward.function"
             )
     return environments
-
-
-@contextlib.contextmanager
-def _named_errors(key: str) -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        error.args = (f"{key}: {error}", *error.args[1:])
-        raise
 
 
 def _remember_tasks(label: str, environment: Environment) -> None:

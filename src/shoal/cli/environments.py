@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from shoal.config.orch import EnvConfig, OrchConfig
-from shoal.config.problems import Findings, show
+from shoal.config.problems import Findings, about, show
 from shoal.config.schema import RunConfig
+from shoal.config.train import TrainConfig
 from shoal.envs.catalogue import BUILT_IN, OWN_TASKS, REASONING_GYM, VERIFIERS, problem_with
-from shoal.errors import ConfigError
 
 
 def check_environments(orch: OrchConfig, findings: Findings) -> None:
@@ -38,61 +38,43 @@ def check_environments(orch: OrchConfig, findings: Findings) -> None:
 
 def check_user_code(config: RunConfig, findings: Findings) -> None:
     """The other places where module:function may stand."""
-    orch = config.orch
-    named = {
-        "train.loss.type": config.train.loss.type if config.train.loss.custom else None,
-        "orch.advantage.function": orch.advantage.function,
-        "orch.reward.function": orch.reward.function,
-        "orch.groups.filter": orch.groups.filter,
-    }
-    for key, name in named.items():
-        problem = user_code_problem(name) if name is not None else None
+    for key, name in _functions(config.orch, config.train).items():
+        problem = user_code_problem(name)
         if problem is not None:
             findings.error(key, *problem)
 
 
-def load_code(orch: OrchConfig, loss: str | None) -> None:
+def _functions(orch: OrchConfig, train: TrainConfig | None) -> dict[str, str]:
+    named = {
+        "train.loss.type": train.loss.type if train is not None and train.loss.custom else None,
+        "orch.advantage.function": orch.advantage.function,
+        "orch.reward.function": orch.reward.function,
+        "orch.groups.filter": orch.groups.filter,
+    }
+    return {key: name for key, name in named.items() if name is not None}
+
+
+def load_code(orch: OrchConfig, train: TrainConfig | None = None) -> None:
     """Import what is named as module:attribute, and make the environments that come with Shoal and need no data.
 
     The user's own are imported and not made: they may need what only the machine of the run has. What they print
     belongs to nobody who reads the configuration from the standard output.
     """
-    from shoal.envs.user_code import load_object
-
-    listed = {"orch.env": orch.env, "orch.eval.env": (orch.eval.env if orch.eval is not None else None) or []}
-    functions = {
-        "train.loss.type": loss,
-        "orch.advantage.function": orch.advantage.function,
-        "orch.reward.function": orch.reward.function,
-        "orch.groups.filter": orch.groups.filter,
-    }
-    with contextlib.redirect_stdout(sys.stderr):
-        for key, envs in listed.items():
-            for env in envs:
-                _load_one(key, env)
-        for key, name in functions.items():
-            if name is not None:
-                _named(key, lambda name=name: load_object(name))
-
-
-def _load_one(key: str, env: EnvConfig) -> None:
     from shoal.envs.registry import load_environment
     from shoal.envs.user_code import load_object
 
-    info = BUILT_IN.get(env.id)
-    if info is not None and not info.takes_dataset:
-        _named(key, lambda: load_environment(env.id, env.args))
-    elif info is None and not env.id.startswith(OWN_TASKS):
-        _named(key, lambda: load_object(env.id))
-
-
-def _named(key: str, load: Callable[[], object]) -> None:
-    try:
-        load()
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
-    except SystemExit as error:
-        raise ConfigError(f"{key}: importing it ended the program") from error
+    evaluated = (orch.eval.env if orch.eval is not None else None) or []
+    with contextlib.redirect_stdout(sys.stderr):
+        for key, env in [*(("orch.env", env) for env in orch.env), *(("orch.eval.env", env) for env in evaluated)]:
+            info = BUILT_IN.get(env.id)
+            with about(key):
+                if info is not None and not info.takes_dataset:
+                    load_environment(env.id, env.args)
+                elif info is None and not env.id.startswith(OWN_TASKS):
+                    load_object(env.id)
+        for key, name in _functions(orch, train).items():
+            with about(key):
+                load_object(name)
 
 
 def environment_problem(id: str, args: Mapping[str, Any] | None = None) -> tuple[str, str] | None:

@@ -100,7 +100,7 @@ def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool
     if isinstance(loaded.config, TrainConfig):
         note_machine(loaded.config)
     if isinstance(loaded.config, OrchConfig):
-        load_code(loaded.config, None)
+        load_code(loaded.config)
     say(as_yaml(loaded.config))
     return None
 

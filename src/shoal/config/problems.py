@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +68,16 @@ class Findings:
 
     def notice_lines(self) -> list[str]:
         return [": ".join((dotted(p.path), p.what)) + (f"; {p.fix}" if p.fix else "") for p in self.notices]
+
+
+@contextmanager
+def about(key: str) -> Iterator[None]:
+    """What is refused inside names the key it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        error.args = (f"{key}: {error}", *error.args[1:])
+        raise
 
 
 def split_path(path: str) -> KeyPath:

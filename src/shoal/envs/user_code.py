@@ -134,7 +134,7 @@ def _load_module(module_name: str, name: str) -> ModuleType:
         raise ConfigError(f"{name}: importing it needs {error.name!r}, which is not installed") from error
     except ConfigError:
         raise
-    except Exception as error:  # user code may raise anything when imported
+    except (Exception, SystemExit) as error:  # user code may raise anything when imported
         raise ConfigError(f"{name}: importing it raised {type(error).__name__}: {error}") from error
 
 

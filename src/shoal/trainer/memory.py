@@ -273,7 +273,7 @@ def cache_only(decoder: Decoder, layers: dict[int, LayerShape], demand: Demand) 
 
 def _too_small(per_slot: int, demand: Demand, sampling: float) -> str:
     given = "is free" if demand.utilization is None else f"infer.gpu_memory_utilization {demand.utilization:g} gives it"
-    beside = f" and its prefills {_gib(sampling, '').strip()}" if sampling else ""
+    beside = f" and its prefills {sampling / GIB:.1f} GiB" if sampling else ""
     return (
         f"a cache for {ROW_MULTIPLE} sequences of {demand.context_tokens} tokens takes "
         f"{ROW_MULTIPLE * per_slot / GIB:.1f} GiB{beside}, more than {given}; lower orch.seq_len "

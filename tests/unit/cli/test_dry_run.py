@@ -159,9 +159,7 @@ def test_sft_from_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 MINE = """
-import sys
 print("imported")
-if sys.argv[-1] == "ends": sys.exit(0)
 class Shout:
     def __init__(self): raise RuntimeError("needs what is not here")
 """
@@ -172,6 +170,7 @@ class Shout:
     [
         (['orch.env=[{id: "mine.py:Shoutt"}]'], "orch.env: mine.py has no 'Shoutt'; nearest is 'Shout'"),
         (['orch.env=[{id: "broken.py:X"}]'], "orch.env: broken.py:X: importing it raised SyntaxError"),
+        (['orch.env=[{id: "ends.py:X"}]'], "orch.env: ends.py:X: importing it raised SystemExit"),
         (["orch.env=[{id: arithmetic, args: {level: 9}}]"], "orch.env: arithmetic: level is 9; levels are 1 to 5"),
         (
             ["orch.env=[{id: arithmetic}]", "orch.eval.env=[{id: arithmetic, name: sums, args: {level: 9}}]"],
@@ -180,7 +179,7 @@ class Shout:
         (["orch.env=[{id: arithmetic}]", "orch.groups.filter=mine.py:nosuch"], "orch.groups.filter: mine.py has no"),
         (["orch.env=[{id: arithmetic}]", "orch.reward.function=mine.py:no"], "orch.reward.function: mine.py has no"),
     ],
-    ids=["name", "syntax", "argument", "evaluated", "filter", "reward"],
+    ids=["name", "syntax", "ends", "argument", "evaluated", "filter", "reward"],
 )
 @pytest.mark.parametrize("layout", ([], ["--layout", "split"]), ids=["one process", "split"])
 def test_a_dry_run_refuses_code_that_the_run_would(
@@ -188,6 +187,7 @@ def test_a_dry_run_refuses_code_that_the_run_would(
 ):
     Path("mine.py").write_text(MINE)
     Path("broken.py").write_text("class X(\n")
+    Path("ends.py").write_text("raise SystemExit(0)\n")
     argv = ["grpo", "train.model=Qwen/Qwen3-0.6B", "train.max_steps=3", "train.output_dir=out", *layout, "--dry-run"]
     assert main([*argv, *words]) == 2
     assert said in capsys.readouterr().err
