@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shoal.observability.ports import free_port
+
 from .helpers.processes import WarmPython, environment
-from .helpers.split import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

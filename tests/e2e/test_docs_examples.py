@@ -6,12 +6,13 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from shoal.observability.ports import free_port
 
 from .helpers.processes import WarmPython
 
@@ -70,9 +71,7 @@ def test_the_page_of_the_recipe_starts_with_what_works(reader: Path):
 def test_the_page_of_the_server_starts_with_what_works(reader: Path):
     """Its three blocks as they stand, but for the port, which may be taken here."""
     text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     first, second = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)[:2]
     written = re.search(r"echo '(.+)' > infer.yaml", first)
     assert written is not None and "shoal grpo-infer infer.yaml " in first

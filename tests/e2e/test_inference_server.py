@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from shoal.observability.manifest import describe
+from shoal.observability.ports import free_port
 from shoal.rollout.http import HttpRolloutEngine
 from shoal.rollout.link import Address
 from shoal.types import Completion, Request, SamplingParams
@@ -29,9 +29,7 @@ REQUESTS = [
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from support.engine_servers import free_port
+from shoal.observability.ports import free_port
 
 from .helpers.processes import Command, WarmPython, children_of, environment, wait_until
 from .helpers.runs import Run, assert_same_run, assert_trained_once, fingerprint

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from shoal.observability.ports import free_port
 from support.commands import children_of
-from support.engine_servers import free_port
 
 from .helpers.processes import LIMIT_S, Command, wait_until
 from .helpers.runs import Run, assert_trained_once

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from shoal.observability.ports import free_port
+
 from .helpers.processes import WarmPython
 from .helpers.runs import Run, assert_trained_once, each
-from .helpers.split import COMPONENTS, InOne, SplitRun, compared, free_port, split_config, split_run, with_changes
+from .helpers.split import COMPONENTS, InOne, SplitRun, compared, split_config, split_run, with_changes
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "grpo"
 STEPS = 4

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from shoal.observability.ports import free_port
+
 from .helpers.processes import WarmPython, environment
 from .helpers.runs import assert_trained_once
-from .helpers.split import LIMIT_S, InOne, SplitRun, free_port, split_config, split_run, with_changes
+from .helpers.split import LIMIT_S, InOne, SplitRun, split_config, split_run, with_changes
 
 STEPS = 4
 KILLED = -9

@@ -23,6 +23,7 @@ import yaml
 
 from shoal.errors import ConfigError, StorageError
 from shoal.observability.manifest import describe
+from shoal.observability.ports import free_port
 from shoal.rollout.facts import ServerFacts, check_facts
 from shoal.rollout.vllm import VllmRolloutEngine
 from shoal.types import Completion, Request
@@ -32,7 +33,6 @@ from support.engine_servers import (
     LORA_RANK,
     adapter,
     contract_model,
-    free_port,
     settings,
     shared_vllm,
     vllm_python,

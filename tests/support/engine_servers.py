@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import functools
 import os
-import socket
 import tempfile
 import time
 import urllib.request
@@ -23,6 +22,7 @@ from safetensors.torch import save_file
 
 from shoal.errors import EngineError
 from shoal.observability.manifest import describe
+from shoal.observability.ports import free_port
 from shoal.rollout.facts import RemoteSettings
 from shoal.rollout.launch import Launch, ServerProcess
 from shoal.rollout.sglang import SglangRolloutEngine
@@ -43,12 +43,6 @@ def vllm_python() -> str:
     """Where `make test-vllm` put it."""
     folder = os.environ.get("SHOAL_VLLM", "/nonexistent")
     return str(Path(folder) / "env" / "bin" / "python")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @functools.cache

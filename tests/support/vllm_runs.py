@@ -17,10 +17,11 @@ import numpy as np
 import torch
 import yaml
 
+from shoal.observability.ports import free_port
 from shoal.rollout.vllm import VllmRolloutEngine
 from shoal.types import Completion
 from support import engine_servers
-from support.engine_servers import CPU, contract_model, free_port, vllm_python
+from support.engine_servers import CPU, contract_model, vllm_python
 from support.models import EOS, random_prompts
 
 (PROMPT,) = random_prompts(5, 12)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
 from shoal.config.split import check_split
 from shoal.observability.atomic import storage
+from shoal.observability.ports import free_port
 from shoal.observability.run_dir import is_used
 from shoal.orchestrator.supervise import SERVER_KILL_S, Child, Supervisor
 
@@ -85,7 +85,7 @@ def _implied(given: RunConfig, resolved: RunConfig) -> dict[str, list[str]]:
     implied["infer"] += [f"infer.{key}={value}" for key, value in _served(given, resolved).items()]
     ours = resolved.infer.engine == "embedded" or resolved.infer.engine_python is not None
     if ours and "client" not in given.orch.model_fields_set:
-        port = resolved.infer.port if "port" in given.infer.model_fields_set else _free_port()
+        port = resolved.infer.port if "port" in given.infer.model_fields_set else free_port()
         implied["infer"].append(f"infer.port={port}")
         implied["orch"].append(f"orch.client.base_url=http://{resolved.infer.host}:{port}/v1")
     return implied
@@ -114,9 +114,3 @@ def _served(given: RunConfig, resolved: RunConfig) -> dict[str, object]:
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

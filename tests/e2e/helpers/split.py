@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from shoal.observability.ports import free_port
 
 from .processes import Command, Fault, WarmPython, alive, children_of, wait_until
 from .runs import Run, base_config, fingerprint
@@ -16,12 +17,6 @@ COMPONENTS = ("infer", "train", "orch")
 LIMIT_S = 60.0
 SPLIT_ONLY = ("deadline_s", "weight_broadcast", "rollout_transport")
 InOne = Callable[..., dict[str, Any]]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def split_config(model: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:

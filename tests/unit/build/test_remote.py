@@ -18,7 +18,7 @@ from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError, EngineError
 from shoal.observability.machine import has_gpu
-from support.engine_servers import free_port
+from shoal.observability.ports import free_port
 
 
 def config(infer: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:

@@ -23,6 +23,7 @@ from shoal.errors import ModelError
 from shoal.models import tokenizer
 from shoal.models.shapes import character_tokenizer, make_model
 from shoal.models.tokenizer import check_found, locate
+from shoal.observability.ports import free_port
 
 
 @contextmanager
@@ -63,12 +64,6 @@ def point_at(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     for variable in tokenizer.OFFLINE:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(tokenizer, "_ANSWERS", {})
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:

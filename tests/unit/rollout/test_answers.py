@@ -10,11 +10,11 @@ import pytest
 from aiohttp import web
 
 from shoal.errors import EngineError
+from shoal.observability.ports import free_port
 from shoal.rollout.facts import RemoteSettings
 from shoal.rollout.remote import RemoteEngine
 from shoal.rollout.sglang import SglangRolloutEngine
 from shoal.rollout.vllm import VllmRolloutEngine
-from support.engine_servers import free_port
 from support.engines import ask
 
 ANSWER: dict[str, Any] = {"ids": [7, 8, 9], "logprobs": [-0.5, -1.0, -0.25], "reason": "length", "versions": [[0, 3]]}

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ConfigError, DeadlineError, EngineError
+from shoal.observability.ports import free_port
 from shoal.rollout.facts import RemoteSettings
 from shoal.rollout.launch import STOP_S, Launch, ServerProcess, check_interpreter, end_of_log, listens
 from shoal.rollout.vllm import VllmRolloutEngine
 from support.commands import until
-from support.engine_servers import free_port
 
 
 def launch(folder: Path, script: str, port: int | None = None) -> ServerProcess:

@@ -11,9 +11,9 @@ import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+from shoal.observability.ports import free_port
 from shoal.rollout.launch import Launch, ServerProcess
 from support.commands import children_of, until
-from support.engine_servers import free_port
 
 
 def launch(folder: Path, script: str, port: int | None = None) -> ServerProcess:

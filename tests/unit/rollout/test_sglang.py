@@ -13,9 +13,10 @@ from aiohttp import web
 
 from shoal.errors import ConfigError, EngineError
 from shoal.observability.manifest import describe
+from shoal.observability.ports import free_port
 from shoal.rollout.sglang import SglangRolloutEngine
 from shoal.types import Span
-from support.engine_servers import CONTEXT_TOKENS, attached_double, contract_model, free_port, publish, settings
+from support.engine_servers import CONTEXT_TOKENS, attached_double, contract_model, publish, settings
 from support.engines import ask
 from support.models import TOKENIZER, lora_decoder, random_prompts, small_model
 from support.sglang_double import SglangDouble
