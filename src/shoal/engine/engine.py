@@ -52,9 +52,10 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class _Launched:
-    """A window of decode steps on its way: who is in it, in which row, and under which weights."""
+    """A window of decode steps on its way: who is in it, in which rows, and under which weights."""
 
-    sequences: list[tuple[Running, int]]
+    sequences: Sequence[Running]
+    rows: Sequence[int]  # one a sequence
     steps: int
     version: int
 
@@ -190,7 +191,7 @@ class EmbeddedEngine:
         rows = self._tensor(slots)
         drawn = graphs.draw(logits, rows, torch.zeros_like(rows), any(s.kept_ids is not None for s in admitted))
         graphs.begin(slots, positions, limits, drawn)
-        self._note_launch([(sequence, i) for i, sequence in enumerate(admitted)], 1)
+        self._note_launch(admitted, range(len(admitted)), 1)
 
     def _decode(self) -> list[Completion]:
         """One token for every running sequence, or a window of them where graphs do it."""
@@ -229,14 +230,13 @@ class EmbeddedEngine:
         self._prompts = Prefill(self.view, self.cache, False)
 
     def _collect(self, launched: _Launched, window: Window) -> list[Completion]:
-        running = [(s, row) for s, row in launched.sequences if not s.finished]
-        rows = np.array([row for _, row in running], dtype=np.int64)
-        for at, (sequence, _) in enumerate(running):
+        sequences = [s for s in launched.sequences if not s.finished]
+        rows = [row for s, row in zip(launched.sequences, launched.rows, strict=True) if not s.finished]
+        for sequence, row in zip(sequences, rows, strict=True):
             sequence.in_flight -= launched.steps
             if sequence.kept_ids is not None:
                 assert window.kept is not None
-                self._keep_window(sequence, window.kept[:, rows[at]])
-        sequences = [sequence for sequence, _ in running]
+                self._keep_window(sequence, window.kept[:, row])
         return self._retire(sequences, window.ids[:, rows], window.logprobs[:, rows], launched.version)
 
     def _forget_launches(self) -> None:
@@ -247,21 +247,20 @@ class EmbeddedEngine:
 
     def _launch(self, graphs: DecodeGraphs) -> bool:
         """A window for every sequence that may still draw; false if there is none."""
-        left = [(s, s.limit - len(s.token_ids) - s.in_flight) for s in self.scheduler.running.values()]
-        steps = min(WINDOW, max((n for _, n in left), default=0))
+        sequences = list(self.scheduler.running.values())
+        steps = min(WINDOW, max((s.limit - len(s.token_ids) - s.in_flight for s in sequences), default=0))
         if steps < 1:
             return False
-        sequences = [(s, s.slot) for s, _ in left]
-        keys = max(s.length + s.in_flight for s, _ in sequences) + steps
+        keys = max(s.length + s.in_flight for s in sequences) + steps
         extent = Extent.covering(self.scheduler.rows, keys, self.cache.length)
-        graphs.launch(extent, steps, any(s.kept_ids is not None for s, _ in sequences))
-        self._note_launch(sequences, steps)
+        graphs.launch(extent, steps, any(s.kept_ids is not None for s in sequences))
+        self._note_launch(sequences, [s.slot for s in sequences], steps)
         return True
 
-    def _note_launch(self, sequences: list[tuple[Running, int]], steps: int) -> None:
-        for sequence, _ in sequences:
+    def _note_launch(self, sequences: Sequence[Running], rows: Sequence[int], steps: int) -> None:
+        for sequence in sequences:
             sequence.in_flight += steps
-        self._launched.append(_Launched(sequences, steps, self.view.version))
+        self._launched.append(_Launched(sequences, rows, steps, self.view.version))
 
     def _draw(self, sequences: Sequence[Running], logits: Tensor) -> list[Completion]:
         """`logits` has one row a sequence, in the same order."""
@@ -305,13 +304,14 @@ class EmbeddedEngine:
         if sequences:
             self._last[[s.slot for s in sequences]] = ids[-1]
         finished = []
-        for sequence, token_ids, values, end in zip(
-            sequences, ids.T.tolist(), logprobs.T.tolist(), first_end, strict=True
-        ):
+        # Sequence by sequence in one list, not in one each: thousands of new objects a window, all alive at once, have
+        # Python's collector look through everything there is, again and again, and the device waits for it.
+        token_ids, values = ids.T.ravel().tolist(), logprobs.T.ravel().tolist()
+        for at, sequence, end in zip(range(0, len(token_ids), steps), sequences, first_end, strict=True):
             taken = min(steps, end, sequence.limit - len(sequence.token_ids))
             if sequence.stops:
-                taken = self._endings.taken(sequence, token_ids[:taken])
-            sequence.extend(token_ids[:taken], values[:taken], version)
+                taken = self._endings.taken(sequence, token_ids[at : at + taken])
+            sequence.extend(token_ids[at : at + taken], values[at : at + taken], version)
             self.generated_tokens += taken
             if sequence.kept_ids is not None:
                 del sequence.kept_ids[len(sequence.token_ids) :]

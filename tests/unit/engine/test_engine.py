@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+from collections import deque
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from shoal.engine.engine import EngineSettings
+from shoal.engine.graphs import Window
 from shoal.errors import NonFiniteError
 from shoal.models.attention import Context, Packed
 from shoal.models.decoder import Decoder
@@ -287,3 +291,57 @@ def test_weights_that_became_no_numbers_are_noticed_at_once() -> None:
     with pytest.raises(NonFiniteError, match="log-probs of version 0 are not finite"):
         engine.step()
     assert len(engine.scheduler.running) == 1, "it was far from its end"
+
+
+# Windows of steps
+
+
+class InstantGraphs:
+    """A device that takes no time: every row draws its own number, with log-probs 0, -1, -2, …"""
+
+    def __init__(self) -> None:
+        self.windows: deque[Window] = deque()
+        self.steps = 0
+
+    def draw(self, *_: object) -> None: ...
+
+    def follow_weights(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def begin(self, slots: np.ndarray, *_: object) -> None:
+        self._add(1, len(slots))
+
+    def launch(self, extent, steps: int, narrowed: bool) -> None:
+        self._add(steps, extent.rows)
+
+    def collect(self) -> Window:
+        return self.windows.popleft()
+
+    def _add(self, steps: int, rows: int) -> None:
+        logprobs = -np.arange(self.steps, self.steps + steps, dtype=np.float32)
+        self.windows.append(Window(np.tile(np.arange(rows), (steps, 1)), np.tile(logprobs, (rows, 1)).T, None))
+        self.steps += steps
+
+
+def test_windows_of_many_sequences_leave_the_collector_alone() -> None:
+    """Objects by the thousand that live as long as a window would have it look through all of Python again and again,
+    while the device waits."""
+    engine = make_engine(DECODER, slots=1024, context_tokens=272)
+    engine._graphs = InstantGraphs()  # type: ignore[assignment]
+    requests = [ask(str(i), PROMPT, max_tokens=256) for i in range(1024)]
+    looked: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            looked.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        answers = run(engine, requests)
+    finally:
+        gc.callbacks.remove(note)
+    assert all(answers[str(i)].token_ids == [i] * 256 for i in range(1024))
+    assert all(answer.logprobs == [-float(step) for step in range(256)] for answer in answers.values())
+    assert len(looked) < 32, "less than once a window"
