@@ -200,7 +200,7 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
         check_found("train.model", config.train.model)
     data = config.dataset
     with heard_problems() as bad_rows:
-        tasks = supervised_tasks(DatasetSpec(data.path, data.name, data.split, data.columns, data.max_rows))
+        tasks = supervised_tasks(DatasetSpec(**dict(data)))
     binding = build.binding(config, fingerprint(tasks))
     command = ends.resume_command(config)
     if resume and (path / "status.json").exists():

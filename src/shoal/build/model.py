@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.build.fits import starting_with
 from shoal.build.given import Given
+from shoal.config.problems import about
 from shoal.config.train import TrainConfig
 from shoal.envs.user_code import load_function
 
@@ -204,7 +205,8 @@ def make_objective(train: TrainConfig) -> Any:
 
     loss = train.loss
     if loss.custom:
-        policy_loss = CustomLoss(partial(load_function(loss.type), **loss.args), name=loss.type)
+        with about("train.loss.type"):
+            policy_loss = CustomLoss(partial(load_function(loss.type), **loss.args), name=loss.type)
     else:
         policy_loss = LOSSES[loss.type](**loss.resolved_loss_parameters())
     correction = None

@@ -16,7 +16,7 @@ from shoal.config.problems import about
 from shoal.config.resolve import as_yaml, binding_data
 from shoal.config.schema import RunConfig, SftConfig
 from shoal.envs.base import lacks_reward
-from shoal.envs.catalogue import BUILT_IN, OWN_TASKS
+from shoal.envs.catalogue import takes_data
 from shoal.envs.datasets import DatasetSpec, fingerprint, heard_problems
 from shoal.envs.registry import load_environment
 from shoal.envs.user_code import checked_tasks, load_object
@@ -135,11 +135,8 @@ def leave_ranks(prepared: Prepared) -> None:
 def _environment(env: EnvConfig, dataset: DatasetConfig | None, given: Given) -> Environment:
     if env.label in given.environments:
         return given.environments[env.label]
-    spec = None
     # Environments that make their own tasks stand beside one that reads the data set.
-    makes_its_own = env.id.startswith(OWN_TASKS) or (env.id in BUILT_IN and not BUILT_IN[env.id].takes_dataset)
-    if dataset is not None and not makes_its_own:
-        spec = DatasetSpec(dataset.path, dataset.name, dataset.split, dataset.columns, dataset.max_rows)
+    spec = DatasetSpec(**dict(dataset)) if dataset is not None and takes_data(env.id) else None
     return load_environment(env.id, env.args, env.label, spec)
 
 

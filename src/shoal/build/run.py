@@ -20,6 +20,7 @@ from shoal.build.sampler import Sampler, load_model, make_sampler, reward_shape,
 from shoal.build.schedule import loop_settings, temperature_schedule, total_steps
 from shoal.build.waits import tell_wait
 from shoal.config.orch import OrchConfig
+from shoal.config.problems import about
 from shoal.config.resolve import as_data
 from shoal.config.schema import RunConfig, SftConfig
 from shoal.envs.user_code import load_filter, load_function
@@ -233,7 +234,8 @@ def _admission(orch: OrchConfig, steps: int) -> Admission:
 
 
 def _collector(orch: OrchConfig, run_group: RunGroup, stream: PromptStream, ranks: Ranks, steps: int) -> Collector:
-    keep = load_filter(orch.groups.filter) if orch.groups.filter is not None else None
+    with about("orch.groups.filter"):
+        keep = load_filter(orch.groups.filter) if orch.groups.filter is not None else None
     several = ranks.world > 1
     rules = GroupRules(orch.groups.uniform or "refill", orch.groups.max_refill, keep, orch.deadline_s, several)
     return Collector(SharedGroups(run_group, ranks) if several else run_group, stream, _admission(orch, steps), rules)
@@ -270,5 +272,6 @@ def make_advantages(orch: OrchConfig) -> Any:
 
     advantage = orch.advantage
     if advantage.function is not None:
-        return CustomAdvantages(load_function(advantage.function), advantage.function)
+        with about("orch.advantage.function"):
+            return CustomAdvantages(load_function(advantage.function), advantage.function)
     return Normaliser(advantage.mean, advantage.std or "none", advantage.leave_one_out, advantage.eps)

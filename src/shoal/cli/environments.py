@@ -1,5 +1,5 @@
 """Checks the environments a configuration names, without loading any: ids, argument names, data, findable user code.
-A dry run loads what can be loaded without data.
+A dry run loads what can be loaded without reading data.
 
 Lives with the commands because the configuration may not import the environments.
 """
@@ -14,11 +14,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from shoal.config.orch import EnvConfig, OrchConfig
+from shoal.config.orch import OrchConfig
 from shoal.config.problems import Findings, about, show
-from shoal.config.schema import RunConfig
 from shoal.config.train import TrainConfig
-from shoal.envs.catalogue import BUILT_IN, OWN_TASKS, REASONING_GYM, VERIFIERS, problem_with
+from shoal.envs.catalogue import BUILT_IN, OWN_TASKS, REASONING_GYM, VERIFIERS, problem_with, takes_data
 
 
 def check_environments(orch: OrchConfig, findings: Findings) -> None:
@@ -36,45 +35,54 @@ def check_environments(orch: OrchConfig, findings: Findings) -> None:
     _check_dataset_use(orch, findings)
 
 
-def check_user_code(config: RunConfig, findings: Findings) -> None:
+def check_user_code(section: OrchConfig | TrainConfig, findings: Findings) -> None:
     """The other places where module:function may stand."""
-    for key, name in _functions(config.orch, config.train).items():
+    for key, name in _functions(section).items():
         problem = user_code_problem(name)
         if problem is not None:
             findings.error(key, *problem)
 
 
-def _functions(orch: OrchConfig, train: TrainConfig | None) -> dict[str, str]:
+def _functions(section: OrchConfig | TrainConfig) -> dict[str, str]:
+    if isinstance(section, TrainConfig):
+        return {"train.loss.type": section.loss.type} if section.loss.custom else {}
     named = {
-        "train.loss.type": train.loss.type if train is not None and train.loss.custom else None,
-        "orch.advantage.function": orch.advantage.function,
-        "orch.reward.function": orch.reward.function,
-        "orch.groups.filter": orch.groups.filter,
+        "orch.advantage.function": section.advantage.function,
+        "orch.reward.function": section.reward.function,
+        "orch.groups.filter": section.groups.filter,
     }
     return {key: name for key, name in named.items() if name is not None}
 
 
-def load_code(orch: OrchConfig, train: TrainConfig | None = None) -> None:
-    """Import what is named as module:attribute, and make the environments that come with Shoal and need no data.
+def load_code(section: OrchConfig | TrainConfig) -> None:
+    """Import what is named as module:attribute, and make the environments that come with Shoal; no task is asked for.
 
     The user's own are imported and not made: they may need what only the machine of the run has. What they print
     belongs to nobody who reads the configuration from the standard output.
     """
+    from shoal.envs.user_code import load_object
+
+    with contextlib.redirect_stdout(sys.stderr):
+        if isinstance(section, OrchConfig):
+            _load_environments(section)
+        for key, name in _functions(section).items():
+            with about(key):
+                load_object(name)
+
+
+def _load_environments(orch: OrchConfig) -> None:
+    from shoal.envs.datasets import DatasetSpec
     from shoal.envs.registry import load_environment
     from shoal.envs.user_code import load_object
 
     evaluated = (orch.eval.env if orch.eval is not None else None) or []
-    with contextlib.redirect_stdout(sys.stderr):
-        for key, env in [*(("orch.env", env) for env in orch.env), *(("orch.eval.env", env) for env in evaluated)]:
-            info = BUILT_IN.get(env.id)
-            with about(key):
-                if info is not None and not info.takes_dataset:
-                    load_environment(env.id, env.args)
-                elif info is None and not env.id.startswith(OWN_TASKS):
-                    load_object(env.id)
-        for key, name in _functions(orch, train).items():
-            with about(key):
-                load_object(name)
+    for key, env in [*(("orch.env", env) for env in orch.env), *(("orch.eval.env", env) for env in evaluated)]:
+        with about(key):
+            if env.id in BUILT_IN:
+                data = DatasetSpec(**dict(orch.dataset)) if orch.dataset is not None and takes_data(env.id) else None
+                load_environment(env.id, env.args, dataset=data)
+            elif not env.id.startswith(OWN_TASKS):
+                load_object(env.id)
 
 
 def environment_problem(id: str, args: Mapping[str, Any] | None = None) -> tuple[str, str] | None:
@@ -108,17 +116,10 @@ def _check_folder(key: str, path: object, findings: Findings) -> None:
 
 
 def _check_dataset_use(orch: OrchConfig, findings: Findings) -> None:
-    takers = [env for env in orch.env if _takes_dataset(env)]
-    if orch.dataset is not None and not takers:
+    if orch.dataset is not None and not any(takes_data(env.id) for env in orch.env):
         what = f"is not used: {', '.join(env.id for env in orch.env)} makes its own tasks"
         able = ", ".join(info.id for info in BUILT_IN.values() if info.takes_dataset)
         findings.error("orch.dataset", what, f"remove it, or use one of {able}")
     for index, env in enumerate(orch.env):
         if env.id == "dataset" and orch.dataset is None:
             findings.error(f"orch.env.{index}.id", "'dataset' needs data", "set orch.dataset.path or orch.dataset.name")
-
-
-def _takes_dataset(env: EnvConfig) -> bool:
-    """User code may take one: it is asked when it is loaded."""
-    info = BUILT_IN.get(env.id)
-    return info.takes_dataset if info is not None else not env.id.startswith(OWN_TASKS)

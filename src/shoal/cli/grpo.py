@@ -72,7 +72,8 @@ def train_loaded(
     """
     findings = check_run(loaded.config)
     check_environments(loaded.config.orch, findings)
-    check_user_code(loaded.config, findings)
+    for section in (loaded.config.orch, loaded.config.train):
+        check_user_code(section, findings)
     findings.raise_errors(loaded.origins)
     config = resolve_run(loaded.config)
     resume = resume or config.train.resume_from_checkpoint

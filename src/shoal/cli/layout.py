@@ -46,7 +46,8 @@ def supervise(command: SplitCommand, loaded: Loaded[RunConfig]) -> int | None:
     """Check the whole run as its processes will when they meet, then start them. Returns the exit code."""
     findings = check_split(loaded.config)
     check_environments(loaded.config.orch, findings)
-    check_user_code(loaded.config, findings)
+    for section in (loaded.config.orch, loaded.config.train):
+        check_user_code(section, findings)
     findings.raise_errors(loaded.origins)
     config = resolve_run(loaded.config)
     resume = command.resume or config.train.resume_from_checkpoint

@@ -67,7 +67,8 @@ def end_dry_run(config: RunConfig | SftConfig, resume: bool) -> None:
     config.yaml alone; in the folder of a run that would be resumed the recorded one stays.
     """
     if isinstance(config, RunConfig):
-        load_code(config.orch, config.train)
+        load_code(config.orch)
+        load_code(config.train)
     note_machine(config.train)
     text, folder = as_yaml(config), Path(config.train.output_dir)
     say(text)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from shoal.cli.environments import check_environments, load_code
+from shoal.cli.environments import check_environments, check_user_code, load_code
 from shoal.cli.grpo import FILE_SUFFIXES
 from shoal.cli.machine import note_machine
 from shoal.cli.output import notices, say
@@ -92,6 +92,8 @@ def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool
     findings = check_section(name, loaded.config)
     if isinstance(loaded.config, OrchConfig):
         check_environments(loaded.config, findings)
+    if isinstance(loaded.config, OrchConfig | TrainConfig):
+        check_user_code(loaded.config, findings)
     findings.raise_errors(loaded.origins)
     if os.environ.get("RANK", "0") == "0":  # of several that were started alike, one says it
         notices(findings.notice_lines())
@@ -99,7 +101,7 @@ def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool
         return loaded
     if isinstance(loaded.config, TrainConfig):
         note_machine(loaded.config)
-    if isinstance(loaded.config, OrchConfig):
+    if isinstance(loaded.config, OrchConfig | TrainConfig):
         load_code(loaded.config)
     say(as_yaml(loaded.config))
     return None

@@ -101,6 +101,11 @@ _ALL = (
 BUILT_IN: dict[str, EnvironmentInfo] = {info.id: info for info in _ALL}
 
 
+def takes_data(id: str) -> bool:
+    """Whether it reads `orch.dataset`, where there is one; user code may, and is asked when it is loaded."""
+    return BUILT_IN[id].takes_dataset if id in BUILT_IN else not id.startswith(OWN_TASKS)
+
+
 def problem_with(id: str, args: Mapping[str, Any] | None = None) -> str | None:
     """What is wrong with an environment id or its argument names, None if nothing can be told without loading it."""
     if id.startswith(REASONING_GYM):

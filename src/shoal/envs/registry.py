@@ -101,7 +101,7 @@ def _construct(factory: Any, args: dict[str, Any], what: str) -> Any:
         return factory(**args)
     except ShoalError:
         raise
-    except Exception as error:  # user code, or a built-in given an argument of the wrong type
+    except (Exception, SystemExit) as error:  # user code, or a built-in given an argument of the wrong type
         raise ConfigError(f"{what}: {type(error).__name__}: {error} (args {args})") from error
 
 

@@ -101,7 +101,7 @@ def _told_as(place: str, work: Callable[[], Any]) -> Any:
         return work()
     except ShoalError:
         raise
-    except Exception as error:  # the environment is the user's code
+    except (Exception, SystemExit) as error:  # the environment is the user's code
         raise DataError(f"{place} raised {type(error).__name__}: {error}") from error
 
 

@@ -139,6 +139,8 @@ class Learner:
             scores["old_logprobs"] = self._policy.logprobs
         if self._settings.needs_reference:
             scores["reference_logprobs"] = self._policy.reference_logprobs
+        if not scores:
+            return
         rows = [row for micro in self._passes(batches) for row in micro]
         found = await self._scored(list(scores.values()), lambda: self._passes(batches))
         for name, logprobs in zip(scores, found, strict=True):

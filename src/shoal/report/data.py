@@ -66,7 +66,7 @@ def describe_run(run: Path) -> dict[str, Any]:
     told = {key: status.get(key) for key in _STATUS_KEYS}
     if told["state"] == "running":
         if seems_running(run):
-            told |= {"reason": None, "next_command": None}  # it goes on by itself
+            told["next_command"] = None  # it goes on by itself
         else:
             told["state"] = "killed"  # a run that ends by itself says so; nobody holds this one any more
     return {"name": run.resolve().name, "path": str(run), **told}

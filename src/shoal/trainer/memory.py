@@ -48,7 +48,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Cost:
-    """Peak bytes of a forward and backward over t tokens: fixed + per_token * t."""
+    """Peak bytes of work on t tokens, a micro-batch or a decode step: fixed + per_token * t."""
 
     fixed: float
     per_token: float
@@ -151,7 +151,7 @@ def decide(measured: Measured, demand: Demand) -> MemoryPlan:
     ways = [demand.recompute] if demand.recompute is not None else [False, True]
     sampling = measured.sampling.at(ROW_MULTIPLE)
     if wanted < ROW_MULTIPLE and demand.utilization is not None and demand.slots and sampling < budget:
-        raise HardwareError(_too_small(measured.slot, demand, sampling))
+        raise HardwareError(_too_small(measured.slot, demand, sampling, sampling >= share))
     for slots in _ever_fewer(wanted) if demand.slots else (0,):
         room = budget - slots * measured.slot - measured.sampling.at(slots)
         for recompute in ways if room >= 0 else ():
@@ -239,7 +239,7 @@ def _ways_to_train(measured: Measured, demand: Demand, tokens: int) -> list[str]
     with_it = " with an equal orch.seq_len" if demand.slots else ""
     if 256 <= tokens < demand.row_tokens:
         ways.append(f"train.sequence_len={tokens // 256 * 256}{with_it}")
-    elif measured.sampling.prefill == float("inf") or tokens < demand.row_tokens:
+    elif tokens < demand.row_tokens:
         ways.append(f"a lower train.sequence_len{with_it}")
     if demand.base == "trained":
         ways.append("train.lora=true (or a quantised base)")
@@ -266,16 +266,18 @@ def cache_only(decoder: Decoder, layers: dict[int, LayerShape], demand: Demand) 
     affordable = int(free * (CPU_SHARE if demand.utilization is None else demand.utilization) // per_slot)
     slots = min(round_up(demand.slots, ROW_MULTIPLE), affordable // ROW_MULTIPLE * ROW_MULTIPLE)
     if slots < ROW_MULTIPLE:
-        raise HardwareError(_too_small(per_slot, demand, 0))
+        raise HardwareError(_too_small(per_slot, demand))
     tokens = demand.row_tokens * (demand.rows_per_micro_batch or 1)
     return MemoryPlan(slots, tokens, bool(demand.recompute))
 
 
-def _too_small(per_slot: int, demand: Demand, sampling: float) -> str:
+def _too_small(per_slot: int, demand: Demand, sampling: float = 0, sampling_exceeds: bool = False) -> str:
+    """Prefills take what they take for any length of a sequence, so where they alone exceed it only more helps."""
     given = "is free" if demand.utilization is None else f"infer.gpu_memory_utilization {demand.utilization:g} gives it"
-    beside = f" and its prefills {sampling / GIB:.1f} GiB" if sampling else ""
+    beside = f", prefills and decode steps {sampling / GIB:.1f} GiB" if sampling else ""
+    shorter = "" if sampling_exceeds else "lower orch.seq_len (infer.max_model_len in a server), or "
     return (
         f"a cache for {ROW_MULTIPLE} sequences of {demand.context_tokens} tokens takes "
-        f"{ROW_MULTIPLE * per_slot / GIB:.1f} GiB{beside}, more than {given}; lower orch.seq_len "
-        "(infer.max_model_len in a server), or raise infer.gpu_memory_utilization"
+        f"{ROW_MULTIPLE * per_slot / GIB:.1f} GiB{beside}, more than {given}; "
+        f"{shorter}raise infer.gpu_memory_utilization"
     )

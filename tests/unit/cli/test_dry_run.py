@@ -149,6 +149,23 @@ def test_files_of_the_split_layout_are_checked_alone(name: str, capsys: pytest.C
     assert f"{name}.nonsense" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "key"),
+    [
+        ("train", "train.model=Qwen/Qwen3-0.6B", "train.loss.type"),
+        ("orch", str(EXAMPLES / "orch.yaml"), "orch.groups.filter"),
+    ],
+)
+def test_code_named_in_files_of_the_split_layout_is_loaded(
+    name: str, given: str, key: str, capsys: pytest.CaptureFixture[str]
+):
+    Path("mine.py").write_text("")
+    for named, said in (("nofile.py:x", 'there is no file "nofile.py"'), ("mine.py:x", "mine.py has no 'x'")):
+        assert main([f"grpo-{name}", given, f"{key}={named}", "--dry-run"]) == 2
+        shown = capsys.readouterr().err
+        assert f"{key}: {said}" in shown
+
+
 def test_sft_from_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     flags = ["--model", "Qwen/Qwen3-0.6B", "--dataset", "rows.jsonl", "--max-steps", "3", "--output-dir", "1e5"]
@@ -176,10 +193,16 @@ class Shout:
             ["orch.env=[{id: arithmetic}]", "orch.eval.env=[{id: arithmetic, name: sums, args: {level: 9}}]"],
             "orch.eval.env: arithmetic: level is 9",
         ),
+        (["orch.env=[{id: reverse-text, args: {min_len: 50}}]"], "orch.env: reverse-text: min_len 50 and max_len 40"),
+        (
+            ["orch.env=[{id: dataset, args: {reward: 'mine.py:no'}}]", "orch.dataset.path=rows.jsonl"],
+            "orch.env: mine.py has no 'no'",
+        ),
+        (["orch.env=[{id: arithmetic}]", "train.loss.type=mine.py:no"], "train.loss.type: mine.py has no 'no'"),
         (["orch.env=[{id: arithmetic}]", "orch.groups.filter=mine.py:nosuch"], "orch.groups.filter: mine.py has no"),
         (["orch.env=[{id: arithmetic}]", "orch.reward.function=mine.py:no"], "orch.reward.function: mine.py has no"),
     ],
-    ids=["name", "syntax", "ends", "argument", "evaluated", "filter", "reward"],
+    ids=["name", "syntax", "ends", "argument", "evaluated", "bounds", "grader", "loss", "filter", "reward"],
 )
 @pytest.mark.parametrize("layout", ([], ["--layout", "split"]), ids=["one process", "split"])
 def test_a_dry_run_refuses_code_that_the_run_would(
@@ -188,6 +211,7 @@ def test_a_dry_run_refuses_code_that_the_run_would(
     Path("mine.py").write_text(MINE)
     Path("broken.py").write_text("class X(\n")
     Path("ends.py").write_text("raise SystemExit(0)\n")
+    Path("rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     argv = ["grpo", "train.model=Qwen/Qwen3-0.6B", "train.max_steps=3", "train.output_dir=out", *layout, "--dry-run"]
     assert main([*argv, *words]) == 2
     assert said in capsys.readouterr().err

@@ -11,11 +11,20 @@ from shoal.observability import ports
 from shoal.observability.ports import free_port
 
 
-def test_outside_of_what_the_system_hands_out() -> None:
+def handed_out(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_text(text, encoding="ascii")
+    monkeypatch.setattr(ports, "HANDED_OUT", path)
+
+
+def test_the_system_s_range_is_read() -> None:
     with socket.socket() as given:
         given.bind(("127.0.0.1", 0))
         assert given.getsockname()[1] in ports._handed_out()
-    assert all(free_port() not in ports._handed_out() for _ in range(20))
+
+
+def test_outside_of_what_the_system_hands_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed_out(tmp_path / "range", "10100\t65535\n", monkeypatch)
+    assert all(free_port() in range(ports.LOWEST, 10100) for _ in range(20))
 
 
 def test_one_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,11 +33,6 @@ def test_one_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> No
         other = free_port()
         monkeypatch.setattr(ports.random.SystemRandom, "sample", lambda *_: [port, other])
         assert free_port() == other
-
-
-def handed_out(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path.write_text(text, encoding="ascii")
-    monkeypatch.setattr(ports, "HANDED_OUT", path)
 
 
 @pytest.mark.parametrize("text", ["", "none", "1 2 3"])
@@ -42,4 +46,5 @@ def test_a_system_that_does_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_system_that_hands_out_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then one of its choice has to do."""
     handed_out(tmp_path / "range", f"1024\t{ports.HIGHEST}\n", monkeypatch)
-    assert free_port() in range(1024, ports.HIGHEST + 1)
+    monkeypatch.setattr(ports, "_is_free", lambda _: pytest.fail("there is none to try"))
+    assert 0 < free_port() <= ports.HIGHEST

@@ -197,6 +197,8 @@ def test_unfinished_runs_are_readable(tmp_path: Path) -> None:
     overview = collect_overview(run_dir.path)
     assert overview["run"]["state"] == "running" and overview["steps"] == []
     assert overview["run"]["next_command"] is None, "nobody has to continue what goes on"
+    run_dir.write_status("running", step=0, reason="waiting for vLLM", resumable=True, next_command="shoal grpo")
+    assert collect_overview(run_dir.path)["run"]["reason"] == "waiting for vLLM"
     run_dir.append_metrics(1, {"reward/mean": 0.5})
     with (run_dir.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')
@@ -204,7 +206,7 @@ def test_unfinished_runs_are_readable(tmp_path: Path) -> None:
     (run_dir.path / "config.yaml").unlink()
     overview = collect_overview(run_dir.path)
     assert overview["run"]["state"] == "killed" and overview["steps"] == [1] and overview["config"] == ""
-    assert overview["run"]["next_command"] == "shoal grpo --resume"
+    assert overview["run"]["next_command"] == "shoal grpo"
     assert overview["config_changes"] is None
     assert write_report(run_dir.path).stat().st_size > 50_000
 

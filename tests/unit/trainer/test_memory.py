@@ -171,7 +171,8 @@ def test_a_share_too_small_for_a_block_of_sequences_is_refused() -> None:
         HardwareError, match=r"more than infer.gpu_memory_utilization 0.001 gives it; lower orch.seq_len"
     ):
         decide(MEASURED, replace(ASKED, utilization=0.001))
-    with pytest.raises(HardwareError, match=r"GiB and its prefills .* GiB, more than infer.gpu_memory_utilization"):
+    wanted = r"GiB, prefills and decode steps .* GiB, more than infer.gpu_memory_utilization 0.05 gives it; raise infer"
+    with pytest.raises(HardwareError, match=wanted):  # a shorter sequence would not help: prefills alone are more
         decide(replace(MEASURED, sampling=Sampling(50_000)), replace(ASKED, utilization=0.05))
 
 
@@ -228,6 +229,17 @@ def test_nothing_dry_stands_where_a_model_has_no_position(monkeypatch: pytest.Mo
     asked = replace(ASKED, context_tokens=100, prefill_tokens=50)
     assert measuring._sampling(decoder, asked) == Sampling(0, Cost(0, 0))
     make_policy(decoder).dry_run(40, 2)
+
+
+def test_what_a_row_of_a_decode_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sizes tell what each row takes from what all share."""
+    rows: list[int] = []
+    monkeypatch.setattr(measuring, "dry_prefill", lambda *_: rows.append(0))
+    monkeypatch.setattr(measuring, "dry_decode", lambda _, count, narrowed: rows.append(count))
+    monkeypatch.setattr(measuring, "_peak", lambda _, work: work() or 1000 + 10 * rows[-1])
+    for slots in (8, 64, 5000):
+        assert measuring._sampling(DECODER, replace(ASKED, slots=slots)) == Sampling(1000, Cost(1000.0, 10.0))
+        assert rows[-1] == min(slots, measuring.DECODED_ROWS)
 
 
 def test_sampling_counts_beside_training() -> None:

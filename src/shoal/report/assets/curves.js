@@ -58,7 +58,7 @@ shoal.prepareChart = (chart, runs) => {
   const lines = runs.length === 1 ? metricLines(chart, runs[0], patterns, x) : runLines(runs, patterns, x);
   if (!lines.length) return null;
   if (chart.onlyAbove !== undefined && !lines.some((line) => line.values.some((value) => value > chart.onlyAbove))) return null;
-  return { x, lines, several: runs.length > 1, note: chart.stack && runs.length > 1 ? "seconds a step" : undefined };
+  return { x, lines, several: runs.length > 1, note: chart.stack ? "seconds a step" : undefined };
 
   function metricLines(chart, run, patterns, x) {
     const names = [...new Set(patterns.flatMap((pattern) => shoal.matching(run.series, pattern)))];
