@@ -120,6 +120,8 @@ def problem_with(id: str, args: Mapping[str, Any] | None = None) -> str | None:
         )
     info = BUILT_IN.get(id)
     if info is None:
+        if id.endswith(".py"):
+            return f"{id!r} is a file; name the environment in it, as {id}:MyEnv"
         return None if ":" in id else f"unknown environment {id!r}; {_nearest(id)}"
     for name in args or {}:
         if name not in info.args:

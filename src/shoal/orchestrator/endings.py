@@ -19,8 +19,11 @@ def ends(progress: Progress, stop_after: int | None) -> bool:
     return ends_badly_or_solved(progress) or _has_stalled(progress, stop_after)
 
 
-def outcome_of(progress: Progress, stop_after: int | None, events: EventLog) -> str | None:
-    """`solved` or `finished`, None if the run goes on; raises where it ends for a reason that is no success."""
+def outcome_of(progress: Progress, stop_after: int | None, events: EventLog, failed: str = "") -> str | None:
+    """`solved` or `finished`, None if the run goes on; raises where it ends for a reason that is no success.
+
+    `failed`: the last reward or environment that failed, and how.
+    """
     if progress.non_finite >= MAX_NON_FINITE:
         raise StoppedByPolicy(
             f"stopped after {MAX_NON_FINITE} steps in a row with non-finite gradients; "
@@ -29,6 +32,11 @@ def outcome_of(progress: Progress, stop_after: int | None, events: EventLog) -> 
     if progress.flat >= MAX_FLAT:
         if progress.flat_reasons == ["uniform-good"]:
             return "solved"
+        if failed and progress.flat_reasons == ["too-few-scored"]:
+            raise StoppedByPolicy(
+                f"stopped after {MAX_FLAT} steps in a row that trained nothing, for want of rewards ({failed}); "
+                "fix the reward, then resume"
+            )
         raise StoppedByPolicy(
             f"stopped after {MAX_FLAT} steps in a row that trained nothing (groups were "
             f"{', '.join(progress.flat_reasons)}); raise the temperature or the group size, choose easier prompts, "

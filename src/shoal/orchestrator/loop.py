@@ -223,7 +223,7 @@ class Loop:
 
     def _outcome(self) -> str | None:
         self.stopped_by_rule = ends_badly_or_solved(self.progress)
-        return outcome_of(self.progress, self.settings.stop_after, self.parts.events)
+        return outcome_of(self.progress, self.settings.stop_after, self.parts.events, self._failures.last)
 
     async def _record(
         self, step: int, metrics: dict[str, float], collected: Collected, learned: Learned, drawn: dict[str, Any]

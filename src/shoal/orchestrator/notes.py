@@ -28,29 +28,33 @@ class FailureNotes:
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self._told: set[tuple[str, str]] = set()
-        self._last = ""
+        self._looked = False
+        self.last = ""  # who failed and how
 
     def look(self, groups: Sequence[RolloutGroup], progress: Progress) -> None:
+        self._looked = True
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         progress.scored |= any(rollout.scored for rollout in rollouts)
         failed = [rollout for rollout in rollouts if rollout.status in ("error", "timeout")]
         counts = Counter(_kind(rollout) for rollout in failed)
         for rollout in failed:
             kind = _kind(rollout)
-            self._last = f"{rollout.prompt.env}: {rollout.error or rollout.status}"
+            self.last = f"{rollout.prompt.env}: {rollout.error or rollout.status}"
             if kind not in self._told:
                 self._told.add(kind)
                 many = f"{counts[kind]} of {len(rollouts)} rollouts"
-                said = f"step {progress.step}: no reward for {many} of {self._last}"
+                said = f"step {progress.step}: no reward for {many} of {self.last}"
                 self._events.warn("reward-failed", said, data={"rollouts": counts[kind], "error": rollout.error})
 
     def check_scored(self, progress: Progress) -> None:
         """At the end of a run that came through all of its steps."""
         if progress.step and not progress.scored:
-            why = f" ({self._last or 'each was None'})"
+            why = (
+                f" ({self.last or 'each was None'})" if self._looked else ""
+            )  # a resumed run may have had its last step
             raise StoppedByPolicy(
                 f"not one rollout of {count(progress.step, 'step')} got a reward{why}, so nothing was trained; "
-                "fix the reward and start again"
+                "fix the reward, then resume with a larger train.max_steps or start in another train.output_dir"
             )
 
 

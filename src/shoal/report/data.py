@@ -61,12 +61,17 @@ def collect_series(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"steps": steps, "series": {name: [number(by_step[step].get(name)) for step in steps] for name in names}}
 
 
+_AS_EVER = ("started", "resumed", "checkpoint")  # reasons of a run that waits for nobody
+
+
 def describe_run(run: Path) -> dict[str, Any]:
     status = read_status(run)
     told = {key: status.get(key) for key in _STATUS_KEYS}
     if told["state"] == "running":
         if seems_running(run):
             told["next_command"] = None  # it goes on by itself
+            if told["reason"] in _AS_EVER:
+                told["reason"] = None
         else:
             told["state"] = "killed"  # a run that ends by itself says so; nobody holds this one any more
     return {"name": run.resolve().name, "path": str(run), **told}

@@ -94,6 +94,7 @@ def test_the_catalogue_is_light():
         ("reasoning-gim", {}, "reasoning-gym:<task>"),
         ("zzz", {}, "built in are reverse-text"),
         ("verifiers", {}, "unknown environment"),
+        ("mine.py", {}, "'mine.py' is a file; name the environment in it, as mine.py:MyEnv"),
         ("arithmetic", {"levl": 2}, "no argument 'levl'; nearest is 'level'"),
         ("reasoning-gym:", {}, "name a task"),
     ],

@@ -6,6 +6,7 @@ import pytest
 
 from shoal.errors import StoppedByPolicy
 from shoal.observability.events import EventLog
+from shoal.orchestrator.endings import MAX_FLAT, outcome_of
 from shoal.orchestrator.notes import FailureNotes
 from shoal.orchestrator.parts import Progress
 from shoal.types import RolloutGroup
@@ -49,8 +50,20 @@ def test_one_reward_in_the_whole_run_is_enough():
     notes.look([failing("ValueError: x")], progress)
     with pytest.raises(StoppedByPolicy, match=r"not one rollout of 2 steps got a reward \(letters: ValueError: x\)"):
         notes.check_scored(progress)
-    with pytest.raises(StoppedByPolicy, match="not one rollout of 1 step got a reward"):
-        notes.check_scored(Progress(step=1))
+    resumed = FailureNotes(EventLog(Written()))  # at its last step: what failed before is not known any more
+    with pytest.raises(StoppedByPolicy, match="not one rollout of 1 step got a reward, so nothing was trained"):
+        resumed.check_scored(Progress(step=1))
     notes.look([failing("ValueError: x", None)], progress)
     notes.check_scored(progress)
     FailureNotes(EventLog(Written())).check_scored(Progress(step=2, scored=True))  # resumed: known from before
+
+
+def test_a_run_that_ends_for_want_of_rewards_says_what_failed():
+    flat = Progress(step=7, flat=MAX_FLAT, flat_reasons=["too-few-scored"])
+    notes, events = FailureNotes(EventLog(Written())), EventLog(Written())
+    notes.look([failing("KeyError: 'a' (mine.py:4 in grade)")], flat)
+    with pytest.raises(StoppedByPolicy, match=r"for want of rewards \(letters: KeyError: 'a' \(mine.py:4 in grade\)\)"):
+        outcome_of(flat, None, events, notes.last)
+    flat.flat_reasons.append("uniform-bad")
+    with pytest.raises(StoppedByPolicy, match=r"groups were too-few-scored, uniform-bad\); raise the temperature"):
+        outcome_of(flat, None, events, notes.last)

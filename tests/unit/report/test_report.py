@@ -196,6 +196,7 @@ def test_unfinished_runs_are_readable(tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path / "run", "", {}, "shoal grpo --resume")
     overview = collect_overview(run_dir.path)
     assert overview["run"]["state"] == "running" and overview["steps"] == []
+    assert overview["run"]["reason"] is None
     assert overview["run"]["next_command"] is None, "nobody has to continue what goes on"
     run_dir.write_status("running", step=0, reason="waiting for vLLM", resumable=True, next_command="shoal grpo")
     assert collect_overview(run_dir.path)["run"]["reason"] == "waiting for vLLM"
