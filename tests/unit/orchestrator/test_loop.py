@@ -112,7 +112,7 @@ def test_five_flat_steps_of_solved_prompts_end_the_run_as_solved(tmp_path: Path)
     ("kinds", "says"),
     [
         ([[0.0, 0.0]], "uniform-bad"),
-        ([[None, None]], "too-few-scored"),
+        ([[None, None]], "for want of rewards"),
         ([[0.5, 0.5]] * 8 + [[1.0, 1.0]], "uniform-bad"),  # only the last of the five is solved
     ],
 )
