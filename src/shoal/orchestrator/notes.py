@@ -49,9 +49,8 @@ class FailureNotes:
     def check_scored(self, progress: Progress) -> None:
         """At the end of a run that came through all of its steps."""
         if progress.step and not progress.scored:
-            why = (
-                f" ({self.last or 'each was None'})" if self._looked else ""
-            )  # a resumed run may have had its last step
+            # A run resumed at its last step has looked at nothing, and knows no more why.
+            why = f" ({self.last or 'each was None'})" if self._looked else ""
             raise StoppedByPolicy(
                 f"not one rollout of {count(progress.step, 'step')} got a reward{why}, so nothing was trained; "
                 "fix the reward, then resume with a larger train.max_steps or start in another train.output_dir"
