@@ -208,7 +208,7 @@ def test_few_kernels_against_the_modules(architecture: str, dtype: torch.dtype) 
     assert ours_off < 3 * theirs_off + 1e-4
 
 
-@pytest.mark.parametrize("count", (1, 7, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 192))
+@pytest.mark.parametrize("count", (1, 7, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 160, 161, 192))
 def test_every_edge_of_a_batch_bucket(count: int) -> None:
     decoder = on_gpu("qwen2")
     prompts = random_prompts(11, *(3 + i % 9 for i in range(count)))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.engine.scheduler import bucket
 from shoal.models import fused
 from shoal.models.decoder import Decoder
 from shoal.models.sampler_view import SamplerView
@@ -85,7 +86,10 @@ def test_a_capture_that_fails_leads_on_without_graphs() -> None:
     assert torch.cuda.memory_reserved() <= held - (1 << 28), "what is cached is still given back"
 
 
-@pytest.mark.parametrize("count", (192, 193, 256, 257, 384, 385, 512, 513, 640, 641, 768, 1024, 1025, 1792, 2048))
+LARGE = sorted({bucket(count) for count in range(192, 2049)})
+
+
+@pytest.mark.parametrize("count", sorted({*LARGE, *(size + 1 for size in LARGE if size < 2048)}))
 def test_edges_of_large_batches(count: int) -> None:
     decoder, _ = attached(small_model("qwen2"))
     prompts = random_prompts(11, *(3 + i % 9 for i in range(count)))

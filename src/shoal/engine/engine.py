@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.engine.cache import SlotCache
 from shoal.engine.endings import Endings
 from shoal.engine.fused import make_fused
-from shoal.engine.graphs import WINDOW, CaptureError, DecodeGraphs, Extent, Window
+from shoal.engine.graphs import MANY_ROWS, WINDOW, CaptureError, DecodeGraphs, Extent, Window
 from shoal.engine.kernel_context import why_no_graphs
 from shoal.engine.plain import make_plain
 from shoal.engine.prefill import Prefill
@@ -248,7 +248,8 @@ class EmbeddedEngine:
     def _launch(self, graphs: DecodeGraphs) -> bool:
         """A window for every sequence that may still draw; false if there is none."""
         sequences = list(self.scheduler.running.values())
-        steps = min(WINDOW, max((s.limit - len(s.token_ids) - s.in_flight for s in sequences), default=0))
+        window = WINDOW if self.scheduler.rows < MANY_ROWS else WINDOW // 2
+        steps = min(window, max((s.limit - len(s.token_ids) - s.in_flight for s in sequences), default=0))
         if steps < 1:
             return False
         keys = max(s.length + s.in_flight for s in sequences) + steps

@@ -28,7 +28,8 @@ from shoal.models.tokenizer import first_line
 if TYPE_CHECKING:
     from shoal.engine.kernels.sampling import Rows
 
-WINDOW = 8  # decode steps between two looks at what finished
+WINDOW = 8  # decode steps between two looks at what finished, at most
+MANY_ROWS = 512  # whose steps take so long that the host looks twice as often: what finished decodes on until then
 SHORTEST = 512  # keys; contexts up to here, up to twice this, four times … have graphs of their own
 
 

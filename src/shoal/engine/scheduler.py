@@ -18,12 +18,13 @@ SHARE_TO_ADMIT = 16
 
 
 def bucket(count: int) -> int:
-    """The rows of a decode batch for `count` slots: powers of two; from 96 on their quarters too, above 512 their
-    eighths. Every size has a graph of its own, and rows that nobody needs cost more the more there are."""
+    """The rows of a decode batch for `count` slots: powers of two; above 64 their quarters, above 128 their eighths and
+    above 512 their sixteenths too. Every size has a graph of its own, and rows that nobody needs cost more the more
+    there are."""
     rows = SMALLEST_BATCH
     while rows < count:
         rows *= 2
-    step = rows if rows <= 64 else rows // 4 if rows <= 512 else rows // 8
+    step = rows if rows <= 64 else rows // 4 if rows <= 128 else rows // 8 if rows <= 512 else rows // 16
     return -(-max(count, 1) // step) * step
 
 

@@ -302,6 +302,7 @@ class InstantGraphs:
     def __init__(self) -> None:
         self.windows: deque[Window] = deque()
         self.steps = 0
+        self.launched: list[int] = []  # steps of each window
 
     def draw(self, *_: object) -> None: ...
 
@@ -313,6 +314,7 @@ class InstantGraphs:
         self._add(1, len(slots))
 
     def launch(self, extent, steps: int, narrowed: bool) -> None:
+        self.launched.append(steps)
         self._add(steps, extent.rows)
 
     def collect(self) -> Window:
@@ -322,6 +324,15 @@ class InstantGraphs:
         logprobs = -np.arange(self.steps, self.steps + steps, dtype=np.float32)
         self.windows.append(Window(np.tile(np.arange(rows), (steps, 1)), np.tile(logprobs, (rows, 1)).T, None))
         self.steps += steps
+
+
+@pytest.mark.parametrize(("slots", "longest"), ((504, 8), (512, 4)))
+def test_windows_of_many_rows_are_shorter(slots: int, longest: int) -> None:
+    engine = make_engine(DECODER, slots=slots, context_tokens=64)
+    engine._graphs = graphs = InstantGraphs()  # type: ignore[assignment]
+    answers = run(engine, [ask(str(i), PROMPT, max_tokens=20) for i in range(slots)])
+    assert all(answers[str(i)].token_ids == [i] * 20 for i in range(slots))
+    assert max(graphs.launched) == longest and sum(graphs.launched) == 19, "the first is the prefill's"
 
 
 def test_windows_of_many_sequences_leave_the_collector_alone() -> None:
