@@ -106,9 +106,8 @@ At 512 sequences of the 0.5B shape and 256 keys
 For 4,096 sequences of mixed lengths ([tried_mixed_h200.json](../benchmarks/results/tried_mixed_h200.json)):
 
 - More sequences at once, while Python's collector still had the device wait: 183,321 tokens/s with 1,024 slots,
-  184,245 with 2,048, 177,236 with 1,536 and 191,622 with all 4,096; the same run differed by 6 % from one time to the
-  next. It differs by less than half a percent now, and all at once is faster: a batch that shrinks needs no room for
-  whoever comes next.
+  184,245 with 2,048, 177,236 with 1,536 and 191,622 with all 4,096, and the same run differed by 6 % from one time to
+  the next. Without most of that, all at once is the fastest.
 - Rows computed longest first, the heads of a row side by side: a layer of 1,024 rows takes 57 µs instead of 67, of 48
   that the bandwidth asks for, but the whole run took as long.
 - Products with SwiGLU inside, in tiles as large as the device takes: 38.1 µs against 35.4 at 1,024 rows, 70.1 against
