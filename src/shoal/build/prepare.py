@@ -77,8 +77,7 @@ def _prepare(config: RunConfig, given: Given, notices: list[str]) -> Prepared:
 def _make_environments(orch: OrchConfig, given: Given) -> dict[str, Environment]:
     """By label, each with a reward."""
     environments: dict[str, Environment] = {}
-    evaluated = (orch.eval.env or []) if orch.eval is not None else []
-    for key, env in [*(("orch.env", env) for env in orch.env), *(("orch.eval.env", env) for env in evaluated)]:
+    for key, env in ((key, env) for key, envs in orch.env_lists for env in envs):
         if env.label not in environments:  # one that training has too, with the same arguments: checked
             with about(key):
                 environments[env.label] = _environment(env, orch.dataset, given)

@@ -27,7 +27,7 @@ from shoal.errors import (
 )
 
 if TYPE_CHECKING:
-    from cyclopts import App
+    from cyclopts import App, CycloptsError
 
 FAILED_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)  # no bug, wherever it is met
 YOUNG_OBJECTS = 50_000  # that Python makes before it looks for cycles among them
@@ -217,8 +217,13 @@ def _dispatch(arguments: list[str]) -> int:
     return result if isinstance(result, int) else EXIT_DONE
 
 
-def _usage_problem(error: Exception) -> str:
+def _usage_problem(error: CycloptsError) -> str:
     """Cyclopts' own words, which name the nearest command or flag; the list of all commands is left to --help."""
+    from cyclopts import MissingArgumentError
+
+    missing = error.argument if isinstance(error, MissingArgumentError) else None
+    if missing is not None and missing.index is not None:  # it stands by its place, and nobody writes its name
+        return f"`shoal {' '.join(error.command_chain or ())}` needs {missing.names[0].lstrip('-').upper()}"
     return " ".join(str(error).split()).split(" Available commands:")[0].rstrip(".")
 
 

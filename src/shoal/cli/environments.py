@@ -21,10 +21,7 @@ from shoal.envs.catalogue import BUILT_IN, OWN_TASKS, REASONING_GYM, VERIFIERS, 
 
 
 def check_environments(orch: OrchConfig, findings: Findings) -> None:
-    lists = [("orch.env", orch.env)]
-    if orch.eval is not None and orch.eval.env is not None:
-        lists.append(("orch.eval.env", orch.eval.env))
-    for key, envs in lists:
+    for key, envs in orch.env_lists:
         for index, env in enumerate(envs):
             problem = environment_problem(env.id, env.args)
             if problem is not None:
@@ -75,8 +72,7 @@ def _load_environments(orch: OrchConfig) -> None:
     from shoal.envs.registry import load_environment
     from shoal.envs.user_code import load_object
 
-    evaluated = (orch.eval.env if orch.eval is not None else None) or []
-    for key, env in [*(("orch.env", env) for env in orch.env), *(("orch.eval.env", env) for env in evaluated)]:
+    for key, env in ((key, env) for key, envs in orch.env_lists for env in envs):
         with about(key):
             if env.id in BUILT_IN:
                 data = DatasetSpec(**dict(orch.dataset)) if orch.dataset is not None and takes_data(env.id) else None

@@ -157,8 +157,7 @@ def _check_buffer(orch: OrchConfig, findings: Findings) -> None:
 
 
 def _check_envs(orch: OrchConfig, findings: Findings) -> None:
-    lists = [("orch.env", orch.env)] + ([("orch.eval.env", orch.eval.env)] if orch.eval and orch.eval.env else [])
-    for key, envs in lists:
+    for key, envs in orch.env_lists:
         seen: set[str] = set()
         for index, env in enumerate(envs):
             if env.label in seen:

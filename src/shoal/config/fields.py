@@ -87,6 +87,8 @@ def suggestion(root: type[Section], parent: KeyPath, key: str) -> str:
         return f"did you mean `{near}`?"
     if elsewhere:
         return f"`{key}` belongs at `{elsewhere[0]}`"
+    if "args" in siblings:
+        return f"arguments go under `args`: {{{key}: …}}"
     far = nearest(key, [found.path[-1] for found in walk_keys(root)])
     if far is not None:
         return f"did you mean `{next(k.dotted for k in walk_keys(root) if k.path[-1] == far)}`?"

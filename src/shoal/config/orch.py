@@ -261,3 +261,9 @@ class OrchConfig(Section):
     client: ClientConfig = Field(default_factory=ClientConfig, description="The way to a remote engine.")
     deadline_s: PositiveFloat = Field(default=600.0, description="No wait in the loop is longer than this.")
     sync_deadline_s: PositiveFloat = Field(default=600.0, description="A weight sync takes no longer than this.")
+
+    @property
+    def env_lists(self) -> list[tuple[str, list[EnvConfig]]]:
+        """Key and environments of every place that names some."""
+        evaluated = self.eval.env if self.eval is not None else None
+        return [("orch.env", self.env), *([("orch.eval.env", evaluated)] if evaluated else [])]

@@ -146,7 +146,7 @@ def _with_columns(row: dict[str, Any], columns: Mapping[str, str], needed: Seque
         if column not in row:
             near = difflib.get_close_matches(column, list(map(str, row)), n=1)
             hint = f"nearest is {near[0]!r}" if near else f"columns are {', '.join(map(str, list(row)[:12]))}"
-            raise DataError(f"no column {column!r} for {name}; {hint}; map it with dataset.columns.{name}")
+            raise DataError(f"no column {column!r} for {name}; {hint}; map it in the data set's columns: {{{name}: …}}")
         mapped[name] = row[column]
     for name in needed:
         value = mapped[name]

@@ -65,12 +65,11 @@ def _above(metric: str, limit: float, words: str) -> Judge:
     return judge
 
 
-def _below(metric: str, limit: float, words: str) -> Judge:
-    def judge(row: Row, _: History) -> Bad | None:
-        value = row[metric]
-        return Bad(words.format(value=value, limit=limit), -value) if value < limit else None
-
-    return judge
+def _reward_flat(row: Row, _: History) -> Bad | None:
+    if row["reward/std"] >= 1e-9:
+        return None
+    remedy = catalogue.HARDER_PROMPTS if row.get("reward/mean", 0.0) >= 1.0 else ""
+    return Bad("every reward of the step is the same, so nothing can be learnt", 0.0, remedy)
 
 
 def _entropy_collapse(row: Row, history: History) -> Bad | None:
@@ -200,12 +199,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "reward-errors", "reward/error_frac", _reward_errors, f"{catalogue.FIX_REWARD}; or raise orch.reward.timeout_s"
     ),
-    Rule(
-        "reward-flat",
-        "reward/std",
-        _below("reward/std", 1e-9, "every reward of the step is the same, so nothing can be learnt"),
-        catalogue.EASIER_PROMPTS,
-    ),
+    Rule("reward-flat", "reward/std", _reward_flat, catalogue.EASIER_PROMPTS),
     Rule(
         "reward-fell", "reward/mean", _reward_fell, f"{catalogue.LOWER_RATE}, and continue from an earlier checkpoint"
     ),

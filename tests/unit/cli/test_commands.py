@@ -35,6 +35,29 @@ def test_a_key_written_as_an_option_is_answered_with_the_key(capsys: pytest.Capt
     assert main(["grpo", "--nonsense", "1"]) == 2 and "keys are written" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["watch"], "`shoal watch` needs RUN; see `shoal watch --help`"),
+        (["envs", "show"], "`shoal envs show` needs ID; see"),
+        (["watch", "run", "--port"], 'Command "watch" parameter --port requires an argument'),
+    ],
+)
+def test_what_is_missing_is_named_as_the_help_names_it(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    assert main(argv) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_trainer_says_at_once_that_its_loss_cannot_be_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Not when the others have come, for whom it would wait."""
+    (tmp_path / "mine.py").write_text("def other(): ...\n")
+    overrides = ["train.model=tiny", "train.output_dir=run", "train.loss.type=mine.py:loss"]
+    assert main(["grpo-train", *overrides]) == 2
+    said = capsys.readouterr().err
+    assert "train.loss.type: " in said and "mine.py" in said and len(said.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_version(capsys: pytest.CaptureFixture[str]):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == "0.1.0"

@@ -95,6 +95,11 @@ def test_private_values_stay_private(folder: Path, monkeypatch: pytest.MonkeyPat
     assert "canary-93" not in str(caught.value) and "orch.api_key" in str(caught.value)
 
 
+def test_an_argument_of_an_environment_is_told_its_place(folder: Path):
+    with pytest.raises(ConfigError, match=r"orch\.env\.0\.min_len: unknown key .* go under `args`: \{min_len: …\}"):
+        load_run("run.yaml", overrides=["orch.env=[{id: reverse-text, min_len: 50}]"])
+
+
 def test_one_section(folder: Path):
     loaded = load_section("infer", "infer.yaml", ["infer.port=9"])
     assert (loaded.config.port, loaded.config.max_lora_rank) == (9, 32)

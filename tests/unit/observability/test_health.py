@@ -62,6 +62,13 @@ def test_each_trouble_is_named_with_metric_steps_and_remedy(check: str, metric: 
     assert finding.where == "steps 20–29" and metric in finding.sentence
 
 
+def test_rewards_that_are_all_perfect_ask_for_harder_prompts() -> None:
+    flat = {"reward/std": 0.0}
+    (low,) = check_rows(rows(40, 20, 29, **flat), {})
+    (full,) = check_rows(rows(40, 20, 29, **flat, **{"reward/mean": 1.0}), {})
+    assert low.remedy.startswith("easier prompts") and full.remedy.startswith("harder prompts")
+
+
 def test_given_texts_may_become_certain() -> None:
     falling = [{"step": step, "sft/loss": 9.0 / step, "policy/entropy": 9.0 / step} for step in range(1, 60)]
     assert check_rows(falling, {}) == []
