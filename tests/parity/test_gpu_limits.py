@@ -86,18 +86,53 @@ def test_a_capture_that_fails_leads_on_without_graphs() -> None:
     assert torch.cuda.memory_reserved() <= held - (1 << 28), "what is cached is still given back"
 
 
-LARGE = sorted({bucket(count) for count in range(192, 2049)})
+LARGE = sorted({bucket(count) for count in range(192, 4097)})
 
 
-@pytest.mark.parametrize("count", sorted({*LARGE, *(size + 1 for size in LARGE if size < 2048)}))
+@pytest.mark.parametrize("count", sorted({*LARGE, *(size + 1 for size in LARGE if size < 4096)}))
 def test_edges_of_large_batches(count: int) -> None:
     decoder, _ = attached(small_model("qwen2"))
     prompts = random_prompts(11, *(3 + i % 9 for i in range(count)))
     requests = [ask(str(i), prompt, seed=i, max_tokens=4 + i % 14) for i, prompt in enumerate(prompts)]
-    settings = {"slots": 512 if count <= 512 else 2048, "context_tokens": 64, "eos_token_ids": (EOS,)}
+    slots = next(slots for slots in (512, 2048, 4096) if slots >= count)
+    settings = {"slots": slots, "context_tokens": 64, "eos_token_ids": (EOS,)}
     engine = make_engine(decoder, graphs=True, **settings)
     ours = run(engine, requests)
     assert engine.path.startswith("CUDA graphs")
+    eager = run(make_engine(decoder, graphs=False, **settings), requests)
+    assert {name: a.token_ids for name, a in ours.items()} == {name: a.token_ids for name, a in eager.items()}
+    for name, answer in ours.items():
+        np.testing.assert_allclose(answer.logprobs, eager[name].logprobs, rtol=0, atol=1e-4)
+
+
+def test_batches_that_grow_take_no_more_memory_than_the_largest() -> None:
+    """Steps share a pool, where one finds room that a larger one had, and none that smaller ones had."""
+    decoder, _ = attached(small_model("qwen2", vocab_size=60_000))
+
+    def reserved(*counts: int) -> int:
+        engine = make_engine(decoder, slots=512, context_tokens=64, graphs=True)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        for count in counts:
+            run(engine, [ask(str(i), [1 + i % 9], seed=i, max_tokens=3) for i in range(count)])
+        torch.cuda.empty_cache()
+        assert engine.path.startswith("CUDA graphs")
+        return torch.cuda.memory_reserved() - before
+
+    reserved(512)  # what libraries take once
+    assert reserved(8, 32, 64, 128, 192, 256, 320, 384, 448, 512) < 1.2 * reserved(512)
+
+
+def test_more_sizes_than_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those beyond take the next larger one, whose further rows nobody reads."""
+    monkeypatch.setattr("shoal.engine.graphs.MAX_GRAPHS", 2)
+    decoder, _ = attached(small_model("qwen2"))
+    prompts = random_prompts(11, *(3 + i % 9 for i in range(100)))
+    requests = [ask(str(i), prompt, seed=i, max_tokens=4 + i % 34) for i, prompt in enumerate(prompts)]
+    settings = {"slots": 128, "context_tokens": 64, "eos_token_ids": (EOS,)}
+    engine = make_engine(decoder, graphs=True, **settings)
+    ours = run(engine, requests)
+    assert len(engine._graphs._graphs) == 2 and engine.path.startswith("CUDA graphs")  # type: ignore[union-attr]
     eager = run(make_engine(decoder, graphs=False, **settings), requests)
     assert {name: a.token_ids for name, a in ours.items()} == {name: a.token_ids for name, a in eager.items()}
 

@@ -213,7 +213,8 @@ def _dispatch(arguments: list[str]) -> int:
         result = make_app()(arguments, print_error=False, exit_on_error=False)
     except CycloptsError as error:
         hint = _key_hint(str(error)) if arguments[0].startswith("grpo") else ""
-        return _complain(f"{_usage_problem(error)}; {hint}see `shoal {_verb(arguments)}--help`", EXIT_USAGE)
+        verb = " ".join(["shoal", *(error.command_chain or ())])
+        return _complain(f"{_usage_problem(error)}; {hint}see `{verb} --help`", EXIT_USAGE)
     return result if isinstance(result, int) else EXIT_DONE
 
 
@@ -235,10 +236,6 @@ def _key_hint(message: str) -> str:
     key = found.group(1).replace("-", "_") if found else ""
     section = next((name for name, known in SECTIONS.items() if key in known.model_fields), None)
     return f"keys are written as {section}.{key}=VALUE; " if section else ""
-
-
-def _verb(arguments: list[str]) -> str:
-    return f"{arguments[0]} " if arguments and arguments[0] in VERBS else ""
 
 
 def _complain(message: str, code: int) -> int:

@@ -97,14 +97,12 @@ def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool
     findings.raise_errors(loaded.origins)
     if os.environ.get("RANK", "0") == "0":  # of several that were started alike, one says it
         notices(findings.notice_lines())
-    if isinstance(loaded.config, TrainConfig):
-        load_code(loaded.config)  # a loss that cannot be had is said before anybody is waited for
+    if isinstance(loaded.config, OrchConfig | TrainConfig):
+        load_code(loaded.config)  # what cannot be had is said before anybody is waited for
     if not dry_run:
         return loaded
     if isinstance(loaded.config, TrainConfig):
         note_machine(loaded.config)
-    if isinstance(loaded.config, OrchConfig):
-        load_code(loaded.config)
     say(as_yaml(loaded.config))
     return None
 

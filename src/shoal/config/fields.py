@@ -85,10 +85,10 @@ def suggestion(root: type[Section], parent: KeyPath, key: str) -> str:
     near = nearest(key, siblings)
     if near is not None and (not elsewhere or difflib.SequenceMatcher(None, key, near).ratio() > 0.85):
         return f"did you mean `{near}`?"
+    if {"id", "args"} <= set(siblings):  # an environment's, whose arguments may be called like anything
+        return f"arguments go under `args`: {{{key}: …}}"
     if elsewhere:
         return f"`{key}` belongs at `{elsewhere[0]}`"
-    if "args" in siblings:
-        return f"arguments go under `args`: {{{key}: …}}"
     far = nearest(key, [found.path[-1] for found in walk_keys(root)])
     if far is not None:
         return f"did you mean `{next(k.dotted for k in walk_keys(root) if k.path[-1] == far)}`?"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 WINDOW = 8  # decode steps between two looks at what finished, at most
 MANY_ROWS = 512  # whose steps take so long that the host looks twice as often: what finished decodes on until then
+MAX_GRAPHS = 128  # a size beyond them takes the next larger one that there is
 SHORTEST = 512  # keys; contexts up to here, up to twice this, four times … have graphs of their own
 
 
@@ -50,6 +51,9 @@ class Extent:
         while longest < keys:
             longest *= 2
         return Extent(rows, min(longest, max(cache_length, SHORTEST)))
+
+    def covers(self, other: Extent) -> bool:
+        return self.rows >= other.rows and self.longest >= other.longest
 
 
 @dataclass(frozen=True)
@@ -171,13 +175,21 @@ class DecodeGraphs:
         return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
 
     def _graph(self, extent: Extent, narrowed: bool) -> torch.cuda.CUDAGraph:
-        key = (extent, narrowed, self._view.noisy)
-        if key not in self._graphs:
-            try:
-                self._graphs[key] = self._capture(extent, narrowed)
-            except Exception as error:  # a kernel the device cannot take, a model that waits for it, too little memory
-                raise CaptureError(f"a decode step could not be captured ({first_line(error)})") from error
-        return self._graphs[key]
+        """The largest is captured before all others: they share a pool of memory, in which a step finds room that a
+        larger one had, and none that smaller ones had."""
+        kind = narrowed, self._view.noisy
+        largest = Extent.covering(self._cache.slots, self._cache.length, self._cache.length)
+        for wanted in (largest, extent):
+            if (wanted, *kind) not in self._graphs and (wanted is largest or len(self._graphs) < MAX_GRAPHS):
+                self._graphs[wanted, *kind] = self._captured(wanted, narrowed)
+        there = [e for e, *of in self._graphs if tuple(of) == kind and e.covers(extent)]
+        return self._graphs[min(there, key=lambda e: (e.rows, e.longest)), *kind]
+
+    def _captured(self, extent: Extent, narrowed: bool) -> torch.cuda.CUDAGraph:
+        try:
+            return self._capture(extent, narrowed)
+        except Exception as error:  # a kernel the device cannot take, a model that waits for it, too little memory
+            raise CaptureError(f"a decode step could not be captured ({first_line(error)})") from error
 
     def _capture(self, extent: Extent, narrowed: bool) -> torch.cuda.CUDAGraph:
         saved = [t.clone() for t in self._state()]

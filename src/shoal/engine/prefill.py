@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 GRAPH_TOKENS = 16_384  # of one prefill; larger ones keep the device busy however they are launched
 MAX_GRAPHS = 32  # each holds its inputs and the states it ends with; what lies between shares one pool
+# Of all captured sizes. One finds room in the pool that a larger one had, and none that smaller ones had, so that all
+# may take as much as the largest prefill, which is in the memory plan.
+POOL_TOKENS = 32_768
 LEAST_TOKENS, LEAST_SEGMENTS, LEAST_LENGTH = 256, 8, 128
 MULTIPLE = 1024  # of the tokens of a large one, whose filling takes time
 
@@ -133,7 +136,7 @@ class Prefill:
             self._met.add(key)  # captured if it comes again
             return self._eager(prompts)[last]
         if key not in self._graphs:
-            if len(self._graphs) >= MAX_GRAPHS:
+            if len(self._graphs) >= MAX_GRAPHS or self._pool_tokens(extent) > POOL_TOKENS:
                 return self._eager(prompts)[last]
             try:
                 self._graphs[key] = self._capture(prompts, extent)
@@ -145,6 +148,9 @@ class Prefill:
             captured.inputs[name].copy_(tensor)
         captured.graph.replay()
         return captured.hidden[last]
+
+    def _pool_tokens(self, more: Extent) -> int:
+        return sum({more.tokens, *(extent.tokens for extent, _ in self._graphs)})
 
     def _stop_capturing(self, error: Exception) -> None:
         """Memory is scarce, or a kernel cannot be captured: what graphs hold is given back, and prompts are computed

@@ -68,7 +68,8 @@ def _above(metric: str, limit: float, words: str) -> Judge:
 def _reward_flat(row: Row, _: History) -> Bad | None:
     if row["reward/std"] >= 1e-9:
         return None
-    remedy = catalogue.HARDER_PROMPTS if row.get("reward/mean", 0.0) >= 1.0 else ""
+    good, bad = row.get("group/all_good_frac", 0.0), row.get("group/all_bad_frac", 0.0)
+    remedy = catalogue.HARDER_PROMPTS if good > bad else ""
     return Bad("every reward of the step is the same, so nothing can be learnt", 0.0, remedy)
 
 

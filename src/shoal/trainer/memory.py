@@ -73,19 +73,19 @@ UNAFFORDABLE = Cost(float("inf"), 0.0)  # not even one row
 
 @dataclass(frozen=True)
 class Sampling:
-    """Peak bytes beside the cache: of the largest prefill, and of a decode step, which has a token a row."""
+    """Peak bytes beside the cache: of the largest prefill, and of a decode step, which has a token a row. Both are in
+    graphs, and neither has the other's memory."""
 
     prefill: float = 0.0
     decode: Cost = Cost(0.0, 0.0)
 
     def at(self, rows: int) -> float:
-        return max(self.prefill, self.decode.at(rows))
+        return self.prefill + self.decode.at(rows)
 
     def slots_in(self, share: float, slot: int) -> int:
         """Sequences whose cache, of `slot` bytes each, fits into a share of the device together with these."""
-        if share <= max(self.prefill, self.decode.fixed):
-            return 0
-        return int(min((share - self.prefill) / slot, (share - self.decode.fixed) / (slot + self.decode.per_token)))
+        left = share - self.prefill - self.decode.fixed
+        return int(left / (slot + self.decode.per_token)) if left > 0 else 0
 
 
 @dataclass(frozen=True)

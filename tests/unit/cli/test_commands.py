@@ -48,13 +48,26 @@ def test_what_is_missing_is_named_as_the_help_names_it(argv: list[str], words: s
     assert words in capsys.readouterr().err
 
 
-def test_a_trainer_says_at_once_that_its_loss_cannot_be_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("verb", "key", "overrides"),
+    [
+        ("grpo-train", "train.loss.type", ["train.model=tiny", "train.output_dir=run"]),
+        (
+            "grpo-orch",
+            "orch.reward.function",
+            ["orch.env=[{id: arithmetic}]", "orch.output_dir=run", "orch.model.name=tiny"],
+        ),
+    ],
+    ids=("loss", "reward"),
+)
+def test_a_part_of_a_run_says_at_once_what_cannot_be_had(
+    verb: str, key: str, overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """Not when the others have come, for whom it would wait."""
     (tmp_path / "mine.py").write_text("def other(): ...\n")
-    overrides = ["train.model=tiny", "train.output_dir=run", "train.loss.type=mine.py:loss"]
-    assert main(["grpo-train", *overrides]) == 2
+    assert main([verb, *overrides, f"{key}=mine.py:nope"]) == 2
     said = capsys.readouterr().err
-    assert "train.loss.type: " in said and "mine.py" in said and len(said.splitlines()) == 1
+    assert f"{key}: " in said and "mine.py" in said and len(said.splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
 

@@ -95,9 +95,15 @@ def test_private_values_stay_private(folder: Path, monkeypatch: pytest.MonkeyPat
     assert "canary-93" not in str(caught.value) and "orch.api_key" in str(caught.value)
 
 
-def test_an_argument_of_an_environment_is_told_its_place(folder: Path):
-    with pytest.raises(ConfigError, match=r"orch\.env\.0\.min_len: unknown key .* go under `args`: \{min_len: …\}"):
-        load_run("run.yaml", overrides=["orch.env=[{id: reverse-text, min_len: 50}]"])
+@pytest.mark.parametrize("key", ("min_len", "seed", "level"), ids=str)
+def test_an_argument_of_an_environment_is_told_its_place(folder: Path, key: str):
+    """Also where some other section has a key of that name."""
+    with pytest.raises(ConfigError, match=rf"orch\.env\.0\.{key}: unknown key .* go under `args`: \{{{key}: …\}}"):
+        load_run("run.yaml", overrides=[f"orch.env=[{{id: reverse-text, {key}: 50}}]"])
+    with pytest.raises(ConfigError, match=r"orch\.env\.0\.weigth: unknown key .*did you mean `weight`"):
+        load_run("run.yaml", overrides=["orch.env=[{id: reverse-text, weigth: 2}]"])
+    with pytest.raises(ConfigError, match=r"train\.loss\.learning_rat: .*did you mean `train\.learning_rate`"):
+        load_run("run.yaml", overrides=["train.loss.learning_rat=1"])
 
 
 def test_one_section(folder: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections import deque
 
 import numpy as np
@@ -324,6 +325,45 @@ class InstantGraphs:
         logprobs = -np.arange(self.steps, self.steps + steps, dtype=np.float32)
         self.windows.append(Window(np.tile(np.arange(rows), (steps, 1)), np.tile(logprobs, (rows, 1)).T, None))
         self.steps += steps
+
+
+class CountingGraphs(InstantGraphs):
+    """A device whose rows count on from the length of their prompt, wherever they are moved."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__()
+        self.at = np.zeros(slots, dtype=np.int64)
+
+    def begin(self, slots: np.ndarray, positions: np.ndarray, *_: object) -> None:
+        self.at[slots] = positions
+        self._note(positions[None])
+
+    def launch(self, extent, steps: int, narrowed: bool) -> None:
+        self.launched.append(steps)
+        self.at[: extent.rows] += steps
+        self._note(self.at[: extent.rows] - np.arange(steps)[::-1, None])
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        self.at[targets.numpy()] = self.at[sources.numpy()]
+
+    def _note(self, ids: np.ndarray) -> None:
+        self.windows.append(Window(ids, -ids.astype(np.float32), None))
+
+
+def test_windows_of_several_lengths_while_rows_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches shrink and fill again across the size from which windows are shorter."""
+    monkeypatch.setattr("shoal.engine.engine.MANY_ROWS", 16)
+    chance = random.Random(5)
+    lengths = [(chance.randint(1, 30), 1 + int(chance.expovariate(1 / 12))) for _ in range(120)]
+    engine = make_engine(DECODER, slots=48, context_tokens=256)
+    engine._graphs = graphs = CountingGraphs(48)  # type: ignore[assignment]
+    moves = []
+    monkeypatch.setattr(graphs, "move", lambda *at: (moves.append(1), CountingGraphs.move(graphs, *at)))
+    answers = run(engine, [ask(str(i), PROMPT[:1] * prompt, max_tokens=new) for i, (prompt, new) in enumerate(lengths)])
+    for i, (prompt, new) in enumerate(lengths):
+        assert answers[str(i)].token_ids == list(range(prompt, prompt + new))
+        assert answers[str(i)].logprobs == [-float(at) for at in range(prompt, prompt + new)]
+    assert moves and {4, 8} <= set(graphs.launched), "all of it was met"
 
 
 @pytest.mark.parametrize(("slots", "longest"), ((504, 8), (512, 4)))

@@ -62,7 +62,7 @@ def test_without_memory_prefills_are_not_captured_any_more(caplog: pytest.LogCap
     """The prompt is computed all the same, and what graphs held is given back."""
     engine = make_engine(small_decoder())
     prefill: Prefill = engine._prompts
-    prefill._may_capture, prefill._graphs = True, {"a size": None}  # type: ignore[dict-item]
+    prefill._may_capture, prefill._graphs = True, {(Extent(512, 8, 8, 128), False): None}  # type: ignore[dict-item]
 
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory")
@@ -74,3 +74,20 @@ def test_without_memory_prefills_are_not_captured_any_more(caplog: pytest.LogCap
     assert torch.equal(first, second) and torch.equal(first, third)
     assert not prefill._graphs and not prefill._may_capture
     assert [record.getMessage() for record in caplog.records] == ["prefills are not captured any more: no memory"]
+
+
+def test_captured_prefills_take_no_more_than_the_largest() -> None:
+    """In tokens of all sizes; one of a size that was captured for other prompts needs no more."""
+    prefill: Prefill = make_engine(small_decoder())._prompts
+    captured = []
+    prefill._may_capture, prefill._capture = True, lambda *_: captured.append(1)  # type: ignore[method-assign,assignment]
+    sequence = Sequence(Request("0", [1, 2, 3], SamplingParams(max_tokens=4)), 4, slot=0)
+    taken = {(Extent(tokens, 8, 8, 128), False): None for tokens in (16_384, 15_360, 1024)}
+    prefill._graphs = taken  # type: ignore[assignment]
+    with torch.no_grad():
+        prefill.run([sequence]), prefill.run([sequence])
+    assert not captured
+    del taken[Extent(1024, 8, 8, 128), False]
+    with torch.no_grad(), pytest.raises(AttributeError):  # there is nothing to replay
+        prefill.run([sequence])
+    assert captured == [1]

@@ -65,7 +65,7 @@ def test_each_trouble_is_named_with_metric_steps_and_remedy(check: str, metric: 
 def test_rewards_that_are_all_perfect_ask_for_harder_prompts() -> None:
     flat = {"reward/std": 0.0}
     (low,) = check_rows(rows(40, 20, 29, **flat), {})
-    (full,) = check_rows(rows(40, 20, 29, **flat, **{"reward/mean": 1.0}), {})
+    (full,) = check_rows(rows(40, 20, 29, **flat, **{"group/all_good_frac": 0.7}), {})
     assert low.remedy.startswith("easier prompts") and full.remedy.startswith("harder prompts")
 
 

@@ -94,8 +94,8 @@ def test_the_cache_gives_way_to_a_row() -> None:
 def test_what_the_user_sets_is_obeyed() -> None:
     assert decide(MEASURED, replace(ASKED, utilization=0.02)).slots == 16
     sampling = replace(MEASURED, sampling=Sampling(prefill=20_000, decode=Cost(0, 600)))
-    assert decide(sampling, replace(ASKED, utilization=0.04)).slots == 16, "prefills and decode steps are in the share"
-    assert decide(sampling, replace(ASKED, utilization=0.08)).slots == 48
+    assert decide(sampling, replace(ASKED, utilization=0.046)).slots == 16, "prefills and decode steps are in the share"
+    assert decide(sampling, replace(ASKED, utilization=0.097)).slots == 48
     assert decide(MEASURED, replace(ASKED, rows_per_micro_batch=3)).micro_batch_tokens == 3 * 2048
     assert decide(MEASURED, replace(ASKED, recompute=True)).recompute
 
@@ -281,8 +281,8 @@ def test_what_trains_nothing_has_its_cache_and_its_draws() -> None:
         MEASURED, optimizer=0, costs={False: Cost(0, 0)}, sampling=Sampling(prefill=5_000, decode=Cost(0, 500))
     )
     plan = decide(measured, alone)
-    assert plan.slots == 64 and dict(plan.lines)["prefills and decode steps"] == 64 * 500
-    assert decide(replace(measured, slot=11_200), alone).slots == 56, "cache and draws together fit"
+    assert plan.slots == 64 and dict(plan.lines)["prefills and decode steps"] == 5_000 + 64 * 500
+    assert decide(replace(measured, slot=11_200), alone).slots == 56, "cache, prefills and draws together fit"
     with pytest.raises(HardwareError) as refused:
         decide(replace(measured, slot=100_000), alone)
     assert "a cache of 8 sequences" in str(refused.value) and "one row" not in str(refused.value)
