@@ -141,7 +141,8 @@ log-probs before it."""
         yield "Against others: not measured yet (`--generate`, `--vllm`)."
         return
     yield """Against others in the same run, same weights and prompts, prefill included. `generate` reports no
-log-probs. Where it was timed over fewer tokens, the rest is carried on at the same step."""
+log-probs. Where it was timed over fewer tokens, the rest is carried on at the same step. It launches kernel by kernel,
+so its rate is the host's: the machines of two runs differ threefold."""
     yield table_of(others, RIVAL)
 
 
@@ -182,8 +183,8 @@ figures of one file belong together."""
 def quickstart(results: Results) -> Iterator[str]:
     yield """The quickstart's three files as they are, from the command to the end, only the model named: random weights
 after a few supervised steps on solved tasks, so that there is something to reward. fp8-hybrid, LoRA, noise, 8 prompts ×
-16. Times are of the median step; the reward is the mean of the first and of the last ten steps, which 40 steps hardly
-move; k3 is how far the policy's log-probs are from the sampler's."""
+16. Times are medians over all steps, each for itself; a step that meets a new size captures it. The reward is the mean
+of the first and of the last ten steps, which 40 steps hardly move; k3 is how far the policy's log-probs are from the sampler's."""
     rows = results.rows["quickstart"]
     timed = all("supervised_step_s" in row for row in rows)
     if timed:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shoal.engine.kernels.sampling import Rows
 
 WINDOW = 8  # decode steps between two looks at what finished, at most
-MANY_ROWS = 512  # whose steps take so long that the host looks twice as often: what finished decodes on until then
+MANY_ROWS = 1024  # whose steps take so long that the host looks twice as often: what finished decodes on until then
 MAX_GRAPHS = 128  # a size beyond them takes the next larger one that there is
 SHORTEST = 512  # keys; contexts up to here, up to twice this, four times … have graphs of their own
 

@@ -366,7 +366,7 @@ def test_windows_of_several_lengths_while_rows_move(monkeypatch: pytest.MonkeyPa
     assert moves and {4, 8} <= set(graphs.launched), "all of it was met"
 
 
-@pytest.mark.parametrize(("slots", "longest"), ((504, 8), (512, 4)))
+@pytest.mark.parametrize(("slots", "longest"), ((1016, 8), (1024, 4)))
 def test_windows_of_many_rows_are_shorter(slots: int, longest: int) -> None:
     engine = make_engine(DECODER, slots=slots, context_tokens=64)
     engine._graphs = graphs = InstantGraphs()  # type: ignore[assignment]
