@@ -184,7 +184,8 @@ def quickstart(results: Results) -> Iterator[str]:
     yield """The quickstart's three files as they are, from the command to the end, only the model named: random weights
 after a few supervised steps on solved tasks, so that there is something to reward. fp8-hybrid, LoRA, noise, 8 prompts ×
 16. Times are medians over all steps, each for itself; a step that meets a new size captures it. The reward is the mean
-of the first and of the last ten steps, which 40 steps hardly move; k3 is how far the policy's log-probs are from the sampler's."""
+of the first and of the last ten steps, which 40 steps hardly move; k3 is how far the policy's log-probs are from
+the sampler's."""
     rows = results.rows["quickstart"]
     timed = all("supervised_step_s" in row for row in rows)
     if timed:
