@@ -44,4 +44,6 @@ def _kind_and_folder(where: tuple[str, ...], shape: str | None) -> tuple[str, Pa
         return "tiny", Path(where[1])
     if len(where) == 1 and shape is not None:
         return shape, Path(where[0])
-    raise ConfigError(f"command line: make-model {' '.join(where)}: a folder and one kind of model are needed; {usage}")
+    raise ConfigError(
+        f"command line: {' '.join(['make-model', *where])}: a folder and one kind of model are needed; {usage}"
+    )

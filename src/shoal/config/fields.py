@@ -71,6 +71,24 @@ def walk_keys(section: type[Section], prefix: tuple[str, ...] = ()) -> Iterator[
             yield from walk_keys(inner, path)
 
 
+# What other trainers call it.
+ELSEWHERE = {
+    "lr": "train.learning_rate",
+    "epsilon": "train.loss.clip_low",
+    "cliprange": "train.loss.clip_low",
+    "clip_eps": "train.loss.clip_low",
+    "beta": "train.loss.kl.beta",
+    "kl_coef": "train.loss.kl.beta",
+    "group_size": "orch.rollouts_per_example",
+    "num_generations": "orch.rollouts_per_example",
+    "n_samples": "orch.rollouts_per_example",
+    "max_new_tokens": "orch.sampling.max_tokens",
+    "max_completion_length": "orch.sampling.max_tokens",
+    "backend": "infer.engine",
+    "num_train_epochs": "train.epochs",
+}
+
+
 def nearest(word: str, known: list[str]) -> str | None:
     """Of those that are alike one with the same letters: two of them are typed in the wrong order more often."""
     found = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
@@ -78,14 +96,18 @@ def nearest(word: str, known: list[str]) -> str | None:
 
 
 def suggestion(root: type[Section], parent: KeyPath, key: str) -> str:
-    """How to fix an unknown key: the same word elsewhere, a similar word here, or the list of what there is."""
+    """How to fix an unknown key: what it is called here, the same word elsewhere, a similar word, or all there are."""
     here = section_at(root, parent)
     siblings = list(known_keys(here)) if here is not None else []
     elsewhere = [found.dotted for found in walk_keys(root) if found.path[-1] == key]
     near = nearest(key, siblings)
+    takes_arguments = {"id", "args"} <= set(siblings)  # an environment's, which may be called like anything
+    renamed = _renamed(root, key)
+    if renamed is not None and not elsewhere and not takes_arguments:
+        return f"it is called `{renamed}` here"
     if near is not None and (not elsewhere or difflib.SequenceMatcher(None, key, near).ratio() > 0.85):
         return f"did you mean `{near}`?"
-    if {"id", "args"} <= set(siblings):  # an environment's, whose arguments may be called like anything
+    if takes_arguments:
         return f"arguments go under `args`: {{{key}: …}}"
     if elsewhere:
         return f"`{key}` belongs at `{elsewhere[0]}`"
@@ -93,3 +115,9 @@ def suggestion(root: type[Section], parent: KeyPath, key: str) -> str:
     if far is not None:
         return f"did you mean `{next(k.dotted for k in walk_keys(root) if k.path[-1] == far)}`?"
     return f"known keys here: {', '.join(siblings)}" if siblings else "remove it"
+
+
+def _renamed(root: type[Section], key: str) -> str | None:
+    """Of a section alone the keys have no name before them."""
+    ours = ELSEWHERE.get(key, "")
+    return next((k.dotted for k in walk_keys(root) if f".{ours}".endswith(f".{k.dotted}")), None)

@@ -27,6 +27,11 @@ MAX_FILE_BYTES = 1_000_000
 COMMAND_LINE = "command line"
 # One matter in three places: what the command line says about it stands instead of all that files say.
 LENGTH = (("train", "max_steps"), ("train", "epochs"), ("orch", "max_steps"))
+# What a process of the split layout takes from the trainer's section of the same file, unless its own says it.
+SHARED = {
+    "infer": {("model",): "model", ("output_dir",): "output_dir"},
+    "orch": {("model", "name"): "model", ("output_dir",): "output_dir"},
+}
 Config = TypeVar("Config", bound=Section)
 
 
@@ -69,6 +74,7 @@ def load_section(name: str, file: str | None, overrides: Sequence[str] = ()) -> 
         draft.add_file(file, () if _holds_sections(file) else (name,))
     for override in overrides:
         draft.override(override, only=name)
+    _share(draft.data, name)
     data = draft.data.get(name) or {}
     try:
         config = SECTIONS[name].model_validate(data)
@@ -77,6 +83,21 @@ def load_section(name: str, file: str | None, overrides: Sequence[str] = ()) -> 
         moved = [Problem((name, *problem.path), problem.what, problem.fix) for problem in problems]
         raise ConfigError(render(moved, draft.origins)) from None
     return Loaded(config, draft.origins)
+
+
+def _share(data: dict[str, Any], name: str) -> None:
+    """What a run's file says once, in `train`, holds for its other sections."""
+    train = data.get("train")
+    for (*outer, last), shared in SHARED.get(name, {}).items():
+        if not isinstance(train, dict) or train.get(shared) is None:
+            continue
+        place: Any = data
+        for part in (name, *outer):
+            if isinstance(place, dict) and place.get(part) is None:
+                place[part] = {}
+            place = place[part] if isinstance(place, dict) else None
+        if isinstance(place, dict):  # anything else is refused where it stands
+            place.setdefault(last, train[shared])
 
 
 def _holds_sections(file: str) -> bool:

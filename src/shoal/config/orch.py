@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from shoal.config.base import (
     Fraction,
@@ -261,6 +261,14 @@ class OrchConfig(Section):
     client: ClientConfig = Field(default_factory=ClientConfig, description="The way to a remote engine.")
     deadline_s: PositiveFloat = Field(default=600.0, description="No wait in the loop is longer than this.")
     sync_deadline_s: PositiveFloat = Field(default=600.0, description="A weight sync takes no longer than this.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_its_data(cls, data: Any) -> Any:
+        """Data and no environment: the one that reads data."""
+        if isinstance(data, dict) and data.get("dataset") and "env" not in data:
+            return {**data, "env": [{"id": "dataset"}]}
+        return data
 
     @property
     def env_lists(self) -> list[tuple[str, list[EnvConfig]]]:

@@ -132,7 +132,8 @@ def _missing_fix(root: type[Section], path: KeyPath) -> str:
     section, missing = section_at(root, path[:-1]), section_at(root, path)
     for key, inner in known_keys(missing).items() if missing else ():
         if inner.is_required():  # of a section, what it cannot be without
-            return f"set {dotted((*path, key))}: {inner.description}"
+            words = (inner.description or "").rstrip(".")
+            return f"set {dotted((*path, key))} ({words[:1].lower()}{words[1:]})"
     info = known_keys(section).get(str(path[-1])) if section else None
     return f"add it: {info.description}" if info is not None and info.description else "add it"
 

@@ -119,7 +119,7 @@ def _canonical(value: Any) -> bytes:
 
 def _tasks(spec: DatasetSpec, rows: Iterator[RawRow], needed: Sequence[str], make: MakeTask) -> list[Task]:
     tasks: list[Task] = []
-    problems: list[str] = []
+    problems: list[tuple[str, str]] = []
     for raw in rows:
         if spec.max_rows is not None and len(tasks) >= spec.max_rows:
             break
@@ -128,11 +128,13 @@ def _tasks(spec: DatasetSpec, rows: Iterator[RawRow], needed: Sequence[str], mak
                 raise DataError(raw.problem or "unreadable")
             tasks.append(make(_with_columns(raw.row, spec.columns, needed)))
         except DataError as error:
-            problems.append(f"{raw.where}: {error}")
+            problems.append((raw.where, str(error)))
     source = spec.path or spec.name
-    shown = "".join(f"\n  {problem}" for problem in problems[:SHOWN_PROBLEMS])
+    alike = len(problems) > 1 and len({what for _, what in problems}) == 1
+    listed = [("in each of them", problems[0][1])] if alike else problems[:SHOWN_PROBLEMS]
+    shown = "".join(f"\n  {where}: {what}" for where, what in listed)
     if not tasks:
-        raise DataError(f"{source}: no usable row ({len(problems)} bad){shown}")
+        raise DataError(f"{source}: no usable row ({f'{len(problems)} bad' if problems else 'it is empty'}){shown}")
     if problems:
         log.warning("%s: %d rows used, %d bad rows set aside%s", source, len(tasks), len(problems), shown)
     return tasks
@@ -146,7 +148,8 @@ def _with_columns(row: dict[str, Any], columns: Mapping[str, str], needed: Seque
         if column not in row:
             near = difflib.get_close_matches(column, list(map(str, row)), n=1)
             hint = f"nearest is {near[0]!r}" if near else f"columns are {', '.join(map(str, list(row)[:12]))}"
-            raise DataError(f"no column {column!r} for {name}; {hint}; map it in the data set's columns: {{{name}: …}}")
+            fix = f"set columns.{name} of the data set to the name it has"
+            raise DataError(f"no column {column!r} for {name}; {hint}; {fix}")
         mapped[name] = row[column]
     for name in needed:
         value = mapped[name]

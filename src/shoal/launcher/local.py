@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("--help", "-h"):
+    if not arguments:
+        raise ConfigError(f"{COMMAND_LINE}: there is no script; {USAGE}")
+    if arguments[0] in ("--help", "-h"):
         say(_help())
         return EXIT_DONE
     script, *rest = arguments

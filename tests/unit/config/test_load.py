@@ -106,6 +106,35 @@ def test_an_argument_of_an_environment_is_told_its_place(folder: Path, key: str)
         load_run("run.yaml", overrides=["train.loss.learning_rat=1"])
 
 
+@pytest.mark.parametrize(
+    ("key", "ours"), [("train.lr", "train.learning_rate"), ("train.num_generations", "orch.rollouts_per_example")]
+)
+def test_what_others_call_it(folder: Path, key: str, ours: str):
+    with pytest.raises(ConfigError, match=f"{key}: unknown key .* it is called `{ours}` here"):
+        load_run("run.yaml", overrides=[f"{key}=3"])
+
+
+def test_data_without_an_environment_has_the_one_that_reads_data(folder: Path):
+    (folder / "data.yaml").write_text("train: {model: m}\norch: {dataset: {path: rows.jsonl}}\n")
+    assert [env.id for env in load_run("data.yaml").config.orch.env] == ["dataset"]
+    (folder / "none.yaml").write_text("train: {model: m}\norch: {batch_size: 8}\n")
+    with pytest.raises(
+        ConfigError, match=r"orch\.env: is required but not set; set orch\.env\.id \(a built-in .* own\)$"
+    ):
+        load_run("none.yaml")
+
+
+def test_a_runs_file_says_once_what_its_parts_share(folder: Path):
+    (folder / "all.yaml").write_text("train: {model: m, output_dir: there}\ninfer:\norch: {env: arithmetic}\n")
+    infer, orch = (load_section(name, "all.yaml").config for name in ("infer", "orch"))
+    assert (infer.model, infer.output_dir) == ("m", "there") == (orch.model.name, orch.output_dir)
+    orch = load_section("orch", "all.yaml", ["orch.model.name=n"]).config
+    assert orch.model.name == "n" and orch.output_dir == "there"
+    (folder / "odd.yaml").write_text("train: 3\ninfer: {prot: 1}\n")
+    with pytest.raises(ConfigError, match=r"infer\.prot: unknown key"):
+        load_section("infer", "odd.yaml")
+
+
 def test_one_section(folder: Path):
     loaded = load_section("infer", "infer.yaml", ["infer.port=9"])
     assert (loaded.config.port, loaded.config.max_lora_rank) == (9, 32)
@@ -168,5 +197,7 @@ def test_how_long_to_train_is_one_matter_on_the_command_line(folder: Path, overr
 
 
 def test_a_section_that_is_missing_is_asked_for_by_the_key_it_cannot_be_without():
-    with pytest.raises(ConfigError, match=r"orch: is required but not set; set orch\.env: The environments"):
+    with pytest.raises(
+        ConfigError, match=r"orch: is required but not set; set orch\.env \(the environments trained on\)"
+    ):
         load_run(overrides=["train.model=models/tiny", "train.max_steps=2"])

@@ -93,6 +93,19 @@ def test_nothing_but_bad_rows_is_an_error(tmp_path, line, reason):
     assert "no usable row (1 bad)" in str(caught.value)
 
 
+def test_a_column_that_no_row_has_is_missed_once(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "a", "answer": "1"}\n' * 3)
+    with pytest.raises(DataError) as caught:
+        read(path)
+    first, second = str(caught.value).splitlines()
+    assert "no usable row (3 bad)" in first
+    assert second.strip() == (
+        "in each of them: no column 'prompt' for prompt; columns are question, answer; "
+        "set columns.prompt of the data set to the name it has"
+    )
+
+
 def test_a_row_over_the_limit_is_set_aside(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("shoal.envs.readers.MAX_ROW_BYTES", 100)
     path = tmp_path / "rows.jsonl"
@@ -115,7 +128,7 @@ def test_csv_rows_with_bad_bytes_or_cells(tmp_path, caplog):
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("rows.jsonl", b"", "no usable row"),
+        ("rows.jsonl", b"", "no usable row (it is empty)"),
         ("rows.jsonl", '{"a": 1}'.encode("utf-16"), "UTF-16"),
         ("rows.json", b"{", "not JSON"),
         ("rows.json", b'{"rows": []}', "needs a list of objects"),
