@@ -226,7 +226,7 @@ class OrchConfig(Section):
         default="./outputs", description="Where rollouts are exchanged; equal to train.output_dir."
     )
     env: Annotated[list[EnvConfig], Field(min_length=1), BeforeValidator(_env_list)] = Field(
-        description="The environments trained on."
+        description="The environments trained on; `dataset` where only orch.dataset is given."
     )
     dataset: DatasetConfig | None = Field(default=None, description="Rows for environments that read a data set.")
     batch_size: PositiveInt = Field(default=128, description="Rollouts a step.")

@@ -198,6 +198,6 @@ def test_how_long_to_train_is_one_matter_on_the_command_line(folder: Path, overr
 
 def test_a_section_that_is_missing_is_asked_for_by_the_key_it_cannot_be_without():
     with pytest.raises(
-        ConfigError, match=r"orch: is required but not set; set orch\.env \(the environments trained on\)"
+        ConfigError, match=r"orch: is required but not set; set orch\.env \(the environments trained on;"
     ):
         load_run(overrides=["train.model=models/tiny", "train.max_steps=2"])
