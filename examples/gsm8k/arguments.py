@@ -59,4 +59,6 @@ def folder(name: str) -> Path:
     """The type of an argument that names a folder to write into."""
     if Path(name).is_file():
         raise argparse.ArgumentTypeError(f"{name!r} is a file; name a folder")
+    if Path(name).is_dir() and any(Path(name).iterdir()):
+        raise argparse.ArgumentTypeError(f"{name!r} has files in it, and none is overwritten; name another folder")
     return Path(name)

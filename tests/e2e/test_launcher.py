@@ -100,6 +100,7 @@ def test_the_shipped_example_runs_as_it_is(warm: WarmPython, place: Path):
         ("train_local_simple.py", ["--max-length", "3"], "--max-length: not one of 12 examples fits into 3 tokens"),
         ("train_hf_trainer.py", ["--data", "bad"], "--data: bad: no usable row (1 bad)"),
         ("train_hf_trainer.py", ["--output-dir", "dense.py"], "--output-dir: 'dense.py' is a file"),
+        ("train_local_simple.py", ["--output-dir", "model"], "--output-dir: 'model' has files in it"),
         ("evaluate.py", ["model", "--against", "nobody/nothing"], "--against: 'nobody/nothing' is not a folder here"),
         ("evaluate.py", ["model", "--samples", "none"], "--samples: must be a whole number of at least 1, not 'none'"),
     ],
