@@ -247,13 +247,13 @@ class EmbeddedEngine:
 
     def _launch(self, graphs: DecodeGraphs) -> bool:
         """A window for every sequence that may still draw; false if there is none."""
-        sequences = list(self.scheduler.running.values())
-        window = WINDOW if self.scheduler.rows < MANY_ROWS else WINDOW // 2
+        sequences, rows = list(self.scheduler.running.values()), self.scheduler.rows
+        window = WINDOW if rows < MANY_ROWS else WINDOW // 2
         steps = min(window, max((s.limit - len(s.token_ids) - s.in_flight for s in sequences), default=0))
         if steps < 1:
             return False
         keys = max(s.length + s.in_flight for s in sequences) + steps
-        extent = Extent.covering(self.scheduler.rows, keys, self.cache.length)
+        extent = Extent.covering(rows, keys, self.cache.length)
         graphs.launch(extent, steps, any(s.kept_ids is not None for s in sequences))
         self._note_launch(sequences, [s.slot for s in sequences], steps)
         return True
