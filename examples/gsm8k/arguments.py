@@ -1,4 +1,4 @@
-"""What the scripts here ask of their arguments: a wrong one is one line that names it, and exit code 2."""
+"""Argument parsing of the scripts here. A wrong argument gives a one-line error that names it, and exit code 2."""
 
 import argparse
 import math
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from shoal.core.errors import ArgumentError, ConfigError
 from shoal.envs.registry import load_environment
-from shoal.errors import ArgumentError, ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """As argparse's, but what it would print and exit with is raised."""
+    """Like argparse.ArgumentParser, but raises an error instead of printing it and exiting."""
 
     def __init__(self, description: str | None) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(smallest: int | float) -> Callable[[str], int | float]:
-    """The type of a numeric argument, of the kind of `smallest`."""
+    """An argparse type: a number of the type of `smallest` and not below it."""
     kind = type(smallest)
 
     def parse(text: str) -> int | float:
@@ -40,7 +40,7 @@ def at_least(smallest: int | float) -> Callable[[str], int | float]:
 
 @contextmanager
 def naming(argument: str) -> Iterator[None]:
-    """What is refused inside was given as `argument`."""
+    """Put the name of the argument in front of configuration errors raised inside the block."""
     try:
         yield
     except ConfigError as error:
@@ -48,7 +48,7 @@ def naming(argument: str) -> Iterator[None]:
 
 
 def gsm8k(data: str | None):
-    """The questions of `--data`, or of the hub, read and checked."""
+    """Read and check the questions of `--data`, or of the hub without it."""
     with naming("--data"):
         environment = load_environment("gsm8k", {"path": data} if data else {})
         environment.tasks("train")
@@ -56,9 +56,9 @@ def gsm8k(data: str | None):
 
 
 def folder(name: str) -> Path:
-    """The type of an argument that names a folder to write into."""
+    """An argparse type: a folder to write into. It must be new or empty."""
     if Path(name).is_file():
         raise argparse.ArgumentTypeError(f"{name!r} is a file; name a folder")
     if Path(name).is_dir() and any(Path(name).iterdir()):
-        raise argparse.ArgumentTypeError(f"{name!r} has files in it, and none is overwritten; name another folder")
+        raise argparse.ArgumentTypeError(f"{name!r} is not empty, and files are never overwritten; name another folder")
     return Path(name)

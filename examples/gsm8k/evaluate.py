@@ -1,4 +1,4 @@
-"""Scores any checkpoint on GSM8K's test questions: a model, an adapter, a run directory, what the SFT scripts saved.
+"""Scores any checkpoint on GSM8K's test questions: a model, an adapter, a run directory, output of the SFT scripts.
 
 python examples/gsm8k/evaluate.py outputs/gsm8k-grpo/trial0 --num-examples 200
 python examples/gsm8k/evaluate.py outputs/gsm8k-grpo/trial0 --against outputs/gsm8k-sft
@@ -8,21 +8,21 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # the file of arguments beside this one
+sys.path.insert(0, str(Path(__file__).parent))  # for arguments.py
 
 from arguments import Parser, at_least, gsm8k
 
-from shoal.cli import main
+from shoal.cli.entry import main
 from shoal.launcher import run
 
 
 def arguments(words):
     parser = Parser(__doc__)
     parser.add_argument("model", help="folder, hub id, adapter, checkpoint or run directory")
-    parser.add_argument("--against", help="a second one; the difference is paired by question")
-    parser.add_argument("--data", help="folder with train.jsonl and test.jsonl; openai/gsm8k from the hub unless given")
-    parser.add_argument("--num-examples", type=at_least(1), default=1319, help="test questions; 1319 is all of them")
-    parser.add_argument("--samples", type=at_least(1), default=1, help="answers a question, for avg@k and pass@k")
+    parser.add_argument("--against", help="a second checkpoint; the difference is paired by question")
+    parser.add_argument("--data", help="folder with train.jsonl and test.jsonl; default: openai/gsm8k from the hub")
+    parser.add_argument("--num-examples", type=at_least(1), default=1319, help="number of test questions; 1319 = all")
+    parser.add_argument("--samples", type=at_least(1), default=1, help="answers per question, for avg@k and pass@k")
     parser.add_argument("--temperature", type=at_least(0.0), default=0.0)
     parser.add_argument("--max-new-tokens", type=at_least(1), default=512)
     return parser.parse_args(words)
@@ -38,7 +38,7 @@ def command(args):
 
 def score(words):
     args = arguments(words)
-    gsm8k(args.data)  # what is wrong with the data is said under the name it has here
+    gsm8k(args.data)  # report errors in the data under the name --data
     sys.exit(main(command(args)))
 
 

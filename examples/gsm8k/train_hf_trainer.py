@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on GSM8K with the Hugging Face Trainer, to compare with GRPO.
+"""Supervised fine-tuning on GSM8K with the Hugging Face Trainer, for comparison with GRPO.
 
 python examples/gsm8k/train_hf_trainer.py --model Qwen/Qwen2.5-0.5B-Instruct --output-dir outputs/gsm8k-hf
 """
@@ -7,21 +7,21 @@ import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # the examples beside this file
+sys.path.insert(0, str(Path(__file__).parent))  # for train_local_simple.py
 
 import torch
 from train_local_simple import arguments, collate, examples, load
 from transformers import Trainer, TrainingArguments
 
 from shoal.launcher import run
-from shoal.observability.atomic import storage
+from shoal.runs.files import storage
 
 
 def train(words):
     args = arguments(words, __doc__)
-    model, tokenizer = load(args.model, torch.float32, "cpu")  # the Trainer takes it where it trains
+    model, tokenizer = load(args.model, torch.float32, "cpu")  # the Trainer moves it to its device
     rows = examples(args.data, tokenizer, args.max_length)
-    with storage(f"create {args.output_dir} (--output-dir)"):  # before anything is trained for it
+    with storage(f"create {args.output_dir} (--output-dir)"):  # fail before training, not after it
         args.output_dir.mkdir(parents=True, exist_ok=True)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     trainer = Trainer(

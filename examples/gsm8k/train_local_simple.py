@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on GSM8K as a plain loop, to compare with GRPO: cross-entropy on the answer's tokens.
+"""Supervised fine-tuning on GSM8K as a plain loop, for comparison with GRPO: cross-entropy on the answer tokens.
 
 python examples/gsm8k/train_local_simple.py --model Qwen/Qwen2.5-0.5B-Instruct --output-dir outputs/gsm8k-sft
 """
@@ -7,43 +7,42 @@ import random
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # the file of arguments beside this one
+sys.path.insert(0, str(Path(__file__).parent))  # for arguments.py
 
 import torch
 from arguments import Parser, at_least, folder, gsm8k, naming
 
-from shoal.errors import ArgumentError
+from shoal.core.errors import ArgumentError
 from shoal.launcher import run
-from shoal.models.load import load_model, load_tokenizer
-from shoal.observability.atomic import storage
+from shoal.models.load import load_model
+from shoal.models.tokenizer import load_tokenizer
+from shoal.runs.files import storage
 
-IGNORED = -100  # what cross-entropy leaves out
+IGNORED = -100  # label that cross-entropy ignores
 
 
 def arguments(words, description=__doc__):
     parser = Parser(description)
     parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="folder or hub id")
-    parser.add_argument("--data", help="folder with train.jsonl and test.jsonl; openai/gsm8k from the hub unless given")
+    parser.add_argument("--data", help="folder with train.jsonl and test.jsonl; default: openai/gsm8k from the hub")
     parser.add_argument("--output-dir", type=folder, default="outputs/gsm8k-sft")
     parser.add_argument("--epochs", type=at_least(1), default=1)
-    parser.add_argument("--max-steps", type=at_least(1), help="stop after so many steps")
+    parser.add_argument("--max-steps", type=at_least(1), help="stop after this many steps")
     parser.add_argument("--batch-size", type=at_least(1), default=8)
     parser.add_argument("--lr", type=at_least(0.0), default=1e-5)
-    parser.add_argument(
-        "--max-length", type=at_least(1), default=1024, help="longer examples are left out, and counted"
-    )
+    parser.add_argument("--max-length", type=at_least(1), default=1024, help="longer examples are skipped and counted")
     parser.add_argument("--seed", type=at_least(0), default=0)
     return parser.parse_args(words)
 
 
 def load(name, dtype, device):
-    """The model and its tokenizer."""
+    """Load the model and its tokenizer."""
     with naming("--model"):
         return load_model(name, dtype, torch.device(device)).train(), load_tokenizer(name)
 
 
 def examples(data, tokenizer, max_length):
-    """Token ids of question and worked answer, and labels that hide the question."""
+    """Token ids of question and worked answer, with labels that mask the question."""
     environment = gsm8k(data)
     found, too_long = [], 0
     for task in environment.tasks("train"):
@@ -58,14 +57,14 @@ def examples(data, tokenizer, max_length):
         labels = [IGNORED] * len(prompt_ids) + answer_ids
         found.append({"input_ids": prompt_ids + answer_ids, "labels": labels})
     if not found:
-        what = f"not one of {too_long} examples fits into {max_length} tokens"
+        what = f"all {too_long} examples are longer than {max_length} tokens"
         raise ArgumentError(f"command line: --max-length: {what}; raise it")
-    print(f"{len(found)} examples; {too_long} longer than {max_length} tokens are left out")
+    print(f"{len(found)} examples; {too_long} longer than {max_length} tokens are skipped")
     return found
 
 
 def collate(batch, pad_id):
-    """Pad on the right; padding is neither attended to nor scored."""
+    """Pad on the right. Attention and loss ignore the padding."""
     longest = max(len(row["input_ids"]) for row in batch)
 
     def padded(row, name, filler):
@@ -86,7 +85,7 @@ def train(words):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load(args.model, torch.bfloat16 if device == "cuda" else torch.float32, device)
     rows = examples(args.data, tokenizer, args.max_length)
-    with storage(f"create {args.output_dir} (--output-dir)"):  # before anything is trained for it
+    with storage(f"create {args.output_dir} (--output-dir)"):  # fail before training, not after it
         args.output_dir.mkdir(parents=True, exist_ok=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

@@ -1,219 +1,132 @@
-"""What the commands call: train, sft, evaluate, export, make_model, demo. Each is one readable sequence of steps."""
+"""What the commands call: train, sft, evaluate, export, make_model. Each is one readable sequence of steps."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from shoal import build
-from shoal.build import ends
-from shoal.config.orch import EvalConfig, EvalSamplingConfig
-from shoal.config.resolve import as_yaml
-from shoal.config.schema import RunConfig, SftConfig
-from shoal.envs.datasets import DatasetSpec, fingerprint, heard_problems
-from shoal.envs.supervised import supervised_tasks
-from shoal.errors import (
-    ConfigError,
-    DeadlineError,
-    NonFiniteError,
-    StoppedByPolicy,
-    StorageError,
+from shoal.build.evaluate import EvalTask, evaluate_run, score
+from shoal.build.load import Run, resume_command
+from shoal.build.parts import Build, build_colocated
+from shoal.build.ranks import as_rank, launch, ranks_to_start
+from shoal.build.sft import train_on_completions
+from shoal.build.signals import exit_on_first_signal, on_signals
+from shoal.build.workspace import (
+    Workspace,
+    already_done,
+    binding,
+    end_at_once,
+    log_run,
+    newest_checkpoint,
+    open_console,
+    open_or_create,
+    open_workspace,
+    record_end,
 )
+from shoal.config.orch import EvalConfig, EvalSamplingConfig
+from shoal.config.schema import SftConfig
+from shoal.core.errors import ConfigError, DeadlineError, NonFiniteError, StoppedByPolicy, StorageError
+from shoal.core.loop import Loop
+from shoal.envs.datasets import DatasetSpec, collect_row_problems, fingerprint, supervised_tasks
 from shoal.models.tokenizer import check_found
-from shoal.observability.checkpoints import write_folder
-from shoal.observability.console import BaseConsole, make_console
-from shoal.observability.events import EventLog, told_from_below
-from shoal.observability.logs import setup_logging, stop_logging
-from shoal.observability.run_dir import RunDir, is_used
-from shoal.observability.sinks import check_sinks
-from shoal.observability.text import count
-from shoal.observability.watchdog import Watchdog
-from shoal.observability.weights import find_weights
-from shoal.orchestrator.signals import on_signals, terminated_at_once
+from shoal.runs.checkpoints import write_folder
+from shoal.runs.events import EventLog
+from shoal.runs.weight_files import find_weights
+from shoal.watch.sinks import check_sinks
+from shoal.watch.text import count
+
+__all__ = ["evaluate", "evaluate_run", "export", "make_model", "sft", "train"]
 
 
-async def _colocated(config: RunConfig, prepared: build.Prepared, watching: build.Watching) -> build.Assembled:
-    return build.assemble(config, prepared, watching)
+@exit_on_first_signal()
+def train(run: Run, build: Build = build_colocated) -> Path:
+    """Train to the end, from the start or from the newest good checkpoint. Returns the run directory."""
+    if run.resume and already_done(run.path, run.config):
+        return run.path
+    if run.trains:
+        if ranks := ranks_to_start(run.config.train, run.objects):
+            launch(run, ranks)  # this process only supervises
+            return run.path
+        run = replace(run, objects=as_rank(run.objects))
+    with open_workspace(run) as workspace:
+        record_end(workspace.run_dir, run.command, lambda: asyncio.run(_train(run, workspace, build)))
+    return run.path
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the loop is put together, and what its process is called in logs/."""
-
-    component: str = "grpo"
-    assemble: Callable[[RunConfig, build.Prepared, build.Watching], Awaitable[build.Assembled]] = _colocated
-    trains: bool = True  # in this process, which may then be one of several
-
-
-@terminated_at_once()
-def train(
-    config: RunConfig,
-    *,
-    resume: bool = False,
-    notices: Sequence[str] = (),
-    given: build.Given | None = None,
-    next_command: str | None = None,
-    layout: Layout = Layout(),  # noqa: B008  (frozen)
-    wording: Callable[[str], str] = str,
-) -> Path:
-    """Run GRPO to the end, from the start or from the newest good checkpoint. Returns the run directory.
-
-    `given` holds Python objects that stand in for what the configuration names; `next_command` says how to go on then;
-    `wording` puts what is told on the way into the words of the surface the run was started from.
-    """
-    path = Path(config.train.output_dir)
-    if resume and ends.already_done(path, config):
-        return path
-    start = build.Start(resume, tuple(notices), next_command or ends.resume_command(config))
-    if layout.trains and (ranks := build.ranks_to_start(config.train, given)):
-        build.launch(config, ranks, start)
-        return path
-    prepared = build.prepare(config, build.as_rank(given) if layout.trains else given, colocated=layout.trains)
-    try:
-        _train_here(config, prepared, start, layout, wording)
-    finally:
-        asyncio.run(prepared.pool.close())
-        build.leave_ranks(prepared)
-    return path
-
-
-def _train_here(
-    config: RunConfig, prepared: build.Prepared, start: build.Start, layout: Layout, wording: Callable[[str], str]
-) -> None:
-    """The run in this process, which may be one of several: the main one keeps the run directory and speaks."""
-    main = not layout.trains or build.join_ranks(config, prepared).rank == 0
-    component = layout.component if main else f"grpo-rank{prepared.ranks.rank}"
-    with (
-        build.open_run_dir(config, prepared, start.resume, start.next_command) as run_dir,
-        _console(config.train.logging_steps, None if main else io.StringIO()) as console,
-        _recorded(run_dir, console, component, EventLog(run_dir, console, wording), main=main) as events,
-    ):
-        for notice in start.notices:
-            console.note(f"note: {notice}")
-        watchdog = Watchdog(run_dir.logs, events, stall_s=config.orch.deadline_s)
-        watching = build.Watching(run_dir, events, console, watchdog, start.next_command)
-        ends.record_end(run_dir, start.next_command, lambda: asyncio.run(_train(config, prepared, watching, layout)))
-
-
-@contextlib.contextmanager
-def _recorded(
-    run_dir: Any, console: BaseConsole, component: str, events: EventLog, *, main: bool = True
-) -> Iterator[EventLog]:
-    """With a log file of its own; a report however it ends, and a last line where it ends well."""
-    handler = setup_logging(run_dir.logs, component)
-    try:
-        with told_from_below(events):
-            yield events
-    finally:
-        if main:
-            console.waiting("writing the report")
-            _write_report(run_dir.path, events)
-        stop_logging(handler)
-    if main:
-        console.closing([ends.last_line(run_dir.path)])
-
-
-async def _train(
-    config: RunConfig, prepared: build.Prepared, watching: build.Watching, layout: Layout
-) -> tuple[str, int]:
-    run_dir, events, console, watchdog = watching.run_dir, watching.events, watching.console, watching.watchdog
-    # Looking for a checkpoint cuts the events too, so nothing may be told before.
-    with console.progress("looking for a checkpoint", quiet=True):
-        found = await prepared.ranks.on_main(lambda: _find_checkpoint(run_dir, events))
-    for notice in prepared.notices:
+async def _train(run: Run, workspace: Workspace, build: Build) -> tuple[str, int]:
+    run_dir, events, console = workspace.run_dir, workspace.events, workspace.console
+    checkpoint = await _find_checkpoint(workspace)  # before the first event: later events are removed
+    for notice in workspace.data_notices:
         events.warn("data", notice)
-    assembled = await layout.assemble(config, prepared, watching)
-    watchdog.start()
-    loop = assembled.loop
-    try:
-        await assembled.start(watching)
-        if found is not None:
-            with watching.stage("checkpoint", f"reading {Path(found['path']).name}", quiet=True):
-                await loop.restore(Path(found["path"]))
-            events.step = found["step"]
-            events.emit("resume", f"continuing after step {found['step']}")
-        on_signals(loop.interrupt, lambda: ends.give_up(run_dir, watching.next_command), console.note)
+    async with build(run, workspace) as loop:
+        onward = ""
+        if checkpoint is not None:
+            with workspace.stage("checkpoint", f"reading {checkpoint.name}", quiet=True):
+                await loop.restore(checkpoint)
+            events.step = loop.progress.step
+            events.emit("resume", f"continuing after step {events.step}")
+            onward = f", continuing after step {events.step}"
+        on_signals(loop.interrupt, lambda: end_at_once(run_dir, run.command), console.note)
         steps = loop.settings.max_steps
-        onward = f", continuing after step {found['step']}" if found is not None else ""
-        said = f"training {config.train.model} for {count(steps, 'step')} in {run_dir.path}{onward}"
-        events.emit("ready", "everything is loaded", data={"seconds": watching.stages})
-        console.waiting(f"handing version {loop.progress.step} to the sampler")
-        console.begin(said, steps, loop.progress.step)
-        outcome = await loop.run()
-        await prepared.ranks.on_main(assembled.export)
-        return outcome, loop.progress.step
-    except (DeadlineError, NonFiniteError):
-        raise  # the device may hang, or the weights are spoilt; the newest checkpoint stands
-    except StoppedByPolicy:
-        # What stopped one rank alone the others do not know: there is nobody to save with, and they end too.
-        if prepared.ranks.world == 1 or loop.stopped_by_rule:
-            await loop.save()
-        raise
-    finally:
-        console.waiting("ending the run")
-        watchdog.close()
-        await loop.parts.collector.cancel()
-        await assembled.close()
+        events.emit("ready", "everything is loaded", data={"seconds": workspace.stages})
+        console.waiting(f"sending version {loop.progress.step} to the sampler")
+        title = f"training {run.config.train.model} for {count(steps, 'step')} in {run.path}{onward}"
+        console.begin(title, steps, loop.progress.step)
+        try:
+            outcome = await loop.run()
+            await workspace.ranks.on_main(lambda: _export(loop))
+            return outcome, loop.progress.step
+        except (DeadlineError, NonFiniteError):
+            raise  # the device may hang, or the weights are not finite: keep the newest checkpoint
+        except StoppedByPolicy:
+            # Ranks that did not stop too cannot take part in saving.
+            if workspace.ranks.world == 1 or loop.stopped_by_rule:
+                await loop.save()
+            raise
 
 
-async def _find_checkpoint(run_dir: Any, events: EventLog) -> dict[str, Any] | None:
-    checkpoint = ends.newest_checkpoint(run_dir, events)
-    return {"path": str(checkpoint.path), "step": checkpoint.step} if checkpoint is not None else None
+async def _find_checkpoint(workspace: Workspace) -> Path | None:
+    """Rank 0 searches; all ranks get the result."""
+
+    async def find() -> str | None:
+        checkpoint = newest_checkpoint(workspace.run_dir, workspace.events)  # type: ignore[arg-type]
+        return str(checkpoint.path) if checkpoint is not None else None
+
+    with workspace.console.progress("looking for a checkpoint", quiet=True):
+        path = await workspace.ranks.on_main(find)
+    return Path(path) if path is not None else None
 
 
-@contextlib.contextmanager
-def _console(every: int, stream: TextIO | None = None) -> Iterator[BaseConsole]:
-    console = make_console(stream, every=every)
-    try:
-        yield console
-    finally:
-        console.close()
+async def _export(loop: Loop) -> None:
+    """Write the trained weights into final/."""
+    parts = loop.parts
+    parts.observer.doing("writing the final weights")
+    with parts.store.export() as folder:
+        await parts.on_device(parts.files.export, folder)
 
 
-def _write_report(path: Path, events: EventLog) -> None:
-    """The page at the end, however the run ended. Watching never fails a run."""
-    if not is_used(path):
-        return  # refused before its first step: there was no run
-    try:
-        from shoal.report import write_report
-
-        write_report(path)
-    except Exception as error:
-        with contextlib.suppress(StorageError):  # how the run ended stands, also where a full disk takes no event
-            events.warn("report", f"report.html could not be written: {error}")
-
-
-@terminated_at_once()
+@exit_on_first_signal()
 def sft(config: SftConfig, *, resume: bool = False) -> Path:
-    """Supervised training; the result is in `final/` of the run directory."""
-    path = Path(config.train.output_dir)
-    if resume and ends.already_done(path, config):
+    """Supervised training. The trained weights are in final/ of the run directory."""
+    path, command = Path(config.train.output_dir), resume_command(config)
+    if resume and already_done(path, config):
         return path
     check_sinks(config.train.report_to)
     if config.train.model is not None:
         check_found("train.model", config.train.model)
-    data = config.dataset
-    with heard_problems() as bad_rows:
-        tasks = supervised_tasks(DatasetSpec(**dict(data)))
-    binding = build.binding(config, fingerprint(tasks))
-    command = ends.resume_command(config)
-    if resume and (path / "status.json").exists():
-        run_dir = RunDir.resume(path)
-        run_dir.reopen(as_yaml(config), binding, command)
-    else:
-        run_dir = RunDir.create(path, as_yaml(config), binding, command)
+    with collect_row_problems() as bad_rows:
+        tasks = supervised_tasks(DatasetSpec(**dict(config.dataset)))
     with (
-        run_dir,
-        _console(config.train.logging_steps) as console,
-        _recorded(run_dir, console, "sft", EventLog(run_dir, console)),
+        open_or_create(path, config, binding(config, fingerprint(tasks)), command, resume) as run_dir,
+        open_console(config.train.logging_steps) as console,
+        log_run(run_dir, console, "sft", EventLog(run_dir, console)),
     ):
-        ends.record_end(run_dir, command, lambda: build.train_on_completions(config, tasks, bad_rows, run_dir, console))
+        record_end(run_dir, command, lambda: train_on_completions(config, tasks, bad_rows, run_dir, console))
     return path
 
 
@@ -236,44 +149,36 @@ def evaluate(
         rollouts_per_example=rollouts_per_example,
         sampling=EvalSamplingConfig(temperature=temperature, max_tokens=max_tokens, seed=seed),
     )
-    task = build.EvalTask(env, settings, dict(env_args or {}), device)
-    (scores,) = build.score([find_weights(model, adapter=adapter)], task)
+    task = EvalTask(env, settings, dict(env_args or {}), device)
+    (scores,) = score([find_weights(model, adapter=adapter)], task)
     return scores.metrics
 
 
-def evaluate_config(config: RunConfig, given: build.Given | None = None) -> dict[str, float]:
-    """One evaluation as orch.eval describes it: eval/<env>/… by name."""
-    prepared = build.prepare(config, given)
-    try:
-        return asyncio.run(build.evaluate_once(config, prepared))[0]
-    finally:
-        asyncio.run(prepared.pool.close())
-
-
-@terminated_at_once()
+@exit_on_first_signal()
 def export(source: str, folder: Path, *, adapter: str | None = None, checkpoint: str | None = None) -> None:
-    """A folder ready to publish: adapters merged, weights and tokenizer for transformers, a model card."""
-    from shoal.models.export import export_folder
-    from shoal.report.card import model_card
+    """Write a folder to publish: merged weights and tokenizer in the transformers format, and a model card."""
+    from shoal.models.lora import export_folder
+    from shoal.watch.report.model_card import model_card
 
     weights = find_weights(source, adapter=adapter, checkpoint=checkpoint)
     with _new_folder(folder) as partial:
         export_folder(weights.model, weights.adapter, partial, model_card(weights))
 
 
-@terminated_at_once()
+@exit_on_first_signal()
 def make_model(kind: str, folder: Path, seed: int = 0) -> None:
-    from shoal.models.shapes import make_model as write_model
+    """Write a model with random weights."""
+    from shoal.models.random_models import make_model as write_model
 
     with _new_folder(folder) as partial:
         write_model(kind, partial, seed)
 
 
 def _new_folder(folder: Path) -> contextlib.AbstractContextManager[Path]:
-    """Whole or not there: what is cut while it is written leaves nothing that looks like a model."""
-    target = Path(os.path.realpath(folder))  # what a link leads to is written, not the link
+    """A folder that appears only when it is complete."""
+    target = Path(os.path.realpath(folder))  # write to the target of a link
     if target == Path.cwd() or os.path.ismount(target):
-        raise ConfigError(f"command line: {folder}: cannot be replaced where it is; name a folder in it")
+        raise ConfigError(f"command line: {folder}: cannot be replaced; name a folder in it")
     try:
         taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -282,9 +187,3 @@ def _new_folder(folder: Path) -> contextlib.AbstractContextManager[Path]:
     if taken:
         raise ConfigError(f"command line: {folder}: exists already; name another folder")
     return write_folder(target)
-
-
-def demo(folder: Path, seed: int = 1) -> None:
-    from shoal.demo import run_demo
-
-    run_demo(folder, seed, sft, train)

@@ -8,32 +8,30 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from shoal.config.checks import check_run, check_sft
+from shoal import api
+from shoal.build.load import Run
 from shoal.config.load import load_run, load_sft
 from shoal.config.resolve import resolve_run, resolve_sft
+from shoal.config.rules import check_run, check_sft
 from shoal.config.schema import RunConfig, SftConfig
+from shoal.core.errors import ConfigError
 from shoal.envs.reverse_text import ReverseText
-from shoal.errors import ConfigError
-from shoal.observability.atomic import storage, write_atomic
-from shoal.observability.checkpoints import write_folder
-from shoal.observability.run_dir import is_used, read_metrics
+from shoal.runs.checkpoints import write_folder
+from shoal.runs.files import storage, write_atomic
+from shoal.runs.run_dir import is_used, read_metrics
 
 # One token a character and no system prompt: short texts, so that a step takes a fraction of a second.
 TEXTS = {"min_len": 8, "max_len": 12, "system_prompt": ""}
 WARM_UP_ROWS, WARM_UP_STEPS, GRPO_STEPS = 5000, 50, 240
 HELD_OUT = 200
 
-Sft = Callable[..., Path]  # api.sft and api.train, handed in because they stand above this file
-Train = Callable[..., Path]
 
-
-def run_demo(folder: Path, seed: int, sft: Sft, train: Train) -> None:
+def run_demo(folder: Path, seed: int = 1) -> None:
     _prepare_folder(folder, seed)
     model = folder / "model"
     if not model.exists():
@@ -41,9 +39,9 @@ def run_demo(folder: Path, seed: int, sft: Sft, train: Train) -> None:
         _make_model(model, seed)
     print(f"demo 2/3: warm-up, {WARM_UP_STEPS} supervised steps on solved examples (shoal sft {folder / 'sft.yaml'})")
     _write_examples(folder / "warm-up.jsonl", seed)
-    sft(_sft_config(folder), resume=is_used(folder / "sft"))
+    api.sft(_sft_config(folder), resume=is_used(folder / "sft"))
     print(f"demo 3/3: GRPO, {GRPO_STEPS} steps on rewards alone (shoal grpo {folder / 'grpo.yaml'})")
-    run = train(_grpo_config(folder), resume=is_used(folder / "grpo"))
+    run = api.train(Run(_grpo_config(folder), resume=is_used(folder / "grpo")))
     before, after = held_out(run)
     again = f"{shlex.quote(str(folder / 'grpo.yaml'))} train.output_dir={shlex.quote(str(folder / 'again'))}"
     print(f"held-out reward: {before:.3f} after the warm-up, {after:.3f} after GRPO ({after - before:+.3f})")
@@ -80,7 +78,7 @@ def _prepare_folder(folder: Path, seed: int) -> None:
 
 
 def _make_model(folder: Path, seed: int) -> None:
-    from shoal.models.shapes import make_model
+    from shoal.models.random_models import make_model
 
     with write_folder(folder) as unfinished:
         make_model("tiny", unfinished, seed)

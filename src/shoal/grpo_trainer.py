@@ -1,6 +1,6 @@
-"""`GRPOTrainer`: the loop for scripts. Arguments are translated onto the schema; training is shoal.api.
+"""`GRPOTrainer`: training from a Python script. Translates its arguments to the schema and calls shoal.api.
 
-Objects that a configuration cannot name (a model, items, reward functions) are handed to the build beside it.
+Objects that a configuration cannot name (a model, items, reward functions) are passed to the build as PythonObjects.
 """
 
 from __future__ import annotations
@@ -11,24 +11,36 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from shoal import api, build
-from shoal.config.base import IN_MEMORY
+from shoal import api
+from shoal.build.load import PythonObjects, Run
+from shoal.build.signals import outside_event_loop
 from shoal.config.infer import InferConfig
 from shoal.config.orch import EnvConfig, EvalConfig
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
+from shoal.core.errors import ArgumentError
+from shoal.core.section import IN_MEMORY
 from shoal.envs.items import ItemEnvironment, ItemError, Items, judges_itself
 from shoal.envs.user_code import load_object
-from shoal.errors import ArgumentError
-from shoal.observability.run_dir import is_used, read_metrics
-from shoal.orchestrator.signals import outside_event_loop
 from shoal.rewards.functions import RewardFunctions
-from shoal.surfaces.table import unknown_argument
-from shoal.surfaces.trainer import DEFAULT_STEPS, LABEL, from_trl, translate
-from shoal.surfaces.trainer_kinds import check_kinds
-from shoal.surfaces.uncaught import one_line_if_uncaught
+from shoal.runs.run_dir import is_used, read_metrics
+from shoal.surfaces.excepthook import one_line_if_uncaught
+from shoal.surfaces.names import Key, keys_of, unknown_argument
+from shoal.surfaces.trainer import (
+    COMPLETIONS_SHOWN,
+    DEFAULT_STEPS,
+    GENERATION_KEYS,
+    LABEL,
+    OPTIMIZER_KEYS,
+    SCHEDULER_KEYS,
+    check_objects,
+    completions_shown,
+    from_trl,
+    optimizer_name,
+    translate,
+)
 
 RewardFunction = Callable[..., Any] | str
 TEST = "test"
@@ -37,55 +49,87 @@ TEST = "test"
 class GRPOTrainer:
     """Train a model with GRPO: `GRPOTrainer(model, dataset, reward).train()`.
 
-    `train_dataset` holds items: objects with `prompt` and `get_reward(completion)`, or rows (dictionaries, a
-    `datasets.Dataset`) with a `prompt` column that `reward_funcs` judge. docs/grpo-trainer.md explains every argument.
+    The items of `train_dataset` are objects with `prompt` and `get_reward(completion)`, or rows (dictionaries, a
+    `datasets.Dataset`) with a `prompt` column, which `reward_funcs` score. See docs/grpo-trainer.md.
     """
 
     def __init__(
         self,
-        model: Any,
-        train_dataset: Items,
-        reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None,
-        eval_dataset: Items | None = None,
-        eval_steps: int | None = None,
+        model: Annotated[
+            Any, Key("train.model", "a name, or a transformers model that is trained in place", composed=True)
+        ],
+        train_dataset: Annotated[
+            Items, Key("orch.env", "items with `get_reward`, rows, or a `datasets.Dataset`", composed=True)
+        ],
+        reward_funcs: Annotated[
+            RewardFunction | Sequence[RewardFunction] | None,
+            Key(note="run in the reward workers. Default: `get_reward` of the items"),
+        ] = None,
+        eval_dataset: Annotated[
+            Items | None, Key("orch.eval.num_examples", "its rows are the held-out prompts", composed=True)
+        ] = None,
+        eval_steps: Annotated[int | None, Key("orch.eval.interval", composed=True)] = None,
         *,
-        num_steps: int = DEFAULT_STEPS,
-        num_epochs: int | None = None,
-        group_size: int = 4,
-        batch_size: int = 1,
-        ppo_steps: int = 1,
-        clip_eps: float = 0.2,
-        kl_penalty: float = 0.0,
-        sampling_temperature: float = 0.7,
-        max_new_tokens: int = 256,
-        max_seq_len: int = 2048,
-        generation_args: Mapping[str, Any] | None = None,
-        optimizer: Any = "AdamW",
-        optimizer_args: Mapping[str, Any] | None = None,
-        lr_scheduler: str | Mapping[str, Any] | None = None,
-        max_grad_norm: float = 1.0,
-        output_dir: str | Path = "./outputs",
-        saving_steps: int | None = None,
-        logging_steps: int = 1,
-        seed: int = 0,
-        log_completions: bool | int = False,
-        enable_wandb: bool = False,
-        wandb_project: str | None = None,
-        use_accelerate: bool = False,
-        use_vllm: bool = False,
-        vllm_args: Mapping[str, Any] | None = None,
-        vllm_enable_sleep: bool = False,
-        lora: bool = False,
-        lora_rank: int = 16,
-        lora_alpha: int = 32,
-        lora_dropout: float = 0.0,
-        lora_target_modules: Sequence[str] | None = None,
-        adapter_path: str | Path | None = None,
-        resume_from_checkpoint: bool | str | None = None,
-        reward_weights: Sequence[float] | None = None,
-        tokenizer: Any = None,
-        device: str = "auto",
-        overrides: Sequence[str] = (),
+        num_steps: Annotated[int, Key("train.max_steps", composed=True)] = DEFAULT_STEPS,
+        num_epochs: Annotated[int | None, Key("train.epochs", "instead of num_steps", composed=True)] = None,
+        group_size: Annotated[int, Key("orch.rollouts_per_example")] = 4,
+        batch_size: Annotated[
+            int, Key("orch.batch_size", "prompts per process × group_size × processes", composed=True)
+        ] = 1,
+        ppo_steps: Annotated[int, Key("train.ppo_epochs")] = 1,
+        clip_eps: Annotated[float, Key("train.loss.clip_low", "clip_high has the same value")] = 0.2,
+        kl_penalty: Annotated[float, Key("train.loss.kl.beta", "k3")] = 0.0,
+        sampling_temperature: Annotated[float, Key("orch.sampling.temperature")] = 0.7,
+        max_new_tokens: Annotated[int, Key("orch.sampling.max_tokens")] = 256,
+        max_seq_len: Annotated[int, Key("train.sequence_len")] = 2048,
+        generation_args: Annotated[
+            Mapping[str, Any] | None, Key(tuple(dict.fromkeys(GENERATION_KEYS.values())), composed=True)
+        ] = None,
+        optimizer: Annotated[Any, Key("train.optimizer", convert=optimizer_name)] = "AdamW",
+        optimizer_args: Annotated[
+            Mapping[str, Any] | None,
+            Key((*OPTIMIZER_KEYS.values(), "train.adam_beta1", "train.adam_beta2"), composed=True),
+        ] = None,
+        lr_scheduler: Annotated[
+            str | Mapping[str, Any] | None,
+            Key(tuple(SCHEDULER_KEYS.values()), "a word, or a dictionary of these", composed=True),
+        ] = None,
+        max_grad_norm: Annotated[float, Key("train.max_grad_norm")] = 1.0,
+        output_dir: Annotated[str | Path, Key("train.output_dir")] = "./outputs",
+        saving_steps: Annotated[int | None, Key("train.save_steps")] = None,
+        logging_steps: Annotated[int, Key("train.logging_steps")] = 1,
+        seed: Annotated[int, Key("train.seed")] = 0,
+        log_completions: Annotated[
+            bool | int, Key("train.show_completions", f"True is {COMPLETIONS_SHOWN}", completions_shown)
+        ] = False,
+        enable_wandb: Annotated[
+            bool, Key("train.report_to", convert=lambda enabled: ["wandb"] if enabled else None)
+        ] = False,
+        wandb_project: Annotated[str | None, Key("train.report_project")] = None,
+        use_accelerate: Annotated[
+            bool, Key(note="the processes that `accelerate launch` started train together")
+        ] = False,
+        use_vllm: Annotated[bool, Key(("infer.engine", "infer.in_process"), composed=True)] = False,
+        vllm_args: Annotated[
+            Mapping[str, Any] | None,
+            Key(("infer.gpu_memory_utilization", "infer.tp", "infer.engine_args"), composed=True),
+        ] = None,
+        vllm_enable_sleep: Annotated[bool, Key("infer.engine_args.enable_sleep_mode", composed=True)] = False,
+        lora: Annotated[bool, Key("train.lora")] = False,
+        lora_rank: Annotated[int, Key("train.lora_rank")] = 16,
+        lora_alpha: Annotated[int, Key("train.lora_alpha")] = 32,
+        lora_dropout: Annotated[float, Key("train.lora_dropout")] = 0.0,
+        lora_target_modules: Annotated[Sequence[str] | None, Key("train.lora_target_modules")] = None,
+        adapter_path: Annotated[str | Path | None, Key("train.adapter_path")] = None,
+        resume_from_checkpoint: Annotated[bool | str | None, Key("train.resume_from_checkpoint", composed=True)] = None,
+        reward_weights: Annotated[
+            Sequence[float] | None, Key(note="the weights of several reward functions, as `orch.reward.parts`")
+        ] = None,
+        tokenizer: Annotated[
+            Any, Key(note="the tokenizer of a model object. Default: the tokenizer the model was loaded with")
+        ] = None,
+        device: Annotated[str, Key("train.device")] = "auto",
+        overrides: Annotated[Sequence[str], Key(note="any other key of the schema, as on the command line")] = (),
         **unknown: Any,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
@@ -98,23 +142,25 @@ class GRPOTrainer:
         for name in ("model", "output_dir", "adapter_path"):
             if isinstance(arguments[name], Path):
                 arguments[name] = str(arguments[name])
-        check_kinds(arguments)
+        check_objects(arguments)
         model, train_dataset, eval_dataset = (arguments[n] for n in ("model", "train_dataset", "eval_dataset"))
         self._processes = _processes(arguments["use_accelerate"])
-        translation = translate(arguments, self._processes)
+        translation = translate(KEYS, arguments, self._processes)
         _check_vllm(arguments["use_vllm"])
         self._rewards = _rewards(arguments["reward_funcs"], arguments["reward_weights"], train_dataset)
         self._eval_dataset = eval_dataset
-        self._wording = translation.in_their_words
+        self._wording = translation.reword
         self.config, self.notices = translation.config(_with_precision(arguments["overrides"], model))
         if eval_dataset is not None and arguments["eval_steps"] is None:
-            self.notices.append("eval_dataset: is only used by test() unless eval_steps says how often to evaluate")
+            self.notices.append("eval_dataset: is only used by test() unless eval_steps is set")
         if arguments["use_accelerate"] and self._processes == 1 and _launched_without_gpu():
-            self.notices.append("use_accelerate: one process was started; without GPUs, several take --multi_gpu too")
+            self.notices.append(
+                "use_accelerate: only one process was started; without GPUs, add --multi_gpu to start several"
+            )
         held_out = eval_dataset if eval_dataset is not None else ()
         with _about("GRPOTrainer", train="train_dataset", eval="eval_dataset"):
             environment = ItemEnvironment(train_dataset, held_out, LABEL, self._rewards)
-        self._given = build.Given(
+        self._given = PythonObjects(
             environments={LABEL: environment},
             model=None if isinstance(model, str) else model,
             tokenizer=_tokenizer(model, arguments["tokenizer"]),
@@ -129,7 +175,7 @@ class GRPOTrainer:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One dictionary a step, as in metrics.jsonl."""
+        """One dictionary per step, as in metrics.jsonl."""
         return read_metrics(self.output_dir) if is_used(self.output_dir) else []
 
     def train(self) -> Path:
@@ -140,43 +186,38 @@ class GRPOTrainer:
     def _train(self) -> Path:
         resume = self.config.train.resume_from_checkpoint
         if self.output_dir.exists() and not self.output_dir.is_dir():
-            raise ArgumentError(f"GRPOTrainer: output_dir: {str(self.output_dir)!r} is a file; name a folder")
+            raise ArgumentError(f"GRPOTrainer: output_dir: {str(self.output_dir)!r} is a file; use a folder")
         if is_used(self.output_dir) and not resume and _is_main():
             raise ArgumentError(
                 f"GRPOTrainer: output_dir: {str(self.output_dir)!r} already holds a run; continue it with "
                 "resume_from_checkpoint=True, or choose another folder"
             )
         again = f"python {sys.argv[0] or 'your script'}, with GRPOTrainer(resume_from_checkpoint=True)"
-        given, notices = self._given, self.notices
-        return outside_event_loop(
-            lambda: api.train(
-                self.config, resume=resume, notices=notices, given=given, next_command=again, wording=self._wording
-            )
-        )
+        run = Run(self.config, resume, self._given, tuple(self.notices), again, self._wording)
+        return outside_event_loop(lambda: api.train(run))
 
     def test(self, dataset: Items | None = None) -> dict[str, float]:
-        """Rewards on `dataset`, or on eval_dataset, with the trained weights; before training, with those of the start.
+        """Rewards on `dataset` (default: eval_dataset) with the current weights.
 
-        Under several processes the main one does it, and the others get an empty dictionary at once.
+        With several processes, the main process evaluates; the others return an empty dictionary at once.
         """
         with one_line_if_uncaught(self._wording):
             return self._test(dataset if dataset is not None else self._eval_dataset)
 
     def _test(self, items: Items | None) -> dict[str, float]:
         if items is None or len(items) == 0:
-            raise ArgumentError(
-                "GRPOTrainer.test: dataset: there is nothing to test on; give items, or an eval_dataset"
-            )
+            raise ArgumentError("GRPOTrainer.test: dataset: is empty; pass items, or set eval_dataset")
         if not _is_main():
             return {}
         with _about("GRPOTrainer.test", train="dataset", eval="dataset"):
             environment = ItemEnvironment(items, items, TEST, self._rewards)
-        given = build.Given(
+        given = PythonObjects(
             environments={TEST: environment},
             model=None if self._finished and not self.config.train.lora else self._given.model,
             tokenizer=self._given.tokenizer,
         )
-        found = outside_event_loop(lambda: api.evaluate_config(self._test_config(len(items)), given))
+        run = Run(self._test_config(len(items)), objects=given)
+        found = outside_event_loop(lambda: api.evaluate_run(run))
         return {name.removeprefix(f"eval/{TEST}/"): value for name, value in found.items()}
 
     @property
@@ -192,14 +233,17 @@ class GRPOTrainer:
         train = train.model_copy(update=weights)
         env = [EnvConfig(id=IN_MEMORY, name=TEST)]
         orch = orch.model_copy(update={"env": env, "eval": EvalConfig(num_examples=count), "model": type(orch.model)()})
-        # Tested with the trained weights as they are, whatever sampled in training.
+        # The embedded engine evaluates, whichever engine was used in training.
         infer = InferConfig(max_model_len=self.config.infer.max_model_len)
         return resolve_run(RunConfig.model_construct(train=train, infer=infer, orch=orch))
 
 
+KEYS = keys_of(GRPOTrainer.__init__)
+
+
 @contextmanager
 def _about(surface: str, **arguments: str) -> Iterator[None]:
-    """What is wrong with an item is told with the argument it came in; `arguments` has it for each split."""
+    """Name the argument in errors about its items. `arguments` maps splits to arguments."""
     try:
         yield
     except ItemError as error:
@@ -209,27 +253,27 @@ def _about(surface: str, **arguments: str) -> Iterator[None]:
 def _refuse_unknown(name: str, known: Sequence[str]) -> None:
     if name == "args":
         raise ArgumentError(
-            "GRPOTrainer: args: there is no second object with settings; docs/coming-from.md has the argument for "
-            "every field of TRL's GRPOConfig"
+            "GRPOTrainer: args: is not an argument; docs/coming-from.md lists the argument for every field of TRL's "
+            "GRPOConfig"
         )
-    if here := from_trl(name):
+    if here := from_trl(name, KEYS):
         raise ArgumentError(f"GRPOTrainer: {name}: is not an argument; {here}")
     raise unknown_argument("GRPOTrainer", name, known)
 
 
 def _processes(use_accelerate: bool) -> int:
-    """How many processes a launcher started, which must be what the script expects."""
+    """The number of processes that a launcher started."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and not use_accelerate:
         raise ArgumentError(
-            f"GRPOTrainer: use_accelerate: {world} processes were started, and without use_accelerate=True each would "
-            "train a model of its own; set it, or start the script with python"
+            f"GRPOTrainer: use_accelerate: {world} processes were started, but use_accelerate=True is not set, so each "
+            "would train its own model; set it, or start the script with python"
         )
     return world if use_accelerate else 1
 
 
 def _launched_without_gpu() -> bool:
-    """accelerate leaves --num_processes aside on a machine without GPUs, unless it is told --multi_gpu as well."""
+    """Without GPUs, accelerate ignores --num_processes unless --multi_gpu is set."""
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return False
     import torch
@@ -244,31 +288,31 @@ def _is_main() -> bool:
 def _check_vllm(use_vllm: bool) -> None:
     if use_vllm and importlib.util.find_spec("vllm") is None:
         raise ArgumentError(
-            "GRPOTrainer: use_vllm: the package vllm is not installed; on Linux with CUDA `pip install vllm`, or leave "
-            "use_vllm out: the embedded engine generates with the trainer's own weights"
+            "GRPOTrainer: use_vllm: the package vllm is not installed; run `pip install vllm` (Linux with CUDA), or "
+            "remove use_vllm to use the embedded engine"
         )
 
 
 def _rewards(functions: Any, weights: Sequence[float] | None, items: Items) -> RewardFunctions | None:
     if functions is None:
         if weights is not None:
-            raise ArgumentError("GRPOTrainer: reward_weights: is not used without reward_funcs; leave it out")
+            raise ArgumentError("GRPOTrainer: reward_weights: is not used without reward_funcs; remove it")
         if len(items) and not judges_itself(items[0]):
             raise ArgumentError(
                 f"GRPOTrainer: reward_funcs: the items of train_dataset ({type(items[0]).__name__}) have no "
-                "get_reward(completion); give them one, or pass a reward function"
+                "get_reward(completion); add it, or pass a reward function"
             )
         return None
     if len(items) and judges_itself(items[0]):
         raise ArgumentError(
-            "GRPOTrainer: reward_funcs: the items of train_dataset have get_reward themselves; keep one"
+            "GRPOTrainer: reward_funcs: cannot be combined with items that have get_reward; keep one of them"
         )
     many = [functions] if callable(functions) or isinstance(functions, str) else list(functions)
     return RewardFunctions([load_object(f) if isinstance(f, str) else f for f in many], weights)
 
 
 def _with_precision(overrides: Sequence[str], model: Any) -> list[str]:
-    """A model object keeps the precision it has, unless another one is asked for."""
+    """A model object keeps its precision unless an override sets train.recipe."""
     dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
     recipe = {"float32": "fp32", "bfloat16": "bf16"}.get(dtype)
     if isinstance(model, str) or any(text.startswith("train.recipe=") for text in overrides):
@@ -276,7 +320,7 @@ def _with_precision(overrides: Sequence[str], model: Any) -> list[str]:
     if recipe is None:
         raise ArgumentError(
             f"GRPOTrainer: model: {type(model).__name__} in {dtype or 'no precision'} cannot be trained; load it in "
-            "float32 or bfloat16, or give its name"
+            "float32 or bfloat16, or pass its name"
         )
     return [f"train.recipe={recipe}", *overrides]
 
@@ -284,11 +328,9 @@ def _with_precision(overrides: Sequence[str], model: Any) -> list[str]:
 def _tokenizer(model: Any, tokenizer: Any) -> Any:
     if tokenizer is not None or isinstance(model, str):
         return tokenizer
-    from shoal.models.load import load_tokenizer
+    from shoal.models.tokenizer import load_tokenizer
 
     name = getattr(model, "name_or_path", "")
     if not name:
-        raise ArgumentError(
-            "GRPOTrainer: tokenizer: the model object does not say where it came from; give its tokenizer"
-        )
+        raise ArgumentError("GRPOTrainer: tokenizer: is required, because the model object has no name_or_path")
     return load_tokenizer(name)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.surfaces import seeds, trl
-from shoal.surfaces.page import TABLES, page, unknown_keys
-from shoal.surfaces.table import Table
+from shoal import coming_from as seeds
+from shoal.coming_from import TABLES, page, unknown_keys
+from shoal.surfaces import trl
+from shoal.surfaces.names import KeyTable
 
 ROOT = Path(__file__).parents[2]
 SHARED = os.environ.get("SHOAL_SHARED")
@@ -21,12 +22,12 @@ SHARED = os.environ.get("SHOAL_SHARED")
 
 def test_the_committed_page_is_current():
     assert (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8") == page(), (
-        "run: python -m shoal.surfaces > docs/coming-from.md"
+        "run: python -m shoal.coming_from > docs/coming-from.md"
     )
 
 
 def test_the_command_prints_the_page():
-    result = subprocess.run([sys.executable, "-m", "shoal.surfaces"], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-m", "shoal.coming_from"], capture_output=True, text=True, timeout=60)
     assert result.stdout == page()
 
 
@@ -53,7 +54,7 @@ def test_every_inherited_field_of_trls_config_is_there():
     assert not own & inherited
 
 
-def names_of(*tables: Table) -> str:
+def names_of(*tables: KeyTable) -> str:
     return "\n".join(row.theirs for table in tables for row in table.rows)
 
 
@@ -77,7 +78,7 @@ def shell_lines(text: str) -> list[str]:
         ("cookbook-rl-loop.md", (seeds.RECIPE, TABLES[4])),
     ],
 )
-def test_every_command_and_path_of_a_source_has_a_row(seed: str, tables: tuple[Table, ...]):
+def test_every_command_and_path_of_a_source_has_a_row(seed: str, tables: tuple[KeyTable, ...]):
     text = (Path(str(SHARED)) / "seeds" / seed).read_text(encoding="utf-8")
     names = names_of(*tables)
     for line in shell_lines(text):

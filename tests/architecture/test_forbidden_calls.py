@@ -55,9 +55,9 @@ def _call_problems(node: ast.Call) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_no_forbidden_call(path: Path):
-    assert violations(path.read_text(encoding="utf-8")) == []
+def test_no_forbidden_call():
+    found = {str(path.relative_to(SOURCE)): violations(path.read_text(encoding="utf-8")) for path in MODULES}
+    assert {path: problems for path, problems in found.items() if problems} == {}
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_the_check_lets_methods_be():
 # Clocks are set, and those of two machines differ: whatever waits, orders or decides takes time.monotonic or a counter.
 # Left are stamps for people and clients, names of what was seen of a file, and one look at another machine's files.
 STAMPS = {
-    "observability/events.py": {"time.time"},
-    "observability/lock.py": {"time.time", "datetime.now", "st_mtime"},
-    "observability/run_dir.py": {"datetime.now"},
-    "report/rollouts.py": {"st_mtime_ns"},
-    "rollout/link.py": {"time.time"},
+    "runs/events.py": {"time.time"},
+    "runs/files.py": {"time.time", "datetime.now", "st_mtime"},
+    "runs/run_dir.py": {"datetime.now"},
+    "watch/report/rollouts.py": {"st_mtime_ns"},
+    "rollout/remote/client.py": {"time.time"},
     "server/completions.py": {"time.time"},
 }
 

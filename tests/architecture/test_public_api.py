@@ -5,6 +5,7 @@ After a deliberate change: python tests/architecture/test_public_api.py > tests/
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import importlib
@@ -24,20 +25,35 @@ def describe(name: str, found: Any) -> list[str]:
     if isinstance(found, type) and issubclass(found, enum.Enum):
         return [f"{name}: enum {', '.join(member.name for member in found)}"]
     if isinstance(found, type):
-        lines = [f"{name}{inspect.signature(found)}" if dataclasses.is_dataclass(found) else _class_line(name, found)]
+        lines = [f"{name}{signature(found)}" if dataclasses.is_dataclass(found) else _class_line(name, found)]
         for method, value in sorted(vars(found).items()):
             if method.startswith("_"):
                 continue
             if inspect.isfunction(value):
-                lines.append(f"  .{method}{inspect.signature(value)}")
+                lines.append(f"  .{method}{signature(value)}")
             elif isinstance(value, property):
                 lines.append(f"  .{method}: property")
         return lines
-    return [f"{name}{inspect.signature(found)}" if inspect.isroutine(found) else f"{name}: {type(found).__name__}"]
+    return [f"{name}{signature(found)}" if inspect.isroutine(found) else f"{name}: {type(found).__name__}"]
+
+
+def signature(found: Any) -> str:
+    """The signature without the metadata of `Annotated`: what a caller sees."""
+    signature = inspect.signature(found)
+    parameters = [p.replace(annotation=_without_metadata(p.annotation)) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters))
+
+
+def _without_metadata(annotation: Any) -> Any:
+    if not isinstance(annotation, str) or not annotation.startswith("Annotated["):
+        return annotation
+    tree = ast.parse(annotation, mode="eval").body
+    assert isinstance(tree, ast.Subscript) and isinstance(tree.slice, ast.Tuple)
+    return ast.unparse(tree.slice.elts[0])
 
 
 def _class_line(name: str, found: type) -> str:
-    return f"{name}{inspect.signature(found)}" if "__init__" in vars(found) else f"{name}: class"
+    return f"{name}{signature(found)}" if "__init__" in vars(found) else f"{name}: class"
 
 
 def snapshot() -> str:

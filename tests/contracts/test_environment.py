@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from shoal.core.protocols import Environment
 from shoal.envs import MultiTurn, Task, answer_of, ask
 from shoal.envs.datasets import DatasetSpec, fingerprint
 from shoal.envs.items import ItemEnvironment
 from shoal.envs.registry import load_environment
-from shoal.protocols import Environment
 from shoal.rewards.outcome import call, read_outcome
 
 GENERATED = {
@@ -146,7 +146,7 @@ def test_an_episode_keeps_the_conversation_and_is_used_once(environment):
     assert episode.messages == task.messages
     assert asyncio.run(episode.reply(environment.solution(task))) is None
     assert episode.messages == [*task.messages, {"role": "assistant", "content": environment.solution(task)}]
-    with pytest.raises(RuntimeError, match="used once"):
+    with pytest.raises(RuntimeError, match="ended"):
         asyncio.run(episode.reply("again"))
     assert environment.tasks("train")[0] == task, "the task itself must not grow"
 

@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.core.protocols import RolloutEngine
+from shoal.core.types import Completion, Request, Span
 from shoal.models.sampler_view import SamplerView
-from shoal.observability.manifest import describe
-from shoal.protocols import RolloutEngine
 from shoal.rollout.embedded import EmbeddedRolloutEngine
-from shoal.rollout.http import HttpRolloutEngine
-from shoal.types import Completion, Request, Span
+from shoal.rollout.remote.shoal import HttpRolloutEngine
+from shoal.runs.weight_files import describe
 from support import engine_servers
 from support.engines import ask, make_engine
 from support.models import EOS, TOKENIZER, as_decoder, random_prompts, small_model
@@ -167,6 +167,23 @@ def assert_well_formed(completion: Completion, request: Request) -> None:
 def test_it_is_one(bench: Bench) -> None:
     async def check(served: Served) -> None:
         assert isinstance(served.engine, RolloutEngine) and served.engine.version == 0
+
+    bench.run(check)
+
+
+def test_it_connects_twice_and_draws_after_a_rest(bench: Bench) -> None:
+    request = ask("a", SHORT, seed=1, max_tokens=4)
+
+    async def check(served: Served) -> None:
+        engine = served.engine
+        await engine.connect()
+        await engine.connect()
+        facts = await engine.describe()
+        assert not facts or int(facts["max_model_len"]) == CONTEXT_TOKENS
+        await engine.rest()
+        (completion,) = await draw(served, request)
+        assert_well_formed(completion, request)
+        assert all(isinstance(text, str) for text in (engine.path, engine.activity, engine.opening))
 
     bench.run(check)
 

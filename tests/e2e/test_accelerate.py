@@ -1,4 +1,4 @@
-"""Two real processes under `accelerate launch` train one model: plain data parallel over gloo on the CPU."""
+"""Two real processes, as `accelerate launch` starts them, train one model: plain data parallel over gloo on the CPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.observability.ports import free_port
-
-from .helpers.processes import WarmPython, environment
+from .helpers.processes import WarmPython, ranks_environment
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -53,12 +51,14 @@ Path(f"{out}-rank{rank}.json").write_text(json.dumps(found))
 """
 
 
-def launch(folder: Path, model: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def launch(warm: WarmPython, folder: Path, model: Path, *arguments: str) -> None:
+    """Two processes, each with what `accelerate launch` gives it; the launcher itself runs the example below."""
     (folder / "script.py").write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
-    command = [*launcher, "--main_process_port=0", "script.py", str(model), *arguments]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=env)
+    words = ["script.py", str(model), *arguments]
+    given = ranks_environment(2, OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="false", ACCELERATE_MIXED_PRECISION="no")
+    ranks = [warm.start(words, folder, python=True, env=variables) for variables in given]
+    for rank in ranks:
+        assert rank.wait() == 0, rank.text()[-4000:]
 
 
 def read(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -72,8 +72,7 @@ def runs(warm: WarmPython, raw_model: Path, tmp_path_factory: pytest.TempPathFac
     An evaluation takes longer than any wait may: eight rewards of 2.2 s in two workers, against a deadline of 7 s.
     """
     folder = tmp_path_factory.mktemp("accelerate")
-    two = launch(folder, raw_model, "two", "1", "4", "yes", "2.2")
-    assert two.returncode == 0, two.stdout[-1500:] + two.stderr[-3000:]
+    launch(warm, folder, raw_model, "two", "1", "4", "yes", "2.2")
     one = warm.run(["script.py", str(raw_model), "one", "2", "4", "yes", "0"], folder, python=True)
     assert one.wait() == 0, one.text()[-4000:]
     return folder
@@ -113,9 +112,8 @@ def test_two_processes_are_one_process_with_twice_the_prompts(runs: Path):
     assert all(torch.allclose(one[name], two[name], atol=2e-4) for name in one)
 
 
-def test_a_run_of_two_processes_continues(runs: Path, raw_model: Path):
-    result = launch(runs, raw_model, "two", "1", "5", "yes", "0")
-    assert result.returncode == 0, result.stderr[-3000:]
+def test_a_run_of_two_processes_continues(warm: WarmPython, runs: Path, raw_model: Path):
+    launch(warm, runs, raw_model, "two", "1", "5", "yes", "0")
     assert [line["step"] for line in read(runs / "two", "journal.jsonl")] == [1, 2, 3, 4, 5]
     ranks = [json.loads((runs / f"two-rank{rank}.json").read_text()) for rank in (0, 1)]
     assert ranks[0]["weights"] == ranks[1]["weights"]
@@ -124,12 +122,8 @@ def test_a_run_of_two_processes_continues(runs: Path, raw_model: Path):
 def test_started_so_without_saying_so_it_refuses(warm: WarmPython, raw_model: Path, tmp_path: Path):
     """Two processes with the environment that the launcher gives its own."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = ["script.py", str(raw_model), "out", "1", "2", "no", "0"]
-    ranks = [
-        warm.start(words, tmp_path, python=True, env=environment(**place, RANK=str(rank), LOCAL_RANK=str(rank)))
-        for rank in (0, 1)
-    ]
+    ranks = [warm.start(words, tmp_path, python=True, env=variables) for variables in ranks_environment(2)]
     for rank in ranks:
         assert rank.wait() == 1
         assert "GRPOTrainer: use_accelerate: 2 processes were started" in rank.text()

@@ -111,7 +111,7 @@ def test_any_checkpoint_is_scored_and_two_are_compared(new_run: NewRun, model: P
     assert chosen == named
     shutil.rmtree(trained.path / "final")
     assert scores(run(warm, trained.folder, "eval", "out", *asked)) == by_run, "then the newest checkpoint"
-    assert "kept are 6, 12" in run(warm, trained.folder, "eval", "out", "--checkpoint", "7", *asked, code=2)
+    assert "available: 6, 12" in run(warm, trained.folder, "eval", "out", "--checkpoint", "7", *asked, code=2)
     assert "not a run directory" in run(
         warm, trained.folder, "eval", str(model), "--checkpoint", "best", *asked, code=2
     )
@@ -173,11 +173,11 @@ def test_bad_rows_and_long_prompts_are_counted_in_the_run(new_run: NewRun):
     command = run_.grpo()
     assert command.wait() == 0, command.text()
     (data,) = run_.events("data")
-    assert "28 rows used, 2 bad rows set aside" in data["message"]
+    assert "28 rows used, 2 invalid rows" in data["message"]
     assert "rows.jsonl:4: not JSON" in data["message"] and "rows.jsonl:9: prompt is null" in data["message"]
     (aside,) = run_.events("set-aside")
     assert aside["data"] == {"prompts": 1, "of": 26} and "1 of 26 prompts of dataset" in aside["message"]
-    assert "2 bad rows set aside" in command.text() and "1 of 26 prompts" in command.text()
+    assert "2 invalid rows" in command.text() and "1 of 26 prompts" in command.text()
     every = new_run(
         "none",
         orch={"env": [{"id": "dataset", "args": {"reward": "my_code:digits"}}], "dataset": {"path": "long.jsonl"}},

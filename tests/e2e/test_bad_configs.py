@@ -7,9 +7,9 @@ commands and are timed.
 # ruff: noqa: E501 (one case a line reads better than one argument a line)
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +35,7 @@ orch:
   sampling:
     max_tokens: 32
 """
-MAX_SECONDS = 2.0
+MAX_SECONDS = 2.0  # of CPU time: other tests run beside these
 MAX_LINES = 24
 
 
@@ -85,7 +85,7 @@ CASES = [
     # the shape of the file
     typo("duplicate key", "  max_steps: 4", "  max_steps: 4\n  max_steps: 5", "run.yaml:5", "max_steps", "duplicate", "line 4"),
     typo("tab", "  max_steps: 4", "\tmax_steps: 4", "run.yaml:4", "tab", "spaces"),
-    typo("unclosed bracket", "    - id: arithmetic", "    - {id: arithmetic", "run.yaml:1", "broken YAML"),
+    typo("unclosed bracket", "    - id: arithmetic", "    - {id: arithmetic", "run.yaml:1", "invalid YAML"),
     Bad("empty file", text="", says=("run.yaml:1", "empty")),
     Bad("a list", text="- train\n", says=("run.yaml:1", '["train"]', "key: value")),
     Bad("two documents", text=RUN + "---\n" + RUN, says=("run.yaml:19", "several documents")),
@@ -143,7 +143,7 @@ CASES = [
     typo("no room for a prompt", "max_tokens: 32", "max_tokens: 256", "run.yaml:18", "orch.sampling.max_tokens", "256", "below 256"),
     typo("over the context", "  engine: embedded", "  max_model_len: 128", "run.yaml:6", "train.sequence_len", "256", "128", "infer.max_model_len"),
     typo("temperature 0", "max_tokens: 32", "temperature: 0", "run.yaml:18", "orch.sampling.temperature", "0", "above 0"),
-    typo("bounds crossed", "    type: grpo", "    type: cispo\n    ratio_low: 5.0", "run.yaml:10", "train.loss.ratio_low", "5", "<= 1"),
+    typo("bounds crossed", "    type: grpo", "    type: cispo\n    ratio_low: 5.0", "run.yaml:10", "train.loss.ratio_low", "5", "at most 1"),
     typo("clip of the reward crossed", "  batch_size: 8", "  batch_size: 8\n  reward: {clip: [1, 0]}", "run.yaml:16", "orch.reward.clip", "[1.0, 0.0]", "low < high"),
     typo("knob of another loss", "    type: grpo", "    type: grpo\n    kl_tau: 0.1", "run.yaml:10", "train.loss.kl_tau", "0.1", "grpo takes clip_low", "masked"),
     typo("correction without a weight", "    type: grpo", "    type: reinforce\n    correction: {type: tis}", "run.yaml:10", "train.loss.correction.type", "reinforce", "tis"),
@@ -223,10 +223,10 @@ results = []
 for folder, argv in json.load(sys.stdin):
     os.chdir(folder)
     out, err = io.StringIO(), io.StringIO()
-    start = time.perf_counter()
+    start = time.process_time()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(argv)
-    results.append([code, out.getvalue(), err.getvalue(), time.perf_counter() - start])
+    results.append([code, out.getvalue(), err.getvalue(), time.process_time() - start])
 json.dump(results, sys.stdout)
 """
 
@@ -272,11 +272,12 @@ def test_the_good_configuration_passes(tmp_path: Path):
 def test_as_a_real_command(name: str, tmp_path: Path):
     case = next(case for case in CASES if case.name == name)
     argv = write_case(tmp_path, case)
-    start = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "shoal", *argv], cwd=tmp_path, capture_output=True, text=True
     )
-    seconds = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     modules = {
         line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time:")
     }

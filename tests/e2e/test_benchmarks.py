@@ -31,6 +31,12 @@ def smoke(name: str, folder: Path, *words: str, **environment: str) -> dict[str,
 
 
 @pytest.mark.slow
+def test_two_trees_are_compared(tmp_path: Path):
+    found = smoke("before_after", tmp_path, "--before", ".", "--scripts", "train", "--rounds", "1", OMP_NUM_THREADS="1")
+    assert found["rows"] and all(row["before"] > 0 and row["after"] > 0 for row in found["rows"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_runs(name: str, tmp_path: Path):
     found = smoke(name, tmp_path, *SCRIPTS[name], OMP_NUM_THREADS="1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from shoal.observability.run_dir import read_status
+from shoal.runs.run_dir import read_status
 
 from .helpers.processes import WarmPython, environment
 

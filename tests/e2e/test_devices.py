@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from .helpers.processes import Command, WarmPython, alive, children_of, environment, wait_until
+from .helpers.processes import Command, WarmPython, alive, children_of, rank_of, ranks_environment, wait_until
 from .helpers.runs import REVERSE_ARGS, Run, assert_trained_once
 
 START_S = 90  # several processes that import torch, on a busy machine
@@ -37,26 +36,14 @@ def config(model: Path, **train: Any) -> dict[str, Any]:
     return {"train": settings, "orch": orch}
 
 
-def torchrun(folder: Path, processes: int) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    command = [*launcher, f"--nproc-per-node={processes}", "-m", "shoal", "grpo", "run.yaml"]
-    return subprocess.run(
-        command, cwd=folder, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=240
-    )
-
-
 def ranks_of(command: Command) -> dict[int, int]:
     """Rank → process id, once the ranks are there."""
     found: dict[int, int] = {}
     for pid in children_of(command.pid):
-        try:
-            cmdline = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            variables = dict(v.split(b"=", 1) for v in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if v)
+        with contextlib.suppress(OSError):
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue
-        if b"shoal.cli.rank" in cmdline and parent == command.pid:
-            found[int(variables[b"RANK"])] = pid
+            if parent == command.pid and (rank := rank_of(pid)) is not None:
+                found[rank] = pid
     return found
 
 
@@ -109,7 +96,7 @@ def one(make: Callable[..., Run]) -> Run:
 def shards(make: Callable[..., Run]) -> Run:
     """Two ranks with sharded weights, four steps, a checkpoint after the second and after the last."""
     run = make("shards", gpus=2, sharding="fsdp")
-    command = run.start()
+    command = run.start(spares=2)
     assert command.wait(START_S) == 0, command.text()
     return run
 
@@ -139,7 +126,7 @@ def test_it_goes_on_with_four_ranks_and_then_with_one(one: Run, shards: Run, tmp
     run = Run(tmp_path / "copy", shards.warm)
     for steps, train in ((5, {"gpus": 4, "sharding": "fsdp"}), (6, {"gpus": 1, "sharding": "none"})):
         changes = [f"train.{key}={value}" for key, value in {**train, "max_steps": steps}.items()]
-        command = run.start("--resume", *changes)
+        command = run.start("--resume", *changes, spares=train["gpus"] if train["gpus"] > 1 else 0)
         assert command.wait(2 * START_S) == 0, command.text()
         assert run.status()["step"] == steps
     assert [event["message"] for event in run.events("resume")] == [
@@ -161,14 +148,16 @@ def test_a_damaged_shard_is_not_resumed_from(shards: Run, tmp_path: Path):
     shard.write_bytes(data)
     command = run.start("--resume", "train.max_steps=5", "train.gpus=1", "train.sharding=fsdp")
     assert command.wait(START_S) == 0, command.text()
-    assert "was changed after it was written" in run.events("checkpoint")[0]["message"]
+    assert "has changed since it was written" in run.events("checkpoint")[0]["message"]
     assert_trained_once(run, 5)
 
 
-def test_torchrun_starts_the_same_ranks(one: Run, make: Callable[..., Run]):
-    run = make("torchrun", sharding="fsdp", lora=True, lora_rank=2, max_steps=2)
-    result = torchrun(run.folder, 2)
-    assert result.returncode == 0, result.stderr[-3000:]
+def test_ranks_that_a_launcher_started(one: Run, make: Callable[..., Run]):
+    """Two processes with the environment that torchrun gives its own; torchrun itself: test_split_ranks.py."""
+    run = make("launched", sharding="fsdp", lora=True, lora_rank=2, max_steps=2)
+    ranks = [run.start(env=variables) for variables in ranks_environment(2, OMP_NUM_THREADS="1")]
+    for rank in ranks:
+        assert rank.wait(START_S) == 0, rank.text()[-3000:]
     assert_trained_once(run, 2)
     assert [r["rollout_id"] for r in run.rollouts()] == [r["rollout_id"] for r in one.rollouts() if r["step"] <= 2]
     adapter = load_file(run.path / "final" / "adapter_model.safetensors")
@@ -178,7 +167,7 @@ def test_torchrun_starts_the_same_ranks(one: Run, make: Callable[..., Run]):
 def test_two_ranks_train_as_one_does_until_one_of_them_ends(one: Run, make: Callable[..., Run]):
     """Interrupted it saves: 130. Continued, a rank is killed: 3, with the reason. Then the process above them is."""
     run = make("ending", gpus=2, max_steps=2000, save_steps=1, save_total_limit=9999)
-    command = run.start()
+    command = run.start(spares=2)
     wait_for_steps(run, 4, command)
     below = children_of(command.pid)
     command.send(signal.SIGINT)
@@ -188,7 +177,7 @@ def test_two_ranks_train_as_one_does_until_one_of_them_ends(one: Run, make: Call
     assert_same_training(run, one, 4)
     wait_until(lambda: not any(map(alive, below)), 10, "the end of all processes")
 
-    command = run.start("--resume")
+    command = run.start("--resume", spares=2)
     wait_for_steps(run, status["step"] + 2, command)
     ranks, below = ranks_of(command), children_of(command.pid)
     assert sorted(ranks) == [0, 1]
@@ -199,7 +188,7 @@ def test_two_ranks_train_as_one_does_until_one_of_them_ends(one: Run, make: Call
     wait_until(lambda: not any(map(alive, below)), 10, "the end of all processes")
 
     step = run.checkpoints()[-1]
-    command = run.start("--resume")
+    command = run.start("--resume", spares=2)
     wait_until(lambda: run.checkpoints()[-1] > step, START_S, "the next step", 0.02)
     below = children_of(command.pid)
     command.kill()
@@ -219,7 +208,7 @@ def test_two_ranks_train_as_one_does_until_one_of_them_ends(one: Run, make: Call
 )
 def test_what_cannot_be_done_is_said_in_one_line(make: Callable[..., Run], changes: list[str], said: str):
     run = make("refused")
-    command = run.start(*changes)
+    command = run.start(*changes, spares=2)
     assert command.wait(START_S) == 2, command.text()
     lines = [line for line in command.text().splitlines() if "error" in line]
     assert len(lines) == 1 and said in lines[0], command.text()
@@ -239,7 +228,7 @@ def test_the_guide_starts_with_what_works(warm: WarmPython, tmp_path: Path):
     commands = [shlex.split(line) for line in block.splitlines()]
     assert [words[:2] for words in commands] == [["shoal", "make-model"], ["shoal", "grpo"]]
     for words in commands:
-        command = warm.run(words[1:], tmp_path)
+        command = warm.start(words[1:], tmp_path, spares=2 if "train.gpus=2" in words else 0)
         assert command.wait(START_S) == 0, command.text()
     status = json.loads((tmp_path / "outputs" / "two" / "status.json").read_text())
     assert (status["state"], status["step"]) == ("finished", 4)

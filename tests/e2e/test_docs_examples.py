@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.observability.ports import free_port
+from support.pages import commands_of, save_files, text_of
+from support.ports import free_port
 
 from .helpers.processes import WarmPython
 
@@ -52,12 +54,13 @@ def rewards(folder: Path) -> list[float]:
     return [line["reward/mean"] for line in lines if line["step"] > 0]
 
 
-def test_the_page_of_the_trainer_starts_with_what_works(reader: Path):
+def test_the_page_of_the_trainer_starts_with_what_works(warm: WarmPython, reader: Path):
     (reader / "example.py").write_text(first_example("grpo-trainer.md"))
-    out = run(reader, "example.py")
+    done = warm.run(["example.py"], reader, python=True)
+    assert done.wait() == 0, done.text()[-4000:]
     found = rewards(reader / "outputs")
     assert len(found) == 20 and found[-1] > found[0] + 0.2
-    assert float(out.splitlines()[-1]) > found[0]
+    assert float(done.text().splitlines()[-1]) > found[0]
 
 
 def test_the_page_of_the_recipe_starts_with_what_works(reader: Path):
@@ -98,3 +101,16 @@ def test_the_example_of_the_trainer_runs_alone(warm: WarmPython, reader: Path):
     done = warm.run([str(ROOT / "examples" / "grpo_trainer_math.py"), *arguments], reader, python=True)
     assert done.wait() == 0 and re.search(r"held-out reward \d\.\d+", done.text()), done.text()[-4000:]
     assert (reader / "outputs" / "grpo_trainer_math" / "final" / "model.safetensors").is_file()
+
+
+def test_the_readme_trains(warm: WarmPython, tmp_path: Path):
+    """Its own command, with a tiny model and for two steps."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    save_files(tmp_path)
+    assert warm.run(["make-model", "tiny", "models/tiny"], tmp_path).wait() == 0
+    (words,) = commands_of("README.md", "grpo")
+    smaller = ["train.model=models/tiny", "train.max_steps=2", "orch.groups.uniform=keep"]
+    command = warm.run([*words, *smaller], tmp_path)
+    assert command.wait() == 0, command.text()[-2000:]
+    (opened,) = re.findall(r"open `([\w./-]+)`", text_of("README.md"))
+    assert (tmp_path / opened).is_file()

@@ -140,7 +140,7 @@ def test_a_killed_reward_server_stops_the_run_with_its_state_saved(new_run: NewR
     wait_until(lambda: (run.path / "journal.jsonl").exists() and run.journal(), 60, "the first step")
     os.kill(children_of(command.pid)[0], signal.SIGKILL)
     assert command.wait(30) == 3, command.text()
-    assert "the reward server ended (killed by SIGKILL), and with it all rewards" in run.status()["reason"]
+    assert "the reward server ended (killed by SIGKILL)" in run.status()["reason"]
     assert run.checkpoints()[-1] == len(run.journal()) and not run.events("flat")
     resumed = run.grpo("--resume")
     assert resumed.wait() == 0, resumed.text()
@@ -177,7 +177,7 @@ def test_a_share_of_gpu_memory_is_one_of_free_memory_on_a_cpu_and_a_note_says_so
     run = new_run(train={"max_steps": 1, "device": device}, infer={"gpu_memory_utilization": 0.5})
     command = run.grpo()
     assert command.wait() == 0, command.text()
-    said = "infer.gpu_memory_utilization: on a CPU, 0.5 is the share of the free memory that the cache may take"
+    said = "infer.gpu_memory_utilization: on a CPU, the KV cache may take 0.5 of the free memory"
     assert command.text().count(said) == 1
 
 
@@ -190,7 +190,7 @@ def test_rewards_that_always_fail_are_told_and_are_no_success(new_run: NewRun):
     assert len(told) == 1, "once, though every message quotes another answer"
     assert "step 1: no reward for 64 of 64 rollouts of reverse-text: KeyError:" in told[0]
     assert "my_code.py:" in told[0] and "in broken_reward)" in told[0]
-    assert "not one rollout of 2 steps got a reward (reverse-text: KeyError" in command.text()
+    assert "2 steps had a reward (reverse-text: KeyError" in command.text()
     assert run.status()["state"] == "stopped" and not (run.path / "final").exists()
 
 

@@ -76,7 +76,7 @@ def test_the_shipped_example_runs_as_it_is(warm: WarmPython, place: Path):
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
     assert [record["step"] for record in metrics(folder)] == [0, 1, 2, 3]
     # About the configuration there is nothing to warn of; that a random model solves nothing may be said later.
-    assert "list of processes" in said and "warning" not in said.lower().split("training ")[0]
+    assert "process list" in said and "warning" not in said.lower().split("training ")[0]
     written = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
     assert secret not in said and not any(secret.encode() in content for content in written)
     for script, output in (("train_local_simple.py", "sft"), ("train_hf_trainer.py", "hf")):
@@ -97,11 +97,11 @@ def test_the_shipped_example_runs_as_it_is(warm: WarmPython, place: Path):
     ("script", "words", "says"),
     [
         ("train_local_simple.py", ["--model", "./nothing"], "--model: the model folder './nothing' does not exist"),
-        ("train_local_simple.py", ["--max-length", "3"], "--max-length: not one of 12 examples fits into 3 tokens"),
+        ("train_local_simple.py", ["--max-length", "3"], "--max-length: all 12 examples"),
         ("train_hf_trainer.py", ["--data", "bad"], "--data: bad: no usable row (1 bad)"),
         ("train_hf_trainer.py", ["--output-dir", "dense.py"], "--output-dir: 'dense.py' is a file"),
-        ("train_local_simple.py", ["--output-dir", "model"], "--output-dir: 'model' has files in it"),
-        ("evaluate.py", ["model", "--against", "nobody/nothing"], "--against: 'nobody/nothing' is not a folder here"),
+        ("train_local_simple.py", ["--output-dir", "model"], "--output-dir: 'model' is not empty"),
+        ("evaluate.py", ["model", "--against", "nobody/nothing"], "--against: 'nobody/nothing' is not a local folder"),
         ("evaluate.py", ["model", "--samples", "none"], "--samples: must be a whole number of at least 1, not 'none'"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.endswith(".py") else "",

@@ -50,7 +50,7 @@ def test_an_evaluation_without_one_reward_is_no_evaluation(warm: WarmPython, mod
     )
     asked = ["eval", str(model), "--env", "mine.py:Mine", "--num-examples", "3"]
     text = said(warm, tmp_path, 3, *asked, "--max-tokens", "8")
-    assert "not one of 3 rollouts got a reward: KeyError: 'answer' (mine.py:" in text and "nan" not in text
+    assert "none of 3 rollouts got a reward: KeyError: 'answer' (mine.py:" in text and "nan" not in text
     text = said(warm, tmp_path, 2, *asked, "--max-tokens", "100000")
     assert "--max-tokens" in text and "100000 leaves no room for a prompt in the" in text
 
@@ -59,7 +59,7 @@ def test_an_export_of_what_is_not_there_is_refused_without_asking_anybody(warm: 
     """A misspelt folder looks like the name of a model on a hub."""
     for name in ("outputs/fnal", "nothing-here"):
         text = said(warm, tmp_path, 2, "export", name, "published")
-        assert f"source: {name!r} is neither a folder nor a model that was loaded here before" in text
+        assert f"source: {name!r} is neither a folder nor a model in the hub cache" in text
     assert not (tmp_path / "published").exists()
 
 
@@ -69,18 +69,18 @@ def test_a_run_is_named_where_a_model_or_a_file_is_wanted(new_run: NewRun):
     assert command.wait() == 0
     assert "for 1 step in out" in command.text()
     text = said(run.warm, run.folder, 2, "grpo", "out", "--resume")
-    assert "out: is a directory, not a configuration file; name the file in it, as out/config.yaml" in text
+    assert "out: is a directory, not a configuration file; did you mean out/config.yaml?" in text
     text = said(run.warm, run.folder, 2, "grpo", "run.yaml", "train.model=out", "train.output_dir=next")
-    assert 'train.model: "out" is a run, not a model; name the weights in it, as "out/final"' in text
+    assert 'train.model: "out" is a run directory, not a model; use its weights: "out/final"' in text
     assert not (run.folder / "next").exists()
     (run.path / "final" / "config.json").rename(run.path / "final" / "adapter_config.json")  # as adapters are left
     text = said(run.warm, run.folder, 2, "grpo", "run.yaml", "train.model=out", "train.output_dir=next")
-    assert "name its base model, with train.lora=true and train.adapter_path=out/final" in text
+    assert "use its base model, with train.lora=true and train.adapter_path=out/final" in text
 
 
 def test_a_model_is_not_written_where_one_stands(warm: WarmPython, tmp_path: Path):
     text = said(warm, tmp_path, 2, "make-model", "tiny", ".")
-    assert "cannot be replaced where it is; name a folder in it" in text
+    assert "cannot be replaced; name a folder in it" in text
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to("elsewhere")
     said(warm, tmp_path, 0, "make-model", "tiny", "link")
@@ -109,4 +109,4 @@ def test_a_folder_that_cannot_be_made(new_run: NewRun):
     command = new_run(train={"output_dir": "/proc/foo"}).grpo()
     assert command.wait() == 4, command.text()
     (line,) = [line for line in command.text().splitlines() if "error" in line]
-    assert line.startswith("shoal: error: could not create /proc/foo: no folder can be made there; choose another")
+    assert line.startswith("shoal: error: could not create /proc/foo: no folder can be created there; choose another")

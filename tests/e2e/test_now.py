@@ -12,7 +12,7 @@ from .helpers.runs import Run
 
 NewRun = Callable[..., Run]
 HASTY = (
-    "import sys; from shoal.observability.console import BaseConsole; from shoal.cli.entry import main; "
+    "import sys; from shoal.watch.console import BaseConsole; from shoal.cli.entry import main; "
     "BaseConsole.__init__.__kwdefaults__['heartbeat_s'] = 0.002; sys.exit(main(sys.argv[1:]))"
 )
 STARTING = "starting"

@@ -99,7 +99,7 @@ def test_curves_hover_smoothing_and_the_way_to_rollouts(browser: Browser, run: R
         titles = page.eval_on_selector_all("#charts [data-chart]", "all => all.map(one => one.dataset.chart)")
         expected = {
             "Reward", "Groups", "Reward parts", "Reward by environment", "Entropy", "Mismatch", "Completion length",
-            "Truncated", "Gradient norm", "Where the time goes", "Throughput",
+            "Truncated", "Gradient norm", "Time split", "Throughput",
         }  # fmt: skip
         assert expected <= set(titles)
         assert "smoothed" not in hover(page, "Reward", 0.5), "a short run is shown as it is"

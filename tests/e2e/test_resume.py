@@ -19,7 +19,7 @@ from .helpers.runs import Run, assert_same_run, assert_trained_once, base_config
 
 STEPS = 6
 KILLED = -9
-Place = tuple[str, int]  # of shoal.observability.atomic.fault, and the how many-th time
+Place = tuple[str, int]  # of shoal.runs.files.fault, and the how many-th time
 
 # In the order in which a run passes them.
 PLACES: list[Place] = [
@@ -40,6 +40,14 @@ PLACES: list[Place] = [
     ("prune:renamed", 1),  # the third checkpoint puts the first one out
     ("folder:synced", 4),  # the export of final/
     ("written:status.json", 5),  # everything is done but not said
+]
+# One of each kind: before there is a run, before, inside and after the record of a step, and in the export.
+KEPT = [
+    ("written:status.json", 1),
+    ("written:step_000001.jsonl", 1),
+    ("appended:journal.jsonl", 3),
+    ("checkpoint:manifest", 1),
+    ("folder:synced", 4),
 ]
 # One run killed again and again, also while it tidies up after the last kill.
 CHAIN: list[Place] = [
@@ -79,7 +87,16 @@ def finish(run: Run) -> None:
     assert_trained_once(run, STEPS)
 
 
-def test_killed_at_every_stage(tmp_path: Path, warm: WarmPython, model: Path, undisturbed: dict[str, Any]):
+@pytest.mark.parametrize(
+    "places",
+    [KEPT, pytest.param([place for place in PLACES if place not in KEPT], marks=pytest.mark.faults)],
+    ids=["kept", "others"],
+)
+def test_killed_at_every_stage(
+    tmp_path: Path, warm: WarmPython, model: Path, undisturbed: dict[str, Any], places: list[Place]
+):
+    assert set(KEPT) <= set(PLACES)
+
     def check(place: Place) -> None:
         run = six_steps(tmp_path / f"{place[0].replace(':', '-')}-{place[1]}", warm, model)
         assert run.start(kill_at=place).wait() == KILLED, "the place was passed"
@@ -89,9 +106,10 @@ def test_killed_at_every_stage(tmp_path: Path, warm: WarmPython, model: Path, un
         finish(run)
         assert_same_run(run, undisturbed)
 
-    each(PLACES, check)
+    each(places, check)
 
 
+@pytest.mark.faults
 def test_killed_again_and_again(tmp_path: Path, warm: WarmPython, model: Path, undisturbed: dict[str, Any]):
     run = six_steps(tmp_path, warm, model)
     for number, place in enumerate(CHAIN):
@@ -101,6 +119,7 @@ def test_killed_again_and_again(tmp_path: Path, warm: WarmPython, model: Path, u
     assert_same_run(run, undisturbed)
 
 
+@pytest.mark.faults
 def test_killed_at_any_moment(tmp_path: Path, warm: WarmPython, model: Path, undisturbed: dict[str, Any]):
     """Rollouts, rewards, backward, loading: wherever the clock finds it. Each run is killed twice."""
     rng = random.Random(20)

@@ -66,4 +66,4 @@ def test_keys_for_trackers_need_a_tracker(new_run: NewRun) -> None:
     run = new_run(train={"metric_names": "verl"})
     command = run.grpo()
     assert command.wait() == 2
-    assert "train.metric_names: is for trackers, and train.report_to names none" in command.text()
+    assert "train.metric_names: applies to trackers, but train.report_to is empty" in command.text()

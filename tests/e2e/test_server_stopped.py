@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from shoal.observability.ports import free_port
 from support.commands import children_of
+from support.ports import free_port
 
 from .helpers.processes import LIMIT_S, Command, wait_until
 from .helpers.runs import Run, assert_trained_once
@@ -60,7 +60,7 @@ def command_line(pid: int) -> str:
 
 def stops_told(run: Run, pid: int) -> bool:
     file = run.path / "events.jsonl"
-    return file.exists() and f"its process {pid} is stopped, and goes on with SIGCONT" in file.read_text("utf-8")
+    return file.exists() and f"its process {pid} is stopped; continue it with SIGCONT" in file.read_text("utf-8")
 
 
 def gone(pid: int) -> bool:
@@ -71,10 +71,14 @@ def gone(pid: int) -> bool:
     return False
 
 
+# A tenth of the patience with a server that does not answer.
+IMPATIENT = {"shoal.rollout.remote.server_api": {"POLL_EVERY_S": 0.5, "HEALTH_S": 1.0}}
+
+
 def test_one_that_is_stopped_for_good(new_run: Callable[..., Run], infer: dict[str, Any]) -> None:
     """Told while it is waited for; past the deadline the run ends, with the server, and can go on."""
-    run = new_run(infer=infer, train={"save_steps": 1, "max_steps": 60}, orch={"client": {"timeout": 30}})
-    command = run.start()
+    run = new_run(infer=infer, train={"save_steps": 1, "max_steps": 60}, orch={"client": {"timeout": 12}})
+    command = run.start(values=IMPATIENT)
     pid = server_of(run, command, infer, 2)
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: not command.running() or stops_told(run, pid), LIMIT_S, "the word about it", 0.05)
@@ -84,14 +88,14 @@ def test_one_that_is_stopped_for_good(new_run: Callable[..., Run], infer: dict[s
     assert run.status()["state"] == "running", command.text()
     assert command.wait() == 3, command.text()
     said = command.text()
-    assert "within 30 s: its process" in said and "Traceback" not in said
+    assert "within 12 s: its process" in said and "Traceback" not in said
     assert gone(pid) and run.status()["resumable"]
     done = len(run.journal())
     assert run.grpo("--resume", f"train.max_steps={done + 2}").wait() == 0
     assert_trained_once(run, done + 2)
 
 
-@pytest.mark.parametrize("layout", ["colocated", "split"])
+@pytest.mark.parametrize("layout", ["colocated", pytest.param("split", marks=pytest.mark.faults)])
 def test_ctrl_c_while_it_loads(new_run: Callable[..., Run], infer: dict[str, Any], hold: Path, layout: str) -> None:
     hold.touch()
     run = new_run(infer=infer, train={"max_steps": 2})
@@ -111,6 +115,7 @@ def test_ctrl_c_while_it_loads(new_run: Callable[..., Run], infer: dict[str, Any
     assert_trained_once(run, 2)
 
 
+@pytest.mark.faults
 def test_in_a_split_run_its_stop_and_its_end_are_told_as_they_are(
     new_run: Callable[..., Run], infer: dict[str, Any], hold: Path
 ) -> None:

@@ -45,7 +45,7 @@ def test_an_evaluation_on_its_own_does_not_wait_for_the_model_to_load(new_run: N
     run = new_run()
     reached, go = run.folder / "loading", run.folder / "go"
     (run.folder / "slow_model.py").write_text(
-        "import pathlib, sys, time\nimport shoal.build.evaluation as evaluation\nfrom shoal.cli.entry import main\n\n\n"
+        "import pathlib, sys, time\nimport shoal.build.evaluate as evaluation\nfrom shoal.cli.entry import main\n\n\n"
         "def load(*_):\n    pathlib.Path('loading').touch()\n    deadline = time.monotonic() + 60\n"
         "    while not pathlib.Path('go').exists() and time.monotonic() < deadline:\n        time.sleep(0.01)\n"
         "    raise SystemExit(1)\n\n\nevaluation.load_model = load\nsys.exit(main(sys.argv[1:]))\n"

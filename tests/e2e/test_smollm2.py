@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.core.types import Completion, Request, SamplingParams
 from shoal.engine.engine import EmbeddedEngine, EngineSettings
 from shoal.models.attention import ATTENTION
 from shoal.models.chat import Chat
 from shoal.models.decoder import Decoder
-from shoal.models.load import eos_token_ids, load_model, load_tokenizer
+from shoal.models.load import load_model
 from shoal.models.sampler_view import SamplerView
-from shoal.types import Completion, Request, SamplingParams
+from shoal.models.tokenizer import eos_token_ids, load_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

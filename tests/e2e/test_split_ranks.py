@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from shoal.observability.ports import free_port
+from support.ports import free_port
 
-from .helpers.processes import WarmPython, environment
+from .helpers.processes import WarmPython, environment, ranks_environment
 from .helpers.runs import assert_trained_once
 from .helpers.split import LIMIT_S, InOne, SplitRun, split_config, split_run, with_changes
 
@@ -26,9 +26,7 @@ RANKS = ("train-0", "train-1")
 
 def start_ranks(run: SplitRun, kill_at: Place | None = None, killed: Iterable[str] = RANKS) -> None:
     """Two training processes, as torchrun starts them."""
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for rank, name in enumerate(RANKS):
-        env = environment(**place, RANK=str(rank), LOCAL_RANK=str(rank))
+    for name, env in zip(RANKS, ranks_environment(len(RANKS)), strict=True):
         run.processes[name] = run.start_one("train", env=env, kill_at=kill_at if name in killed else None)
     del run.processes["train"]
 

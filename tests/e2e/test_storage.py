@@ -85,7 +85,7 @@ def test_a_folder_that_is_removed_while_the_run_goes_on(new_run: NewRun):
     wait_for_steps(run, 1, command)
     shutil.move(run.path, run.folder / "elsewhere")
     assert command.wait(30) == 4, command.text()
-    assert "was it removed while the run was going on?" in command.text()
+    assert "was it removed during the run?" in command.text()
     shutil.move(run.folder / "elsewhere", run.path)
     steps = len(run.journal())
     shutil.rmtree(run.path / "rollouts")  # to read, not to go on from

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .helpers.processes import Command, WarmPython, alive, children_of, start_fresh, wait_until
+from .helpers.processes import Command, WarmPython, alive, children_of, rank_of, start_fresh, wait_until
 from .helpers.runs import Run, assert_trained_once, base_config
 from .helpers.split import COMPONENTS, compared
 
@@ -28,6 +28,11 @@ def one_file(folder: Path, warm: WarmPython, model: Path, steps: int = STEPS) ->
 
 def start(run: Run, *arguments: str) -> Command:
     return start_fresh(["grpo", "run.yaml", "--layout", "split", *arguments], run.folder)
+
+
+def start_forked(run: Run, *arguments: str, restarts: int = 0, ranks: int = 0) -> Command:
+    """Where starting is not the subject: the three processes, restarted ones and training ranks are forked as well."""
+    return run.start("--layout", "split", *arguments, spares=(len(COMPONENTS) + restarts, ranks))
 
 
 def pids_of(run: Run) -> dict[str, int]:
@@ -54,17 +59,15 @@ def test_crashes_are_mended_and_the_run_is_the_same(tmp_path: Path, warm: WarmPy
     whole = one_file(tmp_path / "whole", warm, model)
     assert whole.grpo().wait() == 0
     run = one_file(tmp_path / "split", warm, model)
-    command = start(run)
+    command = start_forked(run, restarts=2)
     wait_for_step(run, command, 1)
-    pids = pids_of(run)
-    assert loads_torch(pids["train"]) and loads_torch(pids["infer"]) and not loads_torch(pids["orch"])
-    os.kill(pids["train"], signal.SIGKILL)
+    os.kill(pids_of(run)["train"], signal.SIGKILL)
     wait_for_step(run, command, 3)
     os.kill(pids_of(run)["orch"], signal.SIGKILL)
     assert command.wait(LIMIT_S) == 0, command.text()[-3000:]
     assert_trained_once(run, STEPS)
     assert compared(run) == compared(whole)
-    assert "grpo-train ended by signal 9; it is started again (1 of 3)" in command.text()
+    assert "grpo-train ended by signal 9; it is restarted (1 of 3)" in command.text()
     assert not children_of(command.pid)
 
 
@@ -73,32 +76,28 @@ def test_one_of_several_training_processes_is_killed(tmp_path: Path, warm: WarmP
     whole = one_file(tmp_path / "whole", warm, model)
     assert whole.grpo().wait() == 0
     run = one_file(tmp_path / "split", warm, model)
-    command = start(run, "train.gpus=2", "train.device=cpu", "train.sharding=fsdp")
+    command = start_forked(run, "train.gpus=2", "train.device=cpu", "train.sharding=fsdp", restarts=1, ranks=2)
     wait_for_step(run, command, 2)
     first = pids_of(run)["train"]
-    second = next(pid for pid in children_of(command.pid) if _rank_of(pid) == "1")
-    assert _rank_of(first) == "0", "the first rank takes part in the run"
+    second = next(pid for pid in children_of(command.pid) if rank_of(pid) == 1)
+    assert rank_of(first) == 0, "the first rank takes part in the run"
     os.kill(second, signal.SIGKILL)
     assert command.wait(2 * LIMIT_S) == 0, command.text()[-3000:]
     assert_trained_once(run, STEPS)
     assert "rank 1 of 2 was killed by SIGKILL" in (run.path / "logs" / "train.out").read_text()
-    assert "grpo-train ended by exit code 70; it is started again (1 of 3)" in command.text()
+    assert "grpo-train ended by exit code 70; it is restarted (1 of 3)" in command.text()
     assert not children_of(command.pid)
     for ours, theirs in zip(run.metrics(), whole.metrics(), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
-
-
-def _rank_of(pid: int) -> str | None:
-    variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return next((line.removeprefix("RANK=") for line in variables if line.startswith("RANK=")), None)
 
 
 def test_killed_itself_it_leaves_nobody_behind(tmp_path: Path, warm: WarmPython, model: Path):
     run = one_file(tmp_path, warm, model, steps=1000)
     command = start(run, "train.lora=true", "train.lora_rank=4")  # the server is told to serve adapters
     wait_for_step(run, command, 1)
-    below = children_of(command.pid)
-    assert {*pids_of(run).values()} <= {*below} and len(below) > 3, "reward workers are below the orchestrator"
+    below, pids = children_of(command.pid), pids_of(run)
+    assert loads_torch(pids["train"]) and loads_torch(pids["infer"]) and not loads_torch(pids["orch"])
+    assert {*pids.values()} <= {*below} and len(below) > 3, "reward workers are below the orchestrator"
     command.kill()
     wait_until(lambda: not any(alive(pid) for pid in below), 5, "the end of all children", 0.02)
 
@@ -106,7 +105,7 @@ def test_killed_itself_it_leaves_nobody_behind(tmp_path: Path, warm: WarmPython,
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_ends_all_three(tmp_path: Path, warm: WarmPython, model: Path, number: signal.Signals):
     run = one_file(tmp_path, warm, model, steps=1000 if number == signal.SIGINT else 6)
-    command = start(run)
+    command = start_forked(run)
     wait_for_step(run, command, 1)
     below = children_of(command.pid)
     command.send(number)
@@ -119,7 +118,7 @@ def test_a_signal_saves_and_ends_all_three(tmp_path: Path, warm: WarmPython, mod
     words = shlex.split(status["next_command"])
     assert words[:2] == ["shoal", "grpo"] and words[-3:] == ["--layout", "split", "--resume"]
     if number == signal.SIGTERM:
-        again = start_fresh(words[1:], run.folder)
+        again = warm.start(words[1:], run.folder, spares=len(COMPONENTS))
         assert again.wait(LIMIT_S) == 0, again.text()[-3000:]
         assert_trained_once(run, 6)
 
@@ -139,7 +138,7 @@ def test_a_taken_port_ends_all_three(tmp_path: Path, warm: WarmPython, model: Pa
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         run = one_file(tmp_path, warm, model)
-        command = start(run, f"infer.port={taken.getsockname()[1]}")
+        command = start_forked(run, f"infer.port={taken.getsockname()[1]}")
         assert command.wait(LIMIT_S) == 2, command.text()[-3000:]
     assert "infer.port" in command.text()
     assert not children_of(command.pid)

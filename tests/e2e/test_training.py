@@ -85,7 +85,7 @@ def test_the_quickstart_files_train_a_small_local_model(warm: WarmPython, model:
     assert all(np.isfinite(step["policy/loss"]) and step["optim/grad_norm"] > 0 for step in run.steps())
     assert all("masked" in step for step in run.steps()), "the quickstart's loss reports what it dropped"
     assert (run.path / "final" / "adapter_config.json").exists() == lora
-    note = "is false, so these have no effect" in command.text()
+    note = "is false, so these keys have no effect" in command.text()
     assert note != lora, "keys that do nothing without LoRA are named"
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.core.types import Completion, Request
 from shoal.models.decoder import Decoder
-from shoal.types import Completion, Request
 from support.engines import ask, make_engine, run
 from support.models import ARCHITECTURES, EOS, lora_decoder, random_prompts, small_decoder
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.core.types import Rollout
 from shoal.models import fused
 from shoal.models.attention import Packed, Shape
 from shoal.models.decoder import Decoder
-from shoal.models.kept import Kept
-from shoal.models.logprobs import Head, token_logprobs
-from shoal.types import Rollout
+from shoal.models.logprobs import AllowedTokens, Head, token_logprobs
 from support.engines import ask, make_engine, run
 from support.models import ARCHITECTURES, EOS, VOCABULARY, WINDOW, as_decoder, lora_decoder, random_prompts, small_model
 from support.training import (
@@ -37,7 +36,7 @@ GRAPHS = pytest.mark.parametrize("graphs", (False, True), ids=("eager", "graphs"
 
 
 def on_gpu(name: str, dtype: torch.dtype = torch.float32, **how: Any) -> Decoder:
-    """As a run has it: in few kernels where the family is known."""
+    """As in a run: with fused kernels if the family is supported."""
     decoder = as_decoder(small_model(name, dtype=dtype, **how).to(CUDA))
     fused.attach(decoder, decoder.verify())
     return decoder
@@ -261,7 +260,7 @@ def test_narrowed_log_probs(dtype: torch.dtype) -> None:
     ids = [None if t % 3 == 0 else [i, 3, 4999] if t % 3 == 1 else [~((i + 1) % vocabulary)]
            for t, i in enumerate(targets.tolist())]  # fmt: skip
     temperatures = torch.linspace(0.5, 2, tokens, device=CUDA)
-    kept = Kept(ids, CUDA)
+    kept = AllowedTokens(ids, CUDA)
     found = []
     for kind in (torch.float64, dtype):
         hidden, weight = (t.detach().to(kind).clone().requires_grad_() for t in made)
@@ -359,7 +358,7 @@ def test_a_model_whose_products_are_cut(dtype: torch.dtype) -> None:
     layer: Any = decoder.body.layers[0]  # type: ignore[union-attr]
     assert splits_of(8, layer.self_attn.o_proj.weight) == 2 and splits_of(8, layer.mlp.down_proj.weight) == 4
     engine, eager = (make_engine(decoder, slots=16, context_tokens=192, graphs=graphs) for graphs in (True, False))
-    assert "few kernels" in engine.path, engine.path
+    assert "fused kernels" in engine.path, engine.path
     requests = [ask(f"{i}", prompt, seed=i, max_tokens=24) for i, prompt in enumerate(random_prompts(7, 5, 60))]
     answers = run(engine, requests)
     if dtype == torch.float32:

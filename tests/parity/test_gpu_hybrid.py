@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shoal.models import hybrid
+from shoal.models import fp8_linear as hybrid
 from support.engines import ask, make_engine, run
 from support.mismatch import mismatch
 from support.models import as_decoder, hybrid_decoder, random_prompts, small_model
@@ -63,7 +63,7 @@ def test_numbers_round_as_torchao_rounds_them(kind: torch.dtype) -> None:
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
-    from shoal.models.kernels.fp8 import largest, rounded
+    from shoal.models.kernels.quant import largest, rounded
 
     for seed, (rows, columns, size) in enumerate(((5, 48, 1e-3), (300, 1040, 1.0), (37, 64, 300.0), (0, 16, 1.0))):
         generator = torch.Generator(CUDA).manual_seed(seed)
@@ -139,7 +139,7 @@ def test_fp8_mismatch_is_bounded_and_larger_than_bf16_s(lora: bool, record_prope
 def test_the_sampler_keeps_its_fused_path_and_its_answers() -> None:
     decoder = hybrid_decoder("llama", lora=False)
     engine = make_engine(decoder, **ENGINE, graphs=True)
-    assert "few kernels" in engine.path, engine.path
+    assert "fused kernels" in engine.path, engine.path
     plain = make_engine(as_decoder(small_model("llama", dtype=torch.bfloat16).to(CUDA)), **ENGINE, graphs=True)
     ours, theirs = run(engine, REQUESTS), run(plain, REQUESTS)
     assert all(answer.logprobs == theirs[name].logprobs for name, answer in ours.items())

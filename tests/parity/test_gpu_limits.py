@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.build import memory_probe as measuring
+from shoal.build.memory_plan import MemoryRequest, decide
 from shoal.engine.scheduler import bucket
 from shoal.models import fused
 from shoal.models.decoder import Decoder
 from shoal.models.sampler_view import SamplerView
-from shoal.trainer import measuring
-from shoal.trainer.memory import Demand, decide
 from support.engines import ask, make_engine, run
 from support.models import EOS, as_decoder, lora_decoder, random_prompts, shake_adapter, small_model
 from support.training import grpo, make_policy, pack, random_samples
@@ -57,7 +57,7 @@ def test_a_rotation_that_depends_on_the_length_is_not_captured() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     decoder, _ = attached(small_model("llama", wild=True, rope_parameters=rope, max_position_embeddings=64))
     found, path = answers(decoder)
-    assert path == "eager: its rotation depends on the length of the text"
+    assert path == f"eager: {fused.TURNS_BY_LENGTH}"
     assert all(len(ids) == 24 for ids in found.values())
 
 
@@ -125,7 +125,7 @@ def test_batches_that_grow_take_no_more_memory_than_the_largest() -> None:
 
 def test_more_sizes_than_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those beyond take the next larger one, whose further rows nobody reads."""
-    monkeypatch.setattr("shoal.engine.graphs.MAX_GRAPHS", 2)
+    monkeypatch.setattr("shoal.engine.decode_graphs.MAX_GRAPHS", 2)
     decoder, _ = attached(small_model("qwen2"))
     prompts = random_prompts(11, *(3 + i % 9 for i in range(100)))
     requests = [ask(str(i), prompt, seed=i, max_tokens=4 + i % 34) for i, prompt in enumerate(prompts)]
@@ -167,14 +167,14 @@ def test_the_plan_holds_what_a_micro_batch_takes() -> None:
     """Measured with one row and two; a micro-batch of what was decided stays within its line."""
     decoder, _ = attached(small_model("qwen3", dtype=torch.bfloat16))
     policy = make_policy(decoder)
-    demand = Demand(256, 4096, None, None, slots=64, context_tokens=256, utilization=None, prefill_tokens=4096)
+    demand = MemoryRequest(256, 4096, None, None, slots=64, context_tokens=256, utilization=None, prefill_tokens=4096)
     layers = decoder.verify()
     measured = measuring.measure(
         decoder, layers, demand, policy.optimizer.moment_bytes, lambda rows: policy.dry_run(256, rows)
     )
     plan = decide(measured, demand)
     assert measured.sampling.prefill > 0 and measured.sampling.decode.per_token > 0 and measured.elsewhere > 0
-    assert list(measured.costs) == [False], "layers again is not measured where it is not needed"
+    assert list(measured.costs) == [False], "activation checkpointing is not measured if it is not needed"
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -187,14 +187,14 @@ def test_memory_comes_back_after_a_pass_that_found_none() -> None:
     policy = make_policy(decoder)
     rows = pack(random_samples(0, *[(20, 30)] * 16), 300).rows
     policy.forward_backward(rows, grpo()).read()
-    policy.drop_gradient()
+    policy.discard_gradient()
     held = torch.cuda.memory_allocated()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
     try:
         with pytest.raises(torch.OutOfMemoryError):
             policy.dry_run(4096, 64)
-        policy.drop_gradient()
+        policy.discard_gradient()
         assert torch.cuda.memory_allocated() <= held
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -202,7 +202,7 @@ def test_memory_comes_back_after_a_pass_that_found_none() -> None:
 
 
 def test_supervised_steps_have_a_plan_and_few_passes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from shoal.cli import main
+    from shoal.cli.entry import main
 
     assert main(["make-model", "tiny", str(tmp_path / "model")]) == 0
     rows = [{"prompt": "a" * (3 + i % 50), "completion": "b" * (3 + i % 40)} for i in range(256)]
@@ -211,7 +211,7 @@ def test_supervised_steps_have_a_plan_and_few_passes(tmp_path: Path, capfd: pyte
     words = [f"train.model={tmp_path / 'model'}", f"train.output_dir={out}", f"dataset.path={tmp_path / 'rows.jsonl'}"]
     assert main(["sft", *words, "train.max_steps=8", "batch_size=64", "train.recipe=bf16"]) == 0
     said = capfd.readouterr().out
-    assert "memory  a micro-batch of" in said and "cache of" not in said and "training: few kernels" in said
+    assert "memory  micro-batch of" in said and "cache of" not in said and "training: fused kernels" in said
     losses = [json.loads(line)["sft/loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]
 
@@ -219,12 +219,14 @@ def test_supervised_steps_have_a_plan_and_few_passes(tmp_path: Path, capfd: pyte
 def test_an_evaluation_says_how_it_samples_and_what_memory_goes_to(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from shoal.cli import main
+    from shoal.cli.entry import main
 
     assert main(["make-model", "tiny", str(tmp_path / "model")]) == 0
     words = ["--env", "reverse-text", "--num-examples", "4", "--max-tokens", "16", "--device", "cuda"]
     assert main(["eval", str(tmp_path / "model"), *words]) == 0
     said = capfd.readouterr().err
     assert (
-        "rollouts: CUDA graphs" in said and "memory  cache of" in said and "memory  prefills and decode steps" in said
+        "rollouts: CUDA graphs" in said
+        and "memory  KV cache of" in said
+        and "memory  prefills and decode steps" in said
     )

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from shoal.models.decoder import Decoder
-from shoal.models.formats import FORMATS
 from shoal.models.lora import as_reference
-from shoal.models.quantised import QuantisedLinear, quantise_linears
+from shoal.models.quantize import FORMATS, QuantisedLinear, quantise_linears
 from shoal.models.sampler_view import SamplerView
 from shoal.trainer.optimizer import AdamSettings, MasterAdamW
 from shoal.trainer.policy import Reference

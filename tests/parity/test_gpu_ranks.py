@@ -23,7 +23,7 @@ from shoal.models.decoder import Decoder
 from shoal.models.sampler_view import SamplerView
 from shoal.models.sharded import ShardedDecoder
 from shoal.trainer.policy import TrainedPolicy
-from shoal.trainer.ranks import ProcessRanks
+from shoal.trainer.process_ranks import ProcessRanks
 from support.commands import run_within
 from support.engines import ask, make_engine, run
 from support.models import TOKENIZER, as_decoder, lora_decoder, random_prompts, small_model
@@ -91,7 +91,7 @@ def test_graphs_read_what_was_gathered(ranks: ProcessRanks, kind: str) -> None:
     whole = on_device(kind, torch.float32)
     sharded = ShardedDecoder(whole, ranks.mesh)
     policy = make_policy(sharded)
-    view = SamplerView.of_shards(sharded, whole, ranks.whole)
+    view = SamplerView.of_shards(sharded, whole, ranks.gather_full)
     view.refresh(0)
     requests = [ask(f"{i}", prompt, seed=i, max_tokens=24) for i, prompt in enumerate(random_prompts(7, 5, 60))]
     engine = make_engine(whole, view, slots=16, context_tokens=192, graphs=DEVICE == "cuda")

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.algorithms.losses import LOSSES
-from shoal.algorithms.objective import Objective
+from shoal.core.losses import LOSSES
+from shoal.core.objective import Objective
+from shoal.core.types import Row
 from shoal.models import fused
 from shoal.models.decoder import Decoder
 from shoal.models.lora import as_reference
-from shoal.trainer.graphs import GRAPH_TOKENS, TIMED, Passed, PassGraphs, Span
-from shoal.trainer.micro_batch import Laid, MicroBatch
+from shoal.trainer.device_batch import DeviceBatch, HostBatch
+from shoal.trainer.pass_graphs import GRAPH_TOKENS, TIMED, PassGraphs, PassOutput, Span
 from shoal.trainer.policy import Reference, TrainedPolicy
-from shoal.types import Row
 from support.models import as_decoder, hybrid_decoder, lora_decoder, small_model
 from support.training import gradients, grouped_samples, make_policy, pack, random_samples
 
@@ -140,7 +140,7 @@ def test_small_passes_are_faster_as_graphs() -> None:
     assert len(captured(policy)) == 1
     (size,) = policy._graphs._sizes.values()
     assert 0 < min(span.ms for span in size.replays) < min(span.ms for span in size.plain)
-    assert size.judged and policy._graphs._pool_bytes > 0
+    assert size.judged and policy._graphs._graphs.pool_bytes > 0
 
 
 def test_a_graph_that_is_dropped_leaves_room_for_others() -> None:
@@ -159,17 +159,17 @@ def test_a_graph_that_is_dropped_leaves_room_for_others() -> None:
 
 def test_what_cannot_be_captured_leaves_all_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
     """Work that asks the device inside: it is done launch by launch, and so is what follows, on the same stream."""
-    graphs, laid = PassGraphs(CUDA, Kept), Laid.of(rows_of(MICRO_BATCHES[0]), CUDA)
+    graphs, laid = PassGraphs(CUDA, Kept), HostBatch.of(rows_of(MICRO_BATCHES[0]), CUDA)
     stream = torch.cuda.current_stream()
 
-    def work(micro: MicroBatch) -> Passed:
-        return Passed((), torch.full((1,), float(micro.token_ids.sum().item()), device=CUDA, dtype=torch.float64))
+    def work(micro: DeviceBatch) -> PassOutput:
+        return PassOutput((), torch.full((1,), float(micro.token_ids.sum().item()), device=CUDA, dtype=torch.float64))
 
-    passed = [graphs.run("asks", laid, work, lambda: work(MicroBatch.upload(laid, CUDA))) for _ in range(TIMED + 2)]
+    passed = [graphs.run("asks", laid, work, lambda: work(DeviceBatch.upload(laid, CUDA))) for _ in range(TIMED + 2)]
     torch.randn(3, device=CUDA)  # what is random takes no part in a capture any more
     assert {float(one.values) for one in passed} == {float(laid.arrays["token_ids"].sum())}
     assert not graphs.captured and torch.cuda.current_stream() == stream
-    assert ["training passes are not captured" in record.getMessage() for record in caplog.records] == [True]
+    assert ["no CUDA graphs for training passes" in record.getMessage() for record in caplog.records] == [True]
     assert not torch.cuda.is_current_stream_capturing()
     ours, theirs = policy_of("llama", True), policy_of("llama", False)  # and another's graphs can be captured still
     for _ in range(TIMED + 1):

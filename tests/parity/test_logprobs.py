@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.core.types import Rollout, Row, Turn
 from shoal.models.decoder import Decoder
-from shoal.types import Rollout, Row, Turn
 from support.engines import ask, make_engine, run
 from support.models import ARCHITECTURES, EOS, VOCABULARY, lora_decoder, random_prompts, small_decoder
 from support.training import as_rollout, grpo, make_policy, one_turn, rows_of

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.algorithms.losses.reinforce import Reinforce
-from shoal.algorithms.objective import Objective
+from shoal.core.losses import Reinforce
+from shoal.core.objective import Objective
+from shoal.core.types import Row, Sample
 from shoal.models import logprobs
 from shoal.models.decoder import Decoder
 from shoal.trainer.policy import TrainedPolicy
-from shoal.types import Row, Sample
 from support.models import ARCHITECTURES, lora_decoder, small_decoder, small_model
 from support.training import by_rollout, gradients, grpo, make_policy, pack, random_samples
 

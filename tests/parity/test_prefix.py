@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from shoal.algorithms.inputs import LossInputs, Metrics
-from shoal.algorithms.losses.reinforce import Reinforce
-from shoal.algorithms.objective import Objective
-from shoal.batching.samples import rollout_samples
+from shoal.core.batching import rollout_samples
+from shoal.core.loss_inputs import LossInputs
+from shoal.core.losses import Reinforce
+from shoal.core.objective import Objective
+from shoal.core.terms import Metrics
+from shoal.core.types import Completion, Row, Sample, Span, Turn
 from shoal.models.decoder import Decoder
 from shoal.trainer.policy import TrainedPolicy
-from shoal.types import Completion, Row, Sample, Span, Turn
 from support.models import (
     ARCHITECTURES,
     CONFIGS,

@@ -7,7 +7,6 @@ second, so that some of four ranks have none, and one more than the others. What
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from support.commands import run_within
+from support.ports import free_port
 from support.rank_steps import CASES, RESTARTS, SAVED
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -28,19 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("steps")
     path = os.pathsep.join([str(SUPPORT.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    script = [str(SUPPORT / "rank_steps.py"), str(folder)]
-    started = {}
-    for world in WORLDS:
-        with (folder / f"{world}.txt").open("wb") as output:
-            command = [*launcher, f"--nproc-per-node={world}", *script]
-            started[world] = subprocess.Popen(command, env=env, stdout=output, stderr=output)
-    try:
-        for world, process in started.items():
-            assert process.wait(LIMIT_S) == 0, (folder / f"{world}.txt").read_text()[-4000:]
-    finally:
-        for process in started.values():
-            process.terminate()
+    worlds = [f"{world}={free_port()}" for world in WORLDS]
+    run_within(LIMIT_S, [sys.executable, str(SUPPORT / "rank_steps.py"), str(folder), *worlds], folder, env)
     return folder
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from shoal.errors import EngineError
+from shoal.core.errors import EngineError
+from shoal.core.types import Completion, Request, SamplingParams
 from shoal.rollout import vllm_inprocess
-from shoal.rollout.answers import Reading
+from shoal.rollout.remote.server_info import Reading
 from shoal.rollout.vllm_inprocess import InProcessSettings, InProcessVllm
-from shoal.types import Completion, Request, SamplingParams
 
 TOKENS = 120
 
@@ -67,7 +67,7 @@ async def versions_in_flight(bench: Bench, adapters: list[dict[str, Any]]) -> di
     after = bench.ask("after", 8)
     across, after = await running, await after
     said = {"across": told(across), "after": told(after), "meanwhile": meanwhile, "still": still}
-    return {**said, "unproved": bench.engine._unproved, "later": await bench.has()}
+    return {**said, "unproved": bench.engine._unverified, "later": await bench.has()}
 
 
 async def cancelled(bench: Bench) -> dict[str, Any]:
@@ -124,9 +124,9 @@ async def asleep(bench: Bench) -> dict[str, Any]:
     await engine.pause()
     (ended,) = await asyncio.gather(running, return_exceptions=True)
     await engine.rest()
-    word, slept = list(engine._drawing.inbox), engine._asleep
+    word, slept = list(engine._loop.inbox), engine._asleep
     await engine.resume()
-    await bench.until(lambda: not engine._drawing.busy)
+    await bench.until(lambda: not engine._loop.busy)
     await bench.has()
     still = engine._asleep
     after = await bench.ask("awake", 8)

@@ -15,11 +15,11 @@ from pathlib import Path
 
 VLLM, TORCH = "0.32.0", "2.13.0"
 # What Shoal imports where GRPOTrainer(use_vllm=True) runs; vLLM brings torch, transformers, pydantic and aiohttp.
-BESIDE = ["peft", "accelerate", "datasets", "gguf", "cyclopts", "rich", "msgspec", "math-verify"]
+BESIDE = ["peft", "accelerate", "datasets", "gguf", "cyclopts", "rich", "msgspec", "math-verify", "stamina"]
 # A CUDA build of the first three breaks vLLM's import; the CPU build has no use for Triton.
 UNWANTED = ["torchvision", "torchaudio", "torchcodec", "triton"]
 # Raised when the lists above change, so that an older environment is made anew.
-EDITION = 1
+EDITION = 2
 
 
 def install(folder: Path) -> Path:

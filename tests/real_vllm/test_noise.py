@@ -12,9 +12,9 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from shoal.rollout.norms import normal, write_noisy_norms
-from shoal.rollout.vllm import VllmRolloutEngine
-from shoal.types import Completion
+from shoal.core.types import Completion
+from shoal.rollout.remote.norm_noise import normal, write_noisy_norms
+from shoal.rollout.remote.vllm import VllmRolloutEngine
 from support.engine_servers import adapter, contract_model, settings, shared_vllm
 from support.engines import ask
 from support.models import TOKENIZER, small_model

@@ -21,12 +21,11 @@ import numpy as np
 import pytest
 import yaml
 
-from shoal.errors import ConfigError, StorageError
-from shoal.observability.manifest import describe
-from shoal.observability.ports import free_port
-from shoal.rollout.facts import ServerFacts, check_facts
-from shoal.rollout.vllm import VllmRolloutEngine
-from shoal.types import Completion, Request
+from shoal.core.errors import ConfigError, StorageError
+from shoal.core.types import Completion, Request
+from shoal.rollout.remote.server_info import ServerFacts, check_facts
+from shoal.rollout.remote.vllm import VllmRolloutEngine
+from shoal.runs.weight_files import describe
 from support import engine_servers
 from support.engine_servers import (
     CPU,
@@ -39,6 +38,7 @@ from support.engine_servers import (
 )
 from support.engines import ask
 from support.models import TOKENIZER, small_model
+from support.ports import free_port
 from support.vllm_runs import (
     OWN_STEPS,
     PROMPT,
@@ -200,7 +200,11 @@ def test_a_server_that_dies_is_named_with_its_log(tmp_path: Path, victim: str) -
         process.kill()
     said = errors[errors.index("shoal: error:") :] if "shoal: error:" in errors else out + errors
     assert process.returncode == 3, said
-    how = r"runs, but listens no more" if "owes" in victim else r"(ended with exit code|runs, but listens|failed: )"
+    how = (
+        r"runs, but no longer listens"
+        if "owes" in victim
+        else r"(ended with exit code|runs, but no longer listens|failed: )"
+    )
     assert re.search(rf"shoal: error: vLLM {how}", said) and str(Path("out/logs/vllm.log")) in said, said
     assert "Unclosed" not in out + errors and "Traceback" not in out + errors
     assert "EngineCore" in said, "the last error lines of its log"

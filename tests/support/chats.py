@@ -7,7 +7,7 @@ from functools import lru_cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from shoal.models.shapes import CHAT_TEMPLATE, SPECIAL
+from shoal.models.random_models import CHAT_TEMPLATE, SPECIAL
 
 # As reasoning models do it: thoughts of earlier answers are cut from history, and content is trimmed.
 THINK_TEMPLATE = (

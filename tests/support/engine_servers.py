@@ -20,15 +20,15 @@ from aiohttp import web
 from peft import PeftModel
 from safetensors.torch import save_file
 
-from shoal.errors import EngineError
-from shoal.observability.manifest import describe
-from shoal.observability.ports import free_port
-from shoal.rollout.facts import RemoteSettings
-from shoal.rollout.launch import Launch, ServerProcess
-from shoal.rollout.sglang import SglangRolloutEngine
-from shoal.rollout.vllm import ENVIRONMENT, FLAGS, VllmRolloutEngine
+from shoal.core.errors import EngineError
+from shoal.rollout.remote.process import Launch, ServerProcess
+from shoal.rollout.remote.server_info import RemoteSettings
+from shoal.rollout.remote.sglang import SglangRolloutEngine
+from shoal.rollout.remote.vllm import ENVIRONMENT, FLAGS, VllmRolloutEngine
+from shoal.runs.weight_files import describe
 from support.engines import detokenize
 from support.models import EOS, TOKENIZER, VOCABULARY, lora_decoder, small_model
+from support.ports import free_port
 from support.sglang_double import SglangDouble
 
 CONTEXT_TOKENS = 96  # of the contract suite

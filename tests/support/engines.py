@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from shoal.core.types import Completion, Request, SamplingParams
 from shoal.engine.engine import EmbeddedEngine, EngineSettings
 from shoal.models.decoder import Decoder
 from shoal.models.sampler_view import SamplerView
-from shoal.types import Completion, Request, SamplingParams
 from support.models import EOS, TOKENIZER, layer_shapes
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from shoal.models.shapes import character_tokenizer, tiny_config
+from shoal.models.random_models import character_tokenizer, tiny_config
 
 
 def write_model(folder: Path, seed: int = 0) -> Path:

@@ -21,12 +21,12 @@ from pathlib import Path
 
 PRELUDE = """
     import copy, torch
-    from shoal.engine.cache import SlotCache
+    from shoal.engine.kv_cache import SlotCache
     from shoal.models.attention import Shape, dense_attention
     torch.manual_seed(0)
 """
 HEAVY = (
-    "triton", "shoal.engine.engine", "shoal.engine.graphs", "shoal.models.lora", "shoal.trainer.policy",
+    "triton", "shoal.engine.engine", "shoal.engine.decode_graphs", "shoal.models.lora", "shoal.trainer.policy",
     "peft", "transformers.models.qwen3.modeling_qwen3", "support.engines", "support.models",
 )  # fmt: skip
 LIMIT_S = 120

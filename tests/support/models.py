@@ -25,11 +25,11 @@ from transformers import (
     SmolLM3Config,
 )
 
-from shoal.models import hybrid
+from shoal.models import fp8_linear as hybrid
 from shoal.models.decoder import Decoder, LayerShape
 from shoal.models.lora import LoraSettings, attach
-from shoal.models.quantised import quantise_linears
-from shoal.models.shapes import character_tokenizer
+from shoal.models.quantize import quantise_linears
+from shoal.models.random_models import character_tokenizer
 
 # As Shoal does itself for models this small; results then do not depend on how many cores the machine has.
 torch.set_num_threads(1)
@@ -123,9 +123,13 @@ def randomise(model: Any, seed: int, wild: bool = False) -> Any:
     return model
 
 
-def small_decoder(name: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
+# For Triton's interpreter, whose time grows with heads and widths.
+LEAST = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+
+
+def small_decoder(name: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Decoder:
     """A verified decoder, ready to sample and train."""
-    return as_decoder(small_model(name, seed, dtype))
+    return as_decoder(small_model(name, seed, dtype, **overrides))
 
 
 def as_decoder(model: Any) -> Decoder:
@@ -144,13 +148,14 @@ def lora_decoder(
     dtype: torch.dtype = torch.float32,
     stored: str | None = None,
     device: str = "cpu",
+    overrides: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Decoder:
     """The same under LoRA, with an adapter that is not zero (peft starts with B = 0, which changes nothing).
 
-    `stored` names the format of a quantised base.
+    `stored` names the format of a quantised base; `overrides` change the model's config.
     """
-    model = small_model(name, seed, dtype)
+    model = small_model(name, seed, dtype, **(overrides or {}))
     if stored is not None:
         quantise_linears(model, stored, torch.device(device))
     decoder = as_decoder(model.to(device))

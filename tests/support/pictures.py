@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from shoal.report import write_report
+from shoal.watch.report.page import write_report
 from support.browser import Watched, chromium
 
 if TYPE_CHECKING:

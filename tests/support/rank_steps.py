@@ -1,4 +1,4 @@
-"""One rank of `torchrun … rank_steps.py FOLDER CASE …`: takes the same step on the same groups, whatever the world.
+"""`rank_steps.py FOLDER WORLD=PORT …` forks the ranks of each world: they take the same step on the same groups.
 
 Rank 0 writes what came of it, whole: every parameter's gradient, the norm it was clipped by, the weights afterwards.
 Then it saves, and goes on from what worlds of another size saved.
@@ -7,8 +7,10 @@ Then it saves, and goes on from what worlds of another size saved.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +18,21 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from shoal.algorithms.advantages import Normaliser
-from shoal.algorithms.losses import LOSSES
-from shoal.algorithms.objective import Objective
-from shoal.algorithms.terms import KLPenalty
+from shoal.core.advantages import AdvantageNormalizer
+from shoal.core.learn import Learner, LearnSettings
+from shoal.core.losses import LOSSES
+from shoal.core.metrics import Tally
+from shoal.core.objective import Objective
+from shoal.core.terms import KLPenalty
+from shoal.core.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
 from shoal.models import lora
 from shoal.models.decoder import Decoder
 from shoal.models.sharded import ShardedDecoder
-from shoal.observability.metrics import Tally
-from shoal.observability.run_dir import SHARDS
-from shoal.orchestrator.learn import Learner, LearnSettings
+from shoal.runs.run_dir import SHARDS
 from shoal.trainer.checkpoint import load_state, save_shards, save_state
-from shoal.trainer.optimizer import AdamSettings, MasterAdamW
+from shoal.trainer.optimizer import AdamSettings, MasterAdamW, Schedule
 from shoal.trainer.policy import Reference, TrainedPolicy
-from shoal.trainer.ranks import ProcessRanks
-from shoal.trainer.schedule import Schedule
-from shoal.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
+from shoal.trainer.process_ranks import ProcessRanks
 from support.models import VOCABULARY, lora_decoder, small_decoder
 
 # Prompt and completion lengths. Two mini-batches of five rows and of three, of different lengths: with four ranks one
@@ -112,8 +113,8 @@ def make_learner(policy: TrainedPolicy, ranks: ProcessRanks) -> Learner:
         recompute_old=True,
         needs_reference=True,
     )
-    objective = Objective(LOSSES["grpo"](), None, KLPenalty(0.1, "k3"))
-    return Learner(policy, Normaliser(), objective, settings, here, ranks)
+    objective = Objective(LOSSES["grpo"](kl=KLPenalty(beta=0.1)))
+    return Learner(policy, AdvantageNormalizer(), objective, settings, here, ranks)
 
 
 def take_step(policy: TrainedPolicy, ranks: ProcessRanks) -> dict[str, torch.Tensor]:
@@ -131,7 +132,7 @@ def take_step(policy: TrainedPolicy, ranks: ProcessRanks) -> dict[str, torch.Ten
 
 
 def write(file: Path, tensors: dict[str, torch.Tensor], ranks: ProcessRanks) -> None:
-    whole = {name: ranks.whole(tensor).contiguous().clone() for name, tensor in tensors.items()}
+    whole = {name: ranks.gather_full(tensor).contiguous().clone() for name, tensor in tensors.items()}
     if ranks.rank == 0:
         save_file(whole, file)
 
@@ -140,7 +141,7 @@ def save(policy: TrainedPolicy, folder: Path, ranks: ProcessRanks) -> None:
     """As the loop does it: all ranks their shards, then the main one the rest."""
     folder.mkdir(exist_ok=True)
     if policy.passes_together:
-        save_shards(policy, folder / SHARDS, ranks.talk)
+        save_shards(policy, folder / SHARDS, ranks.cpu_group)
     if ranks.rank == 0:
         save_state(policy, folder)
 
@@ -176,5 +177,26 @@ def main(folder: Path) -> None:
     ranks.close()
 
 
+def start_rank(folder: Path, rank: int, world: int, port: str) -> int:
+    """The process of one rank, with what a launcher would give it and what this process has imported."""
+    pid = os.fork()
+    if pid != 0:
+        return pid
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    code = 1
+    try:
+        main(folder)
+        code = 0
+    except BaseException:
+        print(f"rank {rank} of {world}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    worlds = [word.split("=") for word in sys.argv[2:]]
+    pids = [
+        start_rank(Path(sys.argv[1]), rank, int(world), port) for world, port in worlds for rank in range(int(world))
+    ]
+    codes = [os.waitpid(pid, 0)[1] for pid in pids]
+    sys.exit(any(codes))

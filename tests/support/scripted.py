@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shoal.types import Completion, FinishReason, Request, Span
+from shoal.core.types import Completion, FinishReason, Request, Span
 from support.models import EOS, TOKENIZER
 
 # Request → what is answered to it: the text and how it ended, or an exception to raise.
@@ -16,6 +16,7 @@ class ScriptedEngine:
     """Implements RolloutEngine. Keeps every request it was sent."""
 
     path = "scripted"
+    activity = opening = ""
 
     def __init__(self, script: Script, version: int = 0) -> None:
         self._script = script
@@ -35,6 +36,13 @@ class ScriptedEngine:
     async def load(self, version: int, manifest: Mapping[str, Any] | None = None) -> str:
         self.version = version
         return f"script-{version}"
+
+    async def connect(self) -> None: ...
+
+    async def describe(self) -> dict[str, Any]:
+        return {}
+
+    async def rest(self) -> None: ...
 
     async def pause(self) -> None: ...
 

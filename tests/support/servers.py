@@ -11,13 +11,13 @@ from typing import Any
 
 import aiohttp
 
-from shoal.build.infer import Inference, make_inference, start_server
 from shoal.config.infer import InferConfig
-from shoal.errors import EngineError
-from shoal.observability.token import CONTROL
-from shoal.rollout.link import Address
+from shoal.core.errors import EngineError
+from shoal.rollout.remote.client import Address
+from shoal.runs.secrets import CONTROL
+from shoal.server.access import bind
 from shoal.server.control import Control
-from shoal.server.listen import bind
+from shoal.split.inference_process import Inference, make_inference, start_server
 from support.models import TOKENIZER
 
 

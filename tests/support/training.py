@@ -8,16 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.algorithms.losses import LOSSES
-from shoal.algorithms.objective import Objective
-from shoal.batching.pack import Packing, make_batches
-from shoal.batching.samples import rollout_samples
+from shoal.core.batching import Packing, make_batches, rollout_samples
+from shoal.core.losses import LOSSES
+from shoal.core.objective import Objective
+from shoal.core.types import Batch, Completion, Prompt, Rollout, Row, Sample, Turn
 from shoal.models.decoder import Decoder
 from shoal.models.lora import trained_parameters
-from shoal.trainer.optimizer import AdamSettings, MasterAdamW
+from shoal.trainer.optimizer import AdamSettings, MasterAdamW, Schedule
 from shoal.trainer.policy import Reference, TrainedPolicy
-from shoal.trainer.schedule import Schedule
-from shoal.types import Batch, Completion, Prompt, Rollout, Row, Sample, Turn
 from support.models import VOCABULARY
 
 

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 import yaml
 
-from shoal.observability.ports import free_port
-from shoal.rollout.vllm import VllmRolloutEngine
-from shoal.types import Completion
+from shoal.core.types import Completion
+from shoal.rollout.remote.vllm import VllmRolloutEngine
 from support import engine_servers
 from support.engine_servers import CPU, contract_model, vllm_python
 from support.models import EOS, random_prompts
+from support.ports import free_port
 
 (PROMPT,) = random_prompts(5, 12)
 ROOT = Path(__file__).parents[2]

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import yaml
 
-from shoal.batching.samples import rollout_samples
+from shoal.core.batching import rollout_samples
+from shoal.core.errors import ConfigError
+from shoal.core.runner import GroupRunner, RunnerSettings
+from shoal.core.types import Prompt, Request, Rollout, SamplingParams, Score
 from shoal.envs.registry import load_environment
-from shoal.errors import ConfigError
 from shoal.models.chat import Chat
-from shoal.rollout.runner import GroupRunner, RunnerSettings
-from shoal.server.completions import Served
-from shoal.server.local import LocalEndpoint
-from shoal.types import Prompt, Request, Rollout, SamplingParams, Score
+from shoal.server.app import LocalEndpoint
+from shoal.server.completions import ServedModel
 from support.models import EOS, TOKENIZER, small_model
 from support.scripted import Script, ScriptedEngine
 
@@ -36,6 +36,9 @@ HERE = Path(__file__).parent
 
 class NoJudge:
     async def score(self, env: str, split: str, index: int, messages: Any) -> Score:
+        raise AssertionError("such an environment scores itself")
+
+    async def score_group(self, env: str, split: str, index: int, conversations: Any) -> list[Score]:
         raise AssertionError("such an environment scores itself")
 
     async def close(self) -> None: ...
@@ -58,7 +61,7 @@ def made() -> Iterator[list[Any]]:
 def play(environment: Any, script: Script, index: int = 0, size: int = 1) -> tuple[list[Rollout], ScriptedEngine]:
     engine = ScriptedEngine(script)
     chat = Chat(TOKENIZER)
-    endpoint = LocalEndpoint(Served(engine, chat, "scripted", 6000))
+    endpoint = LocalEndpoint(ServedModel(engine, chat, "scripted", 6000))
     settings = RunnerSettings(context_tokens=6000, seed=5)
     runner = GroupRunner(engine, {"env": environment}, NoJudge(), chat, settings, endpoint)
     prompt = Prompt("env", index, environment.tasks("train")[index].messages)

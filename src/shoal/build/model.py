@@ -1,38 +1,71 @@
-"""The model, the policy that trains it, its files and its objective. Heavy imports happen inside the functions."""
+"""The model, the policy that trains it, its checkpoint files and its objective. Torch is imported in the functions.
+
+If the device has too little memory, errors name settings that need less.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.build.fits import starting_with
-from shoal.build.given import Given
+from shoal.build.load import PythonObjects
 from shoal.config.problems import about
 from shoal.config.train import TrainConfig
+from shoal.core.errors import HardwareError, MemoryStop
+from shoal.core.protocols import Ranks
+from shoal.core.ranks import SingleProcess
 from shoal.envs.user_code import load_function
 
 if TYPE_CHECKING:
     from shoal.models.chat import Chat
     from shoal.models.decoder import Decoder, LayerShape
     from shoal.models.precision import Precision
+    from shoal.models.sampler_view import SamplerView
     from shoal.trainer.policy import Reference, TrainedPolicy
 
 
+SMALLER = "a smaller model, adapters (train.lora=true) or a quantised base under them (train.qlora_fp8=true)"
+
+
+@contextmanager
+def explain_start_oom(what: str) -> Iterator[None]:
+    """Around allocations that stay for the whole run."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise HardwareError(f"the device has not enough memory for {what}; try {SMALLER}") from error
+
+
+def explain_oom(remedies: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call the function while training. Out of memory stops the run, which can resume from the last checkpoint."""
+    import torch
+
+    try:
+        return function(*arguments)
+    except torch.OutOfMemoryError as error:
+        raise MemoryStop(
+            f"the device ran out of memory while training; {remedies}, then resume from the last checkpoint"
+        ) from error
+
+
 @dataclass
-class Model:
-    """A loaded model with everything that samples and trains it."""
+class LoadedModel:
+    """A loaded model with its tokenizer, and how it computes."""
 
     decoder: Decoder
     layers: dict[int, LayerShape]
     chat: Chat
     eos_token_ids: tuple[int, ...]
     precision: Precision
-    path: str  # how training and prefill compute, in words
-    given: bool = False  # the caller's own object, to be left as it was found
-    sharded: Decoder | None = None  # what is trained where weights are shared out; `decoder` then only samples
+    path: str  # how training and prefill compute, for people
+    given: bool = False  # an object of the caller, which is restored at the end
+    sharded: Decoder | None = None  # trained instead of `decoder`, which then only samples
+    view: SamplerView | None = None  # the sampler's view of the weights
 
     @property
     def trained(self) -> Decoder:
@@ -40,28 +73,31 @@ class Model:
 
     @property
     def notices(self) -> list[str]:
-        """What a person should know before the first step. Nobody expects kernels of a CPU."""
+        """Shown before the first step. On a CPU the plain path is expected and not mentioned."""
         plain = self.decoder.device.type == "cpu" and self.decoder.fused is None
         return [line for line in (self.precision.notice, None if plain else f"training: {self.path}") if line]
 
 
-def load(train: TrainConfig, chat_options: Mapping[str, Any] | None = None, given: Given | None = None) -> Model:
-    """Precision first: what the machine cannot do is refused before weights are read."""
-    with starting_with(f"the weights of {train.model}"):
-        return _load(train, chat_options, given or Given())
+def load(
+    train: TrainConfig, chat_options: Mapping[str, Any] | None = None, given: PythonObjects | None = None
+) -> LoadedModel:
+    """The precision is checked first, so a machine that lacks it is reported before weights are read."""
+    with explain_start_oom(f"the weights of {train.model}"):
+        return _load(train, chat_options, given or PythonObjects())
 
 
-def _load(train: TrainConfig, chat_options: Mapping[str, Any] | None, given: Given) -> Model:
+def _load(train: TrainConfig, chat_options: Mapping[str, Any] | None, given: PythonObjects) -> LoadedModel:
     import torch
 
-    from shoal.models import fused, hybrid
+    from shoal.models import fp8_linear as hybrid
+    from shoal.models import fused
     from shoal.models import precision as precisions
     from shoal.models.chat import Chat
     from shoal.models.decoder import Decoder
-    from shoal.models.load import adopt_model, eos_token_ids, load_model, load_tokenizer
+    from shoal.models.load import adopt_model, load_model
     from shoal.models.lora import LoraSettings, attach
-    from shoal.models.quantised import count_weights
-    from shoal.models.tokenizer import check_found
+    from shoal.models.quantize import count_weights
+    from shoal.models.tokenizer import check_found, eos_token_ids, load_tokenizer
 
     assert train.model is not None
     if given.model is None:
@@ -86,30 +122,23 @@ def _load(train: TrainConfig, chat_options: Mapping[str, Any] | None, given: Giv
     decoder = Decoder(model)
     path = fused.attach(decoder, layers)
     decoder.recompute(train.recompute is True)
-    return Model(decoder, layers, chat, ends, precision, path, given.model is not None)
+    return LoadedModel(decoder, layers, chat, ends, precision, path, given.model is not None)
 
 
-def release(model: Model) -> None:
-    """Give the caller's own model object back: adapters taken out, its own attention in place again."""
+def release(model: LoadedModel) -> None:
+    """Restore the model object of the caller: remove adapters and put its own attention back."""
     from shoal.models.load import release_model
 
     if model.given:
         release_model(model.decoder.model)
 
 
-def make_policy(
-    train: TrainConfig,
-    model: Model,
-    total_steps: int,
-    sum_gradients: Callable[..., None] | None = None,
-    mesh: Any = None,
-) -> TrainedPolicy:
-    """`sum_gradients` over the processes that train together; sharded weights do it by themselves, over `mesh`."""
+def make_policy(train: TrainConfig, model: LoadedModel, total_steps: int, ranks: Ranks | None = None) -> TrainedPolicy:
+    """Gradients are summed over the ranks, except with sharded weights, whose backward does that."""
     from shoal.models import lora
-    from shoal.trainer.graphs import PassGraphs
-    from shoal.trainer.optimizer import AdamSettings, MasterAdamW
+    from shoal.trainer.optimizer import AdamSettings, MasterAdamW, Schedule
+    from shoal.trainer.pass_graphs import PassGraphs
     from shoal.trainer.policy import TrainedPolicy
-    from shoal.trainer.schedule import Schedule
 
     adam = AdamSettings(
         train.adam_beta1,
@@ -118,7 +147,7 @@ def make_policy(
         train.weight_decay,
         eight_bit=train.optimizer == "adamw_8bit",
     )
-    with starting_with("the fp32 copy of what is trained"):
+    with explain_start_oom("the fp32 copy of what is trained"):
         optimizer = MasterAdamW(lora.trained_parameters(model.trained.model), adam)
     warmup = train.warmup_steps
     if warmup is None:
@@ -131,14 +160,15 @@ def make_policy(
         warmup * optimizer_steps,
         train.final_lr_fraction,
     )
-    summing = sum_gradients if model.sharded is None else None
-    reference = _reference(train, model, mesh)
+    ranks = ranks or SingleProcess()
+    summing = ranks.sum_gradients if model.sharded is None else None
+    reference = _reference(train, model, ranks.mesh)
     graphs = PassGraphs(model.trained.device) if _may_capture(train, model) else None
     return TrainedPolicy(model.trained, optimizer, schedule, train.max_grad_norm, reference, summing, graphs)
 
 
-def _may_capture(train: TrainConfig, model: Model) -> bool:
-    """Packed attention in 16 bits through our own kernels, and a loss that is the same every time."""
+def _may_capture(train: TrainConfig, model: LoadedModel) -> bool:
+    """Training passes may become CUDA graphs: 16-bit weights, the fused kernels, and a built-in loss."""
     from shoal.models.fused import turns_by_length
 
     decoder = model.trained
@@ -147,7 +177,7 @@ def _may_capture(train: TrainConfig, model: Model) -> bool:
     return on_gpu and ours and not train.loss.custom
 
 
-def _reference(train: TrainConfig, model: Model, mesh: Any) -> Reference | None:
+def _reference(train: TrainConfig, model: LoadedModel, mesh: Any) -> Reference | None:
     import copy
 
     from shoal.models import lora
@@ -165,9 +195,9 @@ def _reference(train: TrainConfig, model: Model, mesh: Any) -> Reference | None:
 
 
 class PolicyFiles:
-    """The policy's side of a checkpoint: weights people can load, and the state to continue from.
+    """The policy's files in a checkpoint: weights in the transformers format, and the state to resume from.
 
-    Where weights are sharded, `whole` is the sampler's copy of them, of the same version whenever something is saved.
+    With sharded weights, `whole` is the sampler's full copy, which has the same version whenever something is saved.
     """
 
     def __init__(self, policy: TrainedPolicy, chat: Chat, whole: Decoder | None = None) -> None:
@@ -176,7 +206,7 @@ class PolicyFiles:
         self._whole = whole
 
     def save_shards(self, group: Any, folder: Path) -> None:
-        """By all ranks, before the main one saves the rest; they agree over `group` who writes what."""
+        """Called by all ranks before rank 0 saves the rest; `group` is their process group on the CPU."""
         from shoal.trainer.checkpoint import save_shards
 
         save_shards(self._policy, folder, group)
@@ -199,30 +229,21 @@ class PolicyFiles:
 
 
 def make_objective(train: TrainConfig) -> Any:
-    from shoal.algorithms.losses import LOSSES, CustomLoss
-    from shoal.algorithms.objective import Objective
-    from shoal.algorithms.terms import CORRECTIONS, KLPenalty
+    from shoal.core.losses import CustomLoss
+    from shoal.core.objective import Objective
 
     loss = train.loss
-    if loss.custom:
+    if isinstance(loss, CustomLoss):
         with about("train.loss.type"):
-            policy_loss = CustomLoss(partial(load_function(loss.type), **loss.args), name=loss.type)
-    else:
-        policy_loss = LOSSES[loss.type](**loss.resolved_loss_parameters())
-    correction = None
-    if loss.correction.type != "none":
-        correction = CORRECTIONS[loss.correction.type](**loss.correction.resolved_parameters())
-    kl = None
-    if loss.kl.beta > 0 and loss.kl.where == "loss":
-        kl = KLPenalty(loss.kl.beta, loss.kl.estimator)
-    return Objective(policy_loss, correction, kl, loss.ratio_log_cap)
+            loss = loss.with_function(load_function(loss.type))
+    return Objective(loss)
 
 
 def recomputes_old(train: TrainConfig, objective: Any, fp32: bool, remote: bool) -> bool:
-    """`recompute_old: auto`: a forward is taken where the sampler's log-probs cannot stand in for the old policy's."""
+    """`recompute_old: auto`: whether a forward pass must compute old_logprobs instead of taking sampler_logprobs."""
     if train.recompute_old != "auto":
         return bool(train.recompute_old)
     several = train.ppo_epochs * train.minibatches > 1 and not fp32
-    # The policy computes in FP8 and the sampler in bf16: their log-probs differ by more than a clip range forgives.
+    # The policy computes in FP8 and the sampler in bf16: their log-probs differ by more than a clip range.
     fp8 = train.recipe == "fp8-hybrid" and not train.quantised
     return objective.needs_old or several or remote or fp8

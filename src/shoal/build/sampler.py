@@ -1,43 +1,41 @@
-"""The model on its device, the engine that samples it, and the runner that drives environments with it."""
+"""The sampling side of a run: the device thread, the model with the sampler's view, the engine and the runner."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.build.fits import starting_with, within_memory
-from shoal.build.given import Given
-from shoal.build.model import Model, load, release
-from shoal.build.prepare import Prepared
-from shoal.build.remote import ModelFacts, make_remote
+from shoal.build.load import PythonObjects
+from shoal.build.model import LoadedModel, explain_oom, explain_start_oom, load, release
+from shoal.build.remote_engines import ModelFacts, make_remote
 from shoal.config.orch import OrchConfig
 from shoal.config.schema import RunConfig
-from shoal.errors import DeadlineError
-from shoal.observability.watchdog import awake_within
-from shoal.protocols import PlayedEnvironment, RolloutEngine
-from shoal.rewards.shaping import RewardShape
-from shoal.rollout.link import Waiting
-from shoal.types import SamplingParams
+from shoal.core.advantages import RewardShape
+from shoal.core.deadlines import awake_within
+from shoal.core.errors import DeadlineError
+from shoal.core.protocols import EndpointEnvironment, Environment, Ranks, RolloutEngine
+from shoal.core.ranks import SingleProcess
+from shoal.core.types import SamplingParams
+from shoal.rollout.remote.client import Waiting
 
 if TYPE_CHECKING:
+    from shoal.core.runner import GroupRunner
     from shoal.models.chat import Chat
     from shoal.models.sampler_view import SamplerView
-    from shoal.rollout.runner import GroupRunner
-    from shoal.server.local import LocalEndpoint
-    from shoal.trainer.memory import MemoryPlan
+    from shoal.rewards.pool import RewardPool
+    from shoal.server.app import LocalEndpoint
 
 
 REMEDIES = "set train.recompute=true, or lower infer.max_num_seqs"
 CLOSE_LIMIT_S = 20.0
-LEAVE_LIMIT_S = 1.0  # where a signal ended what has nothing to save, or the device's thread was waited for in vain
-# Prompt tokens of one prefill: enough to fill the device, and few enough that decoding is not held up for long.
+LEAVE_LIMIT_S = 1.0  # after a signal if there is nothing to save, and if the device thread has timed out
+# Prompt tokens of one prefill: enough to fill the device, and few enough to delay decoding only a little.
 CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS = 8192, 32_768
 
 
@@ -57,19 +55,25 @@ def sampling_params(orch: OrchConfig, temperature: float) -> SamplingParams:
 
 @dataclass
 class DeviceThread:
-    """Work for the one thread that touches the device, awaited no longer than the deadline."""
+    """The one thread that touches the device. Work is awaited no longer than the deadline."""
 
-    executor: ThreadPoolExecutor
     deadline_s: float
-    noticing_loss: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # of the other ranks
-    given_up: bool = False  # what it was given last did not end in time, and nothing after that will begin
+    ranks: Ranks = field(default_factory=SingleProcess)  # their loss is noticed during the work
+    executor: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="device"), repr=False
+    )
+    timed_out: bool = False  # the thread hangs, so later work would never begin
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Without a deadline, while the run starts."""
+        return self.executor.submit(function, *arguments).result()
 
     async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         work = asyncio.get_running_loop().run_in_executor(self.executor, self._run, function, *arguments)
         try:
             return await awake_within(work, self.deadline_s)
         except TimeoutError:
-            self.given_up = True
+            self.timed_out = True
             name = getattr(function, "__name__", "work")
             raise DeadlineError(
                 f"the loop waited {self.deadline_s:.0f} s for the device to do {name}; raise orch.deadline_s if a step "
@@ -77,145 +81,122 @@ class DeviceThread:
             ) from None
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        with self.noticing_loss():
-            return within_memory(REMEDIES, function, *arguments)
+        with self.ranks.watch_peers():
+            return explain_oom(REMEDIES, function, *arguments)
 
 
 @dataclass
 class Sampler:
-    """The model and everything that samples it. All torch work goes to the device's own thread."""
+    """A model with the engine that samples from it and the runner of the environments."""
 
-    model: Model
-    engine: Any  # a RolloutEngine that also says its path and activity
+    model: LoadedModel
+    engine: RolloutEngine
     runner: GroupRunner
-    device: ThreadPoolExecutor
-    work: DeviceThread
+    device: DeviceThread
     endpoint: LocalEndpoint | None = None
 
     async def on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        rest = getattr(self.engine, "rest", None)
-        if rest is not None:
-            await rest()  # an engine on the same device gives back what it can while training runs
-        return await self.work(function, *arguments)
+        await self.engine.rest()  # an engine on the same device releases memory while training runs
+        return await self.device(function, *arguments)
 
     async def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Wait for the device's thread, but not for ever: it may be what hangs."""
+        """Wait for the device thread, but only up to a limit, because it may hang."""
         from shoal.rollout.embedded import EmbeddedRolloutEngine
 
         with contextlib.suppress(TimeoutError):
             if self.endpoint is not None:
                 await asyncio.wait_for(self.endpoint.close(), limit_s)
-            # An engine in this process ends on the device's thread; one elsewhere has a process to end.
-            if self.work.given_up and isinstance(self.engine, EmbeddedRolloutEngine):
+            # The embedded engine closes on the device thread. Another engine has a process to end, which takes longer.
+            if self.device.timed_out and isinstance(self.engine, EmbeddedRolloutEngine):
                 limit_s = LEAVE_LIMIT_S
             await asyncio.wait_for(self.engine.close(), limit_s)
-            self.device.submit(release, self.model).result(limit_s)
-        self.device.shutdown(wait=False, cancel_futures=True)
-
-
-@dataclass
-class Loaded:
-    """The model on its device, what the sampler sees of it, and the one thread that touches either."""
-
-    model: Model
-    view: SamplerView
-    device: ThreadPoolExecutor
+            self.device.executor.submit(release, self.model).result(limit_s)
+        self.device.executor.shutdown(wait=False, cancel_futures=True)
 
 
 def chat_options(orch: OrchConfig) -> dict[str, Any]:
     return {"template_kwargs": orch.sampling.chat_template_kwargs, "system_prompt": orch.sampling.system_prompt}
 
 
-def load_model(config: RunConfig, given: Given, ranks: Any = None) -> Loaded:
-    """The model, in shards too where the configuration says so; `ranks` are whom it is shared out over."""
+def load_model(
+    config: RunConfig, objects: PythonObjects, device: DeviceThread, ranks: Ranks | None = None
+) -> LoadedModel:
+    """The model and the sampler's view of it. With `ranks` it is sharded over them if the configuration says so."""
     from shoal.models.sampler_view import SamplerView
 
     orch = config.orch
-    device = ThreadPoolExecutor(1, thread_name_prefix="device")
-    model = device.submit(load, config.train, chat_options(orch), given).result()
+    model: LoadedModel = device.run(load, config.train, chat_options(orch), objects)
     if config.train.sharding == "fsdp" and ranks is not None:
-        return Loaded(model, device.submit(shard, model, ranks).result(), device)
-    # Another engine has weights of its own, so nothing here needs a copy.
+        model.view = device.run(shard, model, ranks)
+        return model
+    # Another engine has its own weights, so no copy is needed here.
     in_step = (orch.weight_sync_interval == 1 and orch.max_async_level == 0) or config.infer.engine != "embedded"
     mode = "shared" if in_step and config.infer.weights == "auto" else "snapshot"
-    view = device.submit(SamplerView, model.decoder, mode).result()
-    return Loaded(model, view, device)
+    model.view = device.run(SamplerView, model.decoder, mode)
+    return model
 
 
-def shard(model: Model, ranks: Any) -> SamplerView:
-    """Share the model out over the ranks; what is seen of it is the whole copy, of the last version gathered."""
+def shard(model: LoadedModel, ranks: Ranks) -> SamplerView:
+    """Shard the model over the ranks. The view is the full copy, with the weights that were gathered last."""
     from shoal.models.sampler_view import SamplerView
     from shoal.models.sharded import ShardedDecoder
 
     model.sharded = ShardedDecoder(model.decoder, ranks.mesh)
-    return SamplerView.of_shards(model.sharded, model.decoder, ranks.whole)
+    return SamplerView.of_shards(model.sharded, model.decoder, ranks.gather_full)
 
 
-def make_sampler(
-    config: RunConfig, prepared: Prepared, loaded: Loaded, plan: MemoryPlan, waiting: Waiting = lambda _: None
-) -> Sampler:
-    engine = make_engine(config, loaded, plan.slots, waiting)
-    runner, endpoint = make_runner(config, prepared, engine, loaded.model.chat)
-    noticing = getattr(prepared.ranks, "noticing_loss", contextlib.nullcontext)
-    work = DeviceThread(loaded.device, config.orch.deadline_s, noticing)
-    return Sampler(loaded.model, engine, runner, loaded.device, work, endpoint)
+def make_engine(
+    config: RunConfig, model: LoadedModel, device: DeviceThread, slots: int, waiting: Waiting = lambda _: None
+) -> RolloutEngine:
+    """The embedded engine on the trainer's tensors, vLLM in this process, or a client of a server.
 
-
-def make_runner(
-    config: RunConfig, prepared: Prepared, engine: RolloutEngine, chat: Chat
-) -> tuple[GroupRunner, LocalEndpoint | None]:
-    """What plays environments against an engine, wherever that is."""
-    from shoal.rollout.runner import GroupRunner, RunnerSettings
-
-    orch = config.orch
-    assert orch.seq_len is not None and orch.sampling.seed is not None
-    settings = RunnerSettings(orch.seq_len, orch.sampling.seed, reward_shape(orch))
-    endpoint = _endpoint(config, prepared, engine, chat)
-    return GroupRunner(engine, prepared.environments, prepared.pool, chat, settings, endpoint), endpoint
-
-
-def make_engine(config: RunConfig, loaded: Loaded, slots: int, waiting: Waiting) -> Any:
-    """What samples: the trainer's own tensors, vLLM beside them in this process, or a server, maybe waited for."""
-    model, device = loaded.model, loaded.device
+    `waiting` is called while a server does not answer.
+    """
     if config.infer.engine == "embedded":
         from shoal.rollout.embedded import EmbeddedRolloutEngine
 
-        inner = device.submit(_engine, config, loaded, slots).result()
-        return EmbeddedRolloutEngine(inner, device, config.train.seed)
+        inner = device.run(_engine, config, model, slots)
+        return EmbeddedRolloutEngine(inner, device.executor, config.train.seed)
     if config.infer.in_process:
-        from shoal.build.in_process import make_in_process
+        from shoal.build.remote_engines import make_in_process
 
-        return make_in_process(config, model, device)
+        return make_in_process(config, model, device.executor)
     return make_remote(config, model_facts(model), Path(config.train.output_dir), waiting)
 
 
-def model_facts(model: Model) -> ModelFacts:
+def _engine(config: RunConfig, model: LoadedModel, slots: int) -> Any:
+    from shoal.engine.engine import EmbeddedEngine, EngineSettings
+
+    assert config.infer.max_model_len is not None and model.view is not None
+    prefill = GPU_PREFILL_TOKENS if model.decoder.device.type == "cuda" else CPU_PREFILL_TOKENS
+    settings = EngineSettings(slots, config.infer.max_model_len, prefill, model.eos_token_ids)
+    with explain_start_oom(f"the cache of {slots} sequences"):
+        return EmbeddedEngine(model.view, model.layers, settings, model.chat.text)
+
+
+def make_runner(
+    config: RunConfig, environments: Mapping[str, Environment], rewards: RewardPool, engine: RolloutEngine, chat: Chat
+) -> tuple[GroupRunner, LocalEndpoint | None]:
+    """Runs environments with any engine; the endpoint is for environments that drive their rollouts over HTTP."""
+    from shoal.core.runner import GroupRunner, RunnerSettings
+
+    orch = config.orch
+    assert orch.seq_len is not None and orch.sampling.seed is not None
+    endpoint = None
+    if any(isinstance(environment, EndpointEnvironment) for environment in environments.values()):
+        from shoal.server.app import LocalEndpoint
+        from shoal.server.completions import ServedModel
+
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(config.train.model)).strip("-") or "model"
+        endpoint = LocalEndpoint(ServedModel(engine, chat, name, orch.seq_len))
+    settings = RunnerSettings(orch.seq_len, orch.sampling.seed, reward_shape(orch))
+    return GroupRunner(engine, environments, rewards, chat, settings, endpoint), endpoint
+
+
+def model_facts(model: LoadedModel) -> ModelFacts:
     decoder = model.decoder
     dtype = str(decoder.dtype).removeprefix("torch.")
     return ModelFacts(decoder.vocab_size, model.eos_token_ids, model.chat.text, dtype, decoder.device.type == "cpu")
-
-
-def _endpoint(config: RunConfig, prepared: Prepared, engine: RolloutEngine, chat: Chat) -> LocalEndpoint | None:
-    """HTTP in this process, where an environment plays its rollouts by itself."""
-    if not any(isinstance(env, PlayedEnvironment) for env in prepared.environments.values()):
-        return None
-    from shoal.server.completions import Served
-    from shoal.server.local import LocalEndpoint
-
-    assert config.orch.seq_len is not None
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(config.train.model)).strip("-") or "model"
-    return LocalEndpoint(Served(engine, chat, name, config.orch.seq_len))
-
-
-def _engine(config: RunConfig, loaded: Loaded, slots: int) -> Any:
-    from shoal.engine.engine import EmbeddedEngine, EngineSettings
-
-    model = loaded.model
-    assert config.infer.max_model_len is not None
-    prefill = GPU_PREFILL_TOKENS if model.decoder.device.type == "cuda" else CPU_PREFILL_TOKENS
-    settings = EngineSettings(slots, config.infer.max_model_len, prefill, model.eos_token_ids)
-    with starting_with(f"the cache of {slots} sequences"):
-        return EmbeddedEngine(loaded.view, model.layers, settings, model.chat.text)
 
 
 def reward_shape(orch: OrchConfig) -> RewardShape:

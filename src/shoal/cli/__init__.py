@@ -1,4 +1,4 @@
-"""The `shoal` command: one file a verb. A verb parses, calls shoal.api and prints; it holds no logic of a run."""
+"""The `shoal` command. A verb parses its arguments, calls shoal.api and prints; the logic of a run is elsewhere."""
 
 from shoal.cli.entry import main
 

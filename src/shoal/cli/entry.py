@@ -1,6 +1,8 @@
-"""Where the `shoal` command starts: the verbs, and the one place where an error becomes a message and an exit code.
+"""The entry point of the `shoal` command: the list of verbs, and the one place where an error becomes a message and
+an exit code.
 
-Verbs are named by import path and loaded when they are called, so `shoal --help` imports none of them.
+Verbs are named by import path and imported when they are called, so `shoal --help` imports none of them. An exception
+that is not a ShoalError is a bug: its details are written into a crash file.
 """
 
 from __future__ import annotations
@@ -9,13 +11,20 @@ import contextlib
 import errno
 import gc
 import os
+import platform
 import re
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from importlib.util import cache_from_source
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from shoal.cli.bytecode import kept_bytecode
-from shoal.errors import (
+from shoal.core.errors import (
     EXIT_BUG,
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -25,34 +34,111 @@ from shoal.errors import (
     ShoalError,
     Terminated,
 )
+from shoal.runs.secrets import redact
 
 if TYPE_CHECKING:
     from cyclopts import App, CycloptsError
 
-FAILED_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)  # no bug, wherever it is met
-YOUNG_OBJECTS = 50_000  # that Python makes before it looks for cycles among them
+
+LARGEST_PACKAGE = "torch"  # whether its bytecode is cached stands for all packages
+OTHERS_WRITE = 0o022
+
+
+@contextlib.contextmanager
+def kept_bytecode() -> Iterator[None]:
+    """Cache bytecode in the user's cache folder if Python caches it nowhere: many container images disable it
+    (PYTHONDONTWRITEBYTECODE) or are read-only, and then each start compiles four thousand modules again.
+
+    A PYTHONPYCACHEPREFIX that the user set is kept.
+    """
+    before = sys.pycache_prefix, sys.dont_write_bytecode
+    if sys.pycache_prefix is None and _is_compiled_every_time() and (folder := _own_folder()) is not None:
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+    try:
+        yield
+    finally:
+        sys.pycache_prefix, sys.dont_write_bytecode = before
+
+
+def _is_compiled_every_time() -> bool:
+    spec = PathFinder.find_spec(LARGEST_PACKAGE)
+    if spec is None or spec.origin is None:
+        return False
+    compiled = Path(cache_from_source(spec.origin))
+    folder = compiled.parent if compiled.parent.exists() else compiled.parent.parent
+    return not compiled.exists() and (sys.dont_write_bytecode or not os.access(folder, os.W_OK))
+
+
+def _own_folder() -> Path | None:
+    """A folder that only this user can write, because its content is executed. None if there is none."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = cache / "shoal" / "bytecode"
+        if not cache.is_absolute():
+            return None
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.stat()
+    except (OSError, RuntimeError):  # a home that cannot be written, or none
+        return None
+    own = found.st_uid == os.geteuid() and not found.st_mode & OTHERS_WRITE
+    return folder if own and os.access(folder, os.W_OK) else None
+
+
+_run_folder: list[Path] = []
+
+
+def note_run_folder(folder: Path) -> None:
+    """Write later crash files into this folder, if it exists by then."""
+    _run_folder[:] = [folder]
+
+
+def write_crash_bundle(error: BaseException, arguments: Sequence[str]) -> Path | str:
+    text = redact(_bundle_text(error, arguments))
+    name = f"crash-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    for folder in [*(known for known in _run_folder if known.is_dir()), Path(tempfile.gettempdir())]:
+        with suppress(OSError):
+            path = folder / name
+            path.touch(mode=0o600)
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            return path
+    return "no file, because none could be written"
+
+
+def _bundle_text(error: BaseException, arguments: Sequence[str]) -> str:
+    import shoal
+
+    versions = f"shoal {shoal.__version__}, Python {platform.python_version()}, {platform.platform()}"
+    loaded = sorted(name for name in ("torch", "transformers", "peft", "numpy") if name in sys.modules)
+    modules = ", ".join(f"{name} {getattr(sys.modules[name], '__version__', '?')}" for name in loaded)
+    trace = "".join(traceback.format_exception(error))
+    return f"{versions}\n{modules}\narguments: {list(arguments)!r}\n\n{trace}"
+
+
+FAILED_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)  # not a bug of Shoal
+YOUNG_OBJECTS = 50_000  # new objects before Python collects garbage
 VERBS = {
-    "grpo": ("shoal.cli.grpo:grpo", "Train with GRPO: one command, one process a device."),
+    "grpo": ("shoal.cli.grpo:grpo", "Train with GRPO in one process per device."),
     "grpo-infer": (
-        "shoal.cli.infer:grpo_infer",
-        "Serve a model over HTTP (OpenAI-compatible); the split layout's server.",
+        "shoal.cli.split:grpo_infer",
+        "Serve a model over HTTP (OpenAI-compatible). Split layout: the server.",
     ),
     "grpo-orch": ("shoal.cli.split:grpo_orch", "Split layout: the orchestrator."),
     "grpo-train": ("shoal.cli.split:grpo_train", "Split layout: the trainer."),
     "sft": ("shoal.cli.sft:sft", "Train on given completions (supervised)."),
     "eval": ("shoal.cli.eval:evaluate", "Score a model on an environment, or compare two."),
-    "report": ("shoal.cli.report:report", "Write one page about one or several runs."),
-    "watch": ("shoal.cli.watch:watch", "Serve a live page of a run on this machine."),
-    "show": ("shoal.cli.show:show", "Print rollouts of a run, tokens tinted."),
-    "doctor": ("shoal.cli.doctor:doctor", "Say what goes wrong in a run, or check the machine."),
-    "explain": ("shoal.cli.explain:explain", "Say what a metric means and what to change."),
-    "export": ("shoal.cli.export:export", "Write a folder to publish: adapters merged, a model card."),
-    "envs": ("shoal.cli.envs:app", "List the environments, show one, or start one."),
-    "shapes": ("shoal.cli.shapes:shapes", "List the layouts a recipe may ask for."),
-    "make-model": ("shoal.cli.make_model:make_model", "Build a small or a random model."),
-    "init": ("shoal.cli.init:init", "Write the example configurations into a folder."),
-    "config-reference": ("shoal.cli.config_reference:config_reference", "Print every configuration key."),
-    "demo": ("shoal.cli.demo:demo", "Train a tiny model on the CPU, end to end."),
+    "report": ("shoal.cli.inspect_run:report", "Write one page about one or several runs."),
+    "watch": ("shoal.cli.inspect_run:watch", "Serve a live page of a run on this machine."),
+    "show": ("shoal.cli.inspect_run:show", "Print rollouts of a run with tinted tokens."),
+    "doctor": ("shoal.cli.inspect_run:doctor", "Diagnose problems in a run, or check the machine."),
+    "explain": ("shoal.cli.inspect_run:explain", "Explain a metric: meaning, healthy range, what to change."),
+    "export": ("shoal.cli.make_files:export", "Write a folder to publish: merged weights and a model card."),
+    "envs": ("shoal.cli.envs:app", "List environments, show one, or create one."),
+    "shapes": ("shoal.cli.make_files:shapes", "List the layouts that a recipe can request."),
+    "make-model": ("shoal.cli.make_files:make_model", "Create a model with random weights."),
+    "init": ("shoal.cli.make_files:init", "Write the example configurations into a folder."),
+    "config-reference": ("shoal.cli.make_files:config_reference", "Print every configuration key."),
+    "schema": ("shoal.cli.make_files:schema", "Print the JSON schema of the configuration, for editors."),
+    "demo": ("shoal.cli.make_files:demo", "Train a tiny model on the CPU from start to end."),
 }
 
 
@@ -64,8 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _few_collections() -> Iterator[None]:
-    """Libraries and a model are a million objects that stay. Looking through them for cycles as often as Python would
-    takes a fifth of the time to import them, and later a fifth of a second in the middle of a step."""
+    """Collect garbage less often. Libraries and a model are a million objects that stay. Scanning them takes a fifth of
+    the import time, and later 0.2 s in the middle of a step."""
     before = gc.get_threshold()
     gc.set_threshold(YOUNG_OBJECTS)
     try:
@@ -75,11 +161,15 @@ def _few_collections() -> Iterator[None]:
 
 
 def _fill_streams() -> None:
-    """What was closed before Python started leads nowhere; else the next file that is opened would be the output."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # each gets the lowest number: its own
+    """Open closed standard streams as /dev/null. Otherwise the next file that is opened would receive the output."""
+    for name, mode in (
+        ("stdin", "r"),
+        ("stdout", "w"),
+        ("stderr", "w"),
+    ):  # open() returns the lowest number
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(nowhere, True)  # for whatever this process starts as well
+            os.set_inheritable(nowhere, True)  # for child processes too
             setattr(sys, name, os.fdopen(nowhere, mode))
 
 
@@ -104,23 +194,23 @@ def _leave(code: int) -> NoReturn:
 def guarded(
     work: Callable[[], int], arguments: Sequence[str], tell: Callable[[str, BaseException], None] = _say
 ) -> int:
-    """What any command of Shoal ends with: an exit code, and one line where something went wrong, for `tell`."""
+    """Run a command and return its exit code. `tell` receives one line if it fails."""
     _fill_streams()
     code = EXIT_DONE
     try:
         with _few_collections(), kept_bytecode():
             code = work()
-        sys.stdout.flush()  # a full disk is noticed here, and not when the exit code is settled
+        sys.stdout.flush()  # a full disk must be noticed before the exit code is known
         return code
     except DeadlineError as error:
         tell(str(error), error)
-        _leave(error.exit_code)  # a thread hangs, and Python would wait for it
+        _leave(error.exit_code)  # Python would wait for the thread that hangs
     except ShoalError as error:
         tell(str(error), error)
         return error.exit_code
     except Terminated as error:
         tell(str(error), error)
-        _leave(error.exit_code)  # raised anywhere, perhaps where a thread was being started: none is waited for
+        _leave(error.exit_code)  # may be raised while a thread starts: do not wait for threads
     except KeyboardInterrupt as error:
         tell("interrupted", error)
         return EXIT_INTERRUPTED
@@ -136,7 +226,7 @@ def guarded(
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else EXIT_USAGE
     except ModuleNotFoundError as error:
-        if not error.name or "." in error.name or error.name == "shoal":  # a part of what is there: versions differ
+        if not error.name or "." in error.name or error.name == "shoal":  # versions do not match
             return _bug(error, arguments, tell)
         tell(_missing(error.name, error), error)
         return EXIT_USAGE
@@ -145,8 +235,8 @@ def guarded(
 
 
 def _storage_problem(error: OSError) -> str:
-    """Whatever writes a file says which; what has no name is stdout (`shoal report RUN --json > FILE`)."""
-    from shoal.observability.atomic import storage_error
+    """Errors of files have a name. Without a name it is stdout (`shoal report RUN --json > FILE`)."""
+    from shoal.runs.files import storage_error
 
     return str(storage_error(f"write {error.filename or 'the output'}", error))
 
@@ -157,12 +247,11 @@ def _missing(package: str, error: ModuleNotFoundError) -> str:
         trace = trace.tb_next
     importer = trace.tb_frame.f_globals.get("__name__", "").split(".")[0] if trace else ""
     wanted = f", which {importer} imports," if importer not in ("", "shoal", "importlib") else ""
-    again = "install Shoal again with all it needs (`make venv` in a clone)"
+    again = "install Shoal again with its dependencies (`make venv` in a clone)"
     return f"the Python package {package}{wanted} is missing; {again}"
 
 
 def _bug(error: Exception, arguments: Sequence[str], tell: Callable[[str, BaseException], None]) -> int:
-    from shoal.cli.crash import write_crash_bundle
 
     bundle = write_crash_bundle(error, arguments)
     tell(f"a bug in Shoal: {type(error).__name__}; the details are in {bundle}", error)
@@ -170,12 +259,13 @@ def _bug(error: Exception, arguments: Sequence[str], tell: Callable[[str, BaseEx
 
 
 def _overview() -> str:
-    """What `shoal --help` prints. Made here, because loading a parser for it would take most of the time."""
+    """The text of `shoal --help`. Written without the parser, whose import would take most of the time."""
     width = max(len(name) for name in VERBS)
     verbs = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in VERBS.items())
     return (
         "Usage: shoal COMMAND [ARGS]\n\nPost-train language models with GRPO.\n\n"
-        f"Commands:\n{verbs}\n\nMore about one: shoal COMMAND --help. Version: shoal --version"
+        f"Commands:\n{verbs}\n\nMore about one: shoal COMMAND --help. Version: shoal --version\n"
+        "Completion for the current shell: shoal --install-completion"
     )
 
 
@@ -187,7 +277,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 def make_app() -> App:
-    """The parser of all verbs; none of them is imported yet."""
+    """The parser of all verbs. Imports none of them."""
     from cyclopts import App
 
     import shoal
@@ -203,6 +293,7 @@ def make_app() -> App:
     )
     for name, (target, summary) in VERBS.items():
         app.command(target, name=name, help=summary)
+    app.register_install_completion_command(help="Install completion for the current shell.")
     return app
 
 
@@ -219,17 +310,17 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _usage_problem(error: CycloptsError) -> str:
-    """Cyclopts' own words, which name the nearest command or flag; the list of all commands is left to --help."""
+    """The message of Cyclopts, which names the nearest command or flag, without its list of all commands."""
     from cyclopts import MissingArgumentError
 
     missing = error.argument if isinstance(error, MissingArgumentError) else None
-    if missing is not None and missing.index is not None:  # it stands by its place, and nobody writes its name
+    if missing is not None and missing.index is not None:  # positional: users do not write its name
         return f"`shoal {' '.join(error.command_chain or ())}` needs {missing.names[0].lstrip('-').upper()}"
     return " ".join(str(error).split()).split(" Available commands:")[0].rstrip(".")
 
 
 def _key_hint(message: str) -> str:
-    """A key written as an option: `--learning_rate 1e-5` for `train.learning_rate=1e-5`."""
+    """A hint if a key was written as an option: `--learning_rate 1e-5` for `train.learning_rate=1e-5`."""
     from shoal.config.schema import SECTIONS
 
     found = re.search(r"Unknown option: .?--([\w-]+)", message)

@@ -1,4 +1,4 @@
-"""`shoal eval`: a model, checkpoint, adapter or run on the held-out prompts of an environment; or two compared."""
+"""`shoal eval`: score a model, checkpoint, adapter or run on held-out prompts of an environment, or compare two."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from pydantic import ValidationError
 
-from shoal.cli.environments import environment_problem
+from shoal.build.load import environment_problem
 from shoal.cli.output import notices, say
-from shoal.config.check_train import model_problem
 from shoal.config.problems import Findings, Origins
+from shoal.config.section_rules import model_problem
 from shoal.config.yaml_text import Source, parse_yaml
-from shoal.errors import ConfigError
-from shoal.observability.text import count
-from shoal.observability.weights import Weights, find_weights
+from shoal.core.errors import ConfigError
+from shoal.runs.weight_files import Weights, find_weights
+from shoal.watch.text import count
 
 
 def evaluate(
@@ -43,19 +43,19 @@ def evaluate(
     args
         An argument of the environment, key=value; may be repeated.
     adapter
-        Folder of a LoRA adapter to put on the model.
+        Folder of a LoRA adapter to apply to the model.
     checkpoint
         Which one of a run directory: a step, best, newest or final.
     against
         A second model, scored on the same prompts; the difference is paired by prompt.
     num_examples
-        Prompts.
+        Number of prompts.
     rollouts_per_example
-        Rollouts a prompt.
+        Rollouts per prompt.
     temperature
         0 is greedy.
     max_tokens
-        Longest completion.
+        Maximum tokens of a completion.
     seed
         Seed of sampling.
     device
@@ -75,12 +75,12 @@ def evaluate(
     env_args = dict(_argument(text) for text in args)
     _locate(models)
     if temperature == 0 and rollouts_per_example > 1:
-        notices(["--temperature: 0 makes all rollouts of a prompt equal; give one above 0"])
+        notices(["--temperature: at 0 all rollouts of a prompt are equal; set a value above 0"])
     _score(models, env_args, settings)
 
 
 def _locate(models: list[Weights]) -> None:
-    """What only a look for the files tells, under the name of the argument: a hub id that is not here, say."""
+    """Look for the files, and name the argument in errors, such as a hub id that is not in the cache."""
     from shoal.models.tokenizer import check_found
 
     for key, weights in zip(("model", "--against"), models, strict=False):
@@ -88,17 +88,17 @@ def _locate(models: list[Weights]) -> None:
 
 
 def _score(models: list[Weights], env_args: dict[str, Any], settings: dict[str, Any]) -> None:
-    from shoal import build
+    from shoal.build.evaluate import EvalTask, score
     from shoal.config.orch import EvalConfig, EvalSamplingConfig
 
     sampling = EvalSamplingConfig(**{name: settings[name] for name in ("temperature", "max_tokens", "seed")})
-    asked = EvalConfig(
+    evaluation = EvalConfig(
         num_examples=settings["num_examples"],
         rollouts_per_example=settings["rollouts_per_example"],
         sampling=sampling,
     )
-    task = build.EvalTask(settings["env"], asked, env_args, settings["device"])
-    scored = build.score(models, task)
+    task = EvalTask(settings["env"], evaluation, env_args, settings["device"])
+    scored = score(models, task)
     for weights, scores in zip(models, scored, strict=True):
         if len(models) > 1:
             say(f"{weights.adapter or weights.model}:")
@@ -114,14 +114,13 @@ def _score(models: list[Weights], env_args: dict[str, Any], settings: dict[str, 
 def _verdict(low: float, high: float) -> str:
     if low > 0 or high < 0:
         return f"the {'first' if low > 0 else 'second'} is better"
-    return "no difference can be told"
+    return "the difference is not statistically significant"
 
 
 def _checked(**settings: Any) -> dict[str, Any]:
-    """The same ranges as in a configuration file."""
+    """Check the same ranges as in a configuration file."""
     from shoal.config.orch import EvalConfig, EvalSamplingConfig
-    from shoal.config.problems import render
-    from shoal.config.schema_errors import problems_from
+    from shoal.config.problems import problems_from, render
     from shoal.config.train import TrainConfig
 
     for section, names in (

@@ -1,20 +1,118 @@
-"""`shoal grpo`: train, co-located. Reads and checks the configuration, then hands it to shoal.api."""
+"""`shoal grpo`: train in one process per device, or start and supervise the three processes of the split layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from shoal.cli.environments import check_environments, check_user_code
-from shoal.cli.output import notices
-from shoal.cli.run_folder import end_dry_run, prepare_folder
-from shoal.config.checks import check_run
-from shoal.config.load import Loaded, load_run
-from shoal.config.resolve import resolve_run
+from shoal.build.load import Run, load
+from shoal.cli.dry_run import end_dry_run
+from shoal.cli.entry import note_run_folder
+from shoal.cli.output import notices, say
+from shoal.config.load import ConfigDraft, load_run
 from shoal.config.schema import RunConfig
-from shoal.errors import ConfigError
+from shoal.core.errors import ConfigError
+from shoal.runs.files import storage
+from shoal.runs.run_dir import is_used
+from shoal.split.supervisor import SERVER_KILL_S, Child, Supervisor, free_port
+
+COMPONENTS = ("infer", "train", "orch")
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class SplitCommand:
+    """The arguments of `shoal grpo --layout split`."""
+
+    run: str | None
+    parts: dict[str, str]
+    overrides: list[str]
+    resume: bool = False
+    dry_run: bool = False
+
+    def file_for(self, component: str) -> str | None:
+        return self.parts.get(component, self.run)
+
+    def resume_command(self) -> str:
+        words = ["shoal", "grpo", *([self.run] if self.run else []), *self.overrides]
+        named = [word for name, file in self.parts.items() for word in (f"--{name}", file)]
+        return shlex.join([*words, *named, "--layout", "split", "--resume"])
+
+
+def supervise(command: SplitCommand, draft: ConfigDraft[RunConfig]) -> int | None:
+    """Check the whole run, as its processes will do again, then start them. Returns the exit code."""
+    run = load(draft, resume=command.resume, split=True)
+    config, folder = run.config, run.path
+    note_run_folder(folder)
+    notices(run.notices)
+    if command.dry_run:
+        end_dry_run(config, run.resume)
+        return None
+    with storage(f"create {folder}"):
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    implied = _implied(draft.config, config)
+    children = [_child(command, name, implied[name], folder, run.resume) for name in COMPONENTS]
+    if config.infer.engine_python is not None:
+        children[0].kill_s = SERVER_KILL_S
+    return Supervisor(children, "grpo-orch", say).run()
+
+
+def _child(command: SplitCommand, name: str, implied: Sequence[str], folder: Path, resume: bool) -> Child:
+    own = [override for override in command.overrides if override.startswith(f"{name}.")]
+    words = [f"grpo-{name}", *([file] if (file := command.file_for(name)) else []), *own, *implied]
+    if name != "orch":
+        return Child(f"grpo-{name}", words, folder / "logs" / f"{name}.out")
+    flags = ["--next-command", command.resume_command(), *(["--resume"] if resume else [])]
+    again = ["--resume"] if not resume else []
+    return Child("grpo-orch", [*words, *flags], restart_arguments=lambda: again if is_used(folder) else [])
+
+
+def _implied(given: RunConfig, resolved: RunConfig) -> dict[str, list[str]]:
+    """Overrides that give each section what it takes from the others. Keys that the user set are left alone."""
+    model, folder = resolved.train.model, str(Path(resolved.train.output_dir).resolve())
+    implied = {name: [f"{name}.output_dir={_quoted(folder)}"] for name in COMPONENTS}
+    for name, key in (("train", "train.model"), ("infer", "infer.model"), ("orch", "orch.model.name")):
+        implied[name].append(f"{key}={_quoted(str(model))}")
+    for key, value in _length(resolved).items():
+        implied[key.partition(".")[0]].append(f"{key}={'null' if value is None else value}")
+    implied["infer"] += [f"infer.{key}={value}" for key, value in _served(given, resolved).items()]
+    ours = resolved.infer.engine == "embedded" or resolved.infer.engine_python is not None
+    if ours and "client" not in given.orch.model_fields_set:
+        port = resolved.infer.port if "port" in given.infer.model_fields_set else free_port()
+        implied["infer"].append(f"infer.port={port}")
+        implied["orch"].append(f"orch.client.base_url=http://{resolved.infer.host}:{port}/v1")
+    return implied
+
+
+def _length(resolved: RunConfig) -> dict[str, int | None]:
+    """The length of the run, for every section. It replaces what the files say, since the command line may differ."""
+    steps, epochs = resolved.train.max_steps, resolved.train.epochs
+    return {
+        "train.max_steps": steps,
+        "train.epochs": epochs if steps is None else None,
+        "orch.max_steps": steps,
+    }
+
+
+def _served(given: RunConfig, resolved: RunConfig) -> dict[str, object]:
+    """What the server must support for this run, for the keys that its section leaves open."""
+    train, infer = resolved.train, resolved.infer
+    needed: dict[str, object] = {"max_model_len": infer.max_model_len, "max_num_seqs": infer.max_num_seqs}
+    if train.lora:
+        needed |= {"enable_lora": "true", "max_lora_rank": infer.max_lora_rank}
+    if train.recipe in DTYPES:
+        needed["dtype"] = DTYPES[train.recipe]
+    return {key: value for key, value in needed.items() if key not in given.infer.model_fields_set}
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
 
 FILE_SUFFIXES = (".yaml", ".yml")
 
@@ -35,7 +133,7 @@ def grpo(
     Parameters
     ----------
     tokens
-        A file with the sections train, infer and orch; and overrides such as train.learning_rate=1e-5.
+        A file with the sections train, infer and orch, and overrides such as train.learning_rate=1e-5.
     train
         File with the train section.
     infer
@@ -47,47 +145,28 @@ def grpo(
     resume
         Continue the run in train.output_dir.
     layout
-        colocated: one process a device. split: grpo-infer, grpo-orch and grpo-train, started and supervised here.
+        colocated: one process per device. split: start and supervise grpo-infer, grpo-orch and grpo-train.
     """
     run, overrides = split_tokens(tokens)
     parts = {name: file for name, file in (("train", train), ("infer", infer), ("orch", orch)) if file is not None}
     if layout == "split":
-        from shoal.cli.layout import SplitCommand, supervise
-
-        return supervise(SplitCommand(run, parts, overrides, resume, dry_run), _load(run, parts, overrides))
-    train_loaded(_load(run, parts, overrides), resume=resume, dry_run=dry_run)
+        return supervise(SplitCommand(run, parts, overrides, resume, dry_run), _read(run, parts, overrides))
+    train_or_dry_run(load(_read(run, parts, overrides), resume=resume), dry_run)
     return None
 
 
-def train_loaded(
-    loaded: Loaded[RunConfig],
-    *,
-    resume: bool = False,
-    dry_run: bool = False,
-    wording: Callable[[str], str] = str,
-) -> None:
-    """Check a configuration that was read, whatever surface it came from, and train.
-
-    `wording` puts what is said before and while it trains into the words of that surface.
-    """
-    findings = check_run(loaded.config)
-    check_environments(loaded.config.orch, findings)
-    for section in (loaded.config.orch, loaded.config.train):
-        check_user_code(section, findings)
-    findings.raise_errors(loaded.origins)
-    config = resolve_run(loaded.config)
-    resume = resume or config.train.resume_from_checkpoint
-    advice = [wording(line) for line in findings.notice_lines() + prepare_folder(loaded, config, resume)]
+def train_or_dry_run(run: Run, dry_run: bool) -> None:
+    note_run_folder(run.path)
     if dry_run:
-        notices(advice)
-        end_dry_run(config, resume)
+        notices(run.notices)
+        end_dry_run(run.config, run.resume)
         return
     from shoal import api
 
-    api.train(config, resume=resume, notices=advice, wording=wording)
+    api.train(run)
 
 
-def _load(run: str | None, parts: dict[str, str], overrides: list[str]) -> Loaded[RunConfig]:
+def _read(run: str | None, parts: dict[str, str], overrides: list[str]) -> ConfigDraft[RunConfig]:
     if run is not None and parts:
         given = ", ".join(f"--{name}" for name in parts)
         raise ConfigError(f"command line: {run}: a file for the whole run excludes {given}; give one or the other")

@@ -1,4 +1,4 @@
-"""What the verbs print. Results go to stdout, notices and errors to stderr; nothing reaches a terminal unescaped."""
+"""Printing. Results go to stdout, notices and errors to stderr. Control characters are escaped."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from typing import TextIO
 
 from shoal.config.problems import printable
-from shoal.observability.redact import redact
+from shoal.runs.secrets import redact
 
 
 def complain(message: str) -> None:
-    """An error: one line, or one line a problem. An indented line belongs to the one above."""
+    """Print an error: one line, or one line per problem. An indented line belongs to the line above."""
     lines = redact(message).splitlines() or ["failed"]
     problems = [line for line in lines if not line.startswith(" ")]
     if len(problems) == 1:
@@ -39,18 +39,18 @@ def say(text: str) -> None:
 def _write(line: str) -> None:
     try:
         print(_safe(line, sys.stderr.encoding), file=sys.stderr)
-    except OSError:  # full, or nobody listens: the exit code says it all the same
+    except OSError:  # a full disk or a closed pipe: the exit code still reports the error
         mute(sys.stderr)
 
 
 def mute(stream: TextIO) -> None:
-    """What a stream still holds goes nowhere; Python would complain once more when it flushes at exit."""
+    """Discard the buffer of a stream. Otherwise Python reports the error again when it flushes at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def _safe(line: str, encoding: str | None) -> str:
-    """Escaped, and without what the terminal's encoding lacks (LANG=C has no dashes or ellipses)."""
+    """Escape control characters and characters that the encoding lacks (LANG=C has no dashes or ellipses)."""
     encoding = encoding or "ascii"
     return printable(line).encode(encoding, errors="backslashreplace").decode(encoding)

@@ -1,6 +1,6 @@
-"""`python -m shoal.cli.rank FOLDER`: one process of a run on several devices. Started by `shoal`, not by people.
+"""`python -m shoal.cli.rank FOLDER`: one rank of a run on several devices, started by `shoal` (build/ranks.py).
 
-The folder holds the configuration, checked already, or the command to run, and takes the reason if the rank ends early.
+The folder holds the checked configuration, or the command to run. A rank that fails writes the reason there.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ import shutil
 import sys
 from pathlib import Path
 
-from shoal.cli.crash import note_run_folder
-from shoal.cli.entry import guarded, run_command
-from shoal.errors import EXIT_DONE, EXIT_STOPPED, LostRanksError
-from shoal.rewards.confine import wake_at_parent_death
+from shoal.cli.entry import guarded, note_run_folder, run_command
+from shoal.core.errors import EXIT_DONE, EXIT_STOPPED, LostRanksError
+from shoal.rewards.sandbox import wake_at_parent_death
 
 
 def main(folder: Path) -> int:
-    from shoal.build.launch import read_start, write_end
+    from shoal.build.load import Run
+    from shoal.build.ranks import LAUNCHER_PID, read_start, write_end
 
     rank = int(os.environ["RANK"])
-    config, start = read_start(folder, rank)
+    launcher_pid, task = int(os.environ.pop(LAUNCHER_PID)), read_start(folder, rank)
     wake_at_parent_death()
-    if os.getppid() != start.launcher_pid:
-        return EXIT_STOPPED  # it died before the line above
-    if config is not None:
-        note_run_folder(Path(config.train.output_dir))
+    if os.getppid() != launcher_pid:
+        return EXIT_STOPPED  # the launcher died before the line above
+    if isinstance(task, Run):
+        note_run_folder(task.path)
 
     def work() -> int:
-        if config is None:
-            return run_command(list(start.command))
+        if not isinstance(task, Run):
+            return run_command(task)
         from shoal import api
 
-        api.train(config, resume=start.resume, notices=start.notices, next_command=start.next_command)
+        api.train(task)
         return EXIT_DONE
 
     def tell(message: str, error: BaseException) -> None:
@@ -41,8 +41,8 @@ def main(folder: Path) -> int:
     try:
         return guarded(work, sys.argv[1:], tell)
     finally:
-        if os.getppid() != start.launcher_pid:
-            shutil.rmtree(folder, ignore_errors=True)  # nobody else is left to do it
+        if os.getppid() != launcher_pid:
+            shutil.rmtree(folder, ignore_errors=True)  # the launcher is gone and cannot remove it
 
 
 if __name__ == "__main__":

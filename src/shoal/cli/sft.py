@@ -1,18 +1,21 @@
-"""`shoal sft`: supervised training on completions, with the same train section as a run."""
+"""`shoal sft`: supervised training on completions, with the train section of `shoal grpo`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from shoal.build.load import check_run_folder
+from shoal.cli.dry_run import end_dry_run
+from shoal.cli.entry import note_run_folder
 from shoal.cli.grpo import split_tokens
 from shoal.cli.output import notices
-from shoal.cli.run_folder import end_dry_run, prepare_folder
-from shoal.config.checks import check_sft
 from shoal.config.load import load_sft
 from shoal.config.resolve import resolve_sft
-from shoal.errors import ConfigError
+from shoal.config.rules import check_sft
+from shoal.core.errors import ConfigError
 
 
 def sft(
@@ -29,7 +32,7 @@ def sft(
     Parameters
     ----------
     tokens
-        A file with the sections train and dataset; and overrides such as train.learning_rate=1e-5.
+        A file with the sections train and dataset, and overrides such as train.learning_rate=1e-5.
     model
         The same as train.model=...
     dataset
@@ -60,7 +63,8 @@ def sft(
     findings.raise_errors(loaded.origins)
     config = resolve_sft(loaded.config)
     resume = resume or config.train.resume_from_checkpoint
-    notices(findings.notice_lines() + prepare_folder(loaded, config, resume))
+    note_run_folder(Path(config.train.output_dir))
+    notices(findings.notice_lines() + check_run_folder(loaded, config, resume))
     if dry_run:
         end_dry_run(config, resume)
         return
@@ -70,5 +74,5 @@ def sft(
 
 
 def _quoted(value: str | int) -> str:
-    """As a YAML scalar that stays what it is: a folder called 1e5 is not a number."""
+    """A YAML scalar of the same type: a folder called 1e5 must stay a string."""
     return str(value) if isinstance(value, int) else "'" + value.replace("'", "''") + "'"

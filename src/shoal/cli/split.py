@@ -1,4 +1,5 @@
-"""`shoal grpo-orch`, `grpo-train`: processes of the split layout, each read and checked alone."""
+"""`shoal grpo-orch`, `grpo-train` and `grpo-infer`: the processes of the split layout. Each reads and checks its own
+section; `grpo-infer` also serves a model without a run."""
 
 from __future__ import annotations
 
@@ -8,17 +9,19 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from shoal.cli.environments import check_environments, check_user_code, load_code
+from shoal.build.load import check_environments, check_user_code
+from shoal.cli.dry_run import import_user_code, note_machine
 from shoal.cli.grpo import FILE_SUFFIXES
-from shoal.cli.machine import note_machine
 from shoal.cli.output import notices, say
-from shoal.config.checks import check_section
-from shoal.config.load import Loaded, load_section
+from shoal.config.infer import InferConfig
+from shoal.config.load import ConfigDraft, load_section
+from shoal.config.orch import OrchConfig
 from shoal.config.resolve import as_yaml
-from shoal.config.schema import OrchConfig, TrainConfig
-from shoal.errors import EXIT_TERMINATED, ConfigError
-from shoal.orchestrator.supervise import SUPERVISOR
-from shoal.rewards.confine import die_with_parent
+from shoal.config.rules import check_section
+from shoal.config.train import TrainConfig
+from shoal.core.errors import EXIT_TERMINATED, ConfigError
+from shoal.rewards.sandbox import die_with_parent
+from shoal.split.supervisor import SUPERVISOR
 
 DryRun = Flag = Annotated[bool, Parameter(negative=())]
 
@@ -43,11 +46,11 @@ def grpo_orch(
     resume
         Continue the run in orch.output_dir.
     next_command
-        How to go on, for status.json, where a supervisor started this.
+        How to continue the run, for status.json; set by the supervisor.
     """
     loaded = read_section("orch", file, overrides, dry_run)
     if loaded is not None:
-        from shoal import split
+        from shoal.split import commands as split
 
         again = next_command or split.resume_command(file, overrides)
         split.orchestrate(loaded.config, loaded.origins, resume=resume, next_command=again)
@@ -70,7 +73,7 @@ def grpo_train(
     dry_run
         Check everything, print the configuration, and stop.
     forward_only
-        Refused: a trainer computes the reference itself.
+        Not supported: the trainer computes the reference itself.
     """
     if forward_only:
         raise ConfigError(
@@ -79,13 +82,13 @@ def grpo_train(
         )
     loaded = read_section("train", file, overrides, dry_run)
     if loaded is not None:
-        from shoal import split
+        from shoal.split import commands as split
 
         split.serve_training(loaded.config, loaded.origins, ("grpo-train", file, *overrides))
 
 
-def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool) -> Loaded[Any] | None:
-    """The section, read and checked; None if that is all that was wanted."""
+def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool) -> ConfigDraft[Any] | None:
+    """The checked section; None after a dry run."""
     die_with_supervisor()
     only_overrides = "=" in file and not file.endswith(FILE_SUFFIXES)
     loaded = load_section(name, None, [file, *overrides]) if only_overrides else load_section(name, file, overrides)
@@ -95,10 +98,10 @@ def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool
     if isinstance(loaded.config, OrchConfig | TrainConfig):
         check_user_code(loaded.config, findings)
     findings.raise_errors(loaded.origins)
-    if os.environ.get("RANK", "0") == "0":  # of several that were started alike, one says it
+    if os.environ.get("RANK", "0") == "0":  # once, not on every rank
         notices(findings.notice_lines())
     if isinstance(loaded.config, OrchConfig | TrainConfig):
-        load_code(loaded.config)  # what cannot be had is said before anybody is waited for
+        import_user_code(loaded.config)  # fail before waiting for the other processes
     if not dry_run:
         return loaded
     if isinstance(loaded.config, TrainConfig):
@@ -108,9 +111,37 @@ def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool
 
 
 def die_with_supervisor() -> None:
-    """A process that `shoal grpo --layout split` started ends with it, however that one ends."""
+    """A process that `shoal grpo --layout split` started ends when the supervisor ends, for whatever reason."""
     supervisor = os.environ.pop(SUPERVISOR, None)
     if supervisor is not None:
         die_with_parent()
         if os.getppid() != int(supervisor):
-            sys.exit(EXIT_TERMINATED)  # it ended before this process could ask for that
+            sys.exit(EXIT_TERMINATED)  # the supervisor ended before the line above
+
+
+def grpo_infer(file: str, *overrides: str, dry_run: Annotated[bool, Parameter(negative=())] = False) -> None:
+    """Serve the model over HTTP, for OpenAI clients and for the other processes of the split layout.
+
+    Parameters
+    ----------
+    file
+        File with the infer section.
+    overrides
+        Such as infer.port=8001.
+    dry_run
+        Check everything, print the configuration, and stop.
+    """
+    loaded = read_section("infer", file, overrides, dry_run)
+    if loaded is not None:
+        _serve(loaded)
+
+
+def _serve(loaded: ConfigDraft[InferConfig]) -> None:
+    from shoal.split import commands as split
+
+    split.serve_inference(loaded.config, loaded.origins, _tell)
+
+
+def _tell(line: str) -> None:
+    say(line)
+    sys.stdout.flush()  # a program that starts the server waits for this line

@@ -1,1 +1,1 @@
-"""Configuration: one strict schema, read from YAML with line numbers, checked before anything loads. No torch."""
+"""Configuration: one strict schema, read from YAML with line numbers and checked before anything loads. No torch."""

@@ -1,6 +1,6 @@
-"""Looks things up in the schema: which keys a section has, which section stands at a path, where a key might belong.
+"""Looks up keys in the schema: the keys of a section, the section at a path, the nearest match of an unknown key.
 
-Used for error messages, for the check of overrides and for the generated reference. Reads annotations only.
+Used for error messages, overrides and the generated reference.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import Any, get_args
 from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
-from shoal.config.base import Section
 from shoal.config.yaml_text import KeyPath
+from shoal.core.section import Section, Variant
+
+Sections = tuple[type[Section], ...]  # the sections a key may hold: none, one, or variants selected by `type`
 
 
 @dataclass(frozen=True)
 class Key:
     path: tuple[str, ...]
     info: FieldInfo
-    section: type[Section] | None  # what stands under the key, if it is a section itself
+    sections: Sections  # empty for a plain value
     many: bool = False  # a list of such sections
 
     @property
@@ -30,48 +32,79 @@ class Key:
 
 
 def field_names(name: str, info: FieldInfo) -> list[str]:
-    """What a field may be called in a file; the first is the one we write."""
+    """The names of a field in a file. Shoal writes the first one."""
     if isinstance(info.validation_alias, AliasChoices):
         return [str(choice) for choice in info.validation_alias.choices]
     return [info.alias or name]
 
 
-def known_keys(section: type[Section]) -> dict[str, FieldInfo]:
-    return {key: info for name, info in section.model_fields.items() for key in field_names(name, info)}
+def fields_of(*sections: type[Section]) -> dict[str, FieldInfo]:
+    """The fields of a section, or of several variants: the fields of their base class first."""
+    first = sections[0] if sections else None
+    shared = (first.base(),) if len(sections) > 1 and first is not None and issubclass(first, Variant) else ()
+    fields: dict[str, FieldInfo] = {}
+    for section in (*shared, *sections):
+        for name, info in section.model_fields.items():
+            fields.setdefault(name, info)
+    return fields
 
 
-def section_of(annotation: Any) -> type[Section] | None:
-    """The section inside an annotation such as `Annotated[list[EnvConfig], …] | None`."""
+def known_keys(*sections: type[Section]) -> dict[str, FieldInfo]:
+    return {key: info for name, info in fields_of(*sections).items() for key in field_names(name, info)}
+
+
+def mark_of(info: FieldInfo, mark: str) -> Any:
+    """What the declaration of a key says about itself in `json_schema_extra`; None without this mark.
+
+    `binding`: a resumed run cannot change it. `grpo_only`: not for supervised training. `split_only`: for the split
+    layout. `remote_only`: not for the embedded engine in a co-located run. `server_only`: not for the embedded engine,
+    with the reason. `started_only`: only for a server that Shoal starts. `lora_only`: no effect without LoRA.
+    """
+    return info.json_schema_extra.get(mark) if isinstance(info.json_schema_extra, dict) else None
+
+
+def marked(section: type[Section], mark: str) -> dict[str, Any]:
+    """The keys of `section` that have this mark, with its value."""
+    return {name: value for name, info in section.model_fields.items() if (value := mark_of(info, mark)) is not None}
+
+
+def variants_of(sections: Sections) -> tuple[type[Variant], ...]:
+    """The variants, if `type` selects one of several."""
+    variants = tuple(section for section in sections if issubclass(section, Variant))
+    return variants if len(variants) > 1 else ()
+
+
+def sections_of(annotation: Any) -> Sections:
+    """The sections inside an annotation such as `Annotated[list[EnvConfig], …] | None`."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    return next((found for arg in get_args(annotation) if (found := section_of(arg)) is not None), None)
+        return (annotation,)
+    return tuple(dict.fromkeys(found for arg in get_args(annotation) for found in sections_of(arg)))
 
 
-def section_at(root: type[Section], path: KeyPath) -> type[Section] | None:
-    """The section whose keys stand under `path`; None if free-form data or a plain value stands there."""
-    section: type[Section] | None = root
+def sections_at(root: type[Section], path: KeyPath) -> Sections:
+    """The sections whose keys are under `path`; empty for free-form data and plain values."""
+    sections: Sections = (root,)
     for part in path:
         if isinstance(part, int):
             continue
-        info = known_keys(section).get(part) if section is not None else None
+        info = known_keys(*sections).get(part)
         if info is None:
-            return None
-        section = section_of(info.annotation)
-    return section
+            return ()
+        sections = sections_of(info.annotation)
+    return sections
 
 
-def walk_keys(section: type[Section], prefix: tuple[str, ...] = ()) -> Iterator[Key]:
-    """Every key of the schema, sections before what is in them, in the order they are written."""
-    for name, info in section.model_fields.items():
+def walk_keys(*sections: type[Section], prefix: tuple[str, ...] = ()) -> Iterator[Key]:
+    """Every key of the schema, in the order of declaration, each section before its keys."""
+    for name, info in fields_of(*sections).items():
         path = (*prefix, field_names(name, info)[0])
-        inner = section_of(info.annotation)
+        inner = sections_of(info.annotation)
         many = "list[" in str(info.annotation)
         yield Key(path, info, inner, many)
-        if inner is not None:
-            yield from walk_keys(inner, path)
+        yield from walk_keys(*inner, prefix=path)
 
 
-# What other trainers call it.
+# Names in other trainers → key.
 ELSEWHERE = {
     "lr": "train.learning_rate",
     "epsilon": "train.loss.clip_low",
@@ -90,25 +123,24 @@ ELSEWHERE = {
 
 
 def nearest(word: str, known: list[str]) -> str | None:
-    """Of those that are alike one with the same letters: two of them are typed in the wrong order more often."""
+    """The closest match. Prefers an anagram, since transposed letters are the most common typo."""
     found = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     return next((near for near in found if sorted(near) == sorted(word)), found[0] if found else None)
 
 
 def suggestion(root: type[Section], parent: KeyPath, key: str) -> str:
-    """How to fix an unknown key: what it is called here, the same word elsewhere, a similar word, or all there are."""
-    here = section_at(root, parent)
-    siblings = list(known_keys(here)) if here is not None else []
+    """How to fix an unknown key: its name in Shoal, the same key in another section, a similar key, or all keys."""
+    siblings = list(known_keys(*sections_at(root, parent)))
     elsewhere = [found.dotted for found in walk_keys(root) if found.path[-1] == key]
     near = nearest(key, siblings)
-    takes_arguments = {"id", "args"} <= set(siblings)  # an environment's, which may be called like anything
+    takes_arguments = {"id", "args"} <= set(siblings)  # of an environment: any name is possible
     renamed = _renamed(root, key)
     if renamed is not None and not elsewhere and not takes_arguments:
-        return f"it is called `{renamed}` here"
+        return f"the key in Shoal is `{renamed}`"
     if near is not None and (not elsewhere or difflib.SequenceMatcher(None, key, near).ratio() > 0.85):
         return f"did you mean `{near}`?"
     if takes_arguments:
-        return f"arguments go under `args`: {{{key}: …}}"
+        return f"put arguments under `args`: {{{key}: …}}"
     if elsewhere:
         return f"`{key}` belongs at `{elsewhere[0]}`"
     far = nearest(key, [found.path[-1] for found in walk_keys(root)])
@@ -118,6 +150,20 @@ def suggestion(root: type[Section], parent: KeyPath, key: str) -> str:
 
 
 def _renamed(root: type[Section], key: str) -> str | None:
-    """Of a section alone the keys have no name before them."""
+    """The key in Shoal for a name of another trainer. For a single section, keys have no prefix."""
     ours = ELSEWHERE.get(key, "")
     return next((k.dotted for k in walk_keys(root) if f".{ours}".endswith(f".{k.dotted}")), None)
+
+
+def given(section: Section, *names: str) -> list[str]:
+    """The keys among `names` that have another value than their default.
+
+    A key set to its default does not count, because the config.yaml of a run contains every key and can be run again.
+    """
+    fields = type(section).model_fields
+    return [
+        name
+        for name in names
+        if name in section.model_fields_set
+        and getattr(section, name) != fields[name].get_default(call_default_factory=True)
+    ]

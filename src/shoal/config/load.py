@@ -1,6 +1,6 @@
-"""Files and dotted overrides to a validated configuration, with the place of every key kept for messages.
+"""Loads files and dotted overrides into a validated configuration, and records the place of every key for messages.
 
-Called by the CLI and the launcher. Reads text and environment variables only; whether keys go together is checks.py.
+Called by the CLI and the launcher. Checks across keys are in rules.py.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from shoal.config.base import Section
-from shoal.config.fields import known_keys, nearest, section_at
-from shoal.config.problems import Origins, Problem, printable, render, show
+from shoal.config.fields import known_keys, nearest, sections_at
+from shoal.config.problems import Origins, Problem, printable, problems_from, render, show
 from shoal.config.schema import SECTIONS, RunConfig, SftConfig
-from shoal.config.schema_errors import problems_from
 from shoal.config.yaml_text import KeyPath, Source, parse_yaml
-from shoal.errors import ConfigError
+from shoal.core.errors import ConfigError
+from shoal.core.section import Section
 
 MAX_FILE_BYTES = 1_000_000
 COMMAND_LINE = "command line"
-# One matter in three places: what the command line says about it stands instead of all that files say.
+# Three keys for the length of a run: an override of one of them replaces the others from files.
 LENGTH = (("train", "max_steps"), ("train", "epochs"), ("orch", "max_steps"))
-# What a process of the split layout takes from the trainer's section of the same file, unless its own says it.
+# Split layout: keys that a section takes from `train` of the same file unless it sets them itself.
 SHARED = {
     "infer": {("model",): "model", ("output_dir",): "output_dir"},
     "orch": {("model", "name"): "model", ("output_dir",): "output_dir"},
@@ -36,40 +35,40 @@ Config = TypeVar("Config", bound=Section)
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[Config]):
+class ConfigDraft(Generic[Config]):
     config: Config
     origins: Origins
 
 
 def load_run(
     run: str | None = None, *, parts: Mapping[str, str] | None = None, overrides: Sequence[str] = ()
-) -> Loaded[RunConfig]:
-    """A whole run: one file with three sections, or `parts` naming a file for each section, and overrides on top."""
+) -> ConfigDraft[RunConfig]:
+    """A whole run: one file with three sections, or one file per section (`parts`), plus overrides."""
     return _load(RunConfig, run, parts or {}, overrides)
 
 
 def load_data(
     data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "configuration"
-) -> Loaded[RunConfig]:
-    """A run given as plain data under the names of the files, by `source`; overrides as on the command line."""
-    draft = _Draft(RunConfig)
+) -> ConfigDraft[RunConfig]:
+    """A run as plain data with the keys of the files, plus overrides. Messages name `source` as the place."""
+    draft = _KeyReader(RunConfig)
     draft.data = copy.deepcopy(dict(data))
     draft.origins.default = source
     for override in overrides:
         draft.override(override)
-    return Loaded(draft.validate(), draft.origins)
+    return ConfigDraft(draft.validate(), draft.origins)
 
 
-def load_sft(file: str | None, overrides: Sequence[str] = ()) -> Loaded[SftConfig]:
+def load_sft(file: str | None, overrides: Sequence[str] = ()) -> ConfigDraft[SftConfig]:
     return _load(SftConfig, file, {}, overrides)
 
 
-def load_section(name: str, file: str | None, overrides: Sequence[str] = ()) -> Loaded[Any]:
-    """One section alone, for the commands of the split layout; the file may hold the others too.
+def load_section(name: str, file: str | None, overrides: Sequence[str] = ()) -> ConfigDraft[Any]:
+    """One section, for the commands of the split layout. The file may have the other sections too.
 
-    Paths in messages start with the section's name.
+    Paths in messages start with the name of the section.
     """
-    draft = _Draft(RunConfig)
+    draft = _KeyReader(RunConfig)
     if file is not None:
         draft.add_file(file, () if _holds_sections(file) else (name,))
     for override in overrides:
@@ -82,11 +81,11 @@ def load_section(name: str, file: str | None, overrides: Sequence[str] = ()) -> 
         problems = problems_from(error, SECTIONS[name], data)
         moved = [Problem((name, *problem.path), problem.what, problem.fix) for problem in problems]
         raise ConfigError(render(moved, draft.origins)) from None
-    return Loaded(config, draft.origins)
+    return ConfigDraft(config, draft.origins)
 
 
 def _share(data: dict[str, Any], name: str) -> None:
-    """What a run's file says once, in `train`, holds for its other sections."""
+    """Copies the keys in SHARED from `train` to the section `name`."""
     train = data.get("train")
     for (*outer, last), shared in SHARED.get(name, {}).items():
         if not isinstance(train, dict) or train.get(shared) is None:
@@ -96,18 +95,20 @@ def _share(data: dict[str, Any], name: str) -> None:
             if isinstance(place, dict) and place.get(part) is None:
                 place[part] = {}
             place = place[part] if isinstance(place, dict) else None
-        if isinstance(place, dict):  # anything else is refused where it stands
+        if isinstance(place, dict):  # other types are rejected by validation
             place.setdefault(last, train[shared])
 
 
 def _holds_sections(file: str) -> bool:
-    """Whether this is a file for a whole run."""
+    """True if the file configures a whole run."""
     value = parse_yaml(read_config_text(file), Source(printable(file)), os.environ).value
     return isinstance(value, dict) and bool(value) and set(value) <= set(SECTIONS)
 
 
-def _load(model: type[Config], file: str | None, parts: Mapping[str, str], overrides: Sequence[str]) -> Loaded[Config]:
-    draft = _Draft(model)
+def _load(
+    model: type[Config], file: str | None, parts: Mapping[str, str], overrides: Sequence[str]
+) -> ConfigDraft[Config]:
+    draft = _KeyReader(model)
     if file is not None:
         draft.add_file(file, ())
     for name, part in parts.items():
@@ -115,28 +116,28 @@ def _load(model: type[Config], file: str | None, parts: Mapping[str, str], overr
     for override in overrides:
         draft.override(override)
     draft.displace(LENGTH)
-    return Loaded(draft.validate(), draft.origins)
+    return ConfigDraft(draft.validate(), draft.origins)
 
 
 def read_config_text(file: str) -> str:
-    """The text of a configuration file; anything that is not one is refused in words."""
+    """The text of a configuration file. Raises ConfigError if the file cannot be read as one."""
     shown, path = printable(file), Path(file)
     try:
         if path.is_dir():
-            name = "config.yaml" if (path / "config.yaml").is_file() else "run.yaml"  # a run's own, or a person's
-            raise ConfigError(
-                f"{shown}: is a directory, not a configuration file; name the file in it, as {shown}/{name}"
-            )
+            name = (
+                "config.yaml" if (path / "config.yaml").is_file() else "run.yaml"
+            )  # of a run directory, or written by a user
+            raise ConfigError(f"{shown}: is a directory, not a configuration file; did you mean {shown}/{name}?")
         with path.open("rb") as content:
-            raw = content.read(MAX_FILE_BYTES + 1)  # of a device there is no end
+            raw = content.read(MAX_FILE_BYTES + 1)  # limited, since a device file has no end
         if len(raw) > MAX_FILE_BYTES:
-            raise ConfigError(f"{shown}: larger than {MAX_FILE_BYTES} bytes; that is not a configuration file")
+            raise ConfigError(f"{shown}: is larger than {MAX_FILE_BYTES} bytes, too large for a configuration file")
         return raw.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{shown}: no such file{_similar_file(path)}") from None
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{shown}:{line}: not UTF-8 text; save the file as UTF-8") from None
+        raise ConfigError(f"{shown}:{line}: is not UTF-8 text; save the file as UTF-8") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{shown}: cannot be read: {reason}") from None
@@ -147,12 +148,12 @@ def _similar_file(path: Path) -> str:
         files = {entry.stem: entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")}
         near = files.get(nearest(path.stem, list(files)) or "")
     except OSError:
-        return f"; the folder {printable(str(path.parent))} does not exist either"
+        return f"; the folder {printable(str(path.parent))} does not exist"
     return f"; did you mean {printable(str(path.parent / near))}?" if near else "; `shoal init DIR` writes examples"
 
 
-class _Draft(Generic[Config]):
-    """Plain data on its way to a config: files are merged in, then overrides, then it is validated."""
+class _KeyReader(Generic[Config]):
+    """Collects plain data from files and overrides, and validates it."""
 
     def __init__(self, model: type[Config]) -> None:
         self.model = model
@@ -164,8 +165,8 @@ class _Draft(Generic[Config]):
         shown = printable(file)
         document = parse_yaml(read_config_text(file), Source(shown), os.environ)
         if not isinstance(document.value, dict):
-            what = "is empty" if document.value is None else f"holds {show(document.value)}"
-            raise ConfigError(f"{shown}:1: {what}, not keys with values; write `key: value` lines")
+            what = "is empty" if document.value is None else f"contains {show(document.value)}"
+            raise ConfigError(f"{shown}:1: {what} instead of keys; write `key: value` lines")
         if prefix:
             self._refuse_other_section(document.value, str(prefix[0]), shown)
             self.data[str(prefix[0])] = document.value
@@ -178,28 +179,28 @@ class _Draft(Generic[Config]):
             self.origins.templates[(*prefix, *path)] = text
 
     def _refuse_other_section(self, value: dict[str, Any], name: str, shown: str) -> None:
-        """orch.yaml given with --infer: one message instead of one a key."""
+        """One message for orch.yaml passed with --infer, instead of one message per key."""
         if not all(section in self.model.model_fields for section in SECTIONS):
             return
         if value and set(value) <= set(SECTIONS):
-            raise ConfigError(f"{shown}:1: has the sections of a whole run; give it alone, without --{name}")
+            raise ConfigError(f"{shown}:1: has the sections of a whole run; pass it without --{name}")
         fits = {section: sum(key in known_keys(SECTIONS[section]) for key in value) for section in SECTIONS}
         best = max(fits, key=lambda section: fits[section])
         if value and fits[best] == len(value) and fits[name] * 2 <= len(value):
-            raise ConfigError(f"{shown}:1: looks like the `{best}` section; the `{name}` section is wanted here")
+            raise ConfigError(f"{shown}:1: looks like the `{best}` section, but --{name} needs the `{name}` section")
 
     def _refuse_loose_section(self, value: dict[str, Any], shown: str) -> None:
-        """A train.yaml given where one file with sections is expected: one message instead of forty."""
+        """One message for train.yaml passed as the file of a whole run, instead of one message per key."""
         sections = list(self.model.model_fields)
         if value and not any(key in sections for key in value):
             fits = {
                 name: sum(key in SECTIONS[name].model_fields for key in value) for name in sections if name in SECTIONS
             }
             best = max(fits, key=lambda name: fits[name])
-            hint = f"; this looks like the `{best}` section: give it with --{best}, or put its keys under `{best}:`"
+            hint = f"; it looks like the `{best}` section: pass it with --{best}, or put its keys under `{best}:`"
             first = printable(next(iter(value)))
             raise ConfigError(
-                f"{shown}:1: {first}: not a section; one file for a whole run has the sections "
+                f"{shown}:1: {first}: is not a section; a file for a whole run has the sections "
                 f"{', '.join(sections)}{hint if fits[best] else ''}"
             )
 
@@ -208,7 +209,7 @@ class _Draft(Generic[Config]):
         shown = printable(text)
         if not equals or not key or key.startswith("-"):
             raise ConfigError(
-                f"{COMMAND_LINE}: {shown}: not an override; write section.key=value, as train.learning_rate=1e-5"
+                f"{COMMAND_LINE}: {shown}: is not an override; write section.key=value, e.g. train.learning_rate=1e-5"
             )
         path: KeyPath = tuple(int(part) if part.isdigit() else part for part in key.split("."))
         self._check_section(path, shown, only)
@@ -223,7 +224,7 @@ class _Draft(Generic[Config]):
             self.origins.templates[(*path, *inner)] = template
 
     def displace(self, keys: Sequence[KeyPath]) -> None:
-        """Where an override sets one of these keys, a file's values of the others are left out."""
+        """If an override sets one of these keys, drop the values of the others that came from files."""
         if not self._overridden.intersection(keys):
             return
         for section, name in keys:
@@ -233,7 +234,7 @@ class _Draft(Generic[Config]):
     def _check_section(self, path: KeyPath, shown: str, only: str | None) -> None:
         sections = [only] if only else list(self.model.model_fields)
         first = str(path[0]) if path else ""
-        if first in sections and (len(path) > 1 or section_at(self.model, path) is None):
+        if first in sections and (len(path) > 1 or not sections_at(self.model, path)):
             return
         elsewhere = [name for name in sections if name in SECTIONS and first in SECTIONS[name].model_fields]
         near = nearest(first, sections)
@@ -242,8 +243,8 @@ class _Draft(Generic[Config]):
         elif near and len(path) > 1:
             fix = f"did you mean `{near}.{'.'.join(map(str, path[1:]))}`?"
         else:
-            fix = f"start with one of {', '.join(sections)}, as {sections[0]}.key=value"
-        raise ConfigError(f"{COMMAND_LINE}: {shown}: {printable(first)!r} is not a section with a key; {fix}")
+            fix = f"write {sections[0]}.key=value, with one of the sections {', '.join(sections)}"
+        raise ConfigError(f"{COMMAND_LINE}: {shown}: {printable(first)!r} is not a section; {fix}")
 
     def _place(self, path: KeyPath, value: Any, shown: str) -> None:
         target: Any = self.data
@@ -262,7 +263,7 @@ class _Draft(Generic[Config]):
             raise ConfigError(render(self._with_templates(problems), self.origins)) from None
 
     def _with_templates(self, problems: list[Problem]) -> list[Problem]:
-        """A value that came from ${VAR} may be private: the message shows the text of the file instead."""
+        """A value from ${VAR} may be private, so the message shows the text of the file instead."""
         shown = []
         for problem in problems:
             text = self.origins.templates.get(problem.path)
@@ -276,12 +277,12 @@ class _Draft(Generic[Config]):
 
 
 def _slot(target: Any, part: str | int, shown: str) -> Any:
-    """The key or index that `part` means in a mapping or list; one past the end of a list appends."""
+    """The key or index of `part` in a mapping or list. The index after the last one appends."""
     if isinstance(target, dict):
         return str(part)
     if isinstance(target, list) and isinstance(part, int) and part <= len(target):
         return part
-    raise ConfigError(f"{COMMAND_LINE}: {shown}: there is nothing with the key {printable(str(part))!r} to set")
+    raise ConfigError(f"{COMMAND_LINE}: {shown}: there is no key {printable(str(part))!r} to set")
 
 
 def _missing(target: Any, key: Any) -> bool:

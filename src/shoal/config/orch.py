@@ -1,16 +1,17 @@
 """The `orch` section: environments, batches, sampling, rewards, evaluation.
 
-Read by build.py and the orchestrator. What needs two keys to judge is in config/checks.py.
+Used by build/ and the orchestrator. Checks across keys are in rules.py and section_rules.py.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from shoal.config.base import (
+from shoal.core.section import (
     Fraction,
     Name,
     NonEmpty,
@@ -25,7 +26,7 @@ from shoal.config.base import (
 
 
 def _env_list(value: Any) -> Any:
-    """`env: reverse-text` and `env: {id: …}` are the list of one."""
+    """`env: reverse-text` and `env: {id: …}` are lists with one element."""
     many = value if isinstance(value, list) else [value]
     return [{"id": item} if isinstance(item, str) else item for item in many]
 
@@ -47,40 +48,59 @@ def _clip_bounds(value: Any) -> Any:
 
 
 class OrchModelConfig(Section):
-    name: NonEmpty | None = Field(default=None, description="The model that is asked; equal to train.model.")
-    lora_adapter: Name | None = Field(
-        default=None, description="Name the adapter is served under (default unless given)."
+    name: NonEmpty | None = Field(default=None, description="Model name in requests; must equal train.model.")
+    lora_adapter: Name | None = Field(default=None, description="Name of the served adapter. Default: default.")
+    lora_rank: PositiveInt | None = Field(default=None, description="Rank of the adapter; must equal train.lora_rank.")
+    lora_alpha: PositiveInt | None = Field(
+        default=None, description="Scale of the adapter; must equal train.lora_alpha."
     )
-    lora_rank: PositiveInt | None = Field(default=None, description="Rank of the adapter; equal to train.lora_rank.")
-    lora_alpha: PositiveInt | None = Field(default=None, description="Scale of the adapter; equal to train.lora_alpha.")
 
 
 class EnvConfig(Section):
-    id: NonEmpty = Field(description="A built-in environment, reasoning-gym:TASK, or module:function of your own.")
+    id: NonEmpty = Field(
+        description="A built-in environment, reasoning-gym:TASK, verifiers:ID, or your own as module:function."
+    )
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
-    name: Name | None = Field(default=None, description="Name in metrics and files (the id unless given).")
-    weight: PositiveFloat = Field(default=1.0, description="Share of the prompts, relative to the other environments.")
+    name: Name | None = Field(default=None, description="Name in metrics and files. Default: the id.")
+    weight: PositiveFloat = Field(default=1.0, description="Sampling weight relative to the other environments.")
 
     @property
     def label(self) -> str:
-        """The name in metrics and files: as given, else the id with everything unfit for a file name replaced."""
+        """The name in metrics and files: `name`, else the id with characters replaced that file names cannot have."""
         return self.name or re.sub(r"[^A-Za-z0-9._-]+", "-", self.id).strip("-.")[:64]
 
 
+EnvList = Annotated[
+    list[EnvConfig],
+    Field(min_length=1),
+    BeforeValidator(_env_list, json_schema_input_type=str | EnvConfig | list[str | EnvConfig]),
+]
+
+
 class DatasetConfig(Section):
-    path: NonEmpty | None = Field(default=None, description="A local file or folder of rows.")
-    name: NonEmpty | None = Field(default=None, description="A hub data set; or give path.")
+    path: NonEmpty | None = Field(default=None, description="Local file or folder with rows.")
+    name: NonEmpty | None = Field(default=None, description="Dataset on the hub. Alternative: path.")
     split: NonEmpty = Field(default="train", description="Split to train on.")
     columns: dict[str, NonEmpty] = Field(
-        default_factory=dict, description="Our column (prompt, answer, messages, completion) to theirs."
+        default_factory=dict,
+        description="Mapping from Shoal's columns (prompt, answer, messages, completion) to those of the dataset.",
     )
-    max_rows: PositiveInt | None = Field(default=None, description="Rows read at most; all unless given.")
+    max_rows: PositiveInt | None = Field(default=None, description="Maximum number of rows to read. Default: all.")
 
 
 class TemperatureSchedule(Section):
     start: NonNegativeFloat = Field(description="Temperature of the first step.")
     end: NonNegativeFloat = Field(description="Temperature of the last step.")
-    schedule: Literal["linear", "cosine"] = Field(default="linear", description="Shape between start and end.")
+    schedule: Literal["linear", "cosine"] = Field(
+        default="linear", description="Shape of the schedule between start and end."
+    )
+
+    def at(self, step: int, total_steps: int) -> float:
+        """Temperature of a step; steps count from 1."""
+        progress = min(1.0, (step - 1) / max(1, total_steps - 1))
+        if self.schedule == "cosine":
+            progress = 0.5 * (1 - math.cos(math.pi * progress))
+        return self.start + (self.end - self.start) * progress
 
 
 def _temperature_tag(value: Any) -> str:
@@ -94,184 +114,231 @@ Temperature = Annotated[
 
 
 class SamplingConfig(Section):
-    temperature: Temperature = Field(default=1.0, description="A number, or {start, end, schedule} over the run.")
+    temperature: Temperature = Field(
+        default=1.0, description="A number, or a schedule {start, end, schedule} over the run."
+    )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=1.0, description="Sample from the smallest set with this mass."
+        default=1.0, description="Nucleus sampling: keep the smallest set of tokens with this total probability."
     )
     top_k: Annotated[int, Field(ge=-1)] = Field(
-        default=-1, description="Sample from the k likeliest tokens; -1 from all."
+        default=-1, description="Sample from the k most likely tokens; -1 = all tokens."
     )
-    min_p: Fraction = Field(default=0.0, description="Drop tokens less likely than this share of the likeliest.")
+    min_p: Fraction = Field(
+        default=0.0, description="Drop tokens below this fraction of the highest token probability."
+    )
     max_tokens: PositiveInt | None = Field(
-        default=None, description="Longest completion (half of seq_len unless given)."
+        default=None, description="Maximum tokens per completion. Default: half of seq_len."
     )
-    min_tokens: NonNegativeInt = Field(default=0, description="No end of sequence before so many tokens.")
+    min_tokens: NonNegativeInt = Field(
+        default=0, description="Minimum tokens before the end-of-sequence token is allowed."
+    )
     stop: Strings = Field(default_factory=list, description="Strings that end a completion.")
-    seed: NonNegativeInt | None = Field(default=None, description="Seed of sampling (train.seed unless given).")
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Passed to the chat template.")
-    system_prompt: str | None = Field(default=None, description="Replaces the environment's system prompt.")
+    seed: NonNegativeInt | None = Field(default=None, description="Seed of sampling. Default: train.seed.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the chat template."
+    )
+    system_prompt: str | None = Field(default=None, description="Replaces the system prompt of the environment.")
 
 
 class EvalSamplingConfig(Section):
-    temperature: NonNegativeFloat | None = Field(default=None, description="As in training unless given; 0 is greedy.")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(default=None, description="As in training unless given.")
-    top_k: Annotated[int, Field(ge=-1)] | None = Field(default=None, description="As in training unless given.")
-    min_p: Fraction | None = Field(default=None, description="As in training unless given.")
-    max_tokens: PositiveInt | None = Field(default=None, description="As in training unless given.")
-    min_tokens: NonNegativeInt | None = Field(default=None, description="As in training unless given.")
-    stop: Strings | None = Field(default=None, description="As in training unless given.")
-    seed: NonNegativeInt | None = Field(default=None, description="As in training unless given.")
+    temperature: NonNegativeFloat | None = Field(default=None, description="Default: as in training. 0 = greedy.")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(default=None, description="Default: as in training.")
+    top_k: Annotated[int, Field(ge=-1)] | None = Field(default=None, description="Default: as in training.")
+    min_p: Fraction | None = Field(default=None, description="Default: as in training.")
+    max_tokens: PositiveInt | None = Field(default=None, description="Default: as in training.")
+    min_tokens: NonNegativeInt | None = Field(default=None, description="Default: as in training.")
+    stop: Strings | None = Field(default=None, description="Default: as in training.")
+    seed: NonNegativeInt | None = Field(default=None, description="Default: as in training.")
 
 
 class AdvantageConfig(Section):
-    mean: Literal["group", "batch", "none"] = Field(default="group", description="What is subtracted from a reward.")
+    mean: Literal["group", "batch", "none"] = Field(default="group", description="Mean subtracted from each reward.")
     std: Literal["group", "batch", "none"] | None = Field(
-        default=None, description="What the difference is divided by (none for masked, group otherwise, unless given)."
+        default=None, description="Standard deviation to divide by. Default: none for the masked loss, else group."
     )
-    leave_one_out: bool = Field(default=False, description="Leave a rollout out of its own group's mean (RLOO).")
+    leave_one_out: bool = Field(
+        default=False, description="Exclude each rollout from the mean of its own group (RLOO)."
+    )
     eps: PositiveFloat = Field(default=1e-6, description="Added to the standard deviation.")
-    function: UserCode | None = Field(default=None, description="module:function that estimates advantages instead.")
+    function: UserCode | None = Field(default=None, description="Your own advantage estimator, as module:function.")
 
 
 class RewardConfig(Section):
-    scale: float = Field(default=1.0, description="Rewards are multiplied by this.")
-    bias: float = Field(default=0.0, description="Added after scaling.")
-    clip: Annotated[list[float], Field(min_length=2, max_length=2), BeforeValidator(_clip_bounds)] | None = Field(
+    scale: float = Field(default=1.0, description="Factor applied to rewards.")
+    bias: float = Field(default=0.0, description="Added to rewards after scaling.")
+    clip: (
+        Annotated[
+            list[float],
+            Field(min_length=2, max_length=2),
+            BeforeValidator(_clip_bounds, json_schema_input_type=float | list[float]),
+        ]
+        | None
+    ) = Field(
         default=None,
-        description="Bounds of the reward after scale and bias: [low, high], or one number for both signs.",
+        description="Bounds of the reward after scale and bias: [low, high], or one number x for [-x, x].",
     )
     parts: dict[str, float] = Field(
-        default_factory=dict, description="Weight of each named reward part (1 unless given)."
+        default_factory=dict,
+        description="Weights of the named parts of the reward. Default: 1 for each part.",
+        json_schema_extra={"binding": True},
     )
     function: UserCode | None = Field(
-        default=None, description="module:function that scores instead of the environment."
+        default=None,
+        description="Reward function (module:function) used instead of the environment's reward.",
+        json_schema_extra={"binding": True},
     )
-    timeout_s: PositiveFloat = Field(default=10.0, description="Seconds a reward may take from when its work starts.")
+    timeout_s: PositiveFloat = Field(default=10.0, description="Time limit of one reward call, queueing excluded.")
     workers: PositiveInt = Field(default=2, description="Worker processes that run reward code.")
     isolated: bool = Field(
         default=False,
-        description="For rewards that run what a model wrote: each in a fresh process without network or privileges.",
+        description="Run each reward in a fresh process without network or privileges. Use it if rewards execute "
+        "model output.",
     )
 
 
 class TruncatedConfig(Section):
     type: Literal["keep", "mask", "zero", "overlong"] = Field(
         default="keep",
-        description="What a completion cut at max_tokens counts: as it is, not at all, reward 0, or a penalty.",
+        description="Completions cut at max_tokens: keep the reward, mask them out, reward zero, or overlong penalty.",
     )
     tokens: PositiveInt | None = Field(
-        default=None, description="overlong: the penalty grows over the last so many tokens."
+        default=None, description="overlong: the penalty grows linearly over this many last tokens."
     )
-    factor: PositiveFloat | None = Field(default=None, description="overlong: penalty at max_tokens (1 unless given).")
+    factor: PositiveFloat | None = Field(default=None, description="overlong: penalty at max_tokens. Default: 1.")
 
 
 class GroupsConfig(Section):
     uniform: Literal["refill", "skip", "keep"] | None = Field(
         default=None,
-        description="Groups whose rewards are all equal: replaced (refill), left out (skip) or trained on (keep).",
+        description="Zero-variance groups: resample them (refill), leave them out (skip) or train on them (keep).",
     )
     max_refill: NonNegativeInt = Field(
-        default=3, description="Batches sampled again at most to replace uniform groups."
+        default=3, description="Maximum extra batches sampled per step to replace zero-variance groups."
     )
-    filter: UserCode | None = Field(default=None, description="module:function that says whether a group is kept.")
+    filter: UserCode | None = Field(
+        default=None, description="Function (module:function) that decides whether a group is kept."
+    )
 
 
 class BufferConfig(Section):
-    easy_threshold: float | None = Field(default=None, description="Prompts with a mean reward above are easy.")
-    hard_threshold: float | None = Field(default=None, description="Prompts with a mean reward below are hard.")
+    easy_threshold: float | None = Field(default=None, description="Prompts with a mean reward above this are easy.")
+    hard_threshold: float | None = Field(default=None, description="Prompts with a mean reward below this are hard.")
     easy_fraction: Fraction | None = Field(
-        default=None, description="How often an easy prompt is drawn, relative to others."
+        default=None, description="Sampling probability of an easy prompt relative to other prompts."
     )
     hard_fraction: Fraction | None = Field(
-        default=None, description="How often a hard prompt is drawn, relative to others."
+        default=None, description="Sampling probability of a hard prompt relative to other prompts."
     )
 
 
 class EvalConfig(Section):
-    env: Annotated[list[EnvConfig], Field(min_length=1), BeforeValidator(_env_list)] | None = Field(
-        default=None, description="Environments to evaluate on, their eval split (those of training unless given)."
+    env: EnvList | None = Field(
+        default=None,
+        description="Environments to evaluate on, with their eval split. Default: the training environments.",
     )
     interval: PositiveInt = Field(
         default=10, description="Steps between evaluations; the last step is always evaluated."
     )
     interval_epochs: PositiveInt | None = Field(
-        default=None, description="Passes over the prompts between evaluations; or give interval."
+        default=None, description="Epochs between evaluations. Alternative: interval."
     )
     interval_seconds: PositiveFloat | None = Field(
-        default=None, description="Seconds between evaluations; or give interval."
+        default=None, description="Seconds between evaluations. Alternative: interval."
     )
     at_start: bool = Field(default=True, description="Evaluate before the first step.")
-    num_examples: PositiveInt = Field(default=64, description="Prompts of one evaluation.")
-    rollouts_per_example: PositiveInt = Field(default=1, description="Rollouts a prompt.")
+    num_examples: PositiveInt = Field(default=64, description="Prompts per evaluation.")
+    rollouts_per_example: PositiveInt = Field(default=1, description="Rollouts per prompt.")
     sampling: EvalSamplingConfig = Field(
-        default_factory=EvalSamplingConfig, description="What differs from orch.sampling."
+        default_factory=EvalSamplingConfig, description="Sampling settings that differ from orch.sampling."
     )
-    keep_best: bool = Field(default=False, description="Keep the checkpoint of the best evaluation.")
+    keep_best: bool = Field(default=False, description="Keep the checkpoint with the best evaluation.")
     stop_after: PositiveInt | None = Field(
-        default=None, description="Stop after so many evaluations without a better one."
+        default=None, description="Stop after this many evaluations without improvement."
     )
 
 
 class ClientConfig(Section):
     base_url: NonEmpty = Field(default="http://127.0.0.1:8000/v1", description="Address of a remote engine.")
-    timeout: PositiveFloat = Field(default=600.0, description="Seconds one request may take.")
-    api_key_var: Name | None = Field(default=None, description="Environment variable that holds the key.")
+    timeout: PositiveFloat = Field(default=600.0, description="Timeout of one request in seconds.")
+    api_key_var: Name | None = Field(default=None, description="Environment variable that holds the API key.")
 
 
 class OrchConfig(Section):
     model: OrchModelConfig = Field(
-        default_factory=OrchModelConfig, description="The model as the orchestrator names it."
+        default_factory=OrchModelConfig, description="The served model, as named in requests."
     )
     output_dir: NonEmpty = Field(
-        default="./outputs", description="Where rollouts are exchanged; equal to train.output_dir."
+        default="./outputs", description="Directory for the exchange of rollouts; must equal train.output_dir."
     )
-    env: Annotated[list[EnvConfig], Field(min_length=1), BeforeValidator(_env_list)] = Field(
-        description="The environments trained on; `dataset` where only orch.dataset is given."
+    env: EnvList = Field(
+        description="Environments to train on. Default with orch.dataset: the `dataset` environment.",
+        json_schema_extra={"binding": True},
     )
-    dataset: DatasetConfig | None = Field(default=None, description="Rows for environments that read a data set.")
-    batch_size: PositiveInt = Field(default=128, description="Rollouts a step.")
+    dataset: DatasetConfig | None = Field(
+        default=None, description="Rows for environments that read a dataset.", json_schema_extra={"binding": True}
+    )
+    batch_size: PositiveInt = Field(default=128, description="Rollouts per step.", json_schema_extra={"binding": True})
     rollouts_per_example: PositiveInt = Field(
-        default=16, description="Rollouts a prompt, the group; divides batch_size."
+        default=16,
+        description="Rollouts per prompt (the group size); must divide batch_size.",
+        json_schema_extra={"binding": True},
     )
     seq_len: PositiveInt | None = Field(
-        default=None, description="Longest prompt plus completion (train.sequence_len unless given)."
+        default=None,
+        description="Maximum prompt plus completion tokens. Default: train.sequence_len.",
+        json_schema_extra={"binding": True},
     )
-    max_steps: PositiveInt | None = Field(default=None, description="Steps to train; equal to train.max_steps.")
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How completions are drawn.")
+    max_steps: PositiveInt | None = Field(
+        default=None, description="Optimizer steps to train; must equal train.max_steps."
+    )
+    sampling: SamplingConfig = Field(
+        default_factory=SamplingConfig,
+        description="Sampling settings for completions.",
+        json_schema_extra={"binding": True},
+    )
     weight_sync_interval: NonNegativeInt = Field(
-        default=1, description="Steps between weight syncs; more than 1 overlaps sampling and training, 0 never syncs."
+        default=1, description="Steps between weight syncs. Above 1, sampling and training overlap. 0 = never sync."
     )
-    max_async_level: NonNegativeInt = Field(default=0, description="Steps sampling may run ahead of training.")
+    max_async_level: NonNegativeInt = Field(default=0, description="Steps that sampling may run ahead of training.")
     max_off_policy_steps: NonNegativeInt | None = Field(
         default=None,
-        description="Older rollouts are dropped (max_async_level + max(weight_sync_interval, 1) - 1 unless given).",
+        description="Drop rollouts older than this. Default: max_async_level + max(weight_sync_interval, 1) - 1.",
     )
-    advantage: Annotated[AdvantageConfig, BeforeValidator(_function_section)] = Field(
-        default_factory=AdvantageConfig, description="How rewards become advantages; or module:function."
+    advantage: Annotated[
+        AdvantageConfig, BeforeValidator(_function_section, json_schema_input_type=str | AdvantageConfig)
+    ] = Field(default_factory=AdvantageConfig, description="How rewards become advantages, or module:function.")
+    reward: Annotated[RewardConfig, BeforeValidator(_function_section, json_schema_input_type=str | RewardConfig)] = (
+        Field(default_factory=RewardConfig, description="How rewards are computed and scaled, or module:function.")
     )
-    reward: Annotated[RewardConfig, BeforeValidator(_function_section)] = Field(
-        default_factory=RewardConfig, description="What becomes of a reward; or module:function."
+    truncated: Annotated[
+        TruncatedConfig, BeforeValidator(_truncated_section, json_schema_input_type=str | TruncatedConfig)
+    ] = Field(
+        default_factory=TruncatedConfig,
+        description="Completions cut at max_tokens: one word, or {type, tokens, factor}.",
     )
-    truncated: Annotated[TruncatedConfig, BeforeValidator(_truncated_section)] = Field(
-        default_factory=TruncatedConfig, description="Completions cut at max_tokens: a word, or {type, tokens, factor}."
+    groups: GroupsConfig = Field(
+        default_factory=GroupsConfig, description="Handling of groups without a training signal."
     )
-    groups: GroupsConfig = Field(default_factory=GroupsConfig, description="Groups that teach nothing.")
-    buffer: BufferConfig = Field(default_factory=BufferConfig, description="Draws easy and hard prompts less often.")
-    eval: EvalConfig | None = Field(default=None, description="Held-out evaluation; none unless given.")
-    client: ClientConfig = Field(default_factory=ClientConfig, description="The way to a remote engine.")
-    deadline_s: PositiveFloat = Field(default=600.0, description="No wait in the loop is longer than this.")
-    sync_deadline_s: PositiveFloat = Field(default=600.0, description="A weight sync takes no longer than this.")
+    buffer: BufferConfig = Field(default_factory=BufferConfig, description="Sample easy and hard prompts less often.")
+    eval: EvalConfig | None = Field(default=None, description="Evaluation on held-out prompts. Default: none.")
+    client: ClientConfig = Field(
+        default_factory=ClientConfig,
+        description="Connection to a remote engine.",
+        json_schema_extra={"remote_only": True},
+    )
+    deadline_s: PositiveFloat = Field(default=600.0, description="Time limit for every wait in the training loop.")
+    sync_deadline_s: PositiveFloat = Field(default=600.0, description="Time limit of a weight sync.")
 
     @model_validator(mode="before")
     @classmethod
     def _reads_its_data(cls, data: Any) -> Any:
-        """Data and no environment: the one that reads data."""
+        """A dataset without an environment uses the environment `dataset`."""
         if isinstance(data, dict) and data.get("dataset") and "env" not in data:
             return {**data, "env": [{"id": "dataset"}]}
         return data
 
     @property
     def env_lists(self) -> list[tuple[str, list[EnvConfig]]]:
-        """Key and environments of every place that names some."""
+        """(key, environments) for every key that lists environments."""
         evaluated = self.eval.env if self.eval is not None else None
         return [("orch.env", self.env), *([("orch.eval.env", evaluated)] if evaluated else [])]

@@ -1,31 +1,49 @@
-"""The configuration page, docs/configuration.md, made from the schema so that it cannot differ from it.
+"""Generates docs/configuration.md from the schema (`shoal config-reference`).
 
-Called by `shoal config-reference`; a test compares the committed page with what comes out here.
+`python -m shoal.config.reference PAGE` updates the parameter tables of another page. Tests compare the committed pages
+with the output.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from shoal.config.base import NAME_PATTERN, USER_CODE_PATTERN, Section
-from shoal.config.catalogue import CORRECTION_CATALOGUE, LOSS_ALIASES, LOSS_CATALOGUE, PartSpec
-from shoal.config.fields import Key, field_names, walk_keys
-from shoal.config.problems import show
-from shoal.config.schema import RunConfig, SftConfig
+from shoal.config.fields import Key, field_names, mark_of, sections_at, sections_of, variants_of, walk_keys
+from shoal.config.problems import show, split_path
+from shoal.config.schema import SECTIONS, RunConfig, SftConfig
+from shoal.core.losses import BUILT_IN, CustomLoss
+from shoal.core.section import NAME_PATTERN, USER_CODE_PATTERN, Section, Variant
+from shoal.core.terms import CORRECTIONS
 
 INTRO = """# Configuration
 
-A run is three sections: `train`, `infer` and `orch`, in three files (`shoal grpo --train T --infer I --orch O`) or in
+A run has three sections: `train`, `infer` and `orch`, in three files (`shoal grpo --train T --infer I --orch O`) or in
 one (`shoal grpo run.yaml`). Any key can be set on the command line: `train.learning_rate=1e-5`. `--dry-run` prints the
-resolved configuration. Numbers are those of YAML 1.2, so `2e-4` is a number. `${VAR}` takes an environment variable. An
-unknown key, a contradiction, or a knob that the chosen loss or layout cannot use is refused before anything loads.
+resolved configuration. Files are YAML 1.2, so `2e-4` is a number. `${VAR}` is replaced by the environment variable.
+Shoal reports unknown keys, contradictions, and keys without effect before it loads the model.
+
+Editors with a YAML language server complete and check the files of `shoal init` and `shoal envs new`. For another
+file, run `shoal schema > run.schema.json` and put `# yaml-language-server: $schema=run.schema.json` at its top
+(`shoal schema train`, `infer`, `orch` or `sft` for one section or a supervised run). `shoal --install-completion`
+installs completion for the current shell.
 
 This page is generated: `shoal config-reference > docs/configuration.md`.
 """
+SCHEMA_LINE = "# yaml-language-server: $schema="  # in YAML files: editors check the file against this schema
+_MARKS = {
+    "grpo_only": "*GRPO only.*",
+    "split_only": "*Split layout only.*",
+    "server_only": "*vLLM and SGLang only.*",
+    "binding": "*Cannot change on resume.*",
+}
 _NAMES = {int: "whole number", float: "number", bool: "true/false", str: "text", Any: "anything", type(None): ""}
 
 
@@ -36,30 +54,40 @@ def reference_page() -> str:
 def _sections() -> Iterator[str]:
     keys = list(walk_keys(RunConfig))
     for key in keys:
-        if key.section is None:
+        if not key.sections:
             continue
         depth = len(key.path)
         suffix = " (a list)" if key.many else ""
         yield f"{'#' * min(depth + 1, 4)} {key.dotted}{suffix}\n"
         yield f"{key.info.description}\n"
-        yield from _table([other for other in keys if other.path[:-1] == key.path])
+        inside = [other for other in keys if other.path[:-1] == key.path]
+        variants = variants_of(key.sections)
+        shared = [other for other in inside if not any(other.path[-1] in v.parameters() for v in variants)]
+        yield from _table(shared, choices=variants)
+        yield from parameter_table(variants)
 
 
 def _sft() -> Iterator[str]:
     yield "## Supervised training\n"
-    yield "`shoal sft` takes the same `train` section, without the keys that only GRPO uses, and:\n"
+    yield "`shoal sft` uses the same `train` section without the keys for GRPO, plus these keys:\n"
     keys = list(walk_keys(SftConfig))
     yield from _table([key for key in keys if key.path == ("batch_size",)])
     yield from _table([key for key in keys if key.path[:-1] == ("dataset",)], prefix="dataset.")
 
 
-def _table(keys: list[Key], prefix: str = "") -> Iterator[str]:
-    yield "| key | takes | default | meaning |"
+def _table(keys: list[Key], prefix: str = "", choices: Sequence[type[Variant]] = ()) -> Iterator[str]:
+    yield "| key | type | default | description |"
     yield "|---|---|---|---|"
     for key in keys:
         name = " or ".join(f"`{prefix}{name}`" for name in field_names(key.path[-1], key.info))
-        yield f"| {name} | {_cell(_takes(key))} | {_cell(_default(key))} | {_cell(key.info.description or '')} |"
+        selects = bool(choices) and key.path[-1] == "type"
+        takes = ", ".join(f"`{choice.choice()}`" for choice in choices) if selects else _takes(key)
+        yield f"| {name} | {_cell(takes)} | {_cell(_default(key))} | {_cell(_meaning(key))} |"
     yield ""
+
+
+def _meaning(key: Key) -> str:
+    return " ".join([key.info.description or "", *(text for mark, text in _MARKS.items() if mark_of(key.info, mark))])
 
 
 def _cell(text: str) -> str:
@@ -67,7 +95,7 @@ def _cell(text: str) -> str:
 
 
 def _takes(key: Key) -> str:
-    if key.section is not None:
+    if key.sections:
         other = "a number or a " if key.path[-1] == "temperature" else ""
         return f"{other}list of sections, below" if key.many else f"{other}section, below"
     words = [word for word in dict.fromkeys(_words(key.info.annotation)) if word]
@@ -105,7 +133,7 @@ def _pattern_words(annotation: Any) -> Iterator[str]:
 
 
 def _metadata(annotation: Any) -> Iterator[Any]:
-    """Constraints inside `Annotated[...] | None`; those of a list's elements are not the list's."""
+    """Constraints inside `Annotated[...] | None`, without those of the elements of a list."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from annotation.__metadata__
@@ -116,7 +144,7 @@ def _metadata(annotation: Any) -> Iterator[Any]:
 
 
 def _bounds(metadata: list[Any]) -> str:
-    """`> 0`, `>= 0, <= 1`: whatever limits the metadata carries, once each."""
+    """The limits in the metadata, such as `>= 0, <= 1`."""
     found: dict[str, str] = {}
     for item in metadata:
         for holder in (item, *getattr(item, "metadata", ())):
@@ -136,28 +164,80 @@ def _default(key: Key) -> str:
     return f"`{show(value)}`"
 
 
+def parameter_table(variants: Sequence[type[Variant]]) -> Iterator[str]:
+    """The parameters of each variant, with bounds and defaults."""
+    if not variants:
+        return
+    yield "| `type` | key | type | default | description |"
+    yield "|---|---|---|---|---|"
+    for variant in variants:
+        for name, info in variant.parameters().items():
+            key = Key((name,), info, sections_of(info.annotation))
+            cells = (_takes(key), _default(key) or "unset", info.description or "")
+            yield f"| `{variant.choice()}` | `{name}` | {' | '.join(map(_cell, cells))} |"
+    yield ""
+
+
+def with_tables(page: str) -> str:
+    """The text of a page with the table below each `<!-- parameters of KEY -->` regenerated."""
+
+    def table(found: re.Match[str]) -> str:
+        variants = variants_of(sections_at(RunConfig, split_path(found[2])))
+        return found[1] + "\n".join(parameter_table(variants))
+
+    return re.sub(r"(<!-- parameters of (\S+) -->\n)(?:\|.*\n)*", table, page)
+
+
 def _losses() -> Iterator[str]:
-    yield "## Losses and their parameters\n"
-    yield "| `train.loss.type` | what it is | parameters (default) | correction | KL | aggregation |"
-    yield "|---|---|---|---|---|---|"
-    for name, spec in LOSS_CATALOGUE.items():
-        if name in LOSS_ALIASES:
-            yield f"| `{name}` | another name of `{LOSS_ALIASES[name]}` | | | | |"
-            continue
-        correction, kl = ("yes" if flag else "no" for flag in (spec.takes_correction, spec.takes_kl))
-        cells = (f"`{name}`", spec.summary, _parameters(spec), correction, kl, f"`{spec.default_aggregation}`")
-        yield f"| {' | '.join(cells)} |"
+    yield "## Losses and corrections\n"
+    yield "| `train.loss.type` | loss | correction | KL | aggregation |"
+    yield "|---|---|---|---|---|"
+    for loss in BUILT_IN:
+        names = ", ".join(f"`{name}`" for name in (loss.choice(), *loss.aliases))
+        correction, kl = ("yes" if flag else "no" for flag in (loss.takes_correction, loss.takes_kl))
+        yield f"| {names} | {loss.summary()} | {correction} | {kl} | `{loss().default_aggregation}` |"
     yield ""
-    yield "| `train.loss.correction.type` | what it is | parameters (default) |"
-    yield "|---|---|---|"
-    for name, part in CORRECTION_CATALOGUE.items():
-        yield f"| `{name}` | {part.summary} | {_parameters(part)} |"
+    yield "| `train.loss.correction.type` | correction |"
+    yield "|---|---|"
+    for correction in CORRECTIONS:
+        yield f"| `{correction.choice()}` | {correction.summary()} |"
     yield ""
 
 
-def _parameters(spec: PartSpec) -> str:
-    shown = []
-    for param in spec.params:
-        default = f"= {param.same_as}" if param.same_as else "unset" if param.default is None else show(param.default)
-        shown.append(f"`{param.name}` {default}".replace('"', ""))
-    return ", ".join(shown) or "none"
+def json_schema(name: str = "run") -> dict[str, Any]:
+    """The JSON schema of a configuration file, for editors: of a run, an sft run, or one section."""
+    root = {"run": RunConfig, "sft": SftConfig, **SECTIONS}[name]
+    schema = root.model_json_schema(by_alias=True, mode="validation")
+    for title, section in {**schema.get("$defs", {}), root.__name__: schema}.items():
+        _complete_schema(title, section)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _complete_schema(title: str, section: dict[str, Any]) -> None:
+    """Adds what pydantic does not know: aliases, when `type` is required, and `dataset` in place of `env`."""
+    properties = section.get("properties", {})
+    for variant in (*BUILT_IN, CustomLoss, *CORRECTIONS):
+        if title == variant.__name__:
+            base = variant.base()
+            if variant is not CustomLoss:
+                properties["type"] = {"enum": [variant.choice(), *variant.aliases]}
+            properties["type"]["description"] = base.model_fields["type"].description
+            if variant.choice() != base.choice():  # without `type` the default of the base class is selected
+                section["required"] = ["type"]
+    for model in SECTIONS.values():
+        for field, info in model.model_fields.items() if title == model.__name__ else ():
+            first, *others = field_names(field, info)
+            properties.update(dict.fromkeys(others, properties[first]))
+    if title == "OrchConfig":
+        section["anyOf"] = [{"required": [key]} for key in ("env", "dataset")]
+        del section["required"]
+
+
+def schema_file(name: str) -> tuple[str, str]:
+    """The name and text of the schema file that a generated configuration refers to."""
+    return f"{name}.schema.json", json.dumps(json_schema(name), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        Path(name).write_text(with_tables(Path(name).read_text(encoding="utf-8")), encoding="utf-8")

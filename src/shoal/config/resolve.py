@@ -1,7 +1,6 @@
-"""Fills in what follows from other keys and writes a configuration down.
+"""Fills in the defaults that depend on other keys, writes configurations as YAML, and compares two of them.
 
-`resolve_run` is called once, after checks.py; what it returns is what build.py sees and what config.yaml holds. The
-binding part (faults: resume refuses if it changed) and the difference between two configurations are made here too.
+`resolve_run` is called once, after rules.py. build/ and config.yaml get its result.
 """
 
 from __future__ import annotations
@@ -10,27 +9,27 @@ from typing import Any
 
 import yaml
 
-from shoal.config.base import Section
-from shoal.config.catalogue import LOSS_ALIASES, LOSS_CATALOGUE, keeps_uniform
-from shoal.config.checks import advantage_std, run_seq_len
-from shoal.config.orch import EvalConfig
+from shoal.config.fields import mark_of, walk_keys
+from shoal.config.infer import InferConfig
+from shoal.config.orch import EvalConfig, OrchConfig
 from shoal.config.problems import redact, show
-from shoal.config.schema import InferConfig, OrchConfig, RunConfig, SftConfig, TrainConfig
+from shoal.config.rules import advantage_std, run_seq_len
+from shoal.config.schema import RunConfig, SftConfig
+from shoal.config.train import TrainConfig
 from shoal.config.yaml_text import CoreLoader
+from shoal.core.losses import keeps_uniform
+from shoal.core.section import Section
 
 DEFAULT_SAVE_STEPS = 10
 MAX_NUM_SEQS = 256
-# What a resumed run may not change: it decides which prompts are drawn, how, and what the weights mean.
-BINDING_KEYS = (
-    "train.model", "train.seed", "train.sequence_len", "train.lora", "train.lora_rank", "train.lora_alpha",
-    "train.lora_target_modules", "train.adapter_path", "train.loss.type", "orch.env", "orch.dataset", "orch.batch_size",
-    "orch.rollouts_per_example", "orch.seq_len", "orch.sampling", "orch.reward.function", "orch.reward.parts",
-    "dataset", "batch_size",
-)  # fmt: skip
+# Keys that a resumed run cannot change: they define the prompts, the sampling and the meaning of the weights.
+BINDING_KEYS = {
+    key.dotted for root in (RunConfig, SftConfig) for key in walk_keys(root) if mark_of(key.info, "binding")
+}
 
 
 class CoreDumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or YAML 1.2 would take for a number, so that every reader sees text."""
+    """Quotes text that YAML 1.1 or YAML 1.2 would parse as a number."""
 
 
 for _first, _resolvers in CoreLoader.yaml_implicit_resolvers.items():
@@ -39,7 +38,7 @@ for _first, _resolvers in CoreLoader.yaml_implicit_resolvers.items():
 
 
 def resolve_run(config: RunConfig) -> RunConfig:
-    """The same run with every derived default written out. Idempotent."""
+    """The run with every derived default filled in. Idempotent."""
     seq_len = run_seq_len(config)
     steps = config.train.max_steps or config.orch.max_steps
     train = _resolve_train(config.train, config)
@@ -53,7 +52,7 @@ def resolve_sft(config: SftConfig) -> SftConfig:
 
 
 def _with(section: Any, **changes: Any) -> Any:
-    """A copy with these keys; it counts them as set."""
+    """A copy with these values, which then count as set."""
     return section.model_copy(update=changes) if changes else section
 
 
@@ -69,7 +68,7 @@ def _resolve_saving(train: TrainConfig) -> TrainConfig:
 def _resolve_train(train: TrainConfig, config: RunConfig) -> TrainConfig:
     train = _resolve_saving(train)
     adapter = config.orch.model
-    changes: dict[str, Any] = {"loss": _resolve_loss(train)}
+    changes: dict[str, Any] = {"loss": train.loss.resolved()}
     changes["model"] = train.model or config.infer.model or adapter.name
     for name in ("lora_rank", "lora_alpha"):
         if name not in train.model_fields_set and getattr(adapter, name) is not None:
@@ -78,22 +77,6 @@ def _resolve_train(train: TrainConfig, config: RunConfig) -> TrainConfig:
         wanted = "adapter-off" if train.lora else "frozen"
         changes["reference"] = wanted if train.loss.kl.beta > 0 else "none"
     return _with(train, **changes)
-
-
-def _resolve_loss(train: TrainConfig) -> Any:
-    loss = train.loss
-    if loss.custom:
-        return loss if loss.aggregation else _with(loss, aggregation="token-mean")
-    spec = LOSS_CATALOGUE[loss.type]
-    aggregation = loss.aggregation or spec.aggregation(loss.given_parameters())
-    correction = _with(loss.correction, **loss.correction.resolved_parameters())
-    kl = _with(loss.kl, estimator="k1") if loss.kl.beta > 0 and loss.kl.where == "reward" else loss.kl
-    changes = {"type": LOSS_ALIASES.get(loss.type, loss.type), "aggregation": aggregation, "correction": correction}
-    parameters = loss.resolved_loss_parameters()
-    for param in spec.params:
-        if param.only_with is not None and parameters[param.only_with[0]] != param.only_with[1]:
-            del parameters[param.name]  # inert here; writing it down would make config.yaml be refused
-    return _with(loss, kl=kl, **changes, **parameters)
 
 
 def _resolve_infer(config: RunConfig, seq_len: int, train: TrainConfig) -> InferConfig:
@@ -159,17 +142,13 @@ def _resolve_eval(orch: OrchConfig, max_tokens: int, seed: int) -> EvalConfig | 
 
 
 def as_data(config: Section, *, secrets: bool = False) -> dict[str, Any]:
-    """Plain data under the names of the files; secrets hidden unless asked for; parameters of other losses left out."""
+    """Plain data with the keys of the files. Secrets are hidden by default."""
     data = config.model_dump(by_alias=True)
-    loss = data.get("train", {}).get("loss")
-    if loss is not None and loss["type"] in LOSS_CATALOGUE:
-        own = {"type", "aggregation", "correction", "kl", "ratio_log_cap", *LOSS_CATALOGUE[loss["type"]].defaults}
-        data["train"]["loss"] = {name: value for name, value in loss.items() if name in own}
     return data if secrets else redact(data)
 
 
 def as_yaml(config: Section, *, secrets: bool = False) -> str:
-    """The text of config.yaml: loads back to the same configuration."""
+    """The text of config.yaml. It loads as the same configuration."""
     return yaml.dump(
         as_data(config, secrets=secrets), Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=120
     )
@@ -185,7 +164,7 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def binding_data(config: Section) -> dict[str, Any]:
-    """What a resumed run must have unchanged, flat: key → value."""
+    """The values that a resumed run cannot change: dotted key → value."""
     flat = _flatten(as_data(config))
     return {
         key: value
@@ -195,7 +174,7 @@ def binding_data(config: Section) -> dict[str, Any]:
 
 
 def difference(old: Section, new: Section) -> dict[str, tuple[Any, Any]]:
-    """Key → (old, new) for everything that is not the same, in the order of the schema."""
+    """Key → (old, new) for every difference, in the order of the schema."""
     before, after = _flatten(as_data(old)), _flatten(as_data(new))
     keys = list(dict.fromkeys([*before, *after]))
     return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
@@ -206,10 +185,10 @@ def difference_lines(old: Section, new: Section) -> list[str]:
 
 
 def forbidden_changes(old: Section, new: Section) -> list[str]:
-    """The changes a resume refuses, as lines."""
+    """The changes that prevent a resume, as lines."""
     before, after = binding_data(old), binding_data(new)
     keys = list(dict.fromkeys([*before, *after]))
     changed = [key for key in keys if before.get(key) != after.get(key)]
-    # Other surfaces count prompts under the name of their own.
+    # Other interfaces rename this key to an argument that counts prompts.
     unit = {"orch.batch_size": " rollouts"}
     return [f"{key}: {show(before.get(key))} → {show(after.get(key))}{unit.get(key, '')}" for key in changed]

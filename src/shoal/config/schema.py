@@ -1,29 +1,64 @@
-"""The one schema: a run is `train`, `infer` and `orch`; a supervised run is `train` and a data set.
+"""The schema of a run (`train`, `infer`, `orch`) and of a supervised run (`train` and a dataset), and the named shapes.
 
-Every surface is translated onto these models. They hold shapes, ranges and defaults; load.py fills them from files,
-checks.py judges keys against each other, resolve.py fills in what follows from other keys.
+Every interface is translated to these models. load.py fills them from files, rules.py checks keys against each other,
+and resolve.py fills in the defaults that depend on other keys.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from pydantic import Field
 
-from shoal.config.base import PositiveInt, Section
 from shoal.config.infer import InferConfig
 from shoal.config.orch import DatasetConfig, OrchConfig
 from shoal.config.train import TrainConfig
+from shoal.core.section import PositiveInt, Section
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A named shape for `training_shape_id`. `settings` are keys of the train section."""
+
+    name: str
+    summary: str
+    settings: tuple[tuple[str, Any], ...]
+
+    @property
+    def device(self) -> str:
+        return str(dict(self.settings)["device"])
+
+
+def _layout(name: str, summary: str, **settings: Any) -> Layout:
+    return Layout(name, summary, tuple(settings.items()))
+
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        _layout("cpu-fp32", "one process on the CPU, fp32", device="cpu", recipe="fp32"),
+        _layout("cpu-bf16", "one process on the CPU, bf16: half the memory, slower", device="cpu", recipe="bf16"),
+        _layout("1xgpu-bf16", "one GPU, bf16 weights with fp32 masters", device="cuda", gpus=1, recipe="bf16"),
+        _layout("1xgpu-fp32", "one GPU, fp32 throughout", device="cuda", gpus=1, recipe="fp32"),
+    )
+}
 
 
 class RunConfig(Section):
     train: TrainConfig = Field(default_factory=TrainConfig, description="The trainer.")
-    infer: InferConfig = Field(default_factory=InferConfig, description="The engine that samples.")
+    infer: InferConfig = Field(default_factory=InferConfig, description="The sampling engine.")
     orch: OrchConfig = Field(description="Environments, batches, sampling and rewards.")
 
 
 class SftConfig(Section):
-    train: TrainConfig = Field(description="The trainer, as in a run; keys only GRPO uses are refused.")
-    dataset: DatasetConfig = Field(description="Rows of messages, or of prompt and completion.")
-    batch_size: PositiveInt = Field(default=16, description="Rows an optimizer step.")
+    train: TrainConfig = Field(description="The trainer, as in a GRPO run. Keys used only by GRPO are rejected.")
+    dataset: DatasetConfig = Field(
+        description="Rows with messages, or with prompt and completion.", json_schema_extra={"binding": True}
+    )
+    batch_size: PositiveInt = Field(
+        default=16, description="Rows per optimizer step.", json_schema_extra={"binding": True}
+    )
 
 
 SECTIONS: dict[str, type[Section]] = {"train": TrainConfig, "infer": InferConfig, "orch": OrchConfig}

@@ -1,6 +1,6 @@
 """The `train` section: model, optimizer, precision, LoRA, loss, checkpoints.
 
-Read by build.py and the trainer. Only shapes and ranges live here; what needs two keys to judge is in config/checks.py.
+Used by build/ and the trainer. This file has types, ranges and defaults. Checks across keys are in rules.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from shoal.config.base import (
+from shoal.core.losses import LossConfig, default_loss
+from shoal.core.section import (
     Fraction,
     NonEmpty,
     NonNegativeFloat,
@@ -19,7 +20,6 @@ from shoal.config.base import (
     Section,
     Strings,
 )
-from shoal.config.loss import LossConfig
 
 Sink = Literal["wandb", "tensorboard", "trackio", "mlflow"]
 
@@ -32,158 +32,217 @@ def _sink_list(value: object) -> object:
 
 class NoiseConfig(Section):
     enabled: bool = Field(
-        default=False, description="Add QeRL noise to the norm weights that sample; training never sees it."
+        default=False,
+        description="Add QeRL noise to the norm weights used for sampling; training uses the weights without noise.",
     )
-    sigma_start: PositiveFloat = Field(default=5e-2, description="Noise of the first noisy stage.")
-    sigma_end: PositiveFloat = Field(default=5e-4, description="Noise of the last stage.")
+    sigma_start: PositiveFloat = Field(default=5e-2, description="Noise level of the first stage with noise.")
+    sigma_end: PositiveFloat = Field(default=5e-4, description="Noise level of the last stage.")
     num_stages: PositiveInt = Field(
-        default=10, description="Stages the run is cut into; the first one is without noise."
+        default=10, description="Number of stages in the run; the first stage has no noise."
     )
+
+    def sigma_at(self, step: int, total_steps: int) -> float:
+        """Noise of a step. The stages after the first fall geometrically from sigma_start to sigma_end."""
+        stage = min((step - 1) * self.num_stages // total_steps, self.num_stages - 1)
+        if stage <= 0:
+            return 0.0
+        if self.num_stages == 2:
+            return self.sigma_start
+        return self.sigma_start * (self.sigma_end / self.sigma_start) ** ((stage - 1) / (self.num_stages - 2))
 
 
 class WeightBroadcastConfig(Section):
     type: Literal["filesystem", "nccl"] = Field(
         default="filesystem",
-        description="How weights reach the engine in the split layout; nccl is gloo where there is no GPU.",
+        description="How weights are sent to the engine; nccl uses gloo on machines without a GPU.",
     )
-    host: NonEmpty = Field(default="127.0.0.1", description="nccl: address where the trainer is reached.")
-    port: int = Field(default=0, ge=0, le=65535, description="nccl: port of the trainer; 0 takes a free one.")
+    host: NonEmpty = Field(default="127.0.0.1", description="nccl: address of the trainer.")
+    port: int = Field(default=0, ge=0, le=65535, description="nccl: port of the trainer; 0 picks a free port.")
 
 
 class RolloutTransportConfig(Section):
     type: Literal["filesystem", "tcp"] = Field(
-        default="filesystem", description="How rollouts reach the trainer in the split layout."
+        default="filesystem", description="How rollouts are sent to the trainer."
     )
-    host: NonEmpty = Field(default="127.0.0.1", description="tcp: address where the trainer is reached.")
-    port: int = Field(default=0, ge=0, le=65535, description="tcp: port of the trainer; 0 takes a free one.")
+    host: NonEmpty = Field(default="127.0.0.1", description="tcp: address of the trainer.")
+    port: int = Field(default=0, ge=0, le=65535, description="tcp: port of the trainer; 0 picks a free port.")
 
 
 class TrainConfig(Section):
-    model: NonEmpty | None = Field(default=None, description="Local folder, hub id or GGUF file of the model to train.")
+    model: NonEmpty | None = Field(
+        default=None,
+        description="Model to train: a local folder, a hub id or a GGUF file.",
+        json_schema_extra={"binding": True},
+    )
     output_dir: NonEmpty = Field(
-        default="./outputs", description="The run directory; everything a run writes lies under it."
+        default="./outputs", description="The run directory. All files of a run are written here."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where to train; auto takes a GPU if there is one."
+        default="auto", description="Device for training; auto uses a GPU if there is one."
     )
     gpus: NonNegativeInt = Field(
         default=1,
-        description="Processes that train together, one a GPU; 0 takes all GPUs; with device cpu, so many on the CPU.",
+        description="Training processes, one per GPU. 0 = all visible GPUs. With `device: cpu`, the number of CPU "
+        "processes.",
     )
     sharding: Literal["none", "fsdp"] = Field(
         default="none",
-        description="What each process holds: none = everything; fsdp = its share of weights, gradients and optimizer, "
-        "and all weights to sample with.",
+        description="none = each process holds everything; fsdp = weights, gradients and optimizer state are sharded.",
     )
-    seed: NonNegativeInt = Field(default=0, description="Seed of everything random in the run.")
+    seed: NonNegativeInt = Field(
+        default=0, description="Seed of all random numbers in the run.", json_schema_extra={"binding": True}
+    )
 
-    max_steps: PositiveInt | None = Field(default=None, description="Optimizer steps to train; or give epochs.")
-    epochs: PositiveInt | None = Field(default=None, description="Passes over the prompts; or give max_steps.")
+    max_steps: PositiveInt | None = Field(default=None, description="Optimizer steps to train. Alternative: epochs.")
+    epochs: PositiveInt | None = Field(default=None, description="Passes over the prompts. Alternative: max_steps.")
     per_device_train_batch_size: PositiveInt | None = Field(
         default=None,
-        description="Packed rows in one micro-batch. Unset: as many as the memory plan allows on a GPU, 1 on a CPU.",
+        description="Packed rows per micro-batch. Default: set by the memory plan on a GPU, 1 on a CPU.",
     )
-    sequence_len: PositiveInt = Field(default=2048, description="Token budget of a packed row; equal to orch.seq_len.")
-    ppo_epochs: PositiveInt = Field(default=1, description="Passes over the rollouts of a step.")
-    minibatches: PositiveInt = Field(default=1, description="Optimizer steps the rollouts of a step are split into.")
+    sequence_len: PositiveInt = Field(
+        default=2048, description="Tokens per packed row; must equal orch.seq_len.", json_schema_extra={"binding": True}
+    )
+    ppo_epochs: PositiveInt = Field(
+        default=1, description="Passes over the rollouts of each step.", json_schema_extra={"grpo_only": True}
+    )
+    minibatches: PositiveInt = Field(
+        default=1,
+        description="Optimizer updates per step; the rollouts of a step are split between them.",
+        json_schema_extra={"grpo_only": True},
+    )
 
     learning_rate: Annotated[float, Field(ge=0, le=1)] = Field(default=5e-6, description="Peak learning rate.")
     lr_scheduler_type: Literal["constant", "cosine", "linear", "wsd"] = Field(
-        default="constant", description="Shape of the learning rate after warm-up."
+        default="constant", description="Learning-rate schedule after warm-up."
     )
-    warmup_steps: NonNegativeInt | None = Field(default=None, description="Steps of linear warm-up (0 unless given).")
+    warmup_steps: NonNegativeInt | None = Field(default=None, description="Steps of linear warm-up. Default: 0.")
     warmup_ratio: Fraction | None = Field(
-        default=None, description="Warm-up as a share of all steps; or give warmup_steps."
+        default=None, description="Warm-up as a fraction of all steps. Alternative: warmup_steps."
     )
     final_lr_fraction: Fraction = Field(
-        default=0.0, description="Share of the learning rate a decaying schedule ends at."
+        default=0.0, description="Final learning rate of a decaying schedule, as a fraction of the peak."
     )
-    optimizer: Literal["adamw", "adamw_8bit"] = Field(default="adamw", description="The optimizer.")
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="Decay of the first moment.")
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.999, description="Decay of the second moment.")
+    optimizer: Literal["adamw", "adamw_8bit"] = Field(default="adamw", description="Optimizer.")
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="Decay rate of the first moment.")
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.999, description="Decay rate of the second moment."
+    )
     adam_epsilon: PositiveFloat = Field(default=1e-8, description="Added to the denominator of the update.")
-    max_grad_norm: PositiveFloat = Field(default=1.0, description="Gradients are scaled down to this norm.")
-    weight_decay: NonNegativeFloat = Field(default=0.01, description="Decoupled weight decay of matrices.")
+    max_grad_norm: PositiveFloat = Field(default=1.0, description="Gradients are clipped to this norm.")
+    weight_decay: NonNegativeFloat = Field(default=0.01, description="Decoupled weight decay, applied to matrices.")
 
     recipe: Literal["auto", "bf16", "fp32", "fp8-hybrid"] = Field(
         default="auto", description="Precision; auto is bf16 on a GPU and fp32 on a CPU."
     )
     recompute: Literal["auto"] | bool = Field(
-        default="auto", description="Recompute activations in backward to save memory; auto is false in this version."
+        default="auto",
+        description="Activation checkpointing; with auto the memory plan decides.",
     )
-    lora: bool = Field(default=False, description="Train low-rank adapters instead of all weights.")
-    lora_rank: PositiveInt = Field(default=16, description="Rank of the adapters.")
-    lora_alpha: PositiveInt = Field(default=32, description="Scale of the adapters: alpha / rank.")
+    lora: bool = Field(
+        default=False,
+        description="Train low-rank adapters instead of all weights.",
+        json_schema_extra={"binding": True},
+    )
+    lora_rank: PositiveInt = Field(
+        default=16, description="Rank of the adapters.", json_schema_extra={"binding": True, "lora_only": True}
+    )
+    lora_alpha: PositiveInt = Field(
+        default=32,
+        description="Adapters are scaled by lora_alpha / lora_rank.",
+        json_schema_extra={"binding": True, "lora_only": True},
+    )
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="Dropout in front of the adapters."
+        default=0.0, description="Dropout on the input of the adapters.", json_schema_extra={"lora_only": True}
     )
     lora_target_modules: Strings | None = Field(
-        default=None, description="Names of the layers that get an adapter; all linear layers unless given."
+        default=None,
+        description="Names of the layers with an adapter. Default: all linear layers.",
+        json_schema_extra={"binding": True, "lora_only": True},
     )
     adapter_path: NonEmpty | None = Field(
-        default=None, description="Adapter to start from; the KL reference is then this start."
+        default=None,
+        description="Adapter to continue training from; the KL reference is then this adapter.",
+        json_schema_extra={"binding": True},
     )
     qlora_fp8: bool = Field(
-        default=False, description="Store the frozen base as FP8 E4M3 in blocks of 128; needs lora."
+        default=False, description="Store the frozen base as FP8 E4M3 in blocks of 128; requires lora."
     )
-    qlora_bnb: bool = Field(default=False, description="Store the frozen base as NF4, double quantised; needs lora.")
-    qlora_fp4: bool = Field(default=False, description="Store the frozen base as NVFP4; needs lora.")
+    qlora_bnb: bool = Field(
+        default=False, description="Store the frozen base as NF4 with double quantisation; requires lora."
+    )
+    qlora_fp4: bool = Field(default=False, description="Store the frozen base as NVFP4; requires lora.")
 
-    loss: LossConfig = Field(default_factory=LossConfig, description="The policy loss and its parameters.")
+    loss: LossConfig = Field(
+        default_factory=default_loss,
+        description="The policy loss and its parameters.",
+        json_schema_extra={"grpo_only": True},
+    )
     reference: Literal["auto", "none", "adapter-off", "frozen"] = Field(
-        default="auto", description="Where reference log-probs come from; auto is none without a KL term."
+        default="auto",
+        description="Source of reference_logprobs; auto is none without a KL term.",
+        json_schema_extra={"grpo_only": True},
     )
     recompute_old: Literal["auto"] | bool = Field(
         default="auto",
-        description="Whether a forward at the start of a step gives the old log-probs, or the sampler's serve.",
+        description="Compute old_logprobs with a forward pass before the step (true), or use the sampler's (false).",
+        json_schema_extra={"grpo_only": True},
     )
-    noise_scheduler: NoiseConfig = Field(default_factory=NoiseConfig, description="QeRL exploration noise.")
+    noise_scheduler: NoiseConfig = Field(
+        default_factory=NoiseConfig, description="QeRL exploration noise.", json_schema_extra={"grpo_only": True}
+    )
 
-    logging_steps: PositiveInt = Field(
-        default=1, description="A console line every so many steps; files get every step."
-    )
-    report_to: Annotated[list[Sink], BeforeValidator(_sink_list)] = Field(
-        default_factory=list, description="Trackers that also receive the metrics."
-    )
+    logging_steps: PositiveInt = Field(default=1, description="Steps between console lines; files record every step.")
+    report_to: Annotated[
+        list[Sink], BeforeValidator(_sink_list, json_schema_input_type=Sink | list[Sink] | Literal["none"] | None)
+    ] = Field(default_factory=list, description="Trackers that also receive the metrics.")
     metric_names: Literal["native", "trl", "verl"] = Field(
-        default="native", description="Whose names trackers get the metrics under; metrics.jsonl always has Shoal's."
+        default="native",
+        description="Naming scheme of the metrics in trackers; metrics.jsonl always has Shoal's names.",
     )
     log_completions: NonNegativeInt = Field(
-        default=8, description="Completions a step that trackers get as a table; 0 sends none."
+        default=8,
+        description="Completions per step sent to trackers as a table; 0 = none.",
+        json_schema_extra={"grpo_only": True},
     )
     show_completions: NonNegativeInt = Field(
-        default=0, description="Completions shown on the console with each of its lines; files hold them all."
+        default=0,
+        description="Completions printed with each console line; files hold all of them.",
+        json_schema_extra={"grpo_only": True},
     )
-    report_project: NonEmpty = Field(
-        default="shoal", description="Project the trackers of report_to file the run under."
-    )
+    report_project: NonEmpty = Field(default="shoal", description="Project name in the trackers of report_to.")
     report_name: NonEmpty | None = Field(
-        default=None, description="Name of the run in the trackers (its folder's unless given)."
+        default=None, description="Run name in the trackers. Default: the name of the run directory."
     )
     save_steps: NonNegativeInt | None = Field(
-        default=None, description="A checkpoint every so many steps (10 unless given); 0 = only when interrupted."
+        default=None, description="Steps between checkpoints. Default: 10. 0 = only when the run is interrupted."
     )
     save_epochs: PositiveInt | None = Field(
-        default=None, description="A checkpoint every so many epochs; or give save_steps."
+        default=None, description="Epochs between checkpoints. Alternative: save_steps."
     )
     save_seconds: PositiveFloat | None = Field(
-        default=None, description="A checkpoint every so many seconds; or give save_steps."
+        default=None, description="Seconds between checkpoints. Alternative: save_steps."
     )
-    save_total_limit: PositiveInt = Field(default=2, description="Newest checkpoints kept.")
-    save_deadline_s: PositiveFloat = Field(default=600.0, description="Writing a checkpoint takes no longer than this.")
-    resume_from_checkpoint: bool = Field(
-        default=False, description="Continue the run in output_dir; the same as --resume."
+    save_total_limit: PositiveInt = Field(
+        default=2, description="Number of checkpoints to keep; older ones are deleted."
     )
+    save_deadline_s: PositiveFloat = Field(default=600.0, description="Time limit for writing a checkpoint.")
+    resume_from_checkpoint: bool = Field(default=False, description="Continue the run in output_dir; same as --resume.")
 
     weight_broadcast: WeightBroadcastConfig = Field(
-        default_factory=WeightBroadcastConfig, description="Weights on their way to the engine (split layout)."
+        default_factory=WeightBroadcastConfig,
+        description="Transfer of weights to the engine.",
+        json_schema_extra={"grpo_only": True, "split_only": True},
     )
     rollout_transport: RolloutTransportConfig = Field(
-        default_factory=RolloutTransportConfig, description="Rollouts on their way to the trainer (split layout)."
+        default_factory=RolloutTransportConfig,
+        description="Transfer of rollouts to the trainer.",
+        json_schema_extra={"grpo_only": True, "split_only": True},
     )
 
     deadline_s: PositiveFloat = Field(
-        default=600.0, description="The trainer waits no longer than this for the other processes (split layout)."
+        default=600.0,
+        description="Time limit when the trainer waits for another process.",
+        json_schema_extra={"split_only": True},
     )
 
     @property

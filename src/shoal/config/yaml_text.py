@@ -1,7 +1,7 @@
-"""YAML text to plain data plus the line of every key. Called by load.py for files and for the values of overrides.
+"""Parses YAML into plain data and records the line of every key. load.py calls it for files and override values.
 
-Numbers and booleans are those of YAML 1.2 (`2e-4` is a number, `on` and `no` are words). Only plain data can come out:
-tags other than the core ones are refused, and so are duplicate keys and aliases that multiply without end.
+Numbers and booleans follow YAML 1.2 (`2e-4` is a number, `on` and `no` are strings). Tags outside the core schema,
+duplicate keys, and aliases that expand without limit raise ConfigError.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from shoal.errors import ConfigError
+from shoal.core.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
 MAX_NODES = 20_000
@@ -24,7 +24,7 @@ _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 class CoreLoader(yaml.SafeLoader):
-    """Composes nodes by the YAML 1.2 core schema. It never builds an object; `_Builder` below does."""
+    """Resolves scalars by the YAML 1.2 core schema. `_Builder` below builds the values."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
 
@@ -44,7 +44,7 @@ for _kind, _pattern, _first in (
 
 @dataclass(frozen=True)
 class Document:
-    """What a text said, on which line each key stands, and the text of values that came from `${VAR}`."""
+    """The parsed value, the line of each key, and the original text of values with `${VAR}`."""
 
     value: Any
     lines: dict[KeyPath, int] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Source:
-    """What messages call a text: a file, with the line, or an argument of the command, which has none."""
+    """The name of a text in messages: a file, shown with the line, or a command-line argument."""
 
     name: str
     has_lines: bool = True
@@ -63,14 +63,13 @@ class Source:
 
 
 def parse_yaml(text: str, source: Source, environ: Mapping[str, str], keys: Collection[str] = ()) -> Document:
-    """Read `text`. Every problem is a ConfigError that names the source and the line.
+    """Parse `text`. Every problem is a ConfigError with the source and the line.
 
-    `${NAME}` is an environment variable, except for the names in `keys`: those are left as they stand, for a caller
-    whose files may refer to their own keys.
+    `${NAME}` is replaced by the environment variable, unless `keys` has the name: the launcher resolves those itself.
     """
     if "\0" in text:
         line = text[: text.index("\0")].count("\n") + 1
-        raise ConfigError(f"{source.at(line)}: holds a NUL byte; is it YAML?")
+        raise ConfigError(f"{source.at(line)}: contains a NUL byte, so it is not YAML")
     try:
         return _Builder(source, environ, keys).document(CoreLoader(text).get_single_node())
     except yaml.MarkedYAMLError as error:
@@ -78,9 +77,9 @@ def parse_yaml(text: str, source: Source, environ: Mapping[str, str], keys: Coll
     except yaml.YAMLError as error:
         position = getattr(error, "position", 0)
         line = text[:position].count("\n") + 1 if isinstance(position, int) else 1
-        raise ConfigError(f"{source.at(line)}: holds a character YAML does not allow; remove it") from None
+        raise ConfigError(f"{source.at(line)}: contains a character that YAML does not allow; remove it") from None
     except RecursionError:
-        raise ConfigError(f"{source.at(1)}: nested too deeply to be a configuration") from None
+        raise ConfigError(f"{source.at(1)}: is nested too deeply") from None
 
 
 def _yaml_problem(error: yaml.MarkedYAMLError, source: Source) -> str:
@@ -88,11 +87,11 @@ def _yaml_problem(error: yaml.MarkedYAMLError, source: Source) -> str:
     line = mark.line + 1 if mark is not None else 1
     problem = error.problem or error.context or "cannot be read"
     if "'\\t'" in problem:
-        return f"{source.at(line)}: broken YAML: a tab stands where YAML wants spaces; indent with spaces"
+        return f"{source.at(line)}: invalid YAML: a tab is used for indentation; indent with spaces"
     if "expected a single document" in (error.context or ""):
-        return f"{source.at(line)}: broken YAML: holds several documents; keep one and remove the `---`"
+        return f"{source.at(line)}: invalid YAML: the file has several documents; keep one and remove the `---`"
     context = f" {error.context}" if error.context and error.problem else ""
-    return f"{source.at(line)}: broken YAML: {problem}{context}; check indentation, colons and quotes near this line"
+    return f"{source.at(line)}: invalid YAML: {problem}{context}; check indentation, colons and quotes near this line"
 
 
 class _Builder:
@@ -115,9 +114,9 @@ class _Builder:
     def build(self, node: Node, path: KeyPath) -> Any:
         self.count += 1
         if self.count > MAX_NODES:
-            raise self.fail(node, f"more than {MAX_NODES} values once its aliases are followed; write them out")
+            raise self.fail(node, f"expands to more than {MAX_NODES} values through aliases; write the values out")
         if id(node) in self.open_nodes:
-            raise self.fail(node, "an alias that contains itself; write the value out")
+            raise self.fail(node, "an alias refers to itself; write the value out")
         self.lines.setdefault(path, node.start_mark.line + 1)
         self.open_nodes.add(id(node))
         try:
@@ -132,17 +131,17 @@ class _Builder:
             return [self.build(child, (*path, index)) for index, child in enumerate(node.value)]
         if isinstance(node, ScalarNode):
             return self.scalar(node, path)
-        raise self.fail(node, f"the tag {node.tag!r} is not allowed; only plain YAML data is")
+        raise self.fail(node, f"the tag {node.tag!r} is not allowed; use plain YAML data")
 
     def mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = key_node.value
             if not isinstance(key_node, ScalarNode) or not isinstance(key, str):
-                raise self.fail(key_node, "a key must be a word")
+                raise self.fail(key_node, "a key must be a string")
             if key in result:
                 first = self.lines[(*path, key)]
-                raise self.fail(key_node, f"{key}: duplicate key, already set on line {first}; keep one of the two")
+                raise self.fail(key_node, f"{key}: duplicate key, already set on line {first}; keep one of them")
             self.lines[(*path, key)] = key_node.start_mark.line + 1
             result[key] = self.build(value_node, (*path, key))
         return result
@@ -182,7 +181,5 @@ def _scalar_value(text: str, tag: str, refuse: Any) -> Any:
         if kind == "float":
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     except ValueError:
-        return (
-            text  # an explicit !!int on something else, or thousands of digits: left as text for the schema to refuse
-        )
+        return text  # an explicit !!int on other text, or too many digits: validation rejects the text
     raise refuse()

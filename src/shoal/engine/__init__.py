@@ -1,1 +1,1 @@
-"""The embedded engine: continuous batching on the trainer's own parameters. Knows tokens, nothing of RL."""
+"""The embedded engine: continuous batching on the trainer's own parameters. Independent of RL."""

@@ -1,8 +1,8 @@
 """The embedded engine: schedule, run, sample, retire.
 
-Synchronous and single-threaded; `rollout/embedded.py` drives it. Results depend only on the request (its tokens, its
-sampling parameters with their seed) and the weights: batches are padded so that on a CPU a row rounds the same in any
-company. A GPU chooses its kernels by the size of the batch, and rounds by them.
+Synchronous and single-threaded; driven by `rollout/embedded.py`. On a CPU, results depend only on the request (tokens,
+sampling parameters, seed) and the weights: batches are padded so that a row rounds the same whatever else is in the
+batch. A GPU chooses kernels by batch size, so its rounding depends on it.
 """
 
 from __future__ import annotations
@@ -16,52 +16,49 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.engine.cache import SlotCache
-from shoal.engine.endings import Endings
-from shoal.engine.fused import make_fused
-from shoal.engine.graphs import MANY_ROWS, WINDOW, CaptureError, DecodeGraphs, Extent, Window
-from shoal.engine.kernel_context import why_no_graphs
-from shoal.engine.plain import make_plain
+from shoal.core.errors import NonFiniteError, RequestError
+from shoal.core.types import Completion, FinishReason, Request
+from shoal.engine.decode import make_fused, make_plain, why_no_graphs
+from shoal.engine.decode_graphs import MANY_ROWS, WINDOW, CaptureError, DecodeBucket, DecodeGraphs, Window
+from shoal.engine.kv_cache import SlotCache
 from shoal.engine.prefill import Prefill
 from shoal.engine.sampler import MAX_ENDS, SamplingState, draw
-from shoal.engine.scheduler import Scheduler
+from shoal.engine.scheduler import Scheduler, StopChecker
 from shoal.engine.scheduler import Sequence as Running
-from shoal.errors import NonFiniteError, RequestError
 from shoal.models.attention import KEY_MULTIPLE, ROW_MULTIPLE, Decode, round_up
 from shoal.models.decoder import LayerShape
 from shoal.models.sampler_view import SamplerView
-from shoal.types import Completion, FinishReason, Request
 
 log = logging.getLogger(__name__)
-EAGER = "eager"  # one launch after another
+EAGER = "eager"  # without CUDA graphs
 
 
 @dataclass(frozen=True)
 class EngineSettings:
     slots: int = 64
     context_tokens: int = 2048  # prompt and completion together
-    prefill_tokens: int = 8192  # prompt tokens of one prefill
+    prefill_tokens: int = 8192  # most prompt tokens of one prefill
     eos_token_ids: tuple[int, ...] = ()
-    graphs: bool = True  # decode in CUDA graphs where the kernels can
-    fused: bool = True  # and in few kernels where the model's family is known
+    graphs: bool = True  # decode with CUDA graphs where supported
+    fused: bool = True  # use the fused path where supported
 
     def __post_init__(self) -> None:
-        if self.slots % ROW_MULTIPLE:  # a smaller batch would round differently, and results depend on company
+        if self.slots % ROW_MULTIPLE:  # a smaller batch would round differently
             raise ValueError(f"slots must be a multiple of {ROW_MULTIPLE}, not {self.slots}")
 
 
 @dataclass(frozen=True)
 class _Launched:
-    """A window of decode steps on its way: who is in it, in which rows, and under which weights."""
+    """A launched window of decode steps: its sequences, their rows, and the weight version."""
 
     sequences: Sequence[Running]
-    rows: Sequence[int]  # one a sequence
+    rows: Sequence[int]  # one per sequence
     steps: int
     version: int
 
 
 class EmbeddedEngine:
-    """`detokenize` turns ids into text with special tokens left out; stop strings and `Completion.text` need it."""
+    """`detokenize` converts ids to text without special tokens, for stop strings and `Completion.text`."""
 
     def __init__(
         self,
@@ -74,34 +71,35 @@ class EmbeddedEngine:
         self.settings = settings
         self.detokenize = detokenize
         self.layers = layers
-        self.path = EAGER  # how tokens are decoded, for people
+        self.path = EAGER  # description of the decode path, for logs
         decoder = view.decoder
         self.device = decoder.device
+        decoder.check_length(settings.context_tokens)
         length = round_up(settings.context_tokens, KEY_MULTIPLE)
         self.cache = SlotCache(layers, settings.slots, length, decoder.dtype, self.device)
         self.scheduler = Scheduler(settings.slots, settings.prefill_tokens)
         self.sampling = SamplingState.allocate(settings.slots, self.device)
         self._last = np.zeros(settings.slots, dtype=np.int64)
-        self._endings = Endings(settings.eos_token_ids, detokenize)
+        self._endings = StopChecker(settings.eos_token_ids, detokenize)
         self._vocab_size = decoder.vocab_size
         self._end_ids = np.array(sorted(settings.eos_token_ids), dtype=np.int64)
         self._graphs = self._make_graphs()
         self._prompts = Prefill(view, self.cache, self._graphs is not None and self._graphs.fused)
         self._launched: deque[_Launched] = deque()
-        self._served: int | None = None  # the version whose adapters the graphs hold
+        self._served: int | None = None  # the version of the adapter copies in the graphs
         self._plain = make_plain(decoder, layers, self.cache) if settings.fused else None
         self.generated_tokens = 0
 
     def _make_graphs(self) -> DecodeGraphs | None:
-        """Graphs where the kernels can decode this model; in few kernels where its family is known and parity holds."""
+        """CUDA graphs if the kernels support this model, on the fused path if it passes the parity check."""
         decoder = self.view.decoder
-        reason = why_no_graphs(decoder, self.cache) if self.settings.graphs else "as asked"
+        reason = why_no_graphs(decoder, self.cache) if self.settings.graphs else "CUDA graphs are disabled"
         if reason is not None:
-            if decoder.device.type != "cpu":  # of which nobody expects graphs
+            if decoder.device.type != "cpu":  # eager is the only path on a CPU
                 self.path = f"{EAGER}: {reason}"
             return None
-        fused, why = make_fused(decoder, self.layers, self.cache) if self.settings.fused else (None, "as asked")
-        self.path = f"CUDA graphs, {'' if fused is not None else 'its own modules: '}{why}"
+        fused, why = make_fused(decoder, self.layers, self.cache) if self.settings.fused else (None, "disabled")
+        self.path = f"CUDA graphs, {'' if fused is not None else 'model modules: '}{why}"
         return DecodeGraphs(self.view, self.cache, self.sampling, self.settings.eos_token_ids, fused)
 
     @property
@@ -109,14 +107,14 @@ class EmbeddedEngine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def check(self, request: Request) -> None:
-        """Refuse what would fail on the device, where it would take every other request with it."""
+        """Reject requests that would raise an error on the device and so fail every running request."""
         if request.prompt_ids and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocab_size:
             raise RequestError(f"{request.request_id}: token ids must be from 0 to {self._vocab_size - 1}")
         if request.sampling.min_tokens and len(self._endings.of(request.sampling)) > MAX_ENDS:
-            raise RequestError(f"{request.request_id}: with min_tokens, at most {MAX_ENDS} ids may end a request")
+            raise RequestError(f"{request.request_id}: with min_tokens, at most {MAX_ENDS} stop ids are supported")
 
     def add(self, request: Request) -> Completion | None:
-        """Queue a request. One that cannot be started is answered at once, with no tokens and the reason `length`."""
+        """Queue a request. Without room for a token, returns an empty completion with the finish reason `length`."""
         room = self.settings.context_tokens - len(request.prompt_ids)
         limit = min(request.sampling.max_tokens, room)
         if not request.prompt_ids or limit < 1:
@@ -126,13 +124,13 @@ class EmbeddedEngine:
         return None
 
     def cancel(self, request_ids: Set[str]) -> None:
-        """Nobody waits for these any more: their places go to the next. Unknown ones may have just finished."""
+        """Drop requests and free their slots. Unknown ids are ignored, since a request may have just finished."""
         self.scheduler.drop(request_ids)
         if not self.scheduler.running:
             self._forget_launches()
 
     def abort(self) -> list[Completion]:
-        """Drop everything; what was drawn so far is returned with the reason `abort`."""
+        """Drop all requests; returns their tokens so far with the finish reason `abort`."""
         dropped = [*self.scheduler.running.values(), *self.scheduler.waiting]
         self.scheduler.running.clear()
         self.scheduler.waiting.clear()
@@ -141,7 +139,7 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        """Start what fits, then draw one token for every running sequence; returns what finished."""
+        """Admit waiting requests, then draw one token per running sequence; returns finished completions."""
         with self.view.active():
             finished = []
             self._follow_weights()
@@ -156,7 +154,7 @@ class EmbeddedEngine:
         return finished
 
     def _compact(self) -> None:
-        """Move sequences together, so that the batch fits into a smaller bucket."""
+        """Move sequences into lower slots so that the batch fits into a smaller bucket."""
         moves = self.scheduler.compaction()
         if not moves:
             return
@@ -170,13 +168,13 @@ class EmbeddedEngine:
             self._graphs.move(*at)
 
     def _follow_weights(self) -> None:
-        """Weights move when a version is published, or unseen while nothing runs."""
+        """Refresh adapter copies: weights may change when a version is published, or while nothing runs."""
         if self._graphs is not None and (not self.scheduler.running or self._served != self.view.version):
             self._graphs.follow_weights()
             self._served = self.view.version
 
     def _prefill(self, admitted: Sequence[Running]) -> list[Completion]:
-        """Write the prompts' keys and values wherever they are needed and draw first tokens."""
+        """Write the prompts' keys and values into all slots that need them, and draw first tokens."""
         hidden = self._prompts.run(admitted)
         self._set_sampling(admitted)
         logits = self.view.decoder.logits(hidden)[: len(admitted)]
@@ -186,7 +184,7 @@ class EmbeddedEngine:
         return []
 
     def _begin(self, graphs: DecodeGraphs, admitted: Sequence[Running], logits: Tensor) -> None:
-        """Draw first tokens and go on without looking at them: nothing here waits for the device."""
+        """Draw first tokens without reading them on the host, so nothing here waits for the device."""
         slots, positions, limits = np.array([(s.slot, s.length, s.limit) for s in admitted]).T
         rows = self._tensor(slots)
         drawn = graphs.draw(logits, rows, torch.zeros_like(rows), any(s.kept_ids is not None for s in admitted))
@@ -194,7 +192,7 @@ class EmbeddedEngine:
         self._note_launch(admitted, range(len(admitted)), 1)
 
     def _decode(self) -> list[Completion]:
-        """One token for every running sequence, or a window of them where graphs do it."""
+        """One token per running sequence, or a window of tokens with CUDA graphs."""
         if self._graphs is not None:
             return self._decode_window(self._graphs)
         rows = self.scheduler.rows
@@ -212,7 +210,7 @@ class EmbeddedEngine:
         return self._draw(running, logits if len(running) == rows else logits[self._tensor(slots)])
 
     def _decode_window(self, graphs: DecodeGraphs) -> list[Completion]:
-        """Launch a window, then look at everything older: what goes on needs nothing from the host."""
+        """Launch the next window, then read all older ones, so the device never waits for the host."""
         ahead, finished = 0, []
         try:
             ahead = int(self._launch(graphs))
@@ -223,8 +221,8 @@ class EmbeddedEngine:
         return finished
 
     def _leave_graphs(self, reason: str) -> None:
-        """What is on its way is still collected; from there on every step is launched kernel by kernel."""
-        log.warning("decoding without graphs: %s", reason)
+        """Decode eagerly from now on. Windows in flight are still collected."""
+        log.warning("decoding without CUDA graphs: %s", reason)
         self.path = f"{EAGER}: {reason}"
         self._graphs = None
         self._prompts = Prefill(self.view, self.cache, False)
@@ -240,20 +238,20 @@ class EmbeddedEngine:
         return self._retire(sequences, window.ids[:, rows], window.logprobs[:, rows], launched.version)
 
     def _forget_launches(self) -> None:
-        """Nobody waits for what is still on its way."""
+        """Drop windows in flight."""
         self._launched.clear()
         if self._graphs is not None:
             self._graphs.clear()
 
     def _launch(self, graphs: DecodeGraphs) -> bool:
-        """A window for every sequence that may still draw; false if there is none."""
+        """Launch a window if any sequence may still draw a token; returns whether one was launched."""
         sequences, rows = list(self.scheduler.running.values()), self.scheduler.rows
         window = WINDOW if rows < MANY_ROWS else WINDOW // 2
         steps = min(window, max((s.limit - len(s.token_ids) - s.in_flight for s in sequences), default=0))
         if steps < 1:
             return False
         keys = max(s.length + s.in_flight for s in sequences) + steps
-        extent = Extent.covering(rows, keys, self.cache.length)
+        extent = DecodeBucket.covering(rows, keys, self.cache.length)
         graphs.launch(extent, steps, any(s.kept_ids is not None for s in sequences))
         self._note_launch(sequences, [s.slot for s in sequences], steps)
         return True
@@ -264,9 +262,9 @@ class EmbeddedEngine:
         self._launched.append(_Launched(sequences, rows, steps, self.view.version))
 
     def _draw(self, sequences: Sequence[Running], logits: Tensor) -> list[Completion]:
-        """`logits` has one row a sequence, in the same order."""
+        """`logits` has one row per sequence, in the same order."""
         slots = [s.slot for s in sequences]
-        whole = slots[-1] == len(slots) - 1 and slots[0] == 0  # slots come in order, so none is left out
+        whole = slots[-1] == len(slots) - 1 and slots[0] == 0  # slots are sorted, so none is missing
         state = self.sampling[slice(len(slots))] if whole else self.sampling[self._tensor(np.array(slots))]
         counts = self._tensor(np.array([len(s.token_ids) for s in sequences], dtype=np.int64))
         truncated = any(s.request.sampling.truncated for s in sequences)
@@ -278,14 +276,14 @@ class EmbeddedEngine:
         return self._retire(sequences, ids, logprobs, self.view.version)
 
     def _keep(self, sequences: Sequence[Running], kept: Tensor | None) -> None:
-        """Note what each next token is drawn from, where that is not the whole vocabulary."""
+        """Record the ids that each next token is drawn from, if sampling is truncated."""
         rows = kept.tolist() if kept is not None else [None] * len(sequences)
         for sequence, ids in zip(sequences, rows, strict=True):
             if sequence.kept_ids is not None:
                 sequence.kept_ids.append(self._endings.allowed(sequence, len(sequence.token_ids), ids))
 
     def _keep_window(self, sequence: Running, kept: np.ndarray) -> None:
-        """The same for the steps of a window, [steps, MAX_KEPT]; those past the end are cut off when it retires."""
+        """The same for the steps of a window, [steps, MAX_KEPT]; steps past the end are cut in `_retire`."""
         assert sequence.kept_ids is not None
         start = len(sequence.token_ids)
         sequence.kept_ids += [self._endings.allowed(sequence, start + i, ids) for i, ids in enumerate(kept.tolist())]
@@ -293,20 +291,20 @@ class EmbeddedEngine:
     def _retire(
         self, sequences: Sequence[Running], ids: np.ndarray, logprobs: np.ndarray, version: int
     ) -> list[Completion]:
-        """Take what was drawn, [steps, sequences], up to each sequence's end; whatever follows it is dropped."""
+        """Append the drawn tokens, [steps, sequences], up to each sequence's end; later tokens are dropped."""
         steps = len(ids)
         if not np.isfinite(logprobs).all():
             raise NonFiniteError(
-                f"log-probs of version {version} are not finite: its weights are no numbers any more, or "
-                "overflow; lower train.learning_rate and resume from the last checkpoint"
+                f"log-probs of version {version} are not finite: its weights contain NaN or overflow; "
+                "lower train.learning_rate and resume from the last checkpoint"
             )
         ends = (ids[..., None] == self._end_ids).any(-1)
         first_end = np.where(ends.any(0), ends.argmax(0) + 1, steps + 1).tolist()
         if sequences:
             self._last[[s.slot for s in sequences]] = ids[-1]
         finished = []
-        # Sequence by sequence in one list, not in one each: thousands of new objects a window, all alive at once, have
-        # Python's collector look through everything there is, again and again, and the device waits for it.
+        # One flat list instead of a list per sequence: thousands of new objects per window would trigger full passes of
+        # Python's garbage collector, during which the device idles.
         token_ids, values = ids.T.ravel().tolist(), logprobs.T.ravel().tolist()
         for at, sequence, end in zip(range(0, len(token_ids), steps), sequences, first_end, strict=True):
             taken = min(steps, end, sequence.limit - len(sequence.token_ids))
@@ -338,7 +336,7 @@ class EmbeddedEngine:
         self.sampling.put(slots, integers, self._tensor(numbers, torch.float32), ends)
 
     def _tensor(self, array: np.ndarray, dtype: torch.dtype = torch.long) -> Tensor:
-        """On the device without waiting for it: from pinned memory, where there is such."""
+        """Copy to the device without waiting for it, through pinned memory on a GPU."""
         host = torch.as_tensor(np.ascontiguousarray(array), dtype=dtype)
         if self.device.type == "cuda":
             host = host.pin_memory()

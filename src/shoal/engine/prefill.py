@@ -1,7 +1,7 @@
-"""Prompts into the cache: each distinct one runs once, and its keys and values go to every slot that begins with it.
+"""Prefill: each distinct prompt runs once, and its keys and values are written to every slot that starts with it.
 
-A few prompts join a running batch again and again, and launching their kernels one by one takes the host longer than
-the device needs to run them. So a prefill of a size that was met before is a CUDA graph, on inputs padded to that size.
+Small prefills are bound by launch overhead. So a bucket of sizes that is seen a second time is captured as a CUDA
+graph, on inputs padded to the bucket.
 """
 
 from __future__ import annotations
@@ -12,35 +12,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from shoal.engine.cache import PrefillWriter, SlotCache
-from shoal.models.attention import ROW_MULTIPLE, Packed, round_up
-from shoal.models.capturing import capture
+from shoal.engine.kv_cache import PrefillWriter, SlotCache
+from shoal.models.attention import ROW_MULTIPLE, Packed, round_up, upload
+from shoal.models.graph_cache import CapturedGraph, GraphCache, pad, power_of_two
 from shoal.models.sampler_view import SamplerView
 from shoal.models.tokenizer import first_line
-from shoal.models.upload import upload
 
 if TYPE_CHECKING:
     from shoal.engine.scheduler import Sequence as Running
 
 log = logging.getLogger(__name__)
-GRAPH_TOKENS = 16_384  # of one prefill; larger ones keep the device busy however they are launched
-MAX_GRAPHS = 32  # each holds its inputs and the states it ends with; what lies between shares one pool
-# Of all captured sizes. One finds room in the pool that a larger one had, and none that smaller ones had, so that all
-# may take as much as the largest prefill, which is in the memory plan.
+GRAPH_TOKENS = 16_384  # larger prefills are not launch-bound
+MAX_GRAPHS = 32  # each keeps its inputs and final states; intermediate tensors share one pool
+# Limit on the sum of distinct captured sizes. A graph reuses the pool's blocks of larger graphs, but not of smaller
+# ones, so this bounds the pool to the largest prefill, which the memory plan accounts for.
 POOL_TOKENS = 32_768
 LEAST_TOKENS, LEAST_SEGMENTS, LEAST_LENGTH = 256, 8, 128
-MULTIPLE = 1024  # of the tokens of a large one, whose filling takes time
+MULTIPLE = 1024  # large sizes are rounded up to this, to limit padding
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Distinct prompts end to end, and where each of their tokens goes."""
+    """Distinct prompts end to end, and the slots that each is written to."""
 
-    arrays: Mapping[str, np.ndarray]  # ids, positions [T]; starts [S+1]; of each sequence first, lengths, slots [N]
-    last: np.ndarray  # [sequences], the last token of each one's prompt
+    arrays: Mapping[str, np.ndarray]  # ids, positions [T]; starts [S+1]; per sequence: first, lengths, slots [N]
+    last: np.ndarray  # [sequences], index of the last token of each prompt
 
     @staticmethod
     def of(sequences: Sequence[Running]) -> Prompts:
@@ -66,23 +64,20 @@ class Prompts:
     def longest(self) -> int:
         return int(np.diff(self.arrays["starts"]).max())
 
-    def padded(self, extent: Extent) -> dict[str, np.ndarray]:
-        """Tokens that belong to no prompt, prompts of no tokens, and sequences that get none."""
-        given = self.arrays
+    def padded(self, extent: PrefillBucket) -> dict[str, np.ndarray]:
+        """Arrays padded to the bucket: with tokens outside of any prompt, empty prompts and empty sequences."""
         sizes = {"ids": extent.tokens, "positions": extent.tokens, "starts": extent.prompts + 1}
-        arrays = {}
-        for name, array in given.items():
-            fill = array[-1] if name == "starts" else 0
-            full = np.full(sizes.get(name, extent.sequences), fill, dtype=np.int64)
-            full[: len(array)] = array
-            arrays[name] = full
+        arrays = {
+            name: pad(array, sizes.get(name, extent.sequences), array[-1] if name == "starts" else 0)
+            for name, array in self.arrays.items()
+        }
         arrays["starts"] = arrays["starts"].astype(np.int32)
         return arrays
 
 
 @dataclass(frozen=True)
-class Extent:
-    """Sizes a graph is captured for: powers of two, and of more tokens than eight times `MULTIPLE` the next one."""
+class PrefillBucket:
+    """The sizes of a graph: powers of two; above eight times `MULTIPLE`, tokens are rounded up to a multiple of it."""
 
     tokens: int
     prompts: int
@@ -90,80 +85,63 @@ class Extent:
     longest: int
 
     @staticmethod
-    def covering(prompts: Prompts) -> Extent:
+    def covering(prompts: Prompts) -> PrefillBucket:
         arrays = prompts.arrays
         tokens = len(arrays["ids"])
-        return Extent(
-            round_up(tokens, MULTIPLE) if tokens > 8 * MULTIPLE else _power(tokens, LEAST_TOKENS),
-            _power(len(arrays["starts"]) - 1, LEAST_SEGMENTS),
-            _power(len(arrays["slots"]), LEAST_SEGMENTS),
-            _power(prompts.longest, LEAST_LENGTH),
+        return PrefillBucket(
+            round_up(tokens, MULTIPLE) if tokens > 8 * MULTIPLE else power_of_two(tokens, LEAST_TOKENS),
+            power_of_two(len(arrays["starts"]) - 1, LEAST_SEGMENTS),
+            power_of_two(len(arrays["slots"]), LEAST_SEGMENTS),
+            power_of_two(prompts.longest, LEAST_LENGTH),
         )
 
 
-def _power(count: int, least: int) -> int:
-    return max(least, 1 << (count - 1).bit_length())
-
-
-@dataclass
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    inputs: dict[str, Tensor]
-    hidden: Tensor
-
-
 class Prefill:
-    """`graphs` says whether the model's forward may be captured."""
+    """`graphs`: whether the model's forward may be captured."""
 
     def __init__(self, view: SamplerView, cache: SlotCache, graphs: bool) -> None:
         self._view = view
         self._cache = cache
         self._device = view.decoder.device
-        self._may_capture = graphs and self._device.type == "cuda" and view.decoder.dtype.itemsize == 2
-        self._met: set[tuple[Extent, bool]] = set()
-        self._graphs: dict[tuple[Extent, bool], _Captured] = {}
-        # They run one after another and their states are read before the next, so they may share what lies between.
-        self._pool = torch.cuda.graph_pool_handle() if self._may_capture else None
+        self._met: set[tuple[PrefillBucket, bool]] = set()
+        # Graphs run one at a time and their results are read before the next, so they share a pool.
+        may_capture = graphs and self._device.type == "cuda" and view.decoder.dtype.itemsize == 2
+        self._graphs: GraphCache[tuple[PrefillBucket, bool], Tensor] = GraphCache(self._device, MAX_GRAPHS, may_capture)
 
     def run(self, sequences: Sequence[Running]) -> Tensor:
-        """The state after each one's prompt, [sequences, hidden], padded with rows that nobody reads."""
+        """The hidden state of each prompt's last token, [sequences, hidden], padded with unused rows."""
         prompts = Prompts.of(sequences)
-        rows = round_up(len(sequences), ROW_MULTIPLE)  # repeated rows: the head is a matrix product too
+        rows = round_up(len(sequences), ROW_MULTIPLE)  # repeat rows, so that the head's product is padded too
         last = upload({"last": np.resize(prompts.last, rows)}, self._device)["last"]
-        extent = Extent.covering(prompts)
+        extent = PrefillBucket.covering(prompts)
         key = (extent, self._view.noisy)
-        if not self._may_capture or extent.tokens > GRAPH_TOKENS or key not in self._met:
-            self._met.add(key)  # captured if it comes again
+        if not self._graphs.enabled or extent.tokens > GRAPH_TOKENS or key not in self._met:
+            self._met.add(key)  # captured at the second use
             return self._eager(prompts)[last]
         if key not in self._graphs:
-            if len(self._graphs) >= MAX_GRAPHS or self._pool_tokens(extent) > POOL_TOKENS:
+            if self._graphs.full or self._pool_tokens(extent) > POOL_TOKENS:
                 return self._eager(prompts)[last]
             try:
                 self._graphs[key] = self._capture(prompts, extent)
             except Exception as error:
                 self._stop_capturing(error)
                 return self._eager(prompts)[last]
-        captured = self._graphs[key]
-        for name, tensor in upload(prompts.padded(extent), self._device).items():
-            captured.inputs[name].copy_(tensor)
-        captured.graph.replay()
-        return captured.hidden[last]
+        return self._graphs[key].replay(upload(prompts.padded(extent), self._device))[last]
 
-    def _pool_tokens(self, more: Extent) -> int:
+    def _pool_tokens(self, more: PrefillBucket) -> int:
         return sum({more.tokens, *(extent.tokens for extent, _ in self._graphs)})
 
     def _stop_capturing(self, error: Exception) -> None:
-        """Memory is scarce, or a kernel cannot be captured: what graphs hold is given back, and prompts are computed
-        launch by launch."""
-        log.warning("prefills are not captured any more: %s", first_line(error))
+        """Out of memory, or a kernel that cannot be captured: free all graphs and run every prefill eagerly."""
+        log.warning("CUDA graphs for prefill are disabled: %s", first_line(error))
         self._graphs.clear()
-        self._may_capture = False
+        self._graphs.enabled = False
 
     def _eager(self, prompts: Prompts) -> Tensor:
         arrays = dict(prompts.arrays)
         tokens = len(arrays["ids"])
         padding = round_up(tokens, ROW_MULTIPLE) - tokens
-        if padding:  # one more segment, of token 0, that nobody reads
+        if padding:  # an extra segment of token 0, whose result is unused
             for name, more in (
                 ("ids", np.zeros(padding)),
                 ("positions", np.arange(padding)),
@@ -179,14 +157,8 @@ class Prefill:
     def _forward(self, there: Mapping[str, Tensor], context: Packed) -> Tensor:
         return self._view.decoder.hidden(there["ids"][None], there["positions"][None], context)[0]
 
-    def _capture(self, prompts: Prompts, extent: Extent) -> _Captured:
+    def _capture(self, prompts: Prompts, extent: PrefillBucket) -> CapturedGraph[Tensor]:
         inputs = {name: tensor.clone() for name, tensor in upload(prompts.padded(extent), self._device).items()}
         writer = self._writer(inputs, extent.longest)
         context = Packed.planned({"starts": inputs["starts"]}, (extent.longest, extent.longest), writer)
-
-        def forward() -> Tensor:
-            return self._forward(inputs, context)
-
-        forward()
-        graph, hidden = capture(forward, self._pool)
-        return _Captured(graph, inputs, hidden)
+        return self._graphs.capture(lambda: self._forward(inputs, context), inputs)

@@ -1,8 +1,8 @@
-"""Drawing one token a row, with its log-prob under exactly the distribution it was drawn from.
+"""Sample one token per row, with its log-prob under exactly the distribution it was drawn from.
 
-The exponential race: token i wins if E_i / p_i is smallest, E_i exponential. Blocks of the vocabulary race first, by
-their mass, then the tokens of the winning block: the same distribution, with random numbers for one block only. They
-are a hash of (request seed, position, i), so a draw depends on nothing else: not on the batch, not on order of arrival.
+Exponential race: token i wins if E_i / p_i is smallest, with E_i exponential. Blocks of the vocabulary race first, by
+their mass, then the tokens of the winning block: the same distribution, with random numbers for one block only. Random
+numbers are a hash of (request seed, position, i), so a draw does not depend on the batch or on arrival order.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Replaying a truncated distribution in training stores its ids; more than this many are never kept.
+# Training replays truncated distributions from their stored ids; at most this many are kept.
 MAX_KEPT = 256
-MAX_ENDS = 128  # ids that may end one request
+MAX_ENDS = 128  # stop ids of one request
 BLOCK = 4096  # ids of the vocabulary that race together
-BLOCK_SALT = 1 << 30  # the number of a block, as a column of the hash, is no token's
+BLOCK_SALT = 1 << 30  # block numbers as hash columns, above any token id
 
 
 @dataclass
@@ -30,7 +30,7 @@ class SamplingState:
     top_k: Tensor  # int64; <= 0 = off
     min_p: Tensor
     min_tokens: Tensor  # int64
-    ends: Tensor  # [slots, MAX_ENDS] int64, ids not allowed before min_tokens, -1 where fewer
+    ends: Tensor  # [slots, MAX_ENDS] int64, ids banned before min_tokens, padded with -1
 
     @staticmethod
     def allocate(slots: int, device: torch.device) -> SamplingState:
@@ -45,7 +45,7 @@ class SamplingState:
         )
 
     def banned(self, counts: Tensor, width: int) -> Tensor:
-        """[B, width]: ends of rows that have drawn fewer than their min_tokens."""
+        """[B, width]: stop ids of rows that have drawn fewer than min_tokens."""
         mask = torch.zeros(len(counts), width + 1, dtype=torch.bool, device=counts.device)
         early = (counts < self.min_tokens)[:, None].expand_as(self.ends)
         return mask.scatter(1, torch.where(self.ends < 0, width, self.ends), early)[:, :width]
@@ -67,13 +67,15 @@ class SamplingState:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledTokens:
     token_ids: Tensor  # [B]
     logprobs: Tensor  # [B] fp32
-    kept: Tensor | None  # [B, MAX_KEPT] int64 ids, -1 where fewer; None if nothing was truncated
+    kept: Tensor | None  # [B, MAX_KEPT] int64 ids, padded with -1; None if nothing was truncated
 
 
-def draw(logits: Tensor, state: SamplingState, positions: Tensor, banned: Tensor | None, truncated: bool) -> Drawn:
+def draw(
+    logits: Tensor, state: SamplingState, positions: Tensor, banned: Tensor | None, truncated: bool
+) -> SampledTokens:
     """logits [B, V]; `positions` [B] count the tokens drawn so far; `banned` [B, V] marks ids that may not be drawn.
 
     A greedy row (temperature 0) takes the argmax and reports its log-prob at temperature 1.
@@ -87,7 +89,7 @@ def draw(logits: Tensor, state: SamplingState, positions: Tensor, banned: Tensor
     if truncated:
         logprobs, kept = _truncate(logprobs, state)
     token_ids = torch.where(greedy, logprobs.argmax(-1), _race(logprobs, state.seeds, positions))
-    return Drawn(token_ids, logprobs.gather(-1, token_ids[:, None]).squeeze(-1), kept)
+    return SampledTokens(token_ids, logprobs.gather(-1, token_ids[:, None]).squeeze(-1), kept)
 
 
 def _truncate(logprobs: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
@@ -95,14 +97,14 @@ def _truncate(logprobs: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     width = min(MAX_KEPT, logprobs.shape[1])
     top, ids = logprobs.topk(width, dim=-1)
     probs = top.exp()
-    # An id stays while the mass before it is below top_p, so the id that crosses the line is the last one in.
+    # An id is kept while the mass before it is below top_p, so the id that crosses the threshold is included.
     keep = probs.cumsum(-1) - probs < state.top_p[:, None]
     limit = torch.where(state.top_k > 0, state.top_k, width)
     keep &= torch.arange(width, device=top.device)[None] < limit[:, None]
     keep &= probs >= state.min_p[:, None] * probs[:, :1]
     keep &= ~torch.isneginf(top)  # banned ids rank last, and a wide top-k reaches them
     keep[:, 0] = True
-    # A row that asked for no truncation shares the batch with one that did; it stays whole.
+    # Rows without truncation may share the batch with truncated rows; they keep the whole vocabulary.
     whole = (state.top_p >= 1) & (state.top_k <= 0) & (state.min_p <= 0)
     kept = torch.where(keep & ~whole[:, None], ids, -1)
     top = top.masked_fill(~keep, float("-inf"))
@@ -112,7 +114,7 @@ def _truncate(logprobs: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
 
 
 def _race(logprobs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """[B, V] → the winner of each row."""
+    """[B, V] → the winning token of each row."""
     batch, width = logprobs.shape
     columns = torch.arange(min(width, BLOCK), device=logprobs.device).expand(batch, -1)
     if width > BLOCK:
@@ -136,13 +138,13 @@ def exponential(seeds: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
         bits = torch.from_numpy(_bits(*keys, columns.numpy().astype(np.uint32)).view(np.int32))
     else:
         bits = _mix32(_mix32(columns.to(torch.int32) * -1640531535 + low[:, None]) ^ high[:, None])
-    # A uniform in (0, 1) whose small values are fine-grained, so that unlikely tokens get their exact chance.
+    # A uniform in (0, 1), fine-grained near 0, so that unlikely tokens keep their exact probability.
     uniform = ((bits.to(torch.int64) & 0xFFFFFFFF).to(torch.float32) + 0.5) * (1 / 4294967296)
     return -torch.log1p(-uniform.clamp(max=1 - 6e-8))
 
 
 def _bits(low: np.ndarray, high: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """The same hash with NumPy's unsigned integers: a third of the operations, which is what a CPU pays for."""
+    """The same hash with NumPy's unsigned integers, in a third of the operations."""
     x = columns * np.uint32(0x9E3779B1) + low[:, None]
     for last in (False, True):
         x ^= x >> np.uint32(16)
@@ -156,7 +158,7 @@ def _bits(low: np.ndarray, high: np.ndarray, columns: np.ndarray) -> np.ndarray:
 
 
 def hash_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Two int32 keys a row that everything random about one draw comes from."""
+    """Two int32 keys per row, which determine all random numbers of a draw."""
     key = _mix64(seeds + positions * 0x9E3779B97F4A7C1)
     return _low32(key), _low32(key >> 32)
 

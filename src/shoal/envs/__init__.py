@@ -1,10 +1,11 @@
-"""Environments: where tasks come from and how answers are judged.
+"""Environments provide tasks and score answers.
 
-`SingleTurn` and `MultiTurn` are the base classes for an environment of one's own, `registry.load_environment` turns an
-id into one. Nothing here imports torch, and nothing here starts a process: rewards run in `shoal.rewards.pool`.
+`SingleTurn` and `MultiTurn` are the base classes of user environments. `registry.load_environment` loads an environment
+by id. This package does not import torch. Rewards run in `shoal.rewards.pool`.
 """
 
-from shoal.envs.base import MultiTurn, SingleTurn, answer_of, ask
-from shoal.types import Message, Task
+from shoal.core.types import Message, Task
+from shoal.envs.base import MultiTurn, SingleTurn, ask
+from shoal.rewards.outcome import answer_of
 
 __all__ = ["Message", "MultiTurn", "SingleTurn", "Task", "answer_of", "ask"]

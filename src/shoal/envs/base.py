@@ -1,16 +1,21 @@
-"""Base classes for environments, and the episodes they hand out.
+"""Base classes for environments, their episodes, and tasks generated from a seed.
 
-A subclass writes `tasks` and `reward`; a multi-turn one also `reply`. An episode is one attempt at one task and keeps
-the whole conversation in `messages`. Nothing here scores: the reward pool calls `reward` in a worker process.
+A subclass implements `tasks` and `reward`; a multi-turn environment also implements `reply`. An episode is one attempt
+at one task and holds the conversation in `messages`. The reward pool calls `reward` in a worker process.
 """
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Annotated, Any, overload
 
-from shoal.protocols import Episode
-from shoal.types import Message, Task
+from pydantic import Field
+
+from shoal.core.errors import ConfigError
+from shoal.core.protocols import Episode
+from shoal.core.types import Message, Task
 
 
 def ask(prompt: str, *, system: str | None = None, **data: Any) -> Task:
@@ -19,16 +24,8 @@ def ask(prompt: str, *, system: str | None = None, **data: Any) -> Task:
     return Task([*messages, {"role": "user", "content": prompt}], data)
 
 
-def answer_of(messages: Sequence[Message]) -> str:
-    """The text of the last assistant message, empty if there is none."""
-    for message in reversed(messages):
-        if message.get("role") == "assistant":
-            return str(message.get("content") or "")
-    return ""
-
-
 class TaskList(Sequence[Task]):
-    """Tasks made when they are asked for: a length and a function of the index."""
+    """A lazy task list: its length and a function that makes the task at an index."""
 
     def __init__(self, length: int, make: Callable[[int], Task]) -> None:
         self._length = length
@@ -51,7 +48,7 @@ class TaskList(Sequence[Task]):
 
 
 class OneAnswer:
-    """An episode that is over after one answer."""
+    """A single-turn episode: it ends after one answer."""
 
     def __init__(self, task: Task) -> None:
         self.messages: list[Message] = [dict(message) for message in task.messages]
@@ -59,14 +56,14 @@ class OneAnswer:
 
     async def reply(self, completion: str) -> list[Message] | None:
         if self._over:
-            raise RuntimeError("this episode is over; an episode is used once")
+            raise RuntimeError("this episode has ended; start a new one")
         self._over = True
         self.messages.append({"role": "assistant", "content": completion})
         return None
 
 
 class Dialogue:
-    """An episode whose environment answers back, for at most `max_turns` answers of the policy."""
+    """A multi-turn episode: the environment replies, for at most `max_turns` answers of the policy."""
 
     def __init__(self, environment: MultiTurn, task: Task) -> None:
         self.messages: list[Message] = [dict(message) for message in task.messages]
@@ -76,21 +73,21 @@ class Dialogue:
 
     async def reply(self, completion: str) -> list[Message] | None:
         if self._turns_left <= 0:
-            raise RuntimeError("this episode is over; an episode is used once")
+            raise RuntimeError("this episode has ended; start a new one")
         self._turns_left -= 1
         self.messages.append({"role": "assistant", "content": completion})
-        # The last answer is not replied to: nobody would answer the reply.
-        said = await self._environment.reply(self._task, self.messages) if self._turns_left else None
-        if not said:
+        # No reply to the last answer: the policy has no turn left to answer it.
+        reply = await self._environment.reply(self._task, self.messages) if self._turns_left else None
+        if not reply:
             self._turns_left = 0
             return None
-        following: list[Message] = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+        following: list[Message] = [{"role": "user", "content": reply}] if isinstance(reply, str) else list(reply)
         self.messages.extend(following)
         return following
 
 
 class _Base:
-    """What single- and multi-turn environments share."""
+    """Shared base of single- and multi-turn environments."""
 
     name: str = ""
 
@@ -100,20 +97,28 @@ class _Base:
             cls.name = cls.__name__
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Tasks of "train" or "eval", the same in every process."""
+        """Return the tasks of "train" or "eval". Every process must get the same tasks."""
         raise NotImplementedError(f"{type(self).__name__} needs a method tasks(self, split)")
 
     def reward(self, task: Task, messages: Sequence[Message]) -> float | Mapping[str, float] | None:
-        """Score a finished conversation: a number, named parts, or None to exclude the rollout. May be `async def`."""
+        """Score a finished conversation. Return a number, named parts, or None to exclude the rollout.
+
+        May be `async def`.
+        """
         raise NotImplementedError(f"{type(self).__name__} needs a method reward(self, task, messages)")
 
+    # A method reward_group(task, conversations) replaces `reward`: it returns one reward per rollout of a group.
+    reward_group: Callable[[Task, Sequence[Sequence[Message]]], Sequence[Any]] | None = None
+
     def solution(self, task: Task) -> str | None:
-        """An answer that earns the full reward, where one is known: used for warm starts and tests."""
+        """Return an answer with full reward, None if unknown. Used for warm starts and tests."""
         return None
 
 
 def lacks_reward(environment: object) -> bool:
-    """True if nobody wrote its `reward`: every call of it would fail."""
+    """True if the class implements neither `reward` nor `reward_group`, so that every call would fail."""
+    if getattr(environment, "reward_group", None) is not None:
+        return False
     return getattr(getattr(environment, "reward", None), "__func__", None) is _Base.reward
 
 
@@ -125,13 +130,50 @@ class SingleTurn(_Base):
 
 
 class MultiTurn(_Base):
-    """The environment answers back through `reply` until it returns None or `max_turns` answers were given."""
+    """The environment replies through `reply` until it returns None or the policy has given `max_turns` answers."""
 
     max_turns: int = 8
 
     async def reply(self, task: Task, messages: Sequence[Message]) -> str | list[Message] | None:
-        """What follows the policy's last answer: user text, messages, or None to end. Keep state in `messages`."""
+        """Return the next user text or messages, or None to end the conversation. Keep state in `messages`."""
         raise NotImplementedError(f"{type(self).__name__} needs a method reply(self, task, messages)")
 
     def start(self, task: Task) -> Episode:
         return Dialogue(self, task)
+
+
+# Arguments that generated environments share.
+TrainSize = Annotated[int, Field(ge=1, description="tasks in the train split")]
+EvalSize = Annotated[int, Field(ge=1, description="tasks in the eval split")]
+TaskSeed = Annotated[int, Field(description="which tasks are drawn")]
+
+HELD_OUT_ONE_IN = 5
+MAX_DRAWS = 10_000
+
+Draw = Callable[[random.Random], tuple[str, Task]]
+
+
+def held_out(key: str) -> bool:
+    """True if tasks with this key belong to eval.
+
+    The key identifies the question ("3+5" and "5+3" share one). The split does not depend on the seed, so runs with
+    different seeds never train on each other's eval tasks.
+    """
+    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8, person=b"shoal-eval")
+    return int.from_bytes(digest.digest(), "big") % HELD_OUT_ONE_IN == 0
+
+
+def generated_tasks(draw: Draw, *, split: str, size: int, seed: int) -> TaskList:
+    """Return `size` tasks of a split. `draw` returns (key, task) from a generator seeded by (seed, split, index)."""
+    if split not in ("train", "eval"):
+        raise ConfigError(f"unknown split {split!r}; generated environments have train and eval")
+
+    def make(index: int) -> Task:
+        rng = random.Random(f"shoal/{seed}/{split}/{index}")
+        for _ in range(MAX_DRAWS):
+            key, task = draw(rng)
+            if held_out(key) == (split == "eval"):
+                return task
+        raise ConfigError(f"too few different tasks for a separate {split} split; widen the environment's args")
+
+    return TaskList(size, make)

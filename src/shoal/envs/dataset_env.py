@@ -1,24 +1,27 @@
-"""`dataset`: prompts from a dataset of one's own, graded against its answer column or by one's own function."""
+"""`dataset`: prompts from a user's dataset, graded against its answer column or by a reward function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from shoal.envs.base import SingleTurn, answer_of
+from pydantic import Field
+
+from shoal.core.errors import ConfigError
+from shoal.core.types import Message, Task
+from shoal.envs.base import SingleTurn
 from shoal.envs.datasets import DatasetSpec, read_splits, to_messages
 from shoal.envs.user_code import load_object
-from shoal.errors import ConfigError
 from shoal.rewards import math_parser
+from shoal.rewards.functions import FunctionReward, RewardFunctions
 from shoal.rewards.numeric import last_number, same_number
-from shoal.rewards.outcome import call
-from shoal.types import Message, Task
+from shoal.rewards.outcome import answer_of
 
 Reward = Callable[[Task, Sequence[Message]], Any]
 
 
 def exact(task: Task, messages: Sequence[Message]) -> float:
-    """1 if the answer is the expected text, white space at the ends aside."""
+    """1 if the answer equals the expected text, ignoring surrounding white space."""
     return float(answer_of(messages).strip() == str(task.data["answer"]).strip())
 
 
@@ -29,7 +32,7 @@ def numeric(task: Task, messages: Sequence[Message]) -> float:
 
 
 def math(task: Task, messages: Sequence[Message]) -> float:
-    """1 if the \\boxed{}, "answer is" or #### answer equals the expected one as a number or an expression."""
+    """1 if the \\boxed{}, #### or "answer is" answer equals the expected number or expression."""
     return float(math_parser.process_results(answer_of(messages), str(task.data["answer"]))[0])
 
 
@@ -38,7 +41,7 @@ JUDGE = "judge"
 
 
 def _judge(settings: Mapping[str, Any]) -> Reward:
-    from shoal.rewards.judge import HttpJudge
+    from shoal.rewards.http_judge import HttpJudge
 
     try:
         return HttpJudge(**settings)
@@ -47,13 +50,21 @@ def _judge(settings: Mapping[str, Any]) -> Reward:
 
 
 class DatasetEnvironment(SingleTurn):
+    """Prompts from your own dataset, graded against its answer column or by your function."""
+
     name = "dataset"
 
     def __init__(
         self,
-        reward: str = "math",
-        system_prompt: str | None = None,
-        judge: Mapping[str, Any] | None = None,
+        reward: Annotated[
+            str,
+            Field(description="`math`, `numeric`, `exact`, `judge` or `module:function`"),
+        ] = "math",
+        system_prompt: Annotated[str | None, Field(description="added before every prompt without one")] = None,
+        judge: Annotated[
+            Mapping[str, Any] | None,
+            Field(description="a judge over HTTP: `{url, model, best, api_key_var, timeout_s, retries}`"),
+        ] = None,
         dataset: DatasetSpec | None = None,
     ) -> None:
         if dataset is None:
@@ -62,15 +73,16 @@ class DatasetEnvironment(SingleTurn):
             known = ", ".join((*GRADERS, JUDGE))
             raise ConfigError(f"dataset: unknown reward {reward!r}; use {known} or module:function")
         if (reward == JUDGE) != (judge is not None):
-            raise ConfigError("dataset: reward: judge and judge: {url: …} go together; give both or neither")
+            raise ConfigError("dataset: `reward: judge` needs `judge: {url: …}`, and `judge` needs `reward: judge`")
         self._dataset = dataset
         self._grader = _judge(judge) if judge is not None else GRADERS.get(reward) or load_object(reward)
-        if not callable(self._grader):
-            raise ConfigError(f"dataset: reward {reward!r} is not a function of (task, messages)")
-        # What a grader of parts or one with a secret says about itself is the environment's to tell.
+        functions = RewardFunctions([self._grader], label=f"dataset: reward {reward}", task_first=True)
+        self._scorer = FunctionReward(functions)
+        self.reward_group = self._scorer.reward_group
+        # The pool reads both attributes from the environment, not from its grader.
         self.weights = getattr(self._grader, "weights", {})
         self.keep_env = getattr(self._grader, "keep_env", ())
-        self._needed = ("prompt", "answer") if reward in GRADERS else ("prompt",)
+        self._needed = ("prompt", *(("answer",) if reward in GRADERS else functions.columns()))
         self._system_prompt = system_prompt
         self._splits: dict[str, list[Task]] | None = None
 
@@ -80,7 +92,7 @@ class DatasetEnvironment(SingleTurn):
         return self._splits[split]
 
     def reward(self, task: Task, messages: Sequence[Message]) -> Any:
-        return call(self._grader, task, messages)
+        return self._scorer.reward(task, messages)
 
     def prepare(self) -> None:
         if self._grader is math:

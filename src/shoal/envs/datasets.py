@@ -1,7 +1,7 @@
-"""Datasets from files, folders or the Hugging Face hub, turned into tasks for "train" and "eval".
+"""Read datasets from files, folders or the Hugging Face hub into tasks for "train" and "eval".
 
-Bad rows are set aside, counted and reported with file and line; a dataset with no good row is a DataError. Called by
-environments that take a dataset; `fingerprint` is what a resumed run is bound to.
+Invalid rows are excluded, counted and reported with file and line. A dataset without a valid row raises DataError.
+Called by environments that take a dataset and by `api.sft`. A resumed run must have the same `fingerprint`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal.core.errors import DataError
+from shoal.core.types import Message, Task
 from shoal.envs.readers import SUFFIXES, RawRow, read_file
-from shoal.errors import DataError
-from shoal.types import Message, Task
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ SHOWN_PROBLEMS = 5
 
 @dataclass(frozen=True, slots=True)
 class DatasetSpec:
-    """`orch.dataset`. `columns` maps Shoal's names (prompt, answer) to the file's; `name` may be "repo:config"."""
+    """`orch.dataset`. `columns` maps Shoal's names (prompt, answer) to column names; `name` may be "repo:config"."""
 
     path: str | None = None
     name: str | None = None
@@ -39,18 +39,18 @@ class DatasetSpec:
 
 
 @contextmanager
-def heard_problems() -> Iterator[list[str]]:
-    """What is said about rows set aside while the block runs, to be recorded once there is a run to record it in."""
-    heard: list[str] = []
+def collect_row_problems() -> Iterator[list[str]]:
+    """Collect the warnings about invalid rows; the caller records them once the run directory exists."""
+    collected: list[str] = []
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
+            collected.append(record.getMessage())
 
     listener = Listener(logging.WARNING)
     log.addHandler(listener)
     try:
-        yield heard
+        yield collected
     finally:
         log.removeHandler(listener)
 
@@ -59,12 +59,12 @@ MakeTask = Callable[[Mapping[str, Any]], Task]
 
 
 def read_train(spec: DatasetSpec, needed: Sequence[str], make: MakeTask) -> list[Task]:
-    """Tasks of the training split, all of them: for who evaluates nothing, or on something else."""
+    """Return all tasks of the training split, with no rows held out."""
     return _tasks(spec, _source(spec, spec.split or "train"), needed, make)
 
 
 def read_splits(spec: DatasetSpec, needed: Sequence[str], make: MakeTask) -> dict[str, list[Task]]:
-    """Tasks of train and eval. Without an eval split of its own, the dataset's last tenth (at most 256) is held out."""
+    """Return the tasks of train and eval. Without an eval split, the last tenth (at most 256 rows) is held out."""
     train_split = spec.split or "train"
     train = _tasks(spec, _source(spec, train_split), needed, make)
     eval_split = _eval_split(spec, train_split)
@@ -73,23 +73,23 @@ def read_splits(spec: DatasetSpec, needed: Sequence[str], make: MakeTask) -> dic
     held_out = min(256, max(1, len(train) // 10)) if len(train) > 1 else 0
     keep = len(train) - held_out
     held = train[keep:]
-    asked = {_canonical(task.messages) for task in held}
-    trained = [task for task in train[:keep] if _canonical(task.messages) not in asked]
+    held_prompts = {_canonical(task.messages) for task in held}
+    trained = [task for task in train[:keep] if _canonical(task.messages) not in held_prompts]
     if train and held and not trained:
         raise DataError(
-            f"{spec.path or spec.name}: all {len(train)} rows ask the same as the {len(held)} that are held out; "
-            "give other prompts, or a test split of their own"
+            f"{spec.path or spec.name}: all {len(train)} rows have the same prompts as the {len(held)} held-out rows; "
+            "provide other prompts or a test split"
         )
     return {"train": trained, "eval": held}
 
 
 def has_eval_split(spec: DatasetSpec) -> bool:
-    """Whether the data set brings a held-out split of its own."""
+    """True if the dataset has its own held-out split."""
     return _eval_split(spec, spec.split or "train") is not None
 
 
 def to_messages(prompt: Any) -> list[Message]:
-    """A prompt column as messages: text, or a list of {role, content}. Raises DataError for anything else."""
+    """Convert a prompt column (text, or a list of {role, content}) to messages. Raises DataError for other values."""
     if isinstance(prompt, str):
         _check_text(prompt, "prompt")
         return [{"role": "user", "content": prompt}]
@@ -105,7 +105,7 @@ def to_messages(prompt: Any) -> list[Message]:
 
 
 def fingerprint(tasks: Iterable[Task]) -> str:
-    """blake2b over what every task asks and knows, in order."""
+    """Return the blake2b digest of the messages and data of all tasks, in order."""
     digest = hashlib.blake2b(digest_size=16)
     for task in tasks:
         digest.update(_canonical([task.messages, task.data]))
@@ -136,19 +136,19 @@ def _tasks(spec: DatasetSpec, rows: Iterator[RawRow], needed: Sequence[str], mak
     if not tasks:
         raise DataError(f"{source}: no usable row ({f'{len(problems)} bad' if problems else 'it is empty'}){shown}")
     if problems:
-        log.warning("%s: %d rows used, %d bad rows set aside%s", source, len(tasks), len(problems), shown)
+        log.warning("%s: %d rows used, %d invalid rows excluded%s", source, len(tasks), len(problems), shown)
     return tasks
 
 
 def _with_columns(row: dict[str, Any], columns: Mapping[str, str], needed: Sequence[str]) -> dict[str, Any]:
-    """The row under Shoal's names, with every text in the needed columns checked."""
+    """Rename the columns of a row to Shoal's names and check the required ones."""
     mapped = dict(row)
     for name in {*needed, *columns}:
         column = columns.get(name, name)
         if column not in row:
             near = difflib.get_close_matches(column, list(map(str, row)), n=1)
             hint = f"nearest is {near[0]!r}" if near else f"columns are {', '.join(map(str, list(row)[:12]))}"
-            fix = f"set columns.{name} of the data set to the name it has"
+            fix = f"set columns.{name} to the name of the column"
             raise DataError(f"no column {column!r} for {name}; {hint}; {fix}")
         mapped[name] = row[column]
     for name in needed:
@@ -172,7 +172,7 @@ def _check_text(text: Any, what: str) -> None:
 
 def check_unicode(text: str, what: str) -> None:
     if "\0" in text:
-        raise DataError(f"the {what} holds a NUL character")
+        raise DataError(f"the {what} contains a NUL character")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -184,7 +184,7 @@ def _kind(value: Any) -> str:
 
 
 def _eval_split(spec: DatasetSpec, train_split: str) -> str | None:
-    """Name of the dataset's own held-out split, None if it has none."""
+    """Return the name of the dataset's own held-out split, None if there is none."""
     if spec.path is None:
         available = _hub_splits(spec)
         return next((name for name in EVAL_SPLITS if name in available and name != train_split), None)
@@ -209,7 +209,7 @@ def _source(spec: DatasetSpec, split: str) -> Iterator[RawRow]:
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
-    """`train.jsonl`, or the parts of a sharded split such as `train-00000-of-00002.parquet`."""
+    """Return `train.jsonl`, or the shards of a split such as `train-00000-of-00002.parquet`."""
     for suffix in SUFFIXES:
         whole = folder / f"{split}{suffix}"
         if whole.is_file():
@@ -218,24 +218,42 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 
 
 def _hub_splits(spec: DatasetSpec) -> list[str]:
-    import datasets  # heavy, and needed for hub names alone
+    import datasets  # slow to import, and only hub names need it
 
-    return _ask_hub(spec, datasets.get_dataset_split_names)
+    return _from_hub(spec, datasets.get_dataset_split_names)
 
 
 def _hub_rows(spec: DatasetSpec, split: str) -> Iterator[RawRow]:
     import datasets
 
-    rows = _ask_hub(spec, lambda name, config: datasets.load_dataset(name, config, split=split))
+    rows = _from_hub(spec, lambda name, config: datasets.load_dataset(name, config, split=split))
     return (RawRow(f"{spec.name}[{split}]:row {number}", dict(row)) for number, row in enumerate(rows, start=1))
 
 
-def _ask_hub(spec: DatasetSpec, ask: Callable[[str, str | None], Any]) -> Any:
+def _from_hub(spec: DatasetSpec, read: Callable[[str, str | None], Any]) -> Any:
     name, _, config = str(spec.name).partition(":")
     try:
-        return ask(name, config or None)
-    except Exception as error:  # the hub client raises many families; each means the data is not to be had
+        return read(name, config or None)
+    except Exception as error:  # the hub client has many exception types; all mean that the data is unavailable
         first_line = (str(error).splitlines() or [type(error).__name__])[0][:300]
         raise DataError(
-            f"dataset {spec.name!r} cannot be loaded: {first_line}. Without network, give a local copy as dataset.path"
+            f"dataset {spec.name!r} cannot be loaded: {first_line}. Without a network, set dataset.path to a local copy"
         ) from error
+
+
+def supervised_tasks(spec: DatasetSpec) -> list[Task]:
+    """Return tasks for supervised training; `data["completion"]` is the target text. An eval split is not used."""
+    splits = read_splits(spec, (), _task)
+    return splits["train"] if has_eval_split(spec) else [*splits["train"], *splits["eval"]]
+
+
+def _task(row: Mapping[str, Any]) -> Task:
+    if row.get("messages") is None:
+        messages, completion = to_messages(row.get("prompt")), row.get("completion")
+    else:
+        messages = to_messages(row["messages"])
+        completion = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
+    if not isinstance(completion, str) or not messages:
+        raise DataError("a row needs messages that end with an assistant message, or a prompt and a completion")
+    check_unicode(completion, "completion")
+    return Task(messages, {"completion": completion})

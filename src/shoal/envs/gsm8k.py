@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from shoal.envs.base import SingleTurn, answer_of, ask
+from pydantic import Field
+
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.types import Message, Task
+from shoal.envs.base import SingleTurn, ask
 from shoal.envs.datasets import DatasetSpec, read_splits
-from shoal.errors import ConfigError, DataError
 from shoal.rewards import math_parser
-from shoal.types import Message, Task
+from shoal.rewards.outcome import answer_of
 
 INSTRUCTION = "Think step by step, then give the final number as \\boxed{number}."
 HUB_NAME = "openai/gsm8k:main"
@@ -18,16 +21,24 @@ GOLD = re.compile(r"####\s*(-?[\d,]+(?:\.\d+)?)\s*$")
 
 
 class Gsm8k(SingleTurn):
+    """Grade-school word problems, graded as numbers."""
+
     name = "gsm8k"
 
     def __init__(
-        self, path: str | None = None, instruction: str = INSTRUCTION, dataset: DatasetSpec | None = None
+        self,
+        path: Annotated[
+            str | None,
+            Field(description="folder with `train.jsonl` and `test.jsonl`; unset = `openai/gsm8k` from the hub"),
+        ] = None,
+        instruction: Annotated[str, Field(description="replaces the sentence after each question")] = INSTRUCTION,
+        dataset: DatasetSpec | None = None,
     ) -> None:
         if path and dataset:
-            raise ConfigError("gsm8k: give the data once, as args.path or as dataset")
+            raise ConfigError("gsm8k: set args.path or dataset, not both")
         spec = dataset or DatasetSpec(path=path, name=None if path else HUB_NAME)
         columns = {"prompt": "question", "answer": "answer", **spec.columns}
-        # The hub's data set has two configurations and wants one named.
+        # The dataset on the hub has two configurations, so the name must include one.
         name = HUB_NAME if spec.name == HUB_NAME.partition(":")[0] else spec.name
         self._dataset = DatasetSpec(spec.path, name, spec.split, columns, spec.max_rows)
         self._instruction = instruction
@@ -54,7 +65,7 @@ class Gsm8k(SingleTurn):
         worked, gold = str(row["answer"]), GOLD.search(str(row["answer"]))
         if gold is None:
             raise DataError("the answer does not end in '#### number'")
-        # The <<48/2=24>> calculator marks are notes of the data set, not something to imitate.
+        # Remove the <<48/2=24>> calculator annotations of the dataset.
         solution = re.sub(r"<<[^>]*>>", "", worked[: gold.start()]).strip()
         prompt = f"{str(row['prompt']).strip()}\n\n{self._instruction}".strip()
         return ask(prompt, answer=gold.group(1).replace(",", ""), solution=solution)

@@ -1,4 +1,4 @@
-"""Environments out of plain objects: items with `get_reward`, or rows that reward functions judge."""
+"""Environments made of plain objects: items with `get_reward`, or rows scored by reward functions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from shoal.envs.base import SingleTurn, answer_of
+from shoal.core.errors import DataError
+from shoal.core.types import Message, Task
+from shoal.envs.base import SingleTurn
 from shoal.envs.datasets import to_messages
-from shoal.errors import DataError
-from shoal.rewards.functions import RewardFunctions, Scored
-from shoal.rewards.outcome import call
-from shoal.types import Message, Task
+from shoal.rewards.functions import RewardFunctions, RewardInput
+from shoal.rewards.outcome import answer_of, call
 
 
 class Items(Protocol):
@@ -25,7 +25,7 @@ class Items(Protocol):
 
 
 class ItemError(DataError):
-    """Items that cannot be asked or judged: `what` is wrong with those of `split`."""
+    """Invalid items: `what` is wrong with the items of `split`."""
 
     def __init__(self, environment: str, split: str, what: str) -> None:
         super().__init__(f"{environment}: {split} {what}")
@@ -33,9 +33,9 @@ class ItemError(DataError):
 
 
 class ItemEnvironment(SingleTurn):
-    """Each item has `prompt` (text or messages) and judges completions itself, or `rewards` does it for all of them.
+    """Each item has a `prompt` (text or messages). Its `get_reward(completion)` or the `rewards` score completions.
 
-    An item is an object with attributes or a mapping of columns; `get_reward(completion) -> float | None` is its own.
+    An item is an object with attributes or a mapping of columns.
     """
 
     name = "items"
@@ -49,10 +49,11 @@ class ItemEnvironment(SingleTurn):
     ) -> None:
         self.name = name
         self.weights = rewards.weights if rewards is not None else {}
+        self.reward_group = self._reward_group if rewards is not None and rewards.takes_groups else None
         self._rewards = rewards
         self._items: dict[str, Items] = {"train": train, "eval": eval}
         if len(train) == 0:
-            raise ItemError(name, "train", "is empty; give it at least one item")
+            raise ItemError(name, "train", "is empty; provide at least one item")
         self._tasks = {
             split: [self._task(items[index], split, index) for index in range(len(items))]
             for split, items in self._items.items()
@@ -66,7 +67,14 @@ class ItemEnvironment(SingleTurn):
         if judges_itself(item):
             return call(item.get_reward, answer_of(messages))
         assert self._rewards is not None
-        return self._rewards(Scored(item, columns_of(item), _prompt(item), answer_of(messages)))
+        return self._rewards(_input(item, task, messages))
+
+    def _reward_group(self, task: Task, group: Sequence[Sequence[Message]]) -> list[Any]:
+        item = self._items[task.data["split"]][task.data["item"]]
+        if judges_itself(item):
+            return [self.reward(task, messages) for messages in group]
+        assert self._rewards is not None
+        return self._rewards.score_group([_input(item, task, messages) for messages in group])
 
     def _task(self, item: Any, split: str, index: int) -> Task:
         try:
@@ -82,12 +90,16 @@ class ItemEnvironment(SingleTurn):
         return Task(messages, {"split": split, "item": index, **_digest(item)})
 
 
+def _input(item: Any, task: Task, messages: Sequence[Message]) -> RewardInput:
+    return RewardInput(item, columns_of(item), _prompt(item), answer_of(messages), task, messages)
+
+
 def judges_itself(item: Any) -> bool:
     return callable(getattr(item, "get_reward", None))
 
 
 def _check_judge(judge: Any) -> None:
-    """It is called with the completion alone, which would fail for every rollout if it took another number."""
+    """Raise unless `get_reward` can be called with the completion as its only argument."""
     try:
         signature = inspect.signature(judge)
     except (TypeError, ValueError):  # a built-in without a signature
@@ -114,7 +126,7 @@ def _prompt(item: Any) -> Any:
 
 
 def _digest(item: Any) -> dict[str, str]:
-    """What a row knows besides its prompt, so that a resumed run notices other data. Objects are not looked into."""
+    """Digest of a row's columns, so that a resumed run detects changed data. Empty for objects."""
     if not isinstance(item, Mapping):
         return {}
     try:

@@ -1,7 +1,7 @@
-"""Reading rows from JSONL, JSON, CSV and Parquet files. Called by `datasets.py`, which decides what a good row is.
+"""Read rows from JSONL, JSON, CSV and Parquet files. Called by `datasets.py`, which validates the rows.
 
-A reader yields (where, row) for each row it could read and (where, reason) for each it could not; it raises only when
-the file as a whole is unreadable. Bytes that are not UTF-8 never become replacement characters in silence.
+A reader yields a `RawRow` for each row, valid or not. It raises only if the whole file is unreadable. Bytes that are
+not UTF-8 are reported, never replaced.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import DataError
+from shoal.core.errors import DataError
 
 MAX_ROW_BYTES = 16 * 2**20
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -22,7 +22,7 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One row as found: `row` or the `problem` that kept it from being read."""
+    """One row of a file: `row`, or the `problem` with reading it."""
 
     where: str  # file:line
     row: dict[str, Any] | None = None
@@ -30,7 +30,7 @@ class RawRow:
 
 
 def read_file(path: Path, split: str) -> Iterator[RawRow]:
-    """Rows of one file, by its suffix. `split` picks a list out of a JSON file that holds several."""
+    """Read a file according to its suffix. `split` selects a list in a JSON file that contains several."""
     readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
     suffix = path.suffix.lower()
     try:
@@ -46,7 +46,7 @@ def read_file(path: Path, split: str) -> Iterator[RawRow]:
 
 def _read_jsonl(path: Path) -> Iterator[RawRow]:
     with path.open("rb") as file:
-        # Split on \n alone: JSON strings may hold U+2028, which str.splitlines would break at.
+        # Split on \n only: str.splitlines would also split at U+2028, which JSON strings may contain.
         for number, line in enumerate(file, start=1):
             if number == 1:
                 line = _without_bom(line, path)
@@ -76,7 +76,7 @@ def _parse(line: bytes, where: str) -> RawRow:
 
 def _object(row: Any, where: str) -> RawRow:
     if not isinstance(row, dict):
-        return RawRow(where, problem=f"a {type(row).__name__}, where an object with columns is needed")
+        return RawRow(where, problem=f"the row is of type {type(row).__name__}, not an object with columns")
     return RawRow(where, row)
 
 
@@ -100,7 +100,7 @@ def _read_json(path: Path, split: str) -> Iterator[RawRow]:
 
 
 def _read_csv(path: Path) -> Iterator[RawRow]:
-    # surrogateescape keeps bad bytes visible as lone surrogates, which the row checks then name.
+    # surrogateescape turns invalid bytes into lone surrogates, which the row checks report.
     text = _without_bom(path.read_bytes(), path).decode("utf-8", "surrogateescape")
     reader = csv.DictReader(io.StringIO(text, newline=""))
     while True:
@@ -119,7 +119,7 @@ def _read_csv(path: Path) -> Iterator[RawRow]:
 
 
 def _read_parquet(path: Path) -> Iterator[RawRow]:
-    import pyarrow.parquet as parquet  # heavy, and needed for this format alone
+    import pyarrow.parquet as parquet  # slow to import, and only this format needs it
 
     try:
         table = parquet.read_table(path)
@@ -127,5 +127,5 @@ def _read_parquet(path: Path) -> Iterator[RawRow]:
             yield RawRow(f"{path}:row {number}", row)
     except OSError:
         raise
-    except Exception as error:  # pyarrow raises its own family for broken files and bad encodings
+    except Exception as error:  # pyarrow has its own exception types for broken files and encodings
         raise DataError(f"{path}: not a readable Parquet file: {error}") from error

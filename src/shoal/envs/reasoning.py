@@ -1,6 +1,6 @@
 """`reasoning-gym:<task>`: any task of the reasoning-gym package, scored by its own `score_answer`.
 
-Entries are drawn by index and drawn again where they are judged, so only an index travels with a task.
+A task stores only the index of its entry; the reward worker generates the entry again.
 """
 
 from __future__ import annotations
@@ -10,33 +10,36 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from shoal.envs.base import SingleTurn, answer_of, ask
-from shoal.envs.generated import check_sizes, generated_tasks
-from shoal.errors import ConfigError
-from shoal.types import Message, Task
+from pydantic import Field
+
+from shoal.core.errors import ConfigError
+from shoal.core.types import Message, Task
+from shoal.envs.base import EvalSize, SingleTurn, TaskSeed, TrainSize, ask, generated_tasks
+from shoal.rewards.outcome import answer_of
 
 SYSTEM_PROMPT = (
     "Solve the problem. Think first if you need to, then give only the answer inside <answer> and </answer> tags."
 )
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-ENTRIES = 20_000  # the most that every task of the package allows
+ENTRIES = 20_000  # the largest size that every task of the package accepts
 
 
 class ReasoningGym(SingleTurn):
+    """Any task of the package reasoning-gym; further arguments are options of the task."""
+
     name = "reasoning-gym"
 
     def __init__(
         self,
         task: str,
-        num_train: int = 2000,
-        num_eval: int = 200,
-        seed: int = 0,
-        system_prompt: str = SYSTEM_PROMPT,
+        num_train: TrainSize = 2000,
+        num_eval: EvalSize = 200,
+        seed: TaskSeed = 0,
+        system_prompt: Annotated[str, Field(description="replaces the built-in system prompt")] = SYSTEM_PROMPT,
         **config: Any,
     ) -> None:
-        check_sizes(num_train, num_eval)
         self.name = f"reasoning-gym:{task}"
         self._entries = _create(task, seed, config)
         self._sizes = {"train": num_train, "eval": num_eval}
@@ -52,7 +55,7 @@ class ReasoningGym(SingleTurn):
         return float(self._entries.score_answer(answer, self._entries[task.data["entry"]]))
 
     def solution(self, task: Task) -> str | None:
-        """The package's own answer; a few tasks accept many and name none."""
+        """The answer given by the package; None for the few tasks with many valid answers."""
         answer = self._entries[task.data["entry"]]["answer"]
         return None if answer is None else f"<answer>{answer}</answer>"
 

@@ -1,7 +1,7 @@
-"""Tools in conversations, as OpenAI spells them: schemas of functions, calls in text, an environment with both.
+"""Tool use in OpenAI's format: schemas from Python functions, a parser of tool calls, the environment `ToolUse`.
 
-`parse_tool_calls` reads what models write (`<tool_call>{…}</tool_call>`, or one bare JSON object). Calls that are not
-valid JSON stay text: the environment sees what the model wrote.
+`parse_tool_calls` accepts `<tool_call>{…}</tool_call>` or one bare JSON object. Calls that are not valid JSON stay in
+the text.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from shoal.envs.base import Dialogue, MultiTurn, answer_of
-from shoal.protocols import Episode
-from shoal.types import Message, Task
+from shoal.core.protocols import Episode
+from shoal.core.types import Message, Task
+from shoal.envs.base import Dialogue, MultiTurn
+from shoal.rewards.outcome import answer_of
 
 TOOL_LIMIT_S = 10.0
 _TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -34,7 +35,7 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """(the text without its calls, the calls)."""
+    """Return the text without tool calls, and the calls."""
     found = [(match.span(), _as_call(match.group(1))) for match in _TAGGED.finditer(text)]
     if found and all(call is not None for _, call in found):
         rest = text
@@ -57,7 +58,7 @@ def _as_call(text: str) -> ToolCall | None:
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a function, from its signature and the first line of its docstring."""
+    """Return the JSON schema of a function, from its signature and the first line of its docstring."""
     hints = get_type_hints(function)
     properties, required = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -77,7 +78,7 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 class ToolDialogue(Dialogue):
-    """A dialogue whose prompts also list the tools."""
+    """A dialogue whose prompts list the tools."""
 
     def __init__(self, environment: ToolUse, task: Task) -> None:
         super().__init__(environment, task)
@@ -85,7 +86,7 @@ class ToolDialogue(Dialogue):
 
 
 class ToolUse(MultiTurn):
-    """The model may call `tools`, functions with type hints; a conversation ends with an answer without calls."""
+    """The model may call `tools`, functions with type hints. An answer without a call ends the conversation."""
 
     tools: Sequence[Callable[..., Any]] = ()
 
@@ -99,14 +100,14 @@ class ToolUse(MultiTurn):
         results = []
         for number, call in enumerate(calls):
             call_id = f"call_{len(messages)}_{number}"
-            # The record says what was called; the template gets the text the model wrote, not this.
+            # For the rollout record only: the chat template receives the text that the model wrote.
             messages[-1].setdefault("tool_calls", []).append(call.as_openai(call_id))
             content = await self.run_tool(call)
             results.append({"role": "tool", "tool_call_id": call_id, "name": call.name, "content": content})
         return results
 
     async def run_tool(self, call: ToolCall) -> str:
-        """What the model reads as the result; a failure is told to it in words."""
+        """Run a tool and return its result, or an error message, as text for the model."""
         function = {tool.__name__: tool for tool in self.tools}.get(call.name)
         if function is None:
             return f"error: there is no tool {call.name!r}"
@@ -117,7 +118,7 @@ class ToolUse(MultiTurn):
                 return _as_text(await asyncio.to_thread(function, **call.arguments))
         except TimeoutError:
             return f"error: {call.name} took longer than {TOOL_LIMIT_S:g} s"
-        except Exception as error:  # the tool is the user's code, and its arguments are the model's
+        except Exception as error:  # user code, called with arguments written by the model
             return f"error: {type(error).__name__}: {error}"
 
 
@@ -126,5 +127,5 @@ def _as_text(value: Any) -> str:
 
 
 def tools_called(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
-    """Every call of a finished conversation, in order, for rewards."""
+    """Return every tool call of a conversation, in order. For use in rewards."""
     return [call["function"] for message in messages for call in message.get("tool_calls") or ()]

@@ -1,4 +1,4 @@
-"""Loading the user's own code by name: `module:attribute` or `path/to/file.py:attribute`."""
+"""Load user code by name (`module:attribute` or `path/to/file.py:attribute`) and check the tasks it returns."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from shoal.core.errors import ConfigError, DataError, ShoalError, UserCodeError
+from shoal.core.types import Task
 from shoal.envs.base import TaskList
-from shoal.errors import ConfigError, DataError, ShoalError, UserCodeError
-from shoal.types import Task
 
 
 def load_object(name: str) -> Any:
-    """The object `module:attribute` names. A module in the current folder is found too."""
+    """Return the object that `module:attribute` names. Modules in the current folder are found too."""
     module_name, _, attribute = name.rpartition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{name!r} does not name code; write module:attribute, e.g. my_env:MyEnvironment")
@@ -33,7 +33,7 @@ def load_object(name: str) -> Any:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """As `load_object`, for code the loop calls: what it raises ends the run as the user's error, not as a bug."""
+    """Load a function that the loop calls. Its exceptions become UserCodeError, not a bug report."""
     function = load_object(name)
 
     @wraps(function)
@@ -49,13 +49,13 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def load_filter(name: str) -> Callable[..., bool]:
-    """As `load_function`, for a yes or no. A word is always true, and no return at all is always false."""
+    """Load a function that must return a bool. A string (always true) or None (always false) is an error."""
     function = load_function(name)
 
     @wraps(function)
     def call(*args: Any) -> bool:
         answer = function(*args)
-        if type(answer).__name__ not in ("bool", "bool_"):  # NumPy's is no bool
+        if type(answer).__name__ not in ("bool", "bool_"):  # bool_: NumPy
             raise UserCodeError(f"{name} returned {answer!r:.80}; return True or False")
         return bool(answer)
 
@@ -63,11 +63,11 @@ def load_filter(name: str) -> Callable[..., bool]:
 
 
 def checked_tasks(label: str, tasks: Callable[[str], Any]) -> Callable[[str], Sequence[Task]]:
-    """An environment's `tasks`: what it raises, or returns that holds no tasks, is told in one line with its name."""
+    """Wrap an environment's `tasks`: exceptions and invalid return values become one-line errors with its name."""
 
     def read(split: str) -> Sequence[Task]:
         place = f"orch.env: {label}: tasks({split!r})"
-        found = _told_as(place, lambda: tasks(split))
+        found = _call_user(place, lambda: tasks(split))
         if isinstance(found, list):
             for index, task in enumerate(found):
                 _checked_task(f"{place}[{index}]", task)
@@ -80,7 +80,7 @@ def checked_tasks(label: str, tasks: Callable[[str], Any]) -> Callable[[str], Se
 
 
 class CheckedTasks(TaskList):
-    """Tasks that an environment makes when they are asked for. To the environment itself it is what it made."""
+    """Checks each task on access. Other attributes are those of the environment's own sequence."""
 
     def __init__(self, found: Any, place: str) -> None:
         super().__init__(len(found), lambda index: _made_task(f"{place}[{index}]", found, index))
@@ -93,10 +93,10 @@ class CheckedTasks(TaskList):
 
 
 def _made_task(place: str, tasks: Any, index: int) -> Task:
-    return _checked_task(place, _told_as(place, lambda: tasks[index]))
+    return _checked_task(place, _call_user(place, lambda: tasks[index]))
 
 
-def _told_as(place: str, work: Callable[[], Any]) -> Any:
+def _call_user(place: str, work: Callable[[], Any]) -> Any:
     try:
         return work()
     except ShoalError:
@@ -112,7 +112,7 @@ def _checked_task(place: str, task: Any) -> Task:
         for message in task.messages:
             str(message.get("content") or "").encode()
     except UnicodeEncodeError:
-        raise DataError(f"{place} holds a lone surrogate, which is no text; leave it out") from None
+        raise DataError(f"{place} contains a lone surrogate, which is not valid text; remove it") from None
     except (TypeError, AttributeError):
         raise DataError(f"{place}: messages must be a list of {{role, content}}") from None
     return task

@@ -1,7 +1,7 @@
-"""`verifiers:<id>`: an environment of the verifiers package, in the interpreter that has it (`args.python`).
+"""`verifiers:<id>`: an environment of the verifiers package, run by another Python interpreter (`args.python`).
 
-It plays by itself against the run's endpoint and scores itself. The other Python runs verifiers_host.py; a line of JSON
-is a request or an answer. Secrets of this process are not passed on, except those named in `keep_env`.
+The environment runs its own conversations against the run's endpoint and scores them. The other interpreter runs
+verifiers_host.py. Requests and replies are lines of JSON. Only the secrets named in `keep_env` are passed on.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from shoal.errors import ConfigError
-from shoal.observability.redact import SECRET_NAME
-from shoal.types import Message, Played, Task
+from pydantic import Field
+
+from shoal.core.errors import ConfigError
+from shoal.core.types import EpisodeResult, Message, Task
+from shoal.runs.secrets import SECRET_NAME
 
 HOST = Path(__file__).with_name("verifiers_host.py")
 LOAD_LIMIT_S = 120.0
@@ -30,18 +32,33 @@ CLOSE_LIMIT_S = 5.0
 
 
 class Verifiers:
+    """An environment of the package verifiers, in its own Python."""
+
     def __init__(
         self,
         id: str,
-        python: str,
-        args: Mapping[str, Any] | None = None,
+        python: Annotated[str, Field(description="the interpreter that has verifiers and the environment")],
+        args: Annotated[
+            Mapping[str, Any] | None, Field(description="arguments of the environment, or fields of its taskset")
+        ] = None,
         *,
-        path: Sequence[str] = (),
-        harness: str = "null",
-        max_turns: int | None = None,
-        num_tasks: int = 1000,
-        timeout_s: float = 300.0,
-        keep_env: Sequence[str] = (),
+        path: Annotated[
+            Sequence[str],
+            Field(description="folders to search for modules, for an environment that is not installed"),
+        ] = (),
+        harness: Annotated[
+            str,
+            Field(
+                description="0.4: the program that runs the conversations, unless the taskset has its own; `uv` runs "
+                "it and must be installed in that Python"
+            ),
+        ] = "null",
+        max_turns: Annotated[int | None, Field(description="0.4: maximum number of model turns per rollout")] = None,
+        num_tasks: Annotated[int, Field(description="maximum number of tasks")] = 1000,
+        timeout_s: Annotated[float, Field(description="time limit of a rollout")] = 300.0,
+        keep_env: Annotated[
+            Sequence[str], Field(description="environment variables with secrets to pass on; others are removed")
+        ] = (),
     ) -> None:
         self.name = f"verifiers:{id}"
         self._timeout_s = timeout_s
@@ -55,22 +72,24 @@ class Verifiers:
         return self._tasks.get(split, [])
 
     def start(self, task: Task) -> Any:
-        raise RuntimeError(f"{self.name} plays its rollouts itself")
+        raise RuntimeError(f"{self.name} runs its own rollouts")
 
     def reward(self, task: Task, messages: Sequence[Message]) -> float:
-        raise RuntimeError(f"{self.name} scores its rollouts itself")
+        raise RuntimeError(f"{self.name} computes its own rewards")
 
-    async def play(self, task: Task, base_url: str, model: str) -> Played:
+    async def play(self, task: Task, base_url: str, model: str) -> EpisodeResult:
         where = {"split": task.data["split"], "index": task.data["index"], "base_url": base_url, "model": model}
         try:
             async with asyncio.timeout(self._timeout_s):
-                found = await self._host.ask({"do": "play", **where})
+                found = await self._host.request({"do": "play", **where})
         except TimeoutError:
-            raise TimeoutError(f"{self.name} took longer than {self._timeout_s:g} s over a rollout") from None
+            raise TimeoutError(f"a rollout of {self.name} took longer than {self._timeout_s:g} s") from None
         reward = found.get("reward")
         if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
-            raise ValueError(f"{self.name} gave the reward {reward!r}, not a finite number")
-        return Played(None if reward is None else float(reward), found.get("parts") or {}, found.get("messages") or [])
+            raise ValueError(f"{self.name} returned the reward {reward!r}, not a finite number")
+        return EpisodeResult(
+            None if reward is None else float(reward), found.get("parts") or {}, found.get("messages") or []
+        )
 
     def close(self) -> None:
         self._host.close()
@@ -80,13 +99,13 @@ def _interpreter(python: str) -> str:
     path = Path(str(python)).expanduser()
     if not path.is_file() or not os.access(path, os.X_OK):
         raise ConfigError(
-            f"verifiers: args.python: {str(python)!r} is no Python; name the interpreter that has verifiers"
+            f"verifiers: args.python: {str(python)!r} is not a Python interpreter; set it to one that has verifiers"
         )
-    return str(path.absolute())  # not resolved: a venv's python is a link, and its place is what counts
+    return str(path.absolute())  # not resolved: the path of a venv's python link determines the venv
 
 
 def _splits(found: Mapping[str, list[list[Message]] | None], name: str) -> dict[str, list[Task]]:
-    """Without an eval split of its own, the last tenth of the tasks is held out, as with data sets."""
+    """Build the task lists. Without an eval split, the last tenth of the tasks is held out, as for datasets."""
     train = [Task(m, {"split": "train", "index": i}) for i, m in enumerate(found["train"] or [])]
     if not train:
         raise ConfigError(f"{name} has no tasks")
@@ -100,7 +119,7 @@ def _splits(found: Mapping[str, list[list[Message]] | None], name: str) -> dict[
 
 
 class Host:
-    """The other process and the lines to it. Answers are awaited on a loop once `ask` is used."""
+    """The other interpreter's process and the protocol with it. `load` blocks; `request` awaits the reply."""
 
     def __init__(self, python: str, path: Sequence[str], keep_env: Sequence[str]) -> None:
         kept = {k: v for k, v in os.environ.items() if not SECRET_NAME.search(k) or k in keep_env}
@@ -108,7 +127,7 @@ class Host:
             kept.pop(name, None)
         folder = str(Path(python).parent)
         kept["PATH"] = os.pathsep.join([folder, *filter(None, [kept.get("PATH")])])
-        # In the variable and not in the process alone: tool servers are processes of their own.
+        # An environment variable, so that tool servers started by the interpreter inherit it.
         if path:
             kept["PYTHONPATH"] = os.pathsep.join(str(Path(entry).expanduser().resolve()) for entry in path)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -121,7 +140,7 @@ class Host:
         self._lock = threading.Lock()
 
     def load(self, request: dict[str, Any], name: str) -> dict[str, Any]:
-        """The first request, before there is a loop."""
+        """Send the first request and block until its reply. No event loop runs yet."""
         self._send({"id": -1, **request})
         line: list[bytes] = []
         assert self._process.stdout is not None
@@ -130,21 +149,21 @@ class Host:
         waiting.join(LOAD_LIMIT_S)
         if not line or not line[0]:
             self.close()
-            why = self.last_words() or f"no answer within {LOAD_LIMIT_S:.0f} s"
-            raise ConfigError(f"{name}: its interpreter did not load it: {why}")
+            why = self.last_stderr_line() or f"no reply within {LOAD_LIMIT_S:.0f} s"
+            raise ConfigError(f"{name}: the interpreter could not load the environment: {why}")
         answer = json.loads(line[0])
         if "error" in answer:
             self.close()
             raise ConfigError(f"{name}: {answer['error']}")
         return answer["ok"]
 
-    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def request(self, request: dict[str, Any]) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         number = next(self._numbers)
         with self._lock:
             self._waiting[number] = (loop, answer)
-            if self._reader is None:  # not earlier: the reward server is forked before, and threads do not fork
+            if self._reader is None:  # not in __init__: the reward server must fork before any thread starts
                 self._reader = threading.Thread(target=self._read, daemon=True, name="verifiers")
                 self._reader.start()
         try:
@@ -162,7 +181,7 @@ class Host:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise RuntimeError(f"the interpreter of the environment ended: {self.last_words() or error}") from None
+            raise RuntimeError(f"the environment's interpreter ended: {self.last_stderr_line() or error}") from None
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -170,16 +189,15 @@ class Host:
             answer = json.loads(line)
             self._settle(answer["id"], answer)
         for number in list(self._waiting):
-            self._settle(number, {"error": f"the interpreter of the environment ended: {self.last_words()}"})
+            self._settle(number, {"error": f"the environment's interpreter ended: {self.last_stderr_line()}"})
 
     def _settle(self, number: int, answer: dict[str, Any]) -> None:
         loop, future = self._waiting.get(number, (None, None))
         if loop is not None and future is not None:
-            with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+            with contextlib.suppress(RuntimeError):  # the loop may have been closed
                 loop.call_soon_threadsafe(lambda: future.done() or future.set_result(answer))
 
-    def last_words(self) -> str:
-        """The last line it printed to stderr."""
+    def last_stderr_line(self) -> str:
         with contextlib.suppress(OSError, ValueError):
             self._log.seek(0)
             lines = self._log.read()[-20_000:].decode("utf-8", "replace").strip().splitlines()
@@ -189,7 +207,7 @@ class Host:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             if self._process.stdin is not None:
-                self._process.stdin.close()  # it ends with its input
+                self._process.stdin.close()  # the host exits at end of input
         deadline = time.monotonic() + CLOSE_LIMIT_S
         while self._process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -1,7 +1,7 @@
-"""Runs inside another Python, the one that has `verifiers`: loads an environment and plays its rollouts on request.
+"""Script for the Python interpreter that has `verifiers`: loads an environment and runs its rollouts on request.
 
-Started by verifiers_env.py as a script. One JSON object a line on stdin and stdout. Imports nothing of Shoal, which
-that Python does not have. `Classic` is for releases before 0.4 (load_environment), `Modern` for tasksets of 0.4.
+Started by verifiers_env.py. The protocol is one JSON object per line on stdin and stdout. It imports nothing of Shoal,
+which that interpreter lacks. `Classic` serves releases before 0.4 (load_environment), `Modern` the tasksets of 0.4.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Classic:
 
         self._env = verifiers.load_environment(env_id, **args)  # type: ignore[attr-defined]
         if getattr(self._env, "requires_group_rollouts", False):
-            raise ValueError(f"{env_id} scores the rollouts of a group together, which Shoal does not run")
+            raise ValueError(f"{env_id} scores the rollouts of a group together, which Shoal does not support")
         train = self._env.get_dataset()
         held_out = self._env.get_eval_dataset() if self._has_eval() else None
         most = settings["num_tasks"]
@@ -68,7 +68,7 @@ class Modern:
         config_type = concrete_type(kind, EnvConfig, origin=Env) or EnvConfig
         roles = [name for name, field in config_type.model_fields.items() if isinstance(field.default, AgentConfig)]
         seat = {"runtime": {"type": "subprocess"}}
-        if default_harness_id(env_id) != env_id:  # a harness of the taskset's own comes first
+        if default_harness_id(env_id) != env_id:  # a harness defined by the taskset takes precedence
             seat["harness"] = {"id": settings["harness"]}
         if settings["max_turns"]:
             seat["max_turns"] = settings["max_turns"]
@@ -82,10 +82,10 @@ class Modern:
         return {"train": [self._prompt(task.data) for task in self._tasks], "eval": None}
 
     def _prompt(self, data):
-        said = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+        system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
         if data.prompt is None:
-            return said or [{"role": "user", "content": "(the environment opens the conversation)"}]
-        return said + as_messages(data.prompt)
+            return system or [{"role": "user", "content": "(the environment opens the conversation)"}]
+        return system + as_messages(data.prompt)
 
     async def play(self, split, index, base_url, model):
         from verifiers.v1 import EvalClientConfig, ModelContext
@@ -98,7 +98,7 @@ class Modern:
         episode = await self._env.run_episode(self._tasks[index], ModelContext(model=model, client=client))
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
-            raise RuntimeError(errors[0].message if errors else "the episode did not end well")
+            raise RuntimeError(errors[0].message if errors else "the episode failed")
         trace = episode.traces[0]
         parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
         return {"reward": trace.reward, "parts": {**numbers(trace.metrics), **numbers(parts)}, "messages": []}
@@ -113,7 +113,7 @@ def _first(rows, most):
 
 
 def as_messages(value):
-    """Messages of either release as plain dicts; a plain prompt is the user's."""
+    """Convert the messages of either release to plain dicts. A text becomes one user message."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -146,7 +146,7 @@ def load(request):
 
 
 async def serve(requests, answer):
-    """Each request as a task of its own; the end of stdin is the end of this process."""
+    """Handle requests concurrently until stdin ends."""
     environment: Any = None
     running = set()
 
@@ -175,7 +175,7 @@ async def serve(requests, answer):
 
 
 async def main():
-    # What an environment prints must not reach the protocol: stdout becomes stderr, the real one is kept for answers.
+    # Environments may print: redirect stdout to stderr and keep the original stdout for replies.
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     os.environ.setdefault(KEY_VARIABLE, "none")
@@ -185,5 +185,5 @@ async def main():
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # the folder of this file: its modules are Shoal's
+    sys.path.pop(0)  # the folder of this file, which contains Shoal's modules
     asyncio.run(main())

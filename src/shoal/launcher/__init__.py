@@ -1,8 +1,8 @@
-"""The GSM8K surface: `python -m shoal.launcher.local script.py --config file.yaml key=value …`.
+"""The launcher: `python -m shoal.launcher.local script.py --config file.yaml key=value …`.
 
-A thin translation onto the one schema (keys.py is the table) and onto what `shoal grpo` does. Imports no torch.
+Translates its files to the schema (keys.py has the table) and runs `shoal grpo`. Imports no torch.
 """
 
-from shoal.launcher.run import load_config, run, train
+from shoal.launcher.script import load_config, run, train
 
 __all__ = ["load_config", "run", "train"]

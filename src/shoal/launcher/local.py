@@ -1,6 +1,6 @@
-"""`python -m shoal.launcher.local script.py --config file.yaml key=value …`: runs the script's `main` with the rest.
+"""`python -m shoal.launcher.local script.py --config file.yaml key=value …` calls `main` of the script.
 
-Sampling and training run in this process, so there is no server to manage.
+The script calls `load_config` and `train`, which run the same checks and training as `shoal grpo`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from shoal.cli.entry import guarded
 from shoal.cli.output import say
 from shoal.config.load import COMMAND_LINE
 from shoal.config.problems import printable
+from shoal.core.errors import EXIT_DONE, ConfigError
 from shoal.envs.user_code import load_object
-from shoal.errors import EXIT_DONE, ConfigError
+from shoal.launcher.keys import KEYS
 from shoal.launcher.read import USAGE, parse_arguments, read_flat
-from shoal.launcher.translate import Task, translate
-from shoal.surfaces.launcher import KEYS, SCHEMA_KEYS
+from shoal.launcher.translate import LauncherTask, translate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,23 +26,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _launch(arguments: list[str]) -> int:
     if not arguments:
-        raise ConfigError(f"{COMMAND_LINE}: there is no script; {USAGE}")
+        raise ConfigError(f"{COMMAND_LINE}: the script is missing; {USAGE}")
     if arguments[0] in ("--help", "-h"):
         say(_help())
         return EXIT_DONE
     script, *rest = arguments
     if not script.endswith(".py"):
         raise ConfigError(f"{COMMAND_LINE}: {printable(script)}: the first argument is a Python script; {USAGE}")
-    # Before the script is loaded: what is wrong in a file is said without what the script may import.
-    translate(read_flat(parse_arguments(rest)), Task())
+    # Before the script is loaded, so that errors in a file are reported without the imports of the script.
+    translate(read_flat(parse_arguments(rest)), LauncherTask())
     load_object(f"{script}:main")(rest)
     return EXIT_DONE
 
 
 def _help() -> str:
     width = max(map(len, KEYS))
-    rows = "\n".join(f"  {key:<{width}}  {SCHEMA_KEYS[key]}" for key in KEYS)
-    return f"Usage: {USAGE}\n\nKeys, and what they are in the configuration of a run:\n{rows}"
+    rows = "\n".join(f"  {name:<{width}}  {', '.join(key.keys)}" for name, key in KEYS.items())
+    return f"Usage: {USAGE}\n\nKeys, and the schema keys they set:\n{rows}"
 
 
 if __name__ == "__main__":

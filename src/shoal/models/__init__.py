@@ -3,10 +3,10 @@
 import logging
 import os
 
-# Progress is Shoal's own to show; transformers reads this before its first import.
+# Shoal shows its own progress bars. transformers reads this variable when it is first imported.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Optional libraries say at import which kernels of theirs this machine cannot load; peft imports them for any adapter.
+# peft imports these optional libraries for every adapter; each logs which of its kernels cannot be loaded here.
 for _name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)

@@ -1,9 +1,9 @@
 """The one attention function, registered with transformers under the name "shoal".
 
-It has three modes. A `Packed` context is train mode: segments laid end to end, each attending to itself and, where it
-continues another, to that one. With a cache writer it is prefill: keys and values are also written into the cache. A
-`Decode` context is decode mode: one new token a sequence against the cache. The context travels as a keyword of
-`model.forward`, so no state is global and the same module tree trains and samples.
+Three modes. `Packed` is train mode: segments end to end, each attends to itself and to the prefix it continues.
+`Packed` with a cache writer is prefill: keys and values are also written into the KV cache. `Decode` is decode mode:
+one new token per sequence against the cache. The context is passed as a keyword of `model.forward`, so there is no
+global state. `upload` copies arrays to the device; `take_tokens` gathers keys and values that segments share.
 """
 
 from __future__ import annotations
@@ -20,16 +20,70 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from shoal.errors import ModelError
-from shoal.models.gathered import gather, take_tokens
-from shoal.models.upload import upload
+from shoal.core.errors import ModelError
+from shoal.models import kernels
+
+# Each array starts at a multiple of this: Triton recompiles kernels for unaligned pointers.
+ALIGNMENT_BYTES = 16
+
+
+def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Copy arrays to the device, one copy per dtype. Each result is a view of the tensor that holds its dtype."""
+    found: dict[str, Tensor] = {}
+    for dtype in sorted({array.dtype.str for array in arrays.values()}):
+        members = {name: array for name, array in arrays.items() if array.dtype.str == dtype}
+        multiple = max(1, ALIGNMENT_BYTES // np.dtype(dtype).itemsize)
+        starts = np.cumsum([0, *(-(-array.size // multiple) * multiple for array in members.values())]).tolist()
+        whole = np.zeros(starts[-1], dtype)
+        for start, array in zip(starts, members.values(), strict=False):
+            whole[start : start + array.size] = array.ravel()
+        there = _copy(torch.from_numpy(whole), device)
+        for start, (name, array) in zip(starts, members.items(), strict=False):
+            found[name] = there[start : start + array.size].view(array.shape)
+    return {name: found[name] for name in arrays}
+
+
+def _copy(whole: Tensor, device: torch.device) -> Tensor:
+    # The pinned-memory allocator keeps a block until the copy from it is done.
+    return whole.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else whole.to(device)
+
+
+def gather(keys: np.ndarray, tokens: int) -> dict[str, np.ndarray]:
+    """`keys` [n]: the token of each gathered key. `copies` [n], `copy_starts` [T+1]: the keys of each token."""
+    starts = np.append(0, np.cumsum(np.bincount(keys, minlength=tokens)))
+    arrays = {"keys": keys, "copies": np.argsort(keys, kind="stable"), "copy_starts": starts}
+    return {name: array.astype(np.int32) for name, array in arrays.items()}
+
+
+def take_tokens(tokens: Tensor, plan: Mapping[str, Tensor]) -> Tensor:
+    """[T, ...] → [n, ...]. The backward sums gradients of shared tokens in fp32."""
+    return _TakeTokens.apply(tokens, plan["keys"], plan["copies"], plan["copy_starts"])  # type: ignore[return-value]
+
+
+class _TakeTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, keys: Tensor, copies: Tensor, copy_starts: Tensor) -> Tensor:
+        ctx.save_for_backward(keys, copies, copy_starts)
+        return tokens.index_select(0, keys)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (keys, copies, copy_starts), (grad,) = ctx.saved_tensors, grads
+        if grad.dtype.itemsize <= 4 and kernels.available(grad.is_cuda):
+            from shoal.models.kernels.logprobs import sum_copies
+
+            return sum_copies(grad, copies, copy_starts), None, None, None
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = torch.zeros(len(copy_starts) - 1, *grad.shape[1:], dtype=wide, device=grad.device)
+        return total.index_add_(0, keys, grad.to(wide)).to(grad.dtype), None, None, None
+
 
 ATTENTION = "shoal"
-# Keys are padded to this multiple, so that the sum over them rounds the same whatever else is in the batch.
+# Key lengths are padded to this multiple, so that sums round the same whatever else is in the batch.
 KEY_MULTIPLE = 16
-# Rows of every matrix product are padded to this multiple for the same reason (CPU GEMMs round by batch size).
+# Rows of matrix products are padded to this multiple for the same reason: CPU GEMMs round by batch size.
 ROW_MULTIPLE = 8
-LEAST_ABOUT = 7  # segments of up to 128 tokens are about as long as each other: 2 to the 7th
+LEAST_ABOUT = 7  # log2: segments of up to 128 tokens share one length class
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -38,7 +92,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a layer asks of attention besides q, k and v."""
+    """Attention parameters of a layer besides q, k and v."""
 
     scale: float
     window: int | None
@@ -108,7 +162,7 @@ class _Rectangle:
 
 
 def _varlen_takes(query: Tensor, value: Tensor) -> bool:
-    """Whether torch's kernel for segments of any length computes such heads."""
+    """Whether torch's `varlen_attn` supports these heads."""
     size = query.shape[-1]
     in_16_bits = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     return in_16_bits and size % 8 == 0 and size <= 256 and value.shape[-1] == size
@@ -121,20 +175,21 @@ class Packed:
     starts: np.ndarray  # [S+1]
     device: torch.device
     writer: CacheWriter | None = None
-    prefixes: np.ndarray | None = None  # [S], the segment each one continues, or -1; None = none does
+    prefixes: np.ndarray | None = None  # [S], the segment that each one continues, or -1; None = no prefixes
     _plans: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.prefixes is None or not (self.prefixes >= 0).any():
             self.prefixes = None
         elif self.writer is not None or (self.prefixes[self.prefixes[self.prefixes >= 0]] >= 0).any():
-            raise ValueError("a prefix continues no other segment, and a prefill has none")
+            raise ValueError("prefixes must not continue other segments, and a prefill has no prefixes")
 
     @staticmethod
     def planned(plan: Mapping[str, Tensor], longest: tuple[int, int], writer: CacheWriter | None = None) -> Packed:
-        """Segments whose bounds only the device knows, none with more queries and keys than `longest`.
+        """Segments with bounds on the device, as CUDA graphs need them (16-bit dtypes only).
 
-        For graphs, on a GPU in 16 bits. `plan` is what `bounds` gives, and `gather` of its keys, on the device.
+        `longest`: upper bounds of queries and keys per segment. `plan`: the arrays of `bounds` and of `gather`, on
+        the device.
         """
         context = Packed(np.zeros(1), plan["starts"].device, writer)
         context._plans["varlen"] = ({"key_starts": plan["starts"], **plan}, *longest)
@@ -153,14 +208,14 @@ class Packed:
         if "varlen" not in self._plans:
             self._plans["varlen"] = self._varlen_plan()
         plan, longest, longest_keys = self._plans["varlen"]
-        # torch 2.11 groups heads without being asked; later releases want the flag.
+        # torch 2.11 enables grouped heads by default; later releases require the flag.
         extra: dict[str, Any] = {"enable_gqa": True} if _VARLEN_GQA_FLAG else {}
         window = (shape.window - 1, 0) if shape.window is not None else (-1, 0)
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         if "keys" in plan:
             key, value = (take_tokens(x, plan) for x in (key, value))
-        # With fewer queries than keys the kernel aligns both at their ends (lower right, as torch.nn.attention.bias
-        # calls it), in the causal mask and in the window: a query stands after all keys of its prefix.
+        # With fewer queries than keys, the kernel aligns the causal mask and the window at the lower right (see
+        # torch.nn.attention.bias), so a query comes after all keys of its prefix.
         out = varlen_attn(
             query,
             key,
@@ -184,7 +239,7 @@ class Packed:
 
     @cached_property
     def bounds(self) -> tuple[dict[str, np.ndarray], int, int]:
-        """Where queries begin, where keys do and which they are if segments share any; the longest run of either."""
+        """Starts of queries; starts and indices of keys if segments share prefixes; most queries, keys of a segment."""
         arrays = {"starts": self.starts.astype(np.int32)}
         longest = longest_keys = int(np.diff(self.starts).max())
         if self.prefixes is not None:
@@ -195,13 +250,13 @@ class Packed:
         return arrays, longest, longest_keys
 
     def _keys_of(self, segment: int) -> np.ndarray:
-        """Where the keys of a segment lie, in the order of their positions."""
+        """Token indices of a segment's keys, in order of position."""
         own = np.arange(self.starts[segment], self.starts[segment + 1])
         prefix = -1 if self.prefixes is None else self.prefixes[segment]
         return own if prefix < 0 else np.concatenate([np.arange(self.starts[prefix], self.starts[prefix + 1]), own])
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
-        """Segments as rows of right-padded rectangles: under a causal mask no real token sees the padding."""
+        """Segments as rows of right-padded rectangles: under a causal mask, real tokens never attend to padding."""
         if "layout" not in self._plans:
             self._plans["layout"] = self._layout()
         rectangles, order = self._plans["layout"]
@@ -215,11 +270,11 @@ class Packed:
         return joined.unsqueeze(0)  # [1, T, H, D]
 
     def _layout(self) -> tuple[list[_Rectangle], Tensor]:
-        """The rectangles, and where each token is found once they are laid end to end.
+        """The rectangles, and the index of each token in their concatenation.
 
-        In training segments of about the same length share one, those that continue another apart: a long one is
-        filled up to no more than twice its length. In a prefill each length has its own, since kernels choose their
-        blocking by length and a prompt must round the same in any company.
+        In training, segments of similar length share a rectangle (segments with a prefix have their own), so padding
+        at most doubles a long segment. In a prefill each length has its own rectangle: kernels choose their blocking
+        by length, and a prompt must round the same whatever else is in the batch.
         """
         lengths = np.diff(self.starts)
         tails = np.zeros(len(lengths), dtype=bool) if self.prefixes is None else self.prefixes >= 0
@@ -241,7 +296,7 @@ class Packed:
             keys = [self._keys_of(segment) for segment in members]
             widest = max(map(len, keys))
             arrays["keys"] = np.stack([found[np.minimum(np.arange(widest), len(found) - 1)] for found in keys])
-            # Padding repeats the last query, so that it sees what that one sees and never nothing at all.
+            # Padding repeats the last query: a row whose keys are all masked would be NaN.
             arrays["last_key"] = np.array([[len(found)] for found in keys]) - lengths + columns
         tensors = upload({name: array.astype(np.int64) for name, array in arrays.items()}, self.device)
         return _Rectangle(
@@ -249,7 +304,7 @@ class Packed:
         )
 
     def _allowed(self, number: int, rectangle: _Rectangle, window: int | None) -> Tensor | None:
-        """What each query sees, for `dense_attention`: None where a causal mask says it."""
+        """The mask for `dense_attention`; None = causal."""
         length = rectangle.keys.shape[1]
         window = None if window is None or window >= length else window
         if rectangle.last_key is None and window is None:
@@ -266,16 +321,16 @@ class Packed:
 class Decode:
     """Decode mode: row b holds the token at position `positions[b]` of the sequence in cache slot b."""
 
-    cache: Any  # engine.cache.SlotCache
+    cache: Any  # engine.kv_cache.SlotCache
     positions: Tensor  # [B] long
-    key_length: int  # keys looked at; a multiple of KEY_MULTIPLE above every position
+    key_length: int  # keys read; a multiple of KEY_MULTIPLE above every position
     _allowed: dict[int | None, Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
         keys, values = self.cache.append(layer, self.positions, key[:, :, 0], value[:, :, 0], self.key_length)
         batch, heads, _, dim = query.shape
         kv_heads = keys.shape[1]
-        # The heads that share a key head stand as its queries, so nothing is repeated.
+        # Query heads that share a key head become its queries, so keys are not repeated.
         folded = query.reshape(batch, kv_heads, heads // kv_heads, dim)
         out = dense_attention(folded, keys, values, self._mask(shape.window), shape)
         return out.reshape(batch, 1, heads, value.shape[-1])

@@ -1,7 +1,7 @@
-"""A Hugging Face decoder as Shoal uses it: hidden states from packed rows, logits from hidden states, nothing else.
+"""A Hugging Face decoder as Shoal uses it: hidden states from packed rows, and logits from hidden states.
 
-Both the trainer and the embedded engine hold the same Decoder, so there is one set of parameters. `verify` checks at
-load time that this reading of the model agrees with the model's own forward, whatever its architecture.
+The trainer and the embedded engine hold the same Decoder, so there is one set of parameters. `verify` compares it with
+the model's own forward at load time, whatever the architecture.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ModelError
-from shoal.models import hybrid
+from shoal.core.errors import ModelError
+from shoal.models import fp8_linear as hybrid
 from shoal.models.attention import ATTENTION, Context, Packed, Shape
 from shoal.models.fused import FusedBody
 from shoal.models.logprobs import Head
-from shoal.models.quantised import held_bytes
+from shoal.models.quantize import held_bytes
 from shoal.models.tokenizer import first_line
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Keys and values of one layer, heads and head sizes, and how it attends: as the model itself asked for it."""
+    """Key/value heads, head sizes and attention parameters of one layer, as recorded from the model's forward."""
 
     heads: int
     key_dim: int
@@ -39,12 +40,14 @@ class LayerShape:
 
 @dataclass
 class _Recorder:
-    """Packed attention that notes the shape of each layer's keys and values."""
+    """Packed attention that records the shape of each layer's keys and values."""
 
     inner: Packed
     layers: dict[int, LayerShape] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
+        if layer in self.layers:  # the second call would overwrite the keys of the first in the cache
+            raise ModelError(f"layer {layer} attends more than once, which Shoal cannot sample")
         self.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], shape)
         return self.inner.attend(layer, query, key, value, shape)
 
@@ -54,32 +57,31 @@ class Decoder:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.fused: FusedBody | None = None  # set by models/fused.py, which says why not where it is not
-        # peft wraps from outside and injects its layers inside: the inner model already computes with them.
+        self.fused: FusedBody | None = None  # set by `fused.attach`
+        # peft replaces layers inside the model, so the inner model already computes with the adapters.
         self.inner: nn.Module = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
         self.body: nn.Module = self.inner.get_decoder()  # type: ignore[operator]
         self.config = self.inner.config.get_text_config()  # type: ignore[operator,union-attr]
         self.lm_head: nn.Module = self.inner.get_output_embeddings()  # type: ignore[operator]
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
-        # Cohere multiplies its logits by a number of its configuration, Granite divides them by one.
-        self.logit_scale: float = getattr(self.config, "logit_scale", 1.0) / getattr(self.config, "logits_scaling", 1.0)
+        self.logit_scale = _logit_scale(self.config)
         self._fp8 = hybrid.switch_of(model)
         if not isinstance(self.body, nn.Module) or not isinstance(self.lm_head, nn.Module):
             raise ModelError(f"{type(self.inner).__name__} is not a causal language model with an output head")
 
     def over(self, model: nn.Module) -> Decoder:
-        """The same reading of a copy of this model."""
+        """A Decoder for a copy of this model."""
         decoder = Decoder(model)
         if self.fused is not None:
             decoder.fused = FusedBody(decoder.body, self.fused.shapes)
         return decoder
 
     def gathered(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What `work` returns, done while all weights it reads are at hand; here they always are."""
+        """Run `work` with all weights gathered. Here they always are; a sharded decoder overrides this."""
         return work()
 
     def recompute(self, on: bool) -> None:
-        """Whether the backward computes each layer's forward again instead of keeping what it made."""
+        """Switch activation checkpointing on or off."""
         if self.fused is not None:
             self.fused.recompute = on
         elif on:
@@ -97,16 +99,16 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in; the head has it however the layers below store their weights."""
+        """The compute dtype: that of the head, since other layers may store quantised weights."""
         return self._head_weight.dtype
 
     @property
     def weight_bytes(self) -> int:
-        """Memory that parameters and buffers take, adapters included."""
+        """Bytes of parameters and buffers, adapters included."""
         return held_bytes(self.model)
 
     def scoring(self) -> AbstractContextManager[None]:
-        """Around the policy's forward and backward: products in FP8 where the recipe says so. Samplers stay outside."""
+        """Around the policy's forward and backward: FP8 products under the fp8-hybrid recipe. Not used for sampling."""
         return hybrid.scoring(self._fp8)
 
     @property
@@ -119,7 +121,26 @@ class Decoder:
 
     @property
     def max_positions(self) -> int | None:
-        return getattr(self.config, "max_position_embeddings", None)
+        return self.longrope_limit or getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def longrope_limit(self) -> int | None:
+        """The longest supported text of a longrope model; None for other models.
+
+        A single longer text switches the whole batch to other rotary factors, so results would depend on the batch.
+        """
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") != "longrope":
+            return None
+        return rope.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
+
+    def check_length(self, tokens: int) -> None:
+        limit = self.longrope_limit
+        if limit is not None and tokens > limit:
+            raise ModelError(
+                f"{self.name} uses longrope: texts of more than {limit} tokens are not supported, got {tokens}; "
+                "lower orch.seq_len (infer.max_model_len in a server, train.sequence_len in SFT)"
+            )
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
         """[B, T] token ids and positions → last hidden states [B, T, hidden]."""
@@ -150,7 +171,7 @@ class Decoder:
     def verify(self) -> dict[int, LayerShape]:
         """Compare with the model's own forward on a short probe; returns the KV shape of each layer.
 
-        Two sequences, packed here and apart there: a model that carries a state from token to token is found out.
+        The probe has two sequences, packed here and batched there, so a model with recurrent state fails the check.
         """
         length = 12
         ids = torch.arange(2 * length, device=self.device).view(2, length) * 7 % self.vocab_size
@@ -165,22 +186,35 @@ class Decoder:
         recorder = _Recorder(self.pack(np.array([0, length, 2 * length])))
         try:
             actual = self.logits(self.hidden(ids.view(1, -1), positions, recorder))[0]
-        except (ModelError, torch.OutOfMemoryError):
+        except ModelError as error:
+            raise ModelError(f"{self.name}: {error}") from error
+        except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise ModelError(f"{self.name}: it cannot run with Shoal's attention: {first_line(error)}") from error
+            raise ModelError(f"{self.name} cannot run with Shoal's attention: {first_line(error)}") from error
         self.model.train(training)
         layers = recorder.layers
         if len(layers) != self.config.num_hidden_layers:
             missing = self.config.num_hidden_layers - len(layers)
-            raise ModelError(f"{self.name}: {missing} of its layers do not use plain attention; Shoal cannot sample it")
-        # In 16 bits two right readings part by rounding, the further the deeper the model: 5e-2 was seen at 28 layers.
+            raise ModelError(f"{self.name}: {missing} layers do not use plain attention, which Shoal cannot sample")
+        # In 16-bit dtypes, rounding differences grow with depth: 5e-2 was measured at 28 layers.
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.15
         if not expected.isfinite().all():
             raise ModelError(
-                f"{self.name}: what it computes is not finite; its weights are damaged, or overflow in {self.dtype}"
+                f"{self.name}: its logits are not finite; the weights are damaged or overflow in {self.dtype}"
             )
         gap = ((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-9)).item()
         if not gap < tolerance:
-            raise ModelError(f"{self.name}: Shoal's reading of this model differs from its own forward by {gap:.1e}")
+            raise ModelError(
+                f"{self.name}: logits computed by Shoal differ from the model's own forward (relative error {gap:.1e})"
+            )
         return layers
+
+
+def _logit_scale(config: Any) -> float:
+    """Cohere multiplies its logits by `logit_scale`; Granite divides them by `logits_scaling`. None = 1."""
+    factors = [getattr(config, name, None) for name in ("logit_scale", "logits_scaling")]
+    multiplier, divisor = (1.0 if factor is None else factor for factor in factors)
+    if isinstance(multiplier, str) or isinstance(divisor, str):
+        raise ModelError(f"{type(config).__name__}: logit_scale {multiplier!r} is not supported")
+    return multiplier / divisor

@@ -1,8 +1,8 @@
-"""The body of Llama-like models in few kernels, on the model's own modules: train and prefill mode, differentiable.
+"""The fused path of Llama-like models for training and prefill, differentiable.
 
-Linear layers are called as the modules they are, so adapters and quantised bases need nothing from here; norms, rotary
-positions and SwiGLU between them are one kernel each. `attach` gives it to a decoder only if its layers agree with
-the Hugging Face modules in fp32; otherwise the modules run, and the reason is kept in words.
+Linear layers are called as modules, so adapters and quantised weights work unchanged. Norms, rotary embeddings and
+SwiGLU between them are one Triton kernel each. `attach` enables the path only if it agrees with the Hugging Face
+modules in fp32; otherwise the modules run, and the reason is logged.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM")
-TOLERANCE = 1e-3  # relative gap of one layer's update in fp32; a quantised base still rounds as it likes
+TOLERANCE = 1e-3  # max relative error of one layer's update in fp32
 PROBE_LENGTHS = (5, 1, 11)
-MOST_HEAD = 256  # numbers of a head that attention over segments takes
+MOST_HEAD = 256  # largest head_dim that varlen attention supports
 
 
 @dataclass(frozen=True)
-class Around:
-    """What surrounds a layer: rotary positions, cos and sin [T, D], and who may see whom."""
+class LayerNorms:
+    """Inputs shared by all layers: rotary cos and sin [T, D], and the attention context."""
 
     cos: Tensor
     sin: Tensor
@@ -43,21 +43,21 @@ class Around:
 
 
 class FusedBody:
-    """`hidden` takes and gives what the Hugging Face body does; `recompute` trades a second forward for memory."""
+    """`hidden` replaces the forward of the Hugging Face body. `recompute` enables activation checkpointing."""
 
     def __init__(self, body: nn.Module, shapes: Mapping[int, Shape], *, through_modules: bool = False) -> None:
         self._body: Any = body
         self.shapes = shapes
         self.recompute = False
-        self._through_modules = through_modules  # sharded layers, whose forward is `run_layer` then: calls gather them
+        self._through_modules = through_modules  # sharded: calling a layer gathers its weights
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
         """[1, T] → [1, T, hidden]."""
-        from shoal.models.kernels.norm import add_norm
+        from shoal.models.kernels.elementwise import add_norm
 
         body = self._body
         residual = body.embed_tokens(input_ids[0])
-        around = Around(*rope_of(body, residual, position_ids), context)
+        around = LayerNorms(*rope_of(body, residual, position_ids), context)
         x = None
         for index, layer in enumerate(body.layers):
             run = layer if self._through_modules else partial(run_layer, layer)
@@ -76,10 +76,11 @@ def rope_of(body: Any, like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tens
     return cos[0].contiguous(), sin[0].contiguous()
 
 
-def run_layer(layer: Any, shape: Shape, x: Tensor | None, residual: Tensor, around: Around) -> tuple[Tensor, Tensor]:
-    """One layer; `x` is what the last one has still to add to the residual (None before the first)."""
-    from shoal.models.kernels.norm import add_norm, norm
-    from shoal.models.kernels.swiglu import swiglu
+def run_layer(
+    layer: Any, shape: Shape, x: Tensor | None, residual: Tensor, around: LayerNorms
+) -> tuple[Tensor, Tensor]:
+    """Run one layer. `x` is the previous layer's output, not yet added to `residual` (None for the first layer)."""
+    from shoal.models.kernels.elementwise import add_norm, norm, swiglu
 
     before, after = layer.input_layernorm, layer.post_attention_layernorm
     if x is None:
@@ -92,8 +93,8 @@ def run_layer(layer: Any, shape: Shape, x: Tensor | None, residual: Tensor, arou
     return mlp.down_proj(swiglu(mlp.gate_proj(normed), mlp.up_proj(normed))), residual
 
 
-def _attend(attention: Any, shape: Shape, x: Tensor, around: Around) -> Tensor:
-    from shoal.models.kernels.rotary import rotate_heads
+def _attend(attention: Any, shape: Shape, x: Tensor, around: LayerNorms) -> Tensor:
+    from shoal.models.kernels.elementwise import rotate_heads
 
     tokens, dim = len(x), attention.head_dim
     query, key, value = (
@@ -110,61 +111,66 @@ def _attend(attention: Any, shape: Shape, x: Tensor, around: Around) -> Tensor:
 
 
 def turns(attention: Any) -> bool:
-    """Whether heads are rotated by their positions; in some layers of SmolLM3 they are not, and have no norms."""
+    """Whether the layer uses rotary embeddings; some layers of SmolLM3 do not, and have no head norms."""
     return bool(getattr(attention, "use_rope", True))
 
 
 def why_not(decoder: Decoder) -> str | None:
-    """What keeps a model from running in few kernels, in words; None if nothing does."""
+    """Why the model cannot take the fused path, or None if it can."""
     if not kernels.available(decoder.device.type == "cuda"):
         return "there is no Triton for this device"
     if decoder.dtype == torch.float64:
-        return "the kernels sum in fp32"
-    config, body = decoder.config, _layers(decoder)
+        return "the fused kernels accumulate in fp32, the model is in fp64"
+    config = decoder.config
     if decoder.name not in FAMILIES or getattr(config, "hidden_act", "") != "silu":
-        return f"{decoder.name} is none of {', '.join(FAMILIES)}"
+        return f"{decoder.name} is not one of {', '.join(FAMILIES)}"
+    body = _layers(decoder)  # after the check of the family: bodies of other families may have no `layers`
     if getattr(config, "attention_dropout", 0.0):
-        return "the model drops attention out"
+        return "the model uses attention dropout"
     if not all("RMSNorm" in type(layer.input_layernorm).__name__ for layer in body):
         return "its norms are not RMSNorm"
     size = int(body[0].self_attn.head_dim)
     if size & (size - 1) or size > MOST_HEAD:
-        return f"its heads of {size} numbers are no power of two up to {MOST_HEAD}"
+        return f"head_dim {size} is not supported; it must be a power of two ≤ {MOST_HEAD}"
     return None
 
 
-TURNS_BY_LENGTH = "its rotation depends on the length of the text"
+TURNS_BY_LENGTH = "its rotary embedding depends on the text length"
 
 
 def turns_by_length(decoder: Decoder) -> bool:
-    """Whether the rotation of heads depends on how long the longest text is: then nothing may be captured or padded."""
+    """Whether rotary embeddings depend on the longest text of a batch; such models cannot use CUDA graphs."""
     rope = getattr(decoder.config, "rope_parameters", None) or {}
     return rope.get("rope_type", "default") in ("dynamic", "longrope")
 
 
 @torch.no_grad()
 def attach(decoder: Decoder, layers: Mapping[int, LayerShape]) -> str:
-    """Give the decoder a fused body if it may have one; returns how it runs, in words."""
+    """Set `decoder.fused` if the model supports it; returns a description of the path taken."""
     reason = why_not(decoder)
     if reason is None:
         shapes = {index: layer.attention for index, layer in layers.items() if layer.attention is not None}
         gap, reason = compared(decoder, lambda: _gap(decoder, shapes))
         if reason is None:
             decoder.fused = FusedBody(decoder.body, shapes)
-            return f"few kernels, {gap:.0e} from {decoder.name}'s own in fp32"
-    return f"its own modules: {reason}"
+            return fused_path(gap, decoder)
+    return f"model modules: {reason}"
+
+
+def fused_path(gap: float, decoder: Decoder) -> str:
+    return f"fused kernels (max relative error {gap:.0e} vs {decoder.name}, fp32)"
 
 
 def compared(decoder: Decoder, find_gap: Callable[[], float]) -> tuple[float, str | None]:
-    """How far the kernels are from a model's own layers, and why they may not stand in for them, if so."""
+    """The error of the fused path against the model's own layers, and the reason to reject it, if any."""
     try:
         gap = find_gap()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a kernel cannot do on this device, the modules can
-        log.warning("the kernels could not be compared with %s", decoder.name, exc_info=True)
-        return float("inf"), f"its layers cannot run in few kernels here ({first_line(error)})"
-    return gap, None if gap < TOLERANCE else f"a layer differs from {decoder.name}'s own by {gap:.1e} in fp32"
+    except Exception as error:  # a kernel that cannot run here: the modules still can
+        log.warning("the fused kernels could not be compared with %s", decoder.name, exc_info=True)
+        return float("inf"), f"the fused kernels failed on this device ({first_line(error)})"
+    return gap, None if gap < TOLERANCE else f"a fused layer differs from {decoder.name} by {gap:.1e} (fp32)"
 
 
 def _gap(decoder: Decoder, shapes: Mapping[int, Shape]) -> float:
@@ -173,7 +179,7 @@ def _gap(decoder: Decoder, shapes: Mapping[int, Shape]) -> float:
 
 
 def probed(layers: Any, shapes: Mapping[int, Shape]) -> list[int]:
-    """Which layers are compared: first, middle, last, and one of every way to attend. The rest are built the same."""
+    """Layers to compare: first, middle, last, and one per attention shape. The rest have the same structure."""
     first_of = {(shapes[i], turns(layers[i].self_attn)): i for i in sorted(shapes, reverse=True)}
     return sorted({0, len(shapes) // 2, len(shapes) - 1, *first_of.values()})
 
@@ -183,12 +189,12 @@ def _layers(decoder: Decoder) -> Any:
 
 
 def _layer_gap(decoder: Decoder, layer: nn.Module, shape: Shape) -> float:
-    """What a layer adds to its input, both ways, on a copy in fp32: relative gap over a packed row of three."""
+    """Relative error of one layer's update, on an fp32 copy and a packed row of three segments."""
     twin: Any = fp32_copy(layer)
     starts = np.concatenate([[0], np.cumsum(PROBE_LENGTHS)])
     positions = torch.cat([torch.arange(n, device=decoder.device) for n in PROBE_LENGTHS])[None]
     x = probe(len(positions[0]), decoder)
-    around = Around(*rope_of(decoder.body, x, positions), Packed(starts, decoder.device))
+    around = LayerNorms(*rope_of(decoder.body, x, positions), Packed(starts, decoder.device))
     expected = own_layer(twin, x[None], positions, around)[0] - x
     added, residual = run_layer(twin, shape, None, x, around)
     return relative_gap(residual + added - x, expected)
@@ -203,7 +209,7 @@ def probe(rows: int, decoder: Decoder) -> Tensor:
     return torch.randn(rows, decoder.config.hidden_size, generator=generator).to(decoder.device)
 
 
-def own_layer(layer: Any, x: Tensor, positions: Tensor, around: Around) -> Tensor:
+def own_layer(layer: Any, x: Tensor, positions: Tensor, around: LayerNorms) -> Tensor:
     """The Hugging Face layer itself: [B, T, hidden] in and out, positions [B, T]."""
     embeddings = tuple(t.view(*x.shape[:2], -1) for t in (around.cos, around.sin))
     out = layer(x, attention_mask=None, position_ids=positions, position_embeddings=embeddings, shoal=around.context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,26 +11,28 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shoal.errors import ModelError
+from shoal.core.errors import ModelError
 from shoal.models.precision import Precision
-from shoal.models.quantised import quantise_linears
+from shoal.models.quantize import quantise_linears
 from shoal.models.tokenizer import eos_token_ids, first_line, load_tokenizer, locate, turn_end_id
 
 __all__ = ["adopt_model", "check_architecture", "check_config", "eos_token_ids", "load_model", "load_tokenizer"]
 __all__ += ["release_model", "turn_end_id"]
 
-# transformers builds models under a default device that all threads share, so two of them must take turns.
+log = logging.getLogger(__name__)
+# transformers builds models under a process-wide default device, so only one thread may load at a time.
 _LOADING = threading.Lock()
-# What the attention function computes. Chunks, convolutions and states that are carried along it does not.
+# Layer types that Shoal's attention computes: no chunked attention, convolutions or recurrent states.
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str | None = None) -> nn.Module:
-    """The model on `device` in `dtype`, in training mode off, with gradients as loaded.
+    """Load the model onto `device` in `dtype`, in eval mode.
 
-    `stored` names the format its linear layers are kept in; then the device never holds them in `dtype` all at once.
+    `stored` names the format of quantised linear layers; the device then never holds all of them in `dtype` at once.
     """
     folder, gguf = locate(name)
     try:
@@ -40,33 +43,35 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str 
                 check_architecture(folder)
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
                 if not Path(name).expanduser().exists():
-                    # Of the hub, wherever it was read from: adapters name their base by it.
+                    # The hub id, even if read from the cache: adapters refer to their base model by it.
                     model.name_or_path = model.config.name_or_path = name
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(f"no model could be loaded from {name!r}: {first_line(error)}") from error
+    switch_off_dropout(model)
     if stored is not None:
         quantise_linears(model, stored, device)
     return model.to(device).eval()  # type: ignore[arg-type]
 
 
 def adopt_model(model: Any, precision: Precision) -> nn.Module:
-    """A model object of the caller's, moved to the run's device and dtype and used as it is."""
+    """Use a model object of the caller, moved to the run's device and dtype."""
     if precision.stored is not None or precision.fp8_products:
-        raise ModelError("a model given as an object is trained in its own precision; give its name for fp8 or qlora")
+        raise ModelError("fp8 and qlora need the name of a model, not a model object")
     if hasattr(model, "peft_config"):
-        raise ModelError("the model is wrapped by PEFT; give the plain model, and ask for LoRA here")
+        raise ModelError("the model is already wrapped by PEFT; pass the plain model and enable LoRA in the config")
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"the model is of type {type(model).__name__}, not a transformers model nor a name")
+        raise ModelError(f"the model must be a name or a transformers model, not {type(model).__name__}")
     check_config(model.config)
     frozen = tuple(not parameter.requires_grad for parameter in model.parameters())
-    _BEFORE[model] = _Found(model.config._attn_implementation or "eager", model.training, frozen)
+    rates = switch_off_dropout(model)
+    _BEFORE[model] = _Found(model.config._attn_implementation or "eager", model.training, frozen, rates)
     return model.to(device=precision.device, dtype=precision.dtype).eval()  # type: ignore[arg-type]
 
 
 def release_model(model: Any) -> None:
-    """Undo what training put around and into a model object; its trained weights stay, an adapter is in the files."""
+    """Remove adapters and hooks from a model object. Trained weights stay; an adapter remains in the saved files."""
     inner = model.unload() if hasattr(model, "peft_config") else model
     found = _BEFORE.pop(inner, None)
     if found is None:
@@ -75,41 +80,69 @@ def release_model(model: Any) -> None:
     inner.train(found.training)
     for parameter, frozen in zip(inner.parameters(), found.frozen, strict=True):
         parameter.requires_grad_(not frozen)
+    for module, name, rate in found.rates:
+        setattr(module, name, rate)
+
+
+def switch_off_dropout(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
+    """Set the dropout and router jitter of the model itself to 0; returns the previous rates.
+
+    The sampler runs without them, so a policy that trains with them would not match its own samples. The config keeps
+    its rates, and an adapter keeps `train.lora_dropout`.
+    """
+    rates = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float) and value > 0 and _is_noise_rate(module, name)
+    ]
+    for module, name, _ in rates:
+        setattr(module, name, 0.0)
+    # Attention dropout is left out of the notice: Shoal's attention never applies it.
+    named = sorted({"dropout" if name == "p" else name for _, name, _ in rates} - {"attention_dropout"})
+    if named:
+        log.warning("%s: %s is switched off for training", type(model).__name__, ", ".join(named))
+    return rates
+
+
+def _is_noise_rate(module: nn.Module, name: str) -> bool:
+    return "drop" in name or "jitter" in name or (name == "p" and isinstance(module, _DropoutNd))
 
 
 @dataclass(frozen=True)
 class _Found:
-    """How a model object was when it was handed over."""
+    """State of a model object when it was adopted."""
 
     attention: str
     training: bool
-    frozen: tuple[bool, ...]  # by parameter
+    frozen: tuple[bool, ...]  # per parameter
+    rates: list[tuple[nn.Module, str, float]]  # dropout and jitter: module, attribute, rate
 
 
 _BEFORE: WeakKeyDictionary[Any, _Found] = WeakKeyDictionary()
 
 
 def check_architecture(folder: str) -> None:
-    """Refuse by name what the engine cannot sample, before any weights are read."""
+    """Refuse unsupported architectures before any weights are read."""
     check_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
 
 
 def check_config(config: Any) -> None:
     architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     if getattr(config, "auto_map", None):
-        raise ModelError(f"{architecture} brings its own code (auto_map), which Shoal does not run")
+        raise ModelError(f"{architecture} needs remote code (auto_map), which Shoal does not run")
     if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
-        raise ModelError(f"{architecture} is a multimodal model; Shoal trains text decoders only")
+        raise ModelError(f"{architecture} is a multimodal model; Shoal supports text decoders only")
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{architecture} is an encoder-decoder; Shoal trains decoders only")
+        raise ModelError(f"{architecture} is an encoder-decoder; Shoal supports decoders only")
     kinds = set(getattr(config, "layer_types", None) or []) - _KNOWN_LAYERS
     if kinds:
         raise ModelError(f"{architecture} has {', '.join(sorted(kinds))} layers, which Shoal cannot sample")
 
 
 def _load_gguf(folder: str, file: str, dtype: torch.dtype) -> nn.Module:
-    # transformers marks what it read from GGUF as quantised and then refuses to save it, though the weights are plain
-    # tensors by now: the same weights in a model built from a clean config know nothing of where they came from.
+    # transformers marks a model loaded from GGUF as quantised and refuses to save it, although its weights are plain
+    # tensors. Copy them into a model built from a config without `quantization_config`.
     loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
     fields: dict[str, Any] = {k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"}
     clean = AutoModelForCausalLM.from_config(type(loaded.config)(**fields), dtype=dtype)

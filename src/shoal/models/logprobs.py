@@ -1,38 +1,82 @@
 """Token log-probs and entropy from hidden states, in tiles, so that no [T, V] fp32 tensor exists at once.
 
-Called by the trainer with gradients and by parity tests without; the sampler has its own single-position path.
+Called by the trainer with gradients and by parity tests without; the sampler has its own path for single positions.
+`AllowedTokens` replays truncated sampling (top-k, top-p, min-p): logits of excluded ids are masked, tile by tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shoal.models import kernels
-from shoal.models.kept import Kept
+from shoal.models.attention import upload
+
+NOTHING = float("-inf")
+
+
+class AllowedTokens:
+    """`of[t]`: the ids that token t could be drawn from, or `~id` of each excluded id, or None for all ids."""
+
+    def __init__(self, of: Sequence[Sequence[int] | None], device: torch.device) -> None:
+        only = [(token, ids) for token, ids in enumerate(of) if ids and ids[0] >= 0]
+        banned = [(token, [~i for i in ids]) for token, ids in enumerate(of) if ids and ids[0] < 0]
+        self._host = {"rows": np.array([token for token, _ in only], dtype=np.int64)}
+        arrays = dict(self._host)
+        for name, lists in (("only", only), ("banned", banned)):
+            tokens = np.array([token for token, _ in lists], dtype=np.int64)
+            self._host[name] = arrays[name] = np.repeat(tokens, [len(ids) for _, ids in lists])
+            arrays[f"{name}_ids"] = np.concatenate([np.zeros(0, dtype=np.int64), *(ids for _, ids in lists)])
+        self._there = upload({name: array.astype(np.int64) for name, array in arrays.items()}, device)
+
+    def narrow(self, start: int, logits: Tensor) -> Tensor:
+        """Mask logits [T, V] of the tokens from `start` on; in place if they need no gradient."""
+        if logits.requires_grad:
+            return logits + self._narrow_(start, torch.zeros_like(logits))
+        return self._narrow_(start, logits)
+
+    def _narrow_(self, start: int, numbers: Tensor) -> Tensor:
+        flat = numbers.view(-1)
+        only, banned = (self._places(name, start, numbers) for name in ("only", "banned"))
+        if len(only):
+            kept = flat.index_select(0, only)
+            numbers.index_fill_(0, self._part("rows", "rows", start, len(numbers)) - start, NOTHING)
+            flat.index_copy_(0, only, kept)
+        if len(banned):
+            flat.index_fill_(0, banned, NOTHING)
+        return numbers
+
+    def _places(self, name: str, start: int, numbers: Tensor) -> Tensor:
+        tokens, ids = (self._part(name, values, start, len(numbers)) for values in (name, f"{name}_ids"))
+        return (tokens - start) * numbers.shape[1] + ids
+
+    def _part(self, name: str, values: str, start: int, count: int) -> Tensor:
+        first, last = np.searchsorted(self._host[name], (start, start + count)).tolist()
+        return self._there[values][first:last]
 
 
 @dataclass(frozen=True)
 class Head:
-    """[T, hidden] → logits [T, V] in the model's dtype; `weight` [V, hidden] where that is all it is, a product."""
+    """[T, hidden] → logits [T, V] in the model's dtype; `weight` [V, hidden] is set if the head is a plain product."""
 
     logits: Callable[[Tensor], Tensor]
     weight: Tensor | None = None
 
 
-# One tile of fp32 logits may hold this many numbers; a row that fits in one tile is not recomputed in the backward.
+# Elements of one tile of fp32 logits. A row that fits in one tile is not recomputed in the backward.
 TILE_NUMBERS = {"cpu": 1 << 25, "cuda": 1 << 27}
-KERNEL_TILE_NUMBERS = 1 << 29  # in 16 bits, and there is never more than one tile
+KERNEL_TILE_NUMBERS = 1 << 29  # elements in a 16-bit dtype; only one tile exists at a time
 
 
 @dataclass(frozen=True)
-class Scored:
+class TokenScores:
     logprobs: Tensor  # [T] fp32 (fp64 for fp64 models), with gradient
     entropy: Tensor  # [T], without gradient
 
@@ -43,15 +87,15 @@ def token_logprobs(
     targets: Tensor,  # [T]
     temperatures: Tensor,  # [T]
     vocab_size: int,
-    kept: Kept | None = None,
-) -> Scored:
+    kept: AllowedTokens | None = None,
+) -> TokenScores:
     """Log-prob of each target at its own temperature, over the kept ids where the sampler truncated."""
     if head.weight is not None and kernels.available(hidden.is_cuda) and hidden.dtype != torch.float64:
         weight = head.weight.to(hidden.dtype)
-        return Scored(*_Tiles.apply(hidden, weight, targets, temperatures.float(), kept))  # type: ignore[misc]
+        return TokenScores(*_Tiles.apply(hidden, weight, targets, temperatures.float(), kept))  # type: ignore[misc]
     rows = max(1, TILE_NUMBERS.get(hidden.device.type, 1 << 25) // vocab_size)
     if hidden.shape[0] <= rows:
-        return Scored(*_tile(head.logits, hidden, targets, temperatures, _narrow(kept, 0)))
+        return TokenScores(*_tile(head.logits, hidden, targets, temperatures, _narrow(kept, 0)))
     logprobs, entropies = [], []
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
@@ -62,18 +106,18 @@ def token_logprobs(
             logprob, entropy = _tile(*arguments)
         logprobs.append(logprob)
         entropies.append(entropy)
-    return Scored(torch.cat(logprobs), torch.cat(entropies))
+    return TokenScores(torch.cat(logprobs), torch.cat(entropies))
 
 
 class _Tiles(torch.autograd.Function):
-    """The same from a plain product, tile by tile: one tile of logits lives at a time; the backward makes them anew.
+    """The same for a plain product: one tile of logits exists at a time, and the backward recomputes it.
 
     The weight's gradient is summed over tiles in fp32.
     """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, kept: Kept | None
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, kept: AllowedTokens | None
     ) -> tuple[Tensor, Tensor]:
         from shoal.models.kernels.logprobs import score
 
@@ -131,12 +175,12 @@ def _tile(
     logits = narrow((logits if logits.dtype == torch.float64 else logits.float()) / temperatures[:, None])
     logprobs = torch.log_softmax(logits, -1)
     with torch.no_grad():
-        # A dropped id has probability 0 and log-prob -inf; its share of the entropy is 0.
+        # An excluded id has probability 0 and log-prob -inf; it adds 0 to the entropy.
         entropy = -(logprobs.exp() * logprobs.masked_fill(torch.isneginf(logprobs), 0)).sum(-1)
     return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
 
-def _narrow(kept: Kept | None, start: int) -> Callable[[Tensor], Tensor]:
+def _narrow(kept: AllowedTokens | None, start: int) -> Callable[[Tensor], Tensor]:
     return partial(kept.narrow, start) if kept is not None else _all_of
 
 

@@ -1,4 +1,7 @@
-"""LoRA through peft: attach an adapter, read one, switch between slots. Files stay in PEFT's own format."""
+"""LoRA through PEFT: attach or load an adapter, and switch between slots. Files stay in PEFT's format.
+
+`export_folder` writes a model folder with the adapter merged, the tokenizer and a model card.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from shoal.errors import ModelError
-from shoal.models.quantised import lora_layers
+from shoal.core.errors import ModelError
+from shoal.models.load import load_model
+from shoal.models.quantize import lora_layers
+from shoal.models.tokenizer import load_tokenizer, locate
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
 
 TRAINED = "default"
 REFERENCE = "reference"
@@ -27,14 +33,14 @@ class LoraSettings:
     rank: int = 16
     alpha: float = 32
     dropout: float = 0.0
-    target_modules: tuple[str, ...] | None = None  # None = every linear layer but the head
+    target_modules: tuple[str, ...] | None = None  # None = every linear layer except the head
     adapter_path: str | None = None
 
 
 def attach(model: nn.Module, settings: LoraSettings) -> PeftModel:
-    """Wrap the model. An adapter given as a start is loaded twice: once to train, once, frozen, as the reference."""
-    # Adapters are kept in the model's own dtype; the optimizer holds fp32 masters, as for every other parameter.
-    from peft import LoraConfig, get_peft_model  # a second that only runs with adapters spend
+    """Wrap the model. A given adapter is loaded twice: one copy is trained, a frozen copy is the reference."""
+    # Adapters have the model's dtype; the optimizer holds fp32 masters, as for every other parameter.
+    from peft import LoraConfig, get_peft_model  # takes a second to import
 
     if settings.adapter_path is not None:
         return _from_adapter(model, settings.adapter_path)
@@ -48,15 +54,15 @@ def attach(model: nn.Module, settings: LoraSettings) -> PeftModel:
     )
     config._register_custom_module(lora_layers())
     try:
-        # PEFT leaves new layers in training mode, and a sampler must not drop anything out.
+        # PEFT leaves new layers in training mode; dropout must be off for sampling.
         wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
     except ValueError as error:
-        raise ModelError(f"train.lora_target_modules {targets!r} match no layer of {type(model).__name__}") from error
+        raise ModelError(f"train.lora_target_modules: {targets!r} match no layer of {type(model).__name__}") from error
     return _in_order(wrapped).eval()  # type: ignore[arg-type,return-value]
 
 
 def _in_order(model: PeftModel) -> PeftModel:
-    """PEFT keeps names as sets and writes them in the order of the day; equal runs are to write equal files."""
+    """Sort the sets in PEFT's configs: their order is random, and equal runs must write equal files."""
     for config in model.peft_config.values():
         for name, value in vars(config).items():
             if isinstance(value, set):
@@ -67,7 +73,7 @@ def _in_order(model: PeftModel) -> PeftModel:
 def _from_adapter(model: nn.Module, folder: str) -> PeftModel:
     folder = str(Path(folder).expanduser())
     if not (Path(folder) / "adapter_config.json").exists():
-        raise ModelError(f"train.adapter_path: {folder!r} holds no adapter_config.json")
+        raise ModelError(f"train.adapter_path: {folder!r} has no adapter_config.json")
     from peft import LoraConfig, PeftConfig, PeftModel
 
     config = PeftConfig.from_pretrained(folder)
@@ -80,7 +86,7 @@ def _from_adapter(model: nn.Module, folder: str) -> PeftModel:
 
 
 def add_slot(model: PeftModel, name: str) -> None:
-    """A second adapter of the same shape, equal to the trained one now."""
+    """Add an adapter of the same shape, as a copy of the trained one."""
     model.add_adapter(name, model.peft_config[TRAINED], autocast_adapter_dtype=False)
     copy_slot(model, TRAINED, name)
     model.set_adapter(TRAINED)
@@ -106,7 +112,7 @@ def using_slot(model: PeftModel, name: str) -> Iterator[None]:
 
 @contextmanager
 def as_reference(model: PeftModel) -> Iterator[None]:
-    """The model before training: the start adapter if one was given, else the bare base."""
+    """The model before training: with the initial adapter if one was given, else the base model."""
     if REFERENCE in model.peft_config:
         with using_slot(model, REFERENCE):
             yield
@@ -116,5 +122,30 @@ def as_reference(model: PeftModel) -> Iterator[None]:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name → parameter the optimizer moves, in a fixed order."""
+    """Trainable parameters by name, in a fixed order."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+CARD = "README.md"
+
+
+def export_folder(model: str, adapter: str | None, target: Path, card: str) -> None:
+    """Write a folder that transformers loads, in the dtype of the stored weights; `card` becomes its README."""
+    loaded: Any = load_model(model, _stored_dtype(model), torch.device("cpu"))
+    if adapter is not None:
+        from peft import PeftModel
+
+        loaded = PeftModel.from_pretrained(loaded, str(Path(adapter).expanduser())).merge_and_unload()  # type: ignore[operator]
+    loaded.save_pretrained(target)
+    load_tokenizer(model).save_pretrained(target)
+    (target / CARD).write_text(card, "utf-8")
+
+
+def _stored_dtype(model: str) -> torch.dtype:
+    """The dtype of the saved weights: a smaller one would round, a larger one would double the folder."""
+    from transformers import AutoConfig
+
+    if model.endswith(".gguf"):
+        return torch.float32
+    dtype = getattr(AutoConfig.from_pretrained(locate(model)[0], trust_remote_code=False), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32

@@ -1,4 +1,4 @@
-"""Which dtype and device a run uses, and what this machine cannot do, said before any weights are read."""
+"""Choose the dtype and device of a run. Settings that this machine cannot run are rejected before loading weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.config.train import TrainConfig
-from shoal.errors import HardwareError
+from shoal.core.errors import HardwareError
 
 if TYPE_CHECKING:
     import torch
 
 SMALL_MODEL_PARAMETERS = 20_000_000
-# Our key → how the frozen base is stored; models/formats.py has the formats.
+# Config key → storage format of the frozen base (models/quantize.py).
 STORED = {"qlora_fp8": "fp8", "qlora_bnb": "nf4", "qlora_fp4": "fp4"}
 
 
@@ -23,20 +23,20 @@ class Precision:
     device: torch.device
     dtype: torch.dtype
     notice: str | None = None
-    stored: str | None = None  # the format of the frozen base, if it is quantised
+    stored: str | None = None  # storage format of a quantised frozen base
     fp8_products: bool = False  # the policy's linear layers compute in FP8
 
 
 def choose(train: TrainConfig, index: int | None = None) -> Precision:
-    """fp32 on a CPU, where bf16 is far slower; bf16 on a GPU. What the machine cannot do is refused.
+    """fp32 on a CPU, where bf16 is far slower; bf16 on a GPU. Raises HardwareError for unsupported settings.
 
-    `index` is the GPU of this process where several share a machine.
+    `index` is the GPU of this process if several processes share a machine.
     """
     import torch
 
     device = "cuda" if train.device != "cpu" and torch.cuda.is_available() else "cpu"
     check_machine(train, device)
-    notice = "no GPU here: running on the CPU" if train.device == "auto" and device == "cpu" else None
+    notice = "no GPU found, running on the CPU" if train.device == "auto" and device == "cpu" else None
     stored = next((name for key, name in STORED.items() if getattr(train, key)), None)
     recipe = train.recipe if train.recipe != "auto" else ("bf16" if device == "cuda" else "fp32")
     dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
@@ -49,9 +49,9 @@ def choose(train: TrainConfig, index: int | None = None) -> Precision:
 
 
 def check_machine(train: TrainConfig, device: str) -> None:
-    """Refuse what this machine cannot do, where `device` (cuda or cpu) is what train.device comes to."""
+    """Raise HardwareError for settings that `device` (cuda or cpu) does not support."""
     if train.device == "cuda" and device != "cuda":
-        raise HardwareError("train.device: cuda was asked for but this machine has no CUDA device; use cpu")
+        raise HardwareError("train.device: cuda is not available on this machine; use cpu")
     if train.qlora_bnb:
         _need("bitsandbytes", "bnb", "train.qlora_bnb", "leave it out, or use train.qlora_fp4")
     if train.optimizer == "adamw_8bit":
@@ -63,9 +63,9 @@ def check_machine(train: TrainConfig, device: str) -> None:
 
 
 def limit_threads(parameters: int) -> None:
-    """Small models run on one thread: their operations are shorter than waking a second one takes.
+    """Run small models on one thread: their operations take less time than waking a second one.
 
-    Called on the device's thread, before it computes anything; OMP_NUM_THREADS, if set, is obeyed instead.
+    Called on the device thread before any computation. OMP_NUM_THREADS takes precedence.
     """
     import torch
 
@@ -79,24 +79,24 @@ def _refuse_crowd(index: int) -> None:
     found = torch.cuda.device_count()
     if index >= found:
         raise HardwareError(
-            f"process {index} of this machine has no GPU of its own, since there are {found}; start {found} processes "
-            "a machine, or set train.device=cpu"
+            f"process {index} has no GPU: this machine has {found}; start {found} processes per machine, "
+            "or set train.device=cpu"
         )
 
 
 def _need(package: str, extra: str, what: str, instead: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise HardwareError(f"{what} needs the package {package}: pip install 'shoal[{extra}]'; or {instead}")
+        raise HardwareError(f"{what} requires the package {package}: pip install 'shoal[{extra}]'; or {instead}")
 
 
 def _refuse_fp8(kind: str) -> None:
     if kind == "cpu":
-        raise HardwareError("train.recipe: fp8-hybrid needs a GPU with FP8 units; on this CPU use train.recipe=fp32")
+        raise HardwareError("train.recipe: fp8-hybrid requires a GPU with FP8 support; on a CPU use train.recipe=fp32")
     import torch
 
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < (8, 9):
         raise HardwareError(
-            f"train.recipe: fp8-hybrid needs compute capability 8.9, this GPU has {major}.{minor}; "
+            f"train.recipe: fp8-hybrid requires compute capability 8.9, this GPU has {major}.{minor}; "
             "use train.recipe=bf16"
         )

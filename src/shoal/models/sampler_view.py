@@ -1,7 +1,7 @@
-"""What the sampler sees of the trainer's model: the same tensors, a copy of them, or either with QeRL noise.
+"""The sampler's view of the trainer's model: the same tensors or a copy, optionally with QeRL noise.
 
-`refresh` is called when a new weight version is published; `active` surrounds every engine step. Noise lives in
-norm weights swapped in only while the sampler runs, so the trainer never sees it.
+`refresh` runs when a new weight version is published; `active` wraps every engine step. Noise is added to norm
+weights that are swapped in only while the sampler runs, so it never affects the trainer.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Mode = Literal["shared", "snapshot"]
 
 
 class SamplerView:
-    """`shared`: the trainer's own parameters, nothing to sync. `snapshot`: an adapter slot under LoRA, else a copy.
+    """`shared`: the trainer's own parameters. `snapshot`: an adapter slot under LoRA, else a copy of the model.
 
-    `of_shards` makes one that gathers: the trainer's weights are shared out, and here they are whole.
+    `of_shards`: the trainer's weights are sharded, and are gathered into whole tensors here.
     """
 
     def __init__(self, trained: Decoder, mode: Mode = "shared") -> None:
         self._trained = trained
         self._gather: Callable[[Tensor], Tensor] = lambda tensor: tensor
         self._slot = False
-        self._noisy: dict[nn.Module, Tensor] = {}  # allocated once: captured graphs read these very tensors
+        self._noisy: dict[nn.Module, Tensor] = {}  # allocated once: CUDA graphs read these tensors
         self.noisy = False
         self.version = 0
-        self._copied: int | None = None  # the version in the snapshot
+        self._copied: int | None = None  # the version held by the snapshot
         self.decoder = trained
         if mode == "snapshot" and hasattr(trained.model, "peft_config"):
             lora.add_slot(trained.model, lora.SAMPLER)  # type: ignore[arg-type]
@@ -44,27 +44,27 @@ class SamplerView:
 
     @classmethod
     def of_shards(cls, trained: Decoder, whole: Decoder, gather: Callable[[Tensor], Tensor]) -> SamplerView:
-        """Gathered into the tensors of `whole`, which stay where they are: captured graphs read on."""
+        """A view that gathers shards into the tensors of `whole`, in place, as CUDA graphs require."""
         view = cls(trained)
         view.decoder, view._gather = whole, gather
         whole.model.requires_grad_(False)
         return view
 
     def leave_device(self, *, keep: bool) -> None:
-        """Of shards, where nothing samples: the whole copy is kept on the host, for files, or not at all."""
+        """For sharded training without sampling: keep the whole copy on the host (to write files), or drop it."""
         if keep:
             self.decoder.model.to("cpu")  # type: ignore[operator]
             return
         for parameter in self.decoder.model.parameters():
             parameter.data = parameter.data.new_empty(0)
         gather = self._gather
-        self._gather = lambda tensor: gather(tensor).flatten()[:0]  # with the others, who need this rank's share
+        self._gather = lambda tensor: gather(tensor).flatten()[:0]  # other ranks need this rank's shard
 
     @torch.no_grad()
     def refresh(self, version: int, sigma: float = 0.0, seed: int = 0) -> None:
-        """Serve the trainer's current weights as `version`, with noise of that sigma drawn from (seed, version).
+        """Serve the trainer's current weights as `version`, with noise of `sigma` drawn from (seed, version).
 
-        A version that is served already keeps its weights, whatever the trainer did since; only the noise changes.
+        If `version` is already served, its weights stay as they are and only the noise changes.
         """
         if version != self._copied:
             self._copy_weights()
@@ -83,11 +83,11 @@ class SamplerView:
             lora.copy_slot(self._trained.model, lora.TRAINED, lora.SAMPLER)  # type: ignore[arg-type]
         elif self.decoder is not self._trained:
             for target, source in zip(self.decoder.model.parameters(), self._trained.model.parameters(), strict=True):
-                if source.requires_grad:  # what is frozen is equal for ever
+                if source.requires_grad:  # frozen weights never change
                     target.copy_(self._gather(source))
 
     def served_tensors(self) -> Iterator[Tensor]:
-        """The parameters the sampler reads; other adapter slots of the same model are left out."""
+        """The parameters that the sampler reads, without other adapter slots."""
         others = {lora.TRAINED, lora.REFERENCE, lora.SAMPLER} - {lora.SAMPLER if self._slot else lora.TRAINED}
         for name, parameter in self.decoder.model.named_parameters():
             if "lora_" not in name or not others & set(name.split(".")):

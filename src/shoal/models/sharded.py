@@ -1,7 +1,7 @@
-"""A decoder whose weights are shared out over the ranks (FSDP2): every layer is gathered for its own pass, and let go.
+"""A decoder with weights sharded over the ranks (FSDP2): each layer is gathered for its pass and resharded after it.
 
-Made from a whole decoder, which stays as it is: samplers read that one, since gathering moves tensors and a captured
-graph needs them to stay. Trained weights are kept in fp32, so the shards are the optimizer's masters as well.
+Built from a whole decoder, which samplers keep using: gathering moves tensors, but CUDA graphs need fixed addresses.
+Trained shards are in fp32, so they are the optimizer's masters as well.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from shoal.models.fused import FusedBody, run_layer
 
 
 class ShardedDecoder(Decoder):
-    """The same reading of the same model. Passes go through `gathered`, on all ranks alike."""
+    """A Decoder whose passes go through `gathered`, on all ranks at the same time."""
 
     def __init__(self, whole: Decoder, mesh: DeviceMesh, *, frozen: bool = False) -> None:
         super().__init__(_shard(whole, mesh, frozen))
         self._computes_in = whole.dtype
-        # What runs as the root's forward is whatever needs the weights: hidden states and the head in one go.
+        # The root's forward runs any work that needs the weights: hidden states and head together.
         self.inner.forward = _call
         if whole.fused is not None:
             self.fused = FusedBody(self.body, whole.fused.shapes, through_modules=True)
@@ -40,18 +40,18 @@ class ShardedDecoder(Decoder):
     def gathered(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         result = self.inner(work)
         if not torch.is_grad_enabled():
-            # No backward comes to let go of what the root holds, and after a step it would be the old weights.
+            # Without a backward, FSDP would keep the root's gathered weights, which are stale after the next step.
             self.inner.reshard()  # type: ignore[operator]
         return result
 
 
 def _call(work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """No views: what is hooked into the backward here must not be written to under another name."""
+    """Clone views: FSDP attaches backward hooks to the outputs, and a view may be modified through its base."""
     return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in work())
 
 
 def _shard(whole: Decoder, mesh: DeviceMesh, frozen: bool) -> nn.Module:
-    """A copy of the model in shards. It exists whole only a layer at a time."""
+    """A sharded copy of the model; only one layer at a time exists whole."""
     hollow = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad and not frozen)
         for p in whole.model.parameters()
@@ -66,7 +66,7 @@ def _shard(whole: Decoder, mesh: DeviceMesh, frozen: bool) -> nn.Module:
         _fill(target, source, filled)
         _sum_gradients(fully_shard(target, reshard_after_forward=True, **options))
     _fill(copied.inner, whole.inner, filled)
-    # The root holds the embeddings and the head, which the end of the forward and the start of the backward need.
+    # The root holds embeddings and head, needed at the end of the forward and the start of the backward.
     _sum_gradients(fully_shard(copied.inner, reshard_after_forward=False, **options))
     return model
 
@@ -77,7 +77,7 @@ def _layers(body: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def _fill(target: nn.Module, source: nn.Module, filled: dict[int, nn.Parameter]) -> None:
-    """Give `target` copies of the parameters of `source` that it does not have yet; what was tied stays tied."""
+    """Copy the parameters of `source` that `target` does not have yet; tied parameters stay tied."""
     for name, parameter in source.named_parameters(remove_duplicate=False):
         owner_name, _, leaf = name.rpartition(".")
         owner = target.get_submodule(owner_name)
@@ -93,6 +93,6 @@ def _fill(target: nn.Module, source: nn.Module, filled: dict[int, nn.Parameter])
 
 
 def _sum_gradients(module: FSDPModule) -> None:
-    """Denominators count the whole step already, so gradients are added up and not averaged."""
+    """Sum gradients instead of averaging: the loss denominators already cover the whole step."""
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)

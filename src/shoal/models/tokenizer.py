@@ -1,4 +1,4 @@
-"""Where a model's files are, and its tokenizer. Imports no torch: a process that only talks to models needs none."""
+"""Locate a model's files and load its tokenizer, without importing torch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.config.check_train import means_folder
-from shoal.errors import ModelError
+from shoal.config.section_rules import looks_like_path
+from shoal.core.errors import ModelError
 from shoal.models.chat import special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# As the libraries below read them.
+# Environment variables read by huggingface_hub and transformers.
 OFFLINE, YES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), ("1", "ON", "YES", "TRUE")
-Answer = tuple[bool, tuple[str, str] | None]  # whether the hub could be asked; what is wrong, and the fix
+Answer = tuple[bool, tuple[str, str] | None]  # whether the hub was reached; the problem and its fix
 _ANSWERS: dict[str, tuple[float, Answer]] = {}
-HUB_ANSWER_S = 5.0  # for the first question to the hub; HF_HUB_ETAG_TIMEOUT, if set, is obeyed
-ASKED_AGAIN_S = 30.0  # after it could not be asked
-# What models and tokenizers are read from; other files may come and go.
+HUB_ANSWER_S = 5.0  # timeout of the first request; HF_HUB_ETAG_TIMEOUT takes precedence
+ASKED_AGAIN_S = 30.0  # retry interval after a failed request
+# Files that models and tokenizers are loaded from; other files do not affect the fingerprint.
 MODEL_FILES = re.compile(
     r".*\.(safetensors|bin|gguf|jinja|model|index\.json)|(config|generation_config|adapter_config|tokenizer|"
     r"tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json|(vocab|merges)\.txt"
@@ -38,12 +38,12 @@ MARK_BLOCKS, MARK_BLOCK_BYTES = 256, 1 << 14
 
 @contextmanager
 def torch_left_out() -> Iterator[None]:
-    """transformers imports torch wherever it is installed, which takes seconds that a tokenizer does not need."""
+    """Keep transformers from importing torch, which takes seconds and which tokenizers do not need."""
     if "torch" in sys.modules:
         yield
         return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed,
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # which transformers would remark upon
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as if torch were not installed
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers warns about it
     try:
         yield
     finally:
@@ -57,10 +57,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     extra = {"gguf_file": gguf} if gguf else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **extra)
-    except Exception as error:  # the libraries below raise whatever they like for a bad folder
+    except Exception as error:  # the libraries raise various exceptions for a bad folder
         raise ModelError(f"no tokenizer could be loaded from {name!r}: {first_line(error)}") from error
     if tokenizer.chat_template is None:
-        raise ModelError(f"the tokenizer of {name!r} has no chat template; Shoal talks to models in messages")
+        raise ModelError(f"the tokenizer of {name!r} has no chat template, which Shoal requires")
     return tokenizer
 
 
@@ -73,27 +73,27 @@ def locate(name: str) -> tuple[str, str | None]:
             files = sorted(path.glob("*.gguf"))
             if len(files) == 1:
                 return str(path), files[0].name
-            raise ModelError(f"{name!r} holds no config.json and not exactly one .gguf file")
+            raise ModelError(f"{name!r} has no config.json and not exactly one .gguf file")
         if "auto_map" in _read_config(path / "config.json"):
-            raise ModelError(f"{name!r} brings its own code (auto_map), which Shoal does not run")
+            raise ModelError(f"{name!r} needs remote code (auto_map), which Shoal does not run")
         return str(path), None
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or means_folder(name):
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or looks_like_path(name):
         raise ModelError(f"the model folder {name!r} does not exist")
     return _from_hub(name), None
 
 
 def check_found(key: str, name: str) -> None:
-    """What only a look for the files tells, said under the name of the key before anything is built on it."""
+    """Check that the model's files exist; raises ModelError that names the config key."""
     try:
         locate(name)
     except ModelError as error:
         raise ModelError(f"{key}: {error}") from error
 
 
-def mark_of_files(name: str) -> str | None:
-    """A mark of a local model or adapter: another one under the same name has another. None for what is not here.
+def files_fingerprint(name: str) -> str | None:
+    """A fingerprint of a local model or adapter; None if the folder does not exist here.
 
-    Small files count in full. Of large ones some blocks do: training, or another seed, changes a number in each.
+    Small files are hashed in full. Large files are sampled in blocks: training, or another seed, changes every block.
     """
     path = Path(name).expanduser()
     if not path.exists():
@@ -117,7 +117,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_text("utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{str(file)!r} is not a model's config: {first_line(error)}") from error
+        raise ModelError(f"{str(file)!r} is not a valid model config: {first_line(error)}") from error
 
 
 @functools.cache
@@ -126,25 +126,25 @@ def _tell_once(text: str) -> None:
 
 
 def _from_hub(name: str) -> str:
-    """The name, for the libraries below to fetch; without a network, the folder of what was fetched before."""
+    """The hub id, for the libraries to download; without a network, the folder of the cached files."""
     from huggingface_hub import try_to_load_from_cache
 
     fetched = try_to_load_from_cache(name, "config.json")
     variable = next((variable for variable in OFFLINE if os.environ.get(variable, "").upper() in YES), None)
     if variable is not None:
-        problem = f"{variable}={os.environ[variable]} forbids asking the hub for it", "unset that to fetch it"
+        problem = f"{variable}={os.environ[variable]} disables downloads", f"unset {variable} to download it"
     else:
         reached, problem = _ask_hub(name)
         if not reached and problem is not None and isinstance(fetched, str):
-            _tell_once(f"{name}: {problem[0]}; taken as it was fetched before")
+            _tell_once(f"{name}: {problem[0]}; using the cached files")
             return str(Path(fetched).parent)
     if problem is not None and not isinstance(fetched, str):
-        raise ModelError(f"{name!r} is not a folder here, and {problem[0]}; {problem[1]}, or name a folder")
+        raise ModelError(f"{name!r} is not a local folder, and {problem[0]}; {problem[1]}, or give a local folder")
     return name
 
 
 def _ask_hub(name: str) -> Answer:
-    """Once a process, or until it may have changed."""
+    """Cached per process; failures are retried after ASKED_AGAIN_S."""
     asked, answer = _ANSWERS.get(name, (0.0, None))
     if answer is None or (answer[1] is not None and time.monotonic() - asked > ASKED_AGAIN_S):
         answer = _ask(name)
@@ -153,7 +153,7 @@ def _ask_hub(name: str) -> Answer:
 
 
 def _ask(name: str) -> Answer:
-    """Not for long: the libraries below try for half a minute, and again for every file."""
+    """One request with a short timeout: the libraries wait for half a minute, and again for every file."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -162,10 +162,10 @@ def _ask(name: str) -> Answer:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=limit_s)
     except HfHubHTTPError as error:
         if error.response.status_code == 429 or error.response.status_code >= 500:
-            return True, None  # a hub that is busy is worth the patience of the libraries below
-        return True, (f"the hub does not give it out: {first_line(error)}", "check its name and that you may read it")
-    except Exception as error:  # no route, no such host, no answer in time: whatever the client below raises
-        what = f"it could not be fetched from {constants.ENDPOINT}: {first_line(error)}"
+            return True, None  # busy: let the libraries retry
+        return True, (f"the hub refused access: {first_line(error)}", "check the name and your access rights")
+    except Exception as error:  # no route, unknown host, timeout: the client raises various exceptions
+        what = f"it could not be downloaded from {constants.ENDPOINT}: {first_line(error)}"
         return False, (what, "connect to the network (with HF_HUB_ETAG_TIMEOUT, if it is slow)")
     return True, None
 
@@ -176,7 +176,7 @@ def first_line(error: BaseException) -> str:
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends an answer: those the model and tokenizer declare, and the chat template's end of a turn."""
+    """All ids that end an answer: the EOS ids of model and tokenizer, and the chat template's end of turn."""
     found: list[int] = []
     configs = [getattr(model, "generation_config", None), getattr(model, "config", None)] if model is not None else []
     for source in (*configs, tokenizer):
@@ -186,12 +186,12 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
     if closing is not None:
         found.append(closing)
     if not found:
-        raise ModelError("neither the model nor its tokenizer names an end-of-sequence token")
+        raise ModelError("neither the model nor its tokenizer defines an end-of-sequence token")
     return tuple(sorted({int(i) for i in found}))
 
 
 def turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Generic chat models often declare another EOS than the one their template ends an assistant turn with."""
+    """The token with which the template ends an assistant turn; often different from the declared EOS."""
     mark = "xqzx"
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
     text = str(tokenizer.apply_chat_template(messages, tokenize=False))

@@ -1,10 +1,12 @@
-"""The policy and its frozen reference as one's own loop uses them: log-probs, gradients of any loss, optimizer steps.
+"""Policy, reference and sampler for a custom loop: log-probs, gradients of any loss, optimizer steps, completions.
 
-Thin over shoal.trainer.policy: everything runs on the device's thread, packed as the loop packs it.
+A thin layer over shoal.trainer.policy and the engine. Everything runs on the device thread, packed as in training.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -14,22 +16,106 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from shoal import build
-from shoal.algorithms.align import align_trainer, as_trainer_logprobs
-from shoal.batching.pack import Packing, make_batches
-from shoal.errors import ArgumentError, ConfigError
-from shoal.recipes.datums import Datum, LossFn, by_datum
-from shoal.types import Row, Sample
+from shoal.build.model import PolicyFiles
+from shoal.core.batching import Packing, make_batches
+from shoal.core.errors import ArgumentError, ConfigError
+from shoal.core.protocols import RolloutEngine
+from shoal.core.runner import rollout_seed
+from shoal.core.types import Completion, Message, Request, Row, Sample, SamplingParams
+from shoal.envs.datasets import to_messages
+from shoal.recipes.datums import Datum, LossFn, SampledCompletion, align_trainer, as_trainer_logprobs, by_datum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.trainer.policy import RowResults, TrainedPolicy
+    from shoal.trainer.policy import PendingPass, TrainedPolicy
+
+
+Prompt = str | Sequence[Message] | Sequence[int]
+
+
+_SAMPLERS = itertools.count()
+
+
+class DeploymentSampler:
+    """Samples completions from a deployment. Calls can override the sampling parameters in `defaults`."""
+
+    def __init__(
+        self, engine: RolloutEngine, chat: Any, defaults: SamplingParams, context_tokens: int, seed: int = 0
+    ) -> None:
+        self.engine = engine
+        self._chat = chat
+        self._defaults = defaults
+        self._context_tokens = context_tokens
+        self._seed = seed
+        self._number = next(_SAMPLERS)  # several samplers may share one engine
+        self._calls = itertools.count()
+
+    @property
+    def version(self) -> int:
+        """The current weight version."""
+        return self.engine.version
+
+    async def sample_with_tokens(self, prompt: Prompt, n: int = 1, **sampling: Any) -> list[SampledCompletion]:
+        """`n` completions of one prompt (text, messages or token ids) with their tokens and log-probs.
+
+        `sampling` may hold temperature, max_tokens, top_p, top_k, min_p, min_tokens, stop and seed.
+        """
+        if n < 1:
+            raise ArgumentError(f"sample_with_tokens: n: must be at least 1, not {n}")
+        prompt_ids = self._prompt_ids(prompt)
+        params = self._params(sampling, len(prompt_ids))
+        call = next(self._calls)
+        seed = sampling.get("seed", self._seed)
+        requests = [
+            Request(
+                f"api:{self._number}:{call}/{i}", prompt_ids, replace(params, seed=rollout_seed(seed, f"{call}/{i}", 0))
+            )
+            for i in range(n)
+        ]
+        completions = await asyncio.gather(*(self.engine.generate(request) for request in requests))
+        return [_sampled(prompt_ids, completion, params.temperature) for completion in completions]
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str | Sequence):
+            raise ArgumentError(
+                f"sample_with_tokens: prompt: must be text, messages or token ids, not {type(prompt).__name__}"
+            )
+        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
+            return [int(token) for token in prompt]  # type: ignore[arg-type]
+        messages = to_messages(prompt if isinstance(prompt, str) else list(prompt))
+        return self._chat.prompt_ids(messages)
+
+    def _params(self, sampling: dict[str, Any], prompt_tokens: int) -> SamplingParams:
+        known = set(SamplingParams.__dataclass_fields__) - {"stop_token_ids"}
+        for name in sampling:
+            if name not in known:
+                raise ArgumentError(f"sample_with_tokens: {name}: unknown parameter; known: {', '.join(sorted(known))}")
+        params = replace(self._defaults, **{name: value for name, value in sampling.items() if name != "seed"})
+        room = self._context_tokens - prompt_tokens
+        if room < 1:
+            raise ArgumentError(
+                f"sample_with_tokens: prompt: {prompt_tokens} tokens exceed {self._context_tokens}; raise max_seq_len"
+            )
+        return replace(params, max_tokens=min(params.max_tokens, room), stop=tuple(params.stop))
+
+
+def _sampled(prompt_ids: list[int], completion: Completion, temperature: float) -> SampledCompletion:
+    given: list[float | None] = [None, *([0.0] * (len(prompt_ids) - 1))] if prompt_ids else []
+    return SampledCompletion(
+        token_ids=[*prompt_ids, *completion.token_ids],
+        prompt_tokens=len(prompt_ids),
+        logprobs=[*given, *completion.logprobs],
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+        temperature=temperature,
+        kept_ids=completion.kept_ids,
+    )
 
 
 @dataclass(frozen=True)
 class AdamParams:
-    """The numbers of one optimizer step."""
+    """Hyperparameters of one optimizer step."""
 
     learning_rate: float = 1e-5
     beta1: float = 0.9
@@ -52,7 +138,7 @@ class ForwardBackward:
 
 @dataclass(frozen=True)
 class Device:
-    """The one thread that computes, and how many tokens a packed row holds."""
+    """The device thread, and the number of tokens per packed row."""
 
     executor: Executor
     token_budget: int
@@ -67,7 +153,7 @@ class PolicyClient:
     def __init__(self, policy: TrainedPolicy, device: Device, chat: Any) -> None:
         self._policy = policy
         self._device = device
-        self._files = build.PolicyFiles(policy, chat)
+        self._files = PolicyFiles(policy, chat)
         self.version = 0
 
     def forward(self, datums: Sequence[Datum]) -> list[np.ndarray]:
@@ -77,11 +163,11 @@ class PolicyClient:
     def forward_backward_custom(self, datums: Sequence[Datum], loss_fn: LossFn) -> ForwardBackward:
         """Add the gradient of `loss_fn(datums, logprobs) -> (loss, metrics)`; `logprobs` are [N-1] tensors.
 
-        The loss sees all datums at once, whatever fits into memory: its derivative by each log-prob is taken first, and
-        then carried back through the model row by row.
+        The loss gets all datums at once: its gradient with respect to each log-prob is computed first, then
+        backpropagated through the model row by row.
         """
         if not datums:
-            raise ArgumentError("forward_backward_custom: datums: there are none; every group may have been uniform")
+            raise ArgumentError("forward_backward_custom: datums: is empty; every group may have zero variance")
         return self._device.do(self._forward_backward, list(datums), loss_fn)
 
     def _forward_backward(self, datums: list[Datum], loss_fn: LossFn) -> ForwardBackward:
@@ -97,8 +183,8 @@ class PolicyClient:
         good = isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.requires_grad
         if not good or not isinstance(metrics, Mapping):
             raise ArgumentError(
-                "forward_backward_custom: loss_fn: must return (loss, metrics), a number made of logprobs and a "
-                "dictionary"
+                "forward_backward_custom: loss_fn: must return (loss, metrics): a scalar tensor computed from "
+                "logprobs, and a dictionary"
             )
         loss.backward()
         self._carry_back(samples, rows, logprobs)
@@ -114,29 +200,29 @@ class PolicyClient:
             row.weights = np.zeros(row.tokens)
             for index, rollout_id in enumerate(row.rollout_ids):
                 row.weights[row.sequence_ids == index] = slopes[rollout_id]
-            row.loss_mask = row.weights != 0  # the rest has no gradient and need not be computed
+            row.loss_mask = row.weights != 0  # other tokens have no gradient
             if row.loss_mask.any():
                 self._policy.forward_backward([row], _linear, "none")
 
     def optim_step(self, adam_params: AdamParams | None = None) -> dict[str, float]:
-        """One AdamW step with the gradient collected since the last; unset: the configured rate and settings.
+        """One AdamW step with the accumulated gradient. Default: the configured learning rate and settings.
 
-        A gradient that is not finite moves nothing, and `optim/skipped` is 1.
+        With a non-finite gradient the step is skipped, and `optim/skipped` is 1.
         """
         result = dict(self._device.do(self._policy.optim_step, _own_step(adam_params)))
         self.version += 1
         return result
 
     def export(self, folder: str | Path) -> Path:
-        """Weights as transformers (or PEFT) load them."""
+        """Write the weights in the format of transformers (or PEFT)."""
         if Path(folder).is_file():
-            raise ArgumentError(f"export: folder: {str(folder)!r} is a file; name a folder")
+            raise ArgumentError(f"export: folder: {str(folder)!r} is a file; use a folder")
         self._device.do(self._files.export, Path(folder))
         return Path(folder)
 
 
 class ForwardOnlyError(ConfigError, RuntimeError):
-    """The reference was asked to train."""
+    """Raised if the reference is trained."""
 
 
 class ReferenceClient:
@@ -157,26 +243,26 @@ class ReferenceClient:
         raise ForwardOnlyError("the reference is forward-only; call optim_step on the policy")
 
 
-def _forward(score: Callable[..., RowResults], device: Device, datums: Sequence[Datum]) -> list[np.ndarray]:
+def _forward(score: Callable[..., PendingPass], device: Device, datums: Sequence[Datum]) -> list[np.ndarray]:
     samples, rows = _rows(datums, device.token_budget)
     device.do(_score, rows, [device.do(score, [row]) for row in rows])
     return [as_trainer_logprobs(array) for array in by_datum(samples, rows, "old_logprobs")]
 
 
-def _score(rows: Sequence[Row], pending: Sequence[RowResults]) -> None:
-    """Of each row, read when all are under way."""
+def _score(rows: Sequence[Row], pending: Sequence[PendingPass]) -> None:
+    """Fill in old_logprobs of each row. All passes are launched before the first result is read."""
     for row, result in zip(rows, pending, strict=True):
         _, (row.old_logprobs,) = result.read()
 
 
 def _rows(datums: Sequence[Datum], token_budget: int) -> tuple[list[Sample], list[Row]]:
-    """Every token but the first of each sequence is scored, sampled or not: a trainer gives N-1 log-probs."""
+    """Rows in which every token except the first of each sequence is scored, so that N tokens give N-1 log-probs."""
     samples = []
     for number, datum in enumerate(datums):
         scored = np.arange(datum.num_tokens) > 0
         samples.append(replace(datum.sample, rollout_id=str(number), loss_mask=scored))
     budget = max(token_budget, *(sample.tokens for sample in samples)) if samples else token_budget
-    # Prompts are scored in every sequence, so none of them is shared.
+    # Prompts are scored in every sequence, so they are not shared.
     batches = make_batches([[s] for s in samples], Packing(budget, "token-sum", 1, share_prefixes=False))
     return samples, [row for batch in batches for row in batch.rows]
 

@@ -1,7 +1,7 @@
-"""From sampled completions and their rewards to what a policy trains on, and from a loss's name to a loss function.
+"""Makes datums (token sequences to train on) from completions and rewards, and loss functions from configurations.
 
-A datum is one token sequence. Log-probs of N tokens come as N-1 values from a trainer and as N, the first undefined,
-from a sampler; shoal.algorithms.align puts both in line.
+For N tokens, a trainer returns N-1 log-probs (entry i is for token i+1), a sampler N with the first undefined. The
+functions here align both with the tokens.
 """
 
 from __future__ import annotations
@@ -14,25 +14,67 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shoal import build
-from shoal.algorithms.advantages import judge_group
-from shoal.algorithms.align import align_sampler, align_trainer
-from shoal.batching.pack import Packing, make_batches
-from shoal.errors import ArgumentError
-from shoal.recipes.config import Config
-from shoal.recipes.translate import check_config, translate
-from shoal.types import Sample
+from shoal.core.advantages import judge_group
+from shoal.core.batching import Packing, make_batches
+from shoal.core.errors import ArgumentError
+from shoal.core.types import Sample
+from shoal.recipes.config import Config, check_config, translate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_GROUPS = itertools.count()  # every group has a number of its own, whichever call made it
+
+Logprobs = Sequence[float | None] | np.ndarray
+
+
+def align_logprobs(
+    num_tokens: int, trainer_logprobs: Logprobs, sampler_logprobs: Logprobs
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both as [N] float64. Entry t is for token t; position 0 has no context and is 0.
+
+    Worked example, N = 3: trainer [-.1, -.2], sampler [None, -.3, -.4] → [0, -.1, -.2], [0, -.3, -.4].
+    """
+    return align_trainer(num_tokens, trainer_logprobs), align_sampler(num_tokens, sampler_logprobs)
+
+
+def align_trainer(num_tokens: int, logprobs: Logprobs) -> np.ndarray:
+    """N-1 values, the first for token 1 → [N], entry t for token t."""
+    _check_length("trainer", num_tokens, num_tokens - 1, len(logprobs))
+    return _after_zero("trainer", logprobs)
+
+
+def align_sampler(num_tokens: int, logprobs: Logprobs) -> np.ndarray:
+    """N values, the first undefined → [N], entry t for token t."""
+    _check_length("sampler", num_tokens, num_tokens, len(logprobs))
+    return _after_zero("sampler", logprobs[1:])
+
+
+def as_trainer_logprobs(aligned: np.ndarray) -> np.ndarray:
+    """[N] with entry t for token t → the N-1 values of a trainer."""
+    return aligned[1:]
+
+
+def _check_length(source: str, num_tokens: int, wanted: int, found: int) -> None:
+    if num_tokens < 1:
+        raise ValueError("there are no tokens")
+    if found != wanted:
+        raise ValueError(f"{num_tokens} tokens need {wanted} {source} log-probs, got {found}")
+
+
+def _after_zero(source: str, logprobs: Logprobs) -> np.ndarray:
+    for position, value in enumerate(logprobs, start=1):
+        if value is None or np.isnan(value):
+            raise ValueError(f"{source} log-prob of token {position} is undefined; only the log-prob of token 0 may be")
+    return np.concatenate([[0.0], np.asarray(logprobs, dtype=np.float64)])
+
+
+_GROUPS = itertools.count()  # unique group numbers across calls
 LossFn = Callable[[list["Datum"], list["Tensor"]], tuple["Tensor", dict[str, float]]]
 
 
 @dataclass(frozen=True)
 class SampledCompletion:
-    """A prompt and one answer to it. Tokens of the prompt were not sampled: their log-prob is 0."""
+    """A prompt and one completion. Prompt tokens were not sampled, so their log-prob is 0."""
 
     token_ids: list[int]  # prompt and completion, N in all
     prompt_tokens: int
@@ -40,7 +82,7 @@ class SampledCompletion:
     text: str  # of the completion
     finish_reason: str
     temperature: float = 1.0
-    kept_ids: list[list[int]] | None = None  # of the completion's tokens, where sampling was truncated
+    kept_ids: list[list[int]] | None = None  # of the completion tokens, if sampling was truncated
 
     @property
     def completion_ids(self) -> list[int]:
@@ -49,7 +91,7 @@ class SampledCompletion:
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """The completions of one prompt and their rewards; None leaves a completion out."""
+    """The completions of one prompt and their rewards. A reward of None excludes the completion."""
 
     completions: Sequence[SampledCompletion]
     rewards: Sequence[float | None]
@@ -59,10 +101,10 @@ class PromptGroup:
             if inspect.iscoroutine(self.completions):
                 self.completions.close()
             raise ArgumentError(
-                "PromptGroup: completions: is a coroutine; await sample_with_tokens, or asyncio.run(…) it in a script"
+                "PromptGroup: completions: is a coroutine; await sample_with_tokens(…), or use asyncio.run(…)"
             )
         if any(reward is not None and not hasattr(reward, "__float__") for reward in self.rewards):
-            raise ArgumentError("PromptGroup: rewards: must be numbers, or None to leave a completion out")
+            raise ArgumentError("PromptGroup: rewards: must be numbers, or None to exclude a completion")
         if len(self.completions) != len(self.rewards):
             raise ArgumentError(
                 f"PromptGroup: rewards: {len(self.rewards)} rewards for {len(self.completions)} completions"
@@ -71,7 +113,7 @@ class PromptGroup:
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence to train on. `sampler_logprobs` are N with the first None, as an inference server gives them."""
+    """One sequence to train on. `sampler_logprobs` has N values, the first None, as inference servers return."""
 
     sample: Sample = field(repr=False)
     sampler_logprobs: list[float | None] = field(repr=False)
@@ -82,7 +124,7 @@ class Datum:
 
     @property
     def loss_mask(self) -> np.ndarray:
-        """[N-1] bool, in line with a trainer's log-probs: true on tokens the policy sampled."""
+        """[N-1] bool, aligned with the log-probs of a trainer: true for sampled tokens."""
         return self.sample.loss_mask[1:]
 
     @property
@@ -91,13 +133,14 @@ class Datum:
 
 
 def build_grpo_datums(groups: Sequence[PromptGroup], config: Config | None = None) -> list[Datum]:
-    """Advantages within each group, then one datum a scored completion. Groups of uniform rewards are skipped.
+    """Advantages within each group, then one datum per scored completion. Zero-variance groups are skipped.
 
-    Without a configuration: the group's mean and unbiased standard deviation.
+    Without a configuration: the group mean and unbiased standard deviation.
     """
-    from shoal.algorithms.advantages import Normaliser
+    from shoal.build.parts import make_advantages  # imports torch
+    from shoal.core.advantages import AdvantageNormalizer
 
-    normaliser = Normaliser() if config is None else build.make_advantages(translate(config, in_memory=True)[0].orch)
+    normaliser = AdvantageNormalizer() if config is None else make_advantages(translate(config, in_memory=True)[0].orch)
     datums: list[Datum] = []
     for group in groups:
         number = next(_GROUPS)
@@ -132,10 +175,9 @@ def _datum(completion: SampledCompletion, advantage: float, rollout_id: str, gro
 
 @dataclass
 class GRPOLossFn:
-    """A built-in loss as `forward_backward_custom` takes it. Made for one batch of datums.
+    """A built-in loss for `forward_backward_custom`, for one batch of datums.
 
-    Where the loss compares with the policy at the start of the batch (gspo, a correction) and `old_logprobs` were not
-    given, those of the first call are taken.
+    If the loss needs old_logprobs (gspo, a correction) and none were passed, the log-probs of the first call are used.
     """
 
     objective: Any
@@ -147,7 +189,7 @@ class GRPOLossFn:
     def __call__(self, datums: Sequence[Datum], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
         import torch
 
-        from shoal.algorithms.inputs import LossInputs
+        from shoal.core.loss_inputs import LossInputs
 
         masks = [torch.as_tensor(datum.loss_mask) for datum in datums]
         policy = torch.cat([lp[mask.to(lp.device)] for lp, mask in zip(logprobs, masks, strict=True)])
@@ -176,7 +218,7 @@ class GRPOLossFn:
         return loss, {name: float(total) / float(count or 1) for name, (total, count) in metrics.items()}
 
     def _weights(self, datums: Sequence[Datum]) -> list[np.ndarray]:
-        """What every token weighs, by the aggregation: as the loop packs it."""
+        """The weight of every token, by the aggregation, as in training."""
         samples = [datum.sample for datum in datums]
         budget = max(1, sum(sample.tokens for sample in samples))
         packing = Packing(budget, self.aggregation, self.max_tokens, share_prefixes=False)
@@ -185,7 +227,7 @@ class GRPOLossFn:
 
 
 def by_datum(samples: Sequence[Sample], rows: Sequence[Any], name: str) -> list[np.ndarray]:
-    """A per-token array of packed rows, back in the order of the samples; zeros where a sample was not packed."""
+    """A per-token array of packed rows, in the order of the samples; zeros for samples that were not packed."""
     found: dict[str, np.ndarray] = {}
     for row in rows:
         for index, rollout_id in enumerate(row.rollout_ids):
@@ -196,10 +238,12 @@ def by_datum(samples: Sequence[Sample], rows: Sequence[Any], name: str) -> list[
 def make_grpo_loss_fn(
     config: Config, reference_logprobs: Sequence[Any] | None = None, old_logprobs: Sequence[Any] | None = None
 ) -> LossFn:
-    """The loss that `config` names, for `forward_backward_custom`. Log-probs are as `forward` gives them."""
+    """The loss of `config`, for `forward_backward_custom`. Log-probs have the format of `forward`."""
+    from shoal.build.model import make_objective  # imports torch
+
     check_config("make_grpo_loss_fn", config)
     run, _ = translate(config, in_memory=True)
-    objective = build.make_objective(run.train)
+    objective = make_objective(run.train)
     if objective.needs_reference and reference_logprobs is None:
         raise ArgumentError(
             "make_grpo_loss_fn: reference_logprobs: the loss has a KL term; pass infra.reference.forward(datums), "

@@ -1,6 +1,6 @@
-"""`setup_infra`: a policy, its reference and a deployment, put up in parallel from one `Config`, or found running.
+"""`setup_infra`: starts a policy, its reference and a deployment in parallel from one `Config`.
 
-They live in this process. What runs under an id is found again by that id until its `Infra` is closed.
+All of them run in this process. A trainer or deployment with an id can be reused until its `Infra` is closed.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from shoal import build
+from shoal.build.load import PythonObjects
+from shoal.build.memory_plan import make_plan
+from shoal.build.model import make_policy
+from shoal.build.sampler import DeviceThread, Sampler, load_model, make_engine, make_runner, sampling_params
+from shoal.build.signals import outside_event_loop
 from shoal.config.schema import RunConfig
-from shoal.errors import ArgumentError, DeadlineError, ModelError
-from shoal.orchestrator.signals import outside_event_loop
-from shoal.recipes.clients import Device, PolicyClient, ReferenceClient
-from shoal.recipes.config import Config, WeightSyncScope
-from shoal.recipes.sampling import DeploymentSampler
-from shoal.recipes.translate import check_config, translate
+from shoal.core.errors import ArgumentError, DeadlineError, ModelError
+from shoal.recipes.clients import DeploymentSampler, Device, PolicyClient, ReferenceClient
+from shoal.recipes.config import Config, WeightSyncScope, check_config, translate
 from shoal.rewards.pool import RewardPool
-from shoal.surfaces.uncaught import one_line_if_uncaught
+from shoal.surfaces.excepthook import one_line_if_uncaught
 
 
 @dataclass
 class _Trainer:
-    """A loaded model with the policy that trains it and the engine that reads it."""
+    """A loaded model with its policy and engine."""
 
     run: RunConfig
     sampler: Any  # build.Sampler
@@ -36,7 +37,7 @@ class _Trainer:
 
 @dataclass
 class _Deployment:
-    """An engine on weights of its own."""
+    """An engine with its own weights."""
 
     run: RunConfig
     sampler: Any
@@ -49,7 +50,7 @@ _DEPLOYMENTS: dict[str, _Deployment] = {}
 
 
 class Infra:
-    """What a loop needs: `policy`, and `reference` and `sampler` as asked for; `sync_weights` joins the two."""
+    """The parts of a custom loop: `policy`, and `reference` and `sampler` if requested."""
 
     def __init__(self, config: Config, trainer: _Trainer, deployment: _Deployment | None, wants: _Wants) -> None:
         self.config = config
@@ -63,18 +64,18 @@ class Infra:
 
     @property
     def reference(self) -> ReferenceClient:
-        """The frozen model that the policy is compared with."""
-        return _asked_for(self._reference, "reference", "needs_reference")
+        """The frozen reference model."""
+        return _requested(self._reference, "reference", "needs_reference")
 
     @property
     def sampler(self) -> DeploymentSampler:
-        """Draws completions with the weights that were synced last."""
-        return _asked_for(self._sampler, "sampler", "needs_inference")
+        """Samples completions with the weights of the last sync."""
+        return _requested(self._sampler, "sampler", "needs_inference")
 
     def _make_sampler(self) -> DeploymentSampler:
         orch = self._trainer.run.orch
         assert orch.seq_len is not None and orch.sampling.seed is not None
-        params = build.sampling_params(orch, self.config.temperature)
+        params = sampling_params(orch, self.config.temperature)
         chat = self._trainer.sampler.model.chat
         return DeploymentSampler(self._engine, chat, params, orch.seq_len, orch.sampling.seed)
 
@@ -83,7 +84,7 @@ class Infra:
         return (self._deployment or self._trainer).sampler.engine
 
     async def sync_weights(self) -> int:
-        """Serve the policy's weights of now; returns their version. Fails after weight_sync_timeout seconds."""
+        """Load the current policy weights into the sampler, and return their version. Limit: weight_sync_timeout."""
         limit = self.config.weight_sync.weight_sync_timeout
         try:
             await asyncio.wait_for(self._sync(), limit)
@@ -100,13 +101,13 @@ class Infra:
         await self._engine.load(self.policy.version)
 
     def close(self) -> None:
-        """Stop what this Infra runs on. A deployment that owns its weights and has an id goes on, for others."""
+        """Stop the trainer and deployment. A deployment with its own weights and an id keeps running."""
         _stop(_TRAINERS, self._trainer)
         if self._deployment is not None and self._deployment not in _DEPLOYMENTS.values():
             _stop(_DEPLOYMENTS, self._deployment)
 
     def close_deployment(self) -> None:
-        """Stop a deployment that owns its weights as well."""
+        """Stop a deployment with its own weights too."""
         if self._deployment is not None:
             _stop(_DEPLOYMENTS, self._deployment)
 
@@ -117,7 +118,7 @@ class Infra:
         self.close()
 
 
-def _asked_for(piece: Piece | None, name: str, argument: str) -> Piece:
+def _requested(piece: Piece | None, name: str, argument: str) -> Piece:
     with one_line_if_uncaught():
         if piece is None:
             raise ArgumentError(
@@ -133,7 +134,7 @@ class _Wants:
 
 
 def setup_infra(config: Config, needs_reference: bool = False, needs_inference: bool = True) -> Infra:
-    """Put up (or re-attach to) the policy and, as asked for, its reference and a deployment."""
+    """Start (or attach to) the policy and, if requested, its reference and a deployment."""
     with one_line_if_uncaught():
         check_config("setup_infra", config)
         run, _ = translate(config, in_memory=True)
@@ -163,8 +164,8 @@ def _with_reference(config: Config, run: RunConfig, needed: bool) -> RunConfig:
         return run
     if not run.train.lora and config.infra.ref_training_shape_id is None:
         raise ArgumentError(
-            "setup_infra: needs_reference: full fine-tuning has a reference only if infra.ref_training_shape_id is set "
-            "(`shoal shapes` lists them)"
+            "setup_infra: needs_reference: full fine-tuning needs infra.ref_training_shape_id for a reference "
+            "(`shoal shapes` lists the values)"
         )
     kind = "adapter-off" if run.train.lora else "frozen"
     return run.model_copy(update={"train": run.train.model_copy(update={"reference": kind})})
@@ -188,27 +189,31 @@ def _attach(running: dict[str, Any], id: str | None, run: RunConfig, start: Call
 
 def _start_trainer(run: RunConfig) -> _Trainer:
     own = run.model_copy(update={"infer": run.infer.model_copy(update={"weights": "own"})})
-    loaded = build.load_model(own, build.Given())
-    policy = loaded.device.submit(build.make_policy, run.train, loaded.model, run.train.max_steps or 1).result()
-    sampler = _sampler(own, loaded, policy)
-    device = Device(sampler.device, run.train.sequence_len)
+    thread = DeviceThread(run.orch.deadline_s)
+    model = load_model(own, PythonObjects(), thread)
+    policy = thread.run(make_policy, run.train, model, run.train.max_steps or 1)
+    sampler = _sampler(own, model, thread, policy)
+    device = Device(thread.executor, run.train.sequence_len)
     return _Trainer(run, sampler, policy, PolicyClient(policy, device, sampler.model.chat))
 
 
 def _start_deployment(run: RunConfig) -> _Deployment:
-    """It shares nothing with a trainer, so its engine reads its own tensors directly."""
+    """The engine reads its own tensors directly, since no trainer shares them."""
     in_step = run.orch.model_copy(update={"weight_sync_interval": 1, "max_async_level": 0})
     direct = run.model_copy(update={"infer": run.infer.model_copy(update={"weights": "auto"}), "orch": in_step})
-    return _Deployment(run, _sampler(direct, build.load_model(direct, build.Given()), None))
+    thread = DeviceThread(run.orch.deadline_s)
+    return _Deployment(run, _sampler(direct, load_model(direct, PythonObjects(), thread), thread, None))
 
 
-def _sampler(run: RunConfig, loaded: Any, policy: Any) -> Any:
-    plan = loaded.device.submit(build.make_plan, run, loaded.model, policy).result()
-    return build.make_sampler(run, build.Prepared({}, RewardPool({}), "", []), loaded, plan)
+def _sampler(run: RunConfig, model: Any, thread: DeviceThread, policy: Any) -> Sampler:
+    plan = thread.run(make_plan, run, model, policy)
+    engine = make_engine(run, model, thread, plan.slots)
+    runner, _ = make_runner(run, {}, RewardPool({}), engine, model.chat)
+    return Sampler(model, engine, runner, thread)
 
 
 def _device(trainer: _Trainer) -> Device:
-    return Device(trainer.sampler.device, trainer.run.train.sequence_len)
+    return Device(trainer.sampler.device.executor, trainer.run.train.sequence_len)
 
 
 def _write_weights(source: Any, target: Any) -> None:
@@ -229,11 +234,11 @@ def _stop(running: dict[str, Any], what: _Trainer | _Deployment) -> None:
 
 
 def check_tokenizers(config: Config) -> None:
-    """The deployment's tokenizer must be the policy's: vocabulary, special ids and chat template."""
+    """Raises unless deployment and policy have the same vocabulary, special tokens and chat template."""
     ours, theirs = config.base_model, config.deployment.tokenizer_model
     if theirs is None or theirs == ours:
         return
-    from shoal.models.load import load_tokenizer
+    from shoal.models.tokenizer import load_tokenizer
 
     one = load_tokenizer(ours)
     try:
@@ -247,6 +252,6 @@ def check_tokenizers(config: Config) -> None:
     ):
         if not same:
             raise ArgumentError(
-                f"Config: deployment.tokenizer_model: {theirs!r} has another {what} than base_model {ours!r}; "
-                "use the same"
+                f"Config: deployment.tokenizer_model: the {what} of {theirs!r} differs from base_model {ours!r}; "
+                "use the same tokenizer"
             )

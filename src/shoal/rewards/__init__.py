@@ -1,4 +1,4 @@
-"""Rewards: graders for numbers and mathematics, and the pool of killable processes that runs any reward.
+"""Graders for numbers and mathematics, and `pool.RewardPool`, which runs reward functions in killable processes.
 
-`pool.RewardPool` is the judge the orchestrator calls. Nothing here imports torch.
+This package does not import torch.
 """

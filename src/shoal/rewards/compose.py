@@ -1,20 +1,20 @@
-"""Several named rewards as one: each is called, the pool sums them with their weights."""
+"""Combine several named rewards into one. The pool computes their weighted sum."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shoal.core.types import Message, Task
 from shoal.rewards.outcome import RewardValueError, call
-from shoal.types import Message, Task
 
 RewardFunction = Callable[[Task, Sequence[Message]], Any]
 
 
 class NamedRewards:
-    """`NamedRewards(correct=grade, short=(brevity, 0.2))`: call it as a reward, hand its `weights` to the environment.
+    """`NamedRewards(correct=grade, short=(brevity, 0.2))` is a reward; its `weights` belong to the environment.
 
-    A part that returns None excludes the whole rollout: a sum without it would not be comparable within the group.
+    A part that returns None excludes the rollout: a sum without it would not be comparable within the group.
     """
 
     def __init__(self, **rewards: RewardFunction | tuple[RewardFunction, float]) -> None:
@@ -31,6 +31,6 @@ class NamedRewards:
             if value is None:
                 return None
             if isinstance(value, Mapping):
-                raise RewardValueError(f"part {name!r} returned named parts itself; name each part once")
+                raise RewardValueError(f"part {name!r} returned named parts; it must return a number")
             parts[name] = value
         return parts

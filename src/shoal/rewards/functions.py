@@ -1,7 +1,8 @@
-"""Reward functions as Python users write them, turned into one reward over the rows of a data set.
+"""Adapts reward functions to one reward. Used by `GRPOTrainer`, the recipe, `orch.reward.function` and `dataset`.
 
-Three forms: `f(completion, …)` whose other parameters are named after columns, `prompt`, `item` or `row`; TRL's
-`f(prompts, completions, **columns)` over lists; and a judge that an item carries itself (`get_reward`, in envs.items).
+A function has one of three forms, recognised by its parameter names:
+`f(completion, …)` takes columns of the row, `prompt` or `row` by name; `f(task, messages)` takes the task and the
+conversation; `f(prompts, completions, **columns)` is TRL's form, which takes lists over the whole group.
 """
 
 from __future__ import annotations
@@ -12,73 +13,133 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shoal.errors import ArgumentError
-from shoal.rewards.outcome import RewardValueError, call
+from shoal.core.errors import ArgumentError
+from shoal.core.types import Message, Task
+from shoal.rewards.outcome import RewardValueError, answer_of, call
 
 Function = Callable[..., Any]
+FORMS = "write f(completion, …) with columns by name, f(task, messages), or TRL's f(prompts, completions, **columns)"
+_VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 @dataclass(frozen=True)
-class Scored:
-    """What a function may ask about: the item, its columns, the prompt as it was given, and what was answered."""
+class RewardInput:
+    """The values that a reward function can take as parameters."""
 
     item: Any
     columns: Mapping[str, Any]
     prompt: Any
     completion: str
+    task: Task | None = None
+    messages: Sequence[Message] = ()
+
+
+def input_of(task: Task, messages: Sequence[Message]) -> RewardInput:
+    """Return the input for an environment's task: its data are the columns, a single user message is a text prompt."""
+    single = len(task.messages) == 1 and task.messages[0].get("role") == "user"
+    prompt = task.messages[0]["content"] if single else task.messages
+    return RewardInput(task.data, task.data, prompt, answer_of(messages), task, messages)
 
 
 class RewardFunctions:
-    """One reward out of several functions. Their weights are read by the pool, as those of an environment."""
+    """One reward made of several functions. The pool reads `weights`, as it does for an environment.
 
-    def __init__(self, functions: Sequence[Function], weights: Sequence[float] | None = None) -> None:
+    `label` starts the error messages. With `task_first`, a function of two unrecognised parameters takes (task,
+    messages); otherwise the first unrecognised parameter takes the completion.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Function],
+        weights: Sequence[float] | None = None,
+        *,
+        label: str = "reward_funcs",
+        task_first: bool = False,
+    ) -> None:
         if weights is not None and len(weights) != len(functions):
             raise ArgumentError(f"reward_weights: {len(weights)} weights for {len(functions)} reward functions")
         names = _names(functions)
-        self._functions = {name: _adapted(function, name) for name, function in zip(names, functions, strict=True)}
+        self._functions = {
+            name: _adapted(function, name, label, task_first) for name, function in zip(names, functions, strict=True)
+        }
         self.weights = dict(zip(names, weights, strict=True)) if weights is not None else {}
 
-    def check(self, columns: Sequence[str]) -> None:
-        """Every parameter must be a column, or have a default."""
-        for function in self._functions.values():
-            function.check(columns)
+    @property
+    def takes_groups(self) -> bool:
+        """True if a function takes the whole group, so that rewards are computed by `score_group`."""
+        return any(isinstance(function, _Grouped) for function in self._functions.values())
 
-    def __call__(self, scored: Scored) -> float | dict[str, float] | None:
-        if len(self._functions) == 1 and not self.weights:
-            return next(iter(self._functions.values()))(scored)
-        parts: dict[str, float] = {}
+    def columns(self) -> list[str]:
+        """Return the columns that the functions require by name."""
+        return [name for function in self._functions.values() for name in function.required()]
+
+    def check(self, columns: Sequence[str]) -> None:
+        """Raise unless every parameter is a column or has a default."""
+        for function in self._functions.values():
+            for name in function.required():
+                if name not in columns:
+                    known = ", ".join(dict.fromkeys(["prompt", "row", *columns]))
+                    raise ArgumentError(
+                        f"{function.label}: {function.name} has a parameter {name!r}, which is not a column; "
+                        f"columns are {known}"
+                    )
+
+    def __call__(self, scored: RewardInput) -> Any:
+        return self.score_group([scored])[0]
+
+    def score_group(self, group: Sequence[RewardInput]) -> list[Any]:
+        """Return one reward per rollout of a group: a number, named parts, or None."""
+        grouped = {name: f.score(group) for name, f in self._functions.items() if isinstance(f, _Grouped)}
+        return [
+            self._combine(scored, {name: values[index] for name, values in grouped.items()})
+            for index, scored in enumerate(group)
+        ]
+
+    def _combine(self, scored: RewardInput, grouped: Mapping[str, Any]) -> Any:
+        parts: dict[str, Any] = {}
         for name, function in self._functions.items():
-            value = function(scored)
-            if value is None and function.none_excludes:
-                return None
-            if value is not None:
+            value = grouped[name] if isinstance(function, _Grouped) else function(scored)
+            if len(self._functions) == 1 and not self.weights:
+                return value
+            if value is None and not isinstance(function, _Grouped):
+                return None  # a sum without a part is not comparable within a group
+            if value is not None:  # TRL: None means that the function does not apply
                 parts[name] = value
         return parts or None
 
 
 @dataclass(frozen=True)
-class _Plain:
-    """`f(completion, …)`, or `f(prompt, completion)` in any order (`by_name`).
-
-    None excludes the rollout: a sum without a part is not comparable within a group.
-    """
+class _Conversation:
+    """`f(task, messages)`, in any order if the names are used."""
 
     function: Function
     name: str
-    others: tuple[str, ...]
-    optional: tuple[str, ...]
-    by_name: bool = False
-    none_excludes = True
+    label: str
+    by_name: bool
 
-    def check(self, columns: Sequence[str]) -> None:
-        for name in self.others:
-            if name not in columns and name not in ("prompt", "item", "row") and name not in self.optional:
-                known = ", ".join(dict.fromkeys(["prompt", "row", *columns]))
-                raise ArgumentError(
-                    f"reward_funcs: {self.name} asks for {name!r}, which is no column of the data; there are {known}"
-                )
+    def required(self) -> list[str]:
+        return []
 
-    def __call__(self, scored: Scored) -> Any:
+    def __call__(self, scored: RewardInput) -> Any:
+        if self.by_name:
+            return call(partial(self.function, task=scored.task, messages=scored.messages))
+        return call(self.function, scored.task, scored.messages)
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """`f(completion, …)`, or `f(prompt, completion)` in any order (`by_name`)."""
+
+    function: Function
+    name: str
+    label: str
+    others: Mapping[str, bool]  # parameter → whether it is required
+    by_name: bool
+
+    def required(self) -> list[str]:
+        return [name for name, needed in self.others.items() if needed and name not in ("prompt", "item", "row")]
+
+    def __call__(self, scored: RewardInput) -> Any:
         known = {**scored.columns, "prompt": scored.prompt, "item": scored.item, "row": scored.item}
         named = {name: known[name] for name in self.others if name in known}
         if self.by_name:
@@ -87,56 +148,73 @@ class _Plain:
 
 
 @dataclass(frozen=True)
-class _Batched:
-    """TRL's form, called with lists of one. As there, None says that this function does not apply."""
+class _Grouped:
+    """TRL's form: one call for the whole group."""
 
     function: Function
     name: str
+    label: str
     takes: tuple[str, ...]
     takes_any: bool
-    none_excludes = False
 
-    def check(self, columns: Sequence[str]) -> None: ...
+    def required(self) -> list[str]:
+        return []
 
-    def __call__(self, scored: Scored) -> Any:
-        answer: Any = scored.completion
-        if not isinstance(scored.prompt, str):  # messages in, messages out
-            answer = [{"role": "assistant", "content": scored.completion}]
-        named = {name: [value] for name, value in scored.columns.items() if name not in ("prompts", "completions")}
-        named |= {"prompts": [scored.prompt], "completions": [answer]}
+    def score(self, group: Sequence[RewardInput]) -> list[Any]:
+        # TRL passes messages as completions if the prompts are messages.
+        answers = [
+            scored.completion
+            if isinstance(scored.prompt, str)
+            else [{"role": "assistant", "content": scored.completion}]
+            for scored in group
+        ]
+        named: dict[str, list[Any]] = {
+            name: [scored.columns[name] for scored in group]
+            for name in group[0].columns
+            if name not in ("prompts", "completions")
+        }
+        named |= {"prompts": [scored.prompt for scored in group], "completions": answers}
         values = call(partial(self.function, **{n: v for n, v in named.items() if self.takes_any or n in self.takes}))
-        if not isinstance(values, Sequence) and not hasattr(values, "__len__"):
+        if isinstance(values, str | Mapping) or not hasattr(values, "__len__"):
             raise RewardValueError(
-                f"{self.name} returned {type(values).__name__}, not a list of one reward a completion"
+                f"{self.name} returned {type(values).__name__}, not a list with one reward per completion"
             )
-        if len(values) != 1:
-            raise RewardValueError(f"{self.name} returned {len(values)} rewards for 1 completion")
-        return values[0]
+        if len(values) != len(group):
+            raise RewardValueError(f"{self.name} returned {len(values)} rewards for {len(group)} completions")
+        return list(values)
 
 
-def _adapted(function: Any, name: str) -> Any:
+def _adapted(function: Any, name: str, label: str, task_first: bool) -> _Conversation | _Plain | _Grouped:
     if not callable(function):
-        raise ArgumentError(f"reward_funcs: {function!r} is not a function")
+        raise ArgumentError(f"{label}: {function!r} is not a function")
     try:
-        parameters = inspect.signature(function).parameters
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # a built-in without a signature
-        return _Plain(function, name, (), ())
-    kinds = {p.kind for p in parameters.values()}
+        return _Conversation(function, name, label, False) if task_first else _Plain(function, name, label, {}, False)
+    parameters = signature.parameters
     if "completions" in parameters:
-        return _Batched(function, name, tuple(parameters), inspect.Parameter.VAR_KEYWORD in kinds)
-    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    if not parameters:
-        raise ArgumentError(f"reward_funcs: {name} takes no argument; write it as {name}(completion)")
-    first, *rest = parameters.values()
-    if first.name == "prompts":
-        raise ArgumentError(
-            f"reward_funcs: {name} takes prompts but no completions; write {name}(prompts, completions, **columns)"
-        )
-    by_name = "completion" in parameters and first.name != "completion"
-    rest = [first, *(p for p in rest if p.name != "completion")] if by_name else rest
-    others = [p for p in rest if p.kind not in variadic]
-    optional = tuple(p.name for p in others if p.default is not inspect.Parameter.empty)
-    return _Plain(function, name, tuple(p.name for p in others), optional, by_name)
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        return _Grouped(function, name, label, tuple(parameters), takes_any)
+    if "prompts" in parameters or not parameters:
+        raise ArgumentError(f"{label}: {name}{signature} takes no completion; {FORMS}")
+    if "completion" not in parameters:
+        if {"task", "messages"} <= set(parameters):
+            return _Conversation(function, name, label, by_name=True)
+        if task_first:
+            try:
+                signature.bind(None, None)
+            except TypeError:
+                raise ArgumentError(f"{label}: {name}{signature} is not a reward function; {FORMS}") from None
+            return _Conversation(function, name, label, by_name=False)
+    first = next(iter(parameters))
+    by_name = first != "completion" and "completion" in parameters
+    taken = "completion" if by_name else first
+    others = {
+        p.name: p.default is inspect.Parameter.empty
+        for p in parameters.values()
+        if p.name != taken and p.kind not in _VARIADIC
+    }
+    return _Plain(function, name, label, others, by_name)
 
 
 def _names(functions: Sequence[Function]) -> list[str]:
@@ -146,3 +224,17 @@ def _names(functions: Sequence[Function]) -> list[str]:
         again = sum(known == name or known.startswith(f"{name}_") for known in names)
         names.append(f"{name}_{again + 1}" if again else name)
     return names
+
+
+class FunctionReward:
+    """The methods `reward` and `reward_group` of an environment that a reward function scores."""
+
+    def __init__(self, functions: RewardFunctions) -> None:
+        self._functions = functions
+        self.reward_group = self._reward_group if functions.takes_groups else None
+
+    def reward(self, task: Task, messages: Sequence[Message]) -> Any:
+        return self._functions(input_of(task, messages))
+
+    def _reward_group(self, task: Task, group: Sequence[Sequence[Message]]) -> list[Any]:
+        return self._functions.score_group([input_of(task, messages) for messages in group])

@@ -1,7 +1,7 @@
-"""Math grading: find the final answer in a completion and compare it with the gold one.
+"""Grade mathematics: extract the final answer of a completion and compare it with the gold answer.
 
-Numbers are compared exactly; anything else by math-verify, whose own timeouts are switched off because they need
-SIGALRM on the main thread. Run it where it can be killed: nasty expressions can take seconds and hundreds of megabytes.
+Numbers are compared exactly, everything else by math-verify. Its timeouts are off, because they need SIGALRM on the
+main thread. Run this in a killable process: some expressions take seconds and hundreds of megabytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SENTENCE_END = re.compile(r"[.!?](?:\s|$)")
 
 
 def process_results(completion: str, gold: str) -> tuple[bool, tuple[str | None, str]]:
-    """(correct, (answer, gold answer)). The answer is None, and wrong, if the completion never states one."""
+    """Return (correct, (answer, gold answer)). If the completion states no answer, it is None and incorrect."""
     gold_answer = extract_answer(gold) or gold.strip()
     answer = extract_answer(completion)
     correct = answer is not None and len(answer) <= MAX_ANSWER_CHARS and same_answer(answer, gold_answer)
@@ -27,7 +27,7 @@ def process_results(completion: str, gold: str) -> tuple[bool, tuple[str | None,
 
 
 def extract_answer(text: str) -> str | None:
-    r"""The last \boxed{…}, else what follows the last ####, else what follows the last "answer is"."""
+    r"""Return the last \boxed{…}, else the text after the last ####, else the text after the last "answer is"."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed.strip() or None
@@ -39,7 +39,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last complete \boxed{…} or \fbox{…}, braces balanced."""
+    r"""Return the content of the last complete \boxed{…} or \fbox{…}, with balanced braces."""
     for start in sorted((m.end() for m in re.finditer(r"\\f?boxed\s*\{|\\fbox\s*\{", text)), reverse=True):
         depth = 1
         for position in range(start, len(text)):
@@ -50,7 +50,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def same_answer(answer: str, gold: str) -> bool:
-    """Equal as numbers, as text, or as expressions."""
+    """True if the answers are equal as numbers, as text, or as expressions."""
     if same_number(answer, gold):
         return True
     if parse_number(answer) is not None and parse_number(gold) is not None:
@@ -61,18 +61,18 @@ def same_answer(answer: str, gold: str) -> bool:
 
 
 def prepare() -> None:
-    """Import and warm what grading needs, so that no worker pays for it."""
+    """Import math-verify once in the server, so that workers start with it loaded."""
     _same_expression("x", "x^2")
 
 
 def _from_sentence(text: str) -> str | None:
-    """The number a sentence states ("18 dollars.", "3 + 5 = 8"), else its text up to the full stop."""
+    """Return the number in a sentence ("18 dollars.", "3 + 5 = 8"), else its text up to the full stop."""
     if parse_number(text) is not None:
         return text.strip().rstrip(".")
     sentence = _SENTENCE_END.split(text, maxsplit=1)[0].strip().strip("*").strip()
     tail = sentence.rsplit("=", 1)[-1]
     if parse_number(tail) is None and ("\\" in tail or "$" in tail[1:]):
-        return sentence or None  # a formula: leave it whole
+        return sentence or None  # a formula: do not shorten it
     return first_number(tail) or sentence or None
 
 
@@ -82,9 +82,9 @@ def _plain(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _same_expression(answer: str, gold: str) -> bool:
-    from math_verify import parse, verify  # half a second of imports; most answers are plain numbers
+    from math_verify import parse, verify  # imports take 0.5 s, and most answers are plain numbers
 
-    # It warns about timeouts of 0, which are what is wanted here.
+    # math-verify warns about a timeout of 0, which is intended here.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def read(text: str) -> list:

@@ -1,7 +1,7 @@
-"""Numbers in text: finding them and comparing them exactly, as fractions. Called by graders; never evaluates anything.
+"""Find numbers in text and compare them exactly, as fractions. Called by graders. Nothing is evaluated.
 
-Commas, currency and percent signs, units, simple and LaTeX fractions are understood. Sizes are bounded, so an answer
-like 1e999999999 is not a number here rather than a full memory.
+Accepts commas, currency and percent signs, units, simple and LaTeX fractions. Sizes are bounded: 1e999999999 is not a
+number here, so it cannot exhaust memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}")
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The value of a text that is one number, with or without a unit; a percent sign counts as a unit. Else None."""
+    """Return the value of a text that is one number, with or without a unit, else None. A percent sign is a unit."""
     if len(text) > 4 * MAX_DIGITS:
         return None
     text = _tidy(text).replace("%", " ").strip()
@@ -56,19 +56,19 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number written in a text, as it is written, or None."""
+    """Return the last number of a text, as written, or None."""
     found = [match.group().strip() for match in NUMBER.finditer(text.replace("−", "-"))]
     return found[-1] if found else None
 
 
 def first_number(text: str) -> str | None:
-    """The first number written in a text, as it is written, or None."""
+    """Return the first number of a text, as written, or None."""
     found = NUMBER.search(text.replace("−", "-"))
     return found.group().strip() if found else None
 
 
 def same_number(answer: str, gold: str) -> bool:
-    """Whether two texts are the same number. 25% equals 25 and 0.25: the sign is a unit people leave out."""
+    """True if two texts are the same number. 25% equals both 25 and 0.25, because the sign is often omitted."""
     left, right = parse_number(answer), parse_number(gold)
     if left is None or right is None:
         return False
@@ -81,7 +81,7 @@ def same_number(answer: str, gold: str) -> bool:
 
 
 def _tidy(text: str) -> str:
-    """Drop what does not change a number's value: currency, spacing, thousands commas, LaTeX dress."""
+    """Remove what does not change the value: currency, spacing, thousands separators, LaTeX commands."""
     text = _TEXT.sub(r" \1 ", text.replace("−", "-").replace("\\%", "%"))
     text = _LATEX_FRACTION.sub(lambda m: f" {m[1] or m[3]}/{m[2] or m[4]} ", text)
     text = _SPACING.sub("", _CURRENCY.sub("", text)).strip().strip("*`").strip()

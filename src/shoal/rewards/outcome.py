@@ -1,34 +1,85 @@
-"""What a reward function returned, checked and turned into a number with named parts.
+"""Validate what a reward function returned, and compute the total of its named parts.
 
-Used inside reward workers. A value that is not a usable reward raises `RewardValueError` with a sentence for the user;
-it is never turned into 0.
+Called in reward workers. An invalid value raises `RewardValueError`; it is never replaced by 0. `PartCheck` detects
+misspelt names in `orch.reward.parts`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import difflib
+import functools
 import inspect
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from shoal.core.errors import ConfigError
+from shoal.core.types import Message, Score
+
+# Minimum number of scores of every environment before a part counts as missing: a reward may omit a part sometimes.
+ENOUGH = 8
+
+
+class PartCheck:
+    """Checks that rewards return every part named in `orch.reward.parts`."""
+
+    def __init__(self, wanted: Iterable[str], environments: Iterable[str]) -> None:
+        self._missing = set(wanted)
+        self._scored = Counter(dict.fromkeys(environments, 0))
+        self._seen: set[str] = set()
+
+    def note(self, env: str, parts: Mapping[str, float]) -> None:
+        """Record the parts of one scored rollout. Raises once a part counts as missing."""
+        if not self._missing:
+            return
+        self._seen |= set(parts)
+        self._missing -= set(parts)
+        self._scored[env] += 1
+        if min(self._scored.values()) >= ENOUGH:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        if not self._missing:
+            return
+        name = sorted(self._missing)[0]
+        near = difflib.get_close_matches(name, sorted(self._seen), n=1)
+        there = f"there are {', '.join(sorted(self._seen))}" if self._seen else "the rewards have no parts"
+        hint = f"did you mean `{near[0]}`?" if near else "remove it"
+        raise ConfigError(f"orch.reward.parts.{name}: no reward returns this part; {there}; {hint}")
+
 
 MAX_REWARD = 1e6
 MAX_PARTS = 64
+INVALID_REPLY = "the reward worker sent an invalid reply"
 
 
 class RewardValueError(ValueError):
     """The reward function returned something that is not a reward."""
 
 
+def answer_of(messages: Sequence[Message]) -> str:
+    """Return the text of the last assistant message, empty if there is none."""
+    for message in reversed(messages):
+        if message.get("role") == "assistant":
+            return str(message.get("content") or "")
+    return ""
+
+
 def call(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a reward function; one declared `async def` is run to its end."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+    """Call a reward function. An `async def` function runs to completion."""
+    target = function
+    while isinstance(target, functools.partial):
+        target = target.func
+    if inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None)):  # noqa: B004
         return asyncio.run(function(*args))
     return function(*args)
 
 
 def read_outcome(value: Any, weights: Mapping[str, float]) -> tuple[float | None, dict[str, float]]:
-    """(total, parts). Named parts are summed with their weights, 1 where none is given. None stays None."""
+    """Return (total, parts). The total is the weighted sum of named parts (default weight 1). None stays None."""
     if value is None:
         return None, {}
     if isinstance(value, Mapping):
@@ -46,8 +97,36 @@ def _part_name(name: Any) -> str:
     return name
 
 
+def parse_reply(body: bytes) -> list[Score]:
+    """Parse a worker's reply: one score per rollout, or one error for all. Raises ValueError if it is invalid.
+
+    The reply is untrusted: reward code could have written it.
+    """
+    try:
+        fields = json.loads(body)
+        status, seconds = fields["status"], float(fields.get("seconds", 0.0))
+        if status in ("error", "timeout"):
+            return [Score(status, error=str(fields.get("error")), seconds=seconds)]
+        if status != "ok":
+            raise ValueError(status)
+        outcomes = fields.get("group", [fields])
+        return [_parse_score(outcome, seconds / len(outcomes)) for outcome in outcomes]
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
+        raise ValueError(INVALID_REPLY) from None
+
+
+def _parse_score(outcome: Mapping[str, Any], seconds: float) -> Score:
+    reward, parts = outcome.get("reward"), outcome.get("parts") or {}
+    return Score(
+        "ok",
+        None if reward is None else checked_number(reward, "the reward"),
+        {str(name): checked_number(part, "a part") for name, part in parts.items()},
+        seconds=seconds,
+    )
+
+
 def checked_number(value: Any, what: str) -> float:
-    """A finite number of a size that can be trained on, or RewardValueError."""
+    """Return a finite number within ±MAX_REWARD, or raise RewardValueError."""
     if inspect.isawaitable(value):
         if inspect.iscoroutine(value):
             value.close()

@@ -1,8 +1,7 @@
-"""The judge of a run: sends finished conversations to the reward server and brings scores back.
+"""`RewardPool` sends finished conversations to the reward server and receives the scores. Called by `core.runner`.
 
-`start()` forks the server, best before threads, CUDA or a model exist: a reward that touches CUDA in a worker forked
-later fails, and that is an error of its own job. `score` is then called from one event loop at a time. It never raises
-for what a reward does, only where the server itself is gone, and never waits without a deadline.
+`start()` forks the server. Call it before threads, CUDA or a model exist. `score` is called from one event loop at a
+time. It raises only if the server itself is lost, never for a failing reward, and it always has a deadline.
 """
 
 from __future__ import annotations
@@ -17,18 +16,17 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from shoal.errors import ConfigError, HardwareError, RewardServerError
-from shoal.observability.watchdog import wait_awake
-from shoal.protocols import Environment
-from shoal.rewards import confine
-from shoal.rewards.isolate import check_isolation
-from shoal.rewards.outcome import checked_number
-from shoal.rewards.parts import PartCheck
+from shoal.core.deadlines import wait_without_suspension
+from shoal.core.errors import ConfigError, HardwareError, RewardServerError
+from shoal.core.protocols import Environment
+from shoal.core.types import Message, Score
+from shoal.rewards import sandbox
+from shoal.rewards.outcome import INVALID_REPLY, PartCheck, parse_reply
 from shoal.rewards.server import START_LIMIT_S, Limits, become_server
-from shoal.rewards.wire import JOB, MAX_JOB_BYTES, MAX_REPLY_BYTES, READY, RESULT, FrameBuffer, pack
-from shoal.rewards.worker import Judging
-from shoal.types import Message, Score
+from shoal.rewards.worker import JOB, MAX_JOB_BYTES, MAX_REPLY_BYTES, READY, RESULT, FrameBuffer, Judging, pack
 
 READY_LIMIT_S = 60.0
 CLOSE_LIMIT_S = 5.0
@@ -39,9 +37,9 @@ SPLITS = ("train", "eval")
 class RewardPool:
     """Runs `Environment.reward` in worker processes that can be killed. Implements `protocols.Judge`.
 
-    `weights` gives, per environment, the weight of each named reward part; where it is silent the environment's own
-    attribute `weights` speaks, else 1. `keep_env` names secrets that reward code may see after all. `isolated` is for
-    rewards that run what a model wrote; where the kernel does not allow it, `start` refuses.
+    `weights` overrides, per environment, the weights of named reward parts (default: the environment's attribute
+    `weights`, else 1). `keep_env` names secrets that reward code may read. `isolated` is for rewards that run code
+    written by the model; `start` raises HardwareError if the kernel does not allow it.
     """
 
     def __init__(
@@ -70,25 +68,25 @@ class RewardPool:
         self._pid = 0
         self._socket: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[int, asyncio.Future[Score]] = {}
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._unsent = bytearray()
         self._replies = FrameBuffer(MAX_REPLY_BYTES)
         self._last_job = 0
         self._broken: str | None = "the reward pool is not started"
-        self._failed: str | None = None  # why there is no server any more, though nobody closed it
+        self._failed: str | None = None  # why the server was lost
 
     def start(self) -> None:
-        """Read every task list and fork the server. Workers inherit both, so any Python object can judge."""
+        """Read every task list and fork the server. Workers inherit all objects, so nothing needs to be picklable."""
         if self._pid:
             raise RuntimeError("the reward pool is already started")
         if self._limits.isolated:
-            check_isolation()
+            sandbox.check_isolation()
         tasks = {(name, split): env.tasks(split) for name, env in self._environments.items() for split in SPLITS}
         judging = Judging(self._environments, tasks, self._weights)
         ours, theirs = socket.socketpair()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
-                stream.flush()  # else the child would hold a copy of what is still buffered
+                stream.flush()  # else the child inherits a copy of the buffer
         parent = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
@@ -101,35 +99,47 @@ class RewardPool:
         self._broken = None
 
     async def score(self, env: str, split: str, index: int, messages: Sequence[Message]) -> Score:
-        body = json.dumps({"env": env, "split": split, "index": index, "messages": list(messages)}).encode()
+        job = {"env": env, "split": split, "index": index, "messages": list(messages)}
+        return (await self._score(env, job, 1))[0]
+
+    async def score_group(
+        self, env: str, split: str, index: int, conversations: Sequence[Sequence[Message]]
+    ) -> list[Score]:
+        """Score the rollouts of a group in one call of `reward_group`, with one timeout. An error is that of all."""
+        group = [list(messages) for messages in conversations]
+        return await self._score(env, {"env": env, "split": split, "index": index, "group": group}, len(group))
+
+    async def _score(self, env: str, fields: Mapping[str, Any], count: int) -> list[Score]:
+        body = json.dumps(fields).encode()
         if len(body) > MAX_JOB_BYTES:
-            return Score("error", error=f"a conversation of {len(body):,} bytes; the limit is {MAX_JOB_BYTES:,}")
+            return _errors(f"a job of {len(body):,} bytes; the limit is {MAX_JOB_BYTES:,}", count)
         if self._failed is not None:
             raise RewardServerError(self._failed)
         if self._broken is None:
             self._attach(asyncio.get_running_loop())
         if self._broken is not None:
-            return Score("error", error=self._broken)
+            return _errors(self._broken, count)
         self._last_job += 1
         job, reply = self._last_job, asyncio.get_running_loop().create_future()
         self._waiting[job] = reply
         try:
             self._send(pack(job, JOB, body))
-            # Not wait_for: while training holds the loop a reply may sit in the socket past any deadline.
-            await wait_awake({reply}, self._deadline_s())
+            # Not wait_for: while training blocks the loop, a reply may wait in the socket past the deadline.
+            await wait_without_suspension({reply}, self._deadline_s())
             if not reply.done():
                 self._receive()
             if not reply.done():
-                self._fail("the reward server is silent")
-            score = reply.result()
-            if score.status == "ok" and score.reward is not None:
-                self._parts.note(env, score.parts)
-            return score
+                self._fail("the reward server does not respond")
+            scores = _to_scores(reply.result(), count)
+            for score in scores:
+                if score.status == "ok" and score.reward is not None:
+                    self._parts.note(env, score.parts)
+            return scores
         finally:
             self._waiting.pop(job, None)
 
     async def close(self) -> None:
-        """End the server, its workers and everything they started."""
+        """End the server, its workers and all processes they started."""
         self._detach()
         self._break("the reward pool is closed")
         if self._socket is not None:
@@ -143,7 +153,7 @@ class RewardPool:
         self._pid = 0
 
     def _deadline_s(self) -> float:
-        """All jobs ahead may use their whole time before this one starts."""
+        """All queued jobs may use their whole time before this one starts."""
         rounds = math.ceil(len(self._waiting) / self._limits.workers)
         return rounds * (self._limits.timeout_s + START_LIMIT_S) + START_LIMIT_S
 
@@ -158,10 +168,10 @@ class RewardPool:
                 os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
             self._pid = 0
-            raise HardwareError("the reward server did not start: this system does not let Shoal fork a process")
+            raise HardwareError("the reward server did not start; check that this system allows forking processes")
 
     def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Listen on this loop; an earlier one (a finished asyncio.run) is forgotten."""
+        """Use this event loop, and drop an earlier one (of a finished asyncio.run)."""
         if self._loop is loop or self._socket is None:
             return
         self._detach()
@@ -191,7 +201,7 @@ class RewardPool:
         except BlockingIOError:
             self._loop.add_writer(self._socket, self._flush)
         except OSError:
-            self._fail_at_its_end()
+            self._on_server_end()
 
     def _receive(self) -> None:
         while self._socket is not None:
@@ -202,24 +212,24 @@ class RewardPool:
             except OSError:
                 data = b""
             if not data:
-                self._fail_at_its_end()
+                self._on_server_end()
                 return
             for frame in self._replies.feed(data):
                 reply = self._waiting.get(frame.job)
                 if frame.kind == RESULT and reply is not None and not reply.done():
-                    reply.set_result(_to_score(frame.body))
+                    reply.set_result(frame.body)
 
-    def _fail_at_its_end(self) -> None:
-        """Writing or reading notices it first. A process closes its files a moment before its end can be asked for."""
+    def _on_server_end(self) -> None:
+        """Fail with the server's exit status. The socket closes slightly before waitid reports the exit."""
         deadline = time.monotonic() + END_LIMIT_S
-        while (how := confine.end_of(self._pid)) is None and time.monotonic() < deadline:
+        while (how := sandbox.end_of(self._pid)) is None and time.monotonic() < deadline:
             time.sleep(0.005)
-        self._fail(f"the reward server ended ({how or 'its connection broke'})")
+        self._fail(f"the reward server ended ({how or 'the connection was closed'})")
 
     def _fail(self, reason: str) -> None:
-        """Nothing can be scored any more, and another server cannot be forked beside a loaded model."""
+        """Fail all waiting jobs. A new server is not possible: fork is unsafe once a model is loaded."""
         self._detach()
-        self._failed = f"{reason}, and with it all rewards; look for what ended it, out of memory perhaps, then resume"
+        self._failed = f"{reason}; find the cause (possibly out of memory), then resume"
         for reply in self._waiting.values():
             if not reply.done():
                 reply.set_exception(RewardServerError(self._failed))
@@ -229,25 +239,21 @@ class RewardPool:
         self._broken = reason
         for reply in self._waiting.values():
             if not reply.done():
-                reply.set_result(Score("error", error=reason))
+                reply.set_result(json.dumps({"status": "error", "error": reason}).encode())
 
 
-def _to_score(body: bytes) -> Score:
-    """A worker's reply; reward code could have written it, so nothing about it is taken on trust."""
+def _to_scores(body: bytes, count: int) -> list[Score]:
     try:
-        fields = json.loads(body)
-        status, reward, parts = fields["status"], fields.get("reward"), fields.get("parts") or {}
-        if status not in ("ok", "error", "timeout"):
-            raise ValueError(status)
-        return Score(
-            status,
-            None if reward is None or status != "ok" else checked_number(reward, "the reward"),
-            {str(name): checked_number(part, "a part") for name, part in parts.items()},
-            None if status == "ok" else str(fields.get("error")),
-            float(fields.get("seconds", 0.0)),
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return Score("error", error="the reward worker sent something that is not a score")
+        scores = parse_reply(body)
+    except ValueError:
+        return _errors(INVALID_REPLY, count)
+    if len(scores) == 1 and scores[0].status != "ok":
+        return [replace(scores[0], seconds=scores[0].seconds / count) for _ in range(count)]
+    return scores if len(scores) == count else _errors(INVALID_REPLY, count)
+
+
+def _errors(error: str, count: int) -> list[Score]:
+    return [Score("error", error=error) for _ in range(count)]
 
 
 def _reaped(pid: int) -> bool:

@@ -1,7 +1,7 @@
-"""The reward server: a quiet process forked from the main one before any model loads; it forks and kills workers.
+"""The reward server: a process forked from the main one before a model is loaded. It starts and kills workers.
 
-It queues jobs, gives each worker one at a time, and counts a job's timeout from the moment its work starts, so neither
-a long queue nor a busy main process makes a reward late. It runs no user code itself.
+It queues jobs and gives each worker one at a time. A job's timeout starts when its work starts, so a long queue or a
+busy main process does not cause timeouts. The server itself runs no reward.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.rewards import confine
-from shoal.rewards.wire import (
+from shoal.rewards import sandbox
+from shoal.rewards.outcome import INVALID_REPLY, parse_reply
+from shoal.rewards.worker import (
     JOB,
     LAST_RESULT,
     MAX_JOB_BYTES,
@@ -27,15 +28,17 @@ from shoal.rewards.wire import (
     READY,
     RESULT,
     STARTED,
+    Confinement,
     Frame,
     FrameBuffer,
+    Judging,
     OversizedFrame,
+    become_worker,
     pack,
 )
-from shoal.rewards.worker import Confinement, Judging, become_worker
 
 TICK_S = 0.05
-START_LIMIT_S = 30.0  # from handing a job to a worker until it says that it started
+START_LIMIT_S = 30.0  # from sending a job to a worker until the worker reports its start
 SWEEP_S = 2.0
 STALL_S = 0.5
 
@@ -45,7 +48,7 @@ class Limits:
     workers: int
     timeout_s: float
     memory_bytes: int
-    isolated: bool = False  # each job in a fresh process of its own namespaces
+    isolated: bool = False  # a new process in its own namespaces for each job
 
 
 @dataclass(slots=True)
@@ -55,7 +58,7 @@ class Worker:
     frames: FrameBuffer
     job: int | None = None
     started: bool = False
-    since: float = 0.0  # of the start, or of the hand-over while not started
+    since: float = 0.0  # when the work started, or when the job was sent if it has not started
 
 
 class Server:
@@ -85,7 +88,7 @@ class Server:
             if now - last > TICK_S + STALL_S and busy:
                 self._forgive(now - last)
             last = now
-            # Answers first: one that is already here is not late.
+            # Read results before checking timeouts: a result that has arrived is not late.
             for key, mask in events:
                 if key.fileobj is not self._control:
                     self._read_worker(key.data)
@@ -100,7 +103,7 @@ class Server:
         self._stopping = self._stopping or os.getppid() != self._parent
 
     def _forgive(self, gap_s: float) -> None:
-        """This process was stopped; the time it missed is not the workers' fault."""
+        """Extend deadlines by the time this process was suspended."""
         for worker in self._workers.values():
             worker.since += gap_s
 
@@ -120,20 +123,26 @@ class Server:
         except OSError:
             data = b""
         if not data:
-            self._selector.unregister(worker.channel)  # its end is noticed by waitpid
+            self._selector.unregister(worker.channel)  # _check_workers detects the exit
             return
         try:
             for frame in worker.frames.feed(data):
                 self._on_frame(worker, frame)
         except OversizedFrame:
-            self._fail(worker, "error", f"the reward's outcome is larger than {MAX_REPLY_BYTES:,} bytes")
+            self._fail(worker, "error", f"the result of the reward is larger than {MAX_REPLY_BYTES:,} bytes")
 
     def _on_frame(self, worker: Worker, frame: Frame) -> None:
         if frame.job != worker.job:
             return
         if frame.kind == STARTED:
-            worker.started, worker.since = True, time.monotonic()
+            if not worker.started:  # once per job: reward code could repeat the frame to extend its time
+                worker.started, worker.since = True, time.monotonic()
         elif frame.kind in (RESULT, LAST_RESULT):
+            try:
+                parse_reply(frame.body)
+            except ValueError:  # reward code changed this process: the next job needs another one
+                self._fail(worker, "error", INVALID_REPLY)
+                return
             worker.job = None
             self._send(frame.job, frame.body)
             if frame.kind == LAST_RESULT:
@@ -141,7 +150,7 @@ class Server:
 
     def _check_workers(self, now: float) -> None:
         for worker in list(self._workers.values()):
-            end = confine.end_of(worker.pid)
+            end = sandbox.end_of(worker.pid)
             if end is not None:
                 self._read_rest(worker)
                 if worker.job is not None:
@@ -152,12 +161,12 @@ class Server:
                 self._fail(worker, "timeout", f"the reward took longer than {self._limits.timeout_s:g} s")
             elif worker.job is not None and not worker.started and now - worker.since > START_LIMIT_S:
                 self._fail(worker, "error", f"the reward worker did not start within {START_LIMIT_S:g} s")
-        # What a worker left behind is adopted when it ends, so its last moment is the time to look.
+        # This process adopts a worker's children when the worker ends, so sweep then.
         if self._reap_dying() or now - self._last_sweep > SWEEP_S:
             self._sweep()
 
     def _read_rest(self, worker: Worker) -> None:
-        """A worker that ended may have answered first."""
+        """Read what a worker sent before it ended."""
         worker.channel.setblocking(False)
         with contextlib.suppress(OSError, KeyError, OversizedFrame):
             while data := worker.channel.recv(1 << 16):
@@ -172,27 +181,27 @@ class Server:
             self._send(job, json.dumps({"status": status, "error": error, "seconds": seconds}).encode())
 
     def _remove(self, worker: Worker) -> None:
-        """End a worker and whatever it started. It is replaced when the next job needs one."""
+        """Kill a worker and its process group. The next job that needs a worker starts a new one."""
         self._workers.pop(worker.pid, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(worker.channel)
         worker.channel.close()
-        # Killed before it is reaped: until then nobody else can have this process id.
-        confine.kill_group(worker.pid)
+        # Kill before reaping: until then the process id cannot be reused.
+        sandbox.kill_group(worker.pid)
         self._dying.add(worker.pid)
 
     def _reap_dying(self) -> bool:
-        """Take leave of killed children; true if one is gone."""
-        gone = {pid for pid in self._dying if confine.reap(pid)}
+        """Reap killed children. True if one was reaped."""
+        gone = {pid for pid in self._dying if sandbox.reap(pid)}
         self._dying -= gone
         return bool(gone)
 
     def _sweep(self) -> None:
-        """Kill adopted processes: children of this one that it never forked."""
+        """Kill adopted processes: children that this process did not fork."""
         self._last_sweep = time.monotonic()
-        adopted = [pid for pid in confine.children() if pid not in self._workers and pid not in self._dying]
+        adopted = [pid for pid in sandbox.children() if pid not in self._workers and pid not in self._dying]
         for pid in adopted:
-            confine.kill_group(pid)
+            sandbox.kill_group(pid)
         self._dying.update(adopted)
 
     def _dispatch(self) -> None:
@@ -205,7 +214,7 @@ class Server:
                 worker.channel.settimeout(START_LIMIT_S)
                 worker.channel.sendall(pack(*frame))
             except OSError as error:
-                self._fail(worker, "error", f"the reward worker takes no job: {error}")
+                self._fail(worker, "error", f"the reward worker does not accept jobs: {error}")
 
     def _fork(self) -> Worker:
         ours, theirs = socket.socketpair()
@@ -228,7 +237,7 @@ class Server:
         self._flush()
 
     def _flush(self) -> None:
-        """Send what the pool takes now: it may be busy training, and rewards must not wait for it."""
+        """Send without blocking: the main process may be busy training."""
         try:
             while self._unsent:
                 del self._unsent[: self._control.send(self._unsent)]
@@ -241,31 +250,31 @@ class Server:
             self._selector.modify(self._control, selectors.EVENT_READ | waiting)
 
     def _end(self) -> None:
-        """Kill every worker and every descendant, until none is left."""
+        """Kill all workers and descendants."""
         for worker in list(self._workers.values()):
             self._remove(worker)
         deadline = time.monotonic() + 3
-        while time.monotonic() < deadline and (self._dying or confine.children()):
+        while time.monotonic() < deadline and (self._dying or sandbox.children()):
             self._sweep()
             time.sleep(0.01)
             self._reap_dying()
 
 
 def become_server(control: socket.socket, judging: Judging, limits: Limits, keep_env: set[str], parent: int) -> None:
-    """What the forked process runs. Never returns."""
+    """Run the server in the forked process. Never returns."""
     code = 1
     try:
         os.setsid()
-        confine.reset_signals()
-        confine.wake_at_parent_death()
+        sandbox.reset_signals()
+        sandbox.wake_at_parent_death()
         if os.getppid() != parent:
             os._exit(1)
-        confine.adopt_orphans()
-        confine.silence(keep=control.fileno())
-        confine.drop_secrets(keep_env)
+        sandbox.adopt_orphans()
+        sandbox.silence(keep=control.fileno())
+        sandbox.drop_secrets(keep_env)
         control.sendall(pack(0, READY))
         _prepare(judging)
-        gc.freeze()  # workers share this memory; collecting it would copy it
+        gc.freeze()  # workers share this memory; garbage collection would copy it
         Server(control, judging, limits).run()
         code = 0
     finally:
@@ -273,7 +282,7 @@ def become_server(control: socket.socket, judging: Judging, limits: Limits, keep
 
 
 def _prepare(judging: Judging) -> None:
-    """Let environments import what their rewards need, once for all workers. What fails here fails again per job."""
+    """Call `prepare()` of the environments once for all workers. An error appears again in every job."""
     for environment in judging.environments.values():
         prepare = getattr(environment, "prepare", None)
         if callable(prepare):

@@ -1,7 +1,8 @@
-"""One reward worker: takes a job, says that it starts, calls the environment's reward, sends the outcome, repeats.
+"""A reward worker process, and the frames between pool, server and workers.
 
-Forked by `server.py` with every environment and task already in memory. Whatever the reward does here, up to and
-including ending this process, costs the one job and nothing else.
+The server forks workers with all environments and tasks in memory. A worker receives a job, reports its start, calls
+the reward and sends the outcome. A reward that ends the process loses only its own job. A frame is a length, a job
+number, a kind and JSON text; received data is never executed.
 """
 
 from __future__ import annotations
@@ -10,27 +11,72 @@ import json
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from shoal.rewards import confine
-from shoal.rewards.isolate import isolate
+from shoal.core.types import Task
+from shoal.rewards import sandbox
 from shoal.rewards.outcome import RewardValueError, call, read_outcome
-from shoal.rewards.wire import JOB, LAST_RESULT, MAX_JOB_BYTES, RESULT, STARTED, FrameBuffer, pack
-from shoal.types import Task
+
+HEADER = struct.Struct("!IQB")
+MAX_JOB_BYTES = 64 * 2**20
+MAX_REPLY_BYTES = 2**20
+
+JOB = 0  # pool → server → worker: a job to score
+STARTED = 1  # worker → server: the work starts, and with it the timeout
+RESULT = 2  # worker → server → pool: the outcome
+LAST_RESULT = 3  # an outcome from a worker that must be replaced
+READY = 4  # server → pool: the server accepts jobs
+
+
+class Frame(NamedTuple):
+    job: int
+    kind: int
+    body: bytes
+
+
+class OversizedFrame(ValueError):
+    """A frame announces more bytes than the reader accepts."""
+
+
+def pack(job: int, kind: int, body: bytes = b"") -> bytes:
+    return HEADER.pack(len(body), job, kind) + body
+
+
+class FrameBuffer:
+    """Splits a byte stream into frames."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._buffer = bytearray()
+        self._max_bytes = max_bytes
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        self._buffer += data
+        while len(self._buffer) >= HEADER.size:
+            length, job, kind = HEADER.unpack_from(self._buffer)
+            if length > self._max_bytes:
+                raise OversizedFrame(f"a frame of {length:,} bytes; the limit is {self._max_bytes:,}")
+            end = HEADER.size + length
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[HEADER.size : end])
+            del self._buffer[:end]
+            yield Frame(job, kind, body)
+
 
 MAX_ERROR_CHARS = 2000
-MAX_JOBS = 1000  # then a fresh process, against graders that leak
+MAX_JOBS = 1000  # then the worker is replaced, because graders may leak memory
 
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """All a worker needs to know: environments, their tasks by (environment, split), weights of reward parts."""
+    """What a worker needs: environments, their tasks by (environment, split), weights of reward parts."""
 
     environments: Mapping[str, Any]
     tasks: Mapping[tuple[str, str], Sequence[Task]]
@@ -39,7 +85,7 @@ class Judging:
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """What a worker may have, and whose child it is."""
+    """Limits of a worker, and the id of its parent process."""
 
     memory_bytes: int
     isolated: bool
@@ -47,7 +93,7 @@ class Confinement:
 
 
 def serve(channel: socket.socket, judging: Judging, max_jobs: int = MAX_JOBS) -> None:
-    """Work until the server closes the channel or this process is not fit for another job."""
+    """Process jobs until the server closes the channel or this worker must be replaced."""
     frames = FrameBuffer(MAX_JOB_BYTES)
     done = 0
     while data := channel.recv(1 << 16):
@@ -64,34 +110,47 @@ def serve(channel: socket.socket, judging: Judging, max_jobs: int = MAX_JOBS) ->
 
 
 def score(judging: Judging, body: bytes) -> dict[str, Any]:
-    """The outcome of one job as JSON-ready fields of `Score`."""
+    """Score one job. Returns the fields of `Score`, ready for JSON."""
     began = time.perf_counter()
     outcome: dict[str, Any]
     try:
         job = json.loads(body)
         environment = judging.environments[job["env"]]
         task = judging.tasks[job["env"], job["split"]][job["index"]]
-        value = call(environment.reward, task, job["messages"])
-        reward, parts = read_outcome(value, judging.weights.get(job["env"], {}))
-        outcome = {"status": "ok", "reward": reward, "parts": parts}
-    except BaseException as error:  # SystemExit too: a reward that calls exit() failed, it did not finish
+        weights = judging.weights.get(job["env"], {})
+        if "group" in job:
+            outcome = {"status": "ok", "group": _score_group(environment, task, job["group"], weights)}
+        else:
+            reward, parts = read_outcome(call(environment.reward, task, job["messages"]), weights)
+            outcome = {"status": "ok", "reward": reward, "parts": parts}
+    except BaseException as error:  # includes SystemExit: a reward that calls exit() has failed
         outcome = {"status": "error", "error": describe(error)}
     return {**outcome, "seconds": time.perf_counter() - began}
 
 
+def _score_group(
+    environment: Any, task: Task, group: Sequence[Any], weights: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    values = list(call(environment.reward_group, task, group))
+    if len(values) != len(group):
+        raise RewardValueError(f"reward_group returned {len(values)} rewards for {len(group)} rollouts")
+    outcomes = [read_outcome(value, weights) for value in values]
+    return [{"reward": reward, "parts": parts} for reward, parts in outcomes]
+
+
 def describe(error: BaseException) -> str:
-    """`ValueError: text (file.py:12 in grade)`, with the innermost place in the user's code, if it was raised there."""
+    """Format an exception as `ValueError: text (file.py:12 in grade)`, with its innermost frame."""
     try:
         frames = [] if isinstance(error, RewardValueError) else traceback.extract_tb(error.__traceback__)
         inner = frames[-1] if frames else None
         place = f" ({Path(inner.filename).name}:{inner.lineno} in {inner.name})" if inner else ""
         return f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}{place}"
-    except Exception:  # an exception whose own __str__ fails
+    except Exception:  # the __str__ of the exception failed
         return type(error).__name__
 
 
 def _is_clean() -> bool:
-    """Whether the reward left nothing running behind it. Any alarm it left is switched off."""
+    """True if the reward left no thread and no child process. Also cancels a pending alarm."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     if threading.active_count() > 1:
         return False
@@ -99,23 +158,23 @@ def _is_clean() -> bool:
         os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
         return True
-    return False  # it still has children
+    return False  # children are left
 
 
 def become_worker(channel: socket.socket, judging: Judging, confinement: Confinement) -> None:
-    """What a freshly forked process runs: confine itself, serve, end. Never returns."""
+    """Run the worker in a newly forked process. Never returns."""
     code = 1
     try:
         os.setsid()
-        confine.reset_signals()
-        confine.die_with_parent()
-        if os.getppid() != confinement.server_pid:  # the server ended before the line above took hold
+        sandbox.reset_signals()
+        sandbox.die_with_parent()
+        if os.getppid() != confinement.server_pid:  # the server ended before the line above took effect
             os._exit(1)
-        os.register_at_fork(after_in_child=confine.die_with_parent)
-        confine.limit_memory(confinement.memory_bytes)
+        os.register_at_fork(after_in_child=sandbox.die_with_parent)
+        sandbox.limit_memory(confinement.memory_bytes)
         if confinement.isolated:
-            isolate()
-        # What a model wrote may have changed its process: the next job gets another.
+            sandbox.isolate()
+        # Code written by the model may have modified the process, so each job gets a new one.
         serve(channel, judging, 1 if confinement.isolated else MAX_JOBS)
         code = 0
     finally:

@@ -1,1 +1,1 @@
-"""Driving environments against an engine, and the engines behind the RolloutEngine seam."""
+"""Rollout engines (embedded, vLLM in this process, remote servers) and the channels that bring them weights."""

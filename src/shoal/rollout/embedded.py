@@ -1,7 +1,7 @@
-"""The embedded engine behind the RolloutEngine seam: requests from coroutines, steps on the device's thread.
+"""The embedded engine as a RolloutEngine: requests come from coroutines, engine steps run on the device thread.
 
-The trainer uses the same thread, so on one device sampling and training take turns by the step and need no lock. A
-server has no trainer: it is given weights of its own, which `load` replaces.
+The trainer uses the same thread, so on one device sampling and training alternate without a lock. In a server the
+engine has its own weights, which `load` replaces.
 """
 
 from __future__ import annotations
@@ -19,30 +19,43 @@ from typing import Any, TypeVar
 
 import torch
 
+from shoal.core.errors import EngineError, StorageError
+from shoal.core.protocols import Heard
+from shoal.core.types import Completion, Request
 from shoal.engine.engine import EmbeddedEngine
-from shoal.errors import EngineError, StorageError
-from shoal.models.own_weights import OwnWeights
-from shoal.observability import manifest as manifests
-from shoal.observability.atomic import fault
-from shoal.protocols import Heard
-from shoal.rollout.pausing import PAUSE_S, pause_between_turns
-from shoal.types import Completion, Request
+from shoal.models.served_weights import OwnWeights
+from shoal.runs import weight_files as manifests
+from shoal.runs.files import fault
+
+PAUSE_S = 600.0  # a turn may wait for a training step
+
+
+async def pause_between_turns(running: asyncio.Event, between: asyncio.Event, name: str, limit_s: float) -> None:
+    """Pause an engine in this process after its current turn; requests are kept. On failure nothing is paused."""
+    running.clear()
+    try:
+        async with asyncio.timeout(limit_s):
+            await between.wait()
+    except TimeoutError as error:
+        running.set()
+        raise EngineError(f"{name} was not paused: its turn on the device did not end in {limit_s:g} s") from error
+
 
 log = logging.getLogger(__name__)
 Done = TypeVar("Done")
-# Engine steps between two looks at what else the loop wants of the device's thread.
+# Engine steps before the device thread is released to other work.
 STEPS_PER_TURN = 16
 
 
 @dataclass
 class _Call:
-    """A request as it runs: under a name of its own, so that one that is asked again is never answered by the old."""
+    """A running request. Its unique name keeps a repeated request apart from the earlier one."""
 
     request: Request
-    name: str  # as the caller calls it
+    name: str  # request id of the caller
     answer: asyncio.Future[Completion]
     heard: Heard | None = None
-    told: int = 0  # tokens that were told so far; the device's thread counts
+    reported: int = 0  # tokens passed to `heard` so far; used by the device thread
 
 
 class EmbeddedRolloutEngine:
@@ -55,13 +68,13 @@ class EmbeddedRolloutEngine:
         self._device = device
         self._noise_seed = noise_seed
         self._weights = weights
-        self._served: tuple[dict[str, Any], str] | None = None  # manifest and hash of a version that came from afar
+        self._served: tuple[dict[str, Any], str] | None = None  # manifest and hash of a version loaded from a manifest
         self._calls: dict[str, _Call] = {}
         self._names: set[str] = set()
         self._numbers = itertools.count()
-        self._inbox: deque[Request | str] = deque()  # filled by coroutines, emptied by the device's thread; str = drop
+        self._inbox: deque[Request | str] = deque()  # from coroutines to the device thread; str = cancel
         self._listening: dict[str, _Call] = {}
-        self._called = 0  # who waits for the device's thread with something that a turn gives way to
+        self._called = 0  # pending device work that ends a turn early
         self._pump: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._closed = False
@@ -72,22 +85,31 @@ class EmbeddedRolloutEngine:
 
     @property
     def path(self) -> str:
-        """How tokens are decoded, in words."""
+        """How tokens are decoded, for the console."""
         return self._engine.path
 
     @property
     def activity(self) -> str:
-        """What it is doing, in words; read by the console's thread, so only counters."""
+        """Current activity; read by the console thread, so it uses only counters."""
         scheduler = self._engine.scheduler
         waiting, running = len(scheduler.waiting) + len(self._inbox), len(scheduler.running)
         return f"{waiting} to prefill, {running} decoding" if waiting or running else ""
 
     @property
+    def opening(self) -> str:
+        return ""
+
+    @property
     def version(self) -> int:
         return self._engine.view.version
 
+    async def connect(self) -> None: ...
+
+    async def describe(self) -> dict[str, Any]:
+        return {}
+
     async def generate(self, request: Request, heard: Heard | None = None) -> Completion:
-        """`heard` is told of tokens as they are drawn, on the loop's thread. A cancelled call gives its slot back."""
+        """`heard` is called with new tokens on the event loop's thread. Cancelling the call frees its slot."""
         if self._failure is not None:
             raise EngineError(f"the embedded engine failed earlier: {self._failure}")
         self._engine.check(request)
@@ -114,18 +136,18 @@ class EmbeddedRolloutEngine:
             del self._calls[name]
         return replace(completion, request_id=call.name)
 
-    def _send(self, word: Request | str) -> None:
-        self._inbox.append(word)
+    def _send(self, item: Request | str) -> None:
+        self._inbox.append(item)
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run(), name="engine")
 
     async def _run(self) -> None:
-        """Step while there is work. A failure ends every request with its reason instead of leaving them waiting."""
+        """Run turns while there is work. A failure is raised in every waiting request."""
         loop = asyncio.get_running_loop()
-        await asyncio.sleep(0)  # whoever asked together is batched together
+        await asyncio.sleep(0)  # concurrent requests start in one batch
         try:
             while self._inbox or self._engine.busy:
-                while not self._running.is_set():  # it may be cleared again before a wake-up comes through
+                while not self._running.is_set():  # it may be cleared again before this task wakes up
                     await self._running.wait()
                 self._between_turns.clear()
                 try:
@@ -145,18 +167,17 @@ class EmbeddedRolloutEngine:
             self._failure = error
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> list[Completion]:
-        """On the device's thread: step until something finishes, the turn is over or weights or a pause are waiting;
-        requests join at every step.
-        """
+        """On the device thread: step until a request finishes, the turn is over, or other work or a pause is pending.
+        Requests join at every step."""
         finished: list[Completion] = []
         fault("engine:turn")
         for _ in range(STEPS_PER_TURN):
             dropped: set[str] = set()
             while self._inbox:
-                word = self._inbox.popleft()
-                if isinstance(word, str):
-                    dropped.add(word)
-                elif (answer := self._engine.add(word)) is not None:
+                item = self._inbox.popleft()
+                if isinstance(item, str):
+                    dropped.add(item)
+                elif (answer := self._engine.add(item)) is not None:
                     finished.append(answer)
             if dropped:
                 self._engine.cancel(dropped)
@@ -164,23 +185,23 @@ class EmbeddedRolloutEngine:
                 break
             finished += self._engine.step()
             if self._listening:
-                self._tell(loop)
+                self._report(loop)
         return finished
 
-    def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
-        """On the device's thread: what was drawn since the last time, to whoever listens."""
+    def _report(self, loop: asyncio.AbstractEventLoop) -> None:
+        """On the device thread: pass new tokens to streaming calls."""
         for sequence in list(self._engine.scheduler.running.values()):
             call = self._listening.get(sequence.request.request_id)
-            drawn = len(sequence.token_ids)
-            if call is not None and call.heard is not None and drawn > call.told:
-                tokens, values = sequence.token_ids[call.told : drawn], sequence.logprobs[call.told : drawn]
-                call.told = drawn
+            count = len(sequence.token_ids)
+            if call is not None and call.heard is not None and count > call.reported:
+                tokens, values = sequence.token_ids[call.reported : count], sequence.logprobs[call.reported : count]
+                call.reported = count
                 loop.call_soon_threadsafe(call.heard, tokens, values)
 
     async def load(self, version: int, manifest: Mapping[str, Any] | None = None) -> str:
-        """Serve the trainer's current weights as `version`, or, in a server, those the manifest names.
+        """Serve the trainer's current weights as `version`, or, in a server, the weights of the manifest.
 
-        The manifest may carry the noise of this version. Without a path it is about the weights that are there.
+        The manifest may contain the noise of this version. Without weights only the noise changes.
         """
         return await self._between_steps(self._load, version, dict(manifest or {}))
 
@@ -211,36 +232,38 @@ class EmbeddedRolloutEngine:
         try:
             return weights.replace(manifest)
         except EngineError as error:
-            self._failure = error  # half of a version is none: nothing is drawn any more
+            self._failure = error  # the weights may be half replaced, so nothing may be sampled
             raise
 
     def _hash(self) -> str:
         view = self._engine.view
-        # A few numbers of every tensor the sampler reads: a step moves them all, and hashing the rest costs time.
+        # The first 32 values of each tensor: a step changes all tensors, and hashing everything is slow.
         with view.active():
             numbers = torch.cat([tensor.detach().flatten()[:32].float() for tensor in view.served_tensors()])
             return hashlib.blake2b(numbers.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
     async def load_adapter(self, folder: Path) -> str:
-        """Put an adapter on a server's model that no training run published; the version stays what it is."""
+        """Load an adapter that no training run published; the version does not change."""
         return await self._between_steps(self._load_adapter, folder)
 
     async def unload_adapter(self) -> str:
-        """Back to the version that was published last, or to the model as it was loaded."""
+        """Return to the last published version, or to the base model."""
         return await self._between_steps(self._unload_adapter)
 
     def _load_adapter(self, folder: Path) -> str:
-        assert self._weights is not None, "build/ gives a server its own weights"
+        assert self._weights is not None, "a server has its own weights"
         if not (folder / "adapter_config.json").is_file():
             raise StorageError(f"lora_path: {str(folder)!r} holds no adapter_config.json; name a folder PEFT wrote")
         return self._replace(self._weights, manifests.describe(folder, self.version, "lora"))
 
     def _unload_adapter(self) -> str:
-        assert self._weights is not None, "build/ gives a server its own weights"
+        assert self._weights is not None, "a server has its own weights"
         if self._served is not None and self._served[0].get("kind") == "lora":
             return self._replace(self._weights, self._served[0])
         self._weights.clear_adapter()
         return self._served[1] if self._served is not None else self._hash()
+
+    async def rest(self) -> None: ...
 
     async def pause(self) -> None:
         await pause_between_turns(self._running, self._between_turns, "the embedded engine", PAUSE_S)
@@ -264,7 +287,7 @@ class EmbeddedRolloutEngine:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
         self._inbox.clear()
-        # On the device's thread, behind the turn that may still be running there and gives way after its step.
+        # Runs after a turn in progress, which ends after its current step.
         await self._between_steps(self._engine.abort)
         for call in list(self._calls.values()):
             if not call.answer.done():

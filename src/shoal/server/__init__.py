@@ -1,5 +1,5 @@
-"""OpenAI-compatible HTTP over any RolloutEngine: asked.py reads requests, completions.py and streaming.py answer them.
+"""The OpenAI-compatible HTTP server over any RolloutEngine. Imports no torch.
 
-app.py has the routes, guard.py stands before them, control.py steers weights, sessions.py keeps a rollout in exact ids,
-local.py serves all that inside a training process. No torch.
+app.py defines the routes, access.py authentication, limits and the listener, request_schema.py the request bodies.
+completions.py and streaming.py produce responses, control.py loads weights, sessions.py tracks one rollout's turns.
 """

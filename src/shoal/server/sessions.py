@@ -1,30 +1,29 @@
-"""One rollout played through the endpoint: its sampling, its turns in exact ids, and how a request continues them."""
+"""A rollout that an environment plays over HTTP: its sampling settings, its turns in exact token ids, and how a request
+continues an earlier turn.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shoal.types import Completion, Message, SamplingParams, Turn
+from shoal.core.protocols import Tokens
+from shoal.core.types import Completion, Message, SamplingParams, Tools, Turn
 
-Tools = list[dict[str, Any]] | None
 
+class ChatTokens(Tokens, Protocol):
+    """The tokenizer and chat template that a server needs; implemented by models.chat.Chat."""
 
-class Tokens(Protocol):
-    """What a server needs of a tokenizer and its chat template; models.chat.Chat is one."""
-
-    def prompt_ids(self, messages: Sequence[Message], tools: Tools = None) -> list[int]: ...
-
-    def next_prompt_ids(
-        self, so_far: Sequence[int], messages: Sequence[Message], following: Sequence[Message], tools: Tools = None
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Tools = None, template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]: ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]: ...
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """For people: special tokens left out."""
+        """Text without special tokens."""
         ...
 
     def full_text(self, token_ids: Sequence[int]) -> str: ...
@@ -33,64 +32,72 @@ class Tokens(Protocol):
 
 
 @dataclass
-class Answered:
-    """A request that was answered: what was asked, the ids up to and with the answer, and the answer as it was sent."""
+class SessionTurn:
+    """A completed turn: its request, all token ids up to the end of the response, and the response message."""
 
     messages: list[Message]
     tools: Tools
     ids: list[int]
-    answer: Message
+    response: Message
     text: str
 
 
 @dataclass
 class Session:
-    """The client's own sampling settings are not asked: a rollout is drawn as the run says."""
+    """Requests of a session use the sampling settings of the run, not those in the request body."""
 
     name: str
     sampling: SamplingParams
     context_tokens: int
     seed_of: Callable[[int], int]  # turn → seed
     turns: list[Turn] = field(default_factory=list)
-    answered: list[Answered] = field(default_factory=list)
+    finished: list[SessionTurn] = field(default_factory=list)
     conversation: list[Message] = field(default_factory=list)
-    begun: int = 0  # turns asked for, answered or not
-    closed: bool = False  # the environment is done; what still comes in is not part of the rollout
+    begun: int = 0  # turns started, finished or not
+    base_url: str = ""  # of the endpoint
+    model: str = ""  # the model name that requests of this session carry
+    closed: bool = False  # the environment has finished; later turns are not recorded
 
     def begin_turn(self) -> int:
-        """The number of a turn, its own even if another is still being drawn."""
+        """A new turn number. Concurrent turns get different numbers."""
         self.begun += 1
         return self.begun - 1
 
-    def prompt_ids(self, chat: Tokens, messages: list[Message], tools: Tools) -> list[int]:
-        """The exact ids of an earlier turn and what follows it, if the messages continue one; else from the start."""
-        for past in reversed(self.answered):
+    def prompt_ids(self, chat: ChatTokens, messages: list[Message], tools: Tools) -> list[int]:
+        """If the messages continue an earlier turn: its exact ids plus the new messages. Otherwise a new rendering."""
+        for past in reversed(tuple(self.finished)):
             before = len(past.messages)
             continues = messages[:before] == past.messages and len(messages) > before + 1 and tools == past.tools
-            if continues and _same_answer(messages[before], past.answer):
+            if continues and _same_response(messages[before], past.response):
                 raw = {"role": "assistant", "content": past.text}
                 return chat.next_prompt_ids(past.ids, [*past.messages, raw], messages[before + 1 :], tools)
         return chat.prompt_ids(messages, tools)
 
     def record(
-        self, asked: tuple[list[Message], Tools], prompt_ids: list[int], completion: Completion, answer: Message
+        self,
+        conversation: tuple[list[Message], Tools],
+        prompt_ids: list[int],
+        completion: Completion,
+        response: Message,
     ) -> None:
         if self.closed:
             return
-        messages, tools = asked
+        messages, tools = conversation
         self.turns.append(Turn(prompt_ids, completion, self.sampling.temperature))
-        self.answered.append(Answered(messages, tools, [*prompt_ids, *completion.token_ids], answer, completion.text))
-        self.conversation = [*messages, answer]
+        self.finished.append(
+            SessionTurn(messages, tools, [*prompt_ids, *completion.token_ids], response, completion.text)
+        )
+        self.conversation = [*messages, response]
 
 
-def _same_answer(sent_back: Message, answer: Message) -> bool:
-    """Clients may drop empty fields or add some; role, text and the calls' ids decide."""
+def _same_response(sent_back: Message, response: Message) -> bool:
+    """Compare role, text and tool call ids only: clients may add fields or drop empty ones."""
 
     def key(message: Message) -> tuple[Any, ...]:
         calls = [call.get("id") for call in message.get("tool_calls") or ()]
         return message.get("role"), (message.get("content") or "").strip(), calls
 
-    return key(sent_back) == key(answer)
+    return key(sent_back) == key(response)
 
 
 def call_id(session: str, turn: int, number: int) -> str:

@@ -1,8 +1,7 @@
-"""An answer in pieces, as server-sent events: text while it is drawn, then how it ended, then the usage if asked for.
+"""Responses as server-sent events: text while it is sampled, then the finish reason, then the usage if requested.
 
-Text is held back while it may still become a stop string or an unfinished character. Where the engine does not tell of
-tokens as they come, where tools are offered (their calls are read from the whole answer) and in a rollout's session,
-an answer is one piece.
+Text that may still become a stop string or an incomplete character is held back. A completion is sent in one piece if
+the engine does not report tokens, if tools are offered (calls are parsed from the whole text), and in sessions.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from shoal.errors import EngineError, RequestError
-from shoal.server.completions import Asked, Completions, usage
-from shoal.types import Completion
+from shoal.core.errors import EngineError, RequestError
+from shoal.core.types import Completion
+from shoal.server.completions import CompletionRequest, Completions, usage
 
 _UNFINISHED = "�"
 
 
 class TextSoFar:
-    """Token ids in, text that will not change any more out."""
+    """Incremental detokenisation: returns only text that later tokens cannot change."""
 
     def __init__(self, detokenize: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
         self._detokenize = detokenize
         self._stops = stops
         self._ids: list[int] = []
-        self._start = self._read = 0  # decoding a few ids before the new ones gives the space between words
+        self._start = self._read = 0  # decode a few earlier ids too: some tokenizers need them for spaces
         self._held = ""
         self.sent = ""
 
@@ -44,13 +43,13 @@ class TextSoFar:
         return self._release(len(self._held) - self._uncertain())
 
     def finish(self, text: str) -> str:
-        """What is left of the whole text."""
+        """The part of the whole text that was not sent yet."""
         rest = text[len(self.sent) :] if text.startswith(self.sent) else ""
         self.sent += rest
         return rest
 
     def _uncertain(self) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
+        """The number of characters at the end that may be the start of a stop string."""
         longest = 0
         for stop in self._stops:
             for size in range(min(len(stop), len(self._held)), longest, -1):
@@ -65,13 +64,15 @@ class TextSoFar:
         return piece
 
 
-async def stream(completions: Completions, asked: Asked, failed: Callable[[EngineError], None]) -> AsyncIterator[bytes]:
-    """The events of all choices as they come. Leaving the iterator ends what is being drawn."""
-    about = completions.envelope(asked)
-    if asked.chat:
+async def stream(
+    completions: Completions, request: CompletionRequest, failed: Callable[[EngineError], None]
+) -> AsyncIterator[bytes]:
+    """The events of all choices in the order they occur. Closing the iterator cancels the sampling."""
+    about = completions.envelope(request)
+    if request.chat:
         about["object"] = "chat.completion.chunk"
     events: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
-    work = asyncio.create_task(_draw_all(completions, asked, events))
+    work = asyncio.create_task(_generate_all(completions, request, events))
     try:
         while (event := await events.get()) is not None:
             if isinstance(event, Exception):
@@ -87,53 +88,59 @@ async def stream(completions: Completions, asked: Asked, failed: Callable[[Engin
         await asyncio.gather(work, return_exceptions=True)
 
 
-async def _draw_all(completions: Completions, asked: Asked, events: asyncio.Queue[Any]) -> None:
+async def _generate_all(completions: Completions, request: CompletionRequest, events: asyncio.Queue[Any]) -> None:
     try:
-        choices = (_choice(completions, asked, number, events) for number in range(len(asked.seeds)))
-        drawn = await asyncio.gather(*choices)
-    except Exception as error:  # whoever reads the queue says it to the client
+        choices = (_choice(completions, request, number, events) for number in range(len(request.seeds)))
+        results = await asyncio.gather(*choices)
+    except Exception as error:  # reported to the client by stream()
         events.put_nowait(error)
         return
-    if asked.with_usage:
-        events.put_nowait({"choices": [], "usage": usage(asked, drawn)})
+    if request.with_usage:
+        events.put_nowait({"choices": [], "usage": usage(request, results)})
     events.put_nowait(None)
 
 
-async def _choice(completions: Completions, asked: Asked, number: int, events: asyncio.Queue[Any]) -> Completion:
-    if asked.tools or asked.session is not None or not completions.streams:
-        completion = await completions.draw(asked, number)
-        for piece in _whole(completions.choice(asked, number, completion)):
+async def _choice(
+    completions: Completions, request: CompletionRequest, number: int, events: asyncio.Queue[Any]
+) -> Completion:
+    if request.tools or request.session is not None or not completions.streams:
+        completion = await completions.generate(request, number)
+        for piece in _whole(completions.choice(request, number, completion)):
             events.put_nowait({"choices": [piece]})
         return completion
-    text = TextSoFar(completions.served.tokens.text, asked.sampling.stop)
-    told = 0
+    text = TextSoFar(completions.served.tokens.text, request.sampling.stop)
+    sent = 0
 
-    def heard(token_ids: list[int], values: list[float]) -> None:
-        nonlocal told
-        first, told = told == 0, told + len(token_ids)
+    def on_tokens(token_ids: list[int], values: list[float]) -> None:
+        nonlocal sent
+        first, sent = sent == 0, sent + len(token_ids)
         piece = text.add(token_ids)
-        events.put_nowait({"choices": [_piece(completions, asked, number, (piece, token_ids, values), first)]})
+        events.put_nowait({"choices": [_piece(completions, request, number, (piece, token_ids, values), first)]})
 
-    completion = await completions.draw(asked, number, heard)
-    rest = completion.token_ids[told:], completion.logprobs[told:]
-    last = _piece(completions, asked, number, (text.finish(completion.text), *rest), told == 0)
+    completion = await completions.generate(request, number, on_tokens)
+    rest = completion.token_ids[sent:], completion.logprobs[sent:]
+    last = _piece(completions, request, number, (text.finish(completion.text), *rest), sent == 0)
     last["finish_reason"] = "stop" if completion.finish_reason == "stop" else "length"
     events.put_nowait({"choices": [last]})
     return completion
 
 
 def _piece(
-    completions: Completions, asked: Asked, number: int, drawn: tuple[str, list[int], list[float]], first: bool
+    completions: Completions,
+    request: CompletionRequest,
+    number: int,
+    tokens: tuple[str, list[int], list[float]],
+    first: bool,
 ) -> dict[str, Any]:
-    text, token_ids, values = drawn
-    said: dict[str, Any] = {"text": text}
-    if asked.chat:
-        said = {"delta": {**({"role": "assistant"} if first else {}), "content": text}}
-    return {"index": number, **said, **completions.details(asked, token_ids, values), "finish_reason": None}
+    text, token_ids, values = tokens
+    content: dict[str, Any] = {"text": text}
+    if request.chat:
+        content = {"delta": {**({"role": "assistant"} if first else {}), "content": text}}
+    return {"index": number, **content, **completions.details(request, token_ids, values), "finish_reason": None}
 
 
 def _whole(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """A finished choice as two pieces: all it says, and how it ended."""
+    """A finished choice as two events: its content, then its finish reason."""
     if "message" not in choice:
         return [choice]
     delta = dict(choice["message"])
@@ -148,7 +155,7 @@ def _event(data: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they come and stops when the client goes away."""
+    """Sends events as they occur and stops when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -160,7 +167,7 @@ class EventStream(Response):
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         sending = asyncio.ensure_future(self._send_all(send))
-        gone = asyncio.ensure_future(_until_gone(receive))
+        gone = asyncio.ensure_future(until_disconnect(receive))
         try:
             await asyncio.wait([sending, gone], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -175,6 +182,6 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _until_gone(receive: Receive) -> None:
+async def until_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

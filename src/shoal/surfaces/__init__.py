@@ -1,5 +1,4 @@
-"""The names other ways in use, as tables: each surface's arguments and what they are in the one schema.
+"""Shared code of the interfaces GRPOTrainer, recipes and launcher: argument declarations, translation, messages.
 
-A table is data. The surface's own code lives elsewhere (grpo_trainer.py, recipes/, launcher/); errors that name the
-user's argument and docs/coming-from.md are made from the tables here. No torch.
+Also the names of TRL as a table. No torch.
 """

@@ -1,19 +1,24 @@
-"""Surface 2, `GRPOTrainer`: its arguments in the schema, and the translation of a call. Called by grpo_trainer.py."""
+"""Translates a call of `GRPOTrainer` to the schema, and checks the arguments that are Python objects.
+
+Called by grpo_trainer.py, whose signature declares the arguments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from shoal.config.base import IN_MEMORY
+from shoal.core.errors import ArgumentError
+from shoal.core.section import IN_MEMORY
 from shoal.surfaces import trl
-from shoal.surfaces.table import Row, Table, Translation
+from shoal.surfaces.names import Key, Translation
 
 LABEL = "dataset"  # the environment's name in metrics and files
 DEFAULT_STEPS = 100
 COMPLETIONS_SHOWN = 4
 VLLM_MEMORY = 0.5
+ORDER = "GRPOTrainer(model, train_dataset, reward_funcs)"
 GENERATION_KEYS = {
     "top_p": "orch.sampling.top_p",
     "top_k": "orch.sampling.top_k",
@@ -40,100 +45,62 @@ SCHEDULER_KEYS = {
 _NESTED = {"optimizer_args": OPTIMIZER_KEYS, "generation_args": GENERATION_KEYS}
 OPTIMIZERS = {"adamw": "adamw", "adamw_8bit": "adamw_8bit", "adamw8bit": "adamw_8bit"}
 
-ARGUMENTS = Table(
-    "`GRPOTrainer`: arguments",
-    (
-        Row("model", "train.model", "a name, or a transformers model that is trained in place"),
-        Row("train_dataset", "orch.env", "items with `get_reward`, rows, or a `datasets.Dataset`"),
-        Row("reward_funcs", (), "run in the reward workers; `get_reward` of the items unless given"),
-        Row("reward_weights", (), "the weights of several reward functions, as `orch.reward.parts`"),
-        Row("eval_dataset", "orch.eval.num_examples", "its rows are the held-out prompts"),
-        Row("eval_steps", "orch.eval.interval"),
-        Row("num_steps", "train.max_steps"),
-        Row("num_epochs", "train.epochs", "instead of num_steps"),
-        Row("group_size", "orch.rollouts_per_example"),
-        Row("batch_size", "orch.batch_size", "prompts a process × group_size × processes"),
-        Row("ppo_steps", "train.ppo_epochs"),
-        Row("clip_eps", "train.loss.clip_low", "clip_high follows it"),
-        Row("kl_penalty", "train.loss.kl.beta", "k3"),
-        Row("sampling_temperature", "orch.sampling.temperature"),
-        Row("max_new_tokens", "orch.sampling.max_tokens"),
-        Row("max_seq_len", "train.sequence_len"),
-        Row("generation_args", tuple(dict.fromkeys(GENERATION_KEYS.values()))),
-        Row("optimizer", "train.optimizer"),
-        Row("optimizer_args", (*OPTIMIZER_KEYS.values(), "train.adam_beta1", "train.adam_beta2")),
-        Row("lr_scheduler", tuple(SCHEDULER_KEYS.values()), "a word, or a dictionary of these"),
-        Row("max_grad_norm", "train.max_grad_norm"),
-        Row("output_dir", "train.output_dir"),
-        Row("saving_steps", "train.save_steps"),
-        Row("logging_steps", "train.logging_steps"),
-        Row("seed", "train.seed"),
-        Row("log_completions", "train.show_completions", f"True is {COMPLETIONS_SHOWN}"),
-        Row("enable_wandb", "train.report_to"),
-        Row("wandb_project", "train.report_project"),
-        Row("use_accelerate", (), "the processes that `accelerate launch` started train together"),
-        Row("use_vllm", ("infer.engine", "infer.in_process")),
-        Row("vllm_args", ("infer.gpu_memory_utilization", "infer.tp", "infer.engine_args")),
-        Row("vllm_enable_sleep", "infer.engine_args.enable_sleep_mode"),
-        Row("lora", "train.lora"),
-        Row("lora_rank", "train.lora_rank"),
-        Row("lora_alpha", "train.lora_alpha"),
-        Row("lora_dropout", "train.lora_dropout"),
-        Row("lora_target_modules", "train.lora_target_modules"),
-        Row("adapter_path", "train.adapter_path"),
-        Row("resume_from_checkpoint", "train.resume_from_checkpoint"),
-        Row("tokenizer", (), "the tokenizer of a model given as an object; its own unless given"),
-        Row("device", "train.device"),
-        Row("overrides", (), "any other key of the schema, as on the command line"),
-    ),
-    intro="`from shoal import GRPOTrainer`. Loss `grpo`, group mean and std, `seq-mean-token-mean`, KL k3.",
-    columns=("argument", "schema key"),
-)
 
-
-def from_trl(name: str) -> str | None:
-    """What a name of TRL's is here, as a sentence; None where TRL has no such name."""
+def from_trl(name: str, keys: Mapping[str, Key]) -> str | None:
+    """The argument for a name of TRL, as a sentence; None if TRL has no such name."""
     rows = {row.theirs: row for table in (trl.TRAINER, trl.FIELDS, trl.INHERITED) for row in table.rows}
     row = rows.get(name)
     if row is None:
         return None
-    arguments = [ours.theirs for key in row.keys for ours in ARGUMENTS.rows if key in ours.keys]
+    arguments = [argument for target in row.keys for argument, key in keys.items() if target in key.keys]
     if row.keys and arguments:
         nested = {key: f"{outer}={{{inner!r}: …}}" for outer, known in _NESTED.items() for inner, key in known.items()}
-        return f"what TRL calls so is {nested.get(row.keys[0], arguments[0])} here"
+        return f"TRL's {name} is {nested.get(row.keys[0], arguments[0])} in Shoal"
     if row.keys:
-        return f"what TRL calls so is overrides=['{row.keys[0]}=…'] here" + (f" ({row.note})" if row.note else "")
-    return f"what TRL calls so has no counterpart here: {row.note}"
+        return f"TRL's {name} is overrides=['{row.keys[0]}=…'] in Shoal" + (f" ({row.note})" if row.note else "")
+    return f"TRL's {name} has no counterpart in Shoal: {row.note}"
 
 
-def translate(given: Mapping[str, Any], processes: int = 1) -> Translation:
-    """What a call of GRPOTrainer means in the schema. `given` holds every argument, defaults included."""
+def translate(keys: Mapping[str, Key], given: Mapping[str, Any], processes: int = 1) -> Translation:
+    """The schema values of a call of GRPOTrainer. `given` holds every argument, defaults included."""
     to = Translation("GRPOTrainer")
-    name = given["model"] if isinstance(given["model"], str) else IN_MEMORY
-    to.put("model", "train.model", name)
+    if not _is_list(given["overrides"]):
+        to.refuse("overrides", f"must be a list such as ['train.seed=3'], not {_shown(given['overrides'])}")
+    to.put("model", "train.model", given["model"] if isinstance(given["model"], str) else IN_MEMORY)
     to.put("train_dataset", "orch.env", [{"id": IN_MEMORY, "name": LABEL}])
     to.data["train"]["loss"] = {"type": "grpo", "aggregation": "seq-mean-token-mean"}
-    plain = {
-        "group_size": "orch.rollouts_per_example", "ppo_steps": "train.ppo_epochs", "clip_eps": "train.loss.clip_low",
-        "kl_penalty": "train.loss.kl.beta", "sampling_temperature": "orch.sampling.temperature",
-        "max_new_tokens": "orch.sampling.max_tokens", "max_seq_len": "train.sequence_len",
-        "max_grad_norm": "train.max_grad_norm", "output_dir": "train.output_dir", "saving_steps": "train.save_steps",
-        "logging_steps": "train.logging_steps", "seed": "train.seed", "lora": "train.lora",
-        "lora_rank": "train.lora_rank", "lora_alpha": "train.lora_alpha", "lora_dropout": "train.lora_dropout",
-        "lora_target_modules": "train.lora_target_modules", "adapter_path": "train.adapter_path",
-        "device": "train.device",
-    }  # fmt: skip
-    to.put_all({argument: (key, given[argument]) for argument, key in plain.items()})
+    to.put_declared(keys, given)
     to.also["orch.seq_len"] = "max_seq_len"
     _length(to, given)
     _batch(to, given, processes)
     _sampling(to, given)
     _optimizer(to, given)
     _evaluation(to, given)
-    _watching(to, given)
+    if given["wandb_project"] is not None and not given["enable_wandb"]:
+        to.refuse("wandb_project", "is not used without enable_wandb=True", "set it, or remove wandb_project")
     _engine(to, given)
     _resume(to, given)
     return to
+
+
+def optimizer_name(optimizer: Any) -> str:
+    """`train.optimizer` for a name, a class such as torch.optim.AdamW, or an instance."""
+    name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
+    if name.lower() not in OPTIMIZERS:
+        raise ValueError(f"{name} is not known; use AdamW, or 'adamw_8bit'")
+    return OPTIMIZERS[name.lower()]
+
+
+def completions_shown(shown: Any) -> int:
+    if not isinstance(shown, bool | int):
+        raise ValueError(f"must be True, False or a number, not {_shown(shown)}")
+    return COMPLETIONS_SHOWN if shown is True else int(shown)
+
+
+def _dictionary(to: Translation, given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if given[name] is not None and not isinstance(given[name], Mapping):
+        to.refuse(name, f"must be a dictionary, not {_shown(given[name])}")
+    return dict(given[name] or {})
 
 
 def _length(to: Translation, given: Mapping[str, Any]) -> None:
@@ -141,12 +108,12 @@ def _length(to: Translation, given: Mapping[str, Any]) -> None:
         to.put("num_steps", "train.max_steps", given["num_steps"])
         return
     if given["num_steps"] != DEFAULT_STEPS:
-        to.refuse("num_epochs", f"excludes num_steps ({given['num_steps']}), which is set too", "keep one of them")
+        to.refuse("num_epochs", f"cannot be combined with num_steps ({given['num_steps']})", "keep one of them")
     to.put("num_epochs", "train.epochs", given["num_epochs"])
 
 
 def _batch(to: Translation, given: Mapping[str, Any], processes: int) -> None:
-    """batch_size counts prompts of one process, the schema's counts rollouts of a step."""
+    """batch_size is prompts per process; orch.batch_size is rollouts per step."""
     for name in ("batch_size", "group_size"):
         if not isinstance(given[name], int) or isinstance(given[name], bool) or given[name] < 1:
             to.refuse(name, f"must be a whole number of at least 1, not {given[name]!r}")
@@ -154,26 +121,21 @@ def _batch(to: Translation, given: Mapping[str, Any], processes: int) -> None:
 
 
 def _sampling(to: Translation, given: Mapping[str, Any]) -> None:
-    arguments = dict(given["generation_args"] or {})
+    arguments = _dictionary(to, given, "generation_args")
     if arguments.pop("do_sample", True) is not True:
-        to.refuse("generation_args['do_sample']", "must be True: a group of equal completions teaches nothing")
+        to.refuse("generation_args['do_sample']", "must be True: a group of equal completions has no training signal")
     for name, own in (("temperature", "sampling_temperature"), ("max_new_tokens", "max_new_tokens")):
         if name in arguments:
-            to.refuse(f"generation_args[{name!r}]", "has an argument of its own", f"give {own}=…")
+            to.refuse(f"generation_args[{name!r}]", "has its own argument", f"use {own}=…")
     to.pick("generation_args", arguments, GENERATION_KEYS)
 
 
 def _optimizer(to: Translation, given: Mapping[str, Any]) -> None:
-    optimizer = given["optimizer"]
-    name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
-    if name.lower() not in OPTIMIZERS:
-        to.refuse("optimizer", f"{name} is not known", "use AdamW, or 'adamw_8bit'")
-    to.put("optimizer", "train.optimizer", OPTIMIZERS[name.lower()])
-    arguments = {"lr": 1e-5, **(given["optimizer_args"] or {})}
+    arguments = {"lr": 1e-5, **_dictionary(to, given, "optimizer_args")}
     betas = arguments.pop("betas", None)
     if betas is not None:
-        if len(betas) != 2:
-            to.refuse("optimizer_args['betas']", f"are two numbers, not {len(betas)}")
+        if not _is_list(betas) or len(betas) != 2:
+            to.refuse("optimizer_args['betas']", f"must be two numbers, not {_shown(betas)}")
         to.put("optimizer_args['betas']", "train.adam_beta1", betas[0])
         to.put("optimizer_args['betas']", "train.adam_beta2", betas[1])
     to.pick("optimizer_args", arguments, {**OPTIMIZER_KEYS, "betas": ""})
@@ -182,7 +144,9 @@ def _optimizer(to: Translation, given: Mapping[str, Any]) -> None:
         to.put("lr_scheduler", "train.lr_scheduler_type", scheduler)
     elif scheduler is not None and not isinstance(scheduler, Mapping):
         to.refuse(
-            "lr_scheduler", "is an object", "name it: constant, cosine, linear, wsd, or {'type': …, 'warmup_steps': …}"
+            "lr_scheduler",
+            "must be a name or a dictionary",
+            "use constant, cosine, linear, wsd, or {'type': …, 'warmup_steps': …}",
         )
     else:
         to.pick("lr_scheduler", scheduler, SCHEDULER_KEYS)
@@ -193,28 +157,17 @@ def _evaluation(to: Translation, given: Mapping[str, Any]) -> None:
     if every is None:
         return
     if held_out is None or len(held_out) == 0:
-        to.refuse("eval_steps", "needs an eval_dataset", "give one, or leave eval_steps out")
+        to.refuse("eval_steps", "needs an eval_dataset", "set it, or remove eval_steps")
     to.put("eval_steps", "orch.eval.interval", every)
     to.put("eval_dataset", "orch.eval.num_examples", len(held_out))
 
 
-def _watching(to: Translation, given: Mapping[str, Any]) -> None:
-    shown = given["log_completions"]
-    to.put("log_completions", "train.show_completions", COMPLETIONS_SHOWN if shown is True else int(shown or 0))
-    if given["enable_wandb"]:
-        to.put("enable_wandb", "train.report_to", ["wandb"])
-    if given["wandb_project"] is not None:
-        if not given["enable_wandb"]:
-            to.refuse("wandb_project", "is not used without enable_wandb=True", "set it, or leave this out")
-        to.put("wandb_project", "train.report_project", given["wandb_project"])
-
-
 def _engine(to: Translation, given: Mapping[str, Any]) -> None:
-    arguments = given["vllm_args"] or {}
+    arguments = _dictionary(to, given, "vllm_args")
     if not given["use_vllm"]:
         for name in ("vllm_args", "vllm_enable_sleep"):
             if given[name]:
-                to.refuse(name, "is not used without use_vllm=True", "set it, or leave this out")
+                to.refuse(name, "is not used without use_vllm=True", f"set it, or remove {name}")
         return
     to.put("use_vllm", "infer.engine", "vllm")
     to.put("use_vllm", "infer.in_process", True)
@@ -226,13 +179,72 @@ def _engine(to: Translation, given: Mapping[str, Any]) -> None:
 
 
 def _resume(to: Translation, given: Mapping[str, Any]) -> None:
-    """True, or the folder of the run: it continues from its newest good checkpoint."""
+    """True, or a path in the run directory. The run continues from its newest valid checkpoint."""
     wanted = given["resume_from_checkpoint"]
     if isinstance(wanted, str | Path):
         folder = Path(given["output_dir"]).resolve()
         if folder not in (Path(wanted).resolve(), *Path(wanted).resolve().parents):
             to.refuse(
-                "resume_from_checkpoint", f"{str(wanted)!r} is not in output_dir", "set output_dir to the run's folder"
+                "resume_from_checkpoint", f"{str(wanted)!r} is not in output_dir", "set output_dir to the run directory"
             )
     if wanted:
         to.put("resume_from_checkpoint", "train.resume_from_checkpoint", True)
+
+
+def check_objects(given: Mapping[str, Any]) -> None:
+    """Raises for the first object of the wrong kind. The schema checks the other arguments."""
+    _check_model(given["model"])
+    _check_items("train_dataset", given["train_dataset"])
+    if given["eval_dataset"] is not None:
+        _check_items("eval_dataset", given["eval_dataset"])
+    _check_rewards(given["reward_funcs"], given["reward_weights"])
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, str) or hasattr(model, "parameters"):
+        return
+    if callable(model) or hasattr(model, "__len__"):
+        _refuse("model", f"is {_shown(model)}, not a model; the order is {ORDER}")
+    _refuse("model", f"must be a folder, a hub id or a transformers model, not {_shown(model)}")
+
+
+def _check_items(name: str, items: Any) -> None:
+    if isinstance(items, str | bytes):
+        _refuse(
+            name, f"is text ({items!r}), not items; load them, e.g. datasets.load_dataset({items!r}, split='train')"
+        )
+    if callable(items) or hasattr(items, "parameters"):
+        _refuse(name, f"is {_shown(items)}, not items; the order is {ORDER}")
+    if isinstance(items, Mapping) or not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
+        _refuse(name, f"must be a list of items or a datasets.Dataset, not {_shown(items)}")
+
+
+def _check_rewards(functions: Any, weights: Any) -> None:
+    if functions is not None and not callable(functions) and not isinstance(functions, str) and not _is_list(functions):
+        _refuse("reward_funcs", f"must be a function, or a list of them, not {_shown(functions)}")
+    for function in list(functions) if _is_list(functions) else []:
+        if isinstance(function, Mapping):
+            _refuse("reward_funcs", f"holds rows, not functions; the order is {ORDER}")
+        if not callable(function) and not isinstance(function, str):
+            _refuse("reward_funcs", f"holds {_shown(function)}, which is not a function")
+    if weights is not None and not _is_list(weights):
+        _refuse("reward_weights", f"must be a list of numbers, not {_shown(weights)}")
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    kind = type(value).__name__
+    return "a function" if kind in ("function", "builtin_function_or_method") else f"{_article(kind)} {kind}"
+
+
+def _article(word: str) -> str:
+    return "an" if word[:1].lower() in "aeiou" else "a"
+
+
+def _refuse(name: str, what: str) -> None:
+    raise ArgumentError(f"GRPOTrainer: {name}: {what}")

@@ -1,6 +1,6 @@
-"""The policy's files: weights as transformers or PEFT load them, and the rest needed to continue bit for bit.
+"""The policy's files: weights for transformers or PEFT, and the optimizer state for bit-equal resume.
 
-Writes into a folder it is given; making that folder appear atomically is the run directory's business.
+Writes into a given folder; the run directory makes that folder appear atomically.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from shoal.errors import NonFiniteError, StorageError
+from shoal.core.errors import NonFiniteError, StorageError
 from shoal.models import lora
 from shoal.models.decoder import Decoder
-from shoal.observability.run_dir import SHARDS
+from shoal.runs.run_dir import SHARDS
 from shoal.trainer.policy import TrainedPolicy
 
 STATE_FILE = "trainer.safetensors"
@@ -30,14 +30,14 @@ COUNTS_FILE = "trainer.json"
 def export_weights(
     policy: TrainedPolicy, tokenizer: PreTrainedTokenizerBase, folder: Path, whole: Decoder | None = None
 ) -> None:
-    """A folder that `from_pretrained` of transformers (full) or PEFT (LoRA) loads as it is.
+    """Write a folder that `from_pretrained` of transformers (full) or PEFT (LoRA) loads.
 
-    Weights that are sharded are written from the `whole` copy of them.
+    Sharded weights are written from their `whole` copy.
     """
     model = (whole or policy.decoder).model
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "peft_config"):
-        # Left to itself, PEFT asks the hub whether the base has other embeddings.
+        # With "auto", PEFT queries the hub whether the base model has other embeddings.
         adapted = set(model.peft_config[lora.TRAINED].target_modules or ())  # type: ignore[index]
         embeddings = "auto" if adapted & {"embed_tokens", "lm_head"} else False
         model.save_pretrained(str(folder), selected_adapters=[lora.TRAINED], save_embedding_layers=embeddings)  # type: ignore[operator]
@@ -47,9 +47,9 @@ def export_weights(
 
 
 def save_shards(policy: TrainedPolicy, folder: Path, group: dist.ProcessGroup) -> None:
-    """Masters and moments, by all ranks at once: each writes its own shards, as a distributed checkpoint of torch's.
+    """Write masters and moments as a torch distributed checkpoint: each rank writes its own shards.
 
-    In safetensors files, since torch's own format is read by unpickling.
+    In safetensors files, since torch's default format is read by unpickling.
     """
     tensors = {name: tensor if tensor.ndim else tensor[None] for name, tensor in policy.optimizer.state().items()}
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
@@ -60,23 +60,23 @@ def save_shards(policy: TrainedPolicy, folder: Path, group: dist.ProcessGroup) -
 
 
 def _read_shards(policy: TrainedPolicy, folder: Path) -> dict[str, torch.Tensor]:
-    """What this rank holds of them now, however many ranks wrote them. Each reads for itself."""
+    """Read this rank's shards, independent of the number of ranks that wrote them."""
     reader = dcp.HuggingFaceStorageReader(str(folder))
     masters, tensors = policy.optimizer.masters, {}
     for name in reader.read_metadata().state_dict_metadata:
         kind, _, parameter = name.partition("/")
         if parameter not in masters:
-            raise ValueError("the optimizer state is of another model")
+            raise ValueError("the optimizer state belongs to another model")
         tensors[name] = torch.zeros(1) if kind == "step" else torch.zeros_like(masters[parameter], requires_grad=False)
     dcp.load(tensors, storage_reader=reader, no_dist=True)  # type: ignore[arg-type]
     return {name: tensor[0] if name.startswith("step/") else tensor for name, tensor in tensors.items()}
 
 
 def save_state(policy: TrainedPolicy, folder: Path) -> None:
-    state = {} if policy.passes_together else policy.optimizer.state()  # else it is in shards
+    state = {} if policy.passes_together else policy.optimizer.state()  # sharded state is in save_shards
     if state and not _all_finite(list(policy.optimizer.masters.values())):
         raise NonFiniteError(
-            "the trained weights are no numbers any more, and are not saved; the last checkpoint stands"
+            "the trained weights contain NaN or Inf and are not saved; the last checkpoint is unchanged"
         )
     tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
     tensors["rng/cpu"] = torch.get_rng_state()
@@ -109,7 +109,7 @@ def _all_finite(tensors: list[Tensor]) -> bool:
 
 @torch.no_grad()
 def snapshot_weights(decoder: Decoder) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """What an engine needs of this version, copied to the host under its names in files; an adapter's settings."""
+    """The weights an engine needs, copied to the host, by their names in files; and an adapter's settings."""
     model: Any = decoder.model
     if not hasattr(model, "peft_config"):
         return {name: _on_host(tensor) for name, tensor in decoder.inner.named_parameters()}, None

@@ -1,20 +1,50 @@
-"""AdamW with fp32 masters. The model's own parameters are written in place, so whoever shares them sees the step.
+"""AdamW with fp32 masters, and learning-rate schedules. Parameters are updated in place.
 
-A bf16 parameter loses most small updates to rounding; its master and its gradient sum live here in fp32. An fp32
-parameter is its own master. The two moments are fp32, or through bitsandbytes 8 bits with a scale for every 256.
-Of a sharded parameter (DTensor) this rank's shard is stepped; the norm to clip by is that of all shards.
+bf16 parameters would lose small updates to rounding, so their masters and gradient sums are kept in fp32; an fp32
+parameter is its own master. Moments are fp32, or 8-bit (bitsandbytes, one scale per 256 values). For sharded
+parameters (DTensor) each rank steps its shard, and clipping uses the norm over all shards. A schedule is a pure
+function of the step, so resuming needs no scheduler state.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+Kind = Literal["constant", "linear", "cosine", "wsd"]
+# The decay phase of warm-up–stable–decay is the last fifth of the run.
+WSD_DECAY_FRACTION = 0.2
+
+
+@dataclass(frozen=True)
+class Schedule:
+    peak: float
+    total_steps: int
+    kind: Kind = "constant"
+    warmup_steps: int = 0
+    final_fraction: float = 0.0
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of optimizer step `step`, counted from 1."""
+        if step <= self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        if self.kind == "constant":
+            return self.peak
+        start = self.warmup_steps
+        if self.kind == "wsd":
+            start = max(start, self.total_steps - math.ceil(WSD_DECAY_FRACTION * self.total_steps))
+            if step <= start:
+                return self.peak
+        progress = min(1.0, (step - start) / max(1, self.total_steps - start))
+        shape = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress
+        return self.peak * (self.final_fraction + (1 - self.final_fraction) * shape)
 
 
 @dataclass(frozen=True)
@@ -23,10 +53,10 @@ class AdamSettings:
     beta2: float = 0.999
     epsilon: float = 1e-8
     weight_decay: float = 0.01
-    eight_bit: bool = False  # moments in 8 bits; needs bitsandbytes
+    eight_bit: bool = False  # 8-bit moments; requires bitsandbytes
 
 
-# What bitsandbytes keeps of a parameter. Its two maps from codes to numbers are the same for all and not saved.
+# State of bitsandbytes per parameter. Its two code maps are constant and not saved.
 _EIGHT_BIT_STATE = ("state1", "state2", "absmax1", "absmax2")
 
 
@@ -40,13 +70,13 @@ class MasterAdamW:
             else:
                 self.masters[name] = parameter.detach().float().clone()
                 parameter.register_post_accumulate_grad_hook(self._accumulator(name))
-        self._stepped = {name: local_part(master) for name, master in self.masters.items()}  # what Adam is given
-        # Decay pulls matrices towards zero; norms and biases have no business there.
+        self._stepped = {name: local_part(master) for name, master in self.masters.items()}  # updated by Adam
+        # Weight decay applies to matrices, not to norms and biases.
         decayed = [t for t in self._stepped.values() if t.ndim >= 2]
         plain = [t for t in self._stepped.values() if t.ndim < 2]
         groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         common = {"lr": 0.0, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
-        self._stay = False  # gradients stay where they lie, for a graph adds to them
+        self._stay = False  # keep gradient tensors: CUDA graphs add to them in place
         self._eight_bit = settings.eight_bit
         self._adam = _make_adam([g for g in groups if g["params"]], common, settings.eight_bit)
 
@@ -64,7 +94,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradient to at most `max_norm`; returns its norm before. Non-finite gradients stay as they are."""
+        """Clip the gradient to `max_norm`; returns its norm before clipping. Non-finite gradients are not changed."""
         grads = [local_part(m.grad) for m in self.masters.values() if m.grad is not None]
         if not grads:
             return torch.zeros(())
@@ -79,13 +109,13 @@ class MasterAdamW:
 
     @property
     def _shard(self) -> DTensor | None:
-        """One of the sharded parameters; they are all sharded over the same ranks."""
+        """One of the sharded parameters; all are sharded over the same ranks."""
         return next((m for m in self.masters.values() if isinstance(m, DTensor)), None)
 
     @torch.no_grad()
     def step(self, rate: float, settings: AdamSettings | None = None, norm: Tensor | None = None) -> None:
-        """`settings` replace those of the start, from this step on. Where the gradient's `norm` is not finite nothing
-        moves and no step is counted, which the device finds out for itself."""
+        """`settings` replace the current ones from this step on. If the gradient's `norm` is not finite, nothing is
+        updated and no step is counted; the check runs on the device."""
         for group in self._adam.param_groups:
             group["lr"] = rate
             if settings is not None:
@@ -95,7 +125,7 @@ class MasterAdamW:
             if isinstance(master, DTensor) and master.grad is not None:
                 self._stepped[name].grad = local_part(master.grad)
         if self._eight_bit:
-            if norm is not None and not norm.isfinite():  # bitsandbytes has no other way than to wait for it
+            if norm is not None and not norm.isfinite():  # with bitsandbytes this needs a device sync
                 return
             self._step_eight_bit()
         else:
@@ -106,7 +136,7 @@ class MasterAdamW:
             torch._foreach_copy_([p for p, _ in shared], [m for _, m in shared])
 
     def _step_eight_bit(self) -> None:
-        """What bitsandbytes' own step does, but without waiting for the device after every parameter."""
+        """The step of bitsandbytes without its device sync after every parameter."""
         for place, group, master in self._places():
             if master.grad is not None:
                 if not self._adam.state[master]:
@@ -120,7 +150,7 @@ class MasterAdamW:
 
     @property
     def state_bytes(self) -> int:
-        """Memory that masters and moments take; a parameter that is its own master counts as the model's."""
+        """Bytes of masters and moments; a parameter that is its own master counts as the model's memory."""
         own = [m for name, m in self.masters.items() if m is not self.parameters[name]]
         moments = [value for name, value in self.state().items() if not name.startswith(("master/", "step/"))]
         return sum(local_part(t).numel() * t.element_size() for t in (*own, *moments))
@@ -133,11 +163,11 @@ class MasterAdamW:
             tensor.grad = None
 
     def collect(self, loss: Tensor) -> None:
-        """The gradient added where it lies from now on, as a graph needs it; otherwise it comes with the backward."""
+        """Compute the gradient and add it in place to tensors that persist, as CUDA graphs require."""
         found = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
         used = [(master, grad) for master, grad in zip(self.masters.values(), found, strict=True) if grad is not None]
         sums = []
-        for master, _ in used:  # one that takes no part has no gradient, and is not decayed either
+        for master, _ in used:  # an unused parameter gets no gradient and no weight decay
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
             sums.append(master.grad)
@@ -146,12 +176,12 @@ class MasterAdamW:
 
     @property
     def moment_bytes(self) -> int:
-        """What the first step allocates and keeps."""
-        each = 1 if self._eight_bit else 4  # small tensors stay in 32 bits even so; they are small
+        """Bytes of the moments, allocated in the first step."""
+        each = 1 if self._eight_bit else 4  # bitsandbytes keeps small tensors in 32 bits; they are negligible
         return sum(2 * each * tensor.numel() for tensor in self._stepped.values())
 
     def state(self) -> dict[str, Tensor]:
-        """Everything needed to continue exactly, as flat named tensors; what is sharded says which shard it is."""
+        """The full state for bit-equal resume, as flat named tensors; sharded state as DTensors."""
         tensors = {f"master/{name}": master.detach() for name, master in self.masters.items()}
         for name, master in self.masters.items():
             for key, value in self._adam.state.get(self._stepped[name], {}).items():
@@ -165,9 +195,9 @@ class MasterAdamW:
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         expected = {name for name in tensors if name.startswith("master/")}
         if expected != {f"master/{name}" for name in self.masters}:
-            raise ValueError("the optimizer state is of another model")
+            raise ValueError("the optimizer state belongs to another model")
         if any(name.startswith("state1/") for name in tensors) != self._eight_bit and len(tensors) > len(expected):
-            raise ValueError("the optimizer state is of another train.optimizer")
+            raise ValueError("the optimizer state belongs to another train.optimizer")
         for name, master in self.masters.items():
             self._stepped[name].copy_(_part_for(tensors[f"master/{name}"], master))
             if master is not self.parameters[name]:
@@ -200,7 +230,7 @@ class MasterAdamW:
 
 @torch.no_grad()
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: its shard, in the same memory, or all of it."""
+    """This rank's shard of a tensor (same memory), or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -212,10 +242,10 @@ def _as_shard_like(part: Tensor, master: Tensor) -> Tensor:
 
 
 def _part_for(value: Tensor, master: Tensor) -> Tensor:
-    """This rank's part of a state that was saved whole or in shards. A step count is a number and belongs to all."""
+    """This rank's part of a saved state, whole or sharded. Step counts are scalars and not sharded."""
     if value.ndim == 0 or isinstance(value, DTensor) or not isinstance(master, DTensor):
         return local_part(value)
-    # Every rank has read the whole, so nothing is sent.
+    # Every rank has read the whole tensor, so no communication is needed.
     on_device = value.to(master.device)
     return local_part(distribute_tensor(on_device, master.device_mesh, master.placements, src_data_rank=None))
 

@@ -1,6 +1,6 @@
 """The model being trained: log-probs of packed rows, gradients of an objective, optimizer steps.
 
-Runs on one thread, the device's. Knows no algorithm: the objective turns log-probs into a loss and metrics.
+Runs on the device thread. Independent of the algorithm: the objective turns log-probs into a loss and metrics.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
-from shoal.algorithms.inputs import LossInputs, Metrics, MismatchSource
+from shoal.core.loss_inputs import LossInputs, MismatchSource
+from shoal.core.terms import Metrics
+from shoal.core.types import Row
 from shoal.models.decoder import Decoder
-from shoal.models.logprobs import Scored, token_logprobs
+from shoal.models.logprobs import TokenScores, token_logprobs
 from shoal.models.sharded import ShardedDecoder
-from shoal.trainer.graphs import Passed, PassGraphs, Work
-from shoal.trainer.micro_batch import Laid, MicroBatch, spread_over_rows
-from shoal.trainer.optimizer import AdamSettings, MasterAdamW
-from shoal.trainer.schedule import Schedule
-from shoal.types import Row
+from shoal.trainer.device_batch import DeviceBatch, HostBatch, spread_over_rows
+from shoal.trainer.optimizer import AdamSettings, MasterAdamW, Schedule
+from shoal.trainer.pass_graphs import PassGraphs, PassOutput, Work
 
 Objective = Callable[[LossInputs, Tensor], tuple[Tensor, Metrics]]
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Where reference log-probs come from: the decoder itself under `within` (adapter off), or a frozen copy."""
+    """Source of reference log-probs: the decoder itself under `within` (adapter off), or a frozen copy."""
 
     decoder: Decoder
     within: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -38,7 +38,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class OwnStep:
-    """One optimizer step's numbers. Without `adam`, betas, epsilon and decay stay as they are."""
+    """Settings of one optimizer step. `adam` None: betas, epsilon and weight decay are not changed."""
 
     rate: float
     max_grad_norm: float
@@ -46,14 +46,14 @@ class OwnStep:
 
 
 @dataclass
-class RowResults:
-    """What one micro-batch came to, still on the device; `read` waits for it, once."""
+class PendingPass:
+    """Results of one micro-batch, on the device; `read` synchronises once."""
 
     _rows: Sequence[Row]
-    _passed: Passed
+    _passed: PassOutput
 
     def read(self) -> tuple[dict[str, tuple[float, float]], list[np.ndarray]]:
-        """Everything in one copy."""
+        """Metrics and log-probs per row, in one copy to the host."""
         names, values = self._passed.names, self._passed.values.cpu()
         numbers, logprobs = values[: 2 * len(names)].tolist(), values[2 * len(names) :]
         metrics = dict(zip(names, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
@@ -78,12 +78,12 @@ class TrainedPolicy:
         self.reference = reference
         self.optimizer_steps = 0
         self.shares_prefixes = not _is_random(decoder)
-        self._sum_gradients = sum_gradients  # over the processes that train together
+        self._sum_gradients = sum_gradients  # over the ranks
         self._graphs = graphs
 
     @property
     def captures(self) -> bool:
-        """Whether passes may become graphs."""
+        """Whether passes may be captured as CUDA graphs."""
         return self._graphs is not None
 
     def bound_graphs(self, fits: Callable[[int, int, int], bool]) -> None:
@@ -92,60 +92,60 @@ class TrainedPolicy:
 
     @property
     def passes_together(self) -> bool:
-        """True where weights are sharded: a pass of one rank is a pass of all of them."""
+        """Whether weights are sharded, so that all ranks must run each pass together."""
         return isinstance(self.decoder, ShardedDecoder)
 
-    def logprobs(self, rows: Sequence[Row]) -> RowResults:
+    def logprobs(self, rows: Sequence[Row]) -> PendingPass:
         return self._logprobs(rows, self.decoder, "policy")
 
-    def reference_logprobs(self, rows: Sequence[Row]) -> RowResults:
+    def reference_logprobs(self, rows: Sequence[Row]) -> PendingPass:
         if self.reference is None:
             raise RuntimeError("this policy has no reference model")
         with self.reference.within():
             return self._logprobs(rows, self.reference.decoder, "reference")
 
     @torch.no_grad()
-    def _logprobs(self, rows: Sequence[Row], decoder: Decoder, whose: str) -> RowResults:
-        if not rows:  # a pass over one token that nobody reads: the other ranks need this one's share of the weights
+    def _logprobs(self, rows: Sequence[Row], decoder: Decoder, whose: str) -> PendingPass:
+        if not rows:  # a pass over one unused token: other ranks need this rank's shards
             _score_anything(decoder, 1, 1)
-            return RowResults(rows, Passed((), torch.zeros(0)))
-        laid = Laid.of(rows, decoder.device)
+            return PendingPass(rows, PassOutput((), torch.zeros(0)))
+        laid = _host_batch(rows, decoder)
 
-        def score(micro: MicroBatch) -> Passed:
-            return Passed((), self._score(decoder, micro).logprobs)
+        def score(micro: DeviceBatch) -> PassOutput:
+            return PassOutput((), self._score(decoder, micro).logprobs)
 
-        return RowResults(rows, self._pass(decoder, whose, laid, score, score))
+        return PendingPass(rows, self._pass(decoder, whose, laid, score, score))
 
     def forward_backward(
         self, rows: Sequence[Row], objective: Objective, mismatch_from: MismatchSource = "old"
-    ) -> RowResults:
-        """Add the gradient of one micro-batch, its rows laid end to end. No rows: pass only because others do."""
+    ) -> PendingPass:
+        """Add the gradient of one micro-batch. Without rows, run a pass without effect: all ranks must take part."""
         if not rows:
             with self._training():
                 (_score_anything(self.decoder, 1, 1).logprobs.sum() * 0).backward()
-            return RowResults(rows, Passed((), torch.zeros(0)))
-        laid = Laid.of(rows, self.decoder.device)
+            return PendingPass(rows, PassOutput((), torch.zeros(0)))
+        laid = _host_batch(rows, self.decoder)
         plain = partial(self._differentiate, objective, mismatch_from, torch.Tensor.backward)
         work = partial(self._differentiate, objective, mismatch_from, self.optimizer.collect)
         kind = (objective, mismatch_from) if getattr(objective, "is_fixed", False) else None
         with self._training():
-            return RowResults(rows, self._pass(self.decoder, kind, laid, work, plain))
+            return PendingPass(rows, self._pass(self.decoder, kind, laid, work, plain))
 
     def _differentiate(
-        self, objective: Objective, mismatch_from: MismatchSource, collect: Callable[[Tensor], None], micro: MicroBatch
-    ) -> Passed:
+        self, objective: Objective, mismatch_from: MismatchSource, collect: Callable[[Tensor], None], micro: DeviceBatch
+    ) -> PassOutput:
         scored = self._score(self.decoder, micro)
         inputs = micro.loss_inputs(scored.logprobs, mismatch_from)
         loss, metrics = objective(inputs, micro.scored["weights"])
         collect(loss)
         metrics["policy/entropy"] = inputs.token_metric(scored.entropy)
-        return Passed.of(metrics, scored.logprobs)
+        return PassOutput.of(metrics, scored.logprobs)
 
-    def _pass(self, decoder: Decoder, kind: Hashable, laid: Laid, work: Work, plain: Work) -> Passed:
-        """`work` as a graph, where it can be one: what is made twice, or differs from pass to pass, cannot."""
+    def _pass(self, decoder: Decoder, kind: Hashable, laid: HostBatch, work: Work, plain: Work) -> PassOutput:
+        """Run `work` as a CUDA graph if possible: not with checkpointing, nor if passes differ (dropout)."""
 
-        def plainly() -> Passed:
-            return plain(MicroBatch.upload(laid, decoder.device))
+        def plainly() -> PassOutput:
+            return plain(DeviceBatch.upload(laid, decoder.device))
 
         if self._graphs is None or kind is None or decoder.fused is None or not self.shares_prefixes:
             return plainly()
@@ -154,14 +154,14 @@ class TrainedPolicy:
         return self._graphs.run(kind, laid, work, plainly)
 
     def dry_run(self, tokens: int, rows: int, decoder: Decoder | None = None) -> None:
-        """A gradient over full rows of arbitrary tokens, computed and dropped: what a micro-batch costs."""
+        """Compute and drop a gradient over full rows of arbitrary tokens, to measure the memory of a micro-batch."""
         decoder = decoder or self.decoder
         with self._training():
             (_score_anything(decoder, tokens, rows).logprobs.sum() * 0).backward()
         self._forget_gradient(decoder)
 
-    def drop_gradient(self) -> None:
-        """Before a step is computed anew, with less at once."""
+    def discard_gradient(self) -> None:
+        """Drop the gradient before a step is repeated with smaller micro-batches."""
         self._forget_gradient(self.decoder)
         if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -172,9 +172,9 @@ class TrainedPolicy:
         self.optimizer.zero_grad()
 
     def optim_step(self, own: OwnStep | None = None) -> dict[str, float]:
-        """Step, unless the gradient is not finite: then nothing moves, and `optim/skipped` says so.
+        """Step. If the gradient is not finite, nothing is updated and `optim/skipped` is 1.
 
-        `own` takes the place of the schedule, for loops that are written outside.
+        `own` replaces the schedule, for custom loops.
         """
         own = own or OwnStep(self.schedule(self.optimizer_steps + 1), self.max_grad_norm)
         rate = own.rate
@@ -183,24 +183,24 @@ class TrainedPolicy:
         found = self.optimizer.clip(own.max_grad_norm)
         self.optimizer.step(rate, own.adam, found)
         self.optimizer.zero_grad()
-        norm = float(found)  # a wait, but for all that the step launched
+        norm = float(found)  # the only device sync of the step
         skipped = not np.isfinite(norm)
         self.optimizer_steps += 1
         result = {"optim/lr": rate, "optim/skipped": float(skipped)}
         return result if skipped else {**result, "optim/grad_norm": norm}
 
-    def _score(self, decoder: Decoder, micro: MicroBatch) -> Scored:
-        """Log-probs of the masked tokens of the rows, one after another."""
+    def _score(self, decoder: Decoder, micro: DeviceBatch) -> TokenScores:
+        """Log-probs of the rows' tokens under the loss mask."""
 
         def score() -> tuple[Tensor, Tensor]:
             with decoder.scoring():
                 hidden = decoder.hidden(micro.token_ids[None], micro.position_ids[None], micro.context)[0]
-            # The state before a token predicts it. For the first after a shared prefix that is the prefix's last.
+            # The state before a token predicts it; after a shared prefix that is the prefix's last state.
             states, temperatures = hidden[micro.before], micro.scored["temperatures"]
             scored = token_logprobs(decoder.head, states, micro.targets, temperatures, decoder.vocab_size, micro.kept)
             return scored.logprobs, scored.entropy
 
-        return Scored(*decoder.gathered(score))
+        return TokenScores(*decoder.gathered(score))
 
     @contextmanager
     def _training(self) -> Iterator[None]:
@@ -212,8 +212,14 @@ class TrainedPolicy:
             self.decoder.model.eval()
 
 
-def _score_anything(decoder: Decoder, tokens: int, rows: int) -> Scored:
-    """Log-probs of full rows of arbitrary tokens, none in a position that the model was not made for."""
+def _host_batch(rows: Sequence[Row], decoder: Decoder) -> HostBatch:
+    batch = HostBatch.of(rows, decoder.device)
+    decoder.check_length(int(batch.arrays["position_ids"].max()) + 1)
+    return batch
+
+
+def _score_anything(decoder: Decoder, tokens: int, rows: int) -> TokenScores:
+    """Log-probs of full rows of arbitrary tokens, at positions within the model's maximum."""
     ids = torch.arange(tokens * rows, device=decoder.device)
     longest = min(tokens, decoder.max_positions or tokens)
 
@@ -224,13 +230,13 @@ def _score_anything(decoder: Decoder, tokens: int, rows: int) -> Scored:
         scored = token_logprobs(decoder.head, hidden, ids % decoder.vocab_size, ones, decoder.vocab_size)
         return scored.logprobs, scored.entropy
 
-    return Scored(*decoder.gathered(score))
+    return TokenScores(*decoder.gathered(score))
 
 
 def _is_random(decoder: Decoder) -> bool:
-    """True if two passes over one prompt may differ in training: then each rollout draws its own, and none is shared.
+    """Whether two training passes over one prompt may differ; then rollouts cannot share their prompt's states.
 
-    Modules show the dropout of adapters; some models apply it as a function, or jitter a router, and name only a rate.
+    Adapters have dropout modules; some models apply dropout or router jitter as a function, seen only in the config.
     """
     modules = decoder.model.modules()
     rates = {name: value for name, value in decoder.config.to_dict().items() if "drop" in name or "jitter" in name}

@@ -1,6 +1,6 @@
-"""Supervised training on given completions. Shares the policy, packing, metrics and checkpoints with GRPO.
+"""Supervised fine-tuning on given completions. Shares the policy, packing, metrics and checkpoints with GRPO.
 
-The order of rows is a pure function of seed and epoch, so a step number is all there is to resume from.
+The order of rows is a pure function of seed and epoch, so resuming needs only the step number.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.algorithms.inputs import LossInputs, Metrics
-from shoal.batching.micro import micro_batches, smaller
-from shoal.batching.pack import Packing, make_batches
-from shoal.errors import DataError
+from shoal.core.batching import Packing, make_batches, micro_batches, smaller
+from shoal.core.errors import DataError
+from shoal.core.loss_inputs import LossInputs
+from shoal.core.metrics import Tally
+from shoal.core.terms import Metrics
+from shoal.core.types import Batch, Message, Row, Sample, Task
 from shoal.models.chat import Chat
-from shoal.observability.metrics import Tally
-from shoal.trainer.policy import RowResults, TrainedPolicy
-from shoal.types import Batch, Message, Row, Sample, Task
+from shoal.trainer.policy import PendingPass, TrainedPolicy
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """An objective like any other: minus the log-prob of every completion token."""
+    """The negative log-prob of every completion token."""
 
-    is_fixed: ClassVar[bool] = True  # the same for every pass, so that passes may be captured
+    is_fixed: ClassVar[bool] = True  # equal for every pass, so passes may be captured
 
     def __call__(self, inputs: LossInputs, weights: Tensor) -> tuple[Tensor, Metrics]:
         loss = -(inputs.policy_logprobs * weights.to(inputs.dtype)).sum()
@@ -41,7 +41,7 @@ CROSS_ENTROPY = CrossEntropy()
 
 
 def supervised_samples(tasks: Sequence[Task], chat: Chat, end_id: int, max_tokens: int) -> tuple[list[Sample], int]:
-    """Samples whose loss is on the completion and the token that ends it, and how many rows were too long."""
+    """Samples with the loss on the completion and its end token, and the number of rows that were too long."""
     samples = []
     for number, task in enumerate(tasks):
         answer: Message = {"role": "assistant", "content": task.data["completion"]}
@@ -52,7 +52,7 @@ def supervised_samples(tasks: Sequence[Task], chat: Chat, end_id: int, max_token
         if len(prompt) + len(completion) <= max_tokens:
             samples.append(_sample(str(number), prompt, completion))
     if not samples:
-        raise DataError(f"none of the {len(tasks)} rows fits into train.sequence_len {max_tokens}")
+        raise DataError(f"none of the {len(tasks)} rows fits into train.sequence_len ({max_tokens})")
     return samples, len(tasks) - len(samples)
 
 
@@ -67,14 +67,14 @@ def _sample(name: str, prompt: list[int], completion: list[int]) -> Sample:
 
 @dataclass
 class SupervisedSteps:
-    """One optimizer step over `batch_size` samples at a time."""
+    """Optimizer steps over `batch_size` samples each."""
 
     policy: TrainedPolicy
     samples: Sequence[Sample]
     batch_size: int
     token_budget: int
-    rows_per_micro_batch: int | None  # at most; None = as many as the tokens allow
-    micro_batch_tokens: int | None  # at most, unless one row alone has more
+    rows_per_micro_batch: int | None  # upper limit; None = limited by tokens only
+    micro_batch_tokens: int | None  # upper limit, except for a single longer row
     seed: int
 
     @property
@@ -87,13 +87,13 @@ class SupervisedSteps:
         rows = self._batch(step).rows
         pending = self._gradient(rows)
         tally.values(self.policy.optim_step())
-        for result in pending:  # read last: the device never waits within a step
+        for result in pending:  # read last, so the device never waits within a step
             tally.add_all(result.read()[0])
         tally.value("tokens/completion", sum(int(row.loss_mask.sum()) for row in rows))
         return tally.reduce()
 
-    def _gradient(self, rows: Sequence[Row]) -> list[RowResults]:
-        """What the plan did not foresee is computed again in smaller micro-batches."""
+    def _gradient(self, rows: Sequence[Row]) -> list[PendingPass]:
+        """Compute the gradient; after an out-of-memory error, repeat it with smaller micro-batches."""
         sizes = [row.tokens for row in rows]
         while True:
             parts = micro_batches(sizes, self.micro_batch_tokens, self.rows_per_micro_batch)
@@ -103,10 +103,10 @@ class SupervisedSteps:
                 fewer = smaller([sizes[part.start : part.stop] for part in parts])
                 if fewer is None:
                     raise
-            # Not before the error is gone: it holds what the pass that failed had made.
+            # After the except block: the exception keeps the tensors of the failed pass alive.
             self.micro_batch_tokens = fewer
-            log.warning("memory did not suffice: micro-batches have at most %d tokens from now on", fewer)
-            self.policy.drop_gradient()
+            log.warning("out of memory: micro-batches are limited to %d tokens from now on", fewer)
+            self.policy.discard_gradient()
 
     def _batch(self, step: int) -> Batch:
         epoch, at = divmod(step - 1, self.steps_per_epoch)
@@ -119,7 +119,7 @@ class SupervisedSteps:
 def train_supervised(
     steps: SupervisedSteps, first: int, last: int, after_step: Callable[[int, dict[str, float]], bool]
 ) -> int:
-    """Steps first..last; `after_step` records each and says whether to stop. Returns the last step done."""
+    """Run steps first..last; `after_step` records each and returns whether to stop. Returns the last step done."""
     done = first - 1
     for step in range(first, last + 1):
         metrics = steps.step(step)

@@ -17,7 +17,7 @@ def make_raw_model(folder: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from shoal.models.shapes import character_tokenizer, tiny_config
+    from shoal.models.random_models import character_tokenizer, tiny_config
 
     tokenizer = character_tokenizer()
     config = tiny_config(len(tokenizer))

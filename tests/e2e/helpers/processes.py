@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from support.commands import children_of as children_of  # for those who import it from here
+from support.ports import free_port
 
 LIMIT_S = 120.0  # far more than any command of these tests takes on a busy machine
 HERE = Path(__file__).parent
@@ -29,6 +30,14 @@ def environment(**changes: str) -> dict[str, str]:
     # What this process was given comes after: the tree under test need not be the one that is installed.
     path = os.pathsep.join([str(USER_CODE), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**kept, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, **changes}
+
+
+def ranks_environment(world: int, **changes: str) -> list[dict[str, str]]:
+    """What a launcher gives each of its processes."""
+    place = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    return [environment(**place, **meeting, **rank, **changes) for rank in own]
 
 
 @dataclass
@@ -125,8 +134,11 @@ class WarmPython:
         trace: Path | None = None,
         output: Path | None = None,
         python: bool = False,
+        spares: int | Sequence[int] = 0,
+        values: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> Command:
-        """A command of Shoal; with `python`, what Python takes after its name."""
+        """A command of Shoal; with `python`, what Python takes after its name. `spares`: how many of the processes
+        that it starts are forked too, and of those that each of them starts. `values`: constants to set, by module."""
         assert self._ready.wait(LIMIT_S), "the warm Python did not start"
         number = next(self._numbers)
         output = output or cwd / f"output-{time.monotonic_ns()}.txt"
@@ -134,6 +146,7 @@ class WarmPython:
         request = {
             "number": number, "argv": list(arguments), "cwd": str(cwd), "env": dict(env or environment()),
             "output": str(output), "faults": faults, "trace": trace and str(trace), "python": python,
+            "values": dict(values or {}), "spares": [spares] if isinstance(spares, int) else list(spares),
         }  # fmt: skip
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -149,6 +162,18 @@ class WarmPython:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(10)
+
+
+def rank_of(pid: int) -> int | None:
+    """The RANK of a training process, forked or fresh."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    except OSError:  # it has ended meanwhile
+        return None
+    if name.startswith("rank "):
+        return int(name.removeprefix("rank "))
+    return next((int(line.removeprefix("RANK=")) for line in variables if line.startswith("RANK=")), None)
 
 
 def alive(pid: int) -> bool:

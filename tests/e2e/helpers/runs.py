@@ -135,8 +135,8 @@ def overrides(**values: Any) -> Sequence[str]:
     return [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in values.items()]
 
 
-def each(cases: Iterable[Any], check: Callable[[Any], None], at_once: int = 2) -> None:
-    """Some at a time; all failures are told, not only the first."""
+def each(cases: Iterable[Any], check: Callable[[Any], None], at_once: int = 1) -> None:
+    """Check every case and report all failures. `at_once` is for cases that mostly wait."""
     cases = list(cases)
 
     def attempt(case: Any) -> str | None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shoal.observability.ports import free_port
+from support.ports import free_port
 
 from .processes import Command, Fault, WarmPython, alive, children_of, wait_until
 from .runs import Run, base_config, fingerprint

@@ -1,20 +1,25 @@
 """A Python that has imported what the commands import and forks one process a command: the same code without the wait.
 
 Run as a script by `processes.WarmPython`, one JSON request a line on stdin; answers are JSON lines on stdout. A request
-may name a place (`shoal.observability.atomic.fault`), how often it is passed and what happens to the process there: it
+may name a place (`shoal.runs.files.fault`), how often it is passed and what happens to the process there: it
 is killed, as by a power cut; it hangs; the disk fails or is full; the clock is set. What it asks for is a command of
-Shoal, or what Python takes after its name: a script, a module after -m, a text after -c.
+Shoal, or what Python takes after its name: a script, a module after -m, a text after -c. It may ask for spares:
+children that wait, and become the processes of Shoal that the command starts itself. `values` are constants of modules
+that are set first: patience that a test need not have.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+import inspect
 import json
 import os
 import runpy
 import select
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -26,15 +31,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from shoal.cli import main
-from shoal.observability import atomic
+from shoal.cli.entry import main
+from shoal.runs import files as atomic
 
 # What `shoal grpo`, `sft` and `eval` import when they start to work.
 HEAVY = (
     "shoal.api", "shoal.build", "shoal.engine.engine", "shoal.models.lora", "shoal.models.sampler_view",
-    "shoal.rollout.embedded", "shoal.rollout.runner", "shoal.trainer.checkpoint", "shoal.trainer.sft",
-    "shoal.transport.in_process", "shoal.transport.broadcast", "shoal.algorithms.losses", "shoal.split",
-    "shoal.build.infer", "shoal.rollout.http", "peft", "transformers.models.qwen3.modeling_qwen3",
+    "shoal.rollout.embedded", "shoal.core.runner", "shoal.trainer.checkpoint", "shoal.trainer.sft",
+    "shoal.rollout.weight_channels", "shoal.split.weight_broadcast", "shoal.core.objective", "shoal.split.commands",
+    "shoal.split.inference_process", "shoal.rollout.remote.shoal", "peft", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 
 
@@ -62,8 +67,7 @@ def serve() -> Callable[[], int]:
                 if pid == 0:
                     os.close(reading)
                     os.close(writing)
-                    become(request)
-                    return run_python if request["python"] else lambda: main(sys.argv[1:])
+                    return become(request)
                 say({"started": request["number"], "pid": pid})
 
 
@@ -82,7 +86,7 @@ def say(answer: dict[str, Any]) -> None:
     os.write(1, json.dumps(answer).encode() + b"\n")
 
 
-def become(request: dict[str, Any]) -> None:
+def become(request: dict[str, Any]) -> Callable[[], int]:
     """Be as a process the command line started: own session, folder, environment, output, signals."""
     os.setsid()
     signal.set_wakeup_fd(-1)
@@ -98,8 +102,80 @@ def become(request: dict[str, Any]) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.argv = list(request["argv"]) if request["python"] else ["shoal", *request["argv"]]
+    for module, values in request["values"].items():
+        for name, value in values.items():
+            getattr(import_module(module), name)  # it exists
+            setattr(import_module(module), name, value)
+    if keep_spares(*request["spares"]):
+        return run_python
     if request["faults"] or request["trace"]:
         atomic.set_fault_hook(at_places(request["faults"], request["trace"]))
+    return run_python if request["python"] else lambda: main(sys.argv[1:])
+
+
+def keep_spares(number: int = 0, *below: int) -> bool:
+    """Fork children while this process is still as new. Each waits to become a `python -m shoal…` that `subprocess`
+    is asked to start; without spares left, processes are started as ever. `below`: the spares of each of them.
+    Returns True in such a child."""
+    spares: list[tuple[int, socket.socket]] = []
+    for _ in range(number):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            for _, other in spares:
+                other.close()
+            ours.close()
+            be_started(theirs)
+            keep_spares(*below)
+            return True
+        theirs.close()
+        spares.append((pid, ours))
+    start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    signature = inspect.signature(start)
+
+    def start_in_spare(self: Any, *values: Any) -> None:
+        given = signature.bind(self, *values).arguments
+        words = given["args"] if isinstance(given["args"], list | tuple) else []
+        ours = list(words[:2]) == [sys.executable, "-m"] and words[2].startswith("shoal")
+        if not ours or not spares:
+            start(self, *values)
+            return
+        self.pid, channel = spares.pop(0)
+        streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        request = {
+            "argv": words[1:], "cwd": given["cwd"] or str(Path.cwd()), "env": dict(given["env"] or os.environ),
+            "new_session": given["start_new_session"],
+        }  # fmt: skip
+        fds = [number if stream == -1 else stream for number, stream in enumerate(streams)]
+        socket.send_fds(channel, [json.dumps(request).encode()], fds)
+        channel.close()
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[name] for name in pipes))
+
+    if spares:
+        subprocess.Popen._execute_child = start_in_spare  # type: ignore[attr-defined]
+    return False
+
+
+def be_started(channel: socket.socket) -> None:
+    """Wait for the request of the parent; end when the parent ends without one."""
+    data, fds, _, _ = socket.recv_fds(channel, 1 << 18, 3)
+    channel.close()
+    if not data:
+        os._exit(0)
+    request = json.loads(data)
+    for number, stream in enumerate(fds):
+        os.dup2(stream, number)
+        os.close(stream)
+    if request["new_session"]:
+        os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    if rank := request["env"].get("RANK"):
+        Path("/proc/self/comm").write_text(f"rank {rank}")  # for `rank_of`: /proc/self/environ is the parent's
+    sys.argv = list(request["argv"])
 
 
 def run_python() -> int:

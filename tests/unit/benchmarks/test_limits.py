@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.models.shapes import shape_config
+from shoal.models.random_models import shape_config
 
 
 def load_benchmark(name: str):

@@ -24,7 +24,7 @@ def simulated() -> Any:
 
 
 def request(number: int) -> Any:
-    from shoal.types import Request, SamplingParams
+    from shoal.core.types import Request, SamplingParams
 
     return Request(f"r{number}", [1, 2], SamplingParams(max_tokens=10, seed=number))
 

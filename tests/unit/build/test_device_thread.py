@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.build.sampler import CLOSE_LIMIT_S, DeviceThread, Sampler
-from shoal.errors import DeadlineError
+from shoal.core.errors import DeadlineError
 from shoal.rollout.embedded import EmbeddedRolloutEngine
 from support.engines import make_engine
 from support.models import small_decoder
@@ -26,12 +26,12 @@ def test_a_device_that_hangs_is_waited_for_once() -> None:
     free, device = threading.Event(), ThreadPoolExecutor(1)
 
     async def main() -> float:
-        work = DeviceThread(device, 0.1)
-        assert await work(sum, [1, 2]) == 3 and not work.given_up
+        thread = DeviceThread(0.1, executor=device)
+        assert await thread(sum, [1, 2]) == 3 and not thread.timed_out
         engine = EmbeddedRolloutEngine(make_engine(small_decoder()), device)
-        sampler = Sampler(nothing(), engine, nothing(), device, work)
+        sampler = Sampler(nothing(), engine, nothing(), thread)
         with pytest.raises(DeadlineError, match="waited 0 s for the device to do hang"):
-            await sampler.work(hang, free)
+            await sampler.device(hang, free)
         began = time.monotonic()
         await sampler.close()
         return time.monotonic() - began

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.build.ends import give_up, newest_checkpoint, record_end
-from shoal.errors import HardwareError
-from shoal.observability.events import EventLog
-from shoal.observability.run_dir import RunDir, is_used, read_status
+from shoal.build.workspace import end_at_once, newest_checkpoint, record_end
+from shoal.core.errors import HardwareError
+from shoal.runs.events import EventLog
+from shoal.runs.run_dir import RunDir, is_used, read_status
 
 
 def refuse() -> tuple[str, int]:
@@ -35,15 +35,16 @@ def test_a_run_refused_later_is_not_left_running(tmp_path: Path):
 
 def test_after_a_second_signal_the_status_names_what_there_is_to_go_on_from(tmp_path: Path):
     with RunDir.create(tmp_path, "", {}, "go on") as run_dir:
-        said = "ended at once by a second signal; there is no checkpoint yet, so it starts again from the beginning"
-        assert give_up(run_dir, "go on") == f"{said}; to continue: go on"
+        said = "ended at once by a second signal; there is no checkpoint yet, so the run starts again from the "
+        said += "beginning"
+        assert end_at_once(run_dir, "go on") == f"{said}; to continue: go on"
         assert read_status(tmp_path)["reason"] == said
         for step in (2, 10):
             with run_dir.checkpoint(step) as folder:
                 (folder / "weights").write_bytes(b"w")
-        give_up(run_dir, "go on")
+        end_at_once(run_dir, "go on")
         status = read_status(tmp_path)
-        assert status["reason"].endswith("; it goes on from the checkpoint of step 10")
+        assert status["reason"].endswith("from the checkpoint of step 10")
         assert (status["state"], status["resumable"], status["next_command"]) == ("interrupted", True, "go on")
 
 

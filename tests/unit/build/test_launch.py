@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import stat
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shoal.build.given import Given
-from shoal.build.launch import Start, _conclude, _write_start, as_rank, ranks_to_start, read_start, write_end
+from shoal.build.load import PythonObjects, Run
+from shoal.build.ranks import _conclude, _write_start, as_rank, ranks_to_start, read_start, write_end
 from shoal.config.resolve import as_yaml
 from shoal.config.schema import RunConfig
 from shoal.config.train import TrainConfig
-from shoal.errors import ConfigError, HardwareError, Interrupted, ShoalError
+from shoal.core.errors import ConfigError, HardwareError, Interrupted, ShoalError
 
 LAUNCHED = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 
@@ -55,7 +54,7 @@ def test_a_rank_starts_none_and_knows_its_place(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, value)
     assert ranks_to_start(TrainConfig(gpus=2, device="cpu"), None) == 0
     assert (as_rank(None).processes, as_rank(None).local_rank) == (4, 1)
-    assert as_rank(Given(processes=2)).processes == 2  # whoever was told keeps what it was told
+    assert as_rank(PythonObjects(processes=2)).processes == 2  # whoever was told keeps what it was told
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,7 @@ def test_more_than_there_are(monkeypatch: pytest.MonkeyPatch, visible: str | Non
 
 def test_python_objects_stay_in_their_process():
     with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2"):
-        ranks_to_start(TrainConfig(gpus=2, device="cpu"), Given(tokenizer=object()))
+        ranks_to_start(TrainConfig(gpus=2, device="cpu"), PythonObjects(tokenizer=object()))
 
 
 def config(folder: Path) -> RunConfig:
@@ -84,20 +83,21 @@ def config(folder: Path) -> RunConfig:
 
 
 def test_a_rank_reads_what_it_is_told_once_and_whole(tmp_path: Path):
-    start = Start(True, ("a note",), "shoal grpo --resume", 12)
-    files = {"config.yaml": as_yaml(config(tmp_path), secrets=True), "start.json": json.dumps(asdict(start))}
+    start = {"resume": True, "notices": ["a note"], "next_command": "shoal grpo --resume"}
+    files = {"config.yaml": as_yaml(config(tmp_path), secrets=True), "start.json": json.dumps(start)}
     _write_start(tmp_path, 1, files)
     modes = {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
     assert modes == {0o600}
-    told, again = read_start(tmp_path, 1)
-    assert told is not None and again == start and told.orch.env[0].args == {"api_key": "s3cret"}
+    run = read_start(tmp_path, 1)
+    assert isinstance(run, Run) and run.config.orch.env[0].args == {"api_key": "s3cret"}
+    assert (run.resume, run.notices, run.command) == (True, ("a note",), "shoal grpo --resume")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_of_another_command_is_told_the_command_alone(tmp_path: Path):
-    start = Start(False, (), "", 12, ("grpo-train", "train.yaml", "train.gpus=2"))
-    _write_start(tmp_path, 0, {"start.json": json.dumps(asdict(start))})
-    assert read_start(tmp_path, 0) == (None, start)
+    command = ["grpo-train", "train.yaml", "train.gpus=2"]
+    _write_start(tmp_path, 0, {"start.json": json.dumps({"command": command})})
+    assert read_start(tmp_path, 0) == command
     assert not list(tmp_path.iterdir())
 
 

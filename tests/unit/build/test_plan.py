@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.build.plan import _narrows, agreed
+from shoal.build.memory_plan import MemoryPlan, _narrows, agreed
 from shoal.config.orch import EvalSamplingConfig, SamplingConfig
-from shoal.trainer.memory import MemoryPlan
+from shoal.core.ranks import SingleProcess
 
 
-class TwoRanks:
+class TwoRanks(SingleProcess):
     """This one and another with its numbers."""
 
     def __init__(self, *other: int) -> None:
         self.other = other
 
-    def smallest(self, numbers: list[int]) -> list[int]:
+    def minimum(self, numbers: list[int]) -> list[int]:
         return [min(pair) for pair in zip(numbers, self.other, strict=True)]
 
 

@@ -6,7 +6,7 @@ import time
 
 from shoal.build.prompts import fits_in
 from shoal.models.chat import Chat
-from shoal.models.shapes import character_tokenizer
+from shoal.models.random_models import character_tokenizer
 
 
 def test_a_prompt_of_100_mb_is_set_aside_at_once():

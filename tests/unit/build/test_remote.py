@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from shoal.build.others import serve_others
-from shoal.build.remote import absent_server, as_flags, check_engine, check_tied, launch_of
-from shoal.config.checks import check_run
+from shoal.build.remote_engines import absent_server, as_flags, check_engine, check_tied, launch_of
 from shoal.config.resolve import resolve_run
+from shoal.config.rules import check_run
 from shoal.config.schema import RunConfig
-from shoal.errors import ConfigError, EngineError
-from shoal.observability.machine import has_gpu
-from shoal.observability.ports import free_port
+from shoal.core.errors import ConfigError, EngineError
+from shoal.split.inference_process import serve_others
+from shoal.watch.machine import has_gpu
+from support.ports import free_port
 
 
 def config(infer: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:

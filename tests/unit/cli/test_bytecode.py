@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import bytecode
+from shoal.cli import entry as bytecode
 
 IMPORT = "from shoal.cli.entry import guarded; print(guarded(lambda: __import__('torch').CODE, []))"
 
@@ -68,7 +68,7 @@ def test_an_installation_that_cannot_be_written(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "largest").mkdir()
     (tmp_path / "largest" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(bytecode, "LARGEST", "largest")
+    monkeypatch.setattr(bytecode, "LARGEST_PACKAGE", "largest")
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     assert not bytecode._is_compiled_every_time()
     monkeypatch.setattr(os, "access", lambda *_: False)

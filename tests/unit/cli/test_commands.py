@@ -1,5 +1,6 @@
 """The commands as a user types them: help, refusals, exit codes and what they leave on disk."""
 
+import json
 import os
 import shlex
 import subprocess
@@ -8,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import main
-from shoal.cli.init import example_files
+from shoal.cli.entry import main
+from shoal.cli.make_files import example_files
 from shoal.cli.output import complain
 
 ROOT = Path(__file__).parents[3]
@@ -83,7 +84,26 @@ def test_examples_are_written_and_pass(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(suggested.removeprefix("try: shoal ").split()) == 0
     capsys.readouterr()
     assert main(["init", "mine"]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
+
+
+def test_the_examples_name_a_schema_that_lies_beside_them(capsys: pytest.CaptureFixture[str]):
+    assert main(["init", "mine"]) == 0
+    assert main(["envs", "new", "my-env"]) == 0
+    for file in (*Path("mine/grpo").glob("*.yaml"), Path("my-env/run.yaml")):
+        name = file.read_text().splitlines()[0].removeprefix("# yaml-language-server: $schema=")
+        assert json.loads((file.parent / name).read_text())["title"].endswith("Config")
+    capsys.readouterr()
+    assert main(["schema", "train"]) == 0
+    assert capsys.readouterr().out == Path("mine/grpo/train.schema.json").read_text()
+    assert main(["schema", "nothing"]) == 2
+
+
+def test_shell_completion_knows_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["--install-completion", "--shell", "bash"]) == 0
+    (script,) = (path for path in tmp_path.rglob("*") if path.is_file() and path.name == "shoal")
+    assert "grpo-infer" in script.read_text()
 
 
 def test_packaged_examples_are_those_of_the_repository():
@@ -123,7 +143,7 @@ def test_a_new_environment_passes_its_own_test(tmp_path: Path, capsys: pytest.Ca
     assert "How many letters" in capsys.readouterr().out
     assert main(["envs", "new", "letter-count", "--folder", "."]) == 2
     assert main(["envs", "new", "Letter Count"]) == 2
-    assert "small letters, digits and dashes" in capsys.readouterr().err
+    assert "lower-case letters" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -165,7 +185,7 @@ def test_a_bug_leaves_a_bundle_and_no_traceback(
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("something inside with canary-777")
 
-    monkeypatch.setattr("shoal.cli.init.example_files", broken)
+    monkeypatch.setattr("shoal.cli.make_files.example_files", broken)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("SOME_API_KEY", "canary-777")
     assert main(["init", "there"]) == 70
@@ -182,7 +202,7 @@ def test_a_package_that_is_missing_is_no_bug(capsys: pytest.CaptureFixture[str],
     def incomplete() -> None:
         exec("import opentelemetry_gone.trace", {"__name__": "fastapi.telemetry"})
 
-    monkeypatch.setattr("shoal.cli.init.example_files", incomplete)
+    monkeypatch.setattr("shoal.cli.make_files.example_files", incomplete)
     assert main(["init", "there"]) == 2
     err = capsys.readouterr().err
     assert "the Python package opentelemetry_gone, which fastapi imports, is missing; install Shoal again" in err
@@ -192,7 +212,7 @@ def test_a_part_of_a_package_that_is_missing_is_a_bug(tmp_path: Path, monkeypatc
     def outdated() -> None:
         exec("import json.of_a_later_release")
 
-    monkeypatch.setattr("shoal.cli.init.example_files", outdated)
+    monkeypatch.setattr("shoal.cli.make_files.example_files", outdated)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["init", "there"]) == 70
 
@@ -201,7 +221,7 @@ def test_interrupt_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shoal.cli.init.example_files", interrupted)
+    monkeypatch.setattr("shoal.cli.make_files.example_files", interrupted)
     assert main(["init", "there"]) == 130
 
 

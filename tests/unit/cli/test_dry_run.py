@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import main
+from shoal.cli.entry import main
 from shoal.config.load import load_run
 
 ROOT = Path(__file__).parents[3]
@@ -47,8 +47,8 @@ def test_dry_run_is_fast():
     assert seconds < 1.0
 
 
-NO_CUDA = "train.device: cuda was asked for but this machine has no CUDA device; use cpu"
-NO_FP8 = "train.recipe: fp8-hybrid needs a GPU with FP8 units; on this CPU use train.recipe=fp32"
+NO_CUDA = "train.device: cuda is not available on this machine; use cpu"
+NO_FP8 = "train.recipe: fp8-hybrid requires a GPU with FP8 support; on a CPU use train.recipe=fp32"
 SFT = ["sft", "--model", "Qwen/Qwen3-0.6B", "--dataset", "rows.jsonl", "--max-steps", "3"]
 
 
@@ -68,7 +68,7 @@ def test_a_dry_run_notes_what_the_run_would_be_refused_for_here(
     argv: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """It may be made where no GPU is, for a machine that has one."""
-    monkeypatch.setattr("shoal.cli.machine.has_gpu", lambda: False)
+    monkeypatch.setattr("shoal.cli.dry_run.has_gpu", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     assert main([*argv, "--dry-run"]) == 0
@@ -81,7 +81,7 @@ def test_a_dry_run_notes_what_the_run_would_be_refused_for_here(
 
 def test_a_driver_that_torch_cannot_use_is_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """A CPU build of torch beside a driver, or CUDA_VISIBLE_DEVICES that hides the devices."""
-    monkeypatch.setattr("shoal.cli.machine.has_gpu", lambda: True)
+    monkeypatch.setattr("shoal.cli.dry_run.has_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main([*THREE, "--dry-run"]) == 0
     assert f"note: a run on this machine would be refused: {NO_FP8}" in capsys.readouterr().err
@@ -89,7 +89,7 @@ def test_a_driver_that_torch_cannot_use_is_no_gpu(monkeypatch: pytest.MonkeyPatc
 
 def test_a_dry_run_refuses_a_dtype_that_no_machine_has(capsys: pytest.CaptureFixture[str]):
     assert main(["grpo-infer", str(EXAMPLES / "infer.yaml"), "infer.dtype=float16", "--dry-run"]) == 2
-    assert "infer.dtype: the embedded engine computes in bfloat16 or float32, not float16" in capsys.readouterr().err
+    assert "infer.dtype: the embedded engine supports bfloat16 and float32, not float16" in capsys.readouterr().err
 
 
 def test_dry_run_prints_and_writes_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -188,12 +188,18 @@ class Shout:
         (['orch.env=[{id: "mine.py:Shoutt"}]'], "orch.env: mine.py has no 'Shoutt'; nearest is 'Shout'"),
         (['orch.env=[{id: "broken.py:X"}]'], "orch.env: broken.py:X: importing it raised SyntaxError"),
         (['orch.env=[{id: "ends.py:X"}]'], "orch.env: ends.py:X: importing it raised SystemExit"),
-        (["orch.env=[{id: arithmetic, args: {level: 9}}]"], "orch.env: arithmetic: level is 9; levels are 1 to 5"),
+        (
+            ["orch.env=[{id: arithmetic, args: {level: 9}}]"],
+            "orch.env.0.args: environment 'arithmetic': args.level",
+        ),
         (
             ["orch.env=[{id: arithmetic}]", "orch.eval.env=[{id: arithmetic, name: sums, args: {level: 9}}]"],
-            "orch.eval.env: arithmetic: level is 9",
+            "orch.eval.env.0.args: environment 'arithmetic': args.level is 9",
         ),
-        (["orch.env=[{id: reverse-text, args: {min_len: 50}}]"], "orch.env: reverse-text: min_len 50 and max_len 40"),
+        (
+            ["orch.env=[{id: reverse-text, args: {min_len: 50}}]"],
+            "orch.env: reverse-text: min_len 50",
+        ),
         (
             ["orch.env=[{id: dataset, args: {reward: 'mine.py:no'}}]", "orch.dataset.path=rows.jsonl"],
             "orch.env: mine.py has no 'no'",

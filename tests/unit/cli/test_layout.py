@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.layout import _implied
+from shoal.cli.grpo import _implied
 from shoal.config.load import load_run, load_section
 from shoal.config.resolve import resolve_run
 

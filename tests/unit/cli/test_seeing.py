@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import main
-from shoal.observability.machine import check_machine
-from shoal.observability.run_dir import RunDir
+from shoal.cli.entry import main
+from shoal.runs.run_dir import RunDir
+from shoal.watch.machine import check_machine
 
 Output = pytest.CaptureFixture[str]
 FIRST = {"step": 1, "reward/mean": 0.25, "completion/truncated_frac": 0.9}
@@ -54,9 +54,9 @@ def test_report_writes_one_file_or_prints_json(run: Path, tmp_path: Path, capsys
     [
         (["report", "nowhere"], "nowhere: is not a folder"),
         (["report", "."], "is not a run directory (it has no status.json)"),
-        (["report", "RUN", "--json", "--out", "x"], "--json: prints the data, so --out has no effect"),
-        (["report", "RUN", "--out", "no/x.html"], "--out: nothing can be written into no: No such file or directory"),
-        (["report", "RUN", "--out", "/proc/x.html"], "--out: nothing can be written into /proc: "),
+        (["report", "RUN", "--json", "--out", "x"], "--out has no effect"),
+        (["report", "RUN", "--out", "no/x.html"], "--out: cannot write to no: No such file or directory"),
+        (["report", "RUN", "--out", "/proc/x.html"], "--out: cannot write to /proc: "),
         (["report", "RUN", "--out", "."], "--out: . is a folder; name a file in it"),
         (["watch", "nowhere"], "nowhere: is not a folder"),
         (["watch", "RUN", "--port", "99999"], "--port: must be between 0 and 65535"),
@@ -90,8 +90,8 @@ def test_show_prints_a_group_without_escapes(run: Path, capsys: Output) -> None:
 
 @pytest.mark.parametrize("tint", ["advantage", "logprob", "ratio"])
 def test_tokens_are_tinted_in_a_terminal(tint: str) -> None:
-    from shoal.report.rollouts import describe_group
-    from shoal.report.terminal import tinted
+    from shoal.watch.report.rollouts import describe_group
+    from shoal.watch.report.terminal import tinted
 
     (up, down) = describe_group("a", [rollout("a", 0, 1.0), rollout("a", 1, 0.0)])["rollouts"]
     first, second = tinted(up, tint), tinted(down, tint)
@@ -105,9 +105,9 @@ def test_tokens_are_tinted_in_a_terminal(tint: str) -> None:
 def test_doctor_names_metric_steps_and_remedy(run: Path, capsys: Output) -> None:
     assert main(["doctor", str(run)]) == 0
     text = capsys.readouterr().out
-    assert "warning: 90% of the completions are cut at the length limit" in text
+    assert "warning: 90% of the completions are truncated" in text
     assert "seen in: completion/truncated_frac, steps 1–3, 3 steps" in text
-    assert "change: raise orch.sampling.max_tokens" in text and text.strip().endswith("1 warning, 0 remarks")
+    assert "change: raise orch.sampling.max_tokens" in text and text.strip().endswith("1 warning, 0 notices")
     assert main(["doctor", str(run), "--json"]) == 0
     (finding,) = json.loads(capsys.readouterr().out)
     assert finding["check"] == "truncated" and finding["steps"] == [1, 3]
@@ -118,7 +118,7 @@ def test_doctor_checks_the_machine(capsys: Output) -> None:
     text = capsys.readouterr().out
     for name in ("python", "torch", "transformers", "GPU", "memory", "disk", "port 7447"):
         assert f"  {name} " in text, name
-    assert importlib.util.find_spec("torch") is None or "torch could not be asked" not in text
+    assert importlib.util.find_spec("torch") is None or "torch cannot be queried" not in text
 
 
 def test_a_port_in_use_is_noticed(tmp_path: Path) -> None:
@@ -130,13 +130,13 @@ def test_a_port_in_use_is_noticed(tmp_path: Path) -> None:
         except OSError:
             pass  # somebody watches a run here; then it is in use all the same
         (fact,) = [fact for fact in check_machine(tmp_path) if fact.name == "port 7447"]
-    assert fact.value.startswith("taken")
+    assert fact.value.startswith("in use")
 
 
 def test_explain_knows_all_names_and_those_people_bring(capsys: Output) -> None:
     assert main(["explain", "masked"]) == 0
     text = capsys.readouterr().out
-    assert "Share of trained tokens dropped in all." in text and "otherwise: lower train.learning_rate" in text
+    assert "Share of trained tokens masked" in text and "lower train.learning_rate" in text
     assert main(["explain", "eval/gsm8k/mean"]) == 0
     assert "eval/gsm8k/mean (eval/<env>/mean) [reward]" in capsys.readouterr().out
     for other, ours in (

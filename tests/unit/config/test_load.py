@@ -1,11 +1,13 @@
 """Three files, one file, overrides: the same configuration, and messages that say where."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from shoal.config.load import load_run, load_section, load_sft
-from shoal.errors import ConfigError
+from shoal.core.errors import ConfigError
 
 TRAIN = "model: m\nmax_steps: 3\nlearning_rate: 2e-4\n"
 ORCH = "env:\n  - id: arithmetic\nbatch_size: 8\n"
@@ -98,7 +100,7 @@ def test_private_values_stay_private(folder: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("key", ("min_len", "seed", "level"), ids=str)
 def test_an_argument_of_an_environment_is_told_its_place(folder: Path, key: str):
     """Also where some other section has a key of that name."""
-    with pytest.raises(ConfigError, match=rf"orch\.env\.0\.{key}: unknown key .* go under `args`: \{{{key}: …\}}"):
+    with pytest.raises(ConfigError, match=rf"orch\.env\.0\.{key}: unknown key .* under `args`: \{{{key}: …\}}"):
         load_run("run.yaml", overrides=[f"orch.env=[{{id: reverse-text, {key}: 50}}]"])
     with pytest.raises(ConfigError, match=r"orch\.env\.0\.weigth: unknown key .*did you mean `weight`"):
         load_run("run.yaml", overrides=["orch.env=[{id: reverse-text, weigth: 2}]"])
@@ -110,7 +112,7 @@ def test_an_argument_of_an_environment_is_told_its_place(folder: Path, key: str)
     ("key", "ours"), [("train.lr", "train.learning_rate"), ("train.num_generations", "orch.rollouts_per_example")]
 )
 def test_what_others_call_it(folder: Path, key: str, ours: str):
-    with pytest.raises(ConfigError, match=f"{key}: unknown key .* it is called `{ours}` here"):
+    with pytest.raises(ConfigError, match=f"{key}: unknown key .* `{ours}`"):
         load_run("run.yaml", overrides=[f"{key}=3"])
 
 
@@ -118,9 +120,7 @@ def test_data_without_an_environment_has_the_one_that_reads_data(folder: Path):
     (folder / "data.yaml").write_text("train: {model: m}\norch: {dataset: {path: rows.jsonl}}\n")
     assert [env.id for env in load_run("data.yaml").config.orch.env] == ["dataset"]
     (folder / "none.yaml").write_text("train: {model: m}\norch: {batch_size: 8}\n")
-    with pytest.raises(
-        ConfigError, match=r"orch\.env: is required but not set; set orch\.env\.id \(a built-in .* own\)$"
-    ):
+    with pytest.raises(ConfigError, match=r"orch\.env: is required but not set; set orch\.env\.id \(a built-in"):
         load_run("none.yaml")
 
 
@@ -143,14 +143,12 @@ def test_one_section(folder: Path):
         load_section("infer", "infer.yaml")
     with pytest.raises(ConfigError, match="is not a section"):
         load_section("infer", None, ["train.seed=1"])
-    with pytest.raises(ConfigError, match=r"^orch\.yaml:1: looks like the `orch` section; the `infer` section is w"):
+    with pytest.raises(ConfigError, match=r"^orch\.yaml:1: looks like the `orch` section, but --infer"):
         load_section("infer", "orch.yaml")
 
 
 def test_swapped_files_are_one_line(folder: Path):
-    with pytest.raises(
-        ConfigError, match=r"^orch\.yaml:1: looks like the `orch` section; the `train` section is wanted"
-    ):
+    with pytest.raises(ConfigError, match=r"^orch\.yaml:1: looks like the `orch` section, but --train"):
         load_run(parts={"train": "orch.yaml", "orch": "train.yaml"})
     with pytest.raises(ConfigError, match=r"^run\.yaml:1: has the sections of a whole run; .*without --orch"):
         load_run(parts={"train": "train.yaml", "orch": "run.yaml"})
@@ -197,7 +195,15 @@ def test_how_long_to_train_is_one_matter_on_the_command_line(folder: Path, overr
 
 
 def test_a_section_that_is_missing_is_asked_for_by_the_key_it_cannot_be_without():
-    with pytest.raises(
-        ConfigError, match=r"orch: is required but not set; set orch\.env \(the environments trained on;"
-    ):
+    with pytest.raises(ConfigError, match=r"orch: is required but not set; set orch\.env \(environments"):
         load_run(overrides=["train.model=models/tiny", "train.max_steps=2"])
+
+
+def test_reading_a_configuration_imports_neither_numpy_nor_torch(folder: Path):
+    script = (
+        "import sys\nfrom shoal.config.load import load_run\nfrom shoal.config.resolve import resolve_run\n"
+        "from shoal.config.rules import check_run\nconfig = load_run('run.yaml').config\ncheck_run(config)\n"
+        "resolve_run(config)\nprint([name for name in ('numpy', 'torch') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"

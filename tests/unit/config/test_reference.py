@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from shoal.config.fields import walk_keys
-from shoal.config.reference import reference_page
+from shoal.config.reference import reference_page, with_tables
 from shoal.config.schema import RunConfig, SftConfig
 
-PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE, ALGORITHMS = DOCS / "configuration.md", DOCS / "algorithms.md"
 
 
 def test_the_committed_page_is_current():
@@ -23,7 +24,14 @@ def test_every_key_has_one_sentence():
 def test_every_key_is_on_the_page():
     page = reference_page()
     for key in walk_keys(RunConfig):
-        if key.section is not None:
+        if key.sections:
             assert f"# {key.dotted}" in page
         else:
             assert f"| `{key.path[-1]}`" in page
+
+
+def test_the_tables_of_parameters_are_current():
+    text = ALGORITHMS.read_text(encoding="utf-8")
+    assert text.count("<!-- parameters of ") == 2
+    assert with_tables(text) == text, "run: python -m shoal.config.reference docs/algorithms.md"
+    assert with_tables(text.replace("| `sapo` | `tau_pos` |", "| `sapo` | `tau` |")) == text

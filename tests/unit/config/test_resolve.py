@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.config.catalogue import LOSS_CATALOGUE
-from shoal.config.checks import check_run
 from shoal.config.load import load_run
-from shoal.config.resolve import as_yaml, difference, forbidden_changes, resolve_run
+from shoal.config.resolve import BINDING_KEYS, as_data, as_yaml, difference, forbidden_changes, resolve_run
+from shoal.config.rules import check_run
 from shoal.config.schema import RunConfig
+from shoal.core.losses import GRPO, LOSSES, Masked
 
 
 def run(*overrides: str) -> RunConfig:
@@ -40,10 +40,9 @@ def test_the_other_side_may_name_it():
 def test_defaults_of_the_loss():
     masked, grpo = run(), run("train.loss.type=ppo")
     assert (masked.orch.advantage.std, grpo.orch.advantage.std) == ("none", "group")
-    assert masked.train.loss.token_mask_high == 8.0
-    assert grpo.train.loss.type == "grpo"
-    assert (grpo.train.loss.clip_low, grpo.train.loss.clip_high) == (0.2, 0.2)
-    assert run("train.loss={type: grpo, clip_low: 0.1}").train.loss.clip_high == 0.1
+    assert isinstance(masked.train.loss, Masked) and masked.train.loss.token_mask_high == 8.0
+    assert grpo.train.loss == GRPO(aggregation="token-mean", clip_low=0.2, clip_high=0.2)
+    assert as_data(run("train.loss={type: grpo, clip_low: 0.1}"))["train"]["loss"]["clip_high"] == 0.1
     assert run("train.loss.type=gspo").train.loss.aggregation == "seq-mean-token-mean"
     assert run("train.loss.ratio_type=sequence").train.loss.aggregation == "seq-mean-token-mean"
 
@@ -79,7 +78,7 @@ def test_env_names_fit_in_file_names():
 
 @pytest.mark.parametrize(
     "overrides",
-    [[f"train.loss.type={loss}"] for loss in LOSS_CATALOGUE]
+    [[f"train.loss.type={loss}"] for loss in LOSSES]
     + [
         ["train.lora=true", "orch.eval={}", "train.loss={type: grpo, kl: {beta: 0.1}, correction: {type: tis}}"],
         ["orch.weight_sync_interval=0", "train.loss.type=my.code:f"],
@@ -125,3 +124,12 @@ def test_a_resume_may_change(change: str):
 def test_difference_names_old_and_new():
     assert difference(run(), run("train.learning_rate=1e-6")) == {"train.learning_rate": (5e-6, 1e-6)}
     assert difference(run(), run()) == {}
+
+
+def test_the_keys_that_a_resumed_run_cannot_change():
+    assert {
+        "train.model", "train.seed", "train.sequence_len", "train.lora", "train.lora_rank", "train.lora_alpha",
+        "train.lora_target_modules", "train.adapter_path", "train.loss.type", "orch.env", "orch.dataset",
+        "orch.batch_size", "orch.rollouts_per_example", "orch.seq_len", "orch.sampling", "orch.reward.function",
+        "orch.reward.parts", "dataset", "batch_size",
+    } == BINDING_KEYS  # fmt: skip

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from shoal.config.checks import check_section
+from shoal.config.infer import InferConfig
 from shoal.config.load import load_section
-from shoal.config.schema import InferConfig, OrchConfig, TrainConfig
-from shoal.config.split import check_split, merge_sections, section_data
-from shoal.errors import ConfigError
+from shoal.config.orch import OrchConfig
+from shoal.config.rules import check_section, check_split, merge_sections, section_data
+from shoal.config.train import TrainConfig
+from shoal.core.errors import ConfigError
 
 TRAIN = {"model": "m", "max_steps": 4, "sequence_len": 128, "output_dir": "there"}
 ORCH: dict[str, Any] = {"env": [{"id": "reverse-text", "args": {"api_key": "canary"}}], "model": {"name": "m"}}
@@ -31,7 +32,7 @@ def test_an_address_with_another_port_than_the_servers_is_remarked(url: str, por
     infer = InferConfig.model_validate({"model": "m", "port": port})
     config = merge_sections("train", own, {"infer": section_data(infer), "orch": section_data(orch)})
     said = [line for line in check_split(config).notice_lines() if "base_url" in line]
-    expected = f"orch.client.base_url: asks port {asked}, but grpo-infer listens on {port} (infer.port)"
+    expected = f"orch.client.base_url: has port {asked}, but grpo-infer listens on {port} (infer.port)"
     assert [line.partition(";")[0] for line in said] == ([expected] if asked is not None else [])
 
 

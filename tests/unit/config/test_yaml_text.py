@@ -5,7 +5,7 @@ import math
 import pytest
 
 from shoal.config.yaml_text import Source, parse_yaml
-from shoal.errors import ConfigError
+from shoal.core.errors import ConfigError
 
 SOURCE = Source("run.yaml")
 
@@ -61,11 +61,11 @@ def test_variables_that_are_not_there(text: str):
     [
         ("a: 1\na: 2\n", 2, "duplicate"),
         ("a:\n\tb: 1\n", 2, "tab"),
-        ("a: [1, 2\n", 2, "broken YAML"),
+        ("a: [1, 2\n", 2, "invalid YAML"),
         ("a: 1\n---\nb: 2\n", 2, "documents"),
         ("a: !!python/name:os.system\n", 1, "not allowed"),
         ("a: !thing 3\n", 1, "not allowed"),
-        ("? [x]\n: 1\n", 1, "key must be a word"),
+        ("? [x]\n: 1\n", 1, "key must be a string"),
         ("a: &a {b: *a}\n", 1, "alias"),
         ("a: \x07\n", 1, "character"),
     ],
@@ -80,5 +80,5 @@ def test_an_alias_used_in_measure_is_fine():
 
 
 def test_an_argument_has_no_line():
-    with pytest.raises(ConfigError, match=r"^here: broken"):
+    with pytest.raises(ConfigError, match=r"^here: invalid"):
         parse_yaml("[1", Source("here", has_lines=False), {})

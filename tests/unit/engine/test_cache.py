@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.engine.cache import PrefillWriter, SlotCache
+from shoal.engine.kv_cache import PrefillWriter, SlotCache
 from shoal.models.decoder import LayerShape
 
 LAYERS = {0: LayerShape(2, 4, 4), 3: LayerShape(1, 8, 6)}

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.core.errors import NonFiniteError
+from shoal.core.types import Span
+from shoal.engine.decode_graphs import Window
 from shoal.engine.engine import EngineSettings
-from shoal.engine.graphs import Window
-from shoal.errors import NonFiniteError
 from shoal.models.attention import Context, Packed
 from shoal.models.decoder import Decoder
 from shoal.models.sampler_view import SamplerView
-from shoal.types import Span
 from support.engines import ask, detokenize, greedy, make_engine, run
 from support.models import EOS, random_prompts, small_decoder, small_model
 from support.statistics import chi_square_p

@@ -82,35 +82,36 @@ def test_heads_are_normed_and_turned_in_every_split(cut: str) -> None:
 
 
 def test_heads_that_the_kernels_cannot_lay_out_run_through_the_modules() -> None:
-    """Said in words, in training, prefill and decoding; and what cannot be captured is not."""
+    """In training, prefill and decoding, with the reason; unsupported heads are not captured."""
     run("""
         from support.engines import greedy, make_engine
         from support.models import as_decoder, small_model
-        from shoal.engine.fused import make_fused
-        from shoal.engine.kernel_context import why_no_graphs
+        from shoal.engine.decode import make_fused
+        from shoal.engine.decode import why_no_graphs
         from shoal.models.decoder import LayerShape
-        from shoal.models.fused import attach
+        from shoal.models.fused import TURNS_BY_LENGTH, attach
         decoder = as_decoder(small_model("mistral", head_dim=24))
         layers = decoder.verify()
         cache = SlotCache(layers, 8, 64, torch.float32, torch.device("cpu"))
-        said = "its heads of 24 numbers are no power of two up to 256"
-        assert attach(decoder, layers) == f"its own modules: {said}" and decoder.fused is None
-        assert make_fused(decoder, layers, cache) == (None, said)
-        assert why_no_graphs(decoder, cache) is None, "its own modules can be captured"
+        path = attach(decoder, layers)
+        assert path.startswith("model modules: head_dim 24") and decoder.fused is None
+        fused, reason = make_fused(decoder, layers, cache)
+        assert fused is None and "head_dim 24" in reason
+        assert why_no_graphs(decoder, cache) is None, "decode steps of the modules can be captured"
         uneven = SlotCache({0: LayerShape(2, 24, 16)}, 8, 64, torch.float32, torch.device("cpu"))
-        assert why_no_graphs(decoder, uneven) == "the kernel takes no heads of 24 and 16 numbers"
+        assert "head_dim" in why_no_graphs(decoder, uneven)
         assert len(greedy(decoder, [[1, 2, 3]], 4)[0]) == 4
         turning = as_decoder(small_model("llama"))
         assert why_no_graphs(turning, SlotCache(turning.verify(), 8, 64, torch.float32, torch.device("cpu"))) is None
         turning.config.rope_parameters = {**turning.config.rope_parameters, "rope_type": "dynamic"}
-        assert why_no_graphs(turning, cache) == "its rotation depends on the length of the text"
+        assert why_no_graphs(turning, cache) == TURNS_BY_LENGTH
     """)
 
 
 def test_prompts_are_copied_into_their_slots() -> None:
     """Keys and values of other widths, strided and not; one prompt in two slots, one longer than a program's share."""
     run("""
-        from shoal.engine.cache import PrefillWriter
+        from shoal.engine.kv_cache import PrefillWriter
         from shoal.models import kernels
         from shoal.models.decoder import LayerShape
         layers = {0: LayerShape(3, 24, 16)}
@@ -147,10 +148,12 @@ def test_a_step_that_cannot_be_captured_is_launched_kernel_by_kernel() -> None:
     """In the middle of an answer: nothing drawn is lost, and what follows is the same."""
     run("""
         from support.engines import ask, make_engine, run
-        from support.models import random_prompts, small_decoder
-        from shoal.engine.graphs import CaptureError
-        decoder = small_decoder()
-        requests = [ask(str(i), p, seed=i, max_tokens=24) for i, p in enumerate(random_prompts(0, 10, 20, 15))]
+        from support.models import LEAST, random_prompts, small_decoder
+        import shoal.engine.engine
+        from shoal.engine.decode_graphs import CaptureError
+        shoal.engine.engine.WINDOW = 4
+        decoder = small_decoder(**LEAST)
+        requests = [ask(str(i), p, seed=i, max_tokens=10) for i, p in enumerate(random_prompts(0, 5, 9, 7))]
         expected = run(make_engine(decoder), requests)
         engine = make_engine(decoder)
         launch, calls = engine._graphs.launch, []
@@ -192,8 +195,8 @@ def test_fused_layers_agree_with_the_modules(architecture: str) -> None:
     """Hidden states and cache after one decode step; the parameters are views now, and still themselves."""
     run(f"""
         from support.models import small_decoder
-        from shoal.engine.fused import FusedDecode, make_fused
-        from shoal.engine.kernel_context import KernelDecode
+        from shoal.engine.decode import FusedDecode, make_fused
+        from shoal.engine.decode import KernelDecode
         decoder = small_decoder("{architecture}")
         layers = decoder.verify()
         before = {{name: p.clone() for name, p in decoder.model.named_parameters()}}
@@ -223,12 +226,14 @@ def test_a_window_of_steps_equals_single_steps() -> None:
     """The engine with kernels, several steps between two looks, against the eager one: tokens, reasons, log-probs."""
     run("""
         from support.engines import ask, make_engine, run
-        from support.models import EOS, small_decoder
-        decoder = small_decoder("qwen3")
+        from support.models import EOS, LEAST, small_decoder
+        import shoal.engine.engine
+        shoal.engine.engine.WINDOW = 4
+        decoder = small_decoder("qwen3", **LEAST)
         prompts = [[5, 6, 7], [8, 9, 10, 11], [12]]
-        requests = [ask(f"{i}", prompts[i % 3], max_tokens=5 + 3 * i, seed=i) for i in range(6)]
+        requests = [ask(f"{i}", prompts[i % 3], max_tokens=3 + 2 * i, seed=i) for i in range(6)]
         ours = make_engine(decoder, eos_token_ids=(EOS,))
-        assert "few kernels" in ours.path
+        assert "fused kernels" in ours.path
         kernels = run(ours, requests)
         eager = run(make_engine(decoder, eos_token_ids=(EOS,), graphs=False), requests)
         for name, completion in eager.items():
@@ -245,15 +250,17 @@ def test_narrowed_draws_and_adapters_in_windows(lora: bool) -> None:
     """top-p, min_tokens and stops beside plain requests; before and after the weights move under the graphs."""
     run(f"""
         from support.engines import ask, make_engine, run
-        from support.models import EOS, lora_decoder, small_decoder
-        decoder = lora_decoder("qwen3") if {lora} else small_decoder("qwen3")
+        from support.models import EOS, LEAST, lora_decoder, small_decoder
+        import shoal.engine.engine
+        shoal.engine.engine.WINDOW = 4
+        decoder = lora_decoder("qwen3", overrides=LEAST) if {lora} else small_decoder("qwen3", **LEAST)
         engine = make_engine(decoder, eos_token_ids=(EOS,))
-        assert "few kernels" in engine.path, engine.path
+        assert "fused kernels" in engine.path, engine.path
         requests = [
-            ask("plain", [5, 6, 7], max_tokens=11, seed=1),
-            ask("top-p", [5, 6, 7], max_tokens=13, seed=2, top_p=0.7, min_tokens=4),
-            ask("late", [9, 9], max_tokens=12, seed=3, min_tokens=6, stop_token_ids=tuple(range(20, 60))),
-            ask("greedy", [8], max_tokens=9, temperature=0.0),
+            ask("plain", [5, 6, 7], max_tokens=7, seed=1),
+            ask("top-p", [5, 6, 7], max_tokens=9, seed=2, top_p=0.7, min_tokens=4),
+            ask("late", [9, 9], max_tokens=10, seed=3, min_tokens=6, stop_token_ids=tuple(range(20, 60))),
+            ask("greedy", [8], max_tokens=6, temperature=0.0),
         ]
         for _ in range(2):
             kernels = run(engine, requests)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.engine.prefill import GRAPH_TOKENS, Extent, Prefill, Prompts
+from shoal.core.types import Request, SamplingParams
+from shoal.engine.prefill import GRAPH_TOKENS, Prefill, PrefillBucket, Prompts
 from shoal.engine.scheduler import Sequence
-from shoal.types import Request, SamplingParams
 from support.engines import make_engine
 from support.models import small_decoder
 
@@ -37,7 +37,7 @@ def prompts_of(*lengths: int) -> Prompts:
 )
 def test_few_sizes_and_everything_in_them(lengths: tuple[int, ...], tokens: int) -> None:
     prompts = prompts_of(*lengths)
-    extent = Extent.covering(prompts)
+    extent = PrefillBucket.covering(prompts)
     assert extent.tokens == tokens and extent.longest >= max(lengths) and extent.prompts >= len(lengths)
     arrays = prompts.padded(extent)
     assert len(arrays["ids"]) == len(arrays["positions"]) == tokens
@@ -62,7 +62,8 @@ def test_without_memory_prefills_are_not_captured_any_more(caplog: pytest.LogCap
     """The prompt is computed all the same, and what graphs held is given back."""
     engine = make_engine(small_decoder())
     prefill: Prefill = engine._prompts
-    prefill._may_capture, prefill._graphs = True, {(Extent(512, 8, 8, 128), False): None}  # type: ignore[dict-item]
+    prefill._graphs.enabled = True
+    prefill._graphs[PrefillBucket(512, 8, 8, 128), False] = None  # type: ignore[assignment]
 
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory")
@@ -72,22 +73,23 @@ def test_without_memory_prefills_are_not_captured_any_more(caplog: pytest.LogCap
     with torch.no_grad():
         first, second, third = (prefill.run([sequence]) for _ in range(3))
     assert torch.equal(first, second) and torch.equal(first, third)
-    assert not prefill._graphs and not prefill._may_capture
-    assert [record.getMessage() for record in caplog.records] == ["prefills are not captured any more: no memory"]
+    assert not prefill._graphs and not prefill._graphs.enabled
+    assert [record.getMessage().endswith("no memory") for record in caplog.records] == [True]
 
 
 def test_captured_prefills_take_no_more_than_the_largest() -> None:
     """In tokens of all sizes; one of a size that was captured for other prompts needs no more."""
     prefill: Prefill = make_engine(small_decoder())._prompts
     captured = []
-    prefill._may_capture, prefill._capture = True, lambda *_: captured.append(1)  # type: ignore[method-assign,assignment]
+    prefill._capture = lambda *_: captured.append(1)  # type: ignore[method-assign,assignment]
     sequence = Sequence(Request("0", [1, 2, 3], SamplingParams(max_tokens=4)), 4, slot=0)
-    taken = {(Extent(tokens, 8, 8, 128), False): None for tokens in (16_384, 15_360, 1024)}
-    prefill._graphs = taken  # type: ignore[assignment]
+    taken = prefill._graphs
+    taken.enabled = True
+    taken.update({(PrefillBucket(tokens, 8, 8, 128), False): None for tokens in (16_384, 15_360, 1024)})  # type: ignore[misc]
     with torch.no_grad():
         prefill.run([sequence]), prefill.run([sequence])
     assert not captured
-    del taken[Extent(1024, 8, 8, 128), False]
+    del taken[PrefillBucket(1024, 8, 8, 128), False]
     with torch.no_grad(), pytest.raises(AttributeError):  # there is nothing to replay
         prefill.run([sequence])
     assert captured == [1]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.engine.sampler import BLOCK, MAX_KEPT, Drawn, SamplingState, draw, exponential
+from shoal.engine.sampler import BLOCK, MAX_KEPT, SampledTokens, SamplingState, draw, exponential
 from support.statistics import chi_square_p, independence_p
 
 LOGITS = torch.randn(40, generator=torch.Generator().manual_seed(0)) * 2
@@ -26,7 +26,9 @@ def columns(rows: int, width: int) -> Tensor:
     return torch.arange(width).expand(rows, -1)
 
 
-def draw_many(logits: Tensor, count: int, position: int = 0, banned: list[int] | None = None, **values: float) -> Drawn:
+def draw_many(
+    logits: Tensor, count: int, position: int = 0, banned: list[int] | None = None, **values: float
+) -> SampledTokens:
     rows = logits[None].expand(count, -1)
     ban = None
     if banned is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.core.types import Request, SamplingParams, Span
 from shoal.engine.scheduler import SMALLEST_BATCH, Scheduler, Sequence, bucket
-from shoal.types import Request, SamplingParams, Span
 
 
 def waiting(scheduler: Scheduler, *prompts: list[int]) -> None:

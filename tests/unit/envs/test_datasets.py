@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from shoal.core.errors import DataError
+from shoal.core.types import Task
 from shoal.envs.datasets import DatasetSpec, fingerprint, read_splits, to_messages
 from shoal.envs.registry import load_environment
-from shoal.errors import DataError
-from shoal.types import Task
 
 
 def make(row) -> Task:
@@ -67,7 +67,7 @@ BAD_LINES = [
     (b'{"prompt": [{"content": "x"}], "answer": "1"}', "needs a role"),
     (b'{"prompt": [], "answer": "1"}', "text or a list of messages"),
     (b'{"prompt": "x", "answer": NaN}', "NaN is not a JSON number"),
-    (b'["prompt"]', "a list, where an object"),
+    (b'["prompt"]', "of type list"),
     (b"[" * 100_000, "not JSON"),
 ]
 
@@ -79,7 +79,7 @@ def test_a_bad_row_is_set_aside_and_named(tmp_path, caplog, line, reason):
     path.write_bytes(b"\n".join([good, b"", line, good.replace(b"q", b"r")]))
     splits = read(path)
     assert prompts(splits["train"] + splits["eval"]) == ["q", "r"]
-    assert "2 rows used, 1 bad rows set aside" in caplog.text
+    assert "2 rows used, 1 invalid rows" in caplog.text
     assert f"{path}:3: " in caplog.text and reason in caplog.text
 
 
@@ -102,7 +102,7 @@ def test_a_column_that_no_row_has_is_missed_once(tmp_path):
     assert "no usable row (3 bad)" in first
     assert second.strip() == (
         "in each of them: no column 'prompt' for prompt; columns are question, answer; "
-        "set columns.prompt of the data set to the name it has"
+        "set columns.prompt to the name of the column"
     )
 
 
@@ -174,9 +174,7 @@ def test_a_held_out_prompt_is_not_trained_on(tmp_path):
     splits = read(path)
     assert (prompts(splits["train"]), prompts(splits["eval"])) == (["b", "c"], ["a"])
     path.write_text('{"prompt": "a", "answer": "1"}\n' * 4)
-    with pytest.raises(
-        DataError, match=r"all 4 rows ask the same as the 1 that are held out; give other prompts, or a"
-    ):
+    with pytest.raises(DataError, match=r"all 4 rows have the same prompts"):
         read(path)
 
 
@@ -219,6 +217,6 @@ def test_a_data_set_by_name_through_the_datasets_library(tmp_path, monkeypatch, 
     spec = DatasetSpec(name=str(folder), columns={"prompt": "q", "answer": "a"})
     splits = read_splits(spec, ("prompt", "answer"), make)
     assert prompts(splits["train"]) == ["q0", "q1", "q3"] and prompts(splits["eval"]) == ["q4", "q5"]
-    assert "3 rows used, 1 bad rows set aside" in caplog.text and "[train]:row 3: prompt is null" in caplog.text
-    with pytest.raises(DataError, match=r"give a local copy as dataset\.path"):
+    assert "3 rows used, 1 invalid rows" in caplog.text and "[train]:row 3: prompt is null" in caplog.text
+    with pytest.raises(DataError, match=r"set dataset\.path"):
         read_splits(DatasetSpec(name="no/such-data-set"), ("prompt",), make)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from shoal.core.errors import ConfigError, DataError, UserCodeError
+from shoal.core.types import Task
 from shoal.envs.base import ask
-from shoal.envs.catalogue import BUILT_IN, problem_with
 from shoal.envs.datasets import DatasetSpec
-from shoal.envs.registry import load_environment
-from shoal.envs.user_code import checked_tasks, load_filter, load_object
-from shoal.errors import ConfigError, DataError, UserCodeError
-from shoal.types import Task
+from shoal.envs.reference import with_tables
+from shoal.envs.registry import BUILT_IN, PACKAGES, arguments_of, load_environment, problem_with, summary
+from shoal.envs.user_code import checked_tasks, load_filter
 
 USER_CODE = """
 from shoal.envs import SingleTurn, ask
@@ -66,19 +66,57 @@ def user_module(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("id", list(BUILT_IN))
-def test_the_catalogue_matches_the_code(id):
-    info = BUILT_IN[id]
-    parameters = dict(inspect.signature(load_object(info.target)).parameters)
-    assert (parameters.pop("dataset", None) is not None) == info.takes_dataset
-    assert list(parameters) == list(info.args)
-    for name, arg in info.args.items():
-        assert parameters[name].default == arg.default or arg.default == "…", name
+@pytest.mark.parametrize("environment", [*BUILT_IN.values(), *PACKAGES.values()])
+def test_every_parameter_is_a_described_argument(environment):
+    """A parameter without `Annotated` would silently be no argument."""
+    parameters = inspect.signature(environment).parameters
+    fields = arguments_of(environment).model_fields
+    supplied = {name for name in parameters if name not in fields}
+    assert supplied <= {"dataset", "task", "id", "config"}, supplied
+    assert all(field.description for field in fields.values())
+    assert {name: field.get_default() for name, field in fields.items() if not field.is_required()} == {
+        name: parameters[name].default for name in fields if parameters[name].default is not inspect.Parameter.empty
+    }
+    assert summary(environment).endswith(".")
+
+
+@pytest.mark.parametrize(
+    "id, args, name, wanted",
+    [
+        ("arithmetic", {"level": 6}, "level", "5"),
+        ("arithmetic", {"level": "2"}, "level", "integer"),
+        ("arithmetic", {"level": True}, "level", "integer"),
+        ("arithmetic", {"operations": "+/"}, "operations", r"\+"),
+        ("arithmetic", {"operations": ""}, "operations", "match"),
+        ("arithmetic", {"operations": []}, "operations", ""),
+        ("arithmetic", {"num_eval": 0}, "num_eval", "1"),
+        ("countdown", {"min_numbers": 1}, "min_numbers", "2"),
+        ("countdown", {"format_reward": 1}, "format_reward", "1"),
+        ("countdown", {"format_reward": float("nan")}, "format_reward", "finite"),
+        ("reverse-text", {"min_len": 1}, "min_len", "2"),
+        ("gsm8k", {"path": 3}, "path", "string"),
+        ("reasoning-gym:chain_sum", {"num_train": "many"}, "num_train", "integer"),
+        ("verifiers:gsm8k", {}, "python", "interpreter"),
+        ("verifiers:gsm8k", {"python": "/usr/bin/python3", "max_turns": "x"}, "max_turns", "integer"),
+    ],
+)
+def test_wrong_values_name_the_argument(id, args, name, wanted):
+    problem = problem_with(id, args) or ""
+    assert f"args.{name}" in problem and re.search(wanted, problem)
+    with pytest.raises(ConfigError, match=f"args.{name}"):
+        load_environment(id, args)
+
+
+def test_right_values_have_no_problem():
+    assert problem_with("arithmetic", {"level": 5, "operations": ["+", "-"]}) is None
+    assert load_environment("arithmetic", {"operations": ["-"]}).tasks("train")[0].data["answer"] >= 0
+    assert problem_with("countdown", {"format_reward": 0}) is None
+    assert problem_with("reasoning-gym:chain_sum", {"any_option_of_the_task": 1}) is None
 
 
 def test_the_catalogue_is_light():
     program = (
-        "import sys, shoal.envs.catalogue\n"
+        "import sys, shoal.envs.registry\n"
         "heavy = 'torch', 'transformers', 'datasets', 'sympy', 'reasoning_gym', 'pyarrow'\n"
         "print([name for name in heavy if name in sys.modules])"
     )
@@ -96,7 +134,7 @@ def test_the_catalogue_is_light():
         ("verifiers", {}, "unknown environment"),
         ("mine.py", {}, "'mine.py' is a file; name the environment in it, as mine.py:MyEnv"),
         ("arithmetic", {"levl": 2}, "no argument 'levl'; nearest is 'level'"),
-        ("reasoning-gym:", {}, "name a task"),
+        ("reasoning-gym:", {}, "reasoning-gym:chain_sum"),
     ],
 )
 def test_unknown_names_are_explained_without_loading(id, args, words):
@@ -211,18 +249,11 @@ DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
 
 
 def test_the_documentation_lists_every_environment_and_argument():
-    text = DOCS.read_text()
-    for info in BUILT_IN.values():
-        section = text.split(f"### `{info.id}`", 1)[1].split("\n### ", 1)[0].split("\n## ", 1)[0]
-        rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", section, re.MULTILINE))
-        assert rows == {
-            name: "built-in" if arg.default == "…" else _shown(arg.default) for name, arg in info.args.items()
-        }
-        assert info.description in section.replace("\n", " ")
-
-
-def _shown(default) -> str:
-    return "unset" if default is None else f"`{default}`"
+    page = DOCS.read_text()
+    for id in (*BUILT_IN, *(prefix.rstrip(":") for prefix in PACKAGES)):
+        assert page.count(f"<!-- arguments of {id} -->") == 1
+    assert with_tables(page) == page, "run: python -m shoal.envs.reference docs/environments.md"
+    assert with_tables(page.replace("| `level` | `1` |", "| `level` | `7` |")) == page
 
 
 def test_the_documentation_starts_with_an_environment_that_works(tmp_path, monkeypatch):
@@ -261,7 +292,7 @@ def raises(split):
         (lambda split: None, "returned NoneType; return a list of tasks"),
         (lambda split: [ask("x"), None], "[1] is NoneType, not a task"),
         (lambda split: [ask("x"), Task(["y"], {})], "[1]: messages must be a list"),  # type: ignore[list-item]
-        (lambda split: [ask("\ud800")], "[0] holds a lone surrogate, which is no text"),
+        (lambda split: [ask("\ud800")], "[0] contains a lone surrogate"),
     ],
 )
 def test_tasks_that_are_none_are_the_environments_fault(tasks, words):

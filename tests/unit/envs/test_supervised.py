@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.envs.datasets import DatasetSpec
-from shoal.envs.supervised import supervised_tasks
-from shoal.errors import DataError
+from shoal.core.errors import DataError
+from shoal.envs.datasets import DatasetSpec, supervised_tasks
 
 
 def write(file: Path, *rows: dict) -> None:
@@ -43,7 +42,7 @@ def test_a_test_split_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_row_without_an_answer_is_not_usable(tmp_path: Path):
     write(tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "one"}]})
-    with pytest.raises(DataError, match="end with an assistant's"):
+    with pytest.raises(DataError, match="end with an assistant"):
         supervised_tasks(DatasetSpec(str(tmp_path / "rows.jsonl")))
 
 

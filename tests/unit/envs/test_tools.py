@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from shoal.core.runner import GroupRunner, RunnerSettings
+from shoal.core.types import Prompt, Request, SamplingParams
 from shoal.envs import ask
 from shoal.envs.tools import ToolCall, ToolUse, parse_tool_calls, tool_schema, tools_called
 from shoal.models.chat import Chat
 from shoal.rewards.pool import RewardPool
-from shoal.rollout.runner import GroupRunner, RunnerSettings
-from shoal.types import Prompt, Request, SamplingParams
 from support.models import TOKENIZER
 from support.scripted import ScriptedEngine
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from shoal.config.checks import check_run
 from shoal.config.resolve import resolve_run
+from shoal.config.rules import check_run
 from shoal.config.schema import RunConfig
-from shoal.errors import ConfigError
+from shoal.core.errors import ConfigError
 from shoal.launcher import load_config
-from shoal.surfaces.launcher import KEYS, SCHEMA_KEYS, table
+from shoal.launcher.keys import KEYS, table
 
 BASE = "experiment_name: exp\nactor: {path: Qwen/Qwen2.5-0.5B-Instruct}\n"
-See = Callable[[RunConfig], Any]
+See = Callable[[Any], Any]  # of a RunConfig; parameters of a loss depend on its type
 
 
 def load(folder: Path, *overrides: str, text: str = BASE) -> RunConfig:
@@ -120,8 +120,7 @@ def test_the_table_names_keys_of_the_schema():
 
     known = {key.dotted for key in walk_keys(RunConfig)}
     for key, row in KEYS.items():
-        assert row.to and set(row.to) <= known, key
-        assert SCHEMA_KEYS[key] == ", ".join(row.to)
+        assert row.keys and set(row.keys) <= known, key
 
 
 def test_the_page_has_the_table():
@@ -136,9 +135,11 @@ def test_a_server_is_started_or_attached_to(tmp_path: Path):
     attached = load(tmp_path, with_server, "rollout.base_url=http://gpu:9/v1")
     assert (attached.infer.engine, attached.infer.engine_python) == ("vllm", None)
     assert attached.orch.client.base_url == "http://gpu:9/v1"
-    with pytest.raises(ConfigError, match=r"allocation_mode: vllm is not installed here; .*rollout.engine_python=…"):
+    with pytest.raises(ConfigError, match=r"allocation_mode: vllm is not installed; .*rollout.engine_python=…"):
         load(tmp_path, with_server)
-    with pytest.raises(ConfigError, match=r"rollout.engine_python: starts a server, but rollout.base_url names one"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.engine_python: starts a server, but rollout.base_url names a running one"
+    ):
         load(tmp_path, with_server, "rollout.base_url=http://gpu:9/v1", f"rollout.engine_python={sys.executable}")
 
 
@@ -155,7 +156,7 @@ def test_recompute_logprob(tmp_path: Path):
     assert (
         load(tmp_path, "actor.use_decoupled_loss=false", "actor.recompute_logprob=false").train.recompute_old is False
     )
-    with pytest.raises(ConfigError, match=r"actor\.recompute_logprob: is false, but decoupled"):
+    with pytest.raises(ConfigError, match=r"actor\.recompute_logprob: is false, .*decoupled"):
         load(tmp_path, "actor.recompute_logprob=false")
 
 
@@ -175,7 +176,7 @@ def test_recover_has_its_own_frequency(tmp_path: Path, unit: str, name: str):
     assert getattr(load(tmp_path, "recover.mode=auto", f"recover.freq_{unit}=9").train, name) == 9
     assert getattr(load(tmp_path, f"recover.freq_{unit}=9").train, name) != 9, "recover is disabled"
     if unit != "steps":
-        with pytest.raises(ConfigError, match=f"recover.freq_{unit}: excludes saver.freq_steps"):
+        with pytest.raises(ConfigError, match=f"recover.freq_{unit}: cannot be combined with saver.freq_steps"):
             load(tmp_path, "recover.mode=auto", f"recover.freq_{unit}=9", "saver.freq_steps=2")
 
 
@@ -185,15 +186,15 @@ def test_a_disabled_evaluator_evaluates_nothing(tmp_path: Path):
 
 
 def test_the_key_reaches_wandb_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shoal.observability.redact._added", set())
+    monkeypatch.setattr("shoal.runs.secrets._added", set())
     file = tmp_path / "file.yaml"
     file.write_text(BASE)
     secret = "0123456789abcdef-canary"
     words = ["--config", str(file), "stats_logger.wandb.mode=online", f"stats_logger.wandb.wandb_api_key={secret}"]
     config = load_config(words)
     assert config.translated.environment == {"WANDB_MODE": "online", "WANDB_API_KEY": secret}
-    assert secret not in repr(config.run) and any("list of processes" in note for note in config.translated.notices)
-    from shoal.observability.redact import redact
+    assert secret not in repr(config.run) and any("process list" in note for note in config.translated.notices)
+    from shoal.runs.secrets import redact
 
     assert secret not in redact(f"key {secret}")
 

@@ -11,12 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.engine.cache import PrefillWriter, SlotCache
-from shoal.errors import ModelError
+from shoal.core.errors import ModelError
+from shoal.engine.kv_cache import PrefillWriter, SlotCache
 from shoal.models import attention
-from shoal.models.attention import Decode, Packed, Shape, dense_attention, round_up, shoal_attention
+from shoal.models.attention import (
+    Decode,
+    Packed,
+    Shape,
+    dense_attention,
+    gather,
+    round_up,
+    shoal_attention,
+    take_tokens,
+)
 from shoal.models.decoder import LayerShape
-from shoal.models.gathered import gather, take_tokens
 from support.models import small_decoder, small_model
 
 HEADS, KV_HEADS, DIM = 4, 2, 6
@@ -154,11 +162,11 @@ def test_copies_are_listed_token_by_token() -> None:
 
 
 def test_prefixes_of_prefixes_and_in_a_prefill_are_refused() -> None:
-    with pytest.raises(ValueError, match="continues no other"):
+    with pytest.raises(ValueError, match="prefixes must not continue"):
         Packed(STARTS, CPU, prefixes=np.array([-1, 0, 1, -1]))
     cache = SlotCache({0: LayerShape(KV_HEADS, DIM, DIM)}, 1, 16, torch.float64, CPU)
     writer = PrefillWriter(cache, *(torch.zeros(1, dtype=torch.long) for _ in range(3)), longest=0)
-    with pytest.raises(ValueError, match="a prefill has none"):
+    with pytest.raises(ValueError, match="a prefill has no prefixes"):
         Packed(STARTS, CPU, writer, np.array([-1, 0, 0, -1]))
 
 

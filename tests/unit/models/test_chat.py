@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.batching.samples import rollout_samples
-from shoal.errors import DataError
+from shoal.core.batching import rollout_samples
+from shoal.core.errors import DataError
+from shoal.core.types import Completion, Message, Prompt, Rollout, Turn
 from shoal.models.chat import Chat, special_tokens
-from shoal.models.shapes import SPECIAL, character_tokenizer
-from shoal.types import Completion, Message, Prompt, Rollout, Turn
+from shoal.models.random_models import SPECIAL, character_tokenizer
 from support.chats import THINK_TEMPLATE, byte_pair_tokenizer
 
 TOKENIZERS = {
@@ -144,9 +144,9 @@ def test_what_a_template_refuses_is_bad_data() -> None:
     with pytest.raises(DataError, match=r"roles \['user'\]: only user messages"):
         Chat(tokenizer).prompt_ids(user("hello"))
     tokenizer.chat_template = "{{ '<|im_start|>' + messages[-1]['content'] }}"
-    with pytest.raises(DataError, match=r"leaves out or changes message 0 \(system\)"):
+    with pytest.raises(DataError, match=r"drops or modifies message 0 \(system\)"):
         Chat(tokenizer).prompt_ids([{"role": "system", "content": "<|im_end|>"}, *user("hello")])
-    with pytest.raises(DataError, match=r"leaves out or changes message 1 \(assistant\)"):
+    with pytest.raises(DataError, match=r"drops or modifies message 1 \(assistant\)"):
         Chat(tokenizer).next_prompt_ids([1], [*user("a"), {"role": "assistant", "content": "b"}], user("c"))
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is installed on Linux only")
 def run(code: str) -> None:
     prelude = """
         import os, torch
-        from shoal.models.formats import FORMATS
+        from shoal.models.quantize import FORMATS
         torch.manual_seed(0)
 
         def both(name, weight, dtype):
@@ -44,7 +44,7 @@ def test_random_weights_of_every_size(name: str) -> None:
 def test_every_code() -> None:
     """All 254 finite E4M3 numbers and all 16 of E2M1."""
     run("""
-        from shoal.models.kernels.dequantise import fp8_blocks, nvfp4
+        from shoal.models.kernels.quant import fp8_blocks, nvfp4
         codes = torch.tensor([c for c in range(256) if c % 128 != 127], dtype=torch.uint8)[None]
         exact = codes.view(torch.float8_e4m3fn).float()
         scales = torch.ones(1, 2)
@@ -60,7 +60,7 @@ def test_every_code() -> None:
 def test_a_layer_reads_its_storage_in_place() -> None:
     """What a captured graph relies on: the next call sees what was written to the stored tensors."""
     run("""
-        from shoal.models.quantised import QuantisedLinear
+        from shoal.models.quantize import QuantisedLinear
         for name in ("fp8", "fp4"):
             layer = QuantisedLinear(torch.nn.Linear(48, 32, bias=False), name, torch.device("cpu"))
             other = QuantisedLinear(torch.nn.Linear(48, 32, bias=False), name, torch.device("cpu"))

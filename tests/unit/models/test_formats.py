@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.models.formats import E2M1, FORMATS
+from shoal.models.quantize import E2M1, FORMATS
 
 # Sizes that end inside a block of 128, inside a group of 16 and inside a block of 64; and a plain one.
 SHAPES = ((130, 200), (7, 20), (128, 256), (1, 2))

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is installed on Linux only")
 def test_rounded_both_ways() -> None:
     """Scales are powers of two, 2^8 for a largest number of 1.75 in E4M3; rows are padded with zeros where turned."""
     run("""
-        from shoal.models.kernels.fp8 import largest, rounded
+        from shoal.models.kernels.quant import largest, rounded
         for rows, columns in ((5, 48), (70, 130), (1, 16), (64, 64)):
             x = (torch.randint(-7, 8, (rows, columns)) / 4).bfloat16()
             x[0, 0] = -1.75
@@ -34,7 +34,7 @@ def test_rounded_both_ways() -> None:
 
 def test_nothing_but_zeros() -> None:
     run("""
-        from shoal.models.kernels.fp8 import largest, rounded
+        from shoal.models.kernels.quant import largest, rounded
         zeros = torch.zeros(3, 16, dtype=torch.bfloat16)
         found = rounded(zeros, torch.float8_e4m3fn, largest(zeros))
         assert not found.plain.float().any() and torch.isfinite(found.inverse)
@@ -47,7 +47,7 @@ def test_the_products(trained: bool) -> None:
     pytest.importorskip("torchao", reason="an extra")
     run(f"""
         from types import SimpleNamespace
-        from shoal.models.hybrid import _Product
+        from shoal.models.fp8_linear import _Product
         how = SimpleNamespace(use_fast_accum=False)
         layer = SimpleNamespace(linear_mm_config=SimpleNamespace(output=how, grad_input=how, grad_weight=how))
         x = (torch.randint(-7, 8, (11, 32)) / 4).bfloat16().requires_grad_()

@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shoal.errors import ModelError
+from shoal.core.errors import ModelError
 from shoal.models import tokenizer
-from shoal.models.shapes import character_tokenizer, make_model
+from shoal.models.random_models import character_tokenizer, make_model
 from shoal.models.tokenizer import check_found, locate
-from shoal.observability.ports import free_port
+from support.ports import free_port
 
 
 @contextmanager
@@ -71,22 +71,19 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     point_at(monkeypatch, port)
     with pytest.raises(ModelError) as told:
         check_found("train.model", "nobody/nothing")
-    assert str(told.value) == (
-        "train.model: 'nobody/nothing' is not a folder here, and it could not be fetched from "
-        f"http://127.0.0.1:{port}: [Errno 111] Connection refused; connect to the network "
-        "(with HF_HUB_ETAG_TIMEOUT, if it is slow), or name a folder"
-    )
+    for part in ("train.model: 'nobody/nothing'", f"http://127.0.0.1:{port}", "[Errno 111]", "HF_HUB_ETAG_TIMEOUT"):
+        assert part in str(told.value)
 
 
 def test_a_network_that_came_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at once: every file of a model would wait anew for a hub that is not there."""
     point_at(monkeypatch, free_port())
-    with pytest.raises(ModelError, match="could not be fetched"):
+    with pytest.raises(ModelError, match="could not be downloaded"):
         locate("somebody/something")
     answers = tokenizer._ANSWERS
     with hub(monkeypatch, 200) as asked:
         monkeypatch.setattr(tokenizer, "_ANSWERS", answers)
-        with pytest.raises(ModelError, match="could not be fetched"):
+        with pytest.raises(ModelError, match="could not be downloaded"):
             locate("somebody/something")
         assert asked == []
         monkeypatch.setattr(tokenizer, "ASKED_AGAIN_S", 0.0)
@@ -97,7 +94,7 @@ def test_somebody_who_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         point_at(monkeypatch, silent.getsockname()[1])
         began = time.monotonic()
-        with pytest.raises(ModelError, match=r"could not be fetched from .*timed out; connect to the network"):
+        with pytest.raises(ModelError, match=r"could not be downloaded from .*timed out"):
             locate("nobody/nothing")
         assert time.monotonic() - began < 20, "a second was given; retries would take half a minute"
 
@@ -106,8 +103,7 @@ def test_somebody_who_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hub_that_does_not_give_it_out(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     with hub(monkeypatch, status) as asked, pytest.raises(ModelError) as told:
         locate("nobody/nothing")
-    assert "the hub does not give it out" in str(told.value)
-    assert str(told.value).endswith("check its name and that you may read it, or name a folder")
+    assert "the hub refused access" in str(told.value)
     assert asked == ["/nobody/nothing/resolve/main/config.json"], "asked once"
 
 
@@ -127,10 +123,8 @@ def test_offline_is_answered_by_name_and_nobody_is_asked(
     with hub(monkeypatch, 200) as asked, pytest.raises(ModelError) as told:
         monkeypatch.setenv(variable, value)
         check_found("train.model", "nobody/nothing")
-    assert str(told.value) == (
-        f"train.model: 'nobody/nothing' is not a folder here, and {variable}={value} forbids asking the hub for it; "
-        "unset that to fetch it, or name a folder"
-    )
+    for part in ("train.model: 'nobody/nothing'", f"{variable}={value}", f"unset {variable}"):
+        assert part in str(told.value)
     assert asked == []
 
 
@@ -167,9 +161,7 @@ def test_the_command_says_it_in_one_line_and_leaves_nothing(tmp_path: Path) -> N
     ended = python_without_a_hub(tmp_path, "-m", "shoal", "grpo", "run.yaml")
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert line.startswith(
-        "shoal: error: train.model: 'nobody/nothing' is not a folder here, and it could not be fetched"
-    )
+    assert line.startswith("shoal: error: train.model: 'nobody/nothing'") and "could not be downloaded" in line
     assert not (tmp_path / "out").exists()
 
 
@@ -184,7 +176,7 @@ def test_what_was_fetched_before_needs_no_hub(tmp_path: Path) -> None:
     ended = python_without_a_hub(tmp_path, "-c", LOADING)
     assert ended.returncode == 0, ended.stderr
     assert "Retrying" not in ended.stderr
-    assert ended.stderr.count("somebody/something: it could not be fetched") == 1
+    assert ended.stderr.count("somebody/something: it could not be downloaded") == 1
     assert ended.stdout.split() == [str(len(character_tokenizer())), "somebody/something"], "an adapter names its base"
     assert "Could not find a config file" not in ended.stderr, "nor is the hub asked where an adapter is saved"
     assert "base_model: somebody/something" in (tmp_path / "saved" / "README.md").read_text()

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shoal.models import hybrid
+from shoal.models import fp8_linear as hybrid
 from shoal.models.decoder import Decoder
-from shoal.models.quantised import held_bytes
+from shoal.models.quantize import held_bytes
 from shoal.models.sampler_view import SamplerView
 from support.engines import ask, make_engine, run
 from support.models import hybrid_decoder, random_prompts, small_model

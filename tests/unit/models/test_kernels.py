@@ -15,9 +15,9 @@ pytest.importorskip("triton", reason="Triton is installed on Linux only")
 def test_norm_forward_and_backward() -> None:
     """Alone and with the residual sum; gradients of input, residual and weight; more rows than programs."""
     run_interpreted("""
-        from shoal.models.kernels import norm as kernels
+        from shoal.models.kernels import elementwise as kernels
         kernels.BACKWARD_PROGRAMS = 3
-        from shoal.models.kernels.norm import add_norm, norm
+        from shoal.models.kernels.elementwise import add_norm, norm
         for rows, width in ((1, 48), (7, 100), (10, 64)):
             made = [torch.randn(rows, width) for _ in range(2)] + [torch.randn(width)]
             upstream = torch.randn(rows, width), torch.randn(rows, width)
@@ -47,8 +47,8 @@ def test_norm_forward_and_backward() -> None:
 def test_rotation_forward_and_backward(normed: bool) -> None:
     """Heads that are no power of two, rows that are views of a wider product."""
     run_interpreted(f"""
-        from shoal.models.kernels import rotary
-        rotary.BACKWARD_PROGRAMS = 2
+        from shoal.models.kernels import elementwise
+        elementwise.BACKWARD_PROGRAMS = 2
         tokens, heads, dim = 5, 3, 16
         wide = torch.randn(tokens, (heads + 2) * dim)
         angles = torch.randn(tokens, dim // 2)
@@ -61,7 +61,7 @@ def test_rotation_forward_and_backward(normed: bool) -> None:
             turned = torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1)
             return x * cos[:, None] + turned * sin[:, None]
         def ours(x, weight):
-            return rotary.rotate_heads(x, cos, sin, weight if {normed} else None, 1e-6)
+            return elementwise.rotate_heads(x, cos, sin, weight if {normed} else None, 1e-6)
         found = []
         for dtype, function in ((torch.float64, reference), (torch.float32, ours)):
             source, gain = (t.detach().to(dtype).clone().requires_grad_() for t in (wide, weight))
@@ -77,8 +77,8 @@ def test_gradients_of_copies_come_together() -> None:
     """Tokens with none, one and many copies; in fp32 between, so a thousand ones are a thousand."""
     run_interpreted("""
         import numpy as np
-        from shoal.models.gathered import gather
-        from shoal.models.kernels.copies import sum_copies
+        from shoal.models.attention import gather
+        from shoal.models.kernels.logprobs import sum_copies
         keys = np.concatenate([[7] * 1000, np.random.default_rng(0).integers(0, 20, 60), [4, 4]])
         plan = {name: torch.from_numpy(array) for name, array in gather(keys, 23).items()}
         for dtype in (torch.float32, torch.bfloat16):
@@ -94,7 +94,7 @@ def test_gradients_of_copies_come_together() -> None:
 
 def test_swiglu_forward_and_backward() -> None:
     run_interpreted("""
-        from shoal.models.kernels.swiglu import swiglu
+        from shoal.models.kernels.elementwise import swiglu
         both = torch.randn(4, 2 * 1030)
         upstream = torch.randn(4, 1030)
         found = []
@@ -114,7 +114,7 @@ def test_log_probs_and_entropy(tile: int, narrowed: bool) -> None:
     """In one tile and in several: values and gradients of the log-probs, against float64."""
     run_interpreted(f"""
         from shoal.models import logprobs
-        from shoal.models.kept import Kept
+        from shoal.models.logprobs import AllowedTokens
         from shoal.models.logprobs import Head, token_logprobs
         logprobs.KERNEL_TILE_NUMBERS = {tile}
         tokens, width, vocabulary = 8, 12, 5000
@@ -124,7 +124,8 @@ def test_log_probs_and_entropy(tile: int, narrowed: bool) -> None:
         kept = None
         if {narrowed}:
             some = [[int(target), 3, 4999] for target in targets]
-            kept = Kept([None, some[1], [~7, ~4998], some[3], some[4], None, [~0], some[7]], torch.device("cpu"))
+            lists = [None, some[1], [~7, ~4998], some[3], some[4], None, [~0], some[7]]
+            kept = AllowedTokens(lists, torch.device("cpu"))
         found = []
         for dtype in (torch.float64, torch.float32):
             hidden, weight = (t.detach().to(dtype).clone().requires_grad_() for t in made)

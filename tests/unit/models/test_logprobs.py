@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.models import logprobs
-from shoal.models.kept import Kept
-from shoal.models.logprobs import Head, token_logprobs
+from shoal.models.logprobs import AllowedTokens, Head, token_logprobs
 
 VOCABULARY, WIDTH, TOKENS = 50, 8, 23
 GENERATOR = torch.Generator().manual_seed(0)
@@ -38,8 +37,8 @@ def in_numpy(kept: list[list[int] | None] | None = None) -> tuple[np.ndarray, np
     return np.array(chosen), np.array(entropies)
 
 
-def listed(kept: list[list[int] | None] | None) -> Kept | None:
-    return None if kept is None else Kept(kept, torch.device("cpu"))
+def listed(kept: list[list[int] | None] | None) -> AllowedTokens | None:
+    return None if kept is None else AllowedTokens(kept, torch.device("cpu"))
 
 
 head = Head(lambda hidden: hidden @ WEIGHT.T.to(hidden.dtype))

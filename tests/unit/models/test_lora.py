@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.errors import ModelError
+from shoal.core.errors import ModelError
 from shoal.models import lora
 from shoal.models.decoder import Decoder
 from shoal.models.lora import LoraSettings, attach, trained_parameters
@@ -47,7 +47,7 @@ def test_chosen_layers_alone() -> None:
         "q_proj",
         "v_proj",
     }
-    with pytest.raises(ModelError, match=r"lora_target_modules \['nowhere'\] match no layer of Qwen3ForCausalLM"):
+    with pytest.raises(ModelError, match=r"lora_target_modules: \['nowhere'\] match no layer of Qwen3ForCausalLM"):
         lora_decoder(target_modules=("nowhere",))
 
 
@@ -115,7 +115,7 @@ def test_with_a_start_adapter_the_reference_is_that_start(tmp_path: Path) -> Non
 
 
 def test_a_folder_without_an_adapter(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"holds no adapter_config.json"):
+    with pytest.raises(ModelError, match=r"no adapter_config.json"):
         lora_decoder(adapter_path=str(tmp_path))
 
 

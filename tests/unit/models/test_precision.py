@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal.config.train import TrainConfig
-from shoal.errors import HardwareError
+from shoal.core.errors import HardwareError
 from shoal.models.precision import SMALL_MODEL_PARAMETERS, choose
 
 
@@ -84,7 +84,7 @@ def test_fp8_hybrid_is_bf16_with_fp8_products(hopper: None) -> None:
 
 def test_fp8_hybrid_needs_units_that_older_gpus_lack(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    with pytest.raises(HardwareError, match=r"needs compute capability 8.9, this GPU has 8.0; use train.recipe=bf16"):
+    with pytest.raises(HardwareError, match=r"compute capability 8.9, this GPU has 8.0"):
         choose(train(recipe="fp8-hybrid"))
     assert choose(train(qlora_fp8=True, lora=True)).stored == "fp8", "storage needs no such units"
 

@@ -12,10 +12,10 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from shoal.errors import ModelError
+from shoal.core.errors import ModelError
 from shoal.models.decoder import Decoder
 from shoal.models.lora import as_reference
-from shoal.models.quantised import QuantisedLinear, count_weights, held_bytes, quantise_linears
+from shoal.models.quantize import QuantisedLinear, count_weights, held_bytes, quantise_linears
 from shoal.models.sampler_view import SamplerView
 from shoal.trainer.checkpoint import export_weights
 from shoal.trainer.policy import Reference

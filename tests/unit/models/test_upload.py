@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from shoal.models.upload import upload
+from shoal.models.attention import upload
 
 CPU = torch.device("cpu")
 

@@ -9,16 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.errors import ArgumentError
-from shoal.recipes.rl_loop import (
-    Config,
-    DAPOConfig,
-    DeployConfig,
-    PromptGroup,
-    SampledCompletion,
-    build_grpo_datums,
-    make_grpo_loss_fn,
-)
+from shoal.core.errors import ArgumentError
+from shoal.recipes.config import Config, DAPOConfig, DeployConfig
+from shoal.recipes.datums import PromptGroup, SampledCompletion, build_grpo_datums, make_grpo_loss_fn
 
 
 def completion(*tokens: int, logprob: float = -1.0, prompt: int = 2) -> SampledCompletion:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import ArgumentError, Interrupted
-from shoal.recipes.rl_loop import Config, DeployConfig, InfraConfig, WeightSyncConfig, WeightSyncScope, main
+from shoal.core.errors import ArgumentError, Interrupted
+from shoal.recipes.config import Config, DeployConfig, InfraConfig, WeightSyncConfig, WeightSyncScope
+from shoal.recipes.rl_loop import main
 from support.folders import write_model
 
 ROWS = [{"prompt": f"Shout {word}", "answer": "A"} for word in ["shoal", "river", "stone", "cloud", "ember", "maple"]]
@@ -61,13 +62,13 @@ def test_a_stopped_run_continues_by_itself(model: str, tmp_path: Path, monkeypat
     sync = WeightSyncConfig(dcp_save_interval=1)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     main(config(model, whole, weight_sync=sync), shouting)
-    from shoal.orchestrator.loop import Loop
+    from shoal.core.loop import Loop
 
     ordinary = Loop._record
 
-    async def stop_after_three(self: Any, step: int, *rest: Any) -> None:
-        await ordinary(self, step, *rest)
-        if step == 3:
+    async def stop_after_three(self: Any, *arguments: Any) -> None:
+        await ordinary(self, *arguments)
+        if self.progress.step == 3:
             self.interrupt()
 
     monkeypatch.setattr(Loop, "_record", stop_after_three)
@@ -115,7 +116,7 @@ def test_rows_come_from_files_as_well(model: str, tmp_path: Path):
 
 
 def test_rows_that_nobody_judges_are_refused(model: str, tmp_path: Path):
-    with pytest.raises(ArgumentError, match=r"main: reward_fn: the rows have no get_reward"):
+    with pytest.raises(ArgumentError, match=r"main: reward_fn: is required, because the rows have no get_reward"):
         main(config(model, tmp_path))
 
 
@@ -130,11 +131,11 @@ def test_a_configuration_that_is_none_is_told_as_that(tmp_path: Path):
     config = Config(log_path=__file__, base_model="m", dataset=rows, deployment=DeployConfig(tokenizer_model="m"))
     with pytest.raises(ArgumentError, match=r"^main: config: must be a Config, not a function"):
         main(shouting, config)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"^main: reward_fn: judge asks for 'gold', which is no column"):
+    with pytest.raises(ArgumentError, match=r"^main: reward_fn: judge .*'gold', which is not a column"):
 
         def judge(completion, gold):
             return 1.0
 
         main(config, judge)
-    with pytest.raises(ArgumentError, match=r"^Config: log_path: '.*' is a file; name a folder"):
+    with pytest.raises(ArgumentError, match=r"^Config: log_path: '.*' is a file; use a folder"):
         main(config, len)

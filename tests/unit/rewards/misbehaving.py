@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from shoal.envs import SingleTurn, answer_of, ask
-from shoal.rewards.wire import RESULT, pack
+from shoal.rewards.worker import RESULT, STARTED, pack
 
 TIMEOUT_S = 0.5
 
@@ -155,6 +155,20 @@ class Misbehaving(SingleTurn):
 
     def secrets(self):
         return {name: 1 for name in os.environ if name.startswith("SHOAL_TEST")}
+
+    def extend(self):
+        """Repeats the frame that reports the start of job 1, the first job of a pool."""
+        until = time.monotonic() + 20 * TIMEOUT_S
+        while time.monotonic() < until:
+            for descriptor in range(3, 64):
+                with contextlib.suppress(OSError):
+                    os.write(descriptor, pack(1, STARTED))
+            time.sleep(TIMEOUT_S / 5)
+
+    def patch(self):
+        """Makes every later reply of this process invalid."""
+        json.dumps = lambda value, **_: "nonsense"
+        return 1
 
     def corrupt(self):
         """Writes rubbish into every descriptor it can find."""

@@ -6,16 +6,18 @@ from dataclasses import dataclass
 
 import pytest
 
+from shoal.core.errors import ArgumentError, DataError
+from shoal.core.types import Task
 from shoal.envs.items import ItemEnvironment
-from shoal.errors import ArgumentError, DataError
-from shoal.rewards.functions import RewardFunctions, Scored
+from shoal.rewards.compose import NamedRewards
+from shoal.rewards.functions import FunctionReward, RewardFunctions, RewardInput, input_of
 from shoal.rewards.outcome import RewardValueError, read_outcome
 
 ROW = {"prompt": "2 + 3?", "answer": "5", "level": 1}
 
 
-def scored(completion: str, prompt: object = "2 + 3?") -> Scored:
-    return Scored(ROW, ROW, prompt, completion)
+def scored(completion: str, prompt: object = "2 + 3?") -> RewardInput:
+    return RewardInput(ROW, ROW, prompt, completion)
 
 
 def correct(completion, answer):
@@ -23,7 +25,7 @@ def correct(completion, answer):
 
 
 def lengths(prompts, completions, **columns):
-    assert columns["answer"] == ["5"] and columns["level"] == [1]
+    assert columns["answer"] == ["5"] * len(completions) and columns["level"] == [1] * len(completions)
     return [float(len(completion)) for completion in completions]
 
 
@@ -39,10 +41,60 @@ def test_a_plain_function_gets_columns_by_name():
     assert RewardFunctions([slow])(scored("x")) == 0.25
 
 
-def test_trls_form_gets_lists_of_one():
-    assert RewardFunctions([lengths])(scored("abc")) == 3.0
-    only = RewardFunctions([lambda completions, answer: [completions[0] + answer[0] == "55"]])
-    assert only(scored("5")) is True
+def rank(prompts, completions, **columns):
+    """Compares the completions of a group: with lists of length one it is the constant 0."""
+    order = sorted(range(len(completions)), key=lambda index: len(completions[index]))
+    return [order.index(index) / max(1, len(order) - 1) for index in range(len(order))]
+
+
+def test_trls_form_gets_the_whole_group():
+    assert RewardFunctions([lengths]).takes_groups and not RewardFunctions([correct]).takes_groups
+    group = [scored("bb"), scored("a"), scored("cccc"), scored("ddd")]
+    assert RewardFunctions([rank]).score_group(group) == [1 / 3, 0.0, 1.0, 2 / 3]
+    only = RewardFunctions([lambda completions, answer: [c + a == "55" for c, a in zip(completions, answer)]])  # noqa: B905
+    assert only.score_group([scored("5"), scored("6")]) == [True, False]
+
+
+def test_forms_mix_within_a_group():
+    mixed = RewardFunctions([correct, rank], [1.0, 0.5])
+    assert mixed.score_group([scored("5"), scored("66")]) == [
+        {"correct": 1.0, "rank": 0.0},
+        {"correct": 0.0, "rank": 1.0},
+    ]
+
+    def abstains(completions):
+        return [None if completion == "?" else 1.0 for completion in completions]
+
+    assert RewardFunctions([correct, abstains]).score_group([scored("5"), scored("?")]) == [
+        {"correct": 1.0, "abstains": 1.0},
+        {"correct": 0.0},
+    ]
+
+
+def test_the_form_of_environments():
+    """(task, messages) by name everywhere; where it is the usual form, other names work too."""
+    task = Task([{"role": "user", "content": "2 + 3?"}], {"answer": "5"})
+    messages = [*task.messages, {"role": "assistant", "content": "5"}]
+
+    def named(messages, task):
+        return float(messages[-1]["content"] == task.data["answer"])
+
+    def unnamed(t, m):
+        return float(m[-1]["content"] == t.data["answer"])
+
+    def plain(completion, answer, prompt):
+        return float((completion, answer, prompt) == ("5", "5", "2 + 3?"))
+
+    assert RewardFunctions([named])(input_of(task, messages)) == 1.0
+    for function in (named, unnamed, plain, NamedRewards(right=unnamed)):
+        reward = FunctionReward(RewardFunctions([function], task_first=True))
+        assert reward.reward(task, messages) in (1.0, {"right": 1.0}) and reward.reward_group is None
+    grouped = FunctionReward(RewardFunctions([rank], task_first=True))
+    shorter = [*task.messages, {"role": "assistant", "content": ""}]
+    assert grouped.reward_group is not None and grouped.reward_group(task, [messages, shorter]) == [1.0, 0.0]
+    for wrong in (lambda text, prompt, row: 1.0, lambda: 1.0, lambda prompts: 1.0):
+        with pytest.raises(ArgumentError, match=r"^orch: .*f\(completion.*f\(task, messages\).*completions"):
+            RewardFunctions([wrong], label="orch", task_first=True)
 
 
 def test_messages_in_messages_out():
@@ -89,21 +141,21 @@ def test_the_prompt_may_come_first():
 
 
 def test_wrong_functions_are_named():
-    with pytest.raises(ArgumentError, match=r"half takes prompts but no completions; write half\(prompts, c"):
+    with pytest.raises(ArgumentError, match=r"half.* takes no completion; .*f\(prompts, completions"):
 
         def half(prompts, answer):
             return [1.0]
 
         RewardFunctions([half])
-    with pytest.raises(ArgumentError, match=r"there are prompt, row, gold$"):
+    with pytest.raises(ArgumentError, match=r"columns are prompt, row, gold$"):
         RewardFunctions([correct]).check(["prompt", "gold"])
     with pytest.raises(ArgumentError, match=r"reward_weights: 1 weights for 2"):
         RewardFunctions([correct, slow], [1.0])
     with pytest.raises(ArgumentError, match=r"reward_funcs: 3 is not a function"):
         RewardFunctions([3])  # type: ignore[list-item]
-    with pytest.raises(ArgumentError, match=r"reward_funcs: correct asks for 'answer', which is no column"):
+    with pytest.raises(ArgumentError, match=r"reward_funcs: correct .*'answer', which is not"):
         RewardFunctions([correct]).check(["prompt", "gold"])
-    with pytest.raises(RewardValueError, match=r"two returned 2 rewards for 1 completion"):
+    with pytest.raises(RewardValueError, match=r"two returned 2 rewards for 1 "):
 
         def two(completions):
             return [1, 2]
@@ -139,7 +191,10 @@ def test_items_judge_themselves_and_rows_are_judged():
     assert first.messages == [{"role": "user", "content": "a?"}] and second.messages[0]["content"] == "b?"
     assert [items.reward(second, answered(text)) for text in ("b", "a", "?")] == [1.0, 0.0, None]
     rows = ItemEnvironment([ROW], [ROW], rewards=RewardFunctions([correct]))
-    assert rows.reward(rows.tasks("eval")[0], answered("5")) == 1.0
+    assert rows.reward(rows.tasks("eval")[0], answered("5")) == 1.0 and rows.reward_group is None
+    ranked = ItemEnvironment([ROW], rewards=RewardFunctions([rank]))
+    assert ranked.reward_group is not None
+    assert ranked.reward_group(ranked.tasks("train")[0], [answered("aa"), answered("a")]) == [1.0, 0.0]
 
 
 def test_bad_items_are_named_with_their_number():
@@ -151,7 +206,7 @@ def test_bad_items_are_named_with_their_number():
         ItemEnvironment([ROW], [{"question": "q"}], rewards=RewardFunctions([lengths]))
     with pytest.raises(DataError, match=r"train item 0: get_reward\(\) cannot be called as get_reward\(completion\)"):
         ItemEnvironment([Deaf()])
-    with pytest.raises(DataError, match=r"items: train is empty; give it at least one item"):
+    with pytest.raises(DataError, match=r"items: train is empty"):
         ItemEnvironment([])
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from shoal.core.types import Score
 from shoal.envs import SingleTurn, answer_of, ask
-from shoal.rewards import isolate
-from shoal.rewards.isolate import MAX_PROCESSES, why_not
+from shoal.rewards import sandbox as isolate
 from shoal.rewards.pool import RewardPool
-from shoal.types import Score
+from shoal.rewards.sandbox import MAX_PROCESSES, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no namespaces here: {why_not()}")
 left_behind: list[int] = []
@@ -127,7 +127,7 @@ def test_what_it_could_not_read_is_told_beforehand(tmp_path: Path) -> None:
     hidden = tmp_path / "python"
     hidden.touch(mode=0o600)
     reason = why_not([str(hidden)])
-    assert (reason is None) == (os.geteuid() != 0) and (reason is None or f"may not read {hidden}" in reason)
+    assert (reason is None) == (os.geteuid() != 0) and (reason is None or f"cannot read {hidden}" in reason)
 
 
 def test_a_try_that_is_cut_short_is_no_permission(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,4 +136,4 @@ def test_a_try_that_is_cut_short_is_no_permission(monkeypatch: pytest.MonkeyPatc
         return ""
 
     monkeypatch.setattr(isolate, "_tried", cut_short)
-    assert why_not() == "a process that tried it was ended"
+    assert why_not() == "the test process was killed or timed out"

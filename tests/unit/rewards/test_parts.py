@@ -2,8 +2,8 @@
 
 import pytest
 
-from shoal.errors import ConfigError
-from shoal.rewards.parts import ENOUGH, PartCheck
+from shoal.core.errors import ConfigError
+from shoal.rewards.outcome import ENOUGH, PartCheck
 
 
 def test_a_misspelt_part_is_refused_after_a_few_scores():

@@ -95,7 +95,7 @@ def test_many_jobs_on_several_workers(tmp_path):
 def test_secrets_are_gone_from_where_the_kernel_shows_them():
     """/proc/self/environ is what a process was started with, so it takes one that was started with a secret."""
     script = (
-        "from pathlib import Path; from shoal.rewards import confine; confine.drop_secrets(['KEPT_TOKEN']); "
+        "from pathlib import Path; from shoal.rewards import sandbox; sandbox.drop_secrets(['KEPT_TOKEN']); "
         "print(Path('/proc/self/environ').read_text())"
     )
     given = {**os.environ, "MY_API_TOKEN": "canary-4711", "KEPT_TOKEN": "wanted", "PLAIN": "seen"}
@@ -133,7 +133,7 @@ def test_a_forged_score_is_looked_at_too(tmp_path):
 
     score = asyncio.run(run())
     assert (score.status, score.reward, score.error) == (
-        "error", None, "the reward worker sent something that is not a score",
+        "error", None, "the reward worker sent an invalid reply",
     )  # fmt: skip
 
 

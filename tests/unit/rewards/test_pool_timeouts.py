@@ -19,6 +19,20 @@ def test_a_hanging_reward_is_a_timeout_and_its_worker_is_replaced(pool, tmp_path
     assert all_gone(noted_pids(tmp_path))
 
 
+def test_repeating_the_start_does_not_extend_the_timeout(pool):
+    began = time.monotonic()
+    (late,) = ask_pool(pool, "extend")
+    assert late.status == "timeout" and time.monotonic() - began < 10 * TIMEOUT_S
+    assert ask_pool(pool, "true")[0].status == "ok"
+
+
+def test_a_worker_with_invalid_replies_is_replaced(pool):
+    """One reward that breaks its process must not spoil the rewards after it."""
+    spoilt, *others = ask_pool(pool, "patch", *["true"] * 4)
+    assert (spoilt.status, spoilt.reward) == ("error", None)
+    assert [(score.status, score.reward) for score in others] == [("ok", 1.0)] * 4
+
+
 def test_the_timeout_counts_from_the_start_of_the_work(pool):
     began = time.monotonic()
     scores = ask_pool(pool, *["slow"] * 5)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from shoal.errors import EngineError
-from shoal.observability.ports import free_port
-from shoal.rollout.facts import RemoteSettings
-from shoal.rollout.remote import RemoteEngine
-from shoal.rollout.sglang import SglangRolloutEngine
-from shoal.rollout.vllm import VllmRolloutEngine
+from shoal.core.errors import EngineError
+from shoal.rollout.remote.engine import RemoteEngine
+from shoal.rollout.remote.server_info import RemoteSettings
+from shoal.rollout.remote.sglang import SglangRolloutEngine
+from shoal.rollout.remote.vllm import VllmRolloutEngine
 from support.engines import ask
+from support.ports import free_port
 
 ANSWER: dict[str, Any] = {"ids": [7, 8, 9], "logprobs": [-0.5, -1.0, -0.25], "reason": "length", "versions": [[0, 3]]}
 
@@ -39,7 +39,7 @@ WRONG = {
     "an id over the vocabulary": ({"ids": [7, 8, 50]}, "not one of 0 to 49"),
     "a negative id": ({"ids": [7, -8, 9]}, "not one of 0 to 49"),
     "a positive log-prob": ({"logprobs": [-0.5, 0.5, -1.0]}, "positive or not finite"),
-    "too many tokens": ({"ids": [7] * 9, "logprobs": [-1.0] * 9, "versions": [[0, 9]]}, "8 were asked for"),
+    "too many tokens": ({"ids": [7] * 9, "logprobs": [-1.0] * 9, "versions": [[0, 9]]}, "8 were requested"),
     "another end": ({"reason": "tired"}, "finish_reason is 'tired'"),
     "no log-probs": ({"logprobs": None}, r"cannot be read|3 tokens but 0 log-probs"),
     "one log-prob missing": ({"logprobs": [-0.5, None, -1.0]}, r"cannot be read|positive or not finite"),
@@ -60,7 +60,7 @@ async def ask_one_that_says(engine: type[RemoteEngine], answer: Any, scratch: Pa
     asked = engine(RemoteSettings(f"http://127.0.0.1:{port}", "m", 64, 50, (2,), str, scratch))
     try:
         request = ask("r", [1, 2, 3], max_tokens=8)
-        return asked.reading.completion(request, await asked.ask(request, 8, None), 0, asked.name)
+        return asked.reading.completion(request, await asked.complete(request, 8, None), 0, asked.name)
     finally:
         await asked.close()
         await runner.cleanup()

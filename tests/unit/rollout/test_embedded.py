@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.errors import EngineError, NonFiniteError
+from shoal.core.errors import EngineError, NonFiniteError
 from shoal.models.attention import Context, Packed
 from shoal.models.decoder import Decoder
 from shoal.models.sampler_view import SamplerView

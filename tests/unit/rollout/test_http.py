@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from shoal.errors import ConfigError, DeadlineError, EngineError
-from shoal.observability.manifest import describe, version_hash
-from shoal.rollout.http import HttpRolloutEngine
-from shoal.rollout.link import Address, Link
-from shoal.rollout.lost import Absent, Lost, Unreachable
-from shoal.server.control import INCARNATION
+from shoal.core.errors import ConfigError, DeadlineError, EngineError
+from shoal.rollout.remote.client import Address, ConnectionLost, HttpClient, ServerUnreachable, Unreachable
+from shoal.rollout.remote.shoal import HttpRolloutEngine
+from shoal.runs.secrets import INCARNATION
+from shoal.runs.weight_files import describe, version_hash
 from support.engines import ask
 from support.models import random_prompts
 
@@ -109,7 +108,7 @@ REQUEST = ask("r", [1, 2, 3], max_tokens=8)
         (good(logprobs=None), "TypeError"),
         (exactly(spans=[[0, 2, 0]]), "do not cover 3 tokens"),
         (exactly(spans=[[0, 1, 0], [2, 3, 0]]), "do not cover 3 tokens"),
-        (exactly(spans=[[0, 3, 4]]), "drawn with version 4, it should be 0"),
+        (exactly(spans=[[0, 3, 4]]), "sampled with version 4, it should be 0"),
         (exactly(finish_reason="tired"), "finish_reason is 'tired'"),
         (exactly(kept_ids=[[7]]), "3 tokens but 1 kept sets"),
         (exactly(kept_ids=[[7], [1, 2], []]), "token 8 is not among those that were kept"),
@@ -123,7 +122,7 @@ REQUEST = ask("r", [1, 2, 3], max_tokens=8)
         (web.Response(text=json.dumps(good()).replace("-0.5", "NaN")), "not JSON"),
         (web.Response(text="[" * 100_000), "not JSON"),
         (web.Response(text="[1]"), "with list, not an object"),
-        (good(token_ids=[7] * 9, logprobs={"token_logprobs": [-1.0] * 9}), "9 tokens, 8 were asked for"),
+        (good(token_ids=[7] * 9, logprobs={"token_logprobs": [-1.0] * 9}), "9 tokens, 8 were requested"),
         ({"choices": []}, "not enough values"),
         ({"hello": 1}, "KeyError: 'choices'"),
         (
@@ -321,13 +320,13 @@ def test_a_load_that_proves_something_else_ends_it(reply: Any, says: str, tmp_pa
 def test_who_is_met_is_looked_at():
     async def other(engine: HttpRolloutEngine) -> None:
         with pytest.raises(EngineError, match="serves 'fish', not 'cat'"):
-            await engine.about()
+            await engine.describe()
 
     against(Double([]), other, model="cat")
 
     async def stranger(engine: HttpRolloutEngine) -> None:
         with pytest.raises(EngineError, match="does not say its incarnation; is it a Shoal server"):
-            await engine.about()
+            await engine.describe()
 
     against(Double([], {"hello": "world"}), stranger)
 
@@ -338,12 +337,12 @@ def test_nobody_there():
     async def run() -> None:
         engine = HttpRolloutEngine(Address("http://127.0.0.1:9/v1", deadline_s=0.5), waiting=said.append)
         with pytest.raises(DeadlineError, match=r"waited 0 s for the inference server at http://127.0.0.1:9, since"):
-            await engine.about()
+            await engine.describe()
         assert (await engine.health())["ok"] is False
         await engine.close()
         wrong = HttpRolloutEngine(Address("nowhere", deadline_s=0.5))
         with pytest.raises(ConfigError, match=r"orch.client.base_url"):
-            await wrong.about()
+            await wrong.describe()
         await wrong.close()
 
     asyncio.run(run())
@@ -365,7 +364,7 @@ def test_another_server_at_the_address_is_named_as_such(text: str):
 
     async def work(engine: HttpRolloutEngine) -> None:
         with pytest.raises(ConfigError) as caught:
-            await engine.about()
+            await engine.describe()
         said = str(caught.value)
         assert "is not grpo-infer (" in said and "status 404); check orch.client.base_url" in said
         assert "no such page" not in said and "ot found" not in said.lower()
@@ -377,7 +376,7 @@ def test_nothing_is_asked_once_it_is_closed():
     """A session that is opened then is closed by nobody, and aiohttp says so."""
 
     async def work(engine: HttpRolloutEngine) -> None:
-        await engine.about()
+        await engine.describe()
         await engine.close()
         with pytest.raises(EngineError, match="is closed"):
             await engine.generate(REQUEST)
@@ -387,7 +386,7 @@ def test_nothing_is_asked_once_it_is_closed():
 
 def test_a_process_that_was_replaced_without_a_word_is_noticed(monkeypatch: pytest.MonkeyPatch):
     """The request hangs for ever on a connection that leads nowhere; the new process would answer it."""
-    monkeypatch.setattr("shoal.rollout.http.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("shoal.rollout.remote.shoal.POLL_EVERY_S", 0.1)
 
     class Replaced(Double):
         async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -403,8 +402,8 @@ def test_a_process_that_was_replaced_without_a_word_is_noticed(monkeypatch: pyte
 
 
 def test_one_that_hangs_is_waited_for_in_words_and_not_for_ever(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shoal.rollout.http.LOOK_EVERY_S", 0.1)
-    monkeypatch.setattr("shoal.rollout.http.PROBE_S", 0.2)
+    monkeypatch.setattr("shoal.rollout.remote.shoal.POLL_EVERY_S", 0.1)
+    monkeypatch.setattr("shoal.rollout.remote.shoal.PROBE_S", 0.2)
     said: list[str | None] = []
 
     class Hanging(Double):
@@ -428,7 +427,7 @@ def test_one_that_hangs_is_waited_for_in_words_and_not_for_ever(monkeypatch: pyt
 
 def test_one_that_shows_no_sign_of_life_is_looked_at_before_it_is_due(monkeypatch: pytest.MonkeyPatch):
     """A process that was stopped keeps its connections open: its silence elsewhere is what tells."""
-    monkeypatch.setattr("shoal.rollout.http.SILENT_PROBE_S", 0.2)
+    monkeypatch.setattr("shoal.rollout.remote.shoal.SILENT_PROBE_S", 0.2)
     said: list[str | None] = []
     silent = False
 
@@ -479,22 +478,22 @@ def test_what_is_known_of_a_server_does_not_hide_that_there_is_no_way_to_it():
     """A name that is not known was said to be a server that is still loading."""
     address = Address("http://nowhere:1/v1", deadline_s=0.01, whereabouts=lambda: ("it loads", "wait"))
 
-    async def reason(loss: Lost) -> str:
+    async def reason(loss: ConnectionLost) -> str:
         async def probe() -> None:
             raise loss
 
         with pytest.raises(DeadlineError) as caught:
-            await Link(address).until_up(probe)
+            await HttpClient(address).until_up(probe)
         return str(caught.value)
 
-    assert asyncio.run(reason(Absent("nothing listens there"))).endswith(": it loads; wait")
+    assert asyncio.run(reason(ServerUnreachable("nothing listens there"))).endswith(": it loads; wait")
     unknown = asyncio.run(reason(Unreachable("the name of its host is not known")))
     assert "host is not known" in unknown and unknown.endswith("check orch.client.base_url") and "loads" not in unknown
 
 
 def test_a_key_is_asked_for_by_its_name():
     async def work(engine: HttpRolloutEngine) -> None:
-        with pytest.raises(ConfigError, match=r"wants a key: no; set orch.client.api_key_var"):
+        with pytest.raises(ConfigError, match=r"requires a key: no; set orch.client.api_key_var"):
             await engine.generate(REQUEST)
 
     against(Double([web.Response(text='{"error": {"message": "no"}}', status=401)]), work)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from shoal.models.sampler_view import SamplerView
-from shoal.observability.manifest import describe
 from shoal.rollout.embedded import EmbeddedRolloutEngine
-from shoal.rollout.http import HttpRolloutEngine
+from shoal.rollout.remote.shoal import HttpRolloutEngine
+from shoal.runs.weight_files import describe
 from support.engines import ask, make_engine
 from support.models import EOS, as_decoder, lora_decoder, random_prompts, small_model
 from support.servers import save, serving

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import ConfigError, DeadlineError, EngineError
-from shoal.observability.ports import free_port
-from shoal.rollout.facts import RemoteSettings
-from shoal.rollout.launch import STOP_S, Launch, ServerProcess, check_interpreter, end_of_log, listens
-from shoal.rollout.vllm import VllmRolloutEngine
+from shoal.core.errors import ConfigError, DeadlineError, EngineError
+from shoal.rollout.remote.process import STOP_S, Launch, ServerProcess, check_interpreter, end_of_log, listens
+from shoal.rollout.remote.server_info import RemoteSettings
+from shoal.rollout.remote.vllm import VllmRolloutEngine
 from support.commands import until
+from support.ports import free_port
 
 
 def launch(folder: Path, script: str, port: int | None = None) -> ServerProcess:
@@ -50,7 +50,7 @@ def test_one_that_dies_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
 
 def test_one_that_listens_no_more_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM whose engine died under a call waits for ever for that call's answer before it ends."""
-    monkeypatch.setattr("shoal.rollout.launch.DEAF_S", 0.3)
+    monkeypatch.setattr("shoal.rollout.remote.process.NOT_LISTENING_S", 0.3)
     port, deaf = free_port(), tmp_path / "deaf"
     script = (
         "import pathlib, signal, socket, time\n"
@@ -71,7 +71,7 @@ def test_one_that_listens_no_more_has_ended(tmp_path: Path, monkeypatch: pytest.
             if (ended := process.ended()) is not None:
                 break
             time.sleep(0.05)
-        assert ended is not None and ended.startswith("vLLM runs, but listens no more. The last errors in ")
+        assert ended is not None and ended.startswith("vLLM runs, but no longer listens. The last errors in ")
         assert "the engine is dead" in ended
     finally:
         began = time.monotonic()

@@ -11,9 +11,9 @@ import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-from shoal.observability.ports import free_port
-from shoal.rollout.launch import Launch, ServerProcess
+from shoal.rollout.remote.process import Launch, ServerProcess
 from support.commands import children_of, until
+from support.ports import free_port
 
 
 def launch(folder: Path, script: str, port: int | None = None) -> ServerProcess:
@@ -35,7 +35,7 @@ def test_one_that_is_stopped_says_so_and_is_ended(tmp_path: Path) -> None:
     (pid,) = children_of(process.pid)
     os.kill(pid, signal.SIGSTOP)
     until(lambda: process.stopped() is not None)
-    assert process.stopped() == f"its process {pid} is stopped, and goes on with SIGCONT" and process.ended() is None
+    assert process.stopped() == f"its process {pid} is stopped; continue it with SIGCONT" and process.ended() is None
     asyncio.run(process.close())
     assert (tmp_path / "ended").exists() and not Path(f"/proc/{pid}").exists()
 
@@ -44,7 +44,8 @@ def test_one_that_nobody_closed_ends_with_us_and_not_with_a_fork(tmp_path: Path)
     """It heeds no SIGTERM, as vLLM does not while it imports."""
     server = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(300)"
     script = (
-        "import os, sys, time; from pathlib import Path; from shoal.rollout.launch import Launch, ServerProcess\n"
+        "import os, sys, time; from pathlib import Path\n"
+        "from shoal.rollout.remote.process import Launch, ServerProcess\n"
         f"log = Path({str(tmp_path / 'log')!r})\n"
         f"launch = Launch('vLLM', [sys.executable, '-c', {server!r}], '127.0.0.1', {free_port()}, log)\n"
         "process = ServerProcess(launch); process.start()\n"
@@ -85,7 +86,7 @@ def test_what_a_killed_one_shared_is_removed_and_nothing_else(tmp_path: Path) ->
 def test_it_ends_when_we_are_killed(tmp_path: Path) -> None:
     """Killed for good, so that nothing of ours can run: Linux ends the server."""
     script = (
-        "import time; from pathlib import Path; from shoal.rollout.launch import Launch, ServerProcess\n"
+        "import time; from pathlib import Path; from shoal.rollout.remote.process import Launch, ServerProcess\n"
         f"import sys; launch = Launch('vLLM', [sys.executable, '-c', 'import time; time.sleep(300)'], '127.0.0.1', "
         f"{free_port()}, Path({str(tmp_path / 'log')!r}))\n"
         "process = ServerProcess(launch); process.start(); print(process.pid, flush=True); time.sleep(300)"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shoal.errors import ConfigError
-from shoal.rollout.norms import write_noisy_norms
+from shoal.core.errors import ConfigError
+from shoal.rollout.remote.norm_noise import write_noisy_norms
 from support.models import small_model
 
 NORMS = [

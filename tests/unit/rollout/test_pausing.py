@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from shoal.errors import EngineError
-from shoal.rollout.pausing import pause_between_turns
+from shoal.core.errors import EngineError
+from shoal.rollout.embedded import pause_between_turns
 
 
 def test_a_turn_that_ends_and_one_that_does_not() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.errors import EngineError
-from shoal.rollout.probe import Probes
+from shoal.core.errors import EngineError
+from shoal.rollout.remote.server_info import Probes
 
 
 def test_the_same_content_must_answer_as_before() -> None:
@@ -21,7 +21,7 @@ def test_new_content_must_change_something_within_two_versions() -> None:
     probes = Probes("vLLM")
     probes.judge("a", [-1.0, -2.0], 1)
     probes.judge("b", [-1.0, -2.0], 2)  # a small update in bf16 may leave sixteen numbers as they were
-    with pytest.raises(EngineError, match=r"given 2 new weight versions .* have not moved"):
+    with pytest.raises(EngineError, match=r"loaded 2 new weight versions .* have not moved"):
         probes.judge("c", [-1.0, -2.0], 3)
 
 

@@ -12,9 +12,8 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
-from shoal.errors import DeadlineError, EngineError
-from shoal.rollout.link import Address, Link
-from shoal.rollout.lost import Unreachable
+from shoal.core.errors import DeadlineError, EngineError
+from shoal.rollout.remote.client import Address, HttpClient, Unreachable
 from support.engine_servers import attached_double, publish
 from support.engines import ask
 from support.models import random_prompts, small_model
@@ -91,7 +90,7 @@ def test_one_that_hangs_over_a_load_is_given_up_once() -> None:
 
 def test_whoever_gives_up_waiting_for_a_load_does_not_begin_to_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deadline of the loop ends the wait; the server is told to go on, and has little time to say that it does."""
-    monkeypatch.setattr("shoal.rollout.remote.HEALTH_S", 2)
+    monkeypatch.setattr("shoal.rollout.remote.engine.HEALTH_S", 2)
 
     async def main() -> None:
         async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
@@ -130,10 +129,10 @@ def test_a_load_that_is_lost_on_the_way_leaves_nobody_paused() -> None:
 
 def test_one_that_takes_no_connection_is_gone_and_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that drops what is sent to it: only one that was reached can be slow to answer."""
-    monkeypatch.setattr("shoal.rollout.link.CONNECT_S", 0.3)
+    monkeypatch.setattr("shoal.rollout.remote.client.CONNECT_S", 0.3)
 
     async def main(port: int) -> None:
-        link = Link(Address(f"http://127.0.0.1:{port}/v1"))
+        link = HttpClient(Address(f"http://127.0.0.1:{port}/v1"))
         try:
             with pytest.raises(Unreachable, match=r"^no connection within 0.3 s$"):
                 await link.get("/health", 30)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from aiohttp import web
 
-from shoal.errors import ConfigError, EngineError
-from shoal.observability.manifest import describe
-from shoal.observability.ports import free_port
-from shoal.rollout.sglang import SglangRolloutEngine
-from shoal.types import Span
+from shoal.core.errors import ConfigError, EngineError
+from shoal.core.types import Span
+from shoal.rollout.remote.sglang import SglangRolloutEngine
+from shoal.runs.weight_files import describe
 from support.engine_servers import CONTEXT_TOKENS, attached_double, contract_model, publish, settings
 from support.engines import ask
 from support.models import TOKENIZER, lora_decoder, random_prompts, small_model
+from support.ports import free_port
 from support.sglang_double import SglangDouble
 
 (PROMPT,) = random_prompts(5, 12)
@@ -110,8 +110,8 @@ def test_a_server_that_was_restarted_gets_its_version_back_and_is_asked_again() 
 
 def test_one_that_is_ill_owes_no_answer_and_one_that_is_late_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that will not come is asked for again when the server is well; a slow look breaks nothing off."""
-    for name, value in (("LOOK_EVERY_S", 0.05), ("ONCE_MORE_S", 0.05), ("HEALTH_S", 2.0)):
-        monkeypatch.setattr(f"shoal.rollout.server_api.{name}", value)
+    for name, value in (("POLL_EVERY_S", 0.05), ("RECHECK_S", 0.05), ("HEALTH_S", 2.0)):
+        monkeypatch.setattr(f"shoal.rollout.remote.server_api.{name}", value)
     asked, looks, over = 0, 0, asyncio.Event()
 
     async def health(_: web.Request) -> web.Response:

@@ -8,9 +8,9 @@ from typing import Any
 
 from aiohttp import web
 
-from shoal.observability.ports import free_port
-from shoal.rollout.facts import RemoteSettings
-from shoal.rollout.vllm import VllmRolloutEngine
+from shoal.rollout.remote.server_info import RemoteSettings
+from shoal.rollout.remote.vllm import VllmRolloutEngine
+from support.ports import free_port
 
 MANIFEST = {
     "transport": "broadcast", "kind": "full", "address": "10.0.0.1:29500", "world": 3,

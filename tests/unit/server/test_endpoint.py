@@ -1,21 +1,23 @@
-"""The endpoint as an OpenAI client meets it: a real socket and tokenizer, an engine that says what it is told to."""
+"""The endpoint over a real socket with a real tokenizer and a scripted engine."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 import pytest
+from tokenizers.processors import TemplateProcessing
 
-from shoal.errors import EngineError
+from shoal.core.errors import EngineError
+from shoal.core.types import Request, SamplingParams
 from shoal.models.chat import Chat
-from shoal.server.completions import Served
-from shoal.server.local import LocalEndpoint
+from shoal.server.app import LocalEndpoint
+from shoal.server.completions import ServedModel
 from shoal.server.sessions import Session
-from shoal.types import Request, SamplingParams
 from support.models import EOS, TOKENIZER
 from support.scripted import Script, ScriptedEngine
 
@@ -25,13 +27,16 @@ Ask = Callable[..., Awaitable[tuple[int, Any]]]
 
 
 def serve(
-    script: Script, work: Callable[[LocalEndpoint, Ask], Awaitable[Any]], context_tokens: int = 400
+    script: Script,
+    work: Callable[[LocalEndpoint, Ask], Awaitable[Any]],
+    context_tokens: int = 400,
+    chat: Chat | None = None,
 ) -> ScriptedEngine:
-    """Run `work(endpoint, ask)` against a served engine; `ask(path, body)` gives (status, JSON or text)."""
+    """Run `work(endpoint, ask)` against a served engine; `ask(path, body)` returns (status, JSON or text)."""
     engine = ScriptedEngine(script)
 
     async def run() -> None:
-        endpoint = LocalEndpoint(Served(engine, Chat(TOKENIZER), "fish", context_tokens))
+        endpoint = LocalEndpoint(ServedModel(engine, chat or Chat(TOKENIZER), "fish", context_tokens))
         base = await endpoint.start()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http:
 
@@ -105,36 +110,116 @@ def test_a_stream_is_the_same_answer_in_events():
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "param"),
     [
-        ({"messages": []}, "at least one message"),
-        ({"messages": [{"content": "x"}]}, "needs a role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text parts"),
-        ({"messages": [{"role": "user", "content": 3}]}, "must be text"),
-        ({"messages": HELLO, "n": 99}, "n must be"),
-        ({"messages": HELLO, "temperature": "hot"}, "temperature must be"),
-        ({"messages": HELLO, "temperature": float("nan")}, "not JSON"),
-        ({"messages": HELLO, "temperature": -1}, "temperature must be"),
-        ({"messages": HELLO, "max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
-        ({"messages": HELLO, "stop": [""]}, "stop must be"),
-        ({"messages": HELLO, "stop": ["x"] * 17}, "at most 16 texts"),
-        ({"messages": HELLO, "seed": "a"}, "seed must be"),
-        ({"messages": HELLO, "top_logprobs": 3}, "top_logprobs is not available"),
-        ({"messages": HELLO, "logit_bias": {"5": 1}}, "logit_bias is not available"),
-        ({"messages": HELLO, "max_tokens": 16.5}, "max_tokens must be a whole number"),
-        ({"messages": HELLO, "top_k": 2**70}, "top_k must be a whole number"),
-        ({"messages": HELLO, "model": 3}, "model must be a text"),
-        ({"messages": [{"role": "user", "content": "x" * 500}]}, "maximum context length is 400"),
-        ({"messages": HELLO, "stream": True, "stream_options": "usage"}, "stream_options must be an object"),
-        ([1], "must be a JSON object"),
+        ({"messages": []}, "messages"),
+        ({}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages"),
+        ({"messages": HELLO, "n": 99}, "n"),
+        ({"messages": HELLO, "temperature": "hot"}, "temperature"),
+        ({"messages": HELLO, "temperature": float("nan")}, None),
+        ({"messages": HELLO, "temperature": -1}, "temperature"),
+        ({"messages": HELLO, "max_tokens": 0}, "max_tokens"),
+        ({"messages": HELLO, "max_tokens": 16.5}, "max_tokens"),
+        ({"messages": HELLO, "max_tokens": True}, "max_tokens"),
+        ({"messages": HELLO, "stop": [""]}, "stop"),
+        ({"messages": HELLO, "stop": ["x"] * 17}, "stop"),
+        ({"messages": HELLO, "stop": "x" * 257}, "stop"),
+        ({"messages": HELLO, "stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"messages": HELLO, "seed": "a"}, "seed"),
+        ({"messages": HELLO, "seed": 2**63}, "seed"),
+        ({"messages": HELLO, "top_k": 2**70}, "top_k"),
+        ({"messages": HELLO, "top_logprobs": 3}, "top_logprobs"),
+        ({"messages": HELLO, "logprobs": 2}, "logprobs"),
+        ({"messages": HELLO, "logit_bias": {"5": 1}}, "logit_bias"),
+        ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": HELLO, "tools": 3}, "tools"),
+        ({"messages": HELLO, "model": 3}, "model"),
+        ({"messages": HELLO, "temprature": 1}, "temprature"),
+        ({"messages": HELLO, "stream": True, "stream_options": "usage"}, "stream_options"),
+        ({"messages": HELLO, "chat_template_kwargs": {"chat_template": "x"}}, None),
+        ({"messages": [{"role": "user", "content": "x" * 500}]}, None),
+        ([1], None),
     ],
 )
-def test_bad_requests_are_told_why(body: Any, says: str):
+def test_invalid_requests_get_400_with_the_wrong_key(body: Any, param: str | None):
     async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
         status, reply = await ask("/chat/completions", body)
-        assert status == 400 and says in reply["error"]["message"], reply
+        assert (status, reply["error"]["param"]) == (400, param), reply
 
     assert not serve(lambda _: ("hi", "stop"), work).requests
+
+
+def test_known_parameters_without_effect_are_accepted():
+    async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
+        ignored = {"user": "a", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "priority": 3}
+        neutral = {"echo": False, "best_of": 1, "presence_penalty": 0, "response_format": {"type": "text"}}
+        assert (await ask("/chat/completions", {"messages": HELLO, **ignored, **neutral}))[0] == 200
+        assert (await ask("/completions", {"prompt": [5], **ignored, **neutral, "suffix": ""}))[0] == 200
+
+    serve(lambda _: ("hi", "stop"), work)
+
+
+def test_batched_prompts_get_the_results_of_single_ones():
+    async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
+        for prompts in ([[20, 21], [30]], ["one", "two"], [[20], "two"]):
+            body = {"prompt": prompts, "n": 2, "seed": 7, "return_token_ids": True}
+            status, reply = await ask("/completions", body)
+            assert status == 200 and [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+            singles = [(await ask("/completions", {**body, "prompt": prompt}))[1] for prompt in prompts]
+            assert reply["prompt_token_ids"] == [single["prompt_token_ids"] for single in singles]
+            texts = [choice["text"] for single in singles for choice in single["choices"]]
+            assert [choice["text"] for choice in reply["choices"]] == texts
+        for prompt in ([], [[]], [20, [21]], [20, "a"], [[20]] * 257, {}, None, [""]):
+            status, reply = await ask("/completions", {"prompt": prompt})
+            assert (status, reply["error"]["param"]) == (400, "prompt"), prompt
+
+    engine = serve(lambda request: (f"{request.prompt_ids} {request.sampling.seed}", "stop"), work)
+    first = [(request.prompt_ids, request.sampling.seed) for request in engine.requests[:4]]
+    assert first == [([20, 21], 7), ([20, 21], 8), ([30], 7), ([30], 8)]
+
+
+def test_template_variables_reach_the_chat_template():
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = f"{TOKENIZER.chat_template}{{{{ mood | default('calm') }}}}"
+
+    async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
+        body = {"messages": HELLO, "return_token_ids": True}
+        for options, mood in (({}, "calm"), ({"chat_template_kwargs": {"mood": "wild"}}, "wild"), ({}, "calm")):
+            _, reply = await ask("/chat/completions", {**body, **options})
+            assert Chat(TOKENIZER).full_text(reply["prompt_token_ids"]).endswith(mood)
+
+    serve(lambda _: ("hi", "stop"), work, chat=Chat(tokenizer))
+
+
+def test_text_prompts_get_the_bos_token_that_the_tokenizer_adds():
+    tokenizer = copy.deepcopy(TOKENIZER)
+    bos = int(tokenizer.convert_tokens_to_ids("<|im_start|>"))  # type: ignore[arg-type]
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)])
+    ids = TOKENIZER.encode("hi", add_special_tokens=False)
+
+    async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
+        for options, expected in (({}, [bos, *ids]), ({"add_special_tokens": False}, ids)):
+            _, reply = await ask("/completions", {"prompt": "hi", "return_token_ids": True, **options})
+            assert reply["prompt_token_ids"] == expected
+        _, reply = await ask("/completions", {"prompt": ids, "return_token_ids": True})
+        assert reply["prompt_token_ids"] == ids
+        _, reply = await ask("/chat/completions", {"messages": HELLO, "return_token_ids": True})
+        assert reply["prompt_token_ids"] == Chat(TOKENIZER).prompt_ids(HELLO)
+
+    serve(lambda _: ("hi", "stop"), work, chat=Chat(tokenizer))
+
+
+def test_choices_without_a_seed_differ_within_a_batch():
+    async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
+        await ask("/completions", {"prompt": [[20], [20]], "n": 2})
+
+    engine = serve(lambda _: ("hi", "stop"), work)
+    assert len({request.sampling.seed for request in engine.requests}) == 4
 
 
 def test_a_model_that_is_not_served_is_a_404_as_openai_words_it():
@@ -142,12 +227,12 @@ def test_a_model_that_is_not_served_is_a_404_as_openai_words_it():
         for path, body in (("/chat/completions", {"messages": HELLO}), ("/completions", {"prompt": [5]})):
             status, reply = await ask(path, {**body, "model": "cat"})
             assert status == 404 and reply["error"] == {
-                "message": "there is no model 'cat' here; there is 'fish'",
+                "message": "the model 'cat' does not exist; this server serves 'fish'",
                 "type": "invalid_request_error",
                 "param": "model",
                 "code": "model_not_found",
             }
-            assert (await ask(path, {**body, "model": "fish-v0"}))[0] == 200, "the version that is served"
+            assert (await ask(path, {**body, "model": "fish-v0"}))[0] == 200, "the served version"
             assert (await ask(path, {**body, "model": "fish-v1"}))[0] == 404
 
     serve(lambda _: ("hi", "stop"), work)
@@ -162,13 +247,15 @@ def test_a_broken_engine_is_a_500_and_is_remembered():
 
 
 def test_a_session_draws_as_the_run_says_and_continues_in_exact_ids():
-    """Tokens of an earlier answer are sent on as they were drawn, and the client's own sampling is not asked."""
-    session = Session("env/0/0/0/1", SamplingParams(temperature=0.7, max_tokens=20), 400, lambda turn: 100 + turn)
+    """Sampled tokens are reused exactly, and the sampling settings of the client are ignored."""
+    sessions: list[Session] = []
     call = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 
     async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
-        async with endpoint.session(session) as (_, model):
-            body = {"model": model, "messages": HELLO, "tools": TOOLS, "temperature": 2.0, "max_tokens": 1}
+        sampling = SamplingParams(temperature=0.7, max_tokens=20)
+        async with endpoint.session("env/0/0/0/1", sampling, 400, lambda turn: 100 + turn) as session:
+            sessions.append(session)
+            body = {"model": session.model, "messages": HELLO, "tools": TOOLS, "temperature": 2.0, "max_tokens": 1}
             _, first = await ask("/chat/completions", body)
             answer = first["choices"][0]["message"]
             assert first["choices"][0]["finish_reason"] == "tool_calls" and answer["content"] == "I add:"
@@ -176,16 +263,16 @@ def test_a_session_draws_as_the_run_says_and_continues_in_exact_ids():
             result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "4"}
             await ask("/chat/completions", {**body, "messages": [*HELLO, answer, result]})
             await ask("/chat/completions", {**body, "messages": [{"role": "user", "content": "anew"}]})
-        status, _ = await ask("/chat/completions", {"model": model, "messages": HELLO})
+        status, _ = await ask("/chat/completions", {"model": session.model, "messages": HELLO})
         assert status == 404, "the session is over"
 
     said = iter([f"I add: {call}", "4", "new"])
     engine = serve(lambda _: (next(said), "stop"), work)
     assert [request.sampling.temperature for request in engine.requests] == [0.7] * 3
     assert [request.sampling.seed for request in engine.requests] == [100, 101, 102]
-    first, second, third = session.turns
+    first, second, third = sessions[0].turns
     drawn = first.prompt_ids + first.completion.token_ids
-    assert second.prompt_ids[: len(drawn)] == drawn, "what was drawn is not tokenised again"
+    assert second.prompt_ids[: len(drawn)] == drawn, "sampled tokens are not tokenised again"
     tail = TOKENIZER.decode(second.prompt_ids[len(drawn) :])
     assert tail == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n", "the call is not written twice"
     assert third.prompt_ids == Chat(TOKENIZER).prompt_ids([{"role": "user", "content": "anew"}])
@@ -193,11 +280,11 @@ def test_a_session_draws_as_the_run_says_and_continues_in_exact_ids():
 
 def test_sessions_that_start_together_have_one_address():
     async def run() -> set[str]:
-        endpoint = LocalEndpoint(Served(ScriptedEngine(lambda _: ("hi", "stop")), Chat(TOKENIZER), "fish", 400))
+        endpoint = LocalEndpoint(ServedModel(ScriptedEngine(lambda _: ("hi", "stop")), Chat(TOKENIZER), "fish", 400))
 
         async def address() -> str:
-            async with endpoint.session(Session("s", SamplingParams(), 400, lambda turn: turn)) as (base_url, _):
-                return base_url
+            async with endpoint.session("s", SamplingParams(), 400, lambda turn: turn) as session:
+                return session.base_url
 
         try:
             return set(await asyncio.gather(*(address() for _ in range(8))))

@@ -1,8 +1,10 @@
-"""Nobody gets past the guard: every route, known or not, with and without a key; names, sizes and numbers."""
+"""Access control on every route, known or not: key, token, Host and Origin, body size, concurrency."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,12 +12,10 @@ import aiohttp
 import pytest
 
 from shoal.models.chat import Chat
+from shoal.server.access import Access, Listener, bind
 from shoal.server.app import Routes, make_app
-from shoal.server.completions import Completions, Served
-from shoal.server.control import Control
-from shoal.server.guard import Access
-from shoal.server.listen import Listener, bind
-from shoal.server.names import Names
+from shoal.server.completions import Completions, ServedModel
+from shoal.server.control import Control, Names
 from support.models import TOKENIZER
 from support.scripted import ScriptedEngine
 
@@ -30,20 +30,20 @@ STEERING = {
     ("POST", "/v1/load_lora_adapter"),
     ("POST", "/v1/unload_lora_adapter"),
 }
+UNKNOWN = [("GET", "/"), ("GET", "/docs"), ("DELETE", "/v1/models"), ("POST", "/health")]
 Ask = Callable[..., Awaitable[tuple[int, Any]]]
 
 
 def parts() -> tuple[Completions, Names, Control]:
     engine: Any = ScriptedEngine(lambda _: ("hi", "stop"))
     names = Names("fish", lambda: engine.version)
-    return Completions(Served(engine, Chat(TOKENIZER), "fish", 200)), names, Control(engine, names, {})
+    return Completions(ServedModel(engine, Chat(TOKENIZER), "fish", 200)), names, Control(engine, names, {})
 
 
 def every_route() -> list[tuple[str, str]]:
     routes = Routes(*parts(), failed=lambda _: None)
     named = [("GET", path) for path in routes.gets] + [("POST", path) for path in routes.posts]
-    unknown = [("GET", "/"), ("GET", "/docs"), ("GET", "/openapi.json"), ("DELETE", "/v1/models"), ("POST", "/health")]
-    return [*((method, path.replace("{name:path}", "fish")) for method, path in named), *unknown]
+    return [*((method, path.replace("{name:path}", "fish")) for method, path in named), *UNKNOWN]
 
 
 def guarded(work: Callable[[Ask], Awaitable[None]], **access: Any) -> None:
@@ -92,9 +92,26 @@ def test_the_key_opens_every_route():
     guarded(work, key=KEY)
 
 
+def test_the_openapi_document_describes_every_route():
+    async def work(ask: Ask) -> None:
+        status, document = await ask("GET", "/openapi.json")
+        assert status == 200 and document["openapi"].startswith("3.")
+        published = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+        named = {(method, path) for method, path in every_route() if (method, path) not in UNKNOWN}
+        assert published == {(method, path.replace("models/fish", "models/{name}")) for method, path in named}
+        schemas = document["components"]["schemas"]
+        assert set(re.findall(r"#/components/schemas/(\w+)", json.dumps(document))) <= schemas.keys()
+        body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        schema = schemas[body["$ref"].rpartition("/")[2]]
+        assert schema["required"] == ["prompt"] and schema["additionalProperties"] is False
+        assert {"temperature", "max_tokens", "chat_template_kwargs"} <= schemas["ChatBody"]["properties"].keys()
+
+    guarded(work)
+
+
 @pytest.mark.parametrize("token", (TOKEN, None), ids=("with a token", "without any"))
 def test_without_a_key_only_the_token_steers(token: str | None):
-    """On loopback everybody on the machine may draw; who may change what is drawn is another matter."""
+    """On loopback every user of the machine may sample, but only the token gives control."""
 
     async def work(ask: Ask) -> None:
         for authorization in (None, "", "Bearer", "Bearer ", f"Bearer {TOKEN}x", f"Basic {TOKEN}", "Bearer any"):
@@ -124,7 +141,7 @@ def test_with_a_key_the_key_steers_and_no_token_does():
 
 
 def test_only_names_of_this_machine_are_answered_on_loopback():
-    """A page elsewhere may make its own name resolve to 127.0.0.1."""
+    """DNS rebinding: a foreign name may resolve to 127.0.0.1."""
 
     async def work(ask: Ask) -> None:
         for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example:80"):
@@ -146,13 +163,28 @@ def test_elsewhere_the_name_is_free():
 
 def test_pages_of_other_origins_cannot_post():
     async def work(ask: Ask) -> None:
-        for origin in ("https://evil.example", "null", "http://localhost.evil.example", "http://[", "http://[::1"):
+        for origin in (
+            "https://evil.example",
+            "null",
+            "http://localhost.evil.example",
+            "http://[",
+            "http://[::1",
+            "http://127.0.0.1:x",
+        ):
             status, reply = await ask("POST", "/shoal/pause", headers={"Origin": origin})
             assert (status, reply["error"]["code"]) == (403, "wrong_origin")
-        headers = {"Origin": "http://127.0.0.1:80", "Authorization": f"Bearer {TOKEN}"}
-        assert (await ask("POST", "/shoal/pause", headers=headers))[0] == 200
+        own = "127.0.0.1:8000"
+        for origin in ("http://127.0.0.1", "http://127.0.0.1:8001", "https://127.0.0.1:8000", "http://localhost:8000"):
+            assert (await ask("POST", "/shoal/pause", headers={"Host": own, "Origin": origin}))[0] == 403, origin
+        for host, origin in (
+            (own, f"http://{own}"),
+            ("localhost", "http://localhost:80"),
+            ("[::1]:5", "http://[::1]:5"),
+        ):
+            headers = {"Host": host, "Origin": origin, "Authorization": f"Bearer {TOKEN}"}
+            assert (await ask("POST", "/shoal/pause", headers=headers))[0] == 200, origin
 
-    guarded(work, token=TOKEN, clients=2)  # one that is refused is not counted for ever
+    guarded(work, token=TOKEN, clients=2)  # rejected requests are not counted afterwards
 
 
 def test_a_large_body_is_refused_announced_or_not():
@@ -174,13 +206,13 @@ def test_clients_are_counted():
         assert (await ask("GET", "/health"))[0] == 200
         statuses = [status for status, _ in await asyncio.gather(*(ask("GET", "/v1/models") for _ in range(30)))]
         assert set(statuses) <= {200, 503} and 200 in statuses
-        assert (await ask("GET", "/v1/models"))[0] == 200, "and those that were refused are not counted for ever"
+        assert (await ask("GET", "/v1/models"))[0] == 200, "rejected requests are not counted afterwards"
 
     guarded(work, clients=1)
 
 
 def test_a_request_that_never_ends_is_cut_off(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shoal.server.guard.BODY_LIMIT_S", 0.2)
+    monkeypatch.setattr("shoal.server.access.BODY_LIMIT_S", 0.2)
 
     async def slowly():
         while True:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import EngineError, StorageError
-from shoal.observability.atomic import set_fault_hook
-from shoal.observability.manifest import describe, version_hash
-from shoal.rollout.http import HttpRolloutEngine
-from shoal.types import Request, SamplingParams
+from shoal.core.errors import EngineError, StorageError
+from shoal.core.types import Request, SamplingParams
+from shoal.rollout.remote.shoal import HttpRolloutEngine
+from shoal.runs.files import set_fault_hook
+from shoal.runs.weight_files import describe, version_hash
 from support.models import small_model
 from support.servers import Server, save, serving
 
@@ -113,9 +113,9 @@ def test_a_device_that_fails_between_two_tensors_leaves_nothing_to_draw_from(
     """Everything was verified before, so half of it is in place: neither version is served, and the server says so."""
 
     async def work(server: Server, engine: HttpRolloutEngine) -> None:
-        await engine.about()
+        await engine.describe()
         fail_at("weights:tensor", tensor)
-        with pytest.raises(EngineError, match=r"read in part only .*start the server again"):
+        with pytest.raises(EngineError, match=r"only in part .*restart the server"):
             await engine.load(1, published[1])
         assert not (await engine.health())["ok"] and len(server.failures) == 1
         with pytest.raises(EngineError, match="failed earlier"):

@@ -7,20 +7,26 @@ from typing import Any
 
 import pytest
 
-from shoal.config.layouts import LAYOUTS
 from shoal.config.resolve import as_data
-from shoal.errors import ArgumentError
+from shoal.config.schema import LAYOUTS
+from shoal.core.errors import ArgumentError
+from shoal.core.losses import LOSSES
 from shoal.recipes import config as configs
-from shoal.recipes.config import Config, DeployConfig, InfraConfig, WeightSyncConfig, WeightSyncScope
-from shoal.recipes.translate import POLICY_LOSSES, translate
-from shoal.surfaces.recipe import FIELDS
+from shoal.recipes.config import (
+    KEYS,
+    POLICY_LOSSES,
+    Config,
+    DeployConfig,
+    InfraConfig,
+    WeightSyncConfig,
+    WeightSyncScope,
+    translate,
+)
 
 MODEL = "org/model"
 INNER = {
     "deployment": configs.DeployConfig, "infra": configs.InfraConfig, "weight_sync": configs.WeightSyncConfig,
-    "tis": configs.TISConfig, "importance_sampling": configs.ISConfig, "reinforce": configs.ReinforceConfig,
-    "dapo": configs.DAPOConfig, "dro": configs.DROConfig, "gspo": configs.GSPOConfig, "cispo": configs.CISPOConfig,
-    "wandb": configs.WandBConfig,
+    "tis": configs.TISConfig, "wandb": configs.WandBConfig, **configs.LOSS_OBJECTS,
 }  # fmt: skip
 
 
@@ -29,6 +35,33 @@ def inner(kind: str, **values: Any) -> dict[str, Any]:
     return {kind: INNER[kind](**given)}
 
 
+def parameters(loss: str, **values: Any) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """The cases of a loss whose parameters have the names of the schema."""
+    return {
+        f"{loss}.{name}": ({"policy_loss": loss, **inner(loss, **{name: value})}, {f"train.loss.{name}": value})
+        for name, value in values.items()
+    }
+
+
+OTHER_LOSSES = {
+    **parameters("decoupled", cap=2.0, dual_clip=3.0),
+    "decoupled.eps_clip": (
+        {"policy_loss": "decoupled", **inner("decoupled", eps_clip=0.1)}, {"train.loss.clip_low": 0.1},
+    ),
+    "decoupled.eps_clip_high": (
+        {"policy_loss": "decoupled", **inner("decoupled", eps_clip_high=0.3)}, {"train.loss.clip_high": 0.3},
+    ),
+    **parameters(
+        "masked", kl_tau=0.1, adv_tau=0.5, ratio_type="sequence", token_mask_low=0.5, token_mask_high=2.0,
+        geo_mask_low=0.5, geo_mask_high=2.0, sequence_mask_low=0.5, sequence_mask_high=2.0,
+    ),
+    "masked.sequence_clip_high": (
+        {"policy_loss": "masked", **inner("masked", ratio_type="sequence", sequence_clip_high=5.0)},
+        {"train.loss.sequence_clip_high": 5.0},
+    ),
+    **parameters("dppo", mask_low=0.1, mask_high=0.1, kl_tau=0.1),
+    **parameters("sapo", tau_pos=2.0, tau_neg=2.0),
+}  # fmt: skip
 # Field → (what Config is given, {schema key: value}).
 IN_THE_CONFIGURATION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "log_path": ({"log_path": "elsewhere"}, {"train.output_dir": "elsewhere"}),
@@ -73,6 +106,7 @@ IN_THE_CONFIGURATION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "cispo.ratio_low": ({"policy_loss": "cispo", **inner("cispo", ratio_low=0.5)}, {"train.loss.ratio_low": 0.5}),
     "cispo.ratio_high": ({"policy_loss": "cispo", **inner("cispo", ratio_high=3.0)}, {"train.loss.ratio_high": 3.0}),
+    **OTHER_LOSSES,
     "infra.training_shape_id": (
         inner("infra", training_shape_id="cpu-bf16"), {"train.device": "cpu", "train.recipe": "bf16"},
     ),
@@ -128,7 +162,7 @@ def all_fields() -> set[str]:
 
 def test_every_field_has_a_row_here_and_in_the_documentation():
     assert {*IN_THE_CONFIGURATION, *ELSEWHERE} == all_fields()
-    assert {row.theirs for row in FIELDS.rows} == all_fields()
+    assert set(KEYS) == all_fields()
     assert all(is_dataclass(kind) for kind in INNER.values())
 
 
@@ -140,17 +174,19 @@ def test_a_field_changes_what_it_says(field: str):
     other = {"policy_loss": given["policy_loss"]} if "policy_loss" in given and field != "policy_loss" else {}
     before = resolved(**other)
     assert any(at(before, key) != value for key, value in wanted.items())
-    (row,) = [row for row in FIELDS.rows if row.theirs == field]
-    assert field == "overrides" or set(row.keys) & set(wanted)
+    assert field == "overrides" or set(KEYS[field].keys) & set(wanted)
 
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
-def test_all_seven_losses_run_with_the_surfaces_defaults(loss: str):
+def test_every_loss_runs_with_the_surfaces_defaults(loss: str):
     data = resolved(policy_loss=loss)
     assert at(data, "train.loss.type") == loss
-    assert at(data, "train.loss.correction.type") == ("none" if loss == "reinforce" else "tis")
+    assert at(data, "train.loss.correction.type") == ("tis" if LOSSES[loss].takes_correction else "none")
     assert at(data, "train.loss.aggregation") == ("seq-mean-token-mean" if loss == "gspo" else "token-mean")
-    assert (at(data, "orch.advantage.mean"), at(data, "orch.advantage.std")) == ("group", "group")
+    assert (at(data, "orch.advantage.mean"), at(data, "orch.advantage.std")) == (
+        "group",
+        "none" if loss == "masked" else "group",
+    )
     assert at(data, "orch.groups.uniform") == "skip"
     assert at(data, "train.save_steps") == 0
 
@@ -184,7 +220,7 @@ WRONG = {
     ),
     "ref elsewhere": (
         {"infra": InfraConfig(training_shape_id="cpu-fp32", ref_training_shape_id="1xgpu-bf16")},
-        "infra.ref_training_shape_id: 1xgpu-bf16 is on another device",
+        "infra.ref_training_shape_id: is 1xgpu-bf16, on another device",
     ),
     "knob of another loss": ({"dro": configs.DROConfig(0.1)}, "Config: dro: is not used with policy_loss 'grpo'"),
     "eps_clip": ({"policy_loss": "cispo", "eps_clip": 0.3}, "Config: eps_clip: is for grpo and dapo, not for cispo"),

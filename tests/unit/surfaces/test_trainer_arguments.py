@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from shoal.config.resolve import as_data
-from shoal.errors import ArgumentError
-from shoal.grpo_trainer import GRPOTrainer
-from shoal.observability.journal import read_lines
-from shoal.surfaces.trainer import ARGUMENTS, translate
+from shoal.core.errors import ArgumentError
+from shoal.grpo_trainer import KEYS, GRPOTrainer
+from shoal.runs.journal import read_lines
+from shoal.surfaces.trainer import translate
 
 SIGNATURE = inspect.signature(GRPOTrainer.__init__).parameters
 NAMES = [name for name in SIGNATURE if name not in ("self", "unknown")]
@@ -95,7 +95,7 @@ def call(**given: Any) -> dict[str, Any]:
 
 
 def resolved(**given: Any) -> dict[str, Any]:
-    config, _ = translate(call(**given)).config(given.get("overrides", ()))
+    config, _ = translate(KEYS, call(**given)).config(given.get("overrides", ()))
     return as_data(config)
 
 
@@ -107,7 +107,7 @@ def at(data: dict[str, Any], key: str) -> Any:
 
 def test_every_argument_has_a_row_here_and_in_the_documentation():
     assert {*IN_THE_CONFIGURATION, *ELSEWHERE} == set(NAMES)
-    assert {row.theirs for row in ARGUMENTS.rows} == set(NAMES)
+    assert list(KEYS) == NAMES
 
 
 @pytest.mark.parametrize("argument", IN_THE_CONFIGURATION)
@@ -119,14 +119,14 @@ def test_an_argument_changes_what_it_says(argument: str):
         assert any(at(before, key) != value for key, value in wanted.items())
 
 
-@pytest.mark.parametrize("row", ARGUMENTS.rows, ids=lambda row: row.theirs)
-def test_the_documented_keys_are_those_that_are_set(row: Any):
-    if row.theirs in ELSEWHERE or row.theirs == "overrides":
+@pytest.mark.parametrize("argument", KEYS)
+def test_the_documented_keys_are_those_that_are_set(argument: str):
+    if argument in ELSEWHERE or argument == "overrides":
         return
-    translation = translate(call(**IN_THE_CONFIGURATION[row.theirs][0]))
-    set_by_it = {key for key, name in translation.arguments.items() if name.split("[")[0] == row.theirs}
+    translation = translate(KEYS, call(**IN_THE_CONFIGURATION[argument][0]))
+    set_by_it = {key for key, name in translation.arguments.items() if name.split("[")[0] == argument}
     free = {key for key in set_by_it if key.startswith("infer.engine_args.")}
-    assert set_by_it - free <= set(row.keys), set_by_it
+    assert set_by_it - free <= set(KEYS[argument].keys), set_by_it
     assert set_by_it, "an argument that sets nothing"
 
 
@@ -144,25 +144,25 @@ def test_defaults_are_those_of_the_surface():
 
 
 def test_batch_size_counts_the_prompts_of_a_process():
-    config, _ = translate(call(batch_size=3, group_size=4), processes=2).config()
+    config, _ = translate(KEYS, call(batch_size=3, group_size=4), processes=2).config()
     assert (config.orch.batch_size, config.orch.rollouts_per_example) == (24, 4)
 
 
 WRONG = {
     "clip_eps": ({"clip_eps": -1.0}, "GRPOTrainer: clip_eps: "),
-    "group of one": ({"group_size": 1}, "GRPOTrainer: group_size: a group of one"),
+    "group of one": ({"group_size": 1}, "GRPOTrainer: group_size: is 1, and in a group of one"),
     "not a number": ({"batch_size": "4"}, "GRPOTrainer: batch_size: must be a whole number of at least 1, not '4'"),
     "a boolean": ({"max_new_tokens": True}, "GRPOTrainer: max_new_tokens: "),
     "temperature 0": ({"sampling_temperature": 0.0}, "GRPOTrainer: sampling_temperature: 0 makes all"),
     "no room": ({"max_new_tokens": 2048}, "GRPOTrainer: max_new_tokens: is 2048, which leaves no room"),
-    "steps and epochs": ({"num_steps": 5, "num_epochs": 1}, "num_epochs: excludes num_steps (5)"),
+    "steps and epochs": ({"num_steps": 5, "num_epochs": 1}, "num_epochs: cannot be combined with num_steps (5)"),
     "generation": ({"generation_args": {"topp": 1}}, "generation_args['topp']: is not known; did you mean top_p?"),
-    "own argument": ({"generation_args": {"temperature": 1.0}}, "give sampling_temperature=…"),
+    "own argument": ({"generation_args": {"temperature": 1.0}}, "use sampling_temperature=…"),
     "optimizer": ({"optimizer": "lion"}, "GRPOTrainer: optimizer: lion is not known; use AdamW"),
     "optimizer_args": ({"optimizer_args": {"learning_rate": 1}}, "optimizer_args['learning_rate']: is not known"),
     "lr": ({"optimizer_args": {"lr": -1}}, "GRPOTrainer: optimizer_args['lr']: "),
     "scheduler": ({"lr_scheduler": "cosin"}, "GRPOTrainer: lr_scheduler: "),
-    "scheduler object": ({"lr_scheduler": object()}, "GRPOTrainer: lr_scheduler: is an object; name it"),
+    "scheduler object": ({"lr_scheduler": object()}, "GRPOTrainer: lr_scheduler: must be a name"),
     "eval_steps": ({"eval_steps": 5}, "GRPOTrainer: eval_steps: needs an eval_dataset"),
     "wandb_project": ({"wandb_project": "x"}, "wandb_project: is not used without enable_wandb=True"),
     "vllm_args": ({"vllm_args": {"a": 1}}, "vllm_args: is not used without use_vllm=True"),
@@ -176,7 +176,7 @@ WRONG = {
 def test_a_wrong_argument_is_named_in_one_line(case: str):
     given, said = WRONG[case]
     with pytest.raises(ArgumentError) as caught:
-        translate(call(**given)).config(given.get("overrides", ()))
+        translate(KEYS, call(**given)).config(given.get("overrides", ()))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, ValueError)
@@ -184,14 +184,14 @@ def test_a_wrong_argument_is_named_in_one_line(case: str):
 
 def test_what_is_told_on_the_way_names_the_arguments(tmp_path: Path):
     """Warnings of a step speak of schema keys; a script's author reads the names they wrote."""
-    from shoal.observability.events import EventLog
-    from shoal.observability.run_dir import RunDir
-    from shoal.surfaces.recipe import FIELDS
+    from shoal.recipes.rl_loop import _reword
+    from shoal.runs.events import EventLog
+    from shoal.runs.run_dir import RunDir
 
     said = "completions are cut; raise orch.sampling.max_tokens, or lower train.learning_rate"
     cases = (
-        (translate(call()).in_their_words, "raise max_new_tokens, or lower optimizer_args['lr']"),
-        (FIELDS.in_their_words, "raise max_completion_tokens, or lower learning_rate"),
+        (translate(KEYS, call()).reword, "raise max_new_tokens, or lower optimizer_args['lr']"),
+        (_reword, "raise max_completion_tokens, or lower learning_rate"),
     )
     for number, (wording, wanted) in enumerate(cases):
         with RunDir.create(tmp_path / str(number), "", {}) as run_dir:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import ArgumentError
+from shoal.core.errors import ArgumentError
 from shoal.grpo_trainer import GRPOTrainer
 
 ROWS = [{"prompt": "a"}] * 4
@@ -26,7 +26,7 @@ class Judge:
         return 1.0
 
 
-TRL = "is not an argument; what TRL calls so"
+TRL = "is not an argument; TRL's"
 ROOM = "which leaves no room for a prompt in seq_len (8); set it below 8,"
 ORDER = "the order is GRPOTrainer(model, train_dataset, reward_funcs)"
 WRONG: dict[str, tuple[tuple, dict[str, Any], str]] = {
@@ -41,23 +41,23 @@ WRONG: dict[str, tuple[tuple, dict[str, Any], str]] = {
     "one of several": (("m", ROWS, [judge, 3]), {}, "reward_funcs: holds 3, which is not a function"),
     "weights": (("m", ROWS, judge), {"reward_weights": 3}, "reward_weights: must be a list of numbers, not 3"),
     "a list of settings": (("m", ROWS, judge), {"generation_args": [1]}, "generation_args: must be a dictionary"),
-    "one beta": (("m", ROWS, judge), {"optimizer_args": {"betas": 0.9}}, "optimizer_args['betas']: are two numbers"),
+    "one beta": (("m", ROWS, judge), {"optimizer_args": {"betas": 0.9}}, "optimizer_args['betas']: must be two"),
     "overrides": (("m", ROWS, judge), {"overrides": "train.seed=3"}, "overrides: must be a list such as"),
     "a word": (("m", ROWS, judge), {"log_completions": "x"}, "log_completions: must be True, False or a number"),
     "steps": (("m", ROWS, judge), {"num_steps": "ten"}, 'num_steps: must be a whole number, not "ten"'),
-    "no items": (("m", [], judge), {}, "train_dataset: is empty; give it at least one item"),
+    "no items": (("m", [], judge), {}, "train_dataset: is empty"),
     "another column": (("m", [{"text": "a"}], judge), {}, "train_dataset: item 0: dict has no prompt; it has text"),
     "held-out rows": (
         ("m", [Judge()]),
         {"eval_dataset": ROWS, "eval_steps": 1},
         "eval_dataset: item 0: dict has no method get_reward(completion)",
     ),
-    "TRL's rate": (("m", ROWS, judge), {"learning_rate": 1e-5}, f"learning_rate: {TRL} is optimizer_args={{'lr': …}}"),
-    "TRL's group": (("m", ROWS, judge), {"num_generations": 4}, f"num_generations: {TRL} is group_size here"),
-    "TRL's loss": (("m", ROWS, judge), {"delta": 2}, f"delta: {TRL} is overrides=['train.loss.dual_clip=…'] here"),
-    "TRL's callbacks": (("m", ROWS, judge), {"callbacks": []}, f"callbacks: {TRL} has no counterpart here: everything"),
+    "TRL's rate": (("m", ROWS, judge), {"learning_rate": 1e-5}, f"learning_rate: {TRL} learning_rate is optimizer"),
+    "TRL's group": (("m", ROWS, judge), {"num_generations": 4}, f"num_generations: {TRL} num_generations is group"),
+    "TRL's loss": (("m", ROWS, judge), {"delta": 2}, f"delta: {TRL} delta is overrides=['train.loss.dual_clip=…']"),
+    "TRL's callbacks": (("m", ROWS, judge), {"callbacks": []}, f"callbacks: {TRL} callbacks has no counterpart"),
     "no room": (("m", ROWS, judge), {"max_seq_len": 8}, f"max_new_tokens: is 256, {ROOM} or raise max_seq_len"),
-    "group of one": (("m", ROWS, judge), {"group_size": 1}, "group_size: a group of one has nothing to be compared"),
+    "group of one": (("m", ROWS, judge), {"group_size": 1}, "group_size: is 1, and in a group of one"),
 }  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def test_a_script_ends_with_one_line_and_other_errors_keep_their_traceback(tmp_p
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stdout == "caught\n"
     (line,) = done.stderr.splitlines()
-    assert line.startswith("mine.py:7: GRPOTrainer: group_size: a group of one")
+    assert line.startswith("mine.py:7: GRPOTrainer: group_size: is 1, and in a group of one")
     script.write_text("\n".join([*script.read_text().splitlines()[:-1], "1 / 0"]))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert "Traceback" in done.stderr and "ZeroDivisionError" in done.stderr
@@ -100,7 +100,7 @@ def test_a_run_that_may_not_start_there_is_told_in_one_line(tmp_path: Path):
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     (line,) = done.stderr.splitlines()
-    assert line == f"mine.py:6: GRPOTrainer: output_dir: {str(script)!r} is a file; name a folder"
+    assert line == f"mine.py:6: GRPOTrainer: output_dir: {str(script)!r} is a file; use a folder"
 
 
 def test_items_to_test_on_are_named_too(tmp_path: Path):
@@ -110,7 +110,7 @@ def test_items_to_test_on_are_named_too(tmp_path: Path):
 
 def test_one_process_where_several_may_be_wanted_is_told(monkeypatch: pytest.MonkeyPatch):
     """What `accelerate launch --num_processes 2` leaves in the environment on a machine without GPUs."""
-    said = "use_accelerate: one process was started; without GPUs, several take --multi_gpu too"
+    said = "use_accelerate: only one process was started; without GPUs, add --multi_gpu to start several"
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert said not in GRPOTrainer("m", ROWS, judge, use_accelerate=True).notices
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.errors import NonFiniteError, StorageError
+from shoal.core.errors import NonFiniteError, StorageError
 from shoal.models.sampler_view import SamplerView
 from shoal.trainer.checkpoint import COUNTS_FILE, STATE_FILE, export_weights, load_state, save_state
+from shoal.trainer.optimizer import Schedule
 from shoal.trainer.policy import TrainedPolicy
-from shoal.trainer.schedule import Schedule
 from support.models import TOKENIZER, lora_decoder, small_decoder
 from support.training import grpo, make_policy, pack, random_samples, weights
 
@@ -63,7 +63,7 @@ def test_weights_that_are_no_numbers_are_not_saved(bad: float, tmp_path: Path) -
     policy = make("full", torch.float32)
     with torch.no_grad():
         next(iter(policy.optimizer.masters.values())).view(-1)[3] = bad
-    with pytest.raises(NonFiniteError, match="the last checkpoint stands"):
+    with pytest.raises(NonFiniteError, match="NaN or Inf"):
         save_state(policy, tmp_path)
     assert not list(tmp_path.iterdir())
 

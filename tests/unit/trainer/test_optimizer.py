@@ -244,5 +244,5 @@ def test_state_of_the_other_kind_is_refused(saved_in: bool) -> None:
     pytest.importorskip("bitsandbytes", reason="an extra")
     one = MasterAdamW(large_parameters(torch.float32), AdamSettings(eight_bit=saved_in))
     fall(one, range(1))
-    with pytest.raises(ValueError, match=r"of another train\.optimizer"):
+    with pytest.raises(ValueError, match=r"another train\.optimizer"):
         MasterAdamW(large_parameters(torch.float32), AdamSettings(eight_bit=not saved_in)).load_state(one.state())

@@ -8,15 +8,24 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.algorithms.losses import LOSSES
-from shoal.algorithms.objective import Objective
-from shoal.algorithms.terms import CORRECTIONS, KLPenalty
-from shoal.models.attention import Packed
-from shoal.models.upload import upload
-from shoal.trainer.graphs import GRAPH_TOKENS, TIMED, Extent, Passed, PassGraphs, Span, _Graph, padded, sizes
-from shoal.trainer.micro_batch import Laid, MicroBatch
-from shoal.trainer.policy import RowResults, TrainedPolicy
-from shoal.types import Row
+from shoal.core.losses import LOSSES
+from shoal.core.objective import Objective
+from shoal.core.terms import CORRECTIONS, KLPenalty
+from shoal.core.types import Row
+from shoal.models.attention import Packed, upload
+from shoal.models.graph_cache import CapturedGraph
+from shoal.trainer.device_batch import DeviceBatch, HostBatch
+from shoal.trainer.pass_graphs import (
+    GRAPH_TOKENS,
+    TIMED,
+    GraphBucket,
+    PassGraphs,
+    PassOutput,
+    Span,
+    padded,
+    sizes,
+)
+from shoal.trainer.policy import PendingPass, TrainedPolicy
 from support.models import lora_decoder, small_decoder
 from support.training import gradients, grouped_samples, make_policy, pack, random_samples
 
@@ -27,8 +36,8 @@ LONG_SHARED = grouped_samples(1, (1100, (300, 900, 5)), (40, (610, 600)))
 SHARED = grouped_samples(0, (9, (5, 8, 3)), (4, (6, 6)))
 OBJECTIVES = {
     **{name: Objective(loss()) for name, loss in LOSSES.items()},
-    **{f"grpo, {name}": Objective(LOSSES["grpo"](), correction()) for name, correction in CORRECTIONS.items()},
-    "grpo, kl": Objective(LOSSES["grpo"](), kl=KLPenalty(0.1, "k3")),
+    **{f"grpo, {kind.choice()}": Objective(LOSSES["grpo"](correction=kind())) for kind in CORRECTIONS},
+    "grpo, kl": Objective(LOSSES["grpo"](kl=KLPenalty(beta=0.1))),
 }
 
 
@@ -40,14 +49,14 @@ def rows_of(samples: object, reference: bool, most: int = 40) -> list[Row]:
     return rows
 
 
-def filled(laid: Laid, extent: Extent) -> MicroBatch:
+def filled(laid: HostBatch, extent: GraphBucket) -> DeviceBatch:
     """As a graph is given it, attention apart: without a GPU segments are read from the host."""
     arrays = padded(laid, extent)
     starts, prefixes = laid.context.starts, laid.context.prefixes
     filling = [int(end) for end in np.unique(arrays["starts"]) if end > starts[-1]]
     more = None if prefixes is None else np.append(prefixes, [-1] * len(filling))
     context = Packed(np.append(starts, filling), CPU, prefixes=more)
-    return MicroBatch.made_of(upload(arrays, CPU), context, extent.segments)
+    return DeviceBatch.made_of(upload(arrays, CPU), context, extent.segments)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -59,12 +68,12 @@ def test_padding_changes_nothing(name: str, samples: object) -> None:
     policy = make_policy(small_decoder(dtype=torch.float64))
     metrics, logprobs = policy.forward_backward(rows, objective).read()
     expected = gradients(policy)
-    laid = Laid.of(rows, CPU)
-    extent = Extent.covering(laid)
+    laid = HostBatch.of(rows, CPU)
+    extent = GraphBucket.covering(laid)
     assert extent.tokens > len(laid.arrays["token_ids"]) and extent.segments > laid.sequences
     with policy._training():
         passed = policy._differentiate(objective, "old", policy.optimizer.collect, filled(laid, extent))
-    found, values = RowResults(rows, passed).read()
+    found, values = PendingPass(rows, passed).read()
     for key, pair in metrics.items():
         np.testing.assert_allclose(found[key], pair, rtol=1e-12, atol=1e-12, err_msg=key)
     for ours, theirs in zip(values, logprobs, strict=True):
@@ -95,7 +104,7 @@ def test_gradients_are_added_where_they_lie() -> None:
 
 
 def collect_twice(policy: TrainedPolicy, rows: list[Row], objective: Objective) -> None:
-    micro = MicroBatch.upload(Laid.of(rows, CPU), CPU)
+    micro = DeviceBatch.upload(HostBatch.of(rows, CPU), CPU)
     with policy._training():
         for _ in range(2):
             policy._differentiate(objective, "old", policy.optimizer.collect, micro)
@@ -106,8 +115,8 @@ def collect_twice(policy: TrainedPolicy, rows: list[Row], objective: Objective) 
 )
 def test_bounds_cover_all(samples: object) -> None:
     """Every real segment has its queries and keys; of what fills up, tokens see their like, and keys nobody."""
-    laid = Laid.of(rows_of(samples, False, 8000), CPU)
-    extent = Extent.covering(laid)
+    laid = HostBatch.of(rows_of(samples, False, 8000), CPU)
+    extent = GraphBucket.covering(laid)
     arrays = padded(laid, extent)
     bounds = laid.context.bounds[0]
     real, count = len(bounds["starts"]) - 1, len(laid.arrays["token_ids"])
@@ -132,12 +141,12 @@ def test_bounds_cover_all(samples: object) -> None:
 
 def test_sizes() -> None:
     """Powers of two and three quarters of them, from 8,192 multiples of 2,048; always a token more than there are."""
-    laid = Laid.of(rows_of(ALONE, False), CPU)
-    assert Extent.covering(laid) == Extent(256, 0, 64, (512, 512))
-    assert Extent.covering(Laid.of(rows_of(SHARED, False), CPU)) == Extent(256, 512, 64, (512, 512))
+    laid = HostBatch.of(rows_of(ALONE, False), CPU)
+    assert GraphBucket.covering(laid) == GraphBucket(256, 0, 64, (512, 512))
+    assert GraphBucket.covering(HostBatch.of(rows_of(SHARED, False), CPU)) == GraphBucket(256, 512, 64, (512, 512))
     for count, tokens in ((254, 256), (255, 256), (256, 384), (383, 384), (384, 512), (768, 1024), (1535, 1536)):
         long = random_samples(0, (count - 20, 20))
-        found = Extent.covering(Laid.of(pack(long, 4000, max_tokens=4000).rows, CPU))
+        found = GraphBucket.covering(HostBatch.of(pack(long, 4000, max_tokens=4000).rows, CPU))
         assert found.tokens == tokens, count
     assert sizes(0) == [] and sizes(100) == [256] and sizes(700) == [256, 384, 512, 768]
     assert sizes(3071)[-1] == 3072 and sizes(3072)[-1] == 4096 and sizes(GRAPH_TOKENS - 1) == sizes(100_000)
@@ -182,17 +191,17 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
     return found
 
 
-def capture(arrays: dict[str, np.ndarray], extent: Extent, work: object) -> Any:
+def capture(arrays: dict[str, np.ndarray], extent: GraphBucket, work: object) -> Any:
     inputs = {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
-    return _Graph(SetGraph(), inputs, GRAPHED)  # type: ignore[arg-type]
+    return CapturedGraph(SetGraph(), inputs, GRAPHED)  # type: ignore[arg-type]
 
 
-PLAIN, GRAPHED = Passed((), torch.zeros(1)), Passed((), torch.ones(1))
+PLAIN, GRAPHED = PassOutput((), torch.zeros(1)), PassOutput((), torch.ones(1))
 
 
 def passes(graphs: PassGraphs, count: int, kind: str = "policy", samples: object = ALONE) -> str:
     """How so many passes were done: launch by launch, or as a graph."""
-    laid = Laid.of(rows_of(samples, False), CPU)
+    laid = HostBatch.of(rows_of(samples, False), CPU)
     found = [graphs.run(kind, laid, lambda _: pytest.fail("called"), lambda: PLAIN) for _ in range(count)]
     return "".join("pg"[int(passed.values[0])] for passed in found)
 
@@ -220,12 +229,12 @@ def test_a_full_pool_is_begun_anew_after_a_while(
     graphs: PassGraphs, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
     """With the sizes that still come: of graphs or bytes there are so many, and what came early may come no more."""
-    monkeypatch.setattr("shoal.trainer.graphs.MAX_GRAPHS", 2 if full == "graphs" else 100)
-    monkeypatch.setattr("shoal.trainer.graphs.POOL_PASSES", 20)
+    graphs._graphs.limit = 2 if full == "graphs" else 100
+    monkeypatch.setattr("shoal.trainer.pass_graphs.POOL_PASSES", 20)
     graphs.fits = lambda tokens, keys, pool_bytes: pool_bytes < 200
 
     def capture_bytes(*given: Any) -> Any:
-        graphs._pool_bytes += 100
+        graphs._graphs.pool_bytes += 100
         return capture(*given)
 
     graphs._capture = capture_bytes  # type: ignore[method-assign]
@@ -233,12 +242,12 @@ def test_a_full_pool_is_begun_anew_after_a_while(
     assert passes(graphs, 3, "b") == "ggg"
     SetSpan.graph_ms = 180.0
     assert passes(graphs, 6, "c") == "pgggpp", "captured late, and compared all the same"
-    assert not graphs.captured and graphs._pool_bytes == 0, "with its last graph goes the pool"
+    assert not graphs.captured and graphs._graphs.pool_bytes == 0, "with its last graph goes the pool"
     assert passes(graphs, 4, "a") == "gppp" and passes(graphs, 2, "b") == "gg"
 
 
 def test_a_pass_that_fails_is_not_timed(graphs: PassGraphs) -> None:
-    laid = Laid.of(rows_of(ALONE, False), CPU)
+    laid = HostBatch.of(rows_of(ALONE, False), CPU)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             graphs.run("policy", laid, lambda _: pytest.fail("called"), lambda: 1 // 0)  # type: ignore[arg-type,return-value]
@@ -247,22 +256,22 @@ def test_a_pass_that_fails_is_not_timed(graphs: PassGraphs) -> None:
 
 @pytest.mark.parametrize(
     ("error", "what", "tries"),
-    [(RuntimeError, "training passes are", 1), (torch.OutOfMemoryError, "passes of 256 tokens are", 2)],
+    [(RuntimeError, "training passes", 1), (torch.OutOfMemoryError, "training passes of 256 tokens", 2)],
 )
 def test_what_cannot_be_captured_is_tried_once_and_told(
     graphs: PassGraphs, caplog: pytest.LogCaptureFixture, error: type[RuntimeError], what: str, tries: int
 ) -> None:
     """Without memory it is a size that is given up; where the model is what stands in the way, all of them."""
-    tried: list[Extent] = []
+    tried: list[GraphBucket] = []
 
-    def fail(arrays: object, extent: Extent, work: object) -> NoReturn:
+    def fail(arrays: object, extent: GraphBucket, work: object) -> NoReturn:
         tried.append(extent)
         raise error("not permitted when stream is capturing\nand more")
 
     graphs._capture = fail  # type: ignore[method-assign]
     assert passes(graphs, 6) == "p" * 6 and passes(graphs, 5, "reference") == "p" * 5
-    assert tried == [Extent.covering(Laid.of(rows_of(ALONE, False), CPU))] * tries
-    told = f"{what} not captured: not permitted when stream is capturing"
+    assert tried == [GraphBucket.covering(HostBatch.of(rows_of(ALONE, False), CPU))] * tries
+    told = f"no CUDA graph{'s' * (tries == 1)} for {what}: not permitted when stream is capturing"
     assert [record.getMessage() for record in caplog.records] == [told] * tries
 
 
@@ -282,7 +291,7 @@ def test_a_capture_without_memory_gives_all_of_it_back(graphs: PassGraphs) -> No
 def test_what_the_plan_has_no_room_for_is_not_tried(graphs: PassGraphs) -> None:
     asked: list[tuple[int, ...]] = []
     graphs.fits = lambda *room: bool(asked.append(room))
-    graphs._pool_bytes = 7
+    graphs._graphs.pool_bytes = 7
     assert passes(graphs, 6, samples=SHARED) == "p" * 6
     assert asked == [(256, 512, 7)] * 3
 
@@ -291,6 +300,6 @@ def test_what_a_pass_gives_is_read_in_one_piece() -> None:
     row = rows_of(ALONE, False)[0]
     scored = int(row.loss_mask.sum())
     values = torch.cat([torch.tensor([3.0, 4.0, 5.0, 0.0]), torch.arange(scored + 9)]).double()
-    metrics, (logprobs,) = RowResults([row], Passed(("one", "two"), values)).read()
+    metrics, (logprobs,) = PendingPass([row], PassOutput(("one", "two"), values)).read()
     assert metrics == {"one": (3, 4), "two": (5, 0)}
     assert logprobs[row.loss_mask].tolist() == list(range(scored)) and not logprobs[~row.loss_mask].any()

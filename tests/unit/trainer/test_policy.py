@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.algorithms.inputs import LossInputs, Metrics
+from shoal.core.errors import ModelError
+from shoal.core.loss_inputs import LossInputs
+from shoal.core.terms import Metrics
 from shoal.models.decoder import Decoder
-from shoal.trainer.graphs import Passed
-from shoal.trainer.micro_batch import Laid, MicroBatch, spread_over_rows
-from shoal.trainer.policy import Reference, RowResults, TrainedPolicy
-from shoal.trainer.schedule import Schedule
-from support.models import lora_decoder, small_decoder
+from shoal.trainer.device_batch import DeviceBatch, HostBatch, spread_over_rows
+from shoal.trainer.optimizer import Schedule
+from shoal.trainer.pass_graphs import PassOutput
+from shoal.trainer.policy import PendingPass, Reference, TrainedPolicy
+from support.engines import make_engine
+from support.models import as_decoder, lora_decoder, small_decoder, small_model
 from support.training import gradients, grpo, make_policy, pack, random_samples, weights
 
 SAMPLES = random_samples(0, (4, 8), (10, 6), (2, 12), (7, 3))
@@ -104,7 +107,9 @@ def test_minibatches_against_one_old_snapshot() -> None:
 
 
 def test_old_logprobs_are_the_sampler_s_where_none_were_computed() -> None:
-    inputs = MicroBatch.upload(Laid.of(ROWS, CPU), CPU).loss_inputs(torch.zeros(int(ROWS[0].loss_mask.sum())), "old")
+    inputs = DeviceBatch.upload(HostBatch.of(ROWS, CPU), CPU).loss_inputs(
+        torch.zeros(int(ROWS[0].loss_mask.sum())), "old"
+    )
     assert torch.equal(inputs.old_logprobs, inputs.sampler_logprobs) and inputs.mismatch_from == "policy"
     assert inputs.reference_logprobs is None
 
@@ -113,7 +118,7 @@ def test_rollouts_are_numbered_through_the_rows_of_a_micro_batch() -> None:
     rows = pack(SAMPLES, 20).rows
     assert len(rows) > 1
     tokens = sum(int(row.loss_mask.sum()) for row in rows)
-    inputs = MicroBatch.upload(Laid.of(rows, CPU), CPU).loss_inputs(torch.zeros(tokens), "policy")
+    inputs = DeviceBatch.upload(HostBatch.of(rows, CPU), CPU).loss_inputs(torch.zeros(tokens), "policy")
     assert inputs.num_sequences == len(SAMPLES)
     counts = np.bincount(inputs.sequence_ids.numpy(), minlength=len(SAMPLES))
     ids = [rollout_id for row in rows for rollout_id in row.rollout_ids]
@@ -167,9 +172,24 @@ def test_results_are_read_as_they_were_computed() -> None:
         "a": (torch.tensor(0.1), torch.tensor(2**24 + 1)),
         "b": (torch.tensor(0.1, dtype=torch.float64), torch.tensor(0)),
     }
-    metrics, (logprobs,) = RowResults(ROWS, Passed.of(pairs, torch.linspace(-3, 0, tokens))).read()
+    metrics, (logprobs,) = PendingPass(ROWS, PassOutput.of(pairs, torch.linspace(-3, 0, tokens))).read()
     assert metrics == {"a": (float(np.float32(0.1)), 2**24 + 1), "b": (0.1, 0.0)}
     np.testing.assert_array_equal(logprobs[ROWS[0].loss_mask], torch.linspace(-3, 0, tokens).numpy())
+
+
+def test_longrope_texts_stay_within_the_original_length() -> None:
+    """A longer one would switch every other text of its batch to other rotary factors."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    decoder = as_decoder(small_model("llama-tied", rope_parameters=rope))
+    assert decoder.max_positions == 32 and len(decoder.verify()) == 2
+    assert make_engine(decoder, context_tokens=32) is not None
+    with pytest.raises(ModelError, match="longrope"):
+        make_engine(decoder, context_tokens=33)
+    policy = make_policy(decoder)
+    policy.logprobs(pack(random_samples(0, (12, 20), (2, 30)), 64).rows)
+    with pytest.raises(ModelError, match="longrope"):
+        policy.logprobs(pack(random_samples(0, (12, 21)), 64).rows)
 
 
 def test_prompts_are_not_shared_where_something_is_drawn() -> None:

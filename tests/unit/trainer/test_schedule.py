@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shoal.trainer.schedule import Kind, Schedule
+from shoal.trainer.optimizer import Kind, Schedule
 
 
 def rates(kind: Kind, steps: int, warmup: int = 0, final: float = 0.0) -> list[float]:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.errors import DataError
+from shoal.core.errors import DataError
+from shoal.core.types import Sample, Task
 from shoal.models.chat import Chat
-from shoal.trainer.schedule import Schedule
+from shoal.trainer.optimizer import Schedule
 from shoal.trainer.sft import SupervisedSteps, supervised_samples, train_supervised
-from shoal.types import Sample, Task
 from support.models import EOS, TOKENIZER, small_decoder, small_model
 from support.training import make_policy, weights
 
@@ -45,7 +45,7 @@ def test_rows_that_are_too_long_are_counted() -> None:
     lengths = [sample.tokens for sample in samples()]
     kept, dropped = supervised_samples(TASKS, CHAT, EOS, min(lengths))
     assert len(kept) == lengths.count(min(lengths)) and dropped == len(TASKS) - len(kept)
-    with pytest.raises(DataError, match=r"none of the 6 rows fits into train.sequence_len 5"):
+    with pytest.raises(DataError, match=r"none of the 6 rows fits into train.sequence_len \(5\)"):
         supervised_samples(TASKS, CHAT, EOS, 5)
 
 

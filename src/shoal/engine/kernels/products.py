@@ -1,7 +1,7 @@
-"""Matrix products of decode steps that take their neighbours in: SwiGLU behind gate and up, a split sum before a norm.
+"""Matrix products of decode steps, fused with adjacent operations: SwiGLU after gate and up, a split sum before a norm.
 
-A decode batch has few rows, so a product is mostly the reading of its weights, and a small kernel beside it costs a
-good part of its time again. Rounds where the separate kernels do.
+Decode batches have few rows, so a product is bound by reading its weights, and an extra small kernel adds a
+considerable share of its time. Rounds where the separate kernels do.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false

@@ -7,7 +7,7 @@ import time
 from difflib import SequenceMatcher
 from pathlib import Path
 
-from shoal.envs.base import MultiTurn, SingleTurn, answer_of, ask
+from shoal.envs import MultiTurn, SingleTurn, answer_of, ask
 from shoal.envs.registry import load_environment
 
 REVERSE_ARGS = {"system_prompt": "Reverse.", "min_len": 3, "max_len": 6, "num_train": 200, "num_eval": 20}

@@ -1,1 +1,0 @@
-"""From rollouts to samples to packed rows whose denominators are fixed. NumPy only."""

@@ -1,0 +1,241 @@
+"""The third phase of a run: `build_colocated` puts together the loop and everything it uses, with the model here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.build.evaluate import make_evaluator
+from shoal.build.load import Run
+from shoal.build.model import LoadedModel, PolicyFiles, make_objective, make_policy, recomputes_old
+from shoal.build.prompts import loop_settings, make_stream, temperature_schedule, total_steps
+from shoal.build.remote_engines import absent_server
+from shoal.build.sampler import (
+    DeviceThread,
+    Sampler,
+    load_model,
+    make_engine,
+    make_runner,
+    reward_shape,
+    sampling_params,
+)
+from shoal.build.workspace import Workspace
+from shoal.config.orch import OrchConfig
+from shoal.config.problems import about
+from shoal.config.resolve import as_data
+from shoal.config.schema import RunConfig, SftConfig
+from shoal.core.admission import Admission
+from shoal.core.collect import Collector, GroupRules, RunGroup
+from shoal.core.learn import Learner, LearnSettings, OnDevice
+from shoal.core.loop import Loop
+from shoal.core.prompts import PromptStream
+from shoal.core.protocols import Ranks, RolloutEngine, WeightChannel
+from shoal.core.state import Parts
+from shoal.core.types import Prompt
+from shoal.envs.user_code import load_filter, load_function
+from shoal.rollout.group_exchange import GroupExchange
+from shoal.rollout.remote.client import WaitReporter
+from shoal.runs.events import EventLog
+from shoal.runs.run_dir import FollowerRunDir, RunDir
+from shoal.watch.health import LiveHealth
+from shoal.watch.observer import Phases, RunObserver
+from shoal.watch.sinks import Sinks, open_sinks
+from shoal.watch.trackers import TrackerRun
+
+if TYPE_CHECKING:
+    from shoal.build.memory_plan import MemoryPlan
+    from shoal.core.runner import GroupRunner
+    from shoal.trainer.policy import TrainedPolicy
+
+Build = Callable[[Run, Workspace], AbstractAsyncContextManager[Loop]]
+
+
+@asynccontextmanager
+async def build_colocated(run: Run, workspace: Workspace) -> AsyncIterator[Loop]:
+    """The loop with the policy in this process. The order is fixed: model, memory plan, engine."""
+    from shoal.build.memory_plan import make_plan
+
+    config, ranks, phases = run.config, workspace.ranks, Phases()
+    if absent := absent_server(config):
+        workspace.console.note(absent)
+    device = DeviceThread(config.orch.deadline_s, ranks)
+    with workspace.stage("load", f"loading {config.train.model}"):
+        model = load_model(config, run.objects, device, ranks)
+    chat = model.chat
+    stream = make_stream(config.orch, workspace.environments, chat, workspace.events)
+    steps = total_steps(config, len(stream))
+    with workspace.stage("memory", "measuring memory"):
+        policy = device.run(make_policy, config.train, model, steps, ranks)
+        plan = device.run(make_plan, config, model, policy, ranks)
+    with workspace.stage("sampler", "warming up the sampler"):
+        waits = WaitReporter(workspace.report_wait, whom="the inference server")
+        engine = make_engine(config, model, device, plan.slots, waits.report)
+        runner, endpoint = make_runner(config, workspace.environments, workspace.rewards, engine, chat)
+    sampler = Sampler(model, engine, runner, device, endpoint)
+    _report_start(config, model, engine, plan, workspace)
+    files = PolicyFiles(policy, chat, model.decoder)
+    run_group = make_run_group(config.orch, runner, steps, phases, lambda: loop.progress.step)
+    parts = Parts(
+        engine=engine,
+        weights=make_weights(config, sampler, files),
+        collector=make_collector(config.orch, run_group, stream, ranks, steps),
+        stream=stream,
+        learner=make_learner(config, policy, plan, sampler.on_device, ranks),
+        files=files,
+        evaluator=make_evaluator(config.orch, workspace.environments, runner, chat),
+        store=workspace.run_dir,
+        observer=make_observer(config, workspace),
+        phases=phases,
+        on_device=sampler.on_device,
+        token_text=chat.token_text,
+        ranks=ranks,
+        save_shards=partial(files.save_shards, ranks.cpu_group) if model.sharded is not None else None,
+    )
+    loop = Loop(parts, loop_settings(config, steps, len(stream), run.command))
+    async with running(loop, workspace, sampler.close):
+        yield loop
+
+
+@asynccontextmanager
+async def running(loop: Loop, workspace: Workspace, close: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """While the loop runs. At the end, however it ends: cancel the rollouts, then `close` the engine."""
+    engine = loop.parts.engine
+    workspace.watchdog.start()
+    try:
+        if engine.opening:
+            with workspace.stage("server", engine.opening):
+                await engine.connect()
+        yield
+    finally:
+        workspace.console.waiting("ending the run")
+        workspace.watchdog.close()
+        await loop.parts.collector.cancel()
+        await close()
+        loop.parts.observer.close()
+
+
+def _report_start(
+    config: RunConfig, model: LoadedModel, engine: RolloutEngine, plan: MemoryPlan, workspace: Workspace
+) -> None:
+    """What to know about the model and the device before the first step."""
+    from shoal.build.memory_plan import cpu_share, path_lines, report_plan
+
+    console, seq_len, positions = workspace.console, config.orch.seq_len, model.decoder.max_positions
+    console.activity = lambda: engine.activity
+    for notice in (*path_lines(engine.path), *model.notices):
+        console.note(notice)
+    if positions is not None and seq_len is not None and seq_len > positions:
+        workspace.events.warn(
+            "context",
+            f"orch.seq_len {seq_len} is more than the {positions} positions the model was trained for; lower it, or "
+            "expect poor text beyond them",
+        )
+    report_plan(plan, cpu_share(config.infer, model), console, workspace.events)
+
+
+def make_run_group(
+    orch: OrchConfig, runner: GroupRunner, steps: int, phases: Phases, steps_done: Callable[[], int]
+) -> RunGroup:
+    """Samples a group of rollouts with the temperature of the current step."""
+    temperature = temperature_schedule(orch, steps)
+
+    async def run_group(prompt: Prompt) -> Any:
+        params = sampling_params(orch, temperature(steps_done() + 1))
+        return await runner.run(prompt, orch.rollouts_per_example, params, phases)
+
+    return run_group
+
+
+def make_collector(orch: OrchConfig, run_group: RunGroup, stream: PromptStream, ranks: Ranks, steps: int) -> Collector:
+    admission = Admission(
+        orch.batch_size,
+        orch.rollouts_per_example,
+        orch.weight_sync_interval,
+        orch.max_async_level,
+        orch.max_off_policy_steps,
+        steps,
+    )
+    with about("orch.groups.filter"):
+        keep = load_filter(orch.groups.filter) if orch.groups.filter is not None else None
+    several = ranks.world > 1
+    rules = GroupRules(orch.groups.uniform or "refill", orch.groups.max_refill, keep, orch.deadline_s, several)
+    return Collector(GroupExchange(run_group, ranks) if several else run_group, stream, admission, rules)
+
+
+def make_observer(config: RunConfig, workspace: Workspace) -> RunObserver:
+    sinks = make_sinks(config, workspace.run_dir, workspace.events, main=workspace.ranks.rank == 0)
+    return RunObserver(workspace.console, workspace.events, workspace.watchdog, sinks)
+
+
+def make_weights(config: RunConfig, sampler: Sampler, files: PolicyFiles) -> WeightChannel:
+    """Nothing is copied if the engine reads the trainer's tensors. Servers and adapters are updated from a folder."""
+    from shoal.rollout.weight_channels import FolderWeightChannel, InProcessWeights
+
+    train, infer = config.train, config.infer
+    if infer.engine == "embedded" or (infer.in_process and not train.lora and infer.tp == 1):
+        return InProcessWeights()
+
+    async def export(folder: Path) -> None:
+        await sampler.on_device(files.export, folder)
+
+    return FolderWeightChannel(train.output_dir, "lora" if train.lora else "full", export, train.seed)
+
+
+def make_sinks(
+    config: RunConfig | SftConfig, run_dir: RunDir | FollowerRunDir, events: EventLog, *, main: bool = True
+) -> Sinks:
+    """Trackers and health notes run on rank 0 only."""
+    return open_sinks(
+        config.train.report_to if main else [],
+        run_dir,
+        TrackerRun(
+            run_dir.path,
+            config.train.report_project,
+            config.train.report_name,
+            as_data(config),
+            metric_names=config.train.metric_names,
+            completions=config.train.log_completions,
+            run_id=run_dir.status.get("run_id"),
+        ),
+        on_problem=lambda kind, message, data: events.warn(kind, message, data=data),
+        watcher=LiveHealth(run_dir.path, config, events) if main else None,
+    )
+
+
+def make_learner(
+    config: RunConfig, policy: TrainedPolicy, plan: MemoryPlan, on_device: OnDevice, ranks: Ranks
+) -> Learner:
+    train, orch = config.train, config.orch
+    objective = make_objective(train)
+    assert orch.sampling.max_tokens is not None
+    fp32 = policy.decoder.dtype.itemsize >= 4
+    remote = config.infer.engine != "embedded"  # its log-probs differ from the policy's by rounding
+    settings = LearnSettings(
+        token_budget=train.sequence_len,
+        aggregation=train.loss.aggregation or "token-mean",
+        max_tokens=orch.sampling.max_tokens,
+        minibatches=train.minibatches,
+        ppo_epochs=train.ppo_epochs,
+        rows_per_micro_batch=train.per_device_train_batch_size,
+        # A number of rows replaces the planned number of tokens.
+        micro_batch_tokens=plan.micro_batch_tokens if train.per_device_train_batch_size is None else None,
+        keys_for_token=plan.keys_for_token,
+        recompute_old=recomputes_old(train, objective, fp32, remote=remote),
+        needs_reference=objective.needs_reference,
+        reward_kl_beta=train.loss.kl.beta if train.loss.kl.where == "reward" else 0.0,
+        trains=reward_shape(orch).trains,
+    )
+    return Learner(policy, make_advantages(orch), objective, settings, on_device, ranks)
+
+
+def make_advantages(orch: OrchConfig) -> Any:
+    from shoal.core.advantages import AdvantageNormalizer, CustomAdvantages
+
+    advantage = orch.advantage
+    if advantage.function is not None:
+        with about("orch.advantage.function"):
+            return CustomAdvantages(load_function(advantage.function), advantage.function)
+    return AdvantageNormalizer(advantage.mean, advantage.std or "none", advantage.leave_one_out, advantage.eps)

@@ -1,0 +1,171 @@
+"""Supervised training on one device, with the metrics, journal and checkpoints of a run. Called by api.sft."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shoal.build.load import resume_command
+from shoal.build.model import LoadedModel, PolicyFiles, explain_oom, load, make_policy
+from shoal.build.parts import make_sinks
+from shoal.build.signals import stop_signals
+from shoal.build.workspace import end_at_once, newest_checkpoint
+from shoal.config.schema import SftConfig
+from shoal.core.errors import Interrupted, StoppedByPolicy
+from shoal.core.metrics import throughput
+from shoal.core.protocols import Files
+from shoal.core.state import SaveCadence
+from shoal.core.stop_rules import MAX_NON_FINITE
+from shoal.core.types import Task
+from shoal.runs.events import EventLog
+from shoal.runs.run_dir import RunDir
+from shoal.watch.console import BaseConsole, Console
+from shoal.watch.observer import Phases
+from shoal.watch.text import count
+from shoal.watch.trackers import MetricSink
+
+if TYPE_CHECKING:
+    from shoal.trainer.sft import SupervisedSteps
+
+
+@dataclass
+class SupervisedRecorder:
+    run_dir: RunDir
+    events: EventLog
+    console: Console
+    sinks: MetricSink  # writes metrics.jsonl first
+    files: Files
+    save: SaveCadence
+    total: int
+    save_total_limit: int
+    next_command: str
+    stop: Sequence[int]  # the exit code, once a signal has arrived
+    _phases: Phases = field(default_factory=Phases)
+    _non_finite: int = 0  # steps in a row
+
+    def __call__(self, step: int, metrics: dict[str, float]) -> bool:
+        """Record a step. Returns true if training must stop after it."""
+        self.events.step = step
+        time_s = self._phases.take()["time/step"]
+        metrics = {**metrics, "time/step": time_s}
+        metrics |= throughput({**metrics, "time/train": time_s}, metrics["tokens/completion"])
+        self.sinks.log(step, metrics)
+        self.run_dir.append_journal(step, {"version": step})
+        self.console.step(step, metrics)
+        self._count_skipped(step, bool(metrics["optim/skipped"]))
+        gives_up = self._non_finite >= MAX_NON_FINITE
+        if self.stop or gives_up or self.save.due(step) or (step == self.total and not self.save.off):
+            self._save(step)
+        if step < self.total:
+            self.console.waiting(f"training of step {step + 1}")
+        if gives_up:
+            raise StoppedByPolicy(
+                f"stopped after {MAX_NON_FINITE} steps in a row with non-finite gradients; lower train.learning_rate "
+                "or check the data, then resume from the last checkpoint"
+            )
+        return bool(self.stop)
+
+    def _count_skipped(self, step: int, skipped: bool) -> None:
+        self._non_finite = self._non_finite + 1 if skipped else 0
+        if skipped:
+            self.events.warn("non-finite", f"step {step}: the gradient is not finite; the optimizer step is skipped")
+
+    def _save(self, step: int) -> None:
+        self.console.waiting(f"saving the checkpoint of step {step}")
+        with self.run_dir.checkpoint(step) as folder:
+            self.files.save(folder)
+        self.save.saved()
+        self.run_dir.prune_checkpoints(self.save_total_limit)
+        self.run_dir.write_status(
+            "running", step=step, reason="checkpoint", resumable=True, next_command=self.next_command
+        )
+
+
+REMEDIES = "set train.recompute=true"
+
+
+@dataclass
+class Lesson:
+    """The model, the data and the position of the training."""
+
+    steps: SupervisedSteps
+    files: PolicyFiles
+    total: int  # steps of the whole run
+    done: int = 0
+
+
+def train_on_completions(
+    config: SftConfig, tasks: Sequence[Task], bad_rows: Sequence[str], run_dir: RunDir, console: BaseConsole
+) -> tuple[str, int]:
+    """Train to the end or to a signal, then export. Returns the outcome and the number of steps."""
+    events = EventLog(run_dir, console)
+    with console.progress("looking for a checkpoint", quiet=True):
+        checkpoint = newest_checkpoint(run_dir, events)
+    for notice in bad_rows:
+        events.warn("data", notice)
+    lesson = _prepare(config, tasks, events, console)
+    if checkpoint is not None:
+        console.waiting(f"reading {checkpoint.path.name}")
+        lesson.files.load(checkpoint.path)
+        lesson.done = checkpoint.step
+    _train(config, lesson, run_dir, events, console)
+    return "finished", lesson.done
+
+
+def _prepare(config: SftConfig, tasks: Sequence[Task], events: EventLog, console: BaseConsole) -> Lesson:
+    """Load the model, and pack the rows that fit into a sequence."""
+    from shoal.build.memory_plan import report_plan, training_plan
+    from shoal.trainer.sft import SupervisedSteps, supervised_samples
+
+    train = config.train
+    with console.progress(f"loading {train.model}"):
+        model = load(train)
+    for notice in model.notices:
+        console.note(notice)
+    samples, too_long = supervised_samples(tasks, model.chat, _end_id(model), train.sequence_len)
+    if too_long:
+        events.warn("data", f"{too_long} of {len(tasks)} rows do not fit into train.sequence_len and are skipped")
+    total = train.max_steps or max(1, len(samples) // config.batch_size) * (train.epochs or 1)
+    with console.progress("measuring memory", quiet=model.decoder.device.type == "cpu"):
+        policy = make_policy(train, model, total)
+        plan = training_plan(train, config.batch_size, model, policy)
+    if plan is not None:
+        report_plan(plan, None, console, events)
+    rows = train.per_device_train_batch_size or (1 if plan is None else None)
+    tokens = plan.micro_batch_tokens if plan is not None and rows is None else None
+    steps = SupervisedSteps(policy, samples, config.batch_size, train.sequence_len, rows, tokens, train.seed)
+    return Lesson(steps, PolicyFiles(policy, model.chat), total)
+
+
+def _train(config: SftConfig, lesson: Lesson, run_dir: RunDir, events: EventLog, console: BaseConsole) -> None:
+    """Train the remaining steps and write the final weights."""
+    from shoal.trainer.sft import train_supervised
+
+    train, command = config.train, resume_command(config)
+    every = train.save_epochs * lesson.steps.steps_per_epoch if train.save_epochs else train.save_steps
+    save = SaveCadence(every, train.save_seconds)
+    with contextlib.closing(make_sinks(config, run_dir, events)) as sinks:
+        console.waiting(f"training of step {lesson.done + 1}")
+        title = f"supervised training of {train.model} for {count(lesson.total, 'step')} in {run_dir.path}"
+        console.begin(title, lesson.total, lesson.done)
+        with stop_signals(lambda: end_at_once(run_dir, command), console.note) as stop:
+            record = SupervisedRecorder(
+                run_dir, events, console, sinks, lesson.files, save, lesson.total, train.save_total_limit, command, stop
+            )
+            work = (train_supervised, lesson.steps, lesson.done + 1, lesson.total, record)
+            lesson.done = explain_oom(REMEDIES, *work)
+            if stop:
+                raise Interrupted(f"interrupted after step {lesson.done}; the state is saved", stop[0])
+            console.waiting("writing the final weights")  # a signal during this is ignored: training is done
+            with run_dir.export() as folder:
+                lesson.files.export(folder)
+
+
+def _end_id(model: LoadedModel) -> int:
+    """The token that ends a completion: the end of a turn in the chat template, if it has one."""
+    from shoal.models.tokenizer import turn_end_id
+
+    end = turn_end_id(model.chat.tokenizer)
+    return end if end is not None else model.eos_token_ids[-1]

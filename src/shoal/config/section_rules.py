@@ -1,0 +1,486 @@
+"""Checks inside one section: `train` (shared by GRPO and supervised training), `orch`, the loss, and datasets.
+
+Called by rules.py. Of a data file only the first row is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import islice
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from shoal.config.fields import given, marked, nearest
+from shoal.config.orch import AdvantageConfig, DatasetConfig, OrchConfig, TemperatureSchedule
+from shoal.config.problems import Findings, show
+from shoal.config.train import TrainConfig
+from shoal.core.losses import BUILT_IN, Decoupled, Loss, Masked, keeps_uniform
+
+# Usual range of the peak learning rate for RL. LoRA needs about ten times as much.
+FULL_RATES = (5e-7, 5e-5)
+LORA_FACTOR = 10
+# Key → PEFT's key: properties that an existing adapter fixes.
+ADAPTER_KEYS = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?\Z")
+
+
+def check_train(train: TrainConfig, findings: Findings, supervised: bool = False) -> None:
+    _check_exclusive(train, findings)
+    _check_model(train, findings)
+    _check_lora(train, findings)
+    _check_schedule(train, findings)
+    if not supervised:
+        _advise_rate(train, findings)
+    for name in given(train, "metric_names", "log_completions") if not train.report_to else []:
+        findings.error(
+            f"train.{name}",
+            "applies to trackers, but train.report_to is empty",
+            "set train.report_to, or remove this key",
+        )
+    _check_devices(train, findings, supervised)
+
+
+def _check_devices(train: TrainConfig, findings: Findings, supervised: bool) -> None:
+    if supervised and train.gpus > 1:
+        findings.error("train.gpus", f"is {train.gpus}, but supervised training runs on one device", "set train.gpus=1")
+    if train.sharding == "none":
+        return
+    stored = next((name for name in ("qlora_fp8", "qlora_bnb", "qlora_fp4") if getattr(train, name)), None)
+    not_sharded = {
+        "supervised training": supervised,
+        "train.optimizer: adamw_8bit": train.optimizer == "adamw_8bit",
+        "train.recipe: fp8-hybrid": train.recipe == "fp8-hybrid",
+        f"a quantised base (train.{stored})": stored is not None,
+    }
+    for what, asked in not_sharded.items():
+        if asked:
+            findings.error("train.sharding", f"fsdp cannot be combined with {what}", "set train.sharding=none")
+
+
+def _check_exclusive(train: TrainConfig, findings: Findings) -> None:
+    for names in (
+        ("max_steps", "epochs"),
+        ("warmup_steps", "warmup_ratio"),
+        ("save_steps", "save_epochs", "save_seconds"),
+        ("qlora_fp8", "qlora_bnb", "qlora_fp4"),
+    ):
+        set_names = [name for name in names if getattr(train, name) not in (None, False)]
+        for name in set_names[1:]:
+            findings.error(f"train.{name}", f"cannot be combined with train.{set_names[0]}", "keep one of them")
+
+
+def _check_model(train: TrainConfig, findings: Findings) -> None:
+    problem = model_problem(train.model) if train.model is not None else None
+    if problem is not None:
+        findings.error("train.model", *problem)
+    if train.adapter_path is not None:
+        _check_adapter(train, train.adapter_path, findings)
+
+
+def model_problem(model: str) -> tuple[str, str] | None:
+    """What is wrong with a model name, as (what, fix), or None. Loads nothing."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if (folder / "config.json").is_file():
+            return None
+        if (folder / "final" / "adapter_config.json").is_file():
+            base = "use its base model, with train.lora=true and train.adapter_path="
+            return f"{show(model)} is a run directory, not a model", f"{base}{folder / 'final'}"
+        if (folder / "final").is_dir():
+            return f"{show(model)} is a run directory, not a model", f"use its weights: {show(str(folder / 'final'))}"
+        return (
+            f"{show(model)} is a folder without config.json",
+            "use a folder written by save_pretrained, or a .gguf file",
+        )
+    if folder.is_file():
+        return (
+            None
+            if folder.suffix == ".gguf"
+            else (f"{show(model)} is a file without the suffix .gguf", "use the model folder")
+        )
+    if model.endswith(".gguf") or not _HUB_ID.match(model) or looks_like_path(model):
+        return f"{show(model)} does not exist", "check the path; `shoal make-model tiny DIR` builds a small model"
+    return None
+
+
+def looks_like_path(model: str) -> bool:
+    """True for owner/name if there is a local folder called owner: then it is a path, not a hub id."""
+    return "/" in model and Path(model.split("/")[0]).is_dir()
+
+
+def _check_adapter(train: TrainConfig, adapter_path: str, findings: Findings) -> None:
+    if not train.lora:
+        findings.error("train.adapter_path", "needs train.lora: true", "set it, or remove train.adapter_path")
+    file = Path(adapter_path).expanduser() / "adapter_config.json"
+    try:
+        adapter = dict(json.loads(file.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        what = f"{show(adapter_path)} has no readable adapter_config.json"
+        findings.error("train.adapter_path", what, "use an adapter folder written by PEFT")
+        return
+    for ours, theirs in ADAPTER_KEYS.items():
+        wanted, found = getattr(train, ours), adapter.get(theirs)
+        if given(train, ours) and wanted != found:
+            what = f"is {show(wanted)}, but the adapter at train.adapter_path has {show(found)}"
+            findings.error(f"train.{ours}", what, "remove it: the adapter defines this value")
+
+
+def _check_lora(train: TrainConfig, findings: Findings) -> None:
+    for name in ("qlora_fp8", "qlora_bnb", "qlora_fp4"):
+        if getattr(train, name) and not train.lora:
+            what = "quantises the frozen base, so it needs train.lora: true"
+            findings.error(f"train.{name}", what, "set train.lora=true or remove it")
+    if train.quantised and train.recipe == "fp8-hybrid":
+        what = "has no effect with a quantised base, which is dequantised to bf16 for each matmul"
+        findings.notice("train.recipe", f"fp8-hybrid {what}")
+    if not train.lora:
+        inert = [f"train.{name}" for name in given(train, *marked(TrainConfig, "lora_only"))]
+        if inert:
+            findings.notice("train.lora", f"is false, so these keys have no effect: {', '.join(inert)}")
+    if train.lora and train.lora_target_modules == []:
+        findings.error(
+            "train.lora_target_modules", "is empty, so nothing would be trained", "remove it to train all linear layers"
+        )
+
+
+def _check_schedule(train: TrainConfig, findings: Findings) -> None:
+    if train.lr_scheduler_type == "constant" and given(train, "final_lr_fraction"):
+        what = "is not used by a constant learning rate"
+        findings.error(
+            "train.final_lr_fraction", what, "remove it, or set train.lr_scheduler_type to cosine, linear or wsd"
+        )
+    noise = train.noise_scheduler
+    if noise.enabled and noise.sigma_end > noise.sigma_start:
+        what = f"is {noise.sigma_end:g}, above sigma_start ({noise.sigma_start:g}), but noise must decay"
+        findings.error("train.noise_scheduler.sigma_end", what, "swap the two")
+
+
+def _advise_rate(train: TrainConfig, findings: Findings) -> None:
+    factor = LORA_FACTOR if train.lora else 1
+    low, high = FULL_RATES[0] * factor, FULL_RATES[1] * factor
+    if not low <= train.learning_rate <= high:
+        kind = "LoRA" if train.lora else "full fine-tuning"
+        what = f"{train.learning_rate:g} is unusual for {kind}"
+        findings.notice("train.learning_rate", what, f"try {low:g} to {high:g}")
+
+
+REPLAYED_IDS = 256  # kept ids per token that the embedded engine stores for truncated sampling
+SMOKE_GROUP = 8
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def check_orch(orch: OrchConfig, findings: Findings) -> None:
+    _check_batch(orch, findings)
+    _check_sampling(orch, findings)
+    _check_advantage(orch, findings)
+    _check_reward(orch, findings)
+    _check_truncated(orch, findings)
+    _check_groups(orch, findings)
+    _check_buffer(orch, findings)
+    _check_envs(orch, findings)
+    _check_staleness(orch, findings)
+    _check_eval(orch, findings)
+    if port_of(orch.client.base_url) is None:
+        findings.error(
+            "orch.client.base_url", f"{show(orch.client.base_url)} is not an address", "write http://host:port/v1"
+        )
+    if orch.dataset is not None:
+        check_dataset(orch.dataset, "orch.dataset", findings)
+
+
+def port_of(address: str) -> int | None:
+    """The explicit or default port of an HTTP address; None if the address is not valid."""
+    try:
+        url = urlsplit(address)
+        implied = {"http": 80, "https": 443}.get(url.scheme) if url.hostname else None
+        return implied and (implied if url.port is None else url.port)
+    except ValueError:  # a port that is not a number, or an incomplete IPv6 address
+        return None
+
+
+def _group_statistics(advantage: AdvantageConfig) -> bool:
+    return advantage.mean == "group" or advantage.std == "group" or advantage.leave_one_out
+
+
+def _check_batch(orch: OrchConfig, findings: Findings) -> None:
+    batch, group = orch.batch_size, orch.rollouts_per_example
+    if batch % group:
+        lower = batch // group * group
+        near = f"{lower} or {lower + group}" if lower else str(group)
+        what = f"is {group}, which does not divide orch.batch_size ({batch})"
+        findings.error("orch.rollouts_per_example", what, f"set orch.batch_size to {near}")
+    if group == 1 and _group_statistics(orch.advantage) and orch.advantage.function is None:
+        what = "is 1, and in a group of one every advantage is 0"
+        findings.error(
+            "orch.rollouts_per_example", what, "use 2 or more (8 to 16 is usual), or orch.advantage.mean=batch"
+        )
+    elif 1 < group < SMOKE_GROUP:
+        findings.notice("orch.rollouts_per_example", f"is {group}, which is small", "8 to 16 is usual")
+
+
+def _check_sampling(orch: OrchConfig, findings: Findings) -> None:
+    sampling = orch.sampling
+    temperature = sampling.temperature
+    ends = (temperature.start, temperature.end) if isinstance(temperature, TemperatureSchedule) else (temperature,)
+    if min(ends) == 0 and orch.rollouts_per_example > 1:
+        what = "0 makes all rollouts of a group equal, so there is no training signal"
+        findings.error("orch.sampling.temperature", what, "use a temperature above 0 (1.0 is usual)")
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        what = f"is {sampling.min_tokens}, more than max_tokens ({sampling.max_tokens})"
+        findings.error("orch.sampling.min_tokens", what, "lower it")
+    if sampling.top_k > REPLAYED_IDS:
+        what = f"is {sampling.top_k}, but training replays at most {REPLAYED_IDS} kept tokens"
+        findings.error("orch.sampling.top_k", what, f"use at most {REPLAYED_IDS}, or -1 for the whole vocabulary")
+    elif sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
+        what = f"is truncated, so the kept tokens of each position are stored (at most {REPLAYED_IDS} ids) for training"
+        findings.notice("orch.sampling", what)
+
+
+def _check_advantage(orch: OrchConfig, findings: Findings) -> None:
+    advantage = orch.advantage
+    others = given(advantage, "mean", "std", "leave_one_out", "eps")
+    if advantage.function is not None and others:
+        what = f"replaces the built-in estimator, so {', '.join(others)} would have no effect"
+        findings.error("orch.advantage.function", what, "keep one of them")
+    if advantage.leave_one_out and advantage.mean != "group":
+        what = f"needs orch.advantage.mean group, not {advantage.mean}"
+        findings.error("orch.advantage.leave_one_out", what, "set mean to group, or leave_one_out to false")
+    if advantage.std == "none" and given(advantage, "eps"):
+        findings.error("orch.advantage.eps", "is not used with std none", "remove it")
+    if advantage.std is not None:
+        check_uniform(orch, advantage.std, findings)
+
+
+def check_uniform(orch: OrchConfig, std: str, findings: Findings) -> None:
+    """`std` is the effective value: the loss decides if orch.advantage.std is not set."""
+    mean, uniform = orch.advantage.mean, orch.groups.uniform
+    if keeps_uniform(mean, std) and uniform in ("refill", "skip"):
+        what = f"is {uniform}, but batch statistics keep zero-variance groups"
+        findings.error("orch.groups.uniform", what, "remove it, or use group statistics in orch.advantage")
+    if uniform == "keep" and std == "group" and mean != "group":
+        what = f"is keep, but with orch.advantage.mean {mean} zero-variance groups would be divided by zero"
+        findings.error("orch.groups.uniform", what, "remove it, or set orch.advantage.std to batch or none")
+
+
+def _check_reward(orch: OrchConfig, findings: Findings) -> None:
+    reward = orch.reward
+    if reward.scale == 0:
+        findings.error("orch.reward.scale", "is 0, which makes all rewards equal", "remove it for the default 1")
+    if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
+        findings.error(
+            "orch.reward.clip", f"is {show(reward.clip)}, with low not below high", "write [low, high] with low < high"
+        )
+
+
+def _check_truncated(orch: OrchConfig, findings: Findings) -> None:
+    truncated, max_tokens = orch.truncated, orch.sampling.max_tokens
+    if truncated.type != "overlong":
+        for name in ("tokens", "factor"):
+            if getattr(truncated, name) is not None:
+                findings.error(
+                    f"orch.truncated.{name}", f"is not used with {truncated.type}", "set type to overlong, or remove it"
+                )
+    elif truncated.tokens is not None and max_tokens is not None and truncated.tokens >= max_tokens:
+        what = f"is {truncated.tokens}, not less than max_tokens ({max_tokens})"
+        findings.error("orch.truncated.tokens", what, "lower it")
+
+
+def _check_groups(orch: OrchConfig, findings: Findings) -> None:
+    if orch.groups.uniform in ("skip", "keep") and given(orch.groups, "max_refill"):
+        what = f"is not used with uniform {orch.groups.uniform}"
+        findings.error("orch.groups.max_refill", what, "remove it, or set uniform to refill")
+
+
+def _check_buffer(orch: OrchConfig, findings: Findings) -> None:
+    buffer = orch.buffer
+    for kind in ("easy", "hard"):
+        threshold, fraction = getattr(buffer, f"{kind}_threshold"), getattr(buffer, f"{kind}_fraction")
+        if (threshold is None) != (fraction is None):
+            missing = f"{kind}_{'threshold' if threshold is None else 'fraction'}"
+            other = f"{kind}_{'fraction' if threshold is None else 'threshold'}"
+            findings.error(f"orch.buffer.{other}", f"needs orch.buffer.{missing}", "set both or neither")
+    easy, hard = buffer.easy_threshold, buffer.hard_threshold
+    if easy is not None and hard is not None and easy <= hard:
+        what = f"is {easy:g}, not above hard_threshold ({hard:g})"
+        findings.error("orch.buffer.easy_threshold", what, "swap the two")
+
+
+def _check_envs(orch: OrchConfig, findings: Findings) -> None:
+    for key, envs in orch.env_lists:
+        seen: set[str] = set()
+        for index, env in enumerate(envs):
+            if env.label in seen:
+                findings.error(
+                    f"{key}.{index}", f"is a second environment with the name {show(env.label)}", "set another `name`"
+                )
+            seen.add(env.label)
+
+
+def _check_staleness(orch: OrchConfig, findings: Findings) -> None:
+    if orch.max_off_policy_steps is None:
+        return
+    if orch.weight_sync_interval == 0:
+        what = "is not used with weight_sync_interval 0, where rollouts never become stale"
+        findings.error("orch.max_off_policy_steps", what, "remove it")
+    reached = orch.max_async_level + max(orch.weight_sync_interval, 1) - 1
+    if orch.max_off_policy_steps < reached:
+        what = f"is {orch.max_off_policy_steps}, but rollouts can become {reached} versions old; older ones are dropped"
+        findings.notice("orch.max_off_policy_steps", what)
+
+
+def _check_eval(orch: OrchConfig, findings: Findings) -> None:
+    if orch.eval is None:
+        return
+    trained = {env.label: env for env in orch.env}
+    for index, env in enumerate(orch.eval.env or []):
+        other = trained.get(env.label)
+        if other is not None and (env.id, env.args) != (other.id, other.args):
+            what = f"has the name {show(env.label)} of a different training environment"
+            findings.error(f"orch.eval.env.{index}", what, "set another `name`")
+    cadences = given(orch.eval, "interval", "interval_epochs", "interval_seconds")
+    for name in cadences[1:]:
+        findings.error(f"orch.eval.{name}", f"cannot be combined with orch.eval.{cadences[0]}", "keep one of them")
+    if orch.weight_sync_interval == 0:
+        what = "would always evaluate the initial weights, because orch.weight_sync_interval is 0"
+        findings.error("orch.eval", what, "remove it, or set orch.weight_sync_interval to 1 or more")
+    elif orch.eval.interval % orch.weight_sync_interval:
+        what = f"is not a multiple of orch.weight_sync_interval ({orch.weight_sync_interval})"
+        findings.notice("orch.eval.interval", what, "an evaluation uses the weights of the last sync")
+
+
+def check_dataset(dataset: DatasetConfig, key: str, findings: Findings) -> None:
+    """Existence, split and columns of local data. A hub dataset is checked when it is opened."""
+    if dataset.path is not None and dataset.name is not None:
+        findings.error(f"{key}.name", f"cannot be combined with {key}.path", "keep one of them")
+    elif dataset.path is None and dataset.name is None:
+        findings.error(key, "has neither path nor name", f"set {key}.path or {key}.name")
+    if dataset.path is None:
+        return
+    file = _data_file(dataset, key, findings)
+    if file is not None:
+        _check_columns(dataset, file, key, findings)
+
+
+def _data_file(dataset: DatasetConfig, key: str, findings: Findings) -> Path | None:
+    path = Path(dataset.path or "").expanduser()
+    if path.is_file():
+        if path.suffix not in DATA_SUFFIXES:
+            what = f"{show(dataset.path)} has none of the suffixes {', '.join(DATA_SUFFIXES)}"
+            findings.error(f"{key}.path", what, "convert it, for example to one JSON object per line")
+            return None
+        return path
+    if not path.is_dir():
+        findings.error(f"{key}.path", f"{show(dataset.path)} does not exist", "check the path")
+        return None
+    files = sorted(entry for entry in path.rglob("*") if entry.suffix in DATA_SUFFIXES)
+    chosen = [file for file in files if file.stem == dataset.split or file.stem.startswith(f"{dataset.split}-")]
+    if files and not chosen:
+        splits = sorted({file.stem.split("-")[0] for file in files})
+        near = nearest(dataset.split, splits)
+        what = f"there is no split {show(dataset.split)} in {show(dataset.path)}"
+        findings.error(
+            f"{key}.split", what, f"did you mean `{near}`?" if near else f"the splits are {', '.join(splits)}"
+        )
+    elif not files:
+        findings.error(f"{key}.path", f"{show(dataset.path)} has no data files", f"add {dataset.split}.jsonl")
+    return chosen[0] if chosen else None
+
+
+def _check_columns(dataset: DatasetConfig, file: Path, key: str, findings: Findings) -> None:
+    columns = _first_columns(file)
+    for ours, theirs in dataset.columns.items():
+        if columns is not None and theirs not in columns:
+            near = nearest(theirs, columns)
+            what = f"{show(str(file))} has no column {show(theirs)}"
+            fix = f"did you mean `{near}`?" if near else f"the columns are {', '.join(columns)}"
+            findings.error(f"{key}.columns.{ours}", what, fix)
+
+
+def _first_columns(file: Path) -> list[str] | None:
+    """Column names from the first row of a text file; None for other formats."""
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            first = next((line for line in islice(lines, 100) if line.strip()), "")
+        if file.suffix == ".csv":
+            return [name.strip().strip('"') for name in first.split(",")]
+        row = json.loads(first) if file.suffix == ".jsonl" else None
+    except (OSError, ValueError):
+        return None
+    return list(row) if isinstance(row, dict) else None
+
+
+SEQUENCE_RATIO_TOKENS = 64  # products of ratios collapse with length: above this, ratio_type sequence gives a notice
+
+
+def check_loss(train: TrainConfig, findings: Findings, orch: OrchConfig | None = None) -> None:
+    _check_correction(train, findings)
+    _check_kl(train.loss, findings)
+    _check_old(train, findings)
+    _check_reference(train, findings)
+    if not train.loss.uses_ratio and given(train.loss, "ratio_log_cap"):
+        what = f"is not used by {train.loss.type}, which has no ratio to clamp"
+        findings.error("train.loss.ratio_log_cap", what, "remove it")
+    _advise_ratio_type(train.loss, findings, orch)
+
+
+def _check_correction(train: TrainConfig, findings: Findings) -> None:
+    loss, kind = train.loss, train.loss.correction.type
+    if kind == "none":
+        return
+    if not loss.takes_correction:
+        takers = ", ".join(other.choice() for other in BUILT_IN if other.takes_correction)
+        what = f"{loss.type} has no correction weight, so {kind} would have no effect"
+        findings.error("train.loss.correction.type", what, f"remove it, or use one of {takers}")
+    if train.recompute_old is False:
+        what = "is false, so old_logprobs are sampler_logprobs and the correction would always be 1"
+        findings.error("train.recompute_old", what, "set it to auto, or remove train.loss.correction")
+
+
+def _check_kl(loss: Loss, findings: Findings) -> None:
+    kl = loss.kl
+    # A KL penalty in the reward is not a term of the loss, so it works with every loss.
+    if not loss.takes_kl and kl.where == "loss" and given(kl, "beta", "estimator", "where"):
+        takers = ", ".join(other.choice() for other in BUILT_IN if other.takes_kl)
+        own = "; its own drift penalty is kl_tau" if "kl_tau" in loss.parameters() else ""
+        what = f"{loss.type} has no KL term{own}"
+        findings.error("train.loss.kl", what, f"remove it, set train.loss.kl.in to reward, or use one of {takers}")
+    elif kl.in_loss and kl.estimator == "k1":
+        what = "k1 has a zero-mean noise gradient when it is part of the loss"
+        findings.error("train.loss.kl.estimator", what, "use k3, or set train.loss.kl.in to reward")
+    elif kl.beta > 0 and kl.where == "reward" and "estimator" in kl.model_fields_set and kl.estimator != "k1":
+        what = f"is {kl.estimator}, but the KL penalty in the reward always uses k1"
+        findings.error("train.loss.kl.estimator", what, "remove it, or set train.loss.kl.in to loss")
+
+
+def _check_old(train: TrainConfig, findings: Findings) -> None:
+    if train.recompute_old is not False:
+        return
+    if isinstance(train.loss, Decoupled):
+        what = "is false, so the importance weight between old policy and sampler of decoupled would always be 1"
+        findings.error("train.recompute_old", what, "set it to auto, or use another loss")
+    elif train.loss.needs_old:
+        what = f"is false: in bf16, rounding in the sampler alone can exceed the narrow clip range of {train.loss.type}"
+        findings.notice("train.recompute_old", what, "auto computes old_logprobs with a forward pass")
+
+
+def _check_reference(train: TrainConfig, findings: Findings) -> None:
+    beta = train.loss.kl.beta
+    if train.reference == "adapter-off" and not train.lora:
+        findings.error("train.reference", "adapter-off needs train.lora: true", "use frozen, or enable LoRA")
+    if train.reference in ("adapter-off", "frozen") and beta == 0:
+        what = f"is {train.reference}, but train.loss.kl.beta is 0, so the reference would have no effect"
+        findings.error("train.reference", what, "remove it, or set beta above 0")
+    if train.reference == "none" and beta > 0:
+        what = f"is none, but train.loss.kl.beta is {beta:g}"
+        findings.error("train.reference", what, "remove it, or set beta to 0")
+
+
+def _advise_ratio_type(loss: Loss, findings: Findings, orch: OrchConfig | None) -> None:
+    if orch is None or not isinstance(loss, Masked) or loss.ratio_type != "sequence":
+        return
+    tokens = orch.sampling.max_tokens
+    if tokens is None or tokens > SEQUENCE_RATIO_TOKENS:
+        count = f"up to {tokens}" if tokens else "all"
+        what = f"sequence multiplies the ratios of {count} tokens, and such products vanish or explode with length"
+        findings.notice("train.loss.ratio_type", what, f"token is safer above {SEQUENCE_RATIO_TOKENS} tokens")

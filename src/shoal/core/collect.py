@@ -1,0 +1,266 @@
+"""Collects the groups of a step: dispatches prompts as the admission rule allows, and drops or keeps finished groups.
+
+Every dispatched group is settled exactly once: kept, dropped with a reason, or dispatched again after a resume. In
+synchronous mode groups enter training in prompt order, so the result does not depend on the order of completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from shoal.core.admission import Admission
+from shoal.core.advantages import judge_group
+from shoal.core.deadlines import wait_without_suspension
+from shoal.core.errors import DeadlineError
+from shoal.core.prompts import PromptStream
+from shoal.core.types import Prompt, RolloutGroup
+
+RunGroup = Callable[[Prompt], Awaitable[RolloutGroup]]
+GOOD_REWARD = 1.0  # a zero-variance group with at least this raw reward is solved
+
+
+def zero_variance_kind(group: RolloutGroup) -> Literal["uniform-good", "uniform-bad"] | None:
+    """The drop reason of a zero-variance group, also if the group is kept; None for other groups."""
+    if judge_group(group.rewards) not in ("uniform-good", "uniform-bad"):
+        return None
+    raw = [r.raw_reward for r in group.rollouts if r.scored and r.raw_reward is not None]
+    return "uniform-good" if min(raw) >= GOOD_REWARD else "uniform-bad"
+
+
+class StopRequested(Exception):
+    """A signal stopped the run while groups were in flight."""
+
+
+@dataclass(frozen=True)
+class GroupRules:
+    """Which groups are dropped and replaced."""
+
+    uniform: Literal["refill", "skip", "keep"] = "refill"  # for zero-variance groups
+    max_refill: int = 3  # replacements per step, in batches
+    keep: Callable[[RolloutGroup], bool] | None = None  # filter written by the user
+    deadline_s: float = 600.0
+    lockstep: bool = False  # with several ranks: settle whole rounds, so that all ranks decide alike
+
+
+@dataclass
+class CollectedGroups:
+    """All groups that finished for a step."""
+
+    kept: list[RolloutGroup] = field(default_factory=list)
+    dropped: list[RolloutGroup] = field(default_factory=list)
+
+    @property
+    def all(self) -> list[RolloutGroup]:
+        return [*self.kept, *self.dropped]
+
+
+class Collector:
+    """Runs groups ahead of training as far as the admission rule allows."""
+
+    def __init__(self, run_group: RunGroup, stream: PromptStream, admission: Admission, rules: GroupRules) -> None:
+        self._run_group = run_group
+        self._stream = stream
+        self._rules = rules
+        self.admission = admission
+        self._running: dict[asyncio.Task[RolloutGroup], tuple[int, Prompt]] = {}
+        self._finished: list[asyncio.Task[RolloutGroup]] = []  # subset of _running, in order of completion
+        self._arrival = asyncio.Event()
+        self._ready: list[tuple[int, RolloutGroup]] = []  # kept and not yet trained, with the order of dispatch
+        self._settled: list[tuple[int, RolloutGroup]] = []  # settled in this step, kept or dropped
+        self._again: list[Prompt] = []  # prompts that were in flight when the checkpoint was written
+        self._failure: Exception | None = None  # raised by an early dispatch
+        self._order = 0  # of dispatch
+        self._refills_left = 0
+        self._given_up = 0  # groups dropped in this step and not replaced
+        self._zero_variance = 0  # groups of this step whose rewards are all equal
+
+    async def collect(
+        self,
+        version: int,
+        stop: asyncio.Event,
+        advance: Callable[[float], None] = lambda _: None,
+        refilling: Callable[[int, float], None] = lambda *_: None,
+    ) -> CollectedGroups:
+        """The groups of one step. There are fewer than a step takes only if all replacements are used up.
+
+        `advance` receives the number of groups that became ready. While zero-variance groups are replaced, `refilling`
+        receives the number of groups still needed and the share of zero-variance groups so far.
+        """
+        if self._failure is not None:
+            raise self._failure
+        wanted = self.admission.groups_per_step
+        self._refills_left, self._given_up = self._rules.max_refill * wanted, 0
+        stale = self._drop_stale(version)
+        advance(min(len(self._ready), wanted))
+        while len(self._ready) < wanted:
+            self._dispatch(version)
+            if not self._running:
+                break
+            before = len(self._ready)
+            await self._settle_some(version, stop)
+            advance(len(self._ready) - before)
+            needed = wanted - len(self._ready) - self._given_up
+            if self._rules.uniform == "refill" and self._zero_variance and needed > 0:
+                refilling(needed, self._zero_variance / len(self._settled))
+        if self.admission.synchronous:
+            self._ready.sort(key=lambda item: item[0])
+        taken, self._ready = self._ready[:wanted], self._ready[wanted:]
+        # A group dropped without a replacement keeps its place, unless a group that ran ahead took it.
+        self.admission.unaccept(self._given_up - (wanted - len(taken)))
+        self._dispatch(version)  # groups that may run ahead do so while this step trains
+        return CollectedGroups([group for _, group in taken], [*stale, *self._take_dropped()])
+
+    def _take_dropped(self) -> list[RolloutGroup]:
+        """The groups dropped in this step. The prompt buffer observes all settled groups, in the order of dispatch."""
+        settled, self._settled = sorted(self._settled, key=lambda item: item[0]), []
+        self._zero_variance = 0
+        for _, group in settled:
+            self._stream.observe(group)
+        return [group for _, group in settled if group.drop_reason is not None]
+
+    def _dispatch(self, version: int) -> None:
+        while self.admission.allows(version):
+            prompt = self._again.pop(0) if self._again else self._stream.next()
+            task = asyncio.ensure_future(self._run_group(prompt))
+            self._running[task] = (self._order, prompt)
+            if not self._rules.lockstep:
+                task.add_done_callback(self._arrive)
+            self._order += 1
+            self.admission.dispatch()
+
+    def _arrive(self, task: asyncio.Task[RolloutGroup]) -> None:
+        self._finished.append(task)
+        self._arrival.set()
+
+    async def _settle_some(self, version: int, stop: asyncio.Event) -> None:
+        if self._rules.lockstep:
+            await self._settle_round(version)
+            return
+        # Two futures instead of one per group: waiting for thousands of tasks again and again is expensive.
+        waiting = [asyncio.ensure_future(self._arrival.wait()), asyncio.ensure_future(stop.wait())]
+        try:
+            await wait_without_suspension(waiting, self._rules.deadline_s, asyncio.FIRST_COMPLETED)
+        finally:
+            for future in waiting:
+                future.cancel()
+        if stop.is_set():
+            raise StopRequested
+        if not self._finished:
+            raise self._deadline_error("none finished")
+        for task in self._take_finished():
+            order, _ = self._running.pop(task)
+            self._settle(order, task.result(), version)
+
+    def _take_finished(self) -> list[asyncio.Task[RolloutGroup]]:
+        finished, self._finished = self._finished, []
+        self._arrival.clear()
+        return finished
+
+    async def _settle_round(self, version: int) -> None:
+        _, pending = await wait_without_suspension(list(self._running), self._rules.deadline_s)
+        if pending:
+            raise self._deadline_error("not all finished")
+        for task, (order, _) in sorted(self._running.items(), key=lambda item: item[1][0]):
+            self._settle(order, task.result(), version)
+        self._running.clear()
+
+    def _deadline_error(self, what: str) -> DeadlineError:
+        waiting = ", ".join(prompt.group_id for _, prompt in list(self._running.values())[:3])
+        return DeadlineError(
+            f"the loop waited {self._rules.deadline_s:.0f} s for {len(self._running)} groups ({waiting}, …) "
+            f"and {what}; raise orch.deadline_s if this is expected"
+        )
+
+    def _settle(self, order: int, group: RolloutGroup, version: int) -> None:
+        group.drop_reason = self._verdict(group, version)
+        self._settled.append((order, group))
+        self._zero_variance += group.drop_reason in ("uniform-good", "uniform-bad")
+        if group.drop_reason is None:
+            self.admission.settle(accepted=True)
+            self._ready.append((order, group))
+            return
+        replaced = self._rules.uniform != "skip" and self._refills_left > 0
+        self._refills_left -= replaced
+        self._given_up += not replaced
+        self.admission.settle(accepted=not replaced)
+
+    def _verdict(self, group: RolloutGroup, version: int) -> str | None:
+        """The reason to drop the group, or None to keep it."""
+        if self._is_stale(group, version):
+            return "stale"
+        verdict = judge_group(group.rewards)
+        if verdict == "too-few-scored" and (self.admission.group > 1 or not group.rewards):
+            return verdict
+        # Groups of one rollout need batch statistics. They always have zero variance and are kept.
+        if self.admission.group > 1 and self._rules.uniform != "keep" and (uniform := zero_variance_kind(group)):
+            return uniform
+        if self._rules.keep is not None and not self._rules.keep(group):
+            return "filtered"
+        return None
+
+    def _is_stale(self, group: RolloutGroup, version: int) -> bool:
+        oldest = min((r.oldest_version for r in group.rollouts if r.turns), default=group.version)
+        return self.admission.is_stale(version, oldest)
+
+    def _drop_stale(self, version: int) -> list[RolloutGroup]:
+        """Drop ready groups that became stale while others were trained. Checked again here, just before training."""
+        fresh, stale = [], []
+        for order, group in self._ready:
+            if self._is_stale(group, version):
+                group.drop_reason = "stale"
+                stale.append(group)
+            else:
+                fresh.append((order, group))
+        self.admission.unaccept(len(stale))
+        self._ready = fresh
+        return stale
+
+    def begin(self, version: int) -> None:
+        """Dispatch the first groups of the next step early. An error is raised by the next `collect`.
+
+        Not with several ranks: there, running groups communicates, and all ranks must do so at the same time.
+        """
+        if not self._rules.lockstep:
+            try:
+                self._dispatch(version)
+            except Exception as error:  # the stream reads environments, which are user code
+                self._failure = error
+
+    def run_ahead(self, version: int) -> None:
+        """Dispatch groups that the new version allows before the next step, in asynchronous training only."""
+        if self.admission.async_level > 0:
+            self._dispatch(version)
+
+    async def drain(self) -> None:
+        """Wait until no group is in flight, so that the caller has the engine alone. The next step settles them."""
+        pending = {task for task in self._running if not task.done()}
+        while pending:
+            done, pending = await wait_without_suspension(pending, self._rules.deadline_s, asyncio.FIRST_COMPLETED)
+            if not done:
+                raise self._deadline_error("none finished")
+
+    async def cancel(self) -> None:
+        """Cancel all groups in flight. A resumed run dispatches their prompts again."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def state(self) -> dict[str, Any]:
+        """Groups that are ready and prompts in flight, oldest first."""
+        in_flight = sorted(self._running.values(), key=lambda item: item[0])
+        return {
+            "accepted": self.admission.accepted,
+            "ready": [group for _, group in self._ready],
+            "again": [*(prompt for _, prompt in in_flight), *self._again],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.admission.accepted = state["accepted"]
+        groups = [msgspec.convert(group, RolloutGroup) for group in state["ready"]]
+        self._ready = list(enumerate(groups, start=-len(groups)))
+        self._again = [msgspec.convert(prompt, Prompt) for prompt in state["again"]]

@@ -1,0 +1,140 @@
+"""The stream of prompts: shuffled epochs over each environment, with environments mixed by weight.
+
+The order depends on the seed only, so a cursor of a few numbers is enough to resume. Prompts that are too long are
+skipped and counted. The buffer may skip prompts that were too easy or too hard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shoal.core.errors import DataError
+from shoal.core.protocols import Environment
+from shoal.core.types import Message, Prompt, RolloutGroup
+
+Fits = Callable[[Sequence[Message]], bool]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Skips easy and hard prompts, judged by their last mean reward; the fractions are the shares that are kept."""
+
+    easy_threshold: float | None = None
+    hard_threshold: float | None = None
+    easy_fraction: float = 1.0
+    hard_fraction: float = 1.0
+
+    @property
+    def active(self) -> bool:
+        return self.easy_threshold is not None or self.hard_threshold is not None
+
+    def share(self, mean: float) -> float:
+        if self.easy_threshold is not None and mean > self.easy_threshold:
+            return self.easy_fraction
+        if self.hard_threshold is not None and mean < self.hard_threshold:
+            return self.hard_fraction
+        return 1.0
+
+
+@dataclass
+class Cursor:
+    """The state of a stream, as checkpoints store it."""
+
+    positions: dict[str, int] = field(default_factory=dict)  # per environment, over all epochs
+    drawn: dict[str, int] = field(default_factory=dict)  # prompts returned per environment, for the mixture
+    set_aside: int = 0  # prompts skipped because they are too long
+    passed_over: int = 0  # prompts skipped by the buffer
+    means: dict[str, float] = field(default_factory=dict)  # prompt_id → last mean reward, if the buffer is active
+
+
+class PromptStream:
+    """An endless sequence of prompts."""
+
+    def __init__(
+        self,
+        environments: Mapping[str, Environment],
+        weights: Mapping[str, float],
+        seed: int,
+        fits: Fits,
+        buffer: Buffer | None = None,
+    ) -> None:
+        self._environments = environments
+        self._weights = dict(weights)
+        self._seed = seed
+        self._fits = fits
+        self._buffer = buffer or Buffer()
+        self._orders: dict[tuple[str, int], np.ndarray] = {}
+        self.cursor = Cursor(dict.fromkeys(weights, 0), dict.fromkeys(weights, 0))
+        for name in weights:
+            if not len(environments[name].tasks("train")):
+                raise DataError(f"environment {name} has no training prompts")
+
+    def __len__(self) -> int:
+        return sum(len(self._environments[name].tasks("train")) for name in self._weights)
+
+    def next(self) -> Prompt:
+        name = self._next_environment()
+        size = len(self._environments[name].tasks("train"))
+        passed, unfit = 0, set()
+        while True:
+            prompt = self._draw(name)
+            if not self._fits(prompt.messages):
+                self.cursor.set_aside += 1
+                unfit.add(prompt.index)
+                if len(unfit) == size:
+                    raise DataError(f"no prompt of {name} fits: prompt plus sampling.max_tokens exceeds orch.seq_len")
+            elif passed >= size or self._wanted(prompt):
+                break
+            else:
+                self.cursor.passed_over += 1
+                passed += 1
+        self.cursor.drawn[name] += 1
+        return prompt
+
+    def _next_environment(self) -> str:
+        """The environment furthest behind its share; ties go to the first."""
+        return min(self._weights, key=lambda name: (self.cursor.drawn[name] + 1) / self._weights[name])
+
+    def _draw(self, name: str) -> Prompt:
+        tasks = self._environments[name].tasks("train")
+        position = self.cursor.positions[name]
+        epoch, offset = divmod(position, len(tasks))
+        index = int(self._order(name, epoch, len(tasks))[offset])
+        prompt = Prompt(name, index, list(tasks[index].messages), "train", epoch)
+        self.cursor.positions[name] = position + 1  # only now: a resumed run reads a task that raised an error again
+        return prompt
+
+    def _order(self, name: str, epoch: int, size: int) -> np.ndarray:
+        if (name, epoch) not in self._orders:
+            self._orders = {key: order for key, order in self._orders.items() if key[0] != name}  # one epoch at a time
+            generator = np.random.Generator(np.random.Philox(self._hash(f"order/{name}/{epoch}")))
+            self._orders[name, epoch] = generator.permutation(size)
+        return self._orders[name, epoch]
+
+    def _wanted(self, prompt: Prompt) -> bool:
+        mean = self.cursor.means.get(prompt.prompt_id)
+        if mean is None:
+            return True
+        return self._hash(f"draw/{prompt.group_id}") / 2**64 < self._buffer.share(mean)
+
+    def _hash(self, text: str) -> int:
+        return int.from_bytes(hashlib.blake2b(f"{self._seed}/{text}".encode(), digest_size=8).digest(), "little")
+
+    def observe(self, group: RolloutGroup) -> None:
+        """Store the mean reward of a prompt for the buffer."""
+        if self._buffer.active and group.rewards:
+            self.cursor.means[group.prompt.prompt_id] = sum(group.rewards) / len(group.rewards)
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self.cursor)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if set(state["positions"]) != set(self._weights):
+            found, wanted = sorted(state["positions"]), sorted(self._weights)
+            raise DataError(f"the checkpoint's environments are {found}, not {wanted}")
+        self.cursor = Cursor(**{name: state[name] for name in Cursor.__dataclass_fields__})

@@ -1,0 +1,197 @@
+"""Turns a prompt into a group of scored rollouts: environment, engine and reward. The collector calls `run`.
+
+An error in an environment or a reward is recorded in the rollout and counted. Only an error of the engine is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoal.core.advantages import RewardShape
+from shoal.core.errors import ConfigError, DataError, EngineError, StoppedByPolicy, StorageError
+from shoal.core.protocols import Endpoint, EndpointEnvironment, Environment, Judge, RolloutEngine, Tokens
+from shoal.core.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams, Score, Tools, Turn
+
+Phase = Callable[[str], AbstractContextManager[Any]]  # `phase(name)` measures the time of its block
+
+
+@dataclass(frozen=True)
+class RunnerSettings:
+    """Limits and seeds of all rollouts."""
+
+    context_tokens: int  # limit for the prompt and all completions of a rollout
+    seed: int = 0
+    shape: RewardShape = field(default_factory=RewardShape)
+
+
+def rollout_seed(run_seed: int, rollout_id: str, turn: int) -> int:
+    """A 63-bit seed from the rollout's identity, so that a resumed run needs no generator state."""
+    digest = hashlib.blake2b(f"{run_seed}/{rollout_id}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class GroupRunner:
+    """Runs groups of rollouts against one engine."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        environments: Mapping[str, Environment],
+        judge: Judge,
+        tokens: Tokens,
+        settings: RunnerSettings,
+        endpoint: Endpoint | None = None,
+    ) -> None:
+        self._engine = engine
+        self._environments = environments
+        self._judge = judge
+        self._tokens = tokens
+        self._settings = settings
+        self._endpoint = endpoint
+        # Checked once: `isinstance` with a protocol is slow compared with a short rollout.
+        self._endpoint_environments = {
+            name: env for name, env in environments.items() if isinstance(env, EndpointEnvironment)
+        }
+
+    def with_seed(self, seed: int) -> GroupRunner:
+        """The same runner with another seed, for held-out rollouts."""
+        settings = replace(self._settings, seed=seed)
+        return GroupRunner(self._engine, self._environments, self._judge, self._tokens, settings, self._endpoint)
+
+    async def run(
+        self, prompt: Prompt, size: int, sampling: SamplingParams, phase: Phase = nullcontext
+    ) -> RolloutGroup:
+        """`size` rollouts of one prompt, started together so that they share one prefill."""
+        version = self._engine.version
+        running = [asyncio.ensure_future(self._rollout(prompt, i, sampling, phase)) for i in range(size)]
+        try:
+            rollouts = await asyncio.gather(*running)
+            if self._scores_groups(prompt.env):
+                await self._score_group(prompt, rollouts, sampling, phase)
+            return RolloutGroup(prompt, rollouts, version)
+        except BaseException:  # the run ends: no rollout may send requests to an engine that is being closed
+            for rollout in running:
+                rollout.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            raise
+
+    async def _rollout(self, prompt: Prompt, index: int, sampling: SamplingParams, phase: Phase) -> Rollout:
+        rollout = Rollout(prompt, index, [])
+        environment = self._endpoint_environments.get(prompt.env)
+        try:
+            with phase("rollout"):
+                if environment is not None:
+                    score = await self._run_endpoint_episode(environment, rollout, sampling)
+                    return self._apply_score(rollout, score, sampling)
+                await self._run_episode(rollout, sampling)
+        except (StoppedByPolicy, StorageError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # the environment is user code
+            rollout.status, rollout.error = "error", f"{type(error).__name__}: {error}"
+            return rollout
+        if not self._scores_groups(prompt.env):
+            with phase("reward"):
+                await self._score(rollout, sampling)
+        return rollout
+
+    async def _run_episode(self, rollout: Rollout, sampling: SamplingParams) -> None:
+        prompt = rollout.prompt
+        environment = self._environments[prompt.env]
+        episode = environment.start(environment.tasks(prompt.split)[prompt.index])
+        tools: Tools = getattr(episode, "tools", None) or None
+        prompt_ids = self._tokens.prompt_ids(episode.messages, tools)
+        while True:
+            tokens_left = self._settings.context_tokens - len(prompt_ids)
+            if tokens_left < 1 and not rollout.turns:
+                raise DataError(f"the prompt takes {len(prompt_ids)} of {self._settings.context_tokens} context tokens")
+            if tokens_left < 1:
+                break
+            turn = len(rollout.turns)
+            turn_sampling = replace(
+                sampling,
+                max_tokens=min(sampling.max_tokens, tokens_left),
+                seed=rollout_seed(self._settings.seed, rollout.rollout_id, turn),
+            )
+            request = Request(f"{prompt.split}:{rollout.rollout_id}/{turn}", prompt_ids, turn_sampling)
+            completion = await self._generate(request)
+            rollout.turns.append(Turn(prompt_ids, completion, sampling.temperature))
+            following = await episode.reply(completion.text)
+            rollout.messages = list(episode.messages)
+            if following is None or completion.finish_reason != "stop":
+                break
+            messages = episode.messages[: len(episode.messages) - len(following)]
+            prompt_ids = self._tokens.next_prompt_ids(prompt_ids + completion.token_ids, messages, following, tools)
+
+    async def _generate(self, request: Request) -> Completion:
+        """A request that the engine rejects ends the run: it is not an error of the environment."""
+        try:
+            return await self._engine.generate(request)
+        except ConfigError as error:
+            raise EngineError(str(error)) from error
+
+    async def _run_endpoint_episode(
+        self, environment: EndpointEnvironment, rollout: Rollout, sampling: SamplingParams
+    ) -> Score:
+        """The environment sends requests to the endpoint, whose session records the turns in exact token ids."""
+        assert self._endpoint is not None, "an EndpointEnvironment needs an endpoint"
+        prompt, settings = rollout.prompt, self._settings
+
+        def seed_of(turn: int) -> int:
+            return rollout_seed(settings.seed, rollout.rollout_id, turn)
+
+        endpoint = self._endpoint
+        opened = endpoint.session(rollout.rollout_id, sampling, settings.context_tokens, seed_of)
+        try:
+            async with opened as session:
+                try:
+                    task = environment.tasks(prompt.split)[prompt.index]
+                    result = await environment.play(task, session.base_url, session.model)
+                finally:
+                    rollout.turns, rollout.messages = session.turns, session.conversation
+        except TimeoutError as error:
+            return Score("timeout", error=str(error))
+        finally:
+            if endpoint.failure is not None:
+                raise endpoint.failure
+        if not rollout.turns:
+            return Score("error", error="the environment sent no request to the model")
+        rollout.messages = result.messages or rollout.messages
+        return Score("ok", result.reward, result.parts)
+
+    async def _score(self, rollout: Rollout, sampling: SamplingParams) -> None:
+        prompt = rollout.prompt
+        score = await self._judge.score(prompt.env, prompt.split, prompt.index, rollout.messages)
+        self._apply_score(rollout, score, sampling)
+
+    def _scores_groups(self, env: str) -> bool:
+        environment = self._environments[env]
+        return env not in self._endpoint_environments and getattr(environment, "reward_group", None) is not None
+
+    async def _score_group(
+        self, prompt: Prompt, rollouts: Sequence[Rollout], sampling: SamplingParams, phase: Phase
+    ) -> None:
+        """Score the complete group in one call. An error of the call excludes all of its rollouts."""
+        played = [rollout for rollout in rollouts if rollout.status == "ok"]
+        if not played:
+            return
+        with phase("reward"):
+            conversations = [rollout.messages for rollout in played]
+            scores = await self._judge.score_group(prompt.env, prompt.split, prompt.index, conversations)
+        for rollout, score in zip(played, scores, strict=True):
+            self._apply_score(rollout, score, sampling)
+
+    def _apply_score(self, rollout: Rollout, score: Score, sampling: SamplingParams) -> Rollout:
+        rollout.reward_s, rollout.parts = score.seconds, score.parts
+        if score.status != "ok":
+            rollout.status, rollout.error = score.status, score.error
+        elif score.reward is None:
+            rollout.status = "excluded"
+        else:
+            rollout.raw_reward = score.reward
+            rollout.reward = self._settings.shape(score.reward, rollout, sampling.max_tokens)
+        return rollout

@@ -1,0 +1,244 @@
+"""Confinement of the reward server and its workers, and control of child processes.
+
+The processes set a parent-death signal, drop secrets, redirect output to /dev/null and limit memory. Linux supports all
+of it. On other systems unsupported steps are skipped; closing the socket still ends every process.
+
+`isolate` is for rewards that run code written by the model (`orch.reward.isolated`, Linux only): no network, the user
+`nobody` if root started the run, few processes. World-readable files stay readable, and a run started by an ordinary
+user keeps that user's file access.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import resource
+import select
+import signal
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from shoal.core.errors import HardwareError
+from shoal.runs.secrets import SECRET_NAME
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+_RESET_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM, signal.SIGPIPE)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def die_with_parent() -> None:
+    """Let the kernel send SIGKILL to this process when its parent ends."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def wake_at_parent_death() -> None:
+    """Let the kernel send SIGTERM when the parent ends, for a process that must end its own children first."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def adopt_orphans() -> None:
+    """Adopt descendants whose parent ends (child subreaper)."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reset_signals() -> None:
+    """Remove signal handlers inherited from the main process."""
+    with contextlib.suppress(ValueError, OSError):
+        signal.set_wakeup_fd(-1)
+    for number in _RESET_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+    faulthandler.disable()
+
+
+def silence(keep: int) -> None:
+    """Redirect every inherited descriptor except `keep` to /dev/null: terminal, logs, locks, sockets.
+
+    Descriptors are replaced, not closed: an inherited Python object could otherwise close a reused number.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in _open_descriptors():
+        if descriptor not in (keep, null):
+            with contextlib.suppress(OSError):
+                os.dup2(null, descriptor)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def _open_descriptors() -> list[int]:
+    try:
+        found = [int(entry.name) for entry in Path("/dev/fd").iterdir()]
+    except OSError:
+        found = []
+    return sorted({0, 1, 2, *found})
+
+
+def drop_secrets(keep: Collection[str] = ()) -> None:
+    """Remove secrets from os.environ and from /proc/PID/environ."""
+    names = [name for name in os.environ if SECRET_NAME.search(name) and name not in keep]
+    for name in names:
+        del os.environ[name]
+    if sys.platform == "linux":
+        _wipe_initial_environment(names)
+
+
+def _wipe_initial_environment(names: Collection[str]) -> None:
+    """Overwrite the memory that /proc/PID/environ shows; changes of os.environ do not affect it."""
+    fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start and env_end of proc(5)
+    at = start
+    for entry in ctypes.string_at(start, end - start).split(b"\0") if end > start else ():
+        name, _, value = entry.partition(b"=")
+        if os.fsdecode(name) in names:
+            ctypes.memset(at + len(name) + 1, ord("x"), len(value))
+        at += len(entry) + 1
+
+
+def limit_memory(extra_bytes: int) -> None:
+    """Disable core files, and limit the address space to the inherited size plus `extra_bytes`."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):
+        # Under memory pressure, the kernel kills this process before the trainer.
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return
+    limit = pages * resource.getpagesize() + extra_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def children() -> list[int]:
+    """Return the process ids of the direct children."""
+    own, found = os.getpid(), []
+    for entry in Path("/proc").glob("[0-9]*/stat") if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # The command name may contain any character, so parse after its closing bracket.
+            fields = entry.read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[1]) == own:
+                found.append(int(entry.parent.name))
+    return found
+
+
+def kill_group(pid: int) -> None:
+    """Send SIGKILL to a process group and its leader, if they exist."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def end_of(pid: int) -> str | None:
+    """Describe how a child ended, None while it runs. Does not reap it."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return "unknown exit status"
+    if found is None:
+        return None
+    if found.si_code == os.CLD_EXITED:
+        return f"exit code {found.si_status}"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(found.si_status).name}"
+    return f"killed by signal {found.si_status}"
+
+
+def reap(pid: int) -> bool:
+    """Reap a child. True once it has ended."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
+NOBODY = 65534
+ALLOWED = "allowed"
+TRY_LIMIT_S = 10.0
+MAX_PROCESSES = 64  # processes and threads of one job
+_NEW_USER, _NEW_NETWORK, _NEW_IPC = 0x10000000, 0x40000000, 0x08000000
+_SET_DUMPABLE, _NO_NEW_PRIVILEGES = 4, 38
+_CAPABILITY_VERSION = 0x20080522
+
+
+def isolate() -> None:
+    """Drop network access, access to the memory of other processes, and all privileges. Raises OSError on failure."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        _checked(libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0), "be dumpable")  # else root owns /proc/self
+    user, group = os.geteuid(), os.getegid()
+    _checked(libc.unshare(_NEW_USER | _NEW_NETWORK | _NEW_IPC), "unshare its user and network namespace")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        Path("/proc/self", name).write_text(text)
+    # Counts only processes of the new user namespace, not the user's other processes.
+    resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
+    _checked(libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "give up new privileges")
+    header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    _checked(libc.capset(header, none), "drop its capabilities")
+    die_with_parent()  # changing the user clears the parent-death signal
+
+
+def why_not(needed: Sequence[str] = ()) -> str | None:
+    """Return why isolation does not work here or would hide the `needed` files, None if it works.
+
+    The test runs in a child process, because isolation cannot be undone.
+    """
+    if sys.platform != "linux":
+        return f"{sys.platform} has no namespaces"
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            os.write(writing, _tried(needed).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb", buffering=0) as answer:
+        ready, _, _ = select.select([answer], [], [], TRY_LIMIT_S)
+        result = answer.read(1 << 12) if ready else b""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    reason = result.decode(errors="replace") or "the test process was killed or timed out"
+    return None if reason == ALLOWED else reason
+
+
+def check_isolation(needed: Sequence[str] = ()) -> None:
+    if (reason := why_not(needed)) is not None:
+        raise HardwareError(
+            f"orch.reward.isolated: isolation does not work on this machine: {reason}; run where user namespaces are "
+            "allowed and the Python installation is readable for all users, or remove the key if you trust the code"
+        )
+
+
+def _tried(needed: Sequence[str]) -> str:
+    try:
+        isolate()
+    except Exception as error:
+        return str(error) or type(error).__name__
+    hidden = [path for path in needed if not os.access(path, os.R_OK)]
+    return (
+        f"user {NOBODY}, which runs the rewards if root starts the run, cannot read {hidden[0]}" if hidden else ALLOWED
+    )
+
+
+def needed_files() -> list[str]:
+    """Files that every reward needs: the interpreter, its library, and this package."""
+    return [sys.executable, os.__file__, __file__]
+
+
+def _checked(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"a process cannot {what}: {os.strerror(number)}")

@@ -1,0 +1,106 @@
+"""Rollouts as records for the run directory, and as short lines for the console."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shoal.core.batching import rollout_samples
+from shoal.core.types import Rollout, RolloutGroup, Turn
+
+TokenText = Callable[[int], str]
+
+
+def rollout_lines(
+    groups: Sequence[RolloutGroup], policy_logprobs: Mapping[str, np.ndarray], token_text: TokenText
+) -> Iterator[dict[str, Any]]:
+    for group in groups:
+        for rollout in group.rollouts:
+            yield _line(group, rollout, policy_logprobs.get(rollout.rollout_id), token_text)
+
+
+def completion_lines(groups: Sequence[RolloutGroup], number: int) -> list[str]:
+    """The first completions of a step for the console: reward, prompt and completion."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts][:number]
+    return [
+        f"{_reward_text(rollout)}  {_last_user_message(rollout)} → {_completion_text(rollout)}" for rollout in rollouts
+    ]
+
+
+def _reward_text(rollout: Rollout) -> str:
+    return f"reward {rollout.reward:.3g}" if rollout.reward is not None else rollout.status
+
+
+def _last_user_message(rollout: Rollout) -> str:
+    messages = [m for m in rollout.prompt.messages if m.get("role") == "user"] or rollout.prompt.messages
+    return str(messages[-1].get("content") or "") if messages else ""
+
+
+def _completion_text(rollout: Rollout) -> str:
+    return _as_text(rollout.messages[len(rollout.prompt.messages) :], bare=len(rollout.turns) == 1)
+
+
+def _line(
+    group: RolloutGroup, rollout: Rollout, policy_logprobs: np.ndarray | None, token_text: TokenText
+) -> dict[str, Any]:
+    """Token arrays start after the first prompt; `prompt` and `prompt_tokens` hold its text and length."""
+    ids, mask, sampler = _completion_tokens(rollout)
+    policy = np.zeros(len(ids))
+    if policy_logprobs is not None and len(policy_logprobs) == int(mask.sum()):
+        policy[mask] = policy_logprobs
+    first = rollout.turns[0] if rollout.turns else None
+    return {
+        "rollout_id": rollout.rollout_id,
+        "prompt_id": rollout.prompt.prompt_id,
+        "group": rollout.prompt.group_id,
+        "env": rollout.prompt.env,
+        "status": rollout.status,
+        "error": rollout.error,
+        "drop_reason": group.drop_reason,
+        "prompt": _as_text(rollout.prompt.messages),
+        "completion": _completion_text(rollout),
+        "reward": rollout.reward,
+        "raw_reward": rollout.raw_reward,
+        "parts": rollout.parts,
+        "advantage": rollout.advantage,
+        "truncated": rollout.truncated,
+        "prompt_tokens": len(first.prompt_ids) if first else 0,
+        "spans": _spans(rollout.turns),
+        "token_ids": ids,
+        "token_texts": [token_text(i) for i in ids],
+        "loss_mask": mask.astype(int).tolist(),
+        "sampler_logprobs": _rounded(sampler),
+        "policy_logprobs": _rounded(policy) if policy_logprobs is not None else None,
+    }
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return np.round(values.astype(np.float64), 5).tolist()
+
+
+def _completion_tokens(rollout: Rollout) -> tuple[list[int], np.ndarray, np.ndarray]:
+    samples = rollout_samples(rollout, advantage=rollout.advantage or 0.0) if rollout.turns else []
+    if not samples:
+        return [], np.zeros(0, dtype=bool), np.zeros(0)
+    start = len(rollout.turns[0].prompt_ids)
+    ids = np.concatenate([s.token_ids[start if n == 0 else 0 :] for n, s in enumerate(samples)]).tolist()
+    mask = np.concatenate([s.loss_mask[start if n == 0 else 0 :] for n, s in enumerate(samples)])
+    sampler = np.concatenate([s.sampler_logprobs[start if n == 0 else 0 :] for n, s in enumerate(samples)])
+    return ids, mask, sampler
+
+
+def _spans(turns: Sequence[Turn]) -> list[list[int]]:
+    """[start, end, version] over all sampled tokens of the rollout."""
+    spans, at = [], 0
+    for turn in turns:
+        spans += [[at + span.start, at + span.end, span.version] for span in turn.completion.spans]
+        at += len(turn.completion.token_ids)
+    return spans
+
+
+def _as_text(messages: Sequence[Mapping[str, Any]], bare: bool = False) -> str:
+    if bare and len(messages) == 1:
+        return str(messages[0].get("content") or "")
+    return "\n\n".join(f"[{m.get('role')}] {m.get('content') or ''}" for m in messages)

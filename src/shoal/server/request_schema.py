@@ -1,0 +1,274 @@
+"""The request bodies, declared as msgspec Structs: decoding, validation and the OpenAPI schema derive from them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shoal.core.types import Message, SamplingParams
+
+MAX_CHOICES = 16
+MAX_PROMPTS = 256
+MAX_STOPS = 16
+MAX_PATH_CHARACTERS = 4096
+MAX_TOKENS = 2**31
+T = TypeVar("T")
+
+# Parameters that no engine here implements, with the values that have no effect.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "top_logprobs": (None, 0),
+    "ignore_eos": (None, False),
+    "include_stop_str_in_output": (None, False),
+    "structured_outputs": (None,),
+    "prompt_logprobs": (None, False),
+    "tool_choice": (None, "auto", "none"),
+}
+
+
+class BadRequest(ValueError):
+    """An error of the client. Its text is sent back with the status."""
+
+    status, code = 400, "invalid_value"
+
+    def __init__(self, text: str, param: str | None = None) -> None:
+        super().__init__(text)
+        self.param = param
+
+
+class UnknownModel(BadRequest):
+    status, code = 404, "model_not_found"
+
+
+Probability = Annotated[float, Meta(ge=0, le=1)]
+TokenCount = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+PositiveCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+Ignored = Annotated[Any, Meta(description="Accepted; has no effect.")]
+Unsupported = Annotated[Any, Meta(description="Only the default value is supported.")]
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
+class SamplingBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The keys that text and chat completions share."""
+
+    model: str | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    min_p: Probability | None = None
+    max_tokens: PositiveCount | None = None
+    min_tokens: TokenCount | None = None
+    stop: Annotated[str, Meta(max_length=256)] | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    logprobs: bool | Annotated[int, Meta(ge=0, le=1)] | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    user: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    request_id: Ignored = None
+    priority: Ignored = None
+
+    echo: Unsupported = None
+    best_of: Unsupported = None
+    logit_bias: Unsupported = None
+    presence_penalty: Unsupported = None
+    frequency_penalty: Unsupported = None
+    repetition_penalty: Unsupported = None
+    response_format: Unsupported = None
+    top_logprobs: Unsupported = None
+    ignore_eos: Unsupported = None
+    include_stop_str_in_output: Unsupported = None
+    structured_outputs: Unsupported = None
+    prompt_logprobs: Unsupported = None
+
+    def check_supported(self) -> None:
+        """Reject parameters that would change the result but are not implemented, instead of ignoring them."""
+        for name, defaults in UNSUPPORTED.items():
+            if getattr(self, name, None) not in defaults:
+                raise BadRequest(f"{name} is not supported; remove it", name)
+
+    def sampling(self) -> SamplingParams:
+        """OpenAI's names and defaults. Without max_tokens, a completion may use the rest of the context."""
+        names = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        limits = (getattr(self, "max_completion_tokens", None), self.max_tokens, MAX_TOKENS)
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            **given,
+            max_tokens=next(limit for limit in limits if limit is not None),
+            stop=tuple(stop for stop in stops if stop),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+        )
+
+
+class CompletionBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions. `prompt` is a text, a list of token ids, or a list of either."""
+
+    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+    add_special_tokens: bool = True
+    suffix: Unsupported = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One item per prompt."""
+        prompt = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if all(isinstance(item, int) for item in prompt):
+            return [prompt]  # type: ignore[list-item]
+        if any(isinstance(item, int) or not item for item in prompt):
+            raise BadRequest("prompt must be a text, a list of token ids, or a list of either; none empty", "prompt")
+        if len(prompt) > MAX_PROMPTS:
+            raise BadRequest(f"prompt: at most {MAX_PROMPTS} prompts per request", "prompt")
+        return prompt  # type: ignore[return-value]
+
+
+class TextPart(Struct):
+    text: str
+    type: Literal["text"]
+
+
+class ChatMessage(Struct, kw_only=True):
+    """The keys that are checked. Others, such as tool_calls, are passed on to the chat template."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+
+
+Messages = Annotated[list[dict[str, Any]], Meta(min_length=1)]
+
+
+class ChatBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    tools: list[dict[str, Any]] | None = None
+    max_completion_tokens: PositiveCount | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tool_choice: Unsupported = None
+    parallel_tool_calls: Ignored = None
+
+
+class SessionBody(Struct, kw_only=True):
+    """POST /v1/chat/completions in a session. Other keys are ignored: the run's own sampling settings apply."""
+
+    model: str
+    messages: Messages
+    tools: list[dict[str, Any]] | None = None
+    logprobs: Any = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class TokenizeBody(Struct, kw_only=True):
+    """POST /tokenize: `prompt`, or `messages` with the chat template applied."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(Struct):
+    """POST /detokenize."""
+
+    tokens: Annotated[list[TokenId], Meta(min_length=1)]
+
+
+class LoadAdapterBody(Struct):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+    lora_path: Annotated[str, Meta(min_length=1, max_length=MAX_PATH_CHARACTERS)]
+
+
+class UnloadAdapterBody(Struct):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=MAX_PATH_CHARACTERS)]
+
+
+class ModelName(Struct):
+    """The one key that decides which body a chat request has."""
+
+    model: Any = None
+
+
+@lru_cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def decode(raw: bytes, kind: type[T]) -> T:
+    """The body as `kind`. Raises BadRequest with the key that is wrong."""
+    try:
+        return _decoder(kind).decode(raw or b"{}")
+    except msgspec.ValidationError as error:
+        raise BadRequest(str(error), wrong_key(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise BadRequest("the body is nested too deeply") from error
+
+
+def wrong_key(error: msgspec.ValidationError) -> str | None:
+    found = re.search(r"`\$\.(\w+)", str(error)) or re.search(r"field `(\w+)`", str(error))
+    return found[1] if found else None
+
+
+def chat_messages(messages: Iterable[dict[str, Any]]) -> list[Message]:
+    """Validated messages. Lists of text parts are joined, because templates and comparisons need text."""
+    return [_message(message) for message in messages]
+
+
+def _message(message: dict[str, Any]) -> Message:
+    try:
+        content = msgspec.convert(message, ChatMessage).content
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"messages: {error}", "messages") from error
+    text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+    return {**{key: item for key, item in message.items() if item is not None}, "content": text}
+
+
+def openapi(bodies: Mapping[str, Any], gets: Iterable[str], version: str) -> dict[str, Any]:
+    """The OpenAPI document of the routes; `bodies` maps a POST path to the type of its body."""
+    template = "#/components/schemas/{name}"
+    schemas, components = msgspec.json.schema_components(bodies.values(), ref_template=template)
+    answers = {"200": {"description": "JSON"}, "default": {"description": "`error` with message, type, param and code"}}
+    paths: dict[str, Any] = {}
+    for path in gets:
+        keys = [{"name": key, "in": "path", "required": True, "schema": {"type": "string"}} for key in _keys_in(path)]
+        paths[path.replace(":path", "")] = {"get": {"parameters": keys, "responses": answers}}
+    for path, schema in zip(bodies, schemas, strict=True):
+        content = {"application/json": {"schema": schema}}
+        paths[path] = {"post": {"requestBody": {"content": content}, "responses": answers}}
+    info = {"title": "Shoal", "version": version}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
+
+
+def _keys_in(path: str) -> list[str]:
+    return re.findall(r"{(\w+)", path)

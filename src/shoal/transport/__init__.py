@@ -1,1 +1,0 @@
-"""Channels that carry weights to engines and samples to trainers."""

@@ -1,0 +1,84 @@
+"use strict";
+// Tokens of a completion, coloured by log-prob, importance ratio or advantage. All text is set as text.
+shoal.TINTS = {
+  logprob: { label: "log-prob", low: "likely", high: "unlikely", describe: "darker: less likely under the sampler" },
+  ratio: { label: "ratio", low: "less likely", high: "more likely", describe: "probability under the trainer divided by that under the sampler" },
+  advantage: { label: "advantage", low: "negative", high: "positive", describe: "relative to the largest advantage of the group" },
+  none: { label: "plain", low: "", high: "", describe: "" },
+};
+shoal.FIRST_TOKENS = 700; // drawn at once; the rest on request
+
+shoal.tint = (how, rollout, tokens, i) => {
+  if (!tokens.mask[i]) return null;
+  const sampler = tokens.sampler && tokens.sampler[i], policy = tokens.policy && tokens.policy[i];
+  if (how === "logprob" && typeof sampler === "number") return shade("c5", Math.min(1, -sampler / 4));
+  if (how === "advantage" && rollout.advantage !== null) return shade(rollout.advantage > 0 ? "c1" : "c2", Math.abs(rollout.advantage) / (rollout.largest || 1));
+  if (how === "ratio" && typeof sampler === "number" && typeof policy === "number") {
+    const gap = policy - sampler;
+    return shade(gap > 0 ? "c1" : "c2", Math.min(1, Math.abs(gap) / 0.5));
+  }
+  return null;
+
+  function shade(name, share) {
+    return share < 0.02 ? null : shoal.mix(name, 0.62 * share);
+  }
+};
+
+shoal.scaleOf = (how) => {
+  const tint = shoal.TINTS[how];
+  if (how === "none") return null;
+  const bar = shoal.make("i", {});
+  bar.style.background = how === "logprob" ? "linear-gradient(90deg, transparent, " + shoal.mix("c5", 0.62) + ")"
+    : "linear-gradient(90deg, " + shoal.mix("c2", 0.62) + ", transparent, " + shoal.mix("c1", 0.62) + ")";
+  return shoal.make("span", { class: "scale", title: tint.describe }, tint.low, bar, tint.high);
+};
+
+shoal.drawTokens = (rollout, how) => {
+  const text = shoal.make("pre", { class: "completion", tabindex: "0", "aria-label": "Completion" });
+  const tokens = rollout.tokens;
+  if (!tokens) {
+    text.append(rollout.completion || "(empty)");
+    return [text];
+  }
+  draw(0, Math.min(tokens.text.length, shoal.FIRST_TOKENS));
+  text.addEventListener("mousemove", showTip);
+  text.addEventListener("mouseleave", shoal.hideTip);
+  const rest = tokens.text.length - shoal.FIRST_TOKENS;
+  if (rest <= 0) return [text, cut()];
+  const button = shoal.make("button", { type: "button", class: "show-all" }, "Show " + rest + " more tokens");
+  button.addEventListener("click", () => { draw(shoal.FIRST_TOKENS, tokens.text.length); button.remove(); });
+  return [text, button, cut()];
+
+  function draw(from, to) {
+    const pieces = document.createDocumentFragment();
+    for (let i = from; i < to; i++) {
+      const span = document.createElement("span");
+      span.className = tokens.mask[i] ? "token" : "token unmasked";
+      span.dataset.i = i;
+      span.textContent = tokens.text[i].replace(/\n/g, "↵\n");
+      const colour = shoal.tint(how, rollout, tokens, i);
+      if (colour) span.style.background = colour;
+      pieces.append(span);
+    }
+    text.append(pieces);
+  }
+
+  function cut() {
+    return tokens.left_out ? shoal.make("p", { class: "error" }, tokens.left_out + " more tokens are only in the run directory") : null;
+  }
+
+  function showTip(event) {
+    const i = event.target.dataset ? event.target.dataset.i : undefined;
+    if (i === undefined) return shoal.hideTip();
+    const row = (label, value) => shoal.make("span", { class: "key" }, label, shoal.make("span", { class: "value" }, value));
+    const sampler = tokens.sampler && tokens.sampler[i], policy = tokens.policy && tokens.policy[i];
+    const rows = [];
+    if (!tokens.mask[i]) rows.push(row("not sampled by the policy", ""));
+    else {
+      if (typeof sampler === "number") rows.push(row("sampler log-prob", sampler.toFixed(3) + "  (" + shoal.percent(Math.exp(sampler)) + ")"));
+      if (typeof policy === "number") rows.push(row("trainer log-prob", policy.toFixed(3)), row("ratio", shoal.number(Math.exp(policy - sampler))));
+      if (rollout.advantage !== null) rows.push(row("advantage", shoal.signed(rollout.advantage)));
+    }
+    shoal.tip(event, shoal.make("b", { class: "mono" }, JSON.stringify(tokens.text[i])), ...rows);
+  }
+};

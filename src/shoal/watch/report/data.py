@@ -1,0 +1,230 @@
+"""Reads a run directory into JSON-serialisable data for the report and the live page. Never writes.
+
+It reads runs in any state, also running and killed ones: missing files are empty and partial lines are skipped.
+Rollouts are read by rollouts.py. `config_changes` lists the configuration keys that differ from their defaults, without
+keys that are derived from others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from shoal.config.load import load_run, load_sft
+from shoal.config.resolve import as_data, difference, resolve_run, resolve_sft
+from shoal.config.schema import RunConfig, SftConfig
+from shoal.core.errors import ConfigError, ShoalError, StorageError
+from shoal.core.section import Section
+from shoal.runs.files import seems_running, storage
+from shoal.runs.journal import decode_line, read_lines
+from shoal.runs.run_dir import is_used, read_status
+from shoal.watch.glossary import find_metric, sort_metrics
+from shoal.watch.health import diagnose, read_config
+from shoal.watch.report.rollouts import number, rollout_steps
+
+Change = dict[str, Any]  # key, value, default
+MAX_EVENTS = 2000
+_STATUS_KEYS = ("state", "step", "reason", "created_at", "updated_at", "next_command")
+_NORMAL_REASONS = ("started", "resumed", "checkpoint")  # reasons of a running run that are not worth showing
+# Sections with derived keys are tried first, so that the key the user wrote remains.
+_ORDER = {"infer": 0, "orch": 1}
+
+
+def require_run(run: Path) -> Path:
+    """Raise ConfigError if `run` is not a run directory."""
+    if not run.is_dir():
+        raise ConfigError(f"command line: {run}: is not a folder; name a run directory")
+    if not is_used(run):
+        raise ConfigError(
+            f"command line: {run}: is not a run directory (it has no status.json); name the output_dir of a run"
+        )
+    return run
+
+
+def collect_overview(run: Path) -> dict[str, Any]:
+    """All data except rollouts: status, metrics by column, findings, configuration, events."""
+    require_run(run)
+    events = list(read_lines(run / "events.jsonl"))
+    changes = config_changes(run)
+    return {
+        "run": {**describe_run(run), "total_steps": _total_steps(run)},
+        "about": describe_config(run),
+        **collect_series(read_lines(run / "metrics.jsonl")),
+        "config": _read_text(run / "config.yaml"),
+        "config_changes": changes,
+        "findings": [finding.as_dict() for finding in diagnose(run)],
+        "events": events[-MAX_EVENTS:],
+        "events_left_out": max(0, len(events) - MAX_EVENTS),
+        "rollout_steps": rollout_steps(run),
+    }
+
+
+def collect_series(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rows of metrics.jsonl as columns: the steps, and for each metric one value or None per step."""
+    by_step = {int(record["step"]): record for record in records if isinstance(record.get("step"), int)}
+    steps = sorted(by_step)
+    names = sort_metrics({name: 0.0 for record in by_step.values() for name in record if name != "step"})
+    return {"steps": steps, "series": {name: [number(by_step[step].get(name)) for step in steps] for name in names}}
+
+
+def describe_run(run: Path) -> dict[str, Any]:
+    status = read_status(run)
+    shown = {key: status.get(key) for key in _STATUS_KEYS}
+    if shown["state"] == "running":
+        if seems_running(run):
+            shown["next_command"] = None  # it is running, so there is nothing to continue
+            if shown["reason"] in _NORMAL_REASONS:
+                shown["reason"] = None
+        else:
+            shown["state"] = "killed"  # a run that ends records it; this one is gone
+    return {"name": run.resolve().name, "path": str(run), **shown}
+
+
+class MetricsTail:
+    """Reads only the new rows of metrics.jsonl. It stores the offset of each step."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / "metrics.jsonl"
+        self._offsets: list[tuple[int, int]] = []  # step and offset, in the order of the file
+        self._read_bytes = 0
+
+    def after(self, step: int) -> list[dict[str, Any]] | None:
+        """Rows later than `step`; None if the run was cut back to an earlier one."""
+        self._catch_up()
+        if self._offsets and self._offsets[-1][0] < step:
+            return None
+        later = [offset for found, offset in self._offsets if found > step]
+        return read_from(self._path, later[0]) if later else []
+
+    def _catch_up(self) -> None:
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size < self._read_bytes:
+            self._offsets, self._read_bytes = [], 0
+        if size == self._read_bytes:
+            return
+        with storage(f"read {self._path}"), self._path.open("rb") as file:
+            file.seek(self._read_bytes)
+            for line in file:
+                record = decode_line(line)
+                if record is not None and isinstance(record.get("step"), int):
+                    self._offsets.append((record["step"], self._read_bytes))
+                if not line.endswith(b"\n"):
+                    return
+                self._read_bytes += len(line)
+
+
+def read_from(path: Path, offset: int) -> list[dict[str, Any]]:
+    with storage(f"read {path}"), path.open("rb") as file:
+        file.seek(offset)
+        return [record for line in file if (record := decode_line(line)) is not None]
+
+
+def name_apart(overviews: Sequence[dict[str, Any]]) -> None:
+    """Add the parent folder to the names of runs with the same folder name."""
+    names = [overview["run"]["name"] for overview in overviews]
+    for overview in overviews:
+        if names.count(overview["run"]["name"]) > 1:
+            overview["run"]["name"] = "/".join(Path(overview["run"]["path"]).resolve().parts[-2:])
+
+
+def glossary_of(overviews: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """Glossary entries of all metrics of the runs."""
+    return {name: _describe_metric(name) for overview in overviews for name in overview["series"]}
+
+
+def _describe_metric(name: str) -> dict[str, str]:
+    metric = find_metric(name)
+    if metric is None:
+        return {"meaning": "", "unit": "", "healthy": "", "change": ""}
+    return {"meaning": metric.meaning, "unit": metric.unit, "healthy": metric.healthy, "change": metric.change}
+
+
+def describe_config(run: Path) -> dict[str, str]:
+    """Model, environments, algorithm and learning rate for the header of the page, as far as config.yaml has them."""
+    config = read_config(run)
+    train, orch = (section if isinstance(section := config.get(name), dict) else {} for name in ("train", "orch"))
+    loss, rate, environments = train.get("loss"), train.get("learning_rate"), orch.get("env")
+    about = {"Model": str(train.get("model") or "")}
+    if isinstance(environments, list):
+        named = [env for env in environments if isinstance(env, dict)]
+        about["Environments"] = ", ".join(str(env.get("name") or env.get("id") or "") for env in named)
+    if isinstance(loss, dict):
+        about["Algorithm"] = str(loss.get("type") or "")
+    elif "dataset" in config:
+        about["Algorithm"] = "supervised fine-tuning"
+    if isinstance(rate, int | float):
+        about["Learning rate"] = f"{rate:g}"
+    return {label: text for label, text in about.items() if text}
+
+
+def _total_steps(run: Path) -> int | None:
+    """train.max_steps, or None if the run is planned in epochs."""
+    train = read_config(run).get("train")
+    steps = train.get("max_steps") if isinstance(train, dict) else None
+    return steps if isinstance(steps, int) else None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise StorageError(f"could not read {path}: {error.strerror}") from error
+
+
+def config_changes(run: Path) -> list[Change] | None:
+    """Keys that differ from the defaults. None if config.yaml is missing or from another version."""
+    data = read_config(run)
+    try:
+        if "orch" in data:
+            return _changes(
+                load_run(str(run / "config.yaml")).config, RunConfig, resolve_run, {"env": data["orch"]["env"]}
+            )
+        return _changes(load_sft(str(run / "config.yaml")).config, SftConfig, resolve_sft, None)
+    except (ShoalError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _changes(
+    config: Any, schema: type[Section], resolve: Callable[[Any], Any], orch: dict[str, Any] | None
+) -> list[Change]:
+    required: dict[str, Any] = {"orch": orch} if orch else {"train": {}, "dataset": as_data(config)["dataset"]}
+    plain = resolve(schema.model_validate(required))
+    wanted = resolve(config)
+    differing = difference(plain, wanted)
+    needed = _minimal(as_data(wanted), list(differing), lambda data: as_data(resolve(schema.model_validate(data))))
+    changes = [
+        {"key": key, "value": now, "default": before} for key, (before, now) in differing.items() if key in needed
+    ]
+    if orch:
+        changes.insert(0, {"key": "orch.env", "value": as_data(wanted)["orch"]["env"], "default": None})
+    return changes
+
+
+def _minimal(target: dict[str, Any], keys: list[str], rebuild: Callable[[dict[str, Any]], Any]) -> set[str]:
+    """The keys that cannot be left out without changing the resolved configuration."""
+    data, needed = deepcopy(target), set()
+    for key in sorted(keys, key=lambda key: _ORDER.get(key.split(".")[0], 2)):
+        trial = deepcopy(data)
+        if not _remove(trial, key.split(".")):
+            continue
+        try:
+            same = rebuild(trial) == target
+        except ValueError:
+            same = False
+        if same:
+            data = trial
+        else:
+            needed.add(key)
+    return needed
+
+
+def _remove(data: dict[str, Any], path: list[str]) -> bool:
+    for part in path[:-1]:
+        data = data.get(part)  # type: ignore[assignment]
+        if not isinstance(data, dict):
+            return False
+    return data.pop(path[-1], None) is not None

@@ -1,0 +1,109 @@
+"""The model card of an exported folder, generated from the records of the run directory only."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shoal.config.problems import show
+from shoal.runs.run_dir import read_metrics, read_status
+from shoal.runs.weight_files import Weights
+
+USE = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this folder, or its name on a hub
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+messages = [{"role": "user", "content": "Hello"}]
+prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))
+```"""
+
+
+def model_card(weights: Weights) -> str:
+    config = _config(weights.run)
+    sections = [
+        f"---\n{yaml.safe_dump(_front_matter(weights), sort_keys=False)}---",
+        f"# {Path(weights.run.name if weights.run is not None else weights.model).name}",
+        _origin(weights, config),
+        _results(weights.run),
+        f"## Use\n\n{USE}",
+        "## Limits\n\nThe model was trained to raise a reward and may do well only by that reward. Evaluate it.",
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _front_matter(weights: Weights) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["shoal", "grpo"],
+    }
+    # Publish a hub id, but not a local path.
+    base = weights.model if weights.run is None else _config(weights.run).get("train", {}).get("model")
+    if base and not _local(base):
+        data["base_model"] = base
+    return data
+
+
+def _origin(weights: Weights, config: dict[str, Any]) -> str:
+    base = Path(weights.model).name if _local(weights.model) else weights.model
+    if not config:
+        return f"`{base}`{' with an adapter merged in' if weights.adapter else ''}, exported with Shoal."
+    train, orch = config.get("train", {}), config.get("orch")
+    steps = _steps(weights, train.get("max_steps"))
+    rows = {"Steps": steps, "Epochs": train.get("epochs"), "Learning rate": train.get("learning_rate")}
+    if orch is not None:
+        rows |= {
+            "Environments": ", ".join(env["id"] for env in orch["env"]),
+            "Loss": train["loss"]["type"],
+            "Rollouts per step": orch["batch_size"],
+            "Rollouts per prompt": orch["rollouts_per_example"],
+            "max_tokens per completion": orch["sampling"]["max_tokens"],
+        }
+    if train.get("lora"):
+        rows["LoRA"] = f"rank {train['lora_rank']}, alpha {train['lora_alpha']}, merged"
+    how = "GRPO" if orch is not None else "supervised fine-tuning"
+    lines = "\n".join(f"| {name} | {show(value).strip(chr(34))} |" for name, value in rows.items() if value is not None)
+    start = Path(str(train.get("model"))).name if _local(train.get("model")) else train.get("model")
+    return f"Trained from `{start}` with Shoal, {how}.\n\n| | |\n|---|---|\n{lines}"
+
+
+def _steps(weights: Weights, planned: int | None) -> int | str | None:
+    """For how many steps these weights were trained; may be fewer than planned."""
+    at = re.fullmatch(r"step_(\d+)", Path(weights.adapter or weights.model).parent.name)
+    done = int(at[1]) if at else read_status(weights.run).get("step") if weights.run is not None else None
+    return planned if done in (None, planned) else f"{done} of {planned}" if planned is not None else done
+
+
+def _local(model: object) -> bool:
+    """Whether the name of a model is a path, on this machine or another."""
+    name = str(model)
+    return Path(name).expanduser().exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
+def _results(run: Path | None) -> str:
+    """First and last held-out scores, if the run has evaluations."""
+    records = read_metrics(run) if run is not None else []
+    means = [
+        (record["step"], {k: v for k, v in record.items() if k.startswith("eval/") and k.endswith("/mean")})
+        for record in records
+    ]
+    means = [(step, found) for step, found in means if found]
+    if not means:
+        return ""
+    (first, before), (last, after) = means[0], means[-1]
+    rows = "\n".join(f"| `{name}` | {before.get(name, '')} | {value} |" for name, value in after.items())
+    status = read_status(run) if run is not None else {}
+    ended = f" State of the run: {status['state']} at step {status['step']}." if status.get("state") else ""
+    return (
+        f"## Held-out evaluation\n\n| | step {first} | step {last} |\n|---|---|---|\n{rows}\n\n{ended.strip()}".rstrip()
+    )
+
+
+def _config(run: Path | None) -> dict[str, Any]:
+    return (yaml.safe_load((run / "config.yaml").read_text("utf-8")) or {}) if run is not None else {}

@@ -1,0 +1,361 @@
+"""Reads rollouts of a run: an index of one step at a time, single groups by byte offset, and searches over many steps.
+
+Used by the report, the live page and `shoal show`. Partial and damaged lines are skipped. A search starts with the
+newest steps, stops at its time limit and returns where to continue. Never writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.runs.files import storage
+from shoal.runs.journal import read_lines
+from shoal.runs.run_dir import rollouts_path
+
+MAX_TOKENS = 16_384  # per completion; further tokens are counted, not shown
+PREVIEW_CHARS = 160
+CACHED_STEPS = 24
+BUDGET_S = 0.5  # per search request
+LIMIT = 200  # groups per search request
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None. metrics.jsonl has NaN and infinities as strings."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+class Head(msgspec.Struct):
+    """The fields of a rollout that lists show. Decoding only these is fast."""
+
+    rollout_id: str = ""
+    prompt_id: str = ""
+    group: str = ""
+    env: str = ""
+    status: str = ""
+    drop_reason: str | None = None
+    reward: float | None = None
+    advantage: float | None = None
+    truncated: bool = False
+    prompt: str = ""
+
+
+@dataclass(slots=True)
+class GroupHead:
+    """A group in a list, with the places of its lines in the file of the step."""
+
+    step: int
+    group: str
+    prompt_id: str
+    env: str
+    preview: str
+    drop_reason: str | None = None
+    rewards: list[float | None] = field(default_factory=list)
+    statuses: list[str] = field(default_factory=list)
+    advantages: list[float | None] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)  # offset and length
+
+    @property
+    def mean(self) -> float | None:
+        known = [reward for reward in self.rewards if reward is not None]
+        return sum(known) / len(known) if known else None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _SHOWN}
+
+
+_SHOWN = ("step", "group", "prompt_id", "env", "preview", "drop_reason", "rewards", "statuses", "advantages")
+_decoder = msgspec.json.Decoder(Head)
+_cache: OrderedDict[tuple[str, int, int], list[GroupHead]] = OrderedDict()
+
+
+def rollout_steps(run: Path) -> list[int]:
+    """Steps whose rollouts are stored, in order."""
+    stems = [path.stem.removeprefix("step_") for path in (run / "rollouts").glob("step_*.jsonl")]
+    return sorted(int(stem) for stem in stems if stem.isdigit())
+
+
+def index_step(run: Path, step: int) -> list[GroupHead]:
+    """The groups of a step in the order of the file. The last requested steps are cached."""
+    path = rollouts_path(run, step)
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return []
+    key = (str(path), stat.st_mtime_ns, stat.st_size)
+    if key not in _cache:
+        _cache[key] = list(_read_heads(path, step))
+        while len(_cache) > CACHED_STEPS:
+            _cache.popitem(last=False)
+    _cache.move_to_end(key)
+    return _cache[key]
+
+
+def _read_heads(path: Path, step: int) -> Iterator[GroupHead]:
+    groups: dict[str, GroupHead] = {}
+    with storage(f"read {path}"), path.open("rb") as file:
+        offset = 0
+        for line in file:
+            head = _read_head(line)
+            if head is not None:
+                name = head.group or head.prompt_id
+                if name not in groups:
+                    groups[name] = GroupHead(step, name, head.prompt_id, head.env, _preview(head.prompt))
+                _add(groups[name], head, (offset, len(line)))
+            offset += len(line)
+    yield from groups.values()
+
+
+def _read_head(line: bytes) -> Head | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        return _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    try:  # lone surrogates or fields of other types: json accepts more than msgspec
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    head = Head(drop_reason=record.get("drop_reason"), truncated=bool(record.get("truncated")))
+    for name in ("rollout_id", "prompt_id", "group", "env", "status", "prompt"):
+        setattr(head, name, str(record.get(name) or ""))
+    head.reward, head.advantage = number(record.get("reward")), number(record.get("advantage"))
+    return head
+
+
+def _add(group: GroupHead, head: Head, place: tuple[int, int]) -> None:
+    group.rewards.append(number(head.reward))
+    group.statuses.append("truncated" if head.truncated and head.status == "ok" else head.status)
+    group.advantages.append(number(head.advantage))
+    group.places.append(place)
+    group.drop_reason = group.drop_reason or head.drop_reason
+
+
+def _preview(prompt: str) -> str:
+    """The last line of the prompt, which usually contains the question."""
+    lines = [line.strip() for line in prompt.strip().splitlines() if line.strip()]
+    return lines[-1][-PREVIEW_CHARS:] if lines else ""
+
+
+def read_group(run: Path, head: GroupHead) -> dict[str, Any]:
+    """One group with all its data."""
+    path = rollouts_path(run, head.step)
+    records = []
+    with storage(f"read {path}"), path.open("rb") as file:
+        for offset, length in head.places:
+            file.seek(offset)
+            records.append(json.loads(file.read(length)))
+    return describe_group(head.group, records)
+
+
+def collect_rollouts(run: Path, step: int) -> list[dict[str, Any]]:
+    """All groups of one step with all their data, in the order of the file."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for record in read_lines(rollouts_path(run, step)):
+        groups.setdefault(str(record.get("group") or record.get("prompt_id") or ""), []).append(record)
+    return [describe_group(name, records) for name, records in groups.items()]
+
+
+def describe_group(name: str, records: list[Mapping[str, Any]]) -> dict[str, Any]:
+    first, prompt = records[0], records[0].get("prompt")
+    return {
+        "group": name,
+        "prompt_id": str(first.get("prompt_id", "")),
+        "env": str(first.get("env", "")),
+        "prompt": prompt if isinstance(prompt, str) else "",
+        "drop_reason": next((reason for record in records if (reason := record.get("drop_reason"))), None),
+        "rollouts": [_describe_rollout(record) for record in records],
+    }
+
+
+def _describe_rollout(record: Mapping[str, Any]) -> dict[str, Any]:
+    completion, error = record.get("completion"), record.get("error")
+    parts = record.get("parts") or {}
+    return {
+        "id": str(record.get("rollout_id", "")),
+        "status": str(record.get("status", "")),
+        "error": str(error) if error else None,
+        "truncated": bool(record.get("truncated")),
+        "reward": number(record.get("reward")),
+        "parts": {str(name): number(value) for name, value in parts.items()},
+        "advantage": number(record.get("advantage")),
+        "completion": completion if isinstance(completion, str) else "",
+        "spans": record.get("spans") or [],
+        "tokens": _describe_tokens(record),
+    }
+
+
+def _describe_tokens(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The tokens of the completion as columns. The stored arrays may start with the prompt, which has mask 0."""
+    texts = record.get("token_texts")
+    if not texts:
+        return None
+    mask = [bool(value) for value in record.get("loss_mask") or [True] * len(texts)]
+    start = mask.index(True) if True in mask else 0
+    end = min(len(texts), start + MAX_TOKENS)
+    sampler, policy = record.get("sampler_logprobs"), record.get("policy_logprobs")
+    return {
+        "text": texts[start:end],
+        "mask": [int(value) for value in mask[start:end]],
+        "sampler": _rounded(sampler, len(texts), start, end),
+        "policy": _rounded(policy, len(texts), start, end),
+        "left_out": len(texts) - end,
+        "count": sum(mask),
+    }
+
+
+def _rounded(values: list[float | None] | None, length: int, start: int, end: int) -> list[float | None] | None:
+    if not values or len(values) != length:
+        return None
+    return [None if value is None else round(value, 4) for value in values[start:end]]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A filter for groups. Status, reward and text must match at least one rollout of the group."""
+
+    env: str = ""
+    status: str = ""  # ok, truncated, error, timeout, excluded; or dropped, mixed
+    least: float | None = None
+    most: float | None = None
+    text: str = ""
+
+    def allows(self, head: GroupHead) -> bool:
+        if self.env and head.env != self.env:
+            return False
+        if self.status and not self._allows_status(head):
+            return False
+        if self.least is None and self.most is None:
+            return True
+        low, high = self.least if self.least is not None else -1e300, self.most if self.most is not None else 1e300
+        return any(reward is not None and low <= reward <= high for reward in head.rewards)
+
+    def _allows_status(self, head: GroupHead) -> bool:
+        if self.status == "dropped":
+            return head.drop_reason is not None
+        if self.status == "mixed":
+            return len({reward for reward in head.rewards if reward is not None}) > 1
+        return self.status in head.statuses
+
+
+class _Texts(msgspec.Struct):
+    prompt: str = ""
+    completion: str = ""
+
+
+_texts = msgspec.json.Decoder(_Texts)
+
+
+@dataclass(slots=True)
+class SearchHit:
+    heads: list[GroupHead]
+    next_before: int | None  # continue below this step; None: all steps were searched
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"heads": [head.as_dict() for head in self.heads], "next": self.next_before}
+
+
+def find(run: Path, query: Query, before: int | None = None) -> SearchHit:
+    """Groups that match the query, newest step first."""
+
+    def matching(step: int) -> list[GroupHead]:
+        heads = [head for head in index_step(run, step) if query.allows(head)]
+        return [head for head in heads if _has_text(run, head, query.text)] if query.text else heads
+
+    return _sweep(rollout_steps(run), before, matching)
+
+
+def follow(run: Path, prompt_id: str, steps: Sequence[int], before: int | None = None) -> SearchHit:
+    """The groups of one prompt. `steps` are the steps to search, from the journal."""
+    return _sweep(steps, before, lambda step: [head for head in index_step(run, step) if head.prompt_id == prompt_id])
+
+
+def _sweep(steps: Sequence[int], before: int | None, matching: Callable[[int], list[GroupHead]]) -> SearchHit:
+    """Search at least one step, then until the time limit; four times as long if nothing was found."""
+    started = time.monotonic()
+    heads: list[GroupHead] = []
+    for count, step in enumerate(sorted((step for step in steps if before is None or step < before), reverse=True)):
+        spent = time.monotonic() - started
+        if count and (len(heads) >= LIMIT or spent > BUDGET_S * (1 if heads else 4)):
+            return SearchHit(heads, step + 1)
+        heads += matching(step)
+    return SearchHit(heads, None)
+
+
+def _has_text(run: Path, head: GroupHead, text: str) -> bool:
+    wanted, path = text.casefold(), rollouts_path(run, head.step)
+    with storage(f"read {path}"), path.open("rb") as file:
+        for offset, length in head.places:
+            file.seek(offset)
+            try:
+                texts = _texts.decode(file.read(length))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            if wanted in texts.prompt.casefold() or wanted in texts.completion.casefold():
+                return True
+    return False
+
+
+class _JournalLine(msgspec.Struct):
+    step: int
+    rollout_ids: list[str] = []
+    dropped: dict[str, str | None] = {}
+
+
+_journal_line = msgspec.json.Decoder(_JournalLine)
+
+
+class PromptSteps:
+    """The steps of each prompt, from the journal. New lines are read as the journal grows."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / "journal.jsonl"
+        self._read = 0  # bytes
+        self._steps: dict[str, set[int]] = {}
+
+    def of(self, prompt_id: str) -> list[int]:
+        self._catch_up()
+        return sorted(self._steps.get(prompt_id, ()))
+
+    def _catch_up(self) -> None:
+        try:
+            size = self._path.stat().st_size
+        except FileNotFoundError:
+            return
+        if size < self._read:  # a resume has cut the journal
+            self._read, self._steps = 0, {}
+        with storage(f"read {self._path}"), self._path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._read += len(line)
+                try:
+                    record = _journal_line.decode(line)
+                except msgspec.DecodeError:
+                    continue
+                for name in {
+                    *(_prompt_of(i, 3) for i in record.rollout_ids),
+                    *(_prompt_of(g, 2) for g in record.dropped),
+                }:
+                    self._steps.setdefault(name, set()).add(record.step)
+
+
+def _prompt_of(name: str, counters: int) -> str:
+    """env/index from env/index/epoch/attempt[/position]. The name of the environment may contain slashes."""
+    return name.rsplit("/", counters)[0]

@@ -1,0 +1,51 @@
+"""`orch.reward.function` scores every environment, in each of the forms of a reward function."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal.build.load import PythonObjects
+from shoal.build.workspace import _make_environments
+from shoal.config.orch import OrchConfig
+from shoal.core.errors import ConfigError
+
+CODE = """
+def conversation(t, m):
+    return float(m[-1]["content"] == str(t.data["answer"]))
+
+def columns(completion, answer):
+    return float(completion == str(answer))
+
+def rank(prompts, completions, **columns):
+    order = sorted(completions, key=len)
+    return [float(order.index(completion)) for completion in completions]
+
+def wrong(a, b, c):
+    return 1.0
+"""
+
+
+def environment(tmp_path: Path, name: str):
+    (tmp_path / "mine.py").write_text(CODE)
+    orch = OrchConfig.model_validate({"env": "arithmetic", "reward": {"function": f"{tmp_path}/mine.py:{name}"}})
+    return _make_environments(orch, PythonObjects())["arithmetic"]
+
+
+@pytest.mark.parametrize("name", ["conversation", "columns"])
+def test_it_replaces_the_reward_of_the_environment(tmp_path: Path, name: str):
+    made = environment(tmp_path, name)
+    task = made.tasks("train")[0]
+    right, wrong = ([{"role": "assistant", "content": text}] for text in (str(task.data["answer"]), "no"))
+    assert (made.reward(task, right), made.reward(task, wrong)) == (1.0, 0.0)
+    assert getattr(made, "reward_group", None) is None
+
+
+def test_a_function_of_the_group_ranks(tmp_path: Path):
+    made = environment(tmp_path, "rank")
+    group = [[{"role": "assistant", "content": text}] for text in ("bb", "a", "ccc")]
+    assert made.reward_group(made.tasks("train")[0], group) == [1.0, 0.0, 2.0]  # type: ignore[attr-defined]
+
+
+def test_another_signature_is_refused_with_the_accepted_forms(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"orch\.reward\.function.*completion.*task, messages"):
+        environment(tmp_path, "wrong")

@@ -1,0 +1,375 @@
+"""The collector: what enters a step, in which order, what is dropped and why, and that nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.core.admission import Admission
+from shoal.core.collect import CollectedGroups, Collector, GroupRules, StopRequested
+from shoal.core.errors import DeadlineError
+from shoal.core.types import Prompt, RolloutGroup
+
+from .groups import (
+    ShuffledRunner,
+    every_third_flat,
+    make_collector,
+    make_group,
+    make_prompt,
+    make_stream,
+    make_turn,
+    mixed,
+)
+
+TIMEOUT_S = 20
+
+
+def steps_of(collector: Collector, runner: ShuffledRunner, steps: int, first: int = 0) -> list[CollectedGroups]:
+    """Collect `steps` steps, syncing the runner's version where the loop would."""
+
+    async def run() -> list[CollectedGroups]:
+        collected = []
+        for version in range(first, first + steps):
+            if collector.admission.syncs_at(version):
+                runner.version = version
+            collected.append(await asyncio.wait_for(collector.collect(version, asyncio.Event()), TIMEOUT_S))
+        await collector.cancel()
+        return collected
+
+    return asyncio.run(run())
+
+
+def ids(groups: Sequence[RolloutGroup]) -> list[str]:
+    return [group.prompt.group_id for group in groups]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_synchronous_steps_are_in_prompt_order_whatever_finishes_first(seed: int):
+    collector, runner = make_collector(every_third_flat, Admission(12, 2), seed=seed)
+    steps = steps_of(collector, runner, 4)
+    stream = make_stream()
+    expected = [stream.next() for _ in range(60)]
+    kept = [p.group_id for p in expected if p.index % 3][: 4 * 6]
+    assert [group_id for step in steps for group_id in ids(step.kept)] == kept
+    order = {p.group_id: i for i, p in enumerate(expected)}
+    for step in steps:
+        places = [order[group_id] for group_id in ids(step.dropped)]
+        assert places == sorted(places), "dropped groups too: they are summed into the metrics"
+    assert [p.group_id for p in runner.finished] != [p.group_id for p in runner.dispatched], "the order was shuffled"
+
+
+def test_dropped_groups_carry_their_reason_and_are_refilled():
+    def rewards(prompt: Prompt) -> Sequence[float | None]:
+        kinds = [[0.0, 1.0], [1.0, 1.0], [0.5, 0.5], [None, 1.0], [None, None]]
+        return kinds[prompt.index % 5]
+
+    collector, runner = make_collector(rewards, Admission(8, 2), GroupRules(max_refill=50))
+    (step,) = steps_of(collector, runner, 1)
+    assert len(step.kept) == 4 and {group.prompt.index % 5 for group in step.kept} == {0}
+    wanted = {1: "uniform-good", 2: "uniform-bad", 3: "too-few-scored", 4: "too-few-scored"}
+    assert {group.prompt.index % 5: group.drop_reason for group in step.dropped} == wanted
+    assert len(step.all) == len(runner.dispatched)
+
+
+@pytest.mark.parametrize("max_refill", [0, 1, 3])
+def test_refills_are_bounded_and_the_next_step_starts_afresh(max_refill: int):
+    """All groups flat: a step draws its groups and so many batches more, then goes on with none."""
+    collector, runner = make_collector(lambda _: [0.0, 0.0], Admission(8, 2), GroupRules(max_refill=max_refill))
+    steps = steps_of(collector, runner, 3)
+    assert [len(step.kept) for step in steps] == [0, 0, 0]
+    assert [len(step.dropped) for step in steps] == [4 * (1 + max_refill)] * 3
+
+
+def test_a_short_step_costs_no_later_one():
+    """Step 1 stays short, since its refills are spent; from step 2 on everything is full again."""
+    drawn: list[Prompt] = []
+
+    def rewards(prompt: Prompt) -> Sequence[float]:
+        drawn.append(prompt)
+        return [0.0, 0.0] if len(drawn) <= 3 else [0.0, 1.0]
+
+    collector, runner = make_collector(rewards, Admission(8, 2), GroupRules(max_refill=0))
+    steps = steps_of(collector, runner, 4)
+    assert [len(step.kept) for step in steps] == [1, 4, 4, 4]
+
+
+def test_skipped_groups_are_not_replaced():
+    collector, runner = make_collector(every_third_flat, Admission(12, 2), GroupRules(uniform="skip"))
+    steps = steps_of(collector, runner, 4)
+    assert [len(step.all) for step in steps] == [6] * 4
+    assert all(group.prompt.index % 3 == 0 for step in steps for group in step.dropped)
+    assert sum(len(step.dropped) for step in steps) > 0
+
+
+def test_kept_uniform_groups_are_trained_but_unscored_ones_are_not():
+    def rewards(prompt: Prompt) -> Sequence[float | None]:
+        return [None, None] if prompt.index % 2 else [1.0, 1.0]
+
+    collector, runner = make_collector(rewards, Admission(8, 2), GroupRules(uniform="keep"))
+    (step,) = steps_of(collector, runner, 1)
+    assert len(step.kept) == 4 and all(group.prompt.index % 2 == 0 for group in step.kept)
+    assert {group.drop_reason for group in step.dropped} == {"too-few-scored"}
+
+
+def test_goodness_is_judged_by_the_raw_reward():
+    """Shaping may move a solved prompt's reward anywhere; solved is what the environment says."""
+
+    async def run_group(prompt: Prompt) -> RolloutGroup:
+        group = make_group(prompt, [-3.0, -3.0])
+        for rollout in group.rollouts:
+            rollout.raw_reward = 1.0
+        return group
+
+    collector = Collector(run_group, make_stream(), Admission(4, 2), GroupRules(max_refill=0))
+    step = asyncio.run(collector.collect(0, asyncio.Event()))
+    assert {group.drop_reason for group in step.dropped} == {"uniform-good"}
+
+
+def test_the_users_filter_sees_mixed_groups_only():
+    seen: list[RolloutGroup] = []
+
+    def keep(group: RolloutGroup) -> bool:
+        seen.append(group)
+        return group.prompt.index % 2 == 0
+
+    collector, runner = make_collector(every_third_flat, Admission(8, 2), GroupRules(keep=keep, max_refill=20))
+    (step,) = steps_of(collector, runner, 1)
+    assert all(group.prompt.index % 2 == 0 and group.prompt.index % 3 for group in step.kept)
+    assert all(len(set(group.rewards)) > 1 for group in seen)
+    reasons = Counter(group.drop_reason for group in step.dropped)
+    assert set(reasons) == {"filtered", "uniform-bad"}
+
+
+def test_replacing_zero_variance_groups_is_reported() -> None:
+    """Every third group has equal rewards; without replacement nothing is reported."""
+    reports: list[tuple[int, float]] = []
+
+    async def collect(rules: GroupRules) -> CollectedGroups:
+        collector, _ = make_collector(every_third_flat, Admission(24, 2), rules)
+        report = lambda needed, share: reports.append((needed, share))  # noqa: E731
+        step = await collector.collect(0, asyncio.Event(), refilling=report)
+        await collector.cancel()
+        return step
+
+    step = asyncio.run(collect(GroupRules(max_refill=20)))
+    needed = [needed for needed, _ in reports]
+    assert needed == sorted(needed, reverse=True) and 1 <= needed[-1] <= needed[0] <= 12 and reports
+    assert all(0 < share < 1 for _, share in reports) and len(step.kept) == 12
+    dropped, settled = len(step.dropped), len(step.all)
+    assert abs(reports[-1][1] - dropped / settled) < 0.2
+    reports.clear()
+    asyncio.run(collect(GroupRules(uniform="skip")))
+    assert reports == []
+
+
+def test_stale_groups_are_dropped_where_they_would_be_shipped():
+    """O = 3 but only one version back allowed: what ran ahead too far is drawn again."""
+    admission = Admission(4, 2, async_level=3, max_off_policy_steps=1)
+    collector, runner = make_collector(mixed, admission)
+    steps = steps_of(collector, runner, 5)
+    for version, step in enumerate(steps):
+        assert len(step.kept) == 2
+        assert all(version - group.version <= 1 for group in step.kept)
+        assert all(group.drop_reason == "stale" and version - group.version > 1 for group in step.dropped)
+    assert sum(len(step.dropped) for step in steps) > 0
+
+
+def test_staleness_goes_by_the_oldest_token():
+    async def run_group(prompt: Prompt) -> RolloutGroup:
+        group = make_group(prompt, [0.0, 1.0], version=5)
+        if len(out) == 0:
+            group.rollouts[1].turns.insert(0, make_turn(version=3))
+        out.append(prompt)
+        return group
+
+    out: list[Prompt] = []
+    admission = Admission(4, 2, interval=2, accepted=5 * 4)
+    collector = Collector(run_group, make_stream(), admission, GroupRules())
+    step = asyncio.run(collector.collect(5, asyncio.Event()))
+    assert [group.drop_reason for group in step.dropped] == ["stale"]
+    assert step.dropped[0].prompt is out[0] and len(step.kept) == 2
+
+
+def test_a_wait_past_its_deadline_names_who_waits_for_what():
+    async def never(prompt: Prompt) -> RolloutGroup:
+        await asyncio.sleep(3600)
+        raise AssertionError("unreachable")
+
+    collector = Collector(never, make_stream(), Admission(8, 2), GroupRules(deadline_s=0.05))
+    with pytest.raises(DeadlineError) as error:
+        asyncio.run(collector.collect(0, asyncio.Event()))
+    first = make_stream().next()
+    assert "the loop waited" in str(error.value) and "4 groups" in str(error.value)
+    assert first.group_id in str(error.value) and "orch.deadline_s" in str(error.value)
+
+
+def test_a_request_to_stop_ends_the_wait_at_once():
+    async def never(prompt: Prompt) -> RolloutGroup:
+        await asyncio.sleep(3600)
+        raise AssertionError("unreachable")
+
+    async def run() -> dict:
+        stop = asyncio.Event()
+        collector = Collector(never, make_stream(), Admission(8, 2), GroupRules())
+        asyncio.get_running_loop().call_later(0.02, stop.set)
+        with pytest.raises(StopRequested):
+            await asyncio.wait_for(collector.collect(0, stop), TIMEOUT_S)
+        state = collector.state()
+        await collector.cancel()
+        return state
+
+    stream = make_stream()
+    assert asyncio.run(run())["again"] == [stream.next() for _ in range(4)]
+
+
+@pytest.mark.parametrize(("interval", "level"), [(1, 0), (2, 0), (0, 0), (1, 1), (3, 2)])
+def test_state_survives_json_and_nothing_is_lost_or_doubled(interval: int, level: int):
+    """Stop after three steps with groups ready and prompts out, continue in a new collector from JSON alone."""
+
+    async def begin() -> tuple[bytes, dict, list[CollectedGroups]]:
+        collector, runner = make_collector(every_third_flat, Admission(8, 2, interval, level), seed=3)
+        steps = []
+        for version in range(3):
+            if collector.admission.syncs_at(version):
+                runner.version = version
+            steps.append(await collector.collect(version, asyncio.Event()))
+            await asyncio.sleep(0)
+        state = msgspec.json.encode(collector.state())
+        cursor = collector._stream.state()
+        await collector.cancel()
+        return state, cursor, steps
+
+    state, cursor, before = asyncio.run(begin())
+    collector, runner = make_collector(every_third_flat, Admission(8, 2, interval, level), seed=4)
+    decoded = msgspec.json.decode(state)
+    collector._stream.load_state(cursor)
+    collector.load_state(decoded)
+    runner.version = 0 if interval == 0 else 3
+    again = [msgspec.convert(prompt, Prompt).group_id for prompt in decoded["again"]]
+    after = steps_of(collector, runner, 4, first=3)
+    assert [p.group_id for p in runner.dispatched][: len(again)] == again, "what was out is drawn first, in order"
+    trained = [group_id for step in [*before, *after] for group_id in ids(step.kept)]
+    assert max(Counter(trained).values()) == 1
+    assert [len(step.kept) for step in [*before, *after]] == [4] * 7
+    accounted = Counter(group_id for step in [*before, *after] for group_id in ids(step.all))
+    left = msgspec.to_builtins(collector.state())
+    stream = make_stream()
+    drawn = [stream.next().group_id for _ in range(sum(cursor["positions"].values()))]
+    pending = {msgspec.convert(p, Prompt).group_id for p in left["again"]}
+    pending |= {msgspec.convert(g["prompt"], Prompt).group_id for g in left["ready"]}
+    assert all(accounted[group_id] + (group_id in pending) == 1 for group_id in drawn)
+
+
+def test_ready_groups_round_trip_whole():
+    """Every field a step needs later: tokens, log-probs, spans, rewards, kept ids."""
+
+    async def run_group(prompt: Prompt) -> RolloutGroup:
+        group = make_group(prompt, [0.25, 1.0], version=0)
+        for rollout in group.rollouts:
+            rollout.turns[0].completion.kept_ids = [[3, 9], [4]]
+            rollout.parts = {"style": 0.5}
+        return group
+
+    async def run() -> tuple[Collector, bytes]:
+        collector = Collector(run_group, make_stream(), Admission(4, 2, async_level=1), GroupRules())
+        await collector.collect(0, asyncio.Event())
+        return collector, msgspec.json.encode(collector.state())
+
+    collector, state = asyncio.run(run())
+    ready = [group for _, group in collector._ready]
+    assert ready, "a group is ready beyond the step"
+    other, _ = make_collector(mixed, Admission(4, 2, async_level=1))
+    other.load_state(msgspec.json.decode(state))
+    assert [group for _, group in other._ready] == ready
+    assert other.admission.accepted == collector.admission.accepted
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.integers(1, 4),
+    interval=st.integers(0, 3),
+    level=st.integers(0, 2),
+    uniform=st.sampled_from(["refill", "skip", "keep"]),
+    max_refill=st.integers(0, 2),
+    flat=st.integers(0, 9),
+    seed=st.integers(0, 2**16),
+)
+def test_every_dispatched_group_is_settled_exactly_once(
+    groups: int,
+    interval: int,
+    level: int,
+    uniform: Literal["refill", "skip", "keep"],
+    max_refill: int,
+    flat: int,
+    seed: int,
+):
+    """Any mode, any share of flat groups, any order: each group is in exactly one step, or still out or ready."""
+    admission = Admission(groups * 2, 2, interval, level)
+    rules = GroupRules(uniform, max_refill, deadline_s=TIMEOUT_S)
+    collector, runner = make_collector(
+        lambda prompt: [0.0, 0.0] if prompt.index % 10 < flat else [0.0, 1.0], admission, rules, seed
+    )
+    steps = steps_of(collector, runner, 8)
+    settled = Counter(group_id for step in steps for group_id in ids(step.all))
+    state = collector.state()
+    left = Counter([*(p.group_id for p in state["again"]), *ids(state["ready"])])
+    assert settled + left == Counter(p.group_id for p in runner.dispatched)
+    assert max((settled + left).values()) == 1
+    horizon = admission.window_start(7) + max(interval, 1) + level
+    assert admission.accepted + admission.running <= horizon * admission.batch
+    for version, step in enumerate(steps):
+        assert len(step.kept) <= groups
+        assert not any(admission.is_stale(version, group.version) for group in step.kept)
+        if uniform == "keep" or flat == 0:
+            assert len(step.kept) == groups
+        elif uniform == "refill" and len(step.kept) < groups:
+            assert len(step.dropped) >= max_refill * groups, "a short step has spent its refills"
+
+
+def test_a_group_of_one_is_kept_for_batch_statistics():
+    """Nothing can be compared within it; only a rollout without a score is set aside."""
+
+    def rewards(prompt: Prompt) -> Sequence[float | None]:
+        return [None] if prompt.index % 2 else [1.0]
+
+    collector, runner = make_collector(rewards, Admission(4, 1), GroupRules(uniform="keep"))
+    (step,) = steps_of(collector, runner, 1)
+    assert len(step.kept) == 4 and all(group.rewards == [1.0] for group in step.kept)
+    assert {group.drop_reason for group in step.dropped} <= {"too-few-scored"}
+
+
+def test_waiting_costs_the_same_however_many_groups_are_out():
+    """They end one by one, and the collector looks at that one: ten times as many cost ten times as much in all."""
+
+    def cpu_s_a_group(groups: int) -> float:
+        out: list[asyncio.Future[RolloutGroup]] = []
+
+        async def run_group(prompt: Prompt) -> RolloutGroup:
+            out.append(asyncio.get_running_loop().create_future())
+            return await out[-1]
+
+        async def run() -> float:
+            collector = Collector(run_group, make_stream(10_000), Admission(2 * groups, 2), GroupRules())
+            collecting = asyncio.ensure_future(collector.collect(0, asyncio.Event()))
+            while len(out) < groups:
+                await asyncio.sleep(0)
+            before = time.process_time()
+            for future in out:
+                future.set_result(make_group(make_prompt(), [0.0, 1.0]))
+                for _ in range(6):  # turns in which the collector wakes, settles it and waits again
+                    await asyncio.sleep(0)
+            assert len((await collecting).kept) == groups
+            return (time.process_time() - before) / groups
+
+        return asyncio.run(run())
+
+    cpu_s_a_group(100)
+    assert cpu_s_a_group(3000) < 6 * cpu_s_a_group(300)  # looking at all of them each time: over ten

@@ -1,0 +1,189 @@
+"""Prompts in seeded epochs: the same in every process, resumable at any point, mixed by weight, unfit ones counted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.core.errors import DataError
+from shoal.core.prompts import Buffer, PromptStream
+from shoal.core.types import Prompt
+from shoal.envs.base import TaskList
+
+from .groups import Letters, fits, make_group, make_stream
+
+
+def draw(stream: PromptStream, count: int) -> list[Prompt]:
+    return [stream.next() for _ in range(count)]
+
+
+def test_an_epoch_is_every_prompt_once_in_an_order_of_its_own():
+    stream = make_stream(size=20)
+    assert len(stream) == 20
+    epochs = [draw(stream, 20) for _ in range(3)]
+    for number, prompts in enumerate(epochs):
+        assert sorted(p.index for p in prompts) == list(range(20))
+        assert {p.epoch for p in prompts} == {number}
+    orders = {tuple(p.index for p in prompts) for prompts in epochs}
+    assert len(orders) == 3
+    assert len({p.group_id for prompts in epochs for p in prompts}) == 60
+
+
+def test_the_seed_decides_the_order():
+    assert draw(make_stream(seed=1), 50) == draw(make_stream(seed=1), 50)
+    assert draw(make_stream(seed=1), 50) != draw(make_stream(seed=2), 50)
+
+
+def test_prompts_carry_the_task():
+    prompt = make_stream(size=1).next()
+    assert prompt == Prompt("letters", 0, [{"role": "user", "content": "train 0"}], "train", 0)
+    assert prompt.group_id == "letters/0/0/0"
+
+
+@pytest.mark.parametrize(
+    ("weights", "first", "counts"),
+    [
+        ({"a": 1.0, "b": 1.0}, "abab", {"a": 500, "b": 500}),
+        ({"a": 3.0, "b": 1.0}, "aaab", {"a": 750, "b": 250}),
+        ({"a": 0.2, "b": 0.5, "c": 0.3}, "bcb", {"a": 200, "b": 500, "c": 300}),
+    ],
+)
+def test_environments_are_mixed_by_weight(weights: dict[str, float], first: str, counts: dict[str, int]):
+    environments = {name: Letters(7, name) for name in weights}
+    stream = PromptStream(environments, weights, 0, fits)
+    names = [prompt.env for prompt in draw(stream, 1000)]
+    assert "".join(names[: len(first)]) == first
+    assert Counter(names) == counts
+
+
+def test_any_prefix_is_within_one_prompt_of_its_share():
+    weights = {"a": 0.61, "b": 0.29, "c": 0.1}
+    stream = PromptStream({name: Letters(11, name) for name in weights}, weights, 0, fits)
+    seen: Counter[str] = Counter()
+    for total in range(1, 400):
+        seen[stream.next().env] += 1
+        assert all(abs(seen[name] - total * weight) < 2 for name, weight in weights.items())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    before=st.integers(0, 60),
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+    active=st.booleans(),
+)
+def test_the_cursor_continues_at_any_point(before: int, sizes: list[int], seed: int, active: bool):
+    """State through JSON into a fresh stream: what comes next is what would have come."""
+
+    def fresh() -> PromptStream:
+        environments = {f"e{i}": Letters(size + 1, f"e{i}", long=[0]) for i, size in enumerate(sizes)}
+        weights = {f"e{i}": 1.0 + i for i in range(len(sizes))}
+        buffer = Buffer(easy_threshold=0.5, easy_fraction=0.3) if active else None
+        return PromptStream(environments, weights, seed, fits, buffer)
+
+    def play(stream: PromptStream, count: int) -> list[Prompt]:
+        prompts = []
+        for _ in range(count):
+            prompts.append(stream.next())
+            stream.observe(make_group(prompts[-1], [1.0, float(prompts[-1].index % 2)]))
+        return prompts
+
+    whole = play(fresh(), before + 30)
+    first = fresh()
+    assert play(first, before) == whole[:before]
+    second = fresh()
+    second.load_state(json.loads(json.dumps(first.state())))
+    assert play(second, 30) == whole[before:]
+
+
+def test_unfit_prompts_are_set_aside_and_counted():
+    stream = make_stream(size=10, long=[2, 5, 7])
+    assert sorted(p.index for p in draw(stream, 7)) == [0, 1, 3, 4, 6, 8, 9]
+    draw(stream, 7)
+    assert stream.cursor.set_aside >= 3
+    assert stream.cursor.positions["letters"] - stream.cursor.set_aside == 14
+
+
+def test_a_prompt_that_cannot_be_made_is_not_passed_over():
+    """A run that ends with it meets it again when it continues."""
+    stream = make_stream(size=10)
+    tasks = stream._environments["letters"].tasks("train")
+    failing = TaskList(10, lambda index: tasks[index if len(made) < 3 else 99])
+    made: list[Prompt] = []
+    stream._environments["letters"].tasks = lambda split: failing  # type: ignore[method-assign]
+    for _ in range(3):
+        made.append(stream.next())
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            stream.next()
+    assert stream.cursor.positions["letters"] == 3
+
+
+def test_nothing_that_fits_is_a_data_error():
+    with pytest.raises(DataError, match=r"no prompt of letters fits.*orch\.seq_len"):
+        make_stream(size=5, long=range(5)).next()
+
+
+def test_one_fitting_prompt_is_enough():
+    stream = make_stream(size=5, long=[0, 1, 2, 4])
+    prompts = draw(stream, 40)
+    assert {p.index for p in prompts} == {3}
+    assert [p.epoch for p in prompts] == list(range(40))
+
+
+def test_an_environment_without_prompts_is_refused():
+    with pytest.raises(DataError, match="letters has no training prompts"):
+        make_stream(size=0)
+
+
+def test_resuming_with_other_environments_is_refused():
+    state = make_stream().state()
+    other = PromptStream({"b": Letters(3, "b")}, {"b": 1.0}, 0, fits)
+    with pytest.raises(DataError, match="environments are"):
+        other.load_state(state)
+
+
+def test_the_buffer_draws_easy_and_hard_prompts_less_often():
+    """Prompts 0–9 are solved, 10–19 hopeless, 20–29 in between; each kind has its own share."""
+
+    def mean(prompt: Prompt) -> float:
+        return [1.0, 0.0, 0.5][prompt.index // 10]
+
+    stream = make_stream(size=30, buffer=Buffer(0.9, 0.1, easy_fraction=0.2, hard_fraction=0.5))
+    for prompt in draw(stream, 30):
+        stream.observe(make_group(prompt, [mean(prompt)] * 2))
+    assert stream.cursor.passed_over == 0, "nothing is known in the first epoch"
+    drawn = Counter(prompt.index // 10 for prompt in draw(stream, 3400))
+    assert drawn[2] == pytest.approx(3400 / 1.7, rel=0.05)
+    assert drawn[0] / drawn[2] == pytest.approx(0.2, abs=0.03)
+    assert drawn[1] / drawn[2] == pytest.approx(0.5, abs=0.03)
+    assert stream.cursor.passed_over == pytest.approx(3400 * 1.3 / 1.7, rel=0.05)
+
+
+def test_thresholds_are_strict():
+    buffer = Buffer(easy_threshold=0.8, hard_threshold=0.2, easy_fraction=0.0, hard_fraction=0.25)
+    assert [buffer.share(mean) for mean in (1.0, 0.8, 0.5, 0.2, 0.1)] == [0.0, 1.0, 1.0, 1.0, 0.25]
+    assert not Buffer().active
+
+
+def test_a_prompt_is_drawn_even_if_none_is_wanted():
+    """All solved and easy_fraction 0: training goes on with what there is instead of searching for ever."""
+    stream = make_stream(size=6, buffer=Buffer(easy_threshold=0.5, easy_fraction=0.0))
+    for prompt in draw(stream, 6):
+        stream.observe(make_group(prompt, [1.0, 1.0]))
+    assert len(draw(stream, 3)) == 3
+
+
+def test_the_last_outing_counts_and_failed_rewards_do_not():
+    stream = make_stream(size=1, buffer=Buffer(easy_threshold=0.5))
+    prompt = stream.next()
+    for rewards in ([1.0, 1.0], [0.0, 1.0, None], [None, None]):
+        stream.observe(make_group(prompt, rewards))
+    assert stream.cursor.means == {"letters/0": 0.5}
+    plain = make_stream(size=1)
+    plain.observe(make_group(plain.next(), [1.0]))
+    assert plain.cursor.means == {}, "without a buffer nothing is remembered"

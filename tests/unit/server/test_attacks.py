@@ -1,0 +1,263 @@
+"""Attacks on a real server on loopback. Every test asserts that /health answers within a second meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import aiohttp
+import pytest
+
+from shoal.models.chat import LONGEST_TOKEN_CHARS, Chat
+from shoal.server.access import Access, Listener, bind
+from shoal.server.app import make_app
+from shoal.server.completions import Completions, ServedModel
+from shoal.server.control import Control, Names
+from support.models import TOKENIZER
+from support.scripted import ScriptedEngine
+
+CONTEXT_TOKENS = 2048
+HEALTH_S = 1.0
+MiB = 2**20
+Post = Callable[..., Coroutine[Any, Any, tuple[int, Any]]]
+
+
+class Watch:
+    """Requests /health all the time and keeps the longest wait."""
+
+    def __init__(self, http: aiohttp.ClientSession, base: str) -> None:
+        self._http, self._base = http, base
+        self.worst_s = 0.0
+        self.count = 0
+
+    async def run(self) -> None:
+        while True:
+            began = time.monotonic()
+            async with self._http.get(f"{self._base}/health") as reply:
+                assert reply.status == 200
+            self.worst_s = max(self.worst_s, time.monotonic() - began)
+            self.count += 1
+            await asyncio.sleep(0.01)
+
+
+def attack(work: Callable[[int, Post], Awaitable[None]], context_tokens: int = CONTEXT_TOKENS, **access: Any) -> None:
+    """Run `work(port, post)` while /health is requested all the time."""
+
+    async def run() -> None:
+        engine: Any = ScriptedEngine(lambda _: ("hi", "stop"))
+        names = Names("fish", lambda: engine.version)
+        completions = Completions(ServedModel(engine, Chat(TOKENIZER), "fish", context_tokens))
+        app = make_app(completions, names, Control(engine, names, {}), Access(**access))
+        listener = Listener(app, bind("127.0.0.1", 0))
+        await listener.start()
+        base = f"http://127.0.0.1:{listener.port}"
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http:
+
+            async def post(path: str, data: bytes, **headers: str) -> tuple[int, Any]:
+                async with http.post(base + path, data=data, headers=headers) as reply:
+                    return reply.status, await reply.json()
+
+            watch = Watch(http, base)
+            watching = asyncio.create_task(watch.run())
+            await work(listener.port, post)
+            await asyncio.sleep(0.05)
+            assert not watching.done(), watching
+            watching.cancel()
+            assert watch.count > 0 and watch.worst_s < HEALTH_S, watch.worst_s
+        await listener.close()
+
+    asyncio.run(run())
+
+
+@contextmanager
+def memory_growth_below(limit_bytes: int) -> Iterator[None]:
+    """Peak memory of the process, which includes the client's copies of the bodies."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < limit_bytes, f"{grown / MiB:.0f} MiB"
+
+
+async def rejected(post: Post, path: str, body: bytes) -> bool:
+    """Whether the body is too large for the server, which may close the connection while the client still sends."""
+    try:
+        return (await post(path, body))[0] == 413
+    except aiohttp.ClientConnectionError:
+        return True
+
+
+def chat_body(text: str) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+
+
+@pytest.mark.parametrize("path", ("/v1/completions", "/v1/chat/completions", "/tokenize"))
+def test_a_20_mb_prompt_is_rejected_before_it_is_read(path: str):
+    text = "x" * (20 * MiB)
+    body = chat_body(text) if "chat" in path else json.dumps({"prompt": text}).encode()
+
+    async def work(port: int, post: Post) -> None:
+        assert await asyncio.gather(*(rejected(post, path, body) for _ in range(3))) == [True] * 3
+
+    with memory_growth_below(256 * MiB):
+        attack(work)
+
+
+@pytest.mark.parametrize("path", ("/v1/completions", "/v1/chat/completions", "/tokenize"))
+def test_a_prompt_with_too_many_characters_is_rejected_before_it_is_tokenised(
+    path: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The same 20 MB where the context is so long that the body is within its limit."""
+    tokens = 20 * MiB // LONGEST_TOKEN_CHARS
+    text = "x" * (20 * MiB)
+    body = chat_body(text) if "chat" in path else json.dumps({"prompt": text}).encode()
+    encoded: list[str] = []
+    monkeypatch.setattr(Chat, "encode", lambda self, text, special=False: encoded.append(text))
+    monkeypatch.setattr(Chat, "_encode", lambda self, text: encoded.append(text))
+
+    async def work(port: int, post: Post) -> None:
+        status, reply = await post(path, body)
+        assert status == 400 and "maximum context length" in reply["error"]["message"]
+
+    attack(work, context_tokens=tokens)
+    assert not encoded
+
+
+@pytest.mark.long("tokenises half a million characters")
+def test_tokenisation_runs_off_the_event_loop():
+    """A text that passes the length check takes seconds to tokenise. Token-id prompts do not wait for it."""
+    body = json.dumps({"prompt": "x" * (CONTEXT_TOKENS * LONGEST_TOKEN_CHARS - 1)}).encode()
+
+    async def work(port: int, post: Post) -> None:
+        slow = asyncio.create_task(post("/v1/completions", body))
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        assert (await post("/v1/completions", b'{"prompt": [5, 6]}'))[0] == 200
+        assert time.monotonic() - began < HEALTH_S and not slow.done()
+        status, reply = await slow
+        assert status == 400 and "maximum context length" in reply["error"]["message"]
+
+    attack(work)
+
+
+@pytest.mark.long("sends 90 MB")
+def test_five_million_token_ids_are_rejected():
+    ids = b'{"prompt": [' + b"30000," * 4_999_999 + b"30000]}"
+
+    async def small_context(port: int, post: Post) -> None:
+        assert await rejected(post, "/v1/completions", ids)
+
+    async def long_context(port: int, post: Post) -> None:
+        status, reply = await post("/v1/completions", ids)
+        assert status == 400 and "maximum context length" in reply["error"]["message"]
+        status, reply = await post("/detokenize", ids.replace(b"prompt", b"tokens"))
+        assert status == 400 and "maximum context length" in reply["error"]["message"]
+
+    with memory_growth_below(128 * MiB):
+        attack(small_context)
+    with memory_growth_below(512 * MiB):
+        attack(long_context, context_tokens=131072)
+
+
+@pytest.mark.parametrize("levels", (500, 1000, 100_000))
+def test_deeply_nested_json_gets_400(levels: int):
+    nested = b"[" * levels + b"]" * levels
+    message = b'"messages": [{"role": "user", "content": "x"'
+    bodies = [
+        ("/v1/chat/completions", b'{"tools": [{"a": %s}], %s}]}' % (nested, message)),
+        ("/v1/chat/completions", b'{%s, "tool_calls": %s}]}' % (message, nested)),
+        ("/v1/chat/completions", b'{"metadata": %s, "nothing": 1, %s}]}' % (nested, message)),
+        ("/v1/chat/completions", b'{"chat_template_kwargs": {"a": %s}, "nothing": 1, %s}]}' % (nested, message)),
+        ("/v1/completions", b'{"prompt": %s}' % nested),
+        ("/tokenize", nested),
+        ("/shoal/load", b'{"version": 1, "adapter": %s}' % nested),
+        ("/v1/load_lora_adapter", b'{"lora_name": %s}' % nested),
+    ]
+
+    async def work(port: int, post: Post) -> None:
+        for path, body in bodies:
+            status, reply = await post(path, body, Authorization="Bearer token")
+            shallow_tools = levels == 500 and (b"tool" in body or b"adapter" in body)
+            assert status == 400 or (shallow_tools and status == 200), (path, body[:40], status, reply)
+
+    attack(work, token="token")
+
+
+def test_connections_with_incomplete_headers_are_closed(monkeypatch: pytest.MonkeyPatch):
+    """At once, byte by byte, without any byte, and after a complete request on the same connection."""
+    monkeypatch.setattr("shoal.server.access.HEADER_LIMIT_S", 0.5)
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+    async def hold(port: int, first: bytes, head: bytes, drip: bool) -> float:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        began = time.monotonic()
+        writer.write(first)
+        await asyncio.sleep(0.1 if first else 0)
+        writer.write(head)
+
+        async def send_slowly() -> None:
+            while drip:
+                writer.write(b"X-a: b\r\n")
+                await asyncio.sleep(0.05)
+
+        sending = asyncio.create_task(send_slowly())
+        with suppress(ConnectionError):
+            await asyncio.wait_for(reader.read(-1), 10)
+        sending.cancel()
+        writer.close()
+        return time.monotonic() - began
+
+    async def work(port: int, post: Post) -> None:
+        start = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+        kinds = [(b"", b"", False), (b"", b"G", False), (b"", start, True)]
+        kinds += [(health, start, False), (health, start, True)]
+        held = await asyncio.gather(*(hold(port, *kind) for kind in kinds * 20))
+        assert len(held) == 100 and max(held) < 5, held
+
+    attack(work)
+
+
+def test_a_slow_request_is_not_cut_off_by_the_deadline_for_headers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shoal.server.access.HEADER_LIMIT_S", 0.2)
+
+    async def work(port: int, post: Post) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = b'{"prompt": [5, 6]}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        for _ in range(2):  # the connection may rest between requests, too
+            writer.write(head)
+            for byte in body:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0.03)
+            assert (await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)).startswith(b"HTTP/1.1 200")
+            length = int((await reader.readuntil(b"\r\n\r\n")).lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            await reader.readexactly(length)
+            await asyncio.sleep(0.5)
+        writer.close()
+
+    attack(work)
+
+
+def test_the_bodies_of_all_requests_together_are_bounded():
+    body = b'{"prompt": [' + b"5," * 1000 + b"5]}"
+
+    async def work(port: int, post: Post) -> None:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n"
+        writers = []
+        for _ in range(4):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head + b" " * 2000)  # holds 2,000 bytes of the 9,000
+            writers.append(writer)
+        await asyncio.sleep(0.2)
+        assert (await post("/v1/completions", body))[0] == 503
+        for writer in writers:
+            writer.close()
+        async with asyncio.timeout(10):
+            while (await post("/v1/completions", body))[0] != 200:
+                await asyncio.sleep(0.05)
+
+    attack(work, total_body_bytes=9000)

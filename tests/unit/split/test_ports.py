@@ -1,0 +1,50 @@
+"""A port that is free now and stays so: no connection that somebody opens is given it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from shoal.split import supervisor as ports
+from shoal.split.supervisor import free_port
+
+
+def handed_out(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_text(text, encoding="ascii")
+    monkeypatch.setattr(ports, "EPHEMERAL", path)
+
+
+def test_the_system_s_range_is_read() -> None:
+    with socket.socket() as given:
+        given.bind(("127.0.0.1", 0))
+        assert given.getsockname()[1] in ports._ephemeral_ports()
+
+
+def test_outside_of_what_the_system_hands_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed_out(tmp_path / "range", "10100\t65535\n", monkeypatch)
+    assert all(free_port() in range(ports.LOWEST, 10100) for _ in range(20))
+
+
+def test_one_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port := free_port()))
+        other = free_port()
+        monkeypatch.setattr(ports.random.SystemRandom, "sample", lambda *_: [port, other])
+        assert free_port() == other
+
+
+@pytest.mark.parametrize("text", ["", "none", "1 2 3"])
+def test_a_system_that_does_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    handed_out(tmp_path / "range", text, monkeypatch)
+    assert ports._ephemeral_ports() == ports.DEFAULT_EPHEMERAL
+    monkeypatch.setattr(ports, "EPHEMERAL", tmp_path / "nothing")
+    assert free_port() < ports.DEFAULT_EPHEMERAL.start
+
+
+def test_a_system_that_hands_out_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then one of its choice has to do."""
+    handed_out(tmp_path / "range", f"1024\t{ports.HIGHEST}\n", monkeypatch)
+    monkeypatch.setattr(ports, "_is_free", lambda _: pytest.fail("there is none to try"))
+    assert 0 < free_port() <= ports.HIGHEST

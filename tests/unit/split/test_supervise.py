@@ -1,0 +1,62 @@
+"""What follows from the end of a process of the split layout; with real processes in tests/e2e/test_supervisor.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from shoal.core.errors import EXIT_BUG, EXIT_DONE, EXIT_STOPPED, EXIT_TERMINATED
+from shoal.split.supervisor import Child, Supervisor
+
+
+def test_a_leader_that_met_a_bug_ends_the_run_with_its_code():
+    """It told the others that the run is over, so one that is started again would wait for nobody."""
+    told: list[str] = []
+    leader = Child("grpo-orch", ["--version"])
+    supervisor = Supervisor([leader, Child("grpo-train", ["--version"])], "grpo-orch", told.append)
+    assert supervisor._ended(leader, EXIT_BUG) == EXIT_BUG
+    assert (leader.restarts, leader.process, told) == (0, None, [])
+
+
+def supervised(leader_runs: str, told: list[str], code: str = "") -> tuple[Supervisor, Child, Child]:
+    leader, server = Child("grpo-orch", []), Child("grpo-infer", ["--version"])
+    leader.process = subprocess.Popen([*leader_runs.split(), *(["-c", code] if code else [])])
+    return Supervisor([leader, server], "grpo-orch", told.append), leader, server
+
+
+def test_a_server_that_was_ended_alone_is_started_again():
+    """It ends by the signal it was sent: with 0 it would say that the run is over."""
+    told: list[str] = []
+    supervisor, leader, server = supervised("sleep 60", told)
+    try:
+        assert supervisor._ended(server, -15) is None
+        assert told == ["grpo-infer ended by signal 15; it is restarted (1 of 3)"]
+        assert server.process is not None and server.process.wait(30) == 0
+    finally:
+        leader.process.kill()  # type: ignore[union-attr]
+        leader.process.wait()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("signals", [[], [15]], ids=["alone", "signalled"])
+@pytest.mark.parametrize("code", [0, 3, 143])
+def test_how_a_run_ended_is_the_leaders_to_say(code: int, signals: list[int]):
+    """The others end with 0 once they are told that it is over, before it has left itself."""
+    told: list[str] = []
+    supervisor, leader, server = supervised(sys.executable, told, f"import time; time.sleep(.2); exit({code})")
+    supervisor._signals += signals
+    assert supervisor._ended(server, EXIT_DONE) == code == leader.code and not told and server.process is None
+
+
+def test_a_leader_that_is_killed_while_the_others_end_says_nothing_good():
+    supervisor, _, server = supervised(sys.executable, [], "import os; os.kill(os.getpid(), 9)")
+    assert supervisor._ended(server, EXIT_DONE) == EXIT_STOPPED
+
+
+def test_a_crash_after_a_signal_leaves_the_leader_its_time():
+    told: list[str] = []
+    supervisor, leader, server = supervised("sleep 0.2", told)
+    supervisor._signals.append(15)
+    assert supervisor._ended(server, -15) == EXIT_TERMINATED
+    assert leader.code == 0 and server.process is None, "it was waited for"

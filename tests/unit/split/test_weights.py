@@ -1,0 +1,295 @@
+"""Weight versions on their way: as folders, and over torch.distributed with gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from shoal.core.errors import ConfigError, StorageError
+from shoal.rollout.weight_channels import FolderWeightChannel
+from shoal.runs import weight_files as manifests
+from shoal.runs.files import set_fault_hook
+from shoal.runs.secrets import WEIGHTS, write_token
+from shoal.split.weight_broadcast import (
+    MAX_TRANSFERS,
+    POLL_S,
+    BroadcastAddress,
+    BroadcastWeightChannel,
+    BroadcastWeights,
+)
+
+
+def folder_channel(folder: Path) -> FolderWeightChannel:
+    async def export(target: Path) -> None:
+        (target / "model.safetensors").write_bytes(b"numbers")
+
+    return FolderWeightChannel(folder, "full", export, noise_seed=7)
+
+
+def versions(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "weights").iterdir())
+
+
+def test_a_version_is_a_folder_with_a_manifest(tmp_path: Path):
+    manifest = asyncio.run(folder_channel(tmp_path).publish(7))
+    assert manifest["path"] == str((tmp_path / "weights" / "v000007").resolve())
+    assert (manifest["version"], manifest["kind"], manifest["noise_seed"]) == (7, "full", 7)
+    assert manifests.verify(manifest) == manifests.version_hash(manifest)
+    assert json.loads((tmp_path / "weights" / "v000007" / "manifest.json").read_text()) == manifest
+    (tmp_path / "weights" / "v000007" / "model.safetensors").write_bytes(b"numbars")
+    with pytest.raises(StorageError, match="checksum"):
+        manifests.verify(manifest)
+
+
+def test_the_newest_two_are_kept_in_the_order_they_were_published(tmp_path: Path):
+    async def publish() -> None:
+        channel = folder_channel(tmp_path)
+        for version in (4, 5, 6):
+            await channel.publish(version)
+        assert versions(tmp_path) == ["v000005", "v000006"]
+        await channel.publish(4)  # the run went back to a checkpoint
+        assert versions(tmp_path) == ["v000004", "v000006"]
+
+    asyncio.run(publish())
+    later = folder_channel(tmp_path)  # another trainer: an engine may still read what the last one wrote
+    asyncio.run(later.publish(5))
+    assert versions(tmp_path) == ["v000004", "v000005"]
+
+
+def test_the_newest_is_known_without_a_clock(tmp_path: Path):
+    """The clock was set back by a day between two versions: the later one is still the one that is kept."""
+
+    async def publish() -> None:
+        channel = folder_channel(tmp_path)
+        for version in (4, 5):
+            await channel.publish(version)
+
+    asyncio.run(publish())
+    yesterday = (tmp_path / "weights" / "v000004").stat().st_mtime - 86_400
+    os.utime(tmp_path / "weights" / "v000005", (yesterday, yesterday))
+    asyncio.run(folder_channel(tmp_path).publish(6))
+    assert versions(tmp_path) == ["v000005", "v000006"]
+
+
+def test_a_version_that_was_cut_short_is_not_there(tmp_path: Path):
+    async def export(target: Path) -> None:
+        (target / "model.safetensors").write_bytes(b"num")
+        raise StorageError("could not save: the disk is full")
+
+    channel = FolderWeightChannel(tmp_path, "full", export)
+    with pytest.raises(StorageError, match="disk is full"):
+        asyncio.run(channel.publish(1))
+    assert versions(tmp_path) == []
+
+
+TENSORS = {
+    "a.weight": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.tensor(2.5)
+}  # fmt: skip
+
+
+async def snapshot() -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
+    return dict(TENSORS), {"r": 4}
+
+
+def broadcast_channel(folder: Path, port: int = 0) -> BroadcastWeightChannel:
+    return BroadcastWeightChannel(
+        BroadcastAddress("127.0.0.1", port, write_token(folder / WEIGHTS)), snapshot, noise_seed=3
+    )
+
+
+async def fetched(folder: Path, manifest: Any) -> BroadcastWeights:
+    return await asyncio.to_thread(BroadcastWeights, folder / WEIGHTS, manifest)
+
+
+def stranger(manifest: Any) -> TCPStore:
+    """The store as anybody who reaches the port has it."""
+    host, _, port = manifest["address"].rpartition(":")
+    return TCPStore(host, int(port), 2, False, timedelta(seconds=10), wait_for_workers=False)
+
+
+def wanted(folder: Path, number: int, version: int) -> str:
+    """What an engine with the token writes."""
+    said, token = f"{number} {version}", (folder / WEIGHTS).read_bytes()
+    return f"{version} {hmac.new(token, said.encode(), 'sha256').hexdigest()}"
+
+
+def test_a_version_is_fetched_as_often_as_it_is_asked_for(tmp_path: Path):
+    async def fetch() -> None:
+        channel = broadcast_channel(tmp_path)
+        manifest = await channel.publish(5)
+        assert (manifest["kind"], manifest["backend"], manifest["world"]) == ("lora", "gloo", 2)
+        for _ in range(2):  # the second one was restarted
+            found = await fetched(tmp_path, json.loads(json.dumps(manifest)))
+            assert found.hash == manifests.version_hash(manifest) and found.adapter == {"r": 4}
+            assert found.shapes == {"a.weight": (3, 4), "b": (5,), "c": ()}
+            for name, tensor in TENSORS.items():
+                assert found.tensor(name).dtype == tensor.dtype and torch.equal(found.tensor(name), tensor)
+        channel.close()
+
+    asyncio.run(fetch())
+
+
+def test_what_arrives_changed_or_is_gone_is_refused(tmp_path: Path):
+    async def fetch() -> None:
+        channel = broadcast_channel(tmp_path)
+        manifest = dict(await channel.publish(5))
+        with pytest.raises(StorageError, match="does not offer version 4"):
+            await fetched(tmp_path, {**manifest, "version": 4})
+        wrong = [{**entry, "digest": "0" * 64} if entry["name"] == "b" else entry for entry in manifest["tensors"]]
+        with pytest.raises(StorageError, match="b of version 5 arrived changed"):
+            await fetched(tmp_path, {**manifest, "tensors": wrong})
+        port = int(manifest["address"].rpartition(":")[2])
+        with pytest.raises(ConfigError, match=r"train\.weight_broadcast\.port"):
+            broadcast_channel(tmp_path / "other", port)
+        channel.close()
+        broadcast_channel(tmp_path, port).close()
+
+    asyncio.run(fetch())
+
+
+@pytest.mark.parametrize("sent", range(1, 1 + len(TENSORS)))
+def test_a_broadcast_that_is_cut_after_a_tensor_is_no_version(sent: int, tmp_path: Path):
+    """The sender's connection breaks: the engine has nothing of it, soon, and fetches it whole the next time."""
+    passed = itertools.count(1)
+
+    def cut(place: str) -> None:
+        if place == "broadcast:sent" and next(passed) == sent:
+            raise ConnectionResetError("cut")
+
+    async def fetch() -> None:
+        channel = broadcast_channel(tmp_path)
+        manifest = await channel.publish(5)
+        set_fault_hook(cut)
+        if sent < len(TENSORS):
+            with pytest.raises(StorageError, match="version 5 could not be fetched"):
+                await asyncio.wait_for(fetched(tmp_path, manifest), 10)
+        else:  # all had arrived by then
+            assert (await fetched(tmp_path, manifest)).hash == manifests.version_hash(manifest)
+        assert (await fetched(tmp_path, manifest)).hash == manifests.version_hash(manifest)
+        channel.close()
+
+    try:
+        asyncio.run(fetch())
+    finally:
+        set_fault_hook(None)
+
+
+def test_without_the_token_nothing_is_sent(tmp_path: Path):
+    """Neither to one that has none, nor to one that shows the token's proof of another request."""
+
+    async def fetch() -> None:
+        channel = broadcast_channel(tmp_path)
+        manifest = await channel.publish(5)
+        write_token(tmp_path / "stranger" / WEIGHTS)
+        for folder in (tmp_path / "nobody", tmp_path / "stranger"):
+            with pytest.raises(StorageError, match=rf"has another token than {folder}"):
+                await fetched(folder, manifest)
+        await fetched(tmp_path, manifest)
+        store = stranger(manifest)
+        number = store.add("asked", 1)
+        store.set(f"{number}/wanted", wanted(tmp_path, 3, 5))  # of the one that was sent them
+        assert (number, store.get(f"{number}/state")) == (4, b"denied")
+        channel.close()
+
+    asyncio.run(fetch())
+
+
+def test_a_proof_is_good_once(tmp_path: Path):
+    """Neither is it left in the store, nor does it help to turn the counter back and show it again."""
+
+    async def fetch() -> None:
+        channel = broadcast_channel(tmp_path)
+        manifest = await channel.publish(5)
+        await fetched(tmp_path, manifest)
+        store = stranger(manifest)
+        assert store.check(["1/state"]) and not store.check(["1/wanted"])
+        for key in store.list_keys():
+            if key.startswith("1/"):
+                store.delete_key(key)
+        store.set("1/wanted", wanted(tmp_path, 1, 5))  # heard on its way
+        store.add("asked", -1)
+        await asyncio.sleep(10 * POLL_S)
+        store.add("asked", 1)
+        await asyncio.sleep(10 * POLL_S)
+        assert not store.check(["1/state"]) and store.check(["1/wanted"]), "nobody looked at it"
+        await fetched(tmp_path, manifest)
+        channel.close()
+
+    asyncio.run(fetch())
+
+
+def test_whoever_asks_and_says_nothing_holds_nobody_up(tmp_path: Path):
+    """One of them keeps its slot and no other; with every slot taken, the next is told at once and asks again."""
+
+    async def fetch() -> None:
+        channel = broadcast_channel(tmp_path)
+        manifest = await channel.publish(5)
+        store = stranger(manifest)
+        store.add("asked", 1)
+        await asyncio.sleep(10 * POLL_S)
+        await asyncio.wait_for(fetched(tmp_path, manifest), 10)
+        store.add("asked", MAX_TRANSFERS + 1)  # 15 more are waited for, two are not
+        assert [store.get(f"{number}/state") for number in (18, 19)] == [b"busy", b"busy"]
+        waiting = asyncio.create_task(fetched(tmp_path, manifest))
+        assert await asyncio.to_thread(store.get, "20/state") == b"busy" and not waiting.done()
+        store.set("1/wanted", "5 nothing")
+        assert store.get("1/state") == b"denied"
+        await asyncio.wait_for(waiting, 10)
+        for number in range(3, 18):
+            store.set(f"{number}/wanted", "5 nothing")
+        channel.close()
+
+    asyncio.run(fetch())
+
+
+@pytest.mark.parametrize("count", ["many", "", "9" * 30])
+def test_a_count_that_is_no_number_is_put_right(count: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    async def fetch() -> None:
+        channel = broadcast_channel(tmp_path)
+        manifest = await channel.publish(5)
+        await fetched(tmp_path, manifest)
+        store = stranger(manifest)
+        store.set("asked", count)
+        await asyncio.sleep(10 * POLL_S)
+        assert store.get("asked") == b"1" and "counting continues from 1" in caplog.text
+        await asyncio.wait_for(fetched(tmp_path, manifest), 10)
+        channel.close()
+
+    asyncio.run(fetch())
+
+
+def test_a_counter_that_leaps_is_followed_without_an_answer_to_each(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    async def fetch() -> None:
+        channel = broadcast_channel(tmp_path)
+        manifest = await channel.publish(5)
+        store = stranger(manifest)
+        store.add("asked", 10**12)
+        assert await asyncio.to_thread(store.get, f"{10**12}/state") == b"busy"
+        assert f"requests 1 to {10**12 - 1024} are not answered" in caplog.text
+        for number in range(10**12 - 1023, 10**12 - 1023 + MAX_TRANSFERS):
+            store.set(f"{number}/wanted", "5 nothing")
+        await asyncio.wait_for(fetched(tmp_path, manifest), 10)
+        channel.close()
+
+    asyncio.run(fetch())
+
+
+def test_on_loopback_it_cannot_be_reached_from_elsewhere(tmp_path: Path):
+    """Left to itself, torch's store listens on every address of the machine."""
+    channel = broadcast_channel(tmp_path)
+    manifest = asyncio.run(channel.publish(5))
+    port = f"{int(manifest['address'].rpartition(':')[2]):04X}"
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    listening = [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port}")]
+    channel.close()
+    assert listening == [f"0100007F:{port}"]  # 127.0.0.1
