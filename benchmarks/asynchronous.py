@@ -26,8 +26,8 @@ from machine import print_table, wait_until_quiet, write_result
 from overlapped import run_overlapped
 from simulated import Outcome, Shape, simulate
 
-from shoal.observability.run_dir import read_metrics
-from shoal.types import Request
+from shoal.core.types import Request
+from shoal.runs.run_dir import read_metrics
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (0, 1, 4)

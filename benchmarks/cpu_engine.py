@@ -19,12 +19,12 @@ import torch
 from machine import write_result
 from transformers import AutoModelForCausalLM
 
+from shoal.core.types import Request, SamplingParams
 from shoal.engine.engine import EmbeddedEngine, EngineSettings
 from shoal.models.chat import Chat
 from shoal.models.decoder import Decoder
+from shoal.models.random_models import character_tokenizer, tiny_config
 from shoal.models.sampler_view import SamplerView
-from shoal.models.shapes import character_tokenizer, tiny_config
-from shoal.types import Request, SamplingParams
 
 SEQUENCES, NEW, REPEATS = 64, 64, 11
 

@@ -16,7 +16,7 @@ from typing import Any
 from machine import write_result
 
 from shoal.demo import held_out
-from shoal.observability.run_dir import read_metrics
+from shoal.runs.run_dir import read_metrics
 
 RESULT = Path(__file__).parent / "results" / "demo_cpu.json"
 

@@ -18,7 +18,7 @@ from typing import Any
 from machine import print_table, write_result
 from workload import parser
 
-from shoal.observability.run_dir import read_metrics, read_status
+from shoal.runs.run_dir import read_metrics, read_status
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 300

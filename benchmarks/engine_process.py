@@ -17,13 +17,15 @@ from typing import Any
 
 import msgspec
 
-from shoal.types import Completion, Request
+from shoal.core.types import Completion, Request
 
 START_LIMIT_S = 120.0
 
 
 class EngineProcess:
     """Implements RolloutEngine over a child process. `stderr` of the child is ours."""
+
+    path, activity, opening = "in a child process", "", ""
 
     def __init__(self, config: Path) -> None:
         self.version = 0
@@ -69,6 +71,13 @@ class EngineProcess:
         proof = await self._ask("load", f"load {version}", {"version": version, "path": manifest["path"]})
         self.version = version
         return proof
+
+    async def connect(self) -> None: ...
+
+    async def describe(self) -> dict[str, Any]:
+        return {}
+
+    async def rest(self) -> None: ...
 
     async def pause(self) -> None: ...
 
@@ -117,8 +126,8 @@ class Served:
     def __init__(self, config: Path) -> None:
         import torch
 
-        from shoal.build.given import Given
-        from shoal.build.sampler import load_model
+        from shoal.build.load import PythonObjects
+        from shoal.build.sampler import DeviceThread, load_model
         from shoal.config.load import load_run
         from shoal.engine.engine import EmbeddedEngine, EngineSettings
         from shoal.rollout.embedded import EmbeddedRolloutEngine
@@ -126,12 +135,15 @@ class Served:
         torch.set_num_threads(1)
         settings = load_run(str(config)).config
         assert settings.infer.max_model_len is not None
-        self.loaded = load_model(settings, Given())
-        model = self.loaded.model
+        thread = DeviceThread(settings.orch.deadline_s)
+        model = load_model(settings, PythonObjects(), thread)
+        self.device = thread.executor
+        self.model = model
+        assert model.view is not None
         slots = settings.infer.max_num_seqs or settings.orch.batch_size
         limits = EngineSettings(slots, settings.infer.max_model_len, eos_token_ids=model.eos_token_ids)
-        self.inner = EmbeddedEngine(self.loaded.view, model.layers, limits, model.chat.text)
-        self.engine = EmbeddedRolloutEngine(self.inner, self.loaded.device)
+        self.inner = EmbeddedEngine(model.view, model.layers, limits, model.chat.text)
+        self.engine = EmbeddedRolloutEngine(self.inner, self.device)
         self._out = sys.stdout.buffer
         sys.stdout = sys.stderr  # nobody else writes to the pipe
         self.busy_s, self._open, self._since = 0.0, 0, 0.0
@@ -149,7 +161,7 @@ class Served:
         if message["kind"] == "load":
             value = message["value"]
             await self.engine.pause()
-            await asyncio.get_running_loop().run_in_executor(self.loaded.device, self._read, value["path"])
+            await asyncio.get_running_loop().run_in_executor(self.device, self._read, value["path"])
             self._answer(message["id"], await self.engine.load(value["version"]))
             await self.engine.resume()
             return
@@ -171,7 +183,7 @@ class Served:
         from safetensors.torch import load_file
 
         with torch.no_grad():
-            parameters = dict(self.loaded.model.decoder.model.named_parameters())
+            parameters = dict(self.model.decoder.model.named_parameters())
             for name, tensor in load_file(path).items():
                 parameters[name].copy_(tensor)
 

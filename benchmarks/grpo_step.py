@@ -28,7 +28,7 @@ from machine import print_table, write_result
 from random_text import Evens
 from workload import parser
 
-from shoal.observability.run_dir import read_metrics
+from shoal.runs.run_dir import read_metrics
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = "benchmarks/random_text.py:Evens"
@@ -77,7 +77,7 @@ class Case:
         ]  # fmt: skip
 
 
-TRL = "TRL 1.16 on an H200, same setting: 11.4–12.3 s a step, 57 GiB; its continuous batching 23.7 s"
+TRL = "TRL 1.16 on an H200, same setting: 11.4–12.3 s per step, 57 GiB; with its continuous batching 23.7 s"
 CASES = {
     "0.5b": Case("0.5b", "qwen2.5-0.5b"),
     "7b-lora": Case("7b-lora", "qwen2.5-7b", prompt_tokens=256, new=512, steps=3, lora_rank=16),
@@ -227,7 +227,7 @@ def make_model(case: Case, folder: Path) -> str:
     target = folder / "model"
     if case.model == "qwen2.5-7b":
         code = (
-            "import sys, torch; from pathlib import Path; from shoal.models.shapes import make_model\n"
+            "import sys, torch; from pathlib import Path; from shoal.models.random_models import make_model\n"
             "torch.set_default_device('cuda'); make_model(sys.argv[1], Path(sys.argv[2]))"
         )
         subprocess.run([sys.executable, "-c", code, case.model, str(target)], check=True, timeout=LIMIT_S)

@@ -23,8 +23,8 @@ from typing import Any
 from machine import print_table, write_result
 from simulated import Outcome, Shape, Vowels, simulate
 
+from shoal.core.types import Message, Score
 from shoal.rewards.pool import RewardPool
-from shoal.types import Message, Score
 
 CORES = 2
 GROUP = 8
@@ -40,6 +40,11 @@ class OpenJudge:
 
     async def score(self, env: str, split: str, index: int, messages: Sequence[Message]) -> Score:
         return await self.pool.score(env, split, index, messages)
+
+    async def score_group(
+        self, env: str, split: str, index: int, conversations: Sequence[Sequence[Message]]
+    ) -> list[Score]:
+        return await self.pool.score_group(env, split, index, conversations)
 
     async def close(self) -> None: ...
 

@@ -6,64 +6,54 @@ For benchmarks/asynchronous.py: on two cores with one thread each, sampling and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 from pathlib import Path
 from typing import Any
 
 from engine_process import EngineProcess, FileWeights
 
-from shoal import build
+from shoal.build.load import Run
+from shoal.build.parts import build_colocated
+from shoal.build.workspace import Workspace, open_workspace
 from shoal.config.load import load_data
 from shoal.config.resolve import as_yaml, resolve_run
-from shoal.config.schema import RunConfig
-from shoal.observability.console import make_console
-from shoal.observability.events import EventLog
-from shoal.observability.run_dir import read_metrics
-from shoal.observability.watchdog import Watchdog
+from shoal.core.loop import Loop
+from shoal.runs.run_dir import read_metrics
 
 
 def run_overlapped(raw: dict[str, Any], folder: Path, layout: str) -> dict[str, Any]:
     config = resolve_run(load_data(raw).config)
     file = folder / "engine.yaml"
     file.write_text(as_yaml(config))
-    prepared = build.prepare(config)
-    try:
-        return asyncio.run(_run(config, prepared, file))
-    finally:
-        asyncio.run(prepared.pool.close())
+    run = Run(config)
+    with contextlib.redirect_stdout(io.StringIO()), open_workspace(run) as workspace:
+        return asyncio.run(_run(run, workspace, file))
 
 
-async def _run(config: RunConfig, prepared: build.Prepared, file: Path) -> dict[str, Any]:
+async def _run(run: Run, workspace: Workspace, file: Path) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
     engine = EngineProcess(file)
-    path = Path(config.train.output_dir)
-    run_dir = await asyncio.to_thread(build.open_run_dir, config, prepared, False, "")
-    console = make_console(io.StringIO())
     try:
-        with run_dir:
-            await engine.start()
-            events = EventLog(run_dir)
-            watching = build.Watching(run_dir, events, console, Watchdog(run_dir.logs, events))
-            assembled = build.assemble(config, prepared, watching)
-            _take_over(assembled, config, engine)
-            await assembled.loop.run()
-            await assembled.loop.parts.collector.cancel()
+        await engine.start()
+        async with build_colocated(run, workspace) as loop:
+            _replace_engine(loop, run, engine)
+            await loop.run()
             busy_s = engine.busy_s
             assert busy_s > 0, "the engine of the other process drew nothing"
-            await assembled.close()
     finally:
-        console.close()
         await engine.close()
-    return _figures(read_metrics(path), busy_s)
+    return _figures(read_metrics(run.path), busy_s)
 
 
-def _take_over(assembled: build.Assembled, config: RunConfig, engine: EngineProcess) -> None:
-    """The engine of the other process behind the same seams."""
-    sampler, parts = assembled.sampler, assembled.loop.parts
+def _replace_engine(loop: Loop, run: Run, engine: EngineProcess) -> None:
+    """Use the engine of the other process through the same protocols."""
+    parts = loop.parts
+    sampler: Any = parts.on_device.__self__  # type: ignore[attr-defined]  # on_device is a method of the Sampler
     sampler.runner._engine = parts.engine = engine
-    weights = Path(config.train.output_dir) / "weights.safetensors"
+    weights = run.path / "weights.safetensors"
     parts.weights = FileWeights(sampler.model.decoder.model, weights, parts.on_device)
 
 

@@ -1,4 +1,4 @@
-"""Two sections of the performance page: what running ahead of training gains, and what many rollouts at once cost."""
+"""Two sections of the performance page: the gain of running ahead, and the cost of many concurrent rollouts."""
 
 from __future__ import annotations
 
@@ -15,57 +15,58 @@ LAYOUT: list[Column] = [
     ("work", lambda r: r["name"]),
     ("level", lambda r: str(r["level"])),
     ("rollouts/s", lambda r: f"{r['rollouts_per_s']:.1f}"),
-    ("beside level 0", lambda r: f"{r['gain']:.2f}×"),
+    ("relative to level 0", lambda r: f"{r['gain']:.2f}×"),
     ("sampler idle", lambda r: percent(r.get("sampler_idle"))),
     ("trainer idle", lambda r: percent(r.get("trainer_idle"))),
-    ("handing over", lambda r: seconds(r.get("sync_s"))),
+    ("weight transfer", lambda r: seconds(r.get("sync_s"))),
 ]
 EXPECTED: list[Column] = [
     ("level", lambda r: str(r["level"])),
     ("expected rollouts/s", lambda r: f"{r['predicted_rollouts_per_s']:.1f}"),
     ("measured", lambda r: f"{r['rollouts_per_s']:.1f}"),
-    ("of expected", lambda r: percent(r["of_predicted"])),
+    ("measured / expected", lambda r: percent(r["of_predicted"])),
 ]
 LAYOUTS = {
-    "simulated": "the real loop on an engine and a policy with set delays: 0.4 s for a step's rollouts and 0.4 s to "
-    "train them; or half of the time for most answers and four times that for the longest.",
-    "engine process": "the embedded engine of a tiny model in a process of its own on a CPU, one thread for it and one "
-    "for training, so that the two overlap; the fastest of three runs.",
-    "co-located": "`shoal grpo` with all threads: sampling and training take turns on one device, and waiting "
-    "for one's turn is not idle; the fastest of three runs on the CPU, one on the GPU.",
-    "split": "`shoal grpo --layout split`, runs as before. On the one GPU both processes compute, and every step hands "
-    "a gigabyte of weights over as files: one GPU is what co-located is for.",
+    "simulated": "the real loop with a simulated engine and policy that have fixed delays: 0.4 s for the rollouts of a "
+    "step and 0.4 s for training; or, with few long answers, half of that for most completions and four times that for "
+    "the longest.",
+    "engine process": "the embedded engine with a tiny model in a separate process on a CPU, one thread for the engine "
+    "and one for training, so that the two overlap; the fastest of three runs.",
+    "co-located": "`shoal grpo` with all threads: sampling and training alternate on one device, and waiting for the "
+    "device does not count as idle; the fastest of three runs on the CPU, one run on the GPU.",
+    "split": "`shoal grpo --layout split`, the same number of runs. Both processes share the one GPU, and every step "
+    "transfers a gigabyte of weights as files. With one GPU use the co-located layout.",
 }
 MANY: list[Column] = [
-    ("rollouts at once", lambda r: number(r["most_at_once"])),
-    ("tokens each", lambda r: number(r["tokens"])),
-    ("own time each", lambda r: f"{r['own_ms_a_rollout']:.2f} ms"),
+    ("concurrent rollouts", lambda r: number(r["most_at_once"])),
+    ("tokens per rollout", lambda r: number(r["tokens"])),
+    ("CPU time per rollout", lambda r: f"{r['own_ms_a_rollout']:.2f} ms"),
     ("peak memory", lambda r: gib(r["peak_gib"])),
 ]
 
 
 def asynchronous(results: Results) -> Iterator[str]:
     rows = results.rows["asynchronous"]
-    yield """Rollouts a second over a whole run, from the first dispatch to the last record, at `max_async_level` 0, 1
-and 4."""
+    yield """Rollouts per second over a whole run, from the first dispatch to the last record, at `max_async_level`
+0, 1 and 4."""
     layouts = {row["layout"] for row in rows}
-    yield "\n".join(f"- *{name}*: {says}" for name, says in LAYOUTS.items() if name in layouts)
+    yield "\n".join(f"- *{name}*: {text}" for name, text in LAYOUTS.items() if name in layouts)
     missing = ", ".join(name for name in LAYOUTS if name not in layouts)
     if missing:
-        yield f"Not measured yet: {missing}; `python benchmarks/asynchronous.py` measures them where nothing else runs."
+        yield f"Not measured yet: {missing}; run `python benchmarks/asynchronous.py` on an otherwise idle machine."
     yield table_of(rows, LAYOUT)
-    yield "![Rollouts a second and idle time by level](images/performance_asynchronous.svg)"
+    yield "![Rollouts per second and idle time by level](images/performance_asynchronous.svg)"
     expected = [row for row in rows if "predicted_rollouts_per_s" in row]
     if expected:
         base = expected[0]
-        delays = f"{base['generate_s']:.2f} s of generation and {base['train_s']:.2f} s of training a step"
-        yield f"""The engine process beside the simulation with the delays measured at level 0: {delays},
-on a virtual clock."""
+        delays = f"{base['generate_s']:.2f} s of generation and {base['train_s']:.2f} s of training per step"
+        yield f"""The engine process compared with a simulation on a virtual clock, with the delays measured at level 0:
+{delays}."""
         yield table_of(expected, EXPECTED)
 
 
 def many_rollouts(results: Results) -> Iterator[str]:
-    yield """All open at once on a simulated engine, in groups of eight, the process kept to two cores. Own time is CPU
-time of the orchestrator: playing, asking for rewards, judging, packing, writing every rollout. At most 1 ms and 2 GiB
-are asked for."""
+    yield """All rollouts are in flight at once on a simulated engine, in groups of eight, on two cores. CPU time is
+that of the orchestrator: running environments, requesting rewards, checking groups, packing and writing every
+rollout. The goal is at most 1 ms and 2 GiB."""
     yield table_of(results.rows["many_rollouts"], MANY)

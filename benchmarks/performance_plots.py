@@ -1,4 +1,4 @@
-"""The plots of the performance page: a roofline, how decoding grows, running ahead. By matplotlib, as SVG."""
+"""The plots of the performance page: roofline, scaling of decoding, running ahead. Written by matplotlib as SVG."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 if TYPE_CHECKING:
     from performance import Results
 
-# The same input gives the same file: no date, fixed ids.
+# Reproducible files: no date, fixed ids.
 matplotlib.rcParams.update(
     {"svg.hashsalt": "shoal", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 )
@@ -37,7 +37,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _points(results: Results) -> list[tuple[str, str, float, float]]:
-    """(kind, name, operations a byte, operations a second)."""
+    """(kind, name, operations per byte, operations per second)."""
     found = []
     for row in (row for row in results.rows["rollout"] if row["group"] == 1):
         name = f"{row['shape']}, {row['sequences']}"
@@ -64,7 +64,7 @@ def _roofline(results: Results) -> Any:
     colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(point[1] for point in points))}
     for kind, name, intensity, rate in points:
         axes.plot(intensity, rate / 1e12, KINDS[kind], color=colours[name], label=f"{kind}: {name}")
-    axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     return figure
 
@@ -94,13 +94,17 @@ def _growth(results: Results) -> Any:
 
 
 def _asynchronous(results: Results) -> Any:
-    """Gain beside level 0, then the idle share of sampler and trainer where the two are apart."""
+    """Gain over level 0, then the idle share of sampler and trainer."""
     rows = results.rows["asynchronous"]
     kinds = list(dict.fromkeys((row["layout"], row["name"]) for row in rows))
     levels = sorted({row["level"] for row in rows})
     wide = 0.8 / len(kinds)
     figure, panels = plt.subplots(1, 3, figsize=(11, 3.2))
-    parts = (("gain", "rollouts/s beside level 0"), ("sampler_idle", "sampler idle"), ("trainer_idle", "trainer idle"))
+    parts = (
+        ("gain", "rollouts/s vs level 0"),
+        ("sampler_idle", "sampler idle"),
+        ("trainer_idle", "trainer idle"),
+    )
     for axes, (key, label) in zip(panels, parts, strict=True):
         for place, (layout, name) in enumerate(kinds):
             mine = {row["level"]: row.get(key) for row in rows if (row["layout"], row["name"]) == (layout, name)}

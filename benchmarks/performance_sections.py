@@ -1,4 +1,4 @@
-"""The sections of the performance page, one a benchmark: how to read it, then tables given as columns."""
+"""The sections of the performance page, one per benchmark: an explanation, then tables defined by their columns."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ DECODE: Column = ("decode tok/s", lambda r: number(r["decode_tokens_per_s"]))
 ROLLOUT: list[Column] = [
     ("shape", lambda r: r["shape"]),
     ("sequences", lambda r: number(r["sequences"])),
-    ("of a prompt", lambda r: number(r["group"])),
+    ("per prompt", lambda r: number(r["group"])),
     ("prompt + new", lambda r: f"{r['prompt']} + {r['new']}"),
     TOTAL,
-    ("by bytes", lambda r: number(r["limit_bytes"])),
-    ("by operations", lambda r: number(r["limit_operations"])),
+    ("limit (bytes)", lambda r: number(r["limit_bytes"])),
+    ("limit (operations)", lambda r: number(r["limit_operations"])),
     FRACTION,
     DECODE,
-    ("fraction", lambda r: percent(r["decode"]["fraction"])),
+    ("decode fraction", lambda r: percent(r["decode"]["fraction"])),
     ("prefill", lambda r: seconds(r["prefill_s"])),
-    ("fraction", lambda r: percent(r["prefill"]["fraction"])),
+    ("prefill fraction", lambda r: percent(r["prefill"]["fraction"])),
     MEMORY,
 ]
 PARITY: list[Column] = [
     ("shape", lambda r: r["shape"]),
-    ("tokens until different", lambda r: f"{r['mean_tokens_until_different']:.0f} of {r['new_tokens']}"),
-    ("mean log-prob gap", lambda r: f"{r['mean_logprob_gap']:.1e}"),
+    ("tokens until the first difference", lambda r: f"{r['mean_tokens_until_different']:.0f} of {r['new_tokens']}"),
+    ("mean log-prob difference", lambda r: f"{r['mean_logprob_gap']:.1e}"),
 ]
 RIVAL: list[Column] = [
     ("shape", lambda r: r["shape"]),
     ("sequences", lambda r: number(r["sequences"])),
-    ("other", lambda r: r["other"]),
-    ("its tok/s", lambda r: number(r["rate"])),
+    ("system", lambda r: r["other"]),
+    ("system tok/s", lambda r: number(r["rate"])),
     ("Shoal tok/s", lambda r: number(r["tokens_per_s"])),
     ("ratio", lambda r: f"{r['ratio']:.1f}×"),
 ]
@@ -50,10 +50,10 @@ MIXED: list[Column] = [
     ("work", lambda r: r["name"]),
     ("slots", lambda r: number(r["slots"])),
     TOTAL,
-    ("of equal lengths in groups", lambda r: percent(r.get("ratio"))),
-    ("of distinct prompts", lambda r: percent(r.get("distinct_ratio"))),
+    ("vs equal lengths, groups", lambda r: percent(r.get("ratio"))),
+    ("vs equal lengths, distinct prompts", lambda r: percent(r.get("distinct_ratio"))),
     DECODE,
-    ("of equal lengths", lambda r: percent(r.get("decode_ratio"))),
+    ("decode vs equal lengths", lambda r: percent(r.get("decode_ratio"))),
     FRACTION,
     MEMORY,
 ]
@@ -65,8 +65,8 @@ TRAIN: list[Column] = [
     ("limit", lambda r: number(min(r["limit_bytes"], r["limit_operations"]))),
     FRACTION,
     ("optimizer", lambda r: seconds(r["optimizer_s"])),
-    ("fraction", lambda r: percent(r["optimizer_fraction"])),
-    ("tok/s with it", lambda r: number(r["tokens_per_s_with_optimizer"])),
+    ("optimizer fraction", lambda r: percent(r["optimizer_fraction"])),
+    ("tok/s with optimizer", lambda r: number(r["tokens_per_s_with_optimizer"])),
     MEMORY,
 ]
 STEP: list[Column] = [
@@ -74,10 +74,10 @@ STEP: list[Column] = [
     ("prompt + new", lambda r: f"{r['prompt_tokens']:.0f} + {r['completion_tokens']:.0f}"),
     ("step", lambda r: seconds(r["step_s"])),
     *((phase, lambda r, phase=phase: seconds(r["split_s"][phase])) for phase in PHASES),
-    ("least", lambda r: seconds(sum(r["least_s"].values()))),
+    ("lower bound", lambda r: seconds(sum(r["least_s"].values()))),
     FRACTION,
-    ("bytes", lambda r: percent(r["fraction_bytes"])),
-    ("operations", lambda r: percent(r["fraction_operations"])),
+    ("fraction (bytes)", lambda r: percent(r["fraction_bytes"])),
+    ("fraction (operations)", lambda r: percent(r["fraction_operations"])),
 ]
 STEP_MEMORY: list[Column] = [
     ("run", lambda r: r["name"]),
@@ -85,19 +85,19 @@ STEP_MEMORY: list[Column] = [
     ("reserved", lambda r: gib(r["memory"]["reserved_gib"])),
     ("planned", lambda r: gib(r["memory"].get("planned_gib"))),
     ("weights and optimizer", lambda r: gib(r["memory"]["weights_and_optimizer_gib"])),
-    ("cache", lambda r: gib(r["memory"]["cache_gib"])),
-    ("beyond", lambda r: gib(r["memory"]["beyond_gib"])),
+    ("KV cache", lambda r: gib(r["memory"]["cache_gib"])),
+    ("other", lambda r: gib(r["memory"]["beyond_gib"])),
 ]
 FIRST_STEP: list[Column] = [
     ("run", lambda r: r["name"]),
-    ("of", lambda r: f"`{r['file']}`"),
+    ("file", lambda r: f"`{r['file']}`"),
     ("cold", lambda r: seconds(r["first_step_s"]["cold"])),
     ("warm", lambda r: seconds(r["first_step_s"]["warm"])),
 ]
 QUICKSTART: list[Column] = [
     ("shape", lambda r: r["shape"]),
     ("steps", lambda r: number(r["steps"])),
-    ("all of it", lambda r: seconds(r["seconds"])),
+    ("whole run", lambda r: seconds(r["seconds"])),
     ("step", lambda r: seconds(r["step_s"])),
     ("rollout", lambda r: seconds(r["rollout_s"])),
     ("train", lambda r: seconds(r["train_s"])),
@@ -109,27 +109,28 @@ GROWTH: list[Column] = [
     DECODE,
     ("limit", lambda r: number(min(r["limit_bytes"], r["limit_operations"]))),
     FRACTION,
-    ("a step", lambda r: seconds(r["decode_step_ms"] / 1e3)),
+    ("step", lambda r: seconds(r["decode_step_ms"] / 1e3)),
     TOTAL,
     ("prefill", lambda r: seconds(r["prefill_s"])),
     MEMORY,
 ]
 AXES = {
-    "sequences": "Sequences decoded at once.",
-    "context": "Context, at 128 sequences of one prompt.",
-    "group": "Rollouts a prompt, 512 sequences in all: larger groups have fewer prompts to compute.",
+    "sequences": "By number of concurrent sequences.",
+    "context": "By context length, at 128 sequences of one prompt.",
+    "group": "By group size, 512 sequences in total: larger groups have fewer prompts to prefill.",
 }
 
 
 def rollouts(results: Results) -> Iterator[str]:
     rows = results.rows["rollout"]
-    yield """Every token with its log-prob. The total is from the first prompt to the last token, best of three runs;
-decoding leaves out the prefill, which is timed apart. Prompts are distinct, or of eight sequences each, as GRPO draws
-them: a group's prompt is computed once. What is to be reached was set beside a prototype's decode steps."""
+    yield """Every token is returned with its log-prob. The total covers the time from the first prompt to the last
+token, best of three runs. Decode rates exclude the prefill, which is timed separately. Prompts are distinct, or
+shared by eight sequences each as in GRPO, where a group's prompt is computed once. The goals were derived from the
+decode steps of a prototype."""
     yield table_of(rows, ROLLOUT)
-    yield "![Decode, prefill and training below the roof of bandwidth and operations](images/performance_roofline.svg)"
-    yield """Graphs against eager decoding of the same requests: tokens until the first difference, and the gap of
-log-probs before it."""
+    yield "![Roofline plot of decode, prefill and training](images/performance_roofline.svg)"
+    yield """CUDA graphs compared with eager decoding of the same requests: tokens until the first difference, and
+the mean difference of log-probs before it."""
     yield table_of([{**row, **row["parity_graphs_eager"]} for row in rows if "parity_graphs_eager" in row], PARITY)
     others: list[Row] = [
         {**row, "other": name, "rate": row[f"{key}_tokens_per_s"], "ratio": row[f"{key}_ratio"]}
@@ -138,42 +139,45 @@ log-probs before it."""
         if f"{key}_ratio" in row
     ]
     if not others:
-        yield "Against others: not measured yet (`--generate`, `--vllm`)."
+        yield "Comparison with other systems: not measured yet (`--generate`, `--vllm`)."
         return
-    yield """Against others in the same run, same weights and prompts, prefill included. `generate` reports no
-log-probs. Where it was timed over fewer tokens, the rest is carried on at the same step. It launches kernel by kernel,
-so its rate is the host's: the machines of two runs differ threefold."""
+    yield """Comparison with other systems in the same run, with the same weights and prompts, prefill included.
+`generate` reports no log-probs. Shorter timings of it are extrapolated at the same per-step cost. It launches one
+kernel at a time, so its rate depends on the CPU of the machine: two runs differ by a factor of three."""
     yield table_of(others, RIVAL)
 
 
 def mixed(results: Results) -> Iterator[str]:
-    yield """Lengths geometric, mean 256, at most 2,048. Shares are of 512 sequences of equal length in the same run,
-which come in groups of eight, as the mixed ones do, or with prompts of their own, whose prefill takes longer."""
+    yield """Completion lengths have a geometric distribution with mean 256 and maximum 2,048. Rates are compared
+with 512 sequences of equal length in the same run: in groups of eight, like the mixed ones, or with distinct
+prompts, whose prefill takes longer."""
     yield table_of(results.rows["mixed"], MIXED)
 
 
 def training(results: Results) -> Iterator[str]:
-    yield """One packed row, every token in the loss. The fraction is the MFU: 6·N operations a token, N all parameters
-(4·N under adapters, whose base has no gradient), over the measured rate. The optimizer's is of the bandwidth limit."""
+    yield """One packed row, every token in the loss. The fraction is the MFU: 6·N operations per token for N
+parameters (4·N with LoRA, because the base has no gradient), relative to the measured matrix rate. The optimizer
+fraction is relative to the bandwidth limit. *recompute* means activation checkpointing, and *its own modules* means
+the Hugging Face modules instead of the fused path."""
     yield table_of(results.rows["train"], TRAIN)
 
 
 def steps(results: Results) -> Iterator[str]:
     rows = results.rows["grpo_step"]
-    yield """Through `shoal grpo`, read from the run directory: the median step of the last half. Phases may overlap.
-The least time is what the limits leave for rollouts and training; the fractions are the least time, bytes alone and
-operations alone, over the step."""
+    yield """Measured with `shoal grpo` and read from the run directory: the median step of the second half. Phases
+may overlap. The lower bound is the time that the limits allow for rollouts and training. The fractions are this
+bound, its bytes alone and its operations alone, divided by the step time."""
     yield table_of(rows, STEP)
     measured = [row for row in rows if row.get("memory")]
     if measured:
-        yield """Memory at its peak, the most that the plan gave out before the first step, and how much of the peak is
-neither weights, gradient, optimizer nor keys and values. A plan has room for graphs that the clock may find not worth
-keeping."""
+        yield """Peak memory, and the maximum that the memory plan reserved before the first step. *Other* is the
+part of the peak that is neither weights, gradient, optimizer state nor KV cache. A plan includes room for CUDA
+graphs that are dropped if timing shows no gain."""
         yield table_of(measured, STEP_MEMORY)
-    yield """From the command to the first step on record: cold with empty caches of kernels and of compiled Python,
-warm with an earlier run's. Model files are in the page cache both times. `grpo_step_smollm2_before.json`
-is of an earlier version, which compiled Python at every start. The processors of machines with the same GPU differ, so
-figures of one file belong together."""
+    yield """Time from the command to the first recorded step. *Cold*: the caches of Triton kernels and compiled
+Python are empty. *Warm*: they are filled by an earlier run. Model files are in the page cache in both cases.
+`grpo_step_smollm2_before.json` is from an earlier version, which compiled Python at every start. Machines with the
+same GPU have different CPUs, so compare only figures of one file."""
     yield table_of(results.every["grpo_step"], FIRST_STEP)
     quoted = [f"- {row['name']}: {row['quoted']}." for row in rows if row.get("quoted")]
     if quoted:
@@ -181,22 +185,22 @@ figures of one file belong together."""
 
 
 def quickstart(results: Results) -> Iterator[str]:
-    yield """The quickstart's three files as they are, from the command to the end, only the model named: random weights
-after a few supervised steps on solved tasks, so that there is something to reward. fp8-hybrid, LoRA, noise, 8 prompts ×
-16. Times are medians over all steps, each for itself; a step that meets a new size captures it. The reward is the mean
-of the first and of the last ten steps, which 40 steps hardly move; k3 is how far the policy's log-probs are from
-the sampler's."""
+    yield """The three files of the quickstart, unchanged except for the model, from the command to the end. The
+model has random weights and was trained for a few supervised steps on solved tasks, so that some rollouts get a
+reward. The run uses fp8-hybrid, LoRA, QeRL noise and 8 prompts × 16. Each time is a median over all steps, including
+steps that capture a CUDA graph for a new size. The reward is the mean of the first and of the last ten steps; 40
+steps change it little. k3 is the mismatch between the log-probs of policy and sampler."""
     rows = results.rows["quickstart"]
     timed = all("supervised_step_s" in row for row in rows)
     if timed:
-        yield "The supervised steps before are of 64 short texts each, all weights, bf16."
+        yield "Each supervised step before the run trains all weights on 64 short texts, in bf16."
     yield table_of(rows, [*QUICKSTART, SUPERVISED] if timed else QUICKSTART)
 
 
 def growth(results: Results) -> Iterator[str]:
-    yield "![Decode rate against sequences, context and group size](images/performance_growth.svg)"
-    for axis, says in AXES.items():
-        yield says
+    yield "![Decode rate by number of sequences, context length and group size](images/performance_growth.svg)"
+    for axis, text in AXES.items():
+        yield text
         rows = [row for row in results.rows["growth"] if row["axis"] == axis]
         yield table_of(rows, [(axis, lambda r: number(r["value"])), *GROWTH])
 
@@ -207,7 +211,7 @@ SECTIONS: list[tuple[str, str, Callable[[Results], Iterator[str]]]] = [
     ("train", "Training", training),
     ("grpo_step", "Whole steps", steps),
     ("quickstart", "The quickstart", quickstart),
-    ("growth", "How cost grows", growth),
+    ("growth", "Scaling", growth),
     ("asynchronous", "Running ahead", asynchronous),
-    ("many_rollouts", "Many rollouts at once", many_rollouts),
+    ("many_rollouts", "Many concurrent rollouts", many_rollouts),
 ]

@@ -1,4 +1,4 @@
-"""How the performance page writes tables and numbers."""
+"""Formatting of tables and numbers for the performance page."""
 
 from __future__ import annotations
 

@@ -17,20 +17,19 @@ import numpy as np
 import torch
 from machine import write_result
 
-from shoal.batching.pack import Packing, make_batches
-from shoal.batching.samples import rollout_samples
+from shoal.core.batching import Packing, make_batches, rollout_samples
+from shoal.core.types import Prompt, Request, Rollout, Row, SamplingParams, Turn
 from shoal.engine.engine import EmbeddedEngine, EngineSettings
-from shoal.models import hybrid
+from shoal.models import fp8_linear as hybrid
 from shoal.models.chat import Chat
 from shoal.models.decoder import Decoder
-from shoal.models.load import eos_token_ids, load_model, load_tokenizer
+from shoal.models.load import load_model
 from shoal.models.lora import trained_parameters
-from shoal.models.quantised import quantise_linears
+from shoal.models.quantize import quantise_linears
 from shoal.models.sampler_view import SamplerView
-from shoal.trainer.optimizer import AdamSettings, MasterAdamW
+from shoal.models.tokenizer import eos_token_ids, load_tokenizer
+from shoal.trainer.optimizer import AdamSettings, MasterAdamW, Schedule
 from shoal.trainer.policy import TrainedPolicy
-from shoal.trainer.schedule import Schedule
-from shoal.types import Prompt, Request, Rollout, Row, SamplingParams, Turn
 
 ASKED = ("What is 17 + 26?", "Write a haiku about the sea.", "Explain why the sky is blue.", "List three colours.")
 GROUP = 4

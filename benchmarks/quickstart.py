@@ -23,7 +23,7 @@ from machine import write_result
 from workload import parser
 
 from shoal.envs.reverse_text import ReverseText
-from shoal.observability.run_dir import read_metrics
+from shoal.runs.run_dir import read_metrics
 
 FILES = [word for name in ("train", "infer", "orch") for word in (f"--{name}", f"examples/grpo/{name}.yaml")]
 KEPT = ("reward/mean", "reward/std", "mismatch/k3", "policy/entropy", "optim/grad_norm", "time/step", "time/rollout",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shoal.core.types import Message, Task
 from shoal.envs import SingleTurn, answer_of, ask
-from shoal.types import Message, Task
 
 TALES = "Write a long story about {}, in plain words and with much detail, and do not come to an end soon. "
 HEROES = (

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from workload import requests, wait
 
+from shoal.core.types import Request
 from shoal.models.decoder import Decoder
-from shoal.models.shapes import character_tokenizer
-from shoal.types import Request
+from shoal.models.random_models import character_tokenizer
 
 GENERATE_WARM = 8  # tokens before the clock runs
 VLLM_LIMIT_S = 420

@@ -18,24 +18,24 @@ from typing import Any
 
 import numpy as np
 
-from shoal.algorithms.advantages import Normaliser
+from shoal.core.admission import Admission
+from shoal.core.advantages import AdvantageNormalizer
+from shoal.core.collect import Collector, GroupRules
+from shoal.core.learn import Learner, LearnSettings
+from shoal.core.loop import Loop
+from shoal.core.prompts import PromptStream
+from shoal.core.protocols import Judge
+from shoal.core.runner import GroupRunner, RunnerSettings
+from shoal.core.state import LoopSettings, Parts, SaveCadence
+from shoal.core.types import Completion, Message, Request, Row, SamplingParams, Score, Span, Task
 from shoal.envs.base import SingleTurn, TaskList, ask
-from shoal.observability.console import BaseConsole, make_console
-from shoal.observability.events import EventLog
-from shoal.observability.run_dir import RunDir, read_metrics
-from shoal.observability.sinks import Sinks
-from shoal.observability.spans import Phases
-from shoal.observability.watchdog import Watchdog
-from shoal.orchestrator.admission import Admission
-from shoal.orchestrator.cadence import SaveCadence
-from shoal.orchestrator.collect import Collector, GroupRules
-from shoal.orchestrator.learn import Learner, LearnSettings
-from shoal.orchestrator.loop import Loop, LoopSettings, Parts
-from shoal.orchestrator.prompts import PromptStream
-from shoal.protocols import Judge
-from shoal.rollout.runner import GroupRunner, RunnerSettings
-from shoal.transport.in_process import InProcessWeights
-from shoal.types import Completion, Message, Request, Row, SamplingParams, Score, Span, Task
+from shoal.rollout.weight_channels import InProcessWeights
+from shoal.runs.events import EventLog
+from shoal.runs.run_dir import RunDir, read_metrics
+from shoal.watch.console import BaseConsole, make_console
+from shoal.watch.observer import Phases, RunObserver
+from shoal.watch.sinks import Sinks
+from shoal.watch.watchdog import Watchdog
 
 Seconds = Callable[[Request], float]
 PROMPT_TOKENS = 64
@@ -80,6 +80,8 @@ class SimulatedEngine:
     """Implements RolloutEngine. Each request takes its set time in one of `slots`; what was loaded meanwhile is in its
     spans, by the share of the time that each version served."""
 
+    path, activity, opening = "simulated", "", ""
+
     def __init__(self, slots: int, seconds: Seconds, tokens: int = 64) -> None:
         self.version = 0
         self.busy_s = 0.0  # summed over slots
@@ -120,6 +122,13 @@ class SimulatedEngine:
         self._loads = [*self._loads[-16:], (now_s(), version)]
         return f"simulated-{version}"
 
+    async def connect(self) -> None: ...
+
+    async def describe(self) -> dict[str, Any]:
+        return {}
+
+    async def rest(self) -> None: ...
+
     async def pause(self) -> None: ...
 
     async def resume(self) -> None: ...
@@ -148,7 +157,7 @@ class SimulatedPolicy:
     def forward_backward(self, rows: Sequence[Row], objective: Any, mismatch_from: Any = "old") -> SimulatedResults:
         return self.logprobs(rows)
 
-    def drop_gradient(self) -> None: ...
+    def discard_gradient(self) -> None: ...
 
     def optim_step(self) -> Mapping[str, float]:
         return {"optim/lr": 0.0, "optim/skipped": 0.0, "optim/grad_norm": 1.0}
@@ -210,6 +219,11 @@ class InstantJudge:
 
     async def score(self, env: str, split: str, index: int, messages: Sequence[Message]) -> Score:
         return Score("ok", self.environment.reward(self.environment.tasks(split)[index], messages))
+
+    async def score_group(
+        self, env: str, split: str, index: int, conversations: Sequence[Sequence[Message]]
+    ) -> list[Score]:
+        return [await self.score(env, split, index, messages) for messages in conversations]
 
     async def close(self) -> None: ...
 
@@ -290,14 +304,11 @@ def make_loop(
         weights=InProcessWeights(),
         collector=Collector(run_group, stream, admission, rules),
         stream=stream,
-        learner=Learner(policy, Normaliser(std="none"), None, settings, policy.on_device),
+        learner=Learner(policy, AdvantageNormalizer(std="none"), None, settings, policy.on_device),
         files=NoFiles(),
         evaluator=None,
-        run_dir=run_dir,
-        events=events,
-        console=console,
-        watchdog=Watchdog(run_dir.logs, events),
-        sinks=Sinks(run_dir),
+        store=run_dir,
+        observer=RunObserver(console, events, Watchdog(run_dir.logs, events), Sinks(run_dir)),
         phases=phases,
         on_device=policy.on_device,
         token_text=chr,

@@ -20,16 +20,15 @@ from limits import Rates
 from machine import print_table, write_result
 from workload import TINY, begin, free, load, parser, peak_gib, reset_peak, wait
 
-from shoal.algorithms.losses import LOSSES
-from shoal.algorithms.objective import Objective
-from shoal.batching.pack import Packing, make_batches
+from shoal.core.batching import Packing, make_batches
+from shoal.core.losses import LOSSES
+from shoal.core.objective import Objective
+from shoal.core.types import Row, Sample
 from shoal.models import attention, fused
 from shoal.models.decoder import Decoder
 from shoal.models.lora import LoraSettings, trained_parameters
-from shoal.trainer.optimizer import AdamSettings, MasterAdamW
+from shoal.trainer.optimizer import AdamSettings, MasterAdamW, Schedule
 from shoal.trainer.policy import TrainedPolicy
-from shoal.trainer.schedule import Schedule
-from shoal.types import Row, Sample
 
 WARM_UP, REPEATS = 2, 5
 

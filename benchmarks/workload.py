@@ -18,13 +18,13 @@ import torch
 from limits import ModelShape, Rates, measure_rates
 from transformers import AutoModelForCausalLM
 
+from shoal.core.types import Completion, Request, SamplingParams
 from shoal.engine.engine import EmbeddedEngine, EngineSettings
 from shoal.models import fused, lora
 from shoal.models.attention import ROW_MULTIPLE, round_up
 from shoal.models.decoder import Decoder, LayerShape
+from shoal.models.random_models import character_tokenizer, shape_config, tiny_config
 from shoal.models.sampler_view import SamplerView
-from shoal.models.shapes import character_tokenizer, shape_config, tiny_config
-from shoal.types import Completion, Request, SamplingParams
 
 TINY = "tiny"
 PREFILL_TOKENS = 1 << 16  # all prompts of a benchmark in one prefill where they fit
