@@ -67,7 +67,8 @@ class Chat:
 
         Cached: all rollouts of a group share a prompt, and rendering templates is slow.
         """
-        self._check_template_kwargs(template_kwargs or {})
+        if template_kwargs:
+            self._check_template_kwargs(template_kwargs)
         key = repr((messages, tools, template_kwargs))
         with self._lock:
             found = self._prompts.get(key)
