@@ -2,12 +2,15 @@
 
 `python benchmarks/codebase.py [--out FILE]` prints a table next to the targets. The walk trains a tiny model on the CPU
 under a profiler and counts each function of Shoal once; `--walk` prints them in the order of their first call.
+`--sentences N [--seed S]` prints random sentences that users see, from the documentation and from messages.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -129,7 +132,46 @@ def walk_to_first_step() -> list[tuple[str, str]]:
     raise RuntimeError(f"the walk failed:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
 
 
+def user_visible_sentences() -> list[tuple[str, str]]:
+    """(place, sentence) of the documentation, and of string literals of the source that read like a message."""
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+    found = []
+    for page in pages:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for paragraph in re.split(r"\n\s*\n|\n(?=[-*|#] ?)", text):
+            found += [(page.name, sentence) for sentence in _sentences(" ".join(paragraph.split()))]
+    for path in sorted(SOURCE.rglob("*.py")):
+        for text in _messages(ast.parse(path.read_text(encoding="utf-8"))):
+            found += [(str(path.relative_to(SOURCE)), sentence) for sentence in _sentences(text)]
+    return sorted(set(found))
+
+
+def _sentences(text: str) -> list[str]:
+    parts = re.split(r"(?<=[.!?])\s+(?=[A-Z`])", text.strip("|#>-* "))
+    return [part for part in parts if len(part.split()) >= 5]
+
+
+def _messages(tree: ast.Module) -> list[str]:
+    """Literals with at least five words; without docstrings."""
+    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "{…}" for part in node.values]
+            texts.append("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside | docstrings:
+            texts.append(node.value)
+    return [" ".join(text.split()) for text in texts if not re.search(r"[{<]\w+[}>].*[;{]|\bdef \b", text)]
+
+
 def main() -> None:
+    if "--sentences" in sys.argv:
+        seed = int(sys.argv[sys.argv.index("--seed") + 1]) if "--seed" in sys.argv else 0
+        count = int(sys.argv[sys.argv.index("--sentences") + 1])
+        drawn = random.Random(seed).sample(user_visible_sentences(), count)
+        print("\n".join(f"{number}. [{place}] {text}" for number, (place, text) in enumerate(drawn, start=1)))
+        return
     if "--walk" in sys.argv:
         print("\n".join(f"{Path(file).relative_to(SOURCE)}: {name}" for file, name in walk_to_first_step()))
         return
