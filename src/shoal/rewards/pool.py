@@ -1,7 +1,8 @@
 """`RewardPool` sends finished conversations to the reward server and receives the scores. Called by `core.runner`.
 
-`start()` forks the server. Call it before threads, CUDA or a model exist. `score` is called from one event loop at a
-time. It raises only if the server itself is lost, never for a failing reward, and it always has a deadline.
+`start()` forks the keeper, which forks the server. Call it before threads, CUDA or a model exist. `score` is called
+from one event loop at a time. It raises only if no server can be had any more, never for a failing reward. A server
+that ends or does not respond is replaced: the jobs its workers had are errors, the others are sent again.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.core.deadlines import wait_without_suspension
@@ -24,14 +24,39 @@ from shoal.core.errors import ConfigError, HardwareError, RewardServerError
 from shoal.core.protocols import Environment
 from shoal.core.types import Message, Score
 from shoal.rewards import sandbox
+from shoal.rewards.keeper import READY, RESTART, become_keeper
 from shoal.rewards.outcome import INVALID_REPLY, PartCheck, parse_reply
-from shoal.rewards.server import START_LIMIT_S, Limits, become_server
-from shoal.rewards.worker import JOB, MAX_JOB_BYTES, MAX_REPLY_BYTES, READY, RESULT, FrameBuffer, Judging, pack
+from shoal.rewards.server import START_LIMIT_S, Limits
+from shoal.rewards.worker import (
+    JOB,
+    MAX_JOB_BYTES,
+    MAX_REPLY_BYTES,
+    NO_JOB,
+    PING,
+    RESULT,
+    STARTED,
+    Frame,
+    FrameBuffer,
+    Judging,
+    pack,
+)
 
 READY_LIMIT_S = 60.0
+PREPARE_LIMIT_S = 600.0  # until the first server answers: the environments may load much
+PING_S = 1.0
+PING_LIMIT_S = 10.0  # then the server is killed and replaced, however many jobs wait
+KEEPER_LIMIT_S = 10.0
+MAX_RESTARTS = 3  # without a result in between
 CLOSE_LIMIT_S = 5.0
 END_LIMIT_S = 0.5
 SPLITS = ("train", "eval")
+
+
+@dataclass(slots=True)
+class Job:
+    frame: bytes
+    reply: asyncio.Future[bytes]
+    started: bool = False
 
 
 class RewardPool:
@@ -68,10 +93,16 @@ class RewardPool:
         self._pid = 0
         self._socket: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._link: socket.socket | None = None  # to the keeper
+        self._waiting: dict[bytes, Job] = {}
         self._unsent = bytearray()
         self._replies = FrameBuffer(MAX_REPLY_BYTES)
-        self._last_job = 0
+        self._watch: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()  # the server answered a ping, or was lost
+        self._lost: str | None = None  # why the present server must be replaced
+        self._proven = False  # the present server has answered a ping
+        self._quiet_s = 0.0  # since the last result, while jobs wait
+        self._restarts = 0
         self._broken: str | None = "the reward pool is not started"
         self._failed: str | None = None  # why the server was lost
 
@@ -84,6 +115,7 @@ class RewardPool:
         tasks = {(name, split): env.tasks(split) for name, env in self._environments.items() for split in SPLITS}
         judging = Judging(self._environments, tasks, self._weights)
         ours, theirs = socket.socketpair()
+        link, keepers_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()  # else the child inherits a copy of the buffer
@@ -91,11 +123,14 @@ class RewardPool:
         self._pid = os.fork()
         if self._pid == 0:
             ours.close()
-            become_server(theirs, judging, self._limits, self._keep_env, parent)
+            link.close()
+            become_keeper(keepers_link, theirs, judging, self._limits, self._keep_env, parent)
         theirs.close()
-        self._socket = ours
-        self._await_ready(ours)
+        keepers_link.close()
+        self._socket, self._link = ours, link
+        self._await_ready(link)
         ours.setblocking(False)
+        link.setblocking(False)
         self._broken = None
 
     async def score(self, env: str, split: str, index: int, messages: Sequence[Message]) -> Score:
@@ -119,51 +154,127 @@ class RewardPool:
             self._attach(asyncio.get_running_loop())
         if self._broken is not None:
             return _errors(self._broken, count)
-        self._last_job += 1
-        job, reply = self._last_job, asyncio.get_running_loop().create_future()
-        self._waiting[job] = reply
+        name, reply = os.urandom(len(NO_JOB)), asyncio.get_running_loop().create_future()
+        job = self._waiting[name] = Job(pack(name, JOB, body), reply)
         try:
-            self._send(pack(job, JOB, body))
-            # Not wait_for: while training blocks the loop, a reply may wait in the socket past the deadline.
-            await wait_without_suspension({reply}, self._deadline_s())
-            if not reply.done():
-                self._receive()
-            if not reply.done():
-                self._fail("the reward server does not respond")
-            scores = _to_scores(reply.result(), count)
+            self._send(job.frame)
+            if self._watch is None or self._watch.done():
+                self._watch = asyncio.create_task(self._watch_server())
+                self._watch.add_done_callback(self._on_watch_end)
+            scores = _to_scores(await reply, count)
             for score in scores:
                 if score.status == "ok" and score.reward is not None:
                     self._parts.note(env, score.parts)
             return scores
         finally:
-            self._waiting.pop(job, None)
+            self._waiting.pop(name, None)
 
     async def close(self) -> None:
         """End the server, its workers and all processes they started."""
         self._detach()
         self._break("the reward pool is closed")
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._watch is not None:
+            self._watch.cancel()
+        for connection in (self._socket, self._link):
+            if connection is not None:
+                connection.close()
+        self._socket = self._link = None
         deadline = time.monotonic() + CLOSE_LIMIT_S
         while self._pid and not _reaped(self._pid):
             if time.monotonic() > deadline:
                 os.kill(self._pid, signal.SIGKILL)
+            os.kill(self._pid, signal.SIGCONT)
             await asyncio.sleep(0.01)
         self._pid = 0
 
-    def _deadline_s(self) -> float:
-        """All queued jobs may use their whole time before this one starts."""
-        rounds = math.ceil(len(self._waiting) / self._limits.workers)
-        return rounds * (self._limits.timeout_s + START_LIMIT_S) + START_LIMIT_S
+    async def _watch_server(self) -> None:
+        """While jobs wait: ping the server, and replace it if it is lost. No limit here grows with the batch."""
+        self._quiet_s, self._news = 0.0, asyncio.Event()
+        while self._waiting and self._broken is None and self._failed is None:
+            if self._lost is None:
+                await self._ping()
+            if self._lost is not None:
+                await self._restart(self._lost)
 
-    def _await_ready(self, channel: socket.socket) -> None:
-        channel.settimeout(READY_LIMIT_S)
+    def _on_watch_end(self, watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            self._fail(f"the reward server cannot be watched: {error!r}")
+
+    async def _ping(self) -> None:
+        self._news.clear()
+        self._send(pack(NO_JOB, PING))
+        began = time.monotonic()
+        # Not wait_for: while training blocks the loop, a reply may wait in the socket past the deadline.
+        await self._until_news(PING_LIMIT_S if self._proven else PREPARE_LIMIT_S)
+        if not self._news.is_set():
+            self._receive()
+        if not self._news.is_set():
+            self._lost = "the reward server does not respond"
+        elif self._lost is None:
+            self._news.clear()
+            await self._until_news(PING_S)
+            self._quiet_s += min(time.monotonic() - began, 2 * PING_S) if self._proven else 0.0
+            if self._quiet_s > self._limits.timeout_s + 2 * START_LIMIT_S:
+                self._lost = "the reward server returns no results"
+
+    async def _until_news(self, limit_s: float) -> None:
+        waiting = asyncio.ensure_future(self._news.wait())
         try:
-            data = channel.recv(1 << 10)
-        except TimeoutError:
+            await wait_without_suspension({waiting}, limit_s)
+        finally:
+            waiting.cancel()
+
+    async def _restart(self, reason: str) -> None:
+        """Have the keeper kill the server and fork another one. Only jobs that a worker had are errors."""
+        self._restarts += 1
+        self._close_server()
+        server = await self._new_server() if self._restarts <= MAX_RESTARTS else None
+        if server is None:
+            self._fail(reason)
+            return
+        self._socket, self._proven, self._lost, self._quiet_s = server, False, None, 0.0
+        error = json.dumps({"status": "error", "error": f"{reason}; it was replaced"}).encode()
+        for job in self._waiting.values():
+            if job.started and not job.reply.done():
+                job.reply.set_result(error)
+        self._attach(asyncio.get_running_loop())
+        self._unsent.clear()  # jobs that came meanwhile wait as well
+        self._send(b"".join(job.frame for job in self._waiting.values() if not job.reply.done()))
+
+    async def _new_server(self) -> socket.socket | None:
+        """None if the keeper does not answer. Reward code may have stopped it, so it is woken up."""
+        deadline = time.monotonic() + KEEPER_LIMIT_S
+        asked = False
+        while self._link is not None and sandbox.end_of(self._pid) is None and time.monotonic() < deadline:
+            os.kill(self._pid, signal.SIGCONT)
+            try:
+                asked = asked or self._link.send(RESTART) > 0
+                _, (descriptor,), _, _ = socket.recv_fds(self._link, 64, 1)
+            except BlockingIOError:
+                await asyncio.sleep(0.02)
+            except (OSError, ValueError):
+                return None
+            else:
+                server = socket.socket(fileno=descriptor)
+                server.setblocking(False)
+                return server
+        return None
+
+    def _close_server(self) -> None:
+        self._detach()
+        self._unsent.clear()
+        self._replies = FrameBuffer(MAX_REPLY_BYTES)
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _await_ready(self, link: socket.socket) -> None:
+        link.settimeout(READY_LIMIT_S)
+        try:
+            data = link.recv(64)
+        except OSError:
             data = b""
-        if not any(frame.kind == READY for frame in self._replies.feed(data)):
+        if data != READY:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
@@ -174,8 +285,9 @@ class RewardPool:
         """Use this event loop, and drop an earlier one (of a finished asyncio.run)."""
         if self._loop is loop or self._socket is None:
             return
+        if self._loop is not None:
+            self._waiting.clear()
         self._detach()
-        self._waiting.clear()
         self._loop = loop
         loop.add_reader(self._socket, self._receive)
         if self._unsent:
@@ -215,31 +327,43 @@ class RewardPool:
                 self._on_server_end()
                 return
             for frame in self._replies.feed(data):
-                reply = self._waiting.get(frame.job)
-                if frame.kind == RESULT and reply is not None and not reply.done():
-                    reply.set_result(frame.body)
+                if frame.kind == PING:
+                    self._proven = True
+                    self._news.set()
+                elif (job := self._waiting.get(frame.job)) is not None and not job.reply.done():
+                    self._on_frame(job, frame)
+
+    def _on_frame(self, job: Job, frame: Frame) -> None:
+        self._quiet_s = 0.0
+        if frame.kind == STARTED:
+            job.started = True
+        elif frame.kind == RESULT:
+            self._restarts = 0
+            job.reply.set_result(frame.body)
 
     def _on_server_end(self) -> None:
-        """Fail with the server's exit status. The socket closes slightly before waitid reports the exit."""
-        deadline = time.monotonic() + END_LIMIT_S
-        while (how := sandbox.end_of(self._pid)) is None and time.monotonic() < deadline:
-            time.sleep(0.005)
-        self._fail(f"the reward server ended ({how or 'the connection was closed'})")
+        self._detach()
+        self._lost = self._lost or "the reward server ended"
+        self._news.set()
 
     def _fail(self, reason: str) -> None:
-        """Fail all waiting jobs. A new server is not possible: fork is unsafe once a model is loaded."""
+        """Fail all waiting jobs, with the exit status if the keeper ended. No other keeper can be forked by now."""
         self._detach()
+        deadline = time.monotonic() + END_LIMIT_S  # its connections close slightly before waitid reports the exit
+        while (how := sandbox.end_of(self._pid)) is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        reason = f"the reward server ended ({how})" if how else reason
         self._failed = f"{reason}; find the cause (possibly out of memory), then resume"
-        for reply in self._waiting.values():
-            if not reply.done():
-                reply.set_exception(RewardServerError(self._failed))
+        for job in self._waiting.values():
+            if not job.reply.done():
+                job.reply.set_exception(RewardServerError(self._failed))
 
     def _break(self, reason: str) -> None:
         self._detach()
         self._broken = reason
-        for reply in self._waiting.values():
-            if not reply.done():
-                reply.set_result(json.dumps({"status": "error", "error": reason}).encode())
+        for job in self._waiting.values():
+            if not job.reply.done():
+                job.reply.set_result(json.dumps({"status": "error", "error": reason}).encode())
 
 
 def _to_scores(body: bytes, count: int) -> list[Score]:

@@ -18,6 +18,7 @@ import resource
 import select
 import signal
 import sys
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -39,9 +40,12 @@ def die_with_parent() -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def wake_at_parent_death() -> None:
-    """Let the kernel send SIGTERM when the parent ends, for a process that must end its own children first."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def wake_at_parent_death(number: signal.Signals = signal.SIGTERM) -> None:
+    """Let the kernel send a signal when the parent ends, for a process that must end its own children first.
+
+    SIGCONT also wakes a stopped process, and nothing can block that.
+    """
+    _prctl(PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
@@ -59,14 +63,23 @@ def reset_signals() -> None:
     faulthandler.disable()
 
 
-def silence(keep: int) -> None:
+def ignore_stop_requests() -> None:
+    """Outlive a SIGTERM to all processes of a service, which the main process may answer by saving its state first.
+
+    A closed connection must not end this process either.
+    """
+    for number in (signal.SIGTERM, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def silence(*keep: int) -> None:
     """Redirect every inherited descriptor except `keep` to /dev/null: terminal, logs, locks, sockets.
 
     Descriptors are replaced, not closed: an inherited Python object could otherwise close a reused number.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in _open_descriptors():
-        if descriptor not in (keep, null):
+        if descriptor not in (*keep, null):
             with contextlib.suppress(OSError):
                 os.dup2(null, descriptor)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
@@ -119,15 +132,48 @@ def limit_memory(extra_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def children() -> list[int]:
-    """Return the process ids of the direct children."""
-    own, found = os.getpid(), []
-    for entry in Path("/proc").glob("[0-9]*/stat") if sys.platform == "linux" else ():
+def children(pid: int | None = None) -> list[int]:
+    """Return the process ids of the direct children of a process, by default of this one."""
+    parent, found = os.getpid() if pid is None else pid, []
+    if sys.platform != "linux":
+        return found
+    with contextlib.suppress(OSError):  # fast, but a kernel may lack it
+        for thread in Path(f"/proc/{parent}/task").iterdir():
+            found += [int(child) for child in (thread / "children").read_text().split()]
+        return found
+    for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             # The command name may contain any character, so parse after its closing bracket.
             fields = entry.read_text(errors="replace").rpartition(")")[2].split()
-            if int(fields[1]) == own:
+            if int(fields[1]) == parent:
                 found.append(int(entry.parent.name))
+    return found
+
+
+def end_descendants(limit_s: float) -> bool:
+    """Kill all descendants of this process, which must have called `adopt_orphans`. True if none is left.
+
+    A process that forks and ends escapes a single pass, so this repeats without a pause at first.
+    """
+    began = time.monotonic()
+    while below := _descendants():
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if (passed_s := time.monotonic() - began) > limit_s:
+            return False
+        if passed_s > limit_s / 4:
+            time.sleep(0.002)
+    return True
+
+
+def _descendants() -> list[int]:
+    found = children()
+    for pid in found:  # grows while it is read
+        found += [child for child in children(pid) if child not in found]
     return found
 
 

@@ -1,13 +1,13 @@
-"""The reward server: a process forked from the main one before a model is loaded. It starts and kills workers.
+"""The reward server: forked by the keeper. It starts and kills workers, and runs no reward itself.
 
-It queues jobs and gives each worker one at a time. A job's timeout starts when its work starts, so a long queue or a
-busy main process does not cause timeouts. The server itself runs no reward.
+It queues jobs and gives each worker one at a time. It sets a job's deadline when it sends the job, and the report that
+the work starts can only bring the deadline forward. A long queue or a busy main process causes no timeout. A worker
+that is much slower than most gets a substitute, so a few hanging rewards do not hold up the others.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import selectors
@@ -15,8 +15,7 @@ import signal
 import socket
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from shoal.rewards import sandbox
 from shoal.rewards.outcome import INVALID_REPLY, parse_reply
@@ -25,7 +24,7 @@ from shoal.rewards.worker import (
     LAST_RESULT,
     MAX_JOB_BYTES,
     MAX_REPLY_BYTES,
-    READY,
+    PING,
     RESULT,
     STARTED,
     Confinement,
@@ -40,7 +39,15 @@ from shoal.rewards.worker import (
 TICK_S = 0.05
 START_LIMIT_S = 30.0  # from sending a job to a worker until the worker reports its start
 SWEEP_S = 2.0
+END_LIMIT_S = 3.0
+CLOSED_LIMIT_S = 1.0
 STALL_S = 0.5
+MAX_FORGIVEN = 3  # suspensions of the server for which one job gets more time
+SLOW_S = 0.1  # no call that is shorter than this gets a substitute,
+UNKNOWN_SLOW_S = 1.0  # or than this while few durations are known
+SLOW_FACTOR = 4.0  # times the duration that nine of ten calls do not exceed
+SUBSTITUTES = 32
+RECENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +63,13 @@ class Worker:
     pid: int
     channel: socket.socket
     frames: FrameBuffer
-    job: int | None = None
+    job: bytes | None = None
+    unsent: bytearray = field(default_factory=bytearray)
     started: bool = False
     since: float = 0.0  # when the work started, or when the job was sent if it has not started
+    deadline: float = 0.0  # set when the job is sent; the start of the work can only bring it forward
+    forgiven: int = 0
+    slow: bool = False
 
 
 class Server:
@@ -70,6 +81,7 @@ class Server:
         self._jobs: deque[Frame] = deque()
         self._requests = FrameBuffer(MAX_JOB_BYTES)
         self._workers: dict[int, Worker] = {}
+        self._durations: deque[float] = deque(maxlen=RECENT)
         self._selector = selectors.DefaultSelector()
         self._dying: set[int] = set()
         self._unsent = bytearray()
@@ -77,7 +89,6 @@ class Server:
         self._last_sweep = 0.0
 
     def run(self) -> None:
-        signal.signal(signal.SIGTERM, self._on_terminate)
         self._control.setblocking(False)
         self._selector.register(self._control, selectors.EVENT_READ)
         last = time.monotonic()
@@ -90,22 +101,25 @@ class Server:
             last = now
             # Read results before checking timeouts: a result that has arrived is not late.
             for key, mask in events:
-                if key.fileobj is not self._control:
-                    self._read_worker(key.data)
+                if key.fileobj is self._control:
+                    if mask & selectors.EVENT_READ:
+                        self._read_control()
                 elif mask & selectors.EVENT_READ:
-                    self._read_control()
+                    self._read_worker(key.data)
+                elif key.data.pid in self._workers:
+                    self._write_worker(key.data)
             self._flush()
             self._check_workers(now)
             self._dispatch()
         self._end()
 
-    def _on_terminate(self, *_: Any) -> None:
-        self._stopping = self._stopping or os.getppid() != self._parent
-
     def _forgive(self, gap_s: float) -> None:
-        """Extend deadlines by the time this process was suspended."""
+        """Extend deadlines by the time this process was suspended. Not without end: a reward can suspend it."""
         for worker in self._workers.values():
-            worker.since += gap_s
+            if worker.job is not None and worker.forgiven < MAX_FORGIVEN:
+                worker.since += gap_s
+                worker.deadline += gap_s
+                worker.forgiven += 1
 
     def _read_control(self) -> None:
         try:
@@ -115,15 +129,24 @@ class Server:
         if not data:
             self._stopping = True
             return
-        self._jobs.extend(frame for frame in self._requests.feed(data) if frame.kind == JOB)
+        for frame in self._requests.feed(data):
+            if frame.kind == PING:
+                self._reply(frame)
+            elif frame.kind == JOB:
+                self._jobs.append(frame)
 
     def _read_worker(self, worker: Worker) -> None:
         try:
             data = worker.channel.recv(1 << 16)
+        except BlockingIOError:
+            return
         except OSError:
             data = b""
-        if not data:
-            self._selector.unregister(worker.channel)  # _check_workers detects the exit
+        if not data:  # it ended, which _check_workers detects, or it closed the connection
+            self._selector.unregister(worker.channel)
+            worker.deadline = min(worker.deadline, time.monotonic() + CLOSED_LIMIT_S)
+            if worker.job is None:
+                self._remove(worker)
             return
         try:
             for frame in worker.frames.feed(data):
@@ -132,23 +155,29 @@ class Server:
             self._fail(worker, "error", f"the result of the reward is larger than {MAX_REPLY_BYTES:,} bytes")
 
     def _on_frame(self, worker: Worker, frame: Frame) -> None:
-        if frame.job != worker.job:
+        if worker.pid not in self._workers:
+            return
+        if frame.job != worker.job or frame.kind not in (STARTED, RESULT, LAST_RESULT):
+            self._fail(worker, "error", INVALID_REPLY)  # reward code changed this process: it gets no other job
             return
         if frame.kind == STARTED:
-            if not worker.started:  # once per job: reward code could repeat the frame to extend its time
+            if not worker.started:
                 worker.started, worker.since = True, time.monotonic()
-        elif frame.kind in (RESULT, LAST_RESULT):
-            try:
-                parse_reply(frame.body)
-            except ValueError:  # reward code changed this process: the next job needs another one
-                self._fail(worker, "error", INVALID_REPLY)
-                return
-            worker.job = None
-            self._send(frame.job, frame.body)
-            if frame.kind == LAST_RESULT:
-                self._remove(worker)
+                worker.deadline = min(worker.deadline, worker.since + self._limits.timeout_s)
+            return
+        try:
+            parse_reply(frame.body)
+        except ValueError:
+            self._fail(worker, "error", INVALID_REPLY)
+            return
+        self._durations.append(time.monotonic() - worker.since)
+        worker.job = None
+        self._reply(Frame(frame.job, RESULT, frame.body))
+        if frame.kind == LAST_RESULT or worker.slow:
+            self._remove(worker)
 
     def _check_workers(self, now: float) -> None:
+        slow_s = self._slow_s()
         for worker in list(self._workers.values()):
             end = sandbox.end_of(worker.pid)
             if end is not None:
@@ -157,17 +186,20 @@ class Server:
                     self._fail(worker, "error", f"the reward ended its process: {end}")
                 elif worker.pid in self._workers:
                     self._remove(worker)
-            elif worker.job is not None and worker.started and now - worker.since > self._limits.timeout_s:
+            elif worker.job is None:
+                continue
+            elif now > worker.deadline and worker.started:
                 self._fail(worker, "timeout", f"the reward took longer than {self._limits.timeout_s:g} s")
-            elif worker.job is not None and not worker.started and now - worker.since > START_LIMIT_S:
+            elif now > worker.deadline:
                 self._fail(worker, "error", f"the reward worker did not start within {START_LIMIT_S:g} s")
+            elif self._jobs and not worker.slow and now - worker.since > slow_s:
+                self._substitute(worker)
         # This process adopts a worker's children when the worker ends, so sweep then.
         if self._reap_dying() or now - self._last_sweep > SWEEP_S:
             self._sweep()
 
     def _read_rest(self, worker: Worker) -> None:
         """Read what a worker sent before it ended."""
-        worker.channel.setblocking(False)
         with contextlib.suppress(OSError, KeyError, OversizedFrame):
             while data := worker.channel.recv(1 << 16):
                 for frame in worker.frames.feed(data):
@@ -178,7 +210,22 @@ class Server:
         job, worker.job = worker.job, None
         self._remove(worker)
         if job is not None:
-            self._send(job, json.dumps({"status": status, "error": error, "seconds": seconds}).encode())
+            body = json.dumps({"status": status, "error": error, "seconds": seconds}).encode()
+            self._reply(Frame(job, RESULT, body))
+
+    def _slow_s(self) -> float:
+        """How long a call may take before another worker starts beside it, from the durations of recent calls."""
+        usual = sorted(self._durations)
+        if len(usual) < RECENT // 8:
+            return max(UNKNOWN_SLOW_S, self._limits.timeout_s / 2)
+        return max(SLOW_S, SLOW_FACTOR * usual[int(0.9 * len(usual))])
+
+    def _substitute(self, worker: Worker) -> None:
+        """Let another worker start beside this one, which keeps its job until the deadline at the lowest priority."""
+        if sum(other.slow for other in self._workers.values()) < SUBSTITUTES:
+            worker.slow = True
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PGRP, worker.pid, 19)
 
     def _remove(self, worker: Worker) -> None:
         """Kill a worker and its process group. The next job that needs a worker starts a new one."""
@@ -206,15 +253,31 @@ class Server:
 
     def _dispatch(self) -> None:
         idle = [worker for worker in self._workers.values() if worker.job is None]
-        while self._jobs and (idle or len(self._workers) < self._limits.workers):
+        working = sum(not worker.slow for worker in self._workers.values())
+        while self._jobs and (idle or working < self._limits.workers):
+            working += not idle
             worker = idle.pop() if idle else self._fork()
             frame = self._jobs.popleft()
-            worker.job, worker.started, worker.since = frame.job, False, time.monotonic()
-            try:
-                worker.channel.settimeout(START_LIMIT_S)
-                worker.channel.sendall(pack(*frame))
-            except OSError as error:
-                self._fail(worker, "error", f"the reward worker does not accept jobs: {error}")
+            worker.job, worker.started, worker.forgiven, worker.since = frame.job, False, 0, time.monotonic()
+            worker.deadline = worker.since + START_LIMIT_S + self._limits.timeout_s
+            self._reply(Frame(frame.job, STARTED, b""))
+            worker.unsent += pack(*frame)
+            self._write_worker(worker)
+
+    def _write_worker(self, worker: Worker) -> None:
+        """Send without blocking: a worker that does not read must not hold up the others."""
+        try:
+            while worker.unsent:
+                del worker.unsent[: worker.channel.send(worker.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._fail(worker, "error", f"the reward worker does not accept jobs: {error}")
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.unsent else 0)
+        with contextlib.suppress(KeyError):
+            if self._selector.get_key(worker.channel).events != wanted:
+                self._selector.modify(worker.channel, wanted, worker)
 
     def _fork(self) -> Worker:
         ours, theirs = socket.socketpair()
@@ -227,13 +290,14 @@ class Server:
             confinement = Confinement(self._limits.memory_bytes, self._limits.isolated, server_pid)
             become_worker(theirs, self._judging, confinement)
         theirs.close()
+        ours.setblocking(False)
         worker = Worker(pid, ours, FrameBuffer(MAX_REPLY_BYTES))
         self._workers[pid] = worker
         self._selector.register(ours, selectors.EVENT_READ, worker)
         return worker
 
-    def _send(self, job: int, body: bytes) -> None:
-        self._unsent += pack(job, RESULT, body)
+    def _reply(self, frame: Frame) -> None:
+        self._unsent += pack(*frame)
         self._flush()
 
     def _flush(self) -> None:
@@ -253,38 +317,18 @@ class Server:
         """Kill all workers and descendants."""
         for worker in list(self._workers.values()):
             self._remove(worker)
-        deadline = time.monotonic() + 3
-        while time.monotonic() < deadline and (self._dying or sandbox.children()):
-            self._sweep()
-            time.sleep(0.01)
-            self._reap_dying()
+        sandbox.end_descendants(END_LIMIT_S)
 
 
-def become_server(control: socket.socket, judging: Judging, limits: Limits, keep_env: set[str], parent: int) -> None:
+def become_server(control: socket.socket, judging: Judging, limits: Limits, parent: int) -> None:
     """Run the server in the forked process. Never returns."""
     code = 1
     try:
         os.setsid()
-        sandbox.reset_signals()
-        sandbox.wake_at_parent_death()
-        if os.getppid() != parent:
-            os._exit(1)
         sandbox.adopt_orphans()
-        sandbox.silence(keep=control.fileno())
-        sandbox.drop_secrets(keep_env)
-        control.sendall(pack(0, READY))
-        _prepare(judging)
-        gc.freeze()  # workers share this memory; garbage collection would copy it
-        Server(control, judging, limits).run()
+        sandbox.wake_at_parent_death(signal.SIGCONT)
+        if os.getppid() == parent:
+            Server(control, judging, limits).run()
         code = 0
     finally:
         os._exit(code)
-
-
-def _prepare(judging: Judging) -> None:
-    """Call `prepare()` of the environments once for all workers. An error appears again in every job."""
-    for environment in judging.environments.values():
-        prepare = getattr(environment, "prepare", None)
-        if callable(prepare):
-            with contextlib.suppress(Exception):
-                prepare()

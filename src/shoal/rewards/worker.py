@@ -2,7 +2,7 @@
 
 The server forks workers with all environments and tasks in memory. A worker receives a job, reports its start, calls
 the reward and sends the outcome. A reward that ends the process loses only its own job. A frame is a length, a job
-number, a kind and JSON text; received data is never executed.
+id, a kind and JSON text; received data is never executed. Job ids are random: only the receiver of a job can answer it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import os
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,19 +25,20 @@ from shoal.core.types import Task
 from shoal.rewards import sandbox
 from shoal.rewards.outcome import RewardValueError, call, read_outcome
 
-HEADER = struct.Struct("!IQB")
+HEADER = struct.Struct("!I16sB")
 MAX_JOB_BYTES = 64 * 2**20
 MAX_REPLY_BYTES = 2**20
 
 JOB = 0  # pool → server → worker: a job to score
-STARTED = 1  # worker → server: the work starts, and with it the timeout
+STARTED = 1  # worker → server: the work starts, and with it the timeout; server → pool: a worker has the job
 RESULT = 2  # worker → server → pool: the outcome
 LAST_RESULT = 3  # an outcome from a worker that must be replaced
-READY = 4  # server → pool: the server accepts jobs
+PING = 4  # pool → server → pool: the server is alive
+NO_JOB = bytes(16)
 
 
 class Frame(NamedTuple):
-    job: int
+    job: bytes
     kind: int
     body: bytes
 
@@ -45,7 +47,7 @@ class OversizedFrame(ValueError):
     """A frame announces more bytes than the reader accepts."""
 
 
-def pack(job: int, kind: int, body: bytes = b"") -> bytes:
+def pack(job: bytes, kind: int, body: bytes = b"") -> bytes:
     return HEADER.pack(len(body), job, kind) + body
 
 
@@ -95,6 +97,7 @@ class Confinement:
 def serve(channel: socket.socket, judging: Judging, max_jobs: int = MAX_JOBS) -> None:
     """Process jobs until the server closes the channel or this worker must be replaced."""
     frames = FrameBuffer(MAX_JOB_BYTES)
+    fingerprint = Fingerprint(judging.environments.values())
     done = 0
     while data := channel.recv(1 << 16):
         for frame in frames.feed(data):
@@ -103,7 +106,8 @@ def serve(channel: socket.socket, judging: Judging, max_jobs: int = MAX_JOBS) ->
             channel.sendall(pack(frame.job, STARTED))
             outcome = score(judging, frame.body)
             done += 1
-            fit = done < max_jobs and _is_clean()
+            # After an error the process is not trusted: what the reward changed may make each later one fail.
+            fit = done < max_jobs and outcome["status"] == "ok" and _is_clean() and fingerprint.holds()
             channel.sendall(pack(frame.job, RESULT if fit else LAST_RESULT, json.dumps(outcome).encode()))
             if not fit:
                 return
@@ -159,6 +163,62 @@ def _is_clean() -> bool:
     except ChildProcessError:
         return True
     return False  # children are left
+
+
+class Fingerprint:
+    """Detects that a reward replaced functions that later rewards in this process depend on.
+
+    Compares, by identity, the functions and classes in common modules, in `shoal.rewards` and in the environments, and
+    the current folder. A change costs a new worker, not a reward, so a false alarm is harmless.
+    """
+
+    MODULES = frozenset(
+        [
+            "builtins",
+            "json",
+            "json.decoder",
+            "json.encoder",
+            "math",
+            "os",
+            "re",
+            "struct",
+            "time",
+            "difflib",
+            "fractions",
+            "decimal",
+            "random",
+            "statistics",
+            "string",
+            "subprocess",
+            "itertools",
+            "functools",
+        ]
+    )
+
+    def __init__(self, environments: Iterable[Any]) -> None:
+        names = [name for name in sys.modules if name in self.MODULES or name.startswith("shoal.rewards")]
+        self._modules = {name: sys.modules[name] for name in names}
+        owners = [*self._modules.values()]
+        for environment in environments:
+            module = sys.modules.get(type(environment).__module__)
+            owners += [type(environment), environment, *([module] if module is not None else [])]
+        spaces = [space for owner in owners if (space := getattr(owner, "__dict__", None)) is not None]
+        self._functions = [(space, name, it) for space in spaces for name, it in [*space.items()] if callable(it)]
+        self._folder = _folder()
+
+    def holds(self) -> bool:
+        return (
+            all(space.get(name) is it for space, name, it in self._functions)
+            and all(sys.modules.get(name) is module for name, module in self._modules.items())
+            and _folder() == self._folder
+        )
+
+
+def _folder() -> Path | None:
+    try:
+        return Path.cwd()
+    except OSError:
+        return None
 
 
 def become_worker(channel: socket.socket, judging: Judging, confinement: Confinement) -> None:

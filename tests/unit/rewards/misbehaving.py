@@ -4,17 +4,29 @@ import asyncio
 import contextlib
 import ctypes
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from shoal.envs import SingleTurn, answer_of, ask
 from shoal.rewards.worker import RESULT, STARTED, pack
 
 TIMEOUT_S = 0.5
+
+
+def job_id() -> bytes:
+    """The id of the running job, read from the worker's own memory."""
+    frame = sys._getframe()
+    while frame.f_code.co_name != "serve":
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame.f_locals["frame"].job
 
 
 class Misbehaving(SingleTurn):
@@ -24,7 +36,7 @@ class Misbehaving(SingleTurn):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.secret = lambda: 0.75  # a closure cannot be pickled, and need not be
+        self.secret: Any = lambda: 0.75  # a closure cannot be pickled, and need not be
 
     def tasks(self, split):
         return [ask("what?", answer=1)] * 3
@@ -116,7 +128,7 @@ class Misbehaving(SingleTurn):
         forged = json.dumps({"status": "ok", "reward": float("nan"), "parts": {}}).encode()
         for descriptor in (int(entry.name) for entry in list(Path("/dev/fd").iterdir())):
             with contextlib.suppress(OSError):
-                os.write(descriptor, pack(1, RESULT, forged))
+                os.write(descriptor, pack(job_id(), RESULT, forged))
         return 1
 
     def text(self):
@@ -157,18 +169,73 @@ class Misbehaving(SingleTurn):
         return {name: 1 for name in os.environ if name.startswith("SHOAL_TEST")}
 
     def extend(self):
-        """Repeats the frame that reports the start of job 1, the first job of a pool."""
+        """Repeats the frame that reports the start of the job."""
         until = time.monotonic() + 20 * TIMEOUT_S
         while time.monotonic() < until:
             for descriptor in range(3, 64):
                 with contextlib.suppress(OSError):
-                    os.write(descriptor, pack(1, STARTED))
+                    os.write(descriptor, pack(job_id(), STARTED))
             time.sleep(TIMEOUT_S / 5)
 
     def patch(self):
         """Makes every later reply of this process invalid."""
         json.dumps = lambda value, **_: "nonsense"
         return 1
+
+    def stop_server(self):
+        os.kill(os.getppid(), signal.SIGSTOP)
+        return 1
+
+    def kill_server(self):
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+
+    def stop_all(self):
+        """Stops the keeper of the server, and the server."""
+        keeper = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+        self.note()
+        for pid in (keeper, os.getppid()):
+            (self.folder / f"pid-{pid}").touch()
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(600)
+
+    def hop(self):
+        """A chain of processes: each starts the next in a session of its own and ends."""
+        script = 'touch "$0/hop"; exec setsid sh -c "$1" "$0" "$1" &'
+        subprocess.Popen(["setsid", "sh", "-c", script, str(self.folder), script])
+        while not (self.folder / "hop").exists():
+            time.sleep(0.01)
+        return self.hang()
+
+    def patch_library(self):
+        """Changes what later rewards compute, without an error."""
+        math.isclose = lambda *_, **__: True
+        return 1
+
+    def patch_self(self):
+        setattr(type(self), "true", lambda self: 0.25)  # noqa: B010
+        return 1
+
+    def close(self):
+        return float(math.isclose(1.0, 2.0))
+
+    def patch_to_fail(self):
+        """Makes later rewards of this process fail."""
+        self.secret = None
+        type(self).weights.clear()
+        raise ValueError
+
+    def foreign_frame(self):
+        """Sends a good result for another job."""
+        reply = json.dumps({"status": "ok", "reward": 1.0}).encode()
+        for descriptor in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(descriptor, pack(bytes(16), RESULT, reply))
+        return self.hang()
+
+    def close_all(self):
+        os.closerange(3, 4096)
+        time.sleep(600)
 
     def corrupt(self):
         """Writes rubbish into every descriptor it can find."""
