@@ -32,9 +32,10 @@ from shoal.core.errors import (
     HardwareError,
     Interrupted,
     ShoalError,
+    StorageError,
 )
 from shoal.runs.checkpoints import resume_hint
-from shoal.runs.run_dir import RunDir, is_used, read_status
+from shoal.runs.run_dir import RunDir, read_status
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by every launcher
 LAUNCHER_PID = "SHOAL_LAUNCHER_PID"
@@ -258,7 +259,10 @@ def _read_end(folder: Path, rank: int) -> dict[str, Any]:
 def _write_status(run: Run, end: _End) -> None:
     """The main rank may have died before it wrote its status, or known only that another rank was gone."""
     path = run.path
-    status = read_status(path) if is_used(path) else {}
+    try:
+        status = read_status(path)
+    except StorageError:
+        return  # the run has not started, or a resume recovers its identity
     if status.get("pid") != end.main_pid or status.get("state") not in ("running", "failed", "stopped"):
         return
     with contextlib.suppress(ShoalError), RunDir.resume(path) as run_dir:

@@ -44,7 +44,7 @@ from shoal.models.tokenizer import check_found
 from shoal.rewards.functions import FunctionReward, RewardFunctions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.sandbox import check_isolation, needed_files
-from shoal.runs.checkpoints import Checkpoint, resume_hint
+from shoal.runs.checkpoints import Checkpoint, checkpoint_folders, resume_hint
 from shoal.runs.events import EventLog, forward_log_warnings, setup_logging, stop_logging
 from shoal.runs.journal import damaged_lines
 from shoal.runs.run_dir import FollowerRunDir, RunDir, is_used, read_status
@@ -255,12 +255,10 @@ def open_run_dir(run: Run, ranks: Ranks, environments: Mapping[str, Environment]
 def open_or_create(
     path: Path, config: RunConfig | SftConfig, data: dict[str, Any], command: str, resume: bool
 ) -> RunDir:
-    if resume and (path / "status.json").exists():
+    if resume and is_used(path):
         run_dir = RunDir.resume(path)
         run_dir.reopen(as_yaml(config), data, command)
         return run_dir
-    if resume and path.exists() and any(path.glob("checkpoints/*")):
-        raise ConfigError(f"{path} holds checkpoints but no status.json; it is not a run directory of Shoal")
     return RunDir.create(path, as_yaml(config), data, command)
 
 
@@ -305,7 +303,7 @@ def _write_report(path: Path, events: EventLog) -> None:
 
 
 def newest_checkpoint(run_dir: RunDir, events: EventLog) -> Checkpoint | None:
-    """The checkpoint to continue from. Records of later steps are removed."""
+    """The checkpoint to continue from. Records of later steps are removed, and earlier ones are verified."""
     checkpoint = run_dir.newest_good_checkpoint()
     for reason in checkpoint.skipped if checkpoint is not None else []:
         events.warn("checkpoint", f"a checkpoint was passed over: {reason}")
@@ -314,6 +312,8 @@ def newest_checkpoint(run_dir: RunDir, events: EventLog) -> Checkpoint | None:
     for name, lines in damaged.items():
         if lines:
             events.warn("damaged", f"{name}: {count(len(lines), 'line')} could not be read and left out: {lines[:9]}")
+    for problem in run_dir.damage + (run_dir.restore_history(checkpoint) if checkpoint is not None else []):
+        events.warn("damaged", problem)
     return checkpoint
 
 
@@ -360,10 +360,21 @@ def end_at_once(run_dir: RunDir | FollowerRunDir, command: str | None) -> str | 
 
 
 def already_done(path: Path, config: RunConfig | SftConfig) -> bool:
-    """Whether the run has finished, which is printed. A run with more steps or epochs than before continues."""
-    status = read_status(path) if (path / "status.json").exists() else {}
+    """Whether the run has finished, which is printed. A run with more steps or epochs than before continues, and so
+    does one without final/, which is written again from the newest checkpoint."""
+    try:
+        status = read_status(path)
+    except StorageError:  # there is none, or a resume recovers it
+        return False
     if status.get("state") not in ("finished", "solved"):
         return False
+    if not (path / "final").is_dir():
+        if checkpoint_folders(path / "checkpoints"):
+            return False
+        raise StorageError(
+            f"{path}: this run is {status['state']}, but it has neither final/ nor a checkpoint: its weights are lost. "
+            "Choose another train.output_dir to train again"
+        )
     load = load_run if isinstance(config, RunConfig) else load_sft
     earlier, now = load(str(path / "config.yaml")).config.train, config.train
     longer = (now.max_steps or 0) > (earlier.max_steps or 0) or (now.epochs or 0) > (earlier.epochs or 0)

@@ -66,9 +66,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, good or not, oldest first."""
-        with storage(f"list {self.folder}"):
-            matches = [_NAME.fullmatch(entry.name) for entry in self.folder.iterdir()]
-        return sorted(int(match[1]) for match in matches if match)
+        return [_step_of(path) for path in checkpoint_folders(self.folder)]
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"
@@ -110,7 +108,7 @@ class CheckpointStore:
     def verify(self, step: int) -> dict[str, Any]:
         """The manifest of a good checkpoint. Raises StorageError with the reason for any other."""
         path = self.path(step)
-        manifest = _read_manifest(path)
+        manifest = read_manifest(path)
         if manifest.get("format") != FORMAT:
             raise StorageError(f"{path} has format {manifest.get('format')}, this Shoal reads {FORMAT}")
         if manifest.get("run_id") != self._run_id or manifest.get("step") != step:
@@ -168,13 +166,23 @@ class CheckpointStore:
         return None
 
 
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, good or not, oldest first."""
+    with storage(f"list {folder}"):
+        entries = list(folder.iterdir()) if folder.is_dir() else []
+    return sorted((entry for entry in entries if _NAME.fullmatch(entry.name)), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
 def resume_hint(folder: Path) -> str:
     """A message that says where an interrupted run continues. Nothing is verified; the next start does that."""
-    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    steps = [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
-    if not steps:
+    found = checkpoint_folders(folder)
+    if not found:
         return "there is no checkpoint yet, so the run starts again from the beginning"
-    return f"the run continues from the checkpoint of step {max(steps)}"
+    return f"the run continues from the checkpoint of step {_step_of(found[-1])}"
 
 
 @contextmanager
@@ -222,7 +230,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.blake2b(plain.encode(), digest_size=16).hexdigest()
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
     try:
         with open_to_read(path / MANIFEST) as file:
             manifest = json.loads(file.read())

@@ -94,6 +94,11 @@ def decode_line(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
+def _is_up_to(record: dict[str, Any] | None, step: int) -> bool:
+    of = record.get("step", 0) if record is not None else None
+    return isinstance(of, int) and of <= step
+
+
 class LineWriter:
     """Appends records to one file. Thread-safe."""
 
@@ -121,10 +126,15 @@ class LineWriter:
         with self._guard, storage(f"cut {self.path}"):
             with open_to_read(self.path) as file:
                 raw = list(file)
-            kept = [line for line in raw if (record := decode_line(line)) is not None and record.get("step", 0) <= step]
+            kept = [line for line in raw if _is_up_to(decode_line(line), step)]
             if len(kept) != len(raw):
                 self._replace(kept)
             return len(raw) - len(kept)
+
+    def replace(self, lines: Sequence[bytes]) -> None:
+        """Replace the whole content, atomically."""
+        with self._guard, storage(f"restore {self.path}"):
+            self._replace(lines)
 
     def amend(self, step: int, more: Mapping[str, Any]) -> None:
         """Add fields to the records of one step, atomically."""

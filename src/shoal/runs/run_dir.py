@@ -17,8 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.core.errors import ConfigError, StorageError, UsedFolderError
-from shoal.runs.checkpoints import Checkpoint, CheckpointStore, read_state, sweep, write_folder, write_state
+from shoal.runs.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
+    checkpoint_folders,
+    read_state,
+    sweep,
+    write_folder,
+    write_state,
+)
 from shoal.runs.files import TEMPORARY, RunLock, open_to_read, overwrite, remove_quietly, storage, write_atomic
+from shoal.runs.history import recovered_status, restore_history, store_history
 from shoal.runs.journal import LineWriter, encode_line, read_lines
 from shoal.runs.secrets import redact, secret_values
 
@@ -47,6 +56,7 @@ class RunDir:
         self.journal = LineWriter(path / "journal.jsonl", durable=True)
         self.events = LineWriter(path / "events.jsonl")
         self.checkpoints = CheckpointStore(path / "checkpoints", status["run_id"])
+        self.damage: list[str] = []  # what a resume found and could continue without
 
     @classmethod
     def create(
@@ -77,13 +87,22 @@ class RunDir:
 
     @classmethod
     def resume(cls, path: Path | str) -> RunDir:
-        """Open the folder of an earlier run. Removes partial lines and leftovers of unfinished writes."""
+        """Open the folder of an earlier run. Removes partial lines and leftovers of unfinished writes.
+
+        If status.json is damaged or lost, the identity of the run is read from its checkpoints.
+        """
         path = Path(path)
         if not is_used(path):
             raise ConfigError(f"{path} has no run to resume; start one without --resume")
-        lock = RunLock(path)
+        lock, damage = RunLock(path), []
         try:
-            run_dir = cls(path, lock, read_status(path))
+            try:
+                status = read_status(path)
+            except StorageError as error:
+                status = recovered_status(path / "checkpoints", error)
+                damage = [f"{error}; the identity of the run was read from its checkpoints"]
+            run_dir = cls(path, lock, status)
+            run_dir.damage = damage
             for folder in (path, path / "rollouts", path / "checkpoints"):
                 sweep(folder)
         except BaseException:
@@ -102,6 +121,9 @@ class RunDir:
     def check_binding(self, binding: Mapping[str, Any]) -> None:
         """Raise ConfigError if a setting that identifies the run has changed."""
         wanted = _as_json(binding)
+        if "binding" not in self.status:  # status.json is damaged, and the checkpoints are of an earlier version
+            self.status["binding"] = wanted
+            self.damage.append("the settings of the earlier run are unknown and were not compared with those of now")
         # earlier versions of Shoal did not record the digests of files
         noted = {key for key in wanted if key in self.binding or not key.endswith(" files")}
         changed = sorted(key for key in {*self.binding, *noted} if self.binding.get(key) != wanted.get(key))
@@ -181,13 +203,14 @@ class RunDir:
         self, step: int, state: Mapping[str, Any] | None = None, *, version: int | None = None
     ) -> Iterator[Path]:
         """Yield an empty folder that becomes checkpoints/step_N, with the state, atomically at the end of the block."""
-        about = {"version": step if version is None else version, "created_at": _now()}
+        about = {"version": step if version is None else version, "created_at": _now(), "binding": self.binding}
         with self.checkpoints.write(step, about) as folder:
             yield folder
             if state is not None:
                 write_state(folder, state)
             for stream in (self.metrics, self.journal, self.events):
                 stream.sync()
+            store_history(folder, (self.metrics, self.journal))
 
     def read_state(self, folder: Path) -> dict[str, Any]:
         return read_state(folder)
@@ -228,6 +251,11 @@ class RunDir:
         self.checkpoints.set_aside_after(step)
         return {**cut, "rollouts": len(later)}
 
+    def restore_history(self, checkpoint: Checkpoint) -> list[str]:
+        """Restore journal and metrics after `cut_to`. Returns what was wrong with them."""
+        streams = (self.journal, self.metrics)
+        return [line for stream in streams for line in restore_history(stream, checkpoint.path, checkpoint.step)]
+
     def close(self) -> None:
         for stream in (self.metrics, self.journal, self.events):
             stream.close()
@@ -241,8 +269,8 @@ class RunDir:
 
 
 def is_used(path: Path) -> bool:
-    """Whether the folder has a status.json. A dry run writes only config.yaml."""
-    return (path / "status.json").exists()
+    """Whether the folder has a status.json or checkpoints. A dry run writes only config.yaml."""
+    return (path / "status.json").exists() or bool(checkpoint_folders(path / "checkpoints"))
 
 
 def write_config(path: Path, resolved_config_text: str) -> Path:

@@ -43,7 +43,8 @@ def test_manifest_names_every_file(run_dir: RunDir) -> None:
     path = save(run_dir, 3)
     manifest = json.loads((path / "manifest.json").read_text())
     assert (manifest["step"], manifest["version"], manifest["format"]) == (3, 103, 2)
-    assert sorted(manifest["files"]) == ["adapter/config.json", "model.safetensors"]
+    history = ["history/journal.jsonl", "history/metrics.jsonl"]
+    assert sorted(manifest["files"]) == ["adapter/config.json", *history, "model.safetensors"]
     assert manifest["files"]["model.safetensors"]["bytes"] == 1000
     found = run_dir.newest_good_checkpoint()
     assert found is not None
