@@ -405,7 +405,7 @@ def _first_columns(file: Path) -> list[str] | None:
         if file.suffix == ".csv":
             return [name.strip().strip('"') for name in first.split(",")]
         row = json.loads(first) if file.suffix == ".jsonl" else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # RecursionError: reported with its line when the data is read
         return None
     return list(row) if isinstance(row, dict) else None
 

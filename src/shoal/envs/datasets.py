@@ -18,7 +18,7 @@ from typing import Any
 
 from shoal.core.errors import DataError
 from shoal.core.types import Message, Task
-from shoal.envs.readers import SUFFIXES, RawRow, read_file
+from shoal.envs.readers import SUFFIXES, TOO_DEEP, RawRow, is_too_deep, read_file
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +126,8 @@ def _tasks(spec: DatasetSpec, rows: Iterator[RawRow], needed: Sequence[str], mak
         try:
             if raw.row is None:
                 raise DataError(raw.problem or "unreadable")
+            if is_too_deep(raw.row):
+                raise DataError(TOO_DEEP)
             tasks.append(make(_with_columns(raw.row, spec.columns, needed)))
         except DataError as error:
             problems.append((raw.where, str(error)))

@@ -17,6 +17,8 @@ from typing import Any
 from shoal.core.errors import DataError
 
 MAX_ROW_BYTES = 16 * 2**20
+MAX_ROW_LEVELS = 100  # of nested lists and objects; JSON writers fail at about 1,000
+TOO_DEEP = f"nested over {MAX_ROW_LEVELS} levels deep"
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
@@ -69,8 +71,10 @@ def _parse(line: bytes, where: str) -> RawRow:
         return RawRow(where, problem=f"not UTF-8 at byte {error.start}")
     except json.JSONDecodeError as error:
         return RawRow(where, problem=f"not JSON: {error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return RawRow(where, problem=f"not JSON: {error}")
+    except RecursionError:
+        return RawRow(where, problem=TOO_DEEP)
     return _object(row, where)
 
 
@@ -78,6 +82,21 @@ def _object(row: Any, where: str) -> RawRow:
     if not isinstance(row, dict):
         return RawRow(where, problem=f"the row is of type {type(row).__name__}, not an object with columns")
     return RawRow(where, row)
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether lists and objects are nested so deep that the row could be read, but not always written."""
+    level = [value]
+    for _ in range(MAX_ROW_LEVELS):
+        level = [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _refuse_constant(name: str) -> float:
@@ -89,8 +108,10 @@ def _read_json(path: Path, split: str) -> Iterator[RawRow]:
         content = json.loads(_without_bom(path.read_bytes(), path).decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from error
+    except RecursionError as error:
+        raise DataError(f"{path}: a row is {TOO_DEEP}; remove it") from error
     if isinstance(content, dict):
         content = next((content[key] for key in (split, "data") if isinstance(content.get(key), list)), None)
     if not isinstance(content, list):

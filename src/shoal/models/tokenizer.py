@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.config.section_rules import looks_like_path
 from shoal.core.errors import ModelError
 from shoal.models.chat import special_tokens
+from shoal.models.template_check import CONVERSATION, check_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,6 +62,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         raise ModelError(f"no tokenizer could be loaded from {name!r}: {first_line(error)}") from error
     if tokenizer.chat_template is None:
         raise ModelError(f"the tokenizer of {name!r} has no chat template, which Shoal requires")
+    check_template(tokenizer, name)
     return tokenizer
 
 
@@ -116,7 +118,7 @@ def files_fingerprint(name: str) -> str | None:
 def _read_config(file: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_text("utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ModelError(f"{str(file)!r} is not a valid model config: {first_line(error)}") from error
 
 
@@ -193,8 +195,11 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
 def turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token with which the template ends an assistant turn; often different from the declared EOS."""
     mark = "xqzx"
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    messages = [CONVERSATION[0], {**CONVERSATION[1], "content": mark}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # of a tokenizer that a script made
+        raise ModelError(f"the chat template of the tokenizer cannot be used: {first_line(error)}") from error
     tail = text.rsplit(mark, 1)[-1]
     ids = tokenizer.encode(tail, add_special_tokens=False) if tail else []
     return ids[0] if ids and ids[0] in special_tokens(tokenizer).values() else None

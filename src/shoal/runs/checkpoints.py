@@ -238,7 +238,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         valid = valid and manifest["digest"] == _digest(manifest)
     except FileNotFoundError:
         raise StorageError(f"{path} has no manifest") from None
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, RecursionError):
         valid, manifest = False, {}
     if not valid:
         raise StorageError(f"{path} has a damaged manifest")

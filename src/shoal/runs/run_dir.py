@@ -287,7 +287,7 @@ def read_status(path: Path) -> dict[str, Any]:
     try:
         status = json.loads(text)
         status["run_id"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StorageError(f"{path / 'status.json'} is not a status file of Shoal: {error}") from error
     return status
 

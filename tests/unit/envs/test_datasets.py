@@ -68,7 +68,7 @@ BAD_LINES = [
     (b'{"prompt": [], "answer": "1"}', "text or a list of messages"),
     (b'{"prompt": "x", "answer": NaN}', "NaN is not a JSON number"),
     (b'["prompt"]', "of type list"),
-    (b"[" * 100_000, "not JSON"),
+    (b"[" * 100_000, "nested over 100 levels"),
 ]
 
 

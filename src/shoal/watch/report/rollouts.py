@@ -127,7 +127,7 @@ def _read_head(line: bytes) -> Head | None:
         pass
     try:  # lone surrogates or fields of other types: json accepts more than msgspec
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict):
         return None
