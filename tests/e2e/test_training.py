@@ -82,6 +82,8 @@ def test_the_quickstart_files_train_a_small_local_model(warm: WarmPython, model:
     run = Run(tmp_path, warm)
     assert_trained_once(run, 4)
     assert [step["noise/sigma"] > 0 for step in run.steps()] == [False, True, True, True]
+    for step in run.steps():
+        assert step["noise/applied"] == pytest.approx(step["noise/sigma"], rel=0.2), "fp32 rounds nothing away"
     assert all(np.isfinite(step["policy/loss"]) and step["optim/grad_norm"] > 0 for step in run.steps())
     assert all("masked" in step for step in run.steps()), "the quickstart's loss reports what it dropped"
     assert (run.path / "final" / "adapter_config.json").exists() == lora

@@ -18,6 +18,7 @@ from shoal.core.errors import EXIT_INTERRUPTED, EngineError, Interrupted, Storag
 from shoal.core.evaluate import unless_stopped
 from shoal.core.learn import StepResult
 from shoal.core.metrics import Tally, tally_groups, throughput
+from shoal.core.protocols import NoiseMeter
 from shoal.core.ranks import any_rank
 from shoal.core.state import LoopSettings, Parts, Progress, Saving
 from shoal.core.stop_rules import StopRules
@@ -32,6 +33,7 @@ class Loop:
         self._exit_code = EXIT_INTERRUPTED
         self._served = ""  # hash of the weights that the sampler serves
         self._served_sigma = 0.0  # standard deviation of the noise on them
+        self._applied_sigma = 0.0  # the same after rounding
         self._stop_rules = StopRules(parts.observer, settings.stop_after)
         self._saving = Saving(parts, settings)
         self.stopped_by_rule = False  # by a rule that stops all ranks at the same step, so that they can save together
@@ -89,6 +91,8 @@ class Loop:
         tally_groups(tally, collected.all, collected.kept, progress.step)
         if self.settings.sigma_at is not None:
             tally.value("noise/sigma", self._served_sigma)
+            if isinstance(parts.engine, NoiseMeter):
+                tally.value("noise/applied", self._applied_sigma)
         progress.step = step
         await self._publish(step)
         self._stop_rules.observe(progress, collected, result, parts.collector.admission.oldest_allowed)
@@ -111,6 +115,8 @@ class Loop:
             with parts.phases("sync"):
                 sync, limit = self._sync(version), self.settings.sync_deadline_s
                 self._served = await within(limit, sync, "the weight sync", "orch.sync_deadline_s")
+            if isinstance(parts.engine, NoiseMeter):
+                self._applied_sigma = parts.engine.applied_sigma
             if len(set(await parts.ranks.exchange(self._served.encode()))) > 1:
                 raise EngineError(f"the weights of version {version} differ between the processes")
 

@@ -86,6 +86,14 @@ class StreamingEngine(Protocol):
     async def generate(self, request: Request, heard: Heard | None = None) -> Completion: ...
 
 
+@runtime_checkable
+class NoiseMeter(Protocol):
+    """An engine that measures the noise on its weights after rounding to their precision."""
+
+    @property
+    def applied_sigma(self) -> float: ...
+
+
 class PendingResults(Protocol):
     """Results of a micro-batch that the device may still be computing."""
 

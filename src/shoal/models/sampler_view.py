@@ -7,6 +7,7 @@ weights that are swapped in only while the sampler runs, so it never affects the
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -32,6 +33,7 @@ class SamplerView:
         self._slot = False
         self._noisy: dict[nn.Module, Tensor] = {}  # allocated once: CUDA graphs read these tensors
         self.noisy = False
+        self.applied_sigma = 0.0  # of the noise that is left after rounding: bf16 has steps of 0.008 above 1
         self.version = 0
         self._copied: int | None = None  # the version held by the snapshot
         self.decoder = trained
@@ -69,14 +71,19 @@ class SamplerView:
         if version != self._copied:
             self._copy_weights()
         self.version = self._copied = version
-        self.noisy = sigma > 0
+        self.noisy, self.applied_sigma = sigma > 0, 0.0
         if self.noisy:
+            squares = count = 0.0
             generator = torch.Generator().manual_seed((seed * 1_000_003 + version) % (1 << 63))
             for norm in noisy_norms(self.decoder.inner):
                 weight: Tensor = norm.weight  # type: ignore[assignment]
                 noise = torch.randn(weight.shape, generator=generator) * sigma
                 buffer = self._noisy.setdefault(norm, torch.empty_like(weight, requires_grad=False))
-                buffer.copy_(weight.float().cpu() + noise)
+                clean = weight.float().cpu()
+                buffer.copy_(clean + noise)
+                squares += (buffer.float().cpu() - clean).square().sum().item()
+                count += clean.numel()
+            self.applied_sigma = math.sqrt(squares / max(count, 1))
 
     def _copy_weights(self) -> None:
         if self._slot:

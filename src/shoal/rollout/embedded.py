@@ -103,6 +103,10 @@ class EmbeddedRolloutEngine:
     def version(self) -> int:
         return self._engine.view.version
 
+    @property
+    def applied_sigma(self) -> float:
+        return self._engine.view.applied_sigma
+
     async def connect(self) -> None: ...
 
     async def describe(self) -> dict[str, Any]:

@@ -66,6 +66,15 @@ def _above(metric: str, limit: float, words: str) -> Judge:
     return judge
 
 
+def _unless_noisy(judge: Judge) -> Judge:
+    """No finding while QeRL noise is on the sampler: then its log-probs differ from the trainer's on purpose."""
+
+    def judge_without_noise(row: Row, history: History) -> RuleMatch | None:
+        return judge(row, history) if row.get("noise/sigma", 0.0) <= 0 else None
+
+    return judge_without_noise
+
+
 def _reward_flat(row: Row, _: History) -> RuleMatch | None:
     if row["reward/std"] >= 1e-9:
         return None
@@ -188,8 +197,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "mismatch",
         "mismatch/k3",
-        _above(
-            "mismatch/k3", 0.01, "sampler and trainer log-probs differ: k3 is {value:.2g}, healthy is below {limit:g}"
+        _unless_noisy(
+            _above(
+                "mismatch/k3",
+                0.01,
+                "sampler and trainer log-probs differ: k3 is {value:.2g}, healthy is below {limit:g}",
+            )
         ),
         CATALOGUE["mismatch/k3"].change,
     ),
@@ -224,10 +237,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ratio",
         "mismatch/ratio_max",
-        _above(
-            "mismatch/ratio_max",
-            100.0,
-            "one token is {value:.3g} times as likely under the trainer as under the sampler",
+        _unless_noisy(
+            _above(
+                "mismatch/ratio_max",
+                100.0,
+                "one token is {value:.3g} times as likely under the trainer as under the sampler",
+            )
         ),
         CATALOGUE["mismatch/ratio_max"].change,
     ),

@@ -151,3 +151,23 @@ def test_training_between_two_noisy_samplings() -> None:
     train_one_step(plain)
     for (name, one), other in zip(weights(decoder).items(), weights(plain).values(), strict=True):
         assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize(("sigma", "share"), [(0.05, (0.9, 1.1)), (2e-4, (0.0, 0.5))])
+def test_the_applied_noise_is_measured_after_rounding(sigma: float, share: tuple[float, float]) -> None:
+    """Norm weights are near 1, where neighbouring numbers of bf16 differ by 0.004 below and 0.008 above."""
+    decoder = small_decoder()
+    view = SamplerView(decoder)
+    view.refresh(1, sigma, seed=3)
+    assert view.applied_sigma == pytest.approx(sigma, rel=0.1)
+    decoder.model.to(torch.bfloat16)  # type: ignore[operator]
+    view = SamplerView(decoder)
+    clean = [norm.weight.data.clone() for norm in noisy_norms(decoder.inner)]  # type: ignore[union-attr,operator]
+    view.refresh(1, sigma, seed=3)
+    with view.active():
+        noisy = [norm.weight.data.clone() for norm in noisy_norms(decoder.inner)]  # type: ignore[union-attr,operator]
+    applied = torch.cat([(now.double() - before).flatten() for now, before in zip(noisy, clean, strict=True)])
+    assert view.applied_sigma == pytest.approx(applied.square().mean().sqrt().item(), rel=1e-6)
+    assert share[0] * sigma <= view.applied_sigma <= share[1] * sigma
+    view.refresh(2)
+    assert view.applied_sigma == 0.0

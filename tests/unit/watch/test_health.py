@@ -64,6 +64,14 @@ def test_each_problem_is_reported_with_metric_steps_and_remedy(
     assert finding.where == "steps 20–29" and metric in finding.sentence
 
 
+@pytest.mark.parametrize("metric", ["mismatch/k3", "mismatch/ratio_max"])
+def test_noise_on_the_sampler_is_no_mismatch(metric: str) -> None:
+    noisy = {metric: 300.0, "noise/sigma": 0.05}
+    assert check_rows(rows(40, 20, 29, **noisy), {}) == []
+    (finding,) = check_rows(rows(40, 20, 29, **{**noisy, "noise/sigma": 0.0}), {})
+    assert finding.metric == metric
+
+
 def test_equal_rewards_suggest_easier_or_harder_prompts() -> None:
     flat = {"reward/std": 0.0}
     (low,) = check_rows(rows(40, 20, 29, **flat), {})
