@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.grpo_trainer import GRPOTrainer
+    from shoal.surfaces.grpo_config import GRPOConfig
 
-__all__ = ["GRPOTrainer", "__version__"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "GRPOTrainer":
-        return importlib.import_module("shoal.grpo_trainer").GRPOTrainer
+    if name in ("GRPOConfig", "GRPOTrainer"):
+        return getattr(importlib.import_module("shoal.grpo_trainer"), name)
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")

@@ -153,7 +153,6 @@ TABLES: tuple[KeyTable, ...] = (
     LAUNCHER_FIELDS,
     trl.TRAINER,
     trl.FIELDS,
-    trl.INHERITED,
 )
 INTRO = """# Coming from elsewhere
 
@@ -175,7 +174,7 @@ def render(table: KeyTable) -> str:
 
 
 def _line(row: KeyRow) -> str:
-    ours = ", ".join(key if "`" in key else f"`{key}`" for key in row.keys) or "–"
+    ours = "not supported" if row.refused else ", ".join(k if "`" in k else f"`{k}`" for k in row.keys) or "–"
     return f"| {_cell(f'`{row.theirs}`')} | {_cell(ours)} | {_cell(row.note)} |"
 
 

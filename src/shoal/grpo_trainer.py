@@ -6,6 +6,7 @@ Objects that a configuration cannot name (a model, items, reward functions) are 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +27,10 @@ from shoal.envs.items import ItemEnvironment, ItemError, Items, judges_itself
 from shoal.envs.user_code import load_object
 from shoal.rewards.functions import RewardFunctions
 from shoal.runs.run_dir import is_used, read_metrics
+from shoal.surfaces import trl
 from shoal.surfaces.excepthook import one_line_if_uncaught
-from shoal.surfaces.names import Key, keys_of, unknown_argument
+from shoal.surfaces.grpo_config import GRPOConfig
+from shoal.surfaces.names import Key, Translation, keys_of
 from shoal.surfaces.trainer import (
     COMPLETIONS_SHOWN,
     DEFAULT_STEPS,
@@ -35,9 +38,9 @@ from shoal.surfaces.trainer import (
     LABEL,
     OPTIMIZER_KEYS,
     SCHEDULER_KEYS,
-    check_objects,
+    STAND_INS,
     completions_shown,
-    from_trl,
+    object_problems,
     optimizer_name,
     translate,
 )
@@ -130,6 +133,11 @@ class GRPOTrainer:
         ] = None,
         device: Annotated[str, Key("train.device")] = "auto",
         overrides: Annotated[Sequence[str], Key(note="any other key of the schema, as on the command line")] = (),
+        args: Annotated[
+            GRPOConfig | None, Key(note="TRL's configuration, with TRL's defaults, instead of the arguments above")
+        ] = None,
+        processing_class: Annotated[Any, Key(note="with args: the tokenizer")] = None,
+        peft_config: Annotated[Any, Key(note="with args: a LoraConfig of PEFT")] = None,
         **unknown: Any,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
@@ -137,21 +145,22 @@ class GRPOTrainer:
             self._set_up(arguments, unknown)
 
     def _set_up(self, arguments: dict[str, Any], unknown: Mapping[str, Any]) -> None:
-        if unknown:
-            _refuse_unknown(next(iter(unknown)), list(arguments))
         for name in ("model", "output_dir", "adapter_path"):
             if isinstance(arguments[name], Path):
                 arguments[name] = str(arguments[name])
-        check_objects(arguments)
+        self._processes = _processes(arguments["use_accelerate"] or arguments["args"] is not None)
+        translation = _translated(arguments, unknown, self._processes)
         model, train_dataset, eval_dataset = (arguments[n] for n in ("model", "train_dataset", "eval_dataset"))
-        self._processes = _processes(arguments["use_accelerate"])
-        translation = translate(KEYS, arguments, self._processes)
-        _check_vllm(arguments["use_vllm"])
-        self._rewards = _rewards(arguments["reward_funcs"], arguments["reward_weights"], train_dataset)
-        self._eval_dataset = eval_dataset
+        self.config, self.notices = translation.config(_with_precision(arguments["overrides"], model, translation))
         self._wording = translation.reword
-        self.config, self.notices = translation.config(_with_precision(arguments["overrides"], model))
-        if eval_dataset is not None and arguments["eval_steps"] is None:
+        if self.config.infer.in_process:
+            _check_vllm()
+        weights = arguments["reward_weights"]
+        if (args := arguments["args"]) is not None:
+            weights = args.reward_weights
+        self._rewards = _rewards(arguments["reward_funcs"], weights, train_dataset)
+        self._eval_dataset = eval_dataset
+        if eval_dataset is not None and arguments["eval_steps"] is None and args is None:
             self.notices.append("eval_dataset: is only used by test() unless eval_steps is set")
         if arguments["use_accelerate"] and self._processes == 1 and _launched_without_gpu():
             self.notices.append(
@@ -163,7 +172,7 @@ class GRPOTrainer:
         self._given = PythonObjects(
             environments={LABEL: environment},
             model=None if isinstance(model, str) else model,
-            tokenizer=_tokenizer(model, arguments["tokenizer"]),
+            tokenizer=_tokenizer(model, arguments["tokenizer"] or arguments["processing_class"]),
             processes=self._processes,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         )
@@ -178,13 +187,13 @@ class GRPOTrainer:
         """One dictionary per step, as in metrics.jsonl."""
         return read_metrics(self.output_dir) if is_used(self.output_dir) else []
 
-    def train(self) -> Path:
-        """Train to the end and return the run directory."""
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> Path:
+        """Train to the end and return the run directory. `resume_from_checkpoint` replaces that of the constructor."""
         with one_line_if_uncaught(self._wording):
-            return self._train()
+            return self._train(bool(resume_from_checkpoint))
 
-    def _train(self) -> Path:
-        resume = self.config.train.resume_from_checkpoint
+    def _train(self, resume: bool) -> Path:
+        resume = resume or self.config.train.resume_from_checkpoint
         if self.output_dir.exists() and not self.output_dir.is_dir():
             raise ArgumentError(f"GRPOTrainer: output_dir: {str(self.output_dir)!r} is a file; use a folder")
         if is_used(self.output_dir) and not resume and _is_main():
@@ -238,7 +247,8 @@ class GRPOTrainer:
         return resolve_run(RunConfig.model_construct(train=train, infer=infer, orch=orch))
 
 
-KEYS = keys_of(GRPOTrainer.__init__)
+KEYS = {name: key for name, key in keys_of(GRPOTrainer.__init__).items() if not name.startswith("args.")}
+DEFAULTS = {name: p.default for name, p in inspect.signature(GRPOTrainer.__init__).parameters.items() if name in KEYS}
 
 
 @contextmanager
@@ -250,15 +260,30 @@ def _about(surface: str, **arguments: str) -> Iterator[None]:
         raise ArgumentError(f"{surface}: {arguments[error.split]}: {error.what}") from error
 
 
-def _refuse_unknown(name: str, known: Sequence[str]) -> None:
-    if name == "args":
-        raise ArgumentError(
-            "GRPOTrainer: args: is not an argument; docs/coming-from.md lists the argument for every field of TRL's "
-            "GRPOConfig"
-        )
-    if here := from_trl(name, KEYS):
-        raise ArgumentError(f"GRPOTrainer: {name}: is not an argument; {here}")
-    raise unknown_argument("GRPOTrainer", name, known)
+def _translated(arguments: dict[str, Any], unknown: Mapping[str, Any], processes: int) -> Translation:
+    """The translation of a call, in Shoal's own style or in TRL's, with all problems of the arguments."""
+    config, objects = arguments["args"], object_problems(arguments)
+    arguments = {**arguments, **{name: STAND_INS.get(name) for name in objects}}
+    if config is None:
+        to = translate(KEYS, arguments, processes, DEFAULTS)
+        for name in ("processing_class", "peft_config"):
+            if arguments[name] is not None:
+                to.refuse(name, "belongs to args=GRPOConfig(…)", "use tokenizer, lora and lora_rank, or pass args")
+    elif isinstance(config, GRPOConfig):
+        to = trl.translate(config, arguments, processes)
+        for name, value in arguments.items():
+            if name not in trl.WITH_ARGS and value != DEFAULTS[name]:
+                to.refuse(name, "cannot be combined with args=GRPOConfig(…)", trl.in_args(name, KEYS))
+    else:
+        to = Translation("GRPOTrainer")
+        to.refuse("args", f"must be a shoal.GRPOConfig, not a {type(config).__name__}", "from shoal import GRPOConfig")
+    for name in unknown:
+        to.refuse_unknown(name, KEYS, trl.in_own_arguments(name, KEYS) if config is None else trl.in_args(name, KEYS))
+    for name, problem in objects.items():
+        to.refuse(name, problem)
+    if "args" in to.refused:
+        to.raise_problems()
+    return to
 
 
 def _processes(use_accelerate: bool) -> int:
@@ -285,8 +310,8 @@ def _is_main() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def _check_vllm(use_vllm: bool) -> None:
-    if use_vllm and importlib.util.find_spec("vllm") is None:
+def _check_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
         raise ArgumentError(
             "GRPOTrainer: use_vllm: the package vllm is not installed; run `pip install vllm` (Linux with CUDA), or "
             "remove use_vllm to use the embedded engine"
@@ -311,17 +336,18 @@ def _rewards(functions: Any, weights: Sequence[float] | None, items: Items) -> R
     return RewardFunctions([load_object(f) if isinstance(f, str) else f for f in many], weights)
 
 
-def _with_precision(overrides: Sequence[str], model: Any) -> list[str]:
+def _with_precision(overrides: Sequence[str], model: Any, to: Translation) -> list[str]:
     """A model object keeps its precision unless an override sets train.recipe."""
+    if {"model", "overrides"} & set(to.refused):
+        return []
     dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
     recipe = {"float32": "fp32", "bfloat16": "bf16"}.get(dtype)
     if isinstance(model, str) or any(text.startswith("train.recipe=") for text in overrides):
         return list(overrides)
     if recipe is None:
-        raise ArgumentError(
-            f"GRPOTrainer: model: {type(model).__name__} in {dtype or 'no precision'} cannot be trained; load it in "
-            "float32 or bfloat16, or pass its name"
-        )
+        what = f"{type(model).__name__} in {dtype or 'no precision'} cannot be trained"
+        to.refuse("model", what, "load it in float32 or bfloat16, or pass its name")
+        return list(overrides)
     return [f"train.recipe={recipe}", *overrides]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -13,7 +12,6 @@ import pytest
 
 from shoal import coming_from as seeds
 from shoal.coming_from import TABLES, page, unknown_keys
-from shoal.surfaces import trl
 from shoal.surfaces.names import KeyTable
 
 ROOT = Path(__file__).parents[2]
@@ -42,16 +40,6 @@ def test_a_row_says_something():
         assert all(row.keys or row.note for row in table.rows), table.title
         names = [row.theirs for row in table.rows]
         assert len(names) == len(set(names)), table.title
-
-
-def test_every_inherited_field_of_trls_config_is_there():
-    """GRPOConfig is a TrainingArguments; its own fields and those it redefines stand in the other table."""
-    from transformers import TrainingArguments
-
-    own = {row.theirs for row in trl.FIELDS.rows}
-    inherited = {row.theirs for row in trl.INHERITED.rows}
-    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= own | inherited
-    assert not own & inherited
 
 
 def names_of(*tables: KeyTable) -> str:

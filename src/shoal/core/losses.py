@@ -118,7 +118,7 @@ def _clipped(inputs: LossInputs, ratio: Tensor, bounds: ClipBounds, w: Tensor | 
 class GRPO(Loss):
     """clipped policy gradient, optionally with a KL penalty
 
-    w · max(-rho·A, -clip(rho, 1-clip_low, 1+clip_high)·A)
+    w · max(-rho·A, -clip(rho, 1-clip_low, 1+clip_high)·A); with dual_clip c, at most -c·A where A < 0.
     """
 
     aliases = ("ppo",)
@@ -126,6 +126,7 @@ class GRPO(Loss):
     type: Literal["grpo"] = "grpo"
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh | None = Field(default=None, description="Upper clip distance; equals clip_low if unset.")
+    dual_clip: DualClip | None = Field(default=None, description="Loss bound for negative advantages.")
 
     def resolved(self) -> Self:
         high = self.clip_low if self.clip_high is None else self.clip_high
@@ -133,7 +134,7 @@ class GRPO(Loss):
 
     def __call__(self, inputs: LossInputs, w: Tensor | None = None) -> TokenLoss:
         high = self.clip_low if self.clip_high is None else self.clip_high
-        return _clipped(inputs, policy_ratio(inputs), ClipBounds(self.clip_low, high), w)
+        return _clipped(inputs, policy_ratio(inputs), ClipBounds(self.clip_low, high, self.dual_clip), w)
 
 
 class ImportanceSampling(Loss):
@@ -213,6 +214,7 @@ class GSPO(Loss):
     are far narrower than bf16 noise, so `old` must come from the trainer, not from the sampler.
     """
 
+    takes_kl = True
     needs_old = True
     type: Literal["gspo"] = "gspo"
     clip_low: ClipLow = 3e-4
@@ -236,6 +238,7 @@ class CISPO(Loss):
     -w · sg[clip(rho, ratio_low, ratio_high)] · lp · A
     """
 
+    takes_kl = True
     type: Literal["cispo"] = "cispo"
     ratio_low: LowRatio = Field(default=0.0, description="Absolute lower bound of the ratio.")
     ratio_high: HighRatio = Field(default=4.0, description="Absolute upper bound of the ratio.")
@@ -369,6 +372,7 @@ class SAPO(Loss):
     -w · (4/t) · sigmoid(t · (rho - 1)) · A, t = tau_pos where A > 0, else tau_neg.
     """
 
+    takes_kl = True
     type: Literal["sapo"] = "sapo"
     tau_pos: PositiveFloat = Field(default=1.0, description="Temperature for positive advantages.")
     tau_neg: PositiveFloat = Field(default=1.05, description="Temperature for the other advantages.")

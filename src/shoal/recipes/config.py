@@ -19,7 +19,7 @@ from shoal.core.errors import ArgumentError
 from shoal.core.losses import BUILT_IN, CISPO, DAPO, DRO, GRPO, GSPO, LOSSES, ImportanceSampling, Loss, Reinforce
 from shoal.core.section import IN_MEMORY
 from shoal.envs.readers import SUFFIXES
-from shoal.surfaces.names import Key, Translation, keys_of, unknown_argument
+from shoal.surfaces.names import Key, Translation, keys_of, named_arguments
 
 Kind = TypeVar("Kind", bound=type)
 PARAMETER_NAMES = {"clip_low": "eps_clip", "clip_high": "eps_clip_high", "quad_beta": "beta"}  # schema → Config
@@ -27,17 +27,14 @@ PARAMETER_NAMES = {"clip_low": "eps_clip", "clip_high": "eps_clip_high", "quad_b
 
 def strict(kind: Kind) -> Kind:
     """Checks the arguments of a dataclass: unknown and missing fields, and objects of the wrong type, by name."""
+    named_arguments(kind)
     fill: Callable[..., None] = kind.__init__
-    known = [f.name for f in fields(kind)]
     required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
 
     @wraps(fill)
     def checked(self: Any, *args: Any, **values: Any) -> None:
-        for name in values:
-            if name not in known:
-                raise unknown_argument(kind.__name__, name, known)
         for name in required:
-            if name not in values:
+            if name not in values and not set(values) - set(kind.__annotations__):
                 raise ArgumentError(f"{kind.__name__}: {name}: is required; write {kind.__name__}({name}=…)")
         for name, value in values.items():
             _check_object(kind.__name__, name, value)
@@ -272,7 +269,7 @@ def check_config(surface: str, config: Any) -> None:
 
 def translate(config: Config, in_memory: bool = False) -> tuple[RunConfig, list[str]]:
     """The resolved run, and notices. `in_memory`: the rows or the reward function are Python objects."""
-    to = Translation("Config")
+    to = Translation("Config", {f.name: f.default for f in fields(Config) if f.default is not MISSING})
     if not config.deployment.tokenizer_model:
         to.refuse(
             "deployment.tokenizer_model", "is required", "set it to the model whose tokenizer the deployment uses"
@@ -281,6 +278,7 @@ def translate(config: Config, in_memory: bool = False) -> tuple[RunConfig, list[
         near = difflib.get_close_matches(str(config.policy_loss), POLICY_LOSSES, n=1)
         fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(POLICY_LOSSES)}"
         to.refuse("policy_loss", f"there is no loss {config.policy_loss!r}", fix)
+        to.raise_problems()
     to.put_declared(KEYS, {name: _value(config, name) for name in KEYS})
     to.data["orch"]["groups"] = {"uniform": "skip"}
     _batch(to, config)
@@ -304,6 +302,7 @@ def _batch(to: Translation, config: Config) -> None:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             to.refuse(name, f"must be a whole number of at least 1, not {value!r}")
+    to.raise_problems()
     rollouts = config.prompt_groups_per_step * config.completions_per_prompt
     to.put("prompt_groups_per_step", "orch.batch_size", rollouts)
 
@@ -339,6 +338,7 @@ def _loss(to: Translation, config: Config) -> None:
     for name in LOSS_OBJECTS:
         if getattr(config, name) is not None and name != loss:
             to.refuse(name, f"is not used with policy_loss {loss!r}", "remove it")
+    to.raise_problems()  # the schema does not know the parameters of another loss
     if spec.uses_ratio or config.ratio_log_cap != 20.0:
         to.put("ratio_log_cap", "train.loss.ratio_log_cap", config.ratio_log_cap)
     # The default is dropped if the loss has no correction. Any other value is checked by the schema.
@@ -388,4 +388,4 @@ def _layout(to: Translation, argument: str, name: str | None) -> Layout | None:
         near = difflib.get_close_matches(name, LAYOUTS, n=1)
         hint = f"did you mean {near[0]}?" if near else "`shoal shapes` lists them"
         to.refuse(argument, f"there is no shape {name!r}", hint)
-    return LAYOUTS[name] if name is not None else None
+    return LAYOUTS.get(name) if name is not None else None

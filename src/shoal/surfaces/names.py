@@ -1,7 +1,7 @@
 """Translates the arguments of another interface to the schema, and schema keys in messages back to the arguments.
 
 `GRPOTrainer`, `recipes.Config` and the launcher declare each argument once, with a `Key`. The translation, the wording
-of messages and docs/coming-from.md are derived from these declarations. No torch.
+of messages and docs/coming-from/ are derived from these declarations. No torch.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
-from functools import cache
-from typing import Any, NoReturn, get_args, get_type_hints
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, wraps
+from typing import Any, get_args, get_type_hints
 
-from shoal.config.load import load_data
+from shoal.config.load import ConfigDraft, load_data
+from shoal.config.problems import Findings
 from shoal.config.resolve import resolve_run
 from shoal.config.rules import check_run
 from shoal.config.schema import RunConfig
@@ -29,6 +30,7 @@ class Key:
     convert: Callable[[Any], Any] | None = None  # raises ValueError with what is wrong
     composed: bool = False  # translated by code of the interface, usually together with other arguments
     default: Any = None  # for the launcher, whose keys have no signature
+    refused: bool = False  # a name of another system that Shoal does not support; `note` is the reason
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -49,8 +51,24 @@ def keys_of(surface: Any) -> dict[str, Key]:
     return found
 
 
+def named_arguments(kind: type, synonyms: Mapping[str, str] | None = None) -> None:
+    """Make a dataclass report all unknown arguments by name. `synonyms`: usual wrong name → field."""
+    fill: Callable[..., None] = kind.__init__
+    defaults = {field.name: field.default for field in fields(kind)}
+
+    @wraps(fill)
+    def checked(self: Any, *args: Any, **values: Any) -> None:
+        to = Translation(kind.__name__, defaults)
+        for name in (name for name in values if name not in defaults):
+            to.refuse_unknown(name, defaults, near=(synonyms or {}).get(name))
+        to.raise_problems()
+        fill(self, *args, **values)
+
+    kind.__init__ = checked  # type: ignore[misc]
+
+
 def rows_of(keys: Mapping[str, Key]) -> tuple[KeyRow, ...]:
-    return tuple(KeyRow(name, key.to, key.note) for name, key in keys.items())
+    return tuple(KeyRow(name, key.to, key.note, key.refused) for name, key in keys.items())
 
 
 def names_by_key(keys: Mapping[str, Key]) -> dict[str, str]:
@@ -77,6 +95,7 @@ class KeyRow:
     theirs: str
     ours: str | tuple[str, ...] = ()
     note: str = ""
+    refused: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -92,13 +111,19 @@ class KeyTable:
 
 
 class Translation:
-    """Collects the schema values of one call, and makes the checked configuration."""
+    """Collects the schema values and the problems of one call, and makes the checked configuration.
 
-    def __init__(self, surface: str) -> None:
+    `defaults` are the defaults of the arguments, which messages show.
+    """
+
+    def __init__(self, surface: str, defaults: Mapping[str, Any] | None = None) -> None:
         self.surface = surface
         self.data: dict[str, Any] = {}
         self.arguments: dict[str, str] = {}  # schema key → argument
         self.also: dict[str, str] = {}  # further schema keys that messages may name → argument
+        self.notices: list[str] = []
+        self._defaults = defaults or {}
+        self._problems: dict[str, str] = {}  # argument → line
 
     def put(self, argument: str, key: str, value: Any) -> None:
         *sections, last = key.split(".")
@@ -118,11 +143,23 @@ class Translation:
                 value = value if key.convert is None else key.convert(value)
             except ValueError as error:
                 self.refuse(argument, str(error))
+                continue
             for target in key.keys if value is not None else ():
                 self.put(argument, target, value)
 
-    def refuse(self, argument: str, what: str, fix: str = "") -> NoReturn:
-        raise ArgumentError(f"{self.surface}: {argument}: {what}" + (f"; {fix}" if fix else ""))
+    def refuse(self, argument: str, what: str, fix: str = "") -> None:
+        """Record a problem. `raise_problems` and `config` raise all of them together."""
+        line = f"{self.surface}: {argument}: {what}" + (f"; {fix}" if fix else "")
+        self._problems.setdefault(argument, line + self._default_note(argument))
+
+    def refuse_unknown(
+        self, name: str, known: Iterable[str], elsewhere: str | None = None, near: str | None = None
+    ) -> None:
+        """Record an unknown argument, with `elsewhere` (where its meaning is set) or the nearest known name."""
+        known = list(known)
+        near = near or next(iter(difflib.get_close_matches(name, known, n=1)), None)
+        hint = elsewhere or (f"did you mean {near}{self._default_of(near)}?" if near else _hint((), known))
+        self._problems.setdefault(name, f"{self.surface}: {name}: is not an argument; {hint}")
 
     def pick(self, argument: str, given: Mapping[str, Any] | None, known: Mapping[str, str]) -> None:
         """Put a dictionary argument, whose keys are schema keys by `known`."""
@@ -130,28 +167,72 @@ class Translation:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1)
                 self.refuse(f"{argument}[{name!r}]", "is not known", _hint(near, known))
-            self.put(f"{argument}[{name!r}]", known[name], value)
+            else:
+                self.put(f"{argument}[{name!r}]", known[name], value)
+
+    @property
+    def refused(self) -> list[str]:
+        return list(self._problems)
+
+    def raise_problems(self) -> None:
+        if self._problems:
+            raise ArgumentError("\n".join(self._problems.values())) from None
 
     def config(self, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
-        """The resolved configuration, and notices."""
+        """The resolved configuration, and notices. Raises one ArgumentError for all problems, one line for each."""
+        found = self._checked(overrides)
+        if found is None:  # some values are of the wrong type: check the others against each other
+            self._checked(overrides)
+        self.raise_problems()
+        assert found is not None
+        loaded, findings = found
+        return resolve_run(loaded.config), [*self.notices, *(self.reword(line) for line in findings.notice_lines())]
+
+    def _checked(self, overrides: Sequence[str]) -> tuple[ConfigDraft[RunConfig], Findings] | None:
+        """None if values do not have the type of the schema. They are removed, with their problems recorded."""
         try:
             loaded = load_data(self.data, overrides, self.surface)
-            findings = check_run(loaded.config)
+        except ConfigError as error:
+            self._record(str(error))
+            return None
+        findings = check_run(loaded.config)
+        try:
             findings.raise_errors(loaded.origins)
         except ConfigError as error:
-            raise ArgumentError(self.reword(str(error))) from None
-        return resolve_run(loaded.config), [self.reword(line) for line in findings.notice_lines()]
+            self._record(str(error))
+        return loaded, findings
+
+    def _record(self, text: str) -> None:
+        """Add the lines of an error of the schema, in words of this interface."""
+        for line in text.splitlines():
+            key = line.removeprefix(f"{self.surface}: ").partition(": ")[0]
+            argument = self.arguments.get(key)
+            if argument is not None:
+                line = re.sub(r"; (the default is .*|remove it to use the default)$", "", line)
+                line += self._default_note(argument, line)
+            self._problems.setdefault(argument or line, self.reword(line))
+            self._remove(key)
+
+    def _remove(self, key: str) -> None:
+        *sections, last = key.split(".")
+        target: Any = self.data
+        for name in sections:
+            target = target.get(name, {}) if isinstance(target, dict) else {}
+        if isinstance(target, dict):
+            target.pop(last, None)
+
+    def _default_note(self, argument: str, line: str = "") -> str:
+        default = self._defaults.get(argument)
+        shown = isinstance(default, bool | int | float | str) and "default" not in line
+        return f"; the default is {default!r}" if shown else ""
+
+    def _default_of(self, argument: str) -> str:
+        default = self._defaults.get(argument)
+        return f" (default {default!r})" if isinstance(default, bool | int | float | str) else ""
 
     def reword(self, text: str) -> str:
         """`text` with the arguments of this call in place of schema keys."""
         return replace_keys(text, {**self.also, **self.arguments})
-
-
-def unknown_argument(surface: str, name: str, known: Iterable[str]) -> ArgumentError:
-    known = list(known)
-    return ArgumentError(
-        f"{surface}: {name}: is not an argument; {_hint(difflib.get_close_matches(name, known, n=1), known)}"
-    )
 
 
 def _hint(near: Sequence[str], known: Iterable[str]) -> str:

@@ -9,15 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from shoal.core.errors import ArgumentError
 from shoal.core.section import IN_MEMORY
-from shoal.surfaces import trl
 from shoal.surfaces.names import Key, Translation
 
 LABEL = "dataset"  # the environment's name in metrics and files
 DEFAULT_STEPS = 100
 COMPLETIONS_SHOWN = 4
 VLLM_MEMORY = 0.5
+RATE = 1e-5
 ORDER = "GRPOTrainer(model, train_dataset, reward_funcs)"
 GENERATION_KEYS = {
     "top_p": "orch.sampling.top_p",
@@ -42,30 +41,18 @@ SCHEDULER_KEYS = {
     "warmup_ratio": "train.warmup_ratio",
     "final_lr_fraction": "train.final_lr_fraction",
 }
-_NESTED = {"optimizer_args": OPTIMIZER_KEYS, "generation_args": GENERATION_KEYS}
+NESTED = {"optimizer_args": OPTIMIZER_KEYS, "generation_args": GENERATION_KEYS}
 OPTIMIZERS = {"adamw": "adamw", "adamw_8bit": "adamw_8bit", "adamw8bit": "adamw_8bit"}
 
 
-def from_trl(name: str, keys: Mapping[str, Key]) -> str | None:
-    """The argument for a name of TRL, as a sentence; None if TRL has no such name."""
-    rows = {row.theirs: row for table in (trl.TRAINER, trl.FIELDS, trl.INHERITED) for row in table.rows}
-    row = rows.get(name)
-    if row is None:
-        return None
-    arguments = [argument for target in row.keys for argument, key in keys.items() if target in key.keys]
-    if row.keys and arguments:
-        nested = {key: f"{outer}={{{inner!r}: …}}" for outer, known in _NESTED.items() for inner, key in known.items()}
-        return f"TRL's {name} is {nested.get(row.keys[0], arguments[0])} in Shoal"
-    if row.keys:
-        return f"TRL's {name} is overrides=['{row.keys[0]}=…'] in Shoal" + (f" ({row.note})" if row.note else "")
-    return f"TRL's {name} has no counterpart in Shoal: {row.note}"
-
-
-def translate(keys: Mapping[str, Key], given: Mapping[str, Any], processes: int = 1) -> Translation:
+def translate(
+    keys: Mapping[str, Key],
+    given: Mapping[str, Any],
+    processes: int = 1,
+    defaults: Mapping[str, Any] | None = None,
+) -> Translation:
     """The schema values of a call of GRPOTrainer. `given` holds every argument, defaults included."""
-    to = Translation("GRPOTrainer")
-    if not _is_list(given["overrides"]):
-        to.refuse("overrides", f"must be a list such as ['train.seed=3'], not {_shown(given['overrides'])}")
+    to = Translation("GRPOTrainer", {"optimizer_args['lr']": RATE, **(defaults or {})})
     to.put("model", "train.model", given["model"] if isinstance(given["model"], str) else IN_MEMORY)
     to.put("train_dataset", "orch.env", [{"id": IN_MEMORY, "name": LABEL}])
     to.data["train"]["loss"] = {"type": "grpo", "aggregation": "seq-mean-token-mean"}
@@ -79,7 +66,7 @@ def translate(keys: Mapping[str, Key], given: Mapping[str, Any], processes: int 
     if given["wandb_project"] is not None and not given["enable_wandb"]:
         to.refuse("wandb_project", "is not used without enable_wandb=True", "set it, or remove wandb_project")
     _engine(to, given)
-    _resume(to, given)
+    put_resume(to, given["resume_from_checkpoint"], given["output_dir"])
     return to
 
 
@@ -100,6 +87,7 @@ def completions_shown(shown: Any) -> int:
 def _dictionary(to: Translation, given: Mapping[str, Any], name: str) -> dict[str, Any]:
     if given[name] is not None and not isinstance(given[name], Mapping):
         to.refuse(name, f"must be a dictionary, not {_shown(given[name])}")
+        return {}
     return dict(given[name] or {})
 
 
@@ -117,6 +105,8 @@ def _batch(to: Translation, given: Mapping[str, Any], processes: int) -> None:
     for name in ("batch_size", "group_size"):
         if not isinstance(given[name], int) or isinstance(given[name], bool) or given[name] < 1:
             to.refuse(name, f"must be a whole number of at least 1, not {given[name]!r}")
+            to.data.setdefault("orch", {}).pop("rollouts_per_example", None)
+            return
     to.put("batch_size", "orch.batch_size", given["batch_size"] * given["group_size"] * processes)
 
 
@@ -127,15 +117,16 @@ def _sampling(to: Translation, given: Mapping[str, Any]) -> None:
     for name, own in (("temperature", "sampling_temperature"), ("max_new_tokens", "max_new_tokens")):
         if name in arguments:
             to.refuse(f"generation_args[{name!r}]", "has its own argument", f"use {own}=…")
+            del arguments[name]
     to.pick("generation_args", arguments, GENERATION_KEYS)
 
 
 def _optimizer(to: Translation, given: Mapping[str, Any]) -> None:
-    arguments = {"lr": 1e-5, **_dictionary(to, given, "optimizer_args")}
+    arguments = {"lr": RATE, **_dictionary(to, given, "optimizer_args")}
     betas = arguments.pop("betas", None)
-    if betas is not None:
-        if not _is_list(betas) or len(betas) != 2:
-            to.refuse("optimizer_args['betas']", f"must be two numbers, not {_shown(betas)}")
+    if betas is not None and (not _is_list(betas) or len(betas) != 2):
+        to.refuse("optimizer_args['betas']", f"must be two numbers, not {_shown(betas)}")
+    elif betas is not None:
         to.put("optimizer_args['betas']", "train.adam_beta1", betas[0])
         to.put("optimizer_args['betas']", "train.adam_beta2", betas[1])
     to.pick("optimizer_args", arguments, {**OPTIMIZER_KEYS, "betas": ""})
@@ -158,6 +149,7 @@ def _evaluation(to: Translation, given: Mapping[str, Any]) -> None:
         return
     if held_out is None or len(held_out) == 0:
         to.refuse("eval_steps", "needs an eval_dataset", "set it, or remove eval_steps")
+        return
     to.put("eval_steps", "orch.eval.interval", every)
     to.put("eval_dataset", "orch.eval.num_examples", len(held_out))
 
@@ -178,11 +170,10 @@ def _engine(to: Translation, given: Mapping[str, Any]) -> None:
         to.put("vllm_enable_sleep", "infer.engine_args.enable_sleep_mode", True)
 
 
-def _resume(to: Translation, given: Mapping[str, Any]) -> None:
+def put_resume(to: Translation, wanted: Any, output_dir: str) -> None:
     """True, or a path in the run directory. The run continues from its newest valid checkpoint."""
-    wanted = given["resume_from_checkpoint"]
     if isinstance(wanted, str | Path):
-        folder = Path(given["output_dir"]).resolve()
+        folder = Path(output_dir).resolve()
         if folder not in (Path(wanted).resolve(), *Path(wanted).resolve().parents):
             to.refuse(
                 "resume_from_checkpoint", f"{str(wanted)!r} is not in output_dir", "set output_dir to the run directory"
@@ -191,44 +182,53 @@ def _resume(to: Translation, given: Mapping[str, Any]) -> None:
         to.put("resume_from_checkpoint", "train.resume_from_checkpoint", True)
 
 
-def check_objects(given: Mapping[str, Any]) -> None:
-    """Raises for the first object of the wrong kind. The schema checks the other arguments."""
-    _check_model(given["model"])
-    _check_items("train_dataset", given["train_dataset"])
-    if given["eval_dataset"] is not None:
-        _check_items("eval_dataset", given["eval_dataset"])
-    _check_rewards(given["reward_funcs"], given["reward_weights"])
+# What stands for an argument of the wrong kind, so that the others are checked as well.
+STAND_INS: dict[str, Any] = {"model": "model", "train_dataset": (), "eval_dataset": ({},), "overrides": ()}
 
 
-def _check_model(model: Any) -> None:
+def object_problems(given: Mapping[str, Any]) -> dict[str, str]:
+    """Argument → what is wrong, for objects of the wrong kind. The schema checks the other arguments."""
+    held_out, weights, overrides = (given[name] for name in ("eval_dataset", "reward_weights", "overrides"))
+    found = {
+        "model": _model_problem(given["model"]),
+        "train_dataset": _items_problem(given["train_dataset"]),
+        "eval_dataset": None if held_out is None else _items_problem(held_out),
+        "reward_funcs": _rewards_problem(given["reward_funcs"]),
+    }
+    if weights is not None and not _is_list(weights):
+        found["reward_weights"] = f"must be a list of numbers, not {_shown(weights)}"
+    if not _is_list(overrides):
+        found["overrides"] = f"must be a list such as ['train.seed=3'], not {_shown(overrides)}"
+    return {name: problem for name, problem in found.items() if problem is not None}
+
+
+def _model_problem(model: Any) -> str | None:
     if isinstance(model, str) or hasattr(model, "parameters"):
-        return
+        return None
     if callable(model) or hasattr(model, "__len__"):
-        _refuse("model", f"is {_shown(model)}, not a model; the order is {ORDER}")
-    _refuse("model", f"must be a folder, a hub id or a transformers model, not {_shown(model)}")
+        return f"is {_shown(model)}, not a model; the order is {ORDER}"
+    return f"must be a folder, a hub id or a transformers model, not {_shown(model)}"
 
 
-def _check_items(name: str, items: Any) -> None:
+def _items_problem(items: Any) -> str | None:
     if isinstance(items, str | bytes):
-        _refuse(
-            name, f"is text ({items!r}), not items; load them, e.g. datasets.load_dataset({items!r}, split='train')"
-        )
+        return f"is text ({items!r}), not items; load them, e.g. datasets.load_dataset({items!r}, split='train')"
     if callable(items) or hasattr(items, "parameters"):
-        _refuse(name, f"is {_shown(items)}, not items; the order is {ORDER}")
+        return f"is {_shown(items)}, not items; the order is {ORDER}"
     if isinstance(items, Mapping) or not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
-        _refuse(name, f"must be a list of items or a datasets.Dataset, not {_shown(items)}")
+        return f"must be a list of items or a datasets.Dataset, not {_shown(items)}"
+    return None
 
 
-def _check_rewards(functions: Any, weights: Any) -> None:
+def _rewards_problem(functions: Any) -> str | None:
     if functions is not None and not callable(functions) and not isinstance(functions, str) and not _is_list(functions):
-        _refuse("reward_funcs", f"must be a function, or a list of them, not {_shown(functions)}")
+        return f"must be a function, or a list of them, not {_shown(functions)}"
     for function in list(functions) if _is_list(functions) else []:
         if isinstance(function, Mapping):
-            _refuse("reward_funcs", f"holds rows, not functions; the order is {ORDER}")
+            return f"holds rows, not functions; the order is {ORDER}"
         if not callable(function) and not isinstance(function, str):
-            _refuse("reward_funcs", f"holds {_shown(function)}, which is not a function")
-    if weights is not None and not _is_list(weights):
-        _refuse("reward_weights", f"must be a list of numbers, not {_shown(weights)}")
+            return f"holds {_shown(function)}, which is not a function"
+    return None
 
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
@@ -244,7 +244,3 @@ def _shown(value: Any) -> str:
 
 def _article(word: str) -> str:
     return "an" if word[:1].lower() in "aeiou" else "a"
-
-
-def _refuse(name: str, what: str) -> None:
-    raise ArgumentError(f"GRPOTrainer: {name}: {what}")

@@ -1,257 +1,428 @@
-"""TRL's `GRPOTrainer` and every field of its `GRPOConfig` (TRL 1.16, transformers 5): and the Shoal name of each."""
+"""TRL's `GRPOTrainer`: a call with `args=GRPOConfig(…)`, translated to the schema with TRL's meaning and defaults.
+
+A field of TRL does exactly what it does there, or it is refused, or a notice names the difference.
+"""
 
 from __future__ import annotations
 
-from shoal.surfaces.names import KeyRow, KeyTable
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any
 
-_SAMPLING, _LOSS, _EVAL = "orch.sampling", "train.loss", "orch.eval"
+from shoal.core.section import IN_MEMORY
+from shoal.surfaces.grpo_config import DEFAULTS, KEYS, GRPOConfig
+from shoal.surfaces.names import Key, KeyRow, KeyTable, Translation, rows_of
+from shoal.surfaces.trainer import COMPLETIONS_SHOWN, GENERATION_KEYS, LABEL, NESTED, put_resume
 
 TRAINER = KeyTable(
     "TRL: arguments of `GRPOTrainer`",
     (
         KeyRow("from trl import GRPOTrainer", "`from shoal import GRPOTrainer`"),
-        KeyRow("from trl import GRPOConfig", (), "its fields are arguments, or `overrides`"),
+        KeyRow("from trl import GRPOConfig", "`from shoal import GRPOConfig`", "the same fields and defaults"),
         KeyRow("model", "train.model", "`model=`: a name or a transformers model; a PEFT model as `adapter_path=`"),
         KeyRow("reward_funcs", (), "`reward_funcs=`, the same functions; called once per group"),
-        KeyRow("args", (), "the fields below, one by one"),
+        KeyRow("args", "`args=GRPOConfig(…)`", "without it, Shoal's own arguments and defaults apply"),
         KeyRow("train_dataset", "orch.env", "`train_dataset=`"),
-        KeyRow("eval_dataset", _EVAL, "`eval_dataset=` with `eval_steps=`"),
-        KeyRow("processing_class", (), "`tokenizer=`. Default: the tokenizer of the model"),
-        KeyRow("reward_processing_classes", (), "use a function that calls the reward model, or a judge over HTTP"),
-        KeyRow("callbacks", (), "read the files of the run directory"),
-        KeyRow("optimizers", ("train.optimizer", "train.lr_scheduler_type"), "`optimizer=`, `lr_scheduler=`"),
-        KeyRow("quantization_config", ("train.qlora_bnb", "train.qlora_fp8", "train.qlora_fp4")),
-        KeyRow("peft_config", ("train.lora", "train.lora_rank", "train.lora_alpha"), "`lora=True, lora_rank=…`"),
-        KeyRow("tools", "orch.env", "a multi-turn environment"),
-        KeyRow("rollout_func", "orch.env", "your own environment"),
-        KeyRow("environment_factory", "orch.env", "`module:function` of your own environment"),
+        KeyRow("eval_dataset", "orch.eval", "`eval_dataset=`, with `eval_strategy`"),
+        KeyRow(
+            "processing_class",
+            (),
+            "`processing_class=` with `args`, else `tokenizer=`. Default: the tokenizer of the model",
+        ),
+        KeyRow(
+            "reward_processing_classes",
+            (),
+            "use a function that calls the reward model, or a judge over HTTP",
+            refused=True,
+        ),
+        KeyRow("callbacks", (), "read the files of the run directory", refused=True),
+        KeyRow("optimizers", (), "`optim` and `lr_scheduler_type`, or `optimizer=` and `lr_scheduler=`", refused=True),
+        KeyRow("quantization_config", ("train.qlora_bnb", "train.qlora_fp8", "train.qlora_fp4"), refused=True),
+        KeyRow(
+            "peft_config",
+            ("train.lora", "train.lora_rank", "train.lora_alpha", "train.lora_dropout", "train.lora_target_modules"),
+            "`peft_config=LoraConfig(…)` with `args`, else `lora=True, lora_rank=…`; default: all linear layers",
+        ),
+        KeyRow("tools", "orch.env", "a multi-turn environment", refused=True),
+        KeyRow("rollout_func", "orch.env", "your own environment", refused=True),
+        KeyRow("environment_factory", "orch.env", "`module:function` of your own environment", refused=True),
     ),
 )
 
 FIELDS = KeyTable(
     "TRL: fields of `GRPOConfig`",
-    (
-        KeyRow("learning_rate", "train.learning_rate"),
-        KeyRow(
-            "model_init_kwargs", "train.recipe", "precision is `train.recipe`; for other options pass a model object"
-        ),
-        KeyRow("trust_remote_code", (), "never: Shoal does not run code from model repositories"),
-        KeyRow("router_aux_loss_coef", (), "there is no router auxiliary loss"),
-        KeyRow(
-            "disable_dropout",
-            "train.lora_dropout",
-            "dropout of the adapters; the model keeps the dropout of its config",
-        ),
-        KeyRow("cast_lm_head_to_fp32", (), "log-probs are always computed in fp32"),
-        KeyRow("remove_unused_columns", (), "reward functions always get all columns"),
-        KeyRow("num_generations", "orch.rollouts_per_example"),
-        KeyRow("num_generations_eval", "orch.eval.rollouts_per_example"),
-        KeyRow("max_completion_length", "orch.sampling.max_tokens"),
-        KeyRow("ds3_gather_for_generation", (), "the trained weights are used for sampling"),
-        KeyRow("shuffle_dataset", "train.seed", "prompts are always shuffled with the seed"),
-        KeyRow("pad_to_multiple_of", (), "sequences are packed, not padded"),
-        KeyRow("generation_batch_size", "orch.batch_size", "rollouts per step"),
-        KeyRow("steps_per_generation", "train.minibatches"),
-        KeyRow("temperature", "orch.sampling.temperature"),
-        KeyRow("top_p", "orch.sampling.top_p"),
-        KeyRow("top_k", "orch.sampling.top_k", "0 in TRL is -1 in Shoal"),
-        KeyRow("min_p", "orch.sampling.min_p"),
-        KeyRow("generation_kwargs", _SAMPLING),
-        KeyRow("chat_template_kwargs", "orch.sampling.chat_template_kwargs"),
-        KeyRow("repetition_penalty", (), "not supported: it would bias the ratios"),
-        KeyRow("cache_implementation", (), "the engine has one cache"),
-        KeyRow("use_vllm", "infer.engine"),
-        KeyRow("vllm_mode", "infer.engine"),
-        KeyRow("vllm_model_impl", "infer.engine_args"),
-        KeyRow("vllm_enable_sleep_mode", "infer.engine_args", "`enable_sleep_mode`"),
-        KeyRow("vllm_structured_outputs_regex", (), "not supported: guided decoding would bias the ratios"),
-        KeyRow("vllm_server_base_url", "orch.client.base_url"),
-        KeyRow("vllm_server_host", "infer.host"),
-        KeyRow("vllm_server_port", "infer.port"),
-        KeyRow("vllm_server_timeout", "orch.client.timeout"),
-        KeyRow("vllm_group_port", "train.weight_broadcast.type"),
-        KeyRow("vllm_gpu_memory_utilization", "infer.gpu_memory_utilization"),
-        KeyRow("vllm_max_model_length", "infer.max_model_len"),
-        KeyRow("vllm_tensor_parallel_size", "infer.tp"),
-        KeyRow("beta", "train.loss.kl.beta"),
-        KeyRow("num_iterations", "train.ppo_epochs"),
-        KeyRow("epsilon", "train.loss.clip_low"),
-        KeyRow("delta", "train.loss.dual_clip"),
-        KeyRow("epsilon_high", "train.loss.clip_high"),
-        KeyRow("sapo_temperature_neg", "train.loss.tau_neg"),
-        KeyRow("sapo_temperature_pos", "train.loss.tau_pos"),
-        KeyRow("vespo_k_pos", "train.loss.type", "your own loss, `module:function`"),
-        KeyRow("vespo_lambda_pos", "train.loss.type", "as above"),
-        KeyRow("vespo_k_neg", "train.loss.type", "as above"),
-        KeyRow("vespo_lambda_neg", "train.loss.type", "as above"),
-        KeyRow("importance_sampling_level", "train.loss.type", "sequence is `gspo`"),
-        KeyRow("reward_weights", "orch.reward.parts", "`reward_weights=`"),
-        KeyRow("multi_objective_aggregation", "orch.advantage.function"),
-        KeyRow("scale_rewards", "orch.advantage.std", "group, batch or none"),
-        KeyRow(
-            "loss_type",
-            ("train.loss.type", "train.loss.aggregation"),
-            "grpo: grpo with seq-mean-token-mean; bnpo: token-mean; dr_grpo: seq-mean-token-sum-norm and "
-            "advantage.std none; dapo, cispo, sapo by name",
-        ),
-        KeyRow("mask_truncated_completions", "orch.truncated.type", "mask"),
-        KeyRow("sync_ref_model", "train.reference", "the reference is always the initial model"),
-        KeyRow("ref_model_mixup_alpha", "train.reference", "as above"),
-        KeyRow("ref_model_sync_steps", "train.reference", "as above"),
-        KeyRow("top_entropy_quantile", "train.loss.type", "your own loss"),
-        KeyRow("entropy_coef", "train.loss.type", "your own loss; `policy/entropy` is always measured"),
-        KeyRow("use_adaptive_entropy", "train.loss.type", "as above"),
-        KeyRow("entropy_coef_min", "train.loss.type", "as above"),
-        KeyRow("entropy_coef_max", "train.loss.type", "as above"),
-        KeyRow("entropy_coef_delta", "train.loss.type", "as above"),
-        KeyRow("entropy_target", "train.loss.type", "as above"),
-        KeyRow("max_tool_calling_iterations", "orch.env", "`max_turns` of the environment"),
-        KeyRow("vllm_importance_sampling_correction", "train.loss.correction.type", "tis or icepop"),
-        KeyRow("vllm_importance_sampling_mode", ("train.loss.correction.type", "train.loss.correction.level")),
-        KeyRow("vllm_importance_sampling_clip_max", "train.loss.correction.cap"),
-        KeyRow("vllm_importance_sampling_clip_min", "train.loss.correction.floor"),
-        KeyRow("vllm_importance_sampling_cap", "train.loss.correction.cap"),
-        KeyRow("off_policy_mask_threshold", "train.loss.type", "`masked` drops off-policy tokens and rollouts"),
-        KeyRow("use_bias_correction_kl", "train.loss.kl.estimator", "k3-unbiased"),
-        KeyRow("log_completions", "train.show_completions", "`log_completions=`; rollouts/ has all completions"),
-        KeyRow("log_multimodal", (), "text only"),
-        KeyRow("num_completions_to_print", "train.show_completions"),
-        KeyRow("log_unique_prompts", (), "rollouts/ has all prompts and completions"),
-        KeyRow("log_completions_hub_repo", (), "nothing is uploaded"),
-        KeyRow("use_transformers_continuous_batching", (), "the engine always batches continuously"),
-        KeyRow("transformers_continuous_batching_config", "infer.max_num_seqs"),
-        KeyRow("use_transformers_paged", (), "the engine has one cache"),
-    ),
+    rows_of(KEYS),
+    intro="With TRL's defaults. A field without a key has no effect on the result, and a notice says so if it is set.",
     columns=("field", "schema key"),
 )
 
-_FILES = "the run directory has it"
-_NO = "no counterpart"
-INHERITED = KeyTable(
-    "TRL: fields that `GRPOConfig` inherits from `TrainingArguments`",
-    (
-        KeyRow("output_dir", "train.output_dir"),
-        KeyRow(
-            "per_device_train_batch_size", ("orch.batch_size", "train.per_device_train_batch_size"), "rollouts; rows"
-        ),
-        KeyRow("num_train_epochs", "train.epochs"),
-        KeyRow("max_steps", "train.max_steps"),
-        KeyRow("lr_scheduler_type", "train.lr_scheduler_type"),
-        KeyRow("lr_scheduler_kwargs", "train.final_lr_fraction"),
-        KeyRow("warmup_steps", ("train.warmup_steps", "train.warmup_ratio"), "a share of the steps is warmup_ratio"),
-        KeyRow("optim", "train.optimizer"),
-        KeyRow("optim_args", ("train.adam_beta1", "train.adam_beta2", "train.adam_epsilon")),
-        KeyRow("weight_decay", "train.weight_decay"),
-        KeyRow("adam_beta1", "train.adam_beta1"),
-        KeyRow("adam_beta2", "train.adam_beta2"),
-        KeyRow("adam_epsilon", "train.adam_epsilon"),
-        KeyRow("optim_target_modules", "train.lora_target_modules"),
-        KeyRow(
-            "gradient_accumulation_steps",
-            (),
-            "gradients of all rows of a step are accumulated; the split does not change them",
-        ),
-        KeyRow("average_tokens_across_devices", (), "denominators always cover the whole step on all processes"),
-        KeyRow("max_grad_norm", "train.max_grad_norm"),
-        KeyRow("label_smoothing_factor", (), "for supervised training only"),
-        KeyRow("bf16", "train.recipe", "bf16"),
-        KeyRow("fp16", "train.recipe", "bf16 or fp32 instead"),
-        KeyRow("bf16_full_eval", "train.recipe"),
-        KeyRow("fp16_full_eval", "train.recipe"),
-        KeyRow("tf32", "train.recipe"),
-        KeyRow("gradient_checkpointing", "train.recompute"),
-        KeyRow("gradient_checkpointing_kwargs", "train.recompute"),
-        KeyRow("torch_compile", (), "decoding uses CUDA graphs"),
-        KeyRow("torch_compile_backend", (), _NO),
-        KeyRow("torch_compile_mode", (), _NO),
-        KeyRow("use_liger_kernel", (), "log-probs are always computed in tiles"),
-        KeyRow("liger_kernel_config", (), _NO),
-        KeyRow("use_cache", (), "sampling always uses the cache"),
-        KeyRow(
-            "neftune_noise_alpha",
-            "train.noise_scheduler.enabled",
-            "a different method: noise on the norm weights of the sampler",
-        ),
-        KeyRow("torch_empty_cache_steps", (), _NO),
-        KeyRow("auto_find_batch_size", (), "the memory plan measures the sizes"),
-        KeyRow("logging_strategy", "train.logging_steps"),
-        KeyRow("logging_steps", "train.logging_steps"),
-        KeyRow("logging_first_step", "train.logging_steps", "the first step is always printed"),
-        KeyRow("log_on_each_node", (), "only the main process writes"),
-        KeyRow("logging_nan_inf_filter", (), "non-finite steps are skipped, counted and shown"),
-        KeyRow("include_num_input_tokens_seen", (), "`tokens/prompt`, `tokens/completion` are metrics"),
-        KeyRow("log_level", (), _FILES + ": logs/"),
-        KeyRow("log_level_replica", (), _FILES + ": logs/"),
-        KeyRow("disable_tqdm", (), "the output is plain lines if it is not a terminal"),
-        KeyRow("report_to", "train.report_to"),
-        KeyRow("run_name", "train.report_name"),
-        KeyRow("project", "train.report_project"),
-        KeyRow("trackio_space_id", (), _NO),
-        KeyRow("trackio_bucket_id", (), _NO),
-        KeyRow("trackio_static_space_id", (), _NO),
-        KeyRow("eval_strategy", "orch.eval.interval"),
-        KeyRow("eval_steps", "orch.eval.interval"),
-        KeyRow("eval_delay", "orch.eval.at_start"),
-        KeyRow("per_device_eval_batch_size", "infer.max_num_seqs"),
-        KeyRow("prediction_loss_only", (), "evaluation measures rewards"),
-        KeyRow("eval_on_start", "orch.eval.at_start"),
-        KeyRow("eval_do_concat_batches", (), _NO),
-        KeyRow("eval_use_gather_object", (), _NO),
-        KeyRow("eval_accumulation_steps", (), _NO),
-        KeyRow("include_for_metrics", (), _NO),
-        KeyRow("batch_eval_metrics", (), _NO),
-        KeyRow("save_only_model", (), "`final/` has only the weights"),
-        KeyRow(
-            "save_strategy", ("train.save_steps", "train.save_epochs", "train.save_seconds"), "save_steps 0 is `no`"
-        ),
-        KeyRow("save_steps", "train.save_steps"),
-        KeyRow("save_on_each_node", (), "only the main process writes"),
-        KeyRow("save_total_limit", "train.save_total_limit"),
-        KeyRow("enable_jit_checkpoint", (), "a checkpoint is always saved on SIGTERM"),
-        KeyRow("push_to_hub", (), "nothing is uploaded; `final/` can be pushed"),
-        KeyRow("hub_token", (), "as above"),
-        KeyRow("hub_private_repo", (), "as above"),
-        KeyRow("hub_model_id", (), "as above"),
-        KeyRow("hub_strategy", (), "as above"),
-        KeyRow("hub_always_push", (), "as above"),
-        KeyRow("hub_revision", (), "as above"),
-        KeyRow("load_best_model_at_end", "orch.eval.keep_best"),
-        KeyRow("metric_for_best_model", "orch.eval.keep_best", "always the mean held-out reward"),
-        KeyRow("greater_is_better", "orch.eval.keep_best", "always true"),
-        KeyRow("ignore_data_skip", (), "a resumed run continues with the next prompt"),
-        KeyRow("restore_callback_states_from_checkpoint", (), _NO),
-        KeyRow("full_determinism", (), "synchronous training on a CPU in fp32 is bit-identical"),
-        KeyRow("seed", "train.seed"),
-        KeyRow("data_seed", "orch.sampling.seed"),
-        KeyRow("use_cpu", "train.device", "cpu"),
-        KeyRow("accelerator_config", (), "`use_accelerate=True`"),
-        KeyRow("parallelism_config", "train.gpus"),
-        KeyRow("dataloader_drop_last", (), "the last batch of an epoch is filled from the next epoch"),
-        KeyRow("dataloader_num_workers", "orch.reward.workers", "for rewards; tokenising uses no workers"),
-        KeyRow("dataloader_pin_memory", (), _NO),
-        KeyRow("dataloader_persistent_workers", (), _NO),
-        KeyRow("dataloader_prefetch_factor", "orch.max_async_level"),
-        KeyRow("dataloader_multiprocessing_context", (), _NO),
-        KeyRow("dataloader_in_order", (), "groups enter training in prompt order"),
-        KeyRow("label_names", (), "for supervised training only"),
-        KeyRow("train_sampling_strategy", (), "rows are packed"),
-        KeyRow("length_column_name", (), "rows are packed"),
-        KeyRow("ddp_find_unused_parameters", (), "gradients are summed once per step"),
-        KeyRow("ddp_bucket_cap_mb", (), "as above"),
-        KeyRow("ddp_broadcast_buffers", (), "as above"),
-        KeyRow("ddp_static_graph", (), "as above"),
-        KeyRow("ddp_backend", (), "nccl on GPUs, gloo on CPUs"),
-        KeyRow("ddp_timeout", "orch.deadline_s"),
-        KeyRow("fsdp", "train.sharding"),
-        KeyRow("fsdp_config", "train.sharding"),
-        KeyRow("deepspeed", (), _NO),
-        KeyRow("debug", (), _FILES + ": logs/"),
-        KeyRow("skip_memory_metrics", (), _NO),
-        KeyRow("do_train", (), "`.train()`"),
-        KeyRow("do_eval", (), "`.test()`"),
-        KeyRow("do_predict", (), "`.test()`"),
-        KeyRow("resume_from_checkpoint", "train.resume_from_checkpoint"),
-        KeyRow("local_rank", (), "the launcher sets it"),
-    ),
-    columns=("field", "schema key"),
-)
+OUTPUT_DIR = "trainer_output"
+CONTEXT = 2048
+ADVANTAGE_EPS = 1e-4
+WITH_ARGS = ("model", "train_dataset", "reward_funcs", "eval_dataset", "args", "processing_class", "peft_config",
+             "overrides")  # fmt: skip
+_AGGREGATIONS = {
+    "grpo": "seq-mean-token-mean",
+    "bnpo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "dapo": "token-mean",
+    "cispo": "token-mean",
+    "sapo": "seq-mean-token-mean",
+}
+_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adamw"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit"),
+}
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine", "constant": "constant",
+              "constant_with_warmup": "constant"}  # fmt: skip
+_STD = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "auto": None}
+# PEFT's options of an adapter that Shoal has not: name → the value that has no effect.
+_PEFT_UNUSED = {"bias": "none", "use_rslora": False, "use_dora": False, "modules_to_save": None, "rank_pattern": {},
+                "alpha_pattern": {}, "layers_to_transform": None, "target_parameters": None}  # fmt: skip
+
+
+def translate(config: GRPOConfig, given: Mapping[str, Any], processes: int = 1) -> Translation:
+    """The schema values of a call with `args`. `given` holds the arguments of GRPOTrainer."""
+    to = Translation("GRPOTrainer", DEFAULTS)
+    fields = {name: getattr(config, name) for name in KEYS}
+    _check_unused(to, fields)
+    to.put("model", "train.model", given["model"] if isinstance(given["model"], str) else IN_MEMORY)
+    to.put("train_dataset", "orch.env", [{"id": IN_MEMORY, "name": LABEL}])
+    to.put("output_dir", "train.output_dir", str(fields["output_dir"] or OUTPUT_DIR))
+    to.data["orch"]["groups"] = {"uniform": "keep"}  # TRL trains on all groups; their tokens are in the denominators
+    to.put_declared(KEYS, fields)
+    updates = _batch(to, fields, processes)
+    _length(to, fields, updates)
+    _sampling(to, fields)
+    _loss(to, fields)
+    _schedule(to, fields, updates)
+    _precision(to, fields)
+    _saving(to, fields, updates)
+    _evaluation(to, fields, given["eval_dataset"], updates)
+    _engine(to, fields)
+    _adapter(to, given["peft_config"])
+    put_resume(to, fields["resume_from_checkpoint"], str(fields["output_dir"] or OUTPUT_DIR))
+    return to
+
+
+def _check_unused(to: Translation, fields: Mapping[str, Any]) -> None:
+    """Refuse fields that Shoal does not support, and give a notice for those without an effect."""
+    for name, value in fields.items():
+        key = KEYS[name]
+        if value == DEFAULTS[name] or (key.refused and not value and not isinstance(value, float)):
+            continue
+        if key.refused and value != getattr(_Neutral, name, DEFAULTS[name]):
+            to.refuse(name, f"{value!r} is not supported", key.note)
+        elif not key.keys and not key.composed:
+            to.notices.append(f"{name}: has no effect: {key.note}")
+
+
+class _Neutral:
+    """Values of refused fields that mean the same as the default."""
+
+    router_aux_loss_coef = 0.0
+    shuffle_dataset = None
+
+
+def _whole(to: Translation, fields: Mapping[str, Any], name: str, least: int = 1) -> int:
+    value = fields[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        to.refuse(name, f"must be a whole number of at least {least}, not {value!r}")
+        return max(least, 1)
+    return value
+
+
+def _batch(to: Translation, fields: Mapping[str, Any], processes: int) -> int:
+    """Put the batch of one step, and return the optimizer updates per step."""
+    per_pass = _whole(to, fields, "per_device_train_batch_size") * processes
+    accumulated, iterations = (_whole(to, fields, name) for name in ("gradient_accumulation_steps", "num_iterations"))
+    group = _whole(to, fields, "num_generations", 2)
+    size, passes = fields["generation_batch_size"], fields["steps_per_generation"]
+    if size is not None and passes is not None:
+        to.refuse("generation_batch_size", "cannot be combined with steps_per_generation", "keep one of them")
+    elif size is not None and (_whole(to, fields, "generation_batch_size") % per_pass or size < per_pass):
+        to.refuse("generation_batch_size", f"is {size}, not a multiple of the rollouts of one pass ({per_pass})")
+    elif size is not None:
+        passes = size // per_pass
+    passes = accumulated if passes is None or "generation_batch_size" in to.refused else passes
+    if not isinstance(passes, int) or passes < 1 or max(passes, accumulated) % min(passes, accumulated):
+        to.refuse("steps_per_generation", f"is {passes}, neither a multiple nor a divisor of "
+                  f"gradient_accumulation_steps ({accumulated})")  # fmt: skip
+        passes = accumulated
+    if passes < accumulated and iterations > 1:
+        to.refuse("num_iterations", "is not supported with fewer steps_per_generation than gradient_accumulation_steps")
+    rollouts, minibatches = per_pass * max(passes, accumulated), max(1, passes // accumulated)
+    if rollouts % group == 0 and minibatches > rollouts // group:
+        to.refuse("steps_per_generation", f"makes {minibatches} updates of {rollouts // group} groups, but an update "
+                  "of Shoal has whole groups", "lower it")  # fmt: skip
+    to.put("per_device_train_batch_size", "orch.batch_size", rollouts)
+    to.put("steps_per_generation", "train.minibatches", minibatches)
+    return iterations * minibatches
+
+
+def _length(to: Translation, fields: Mapping[str, Any], updates: int) -> None:
+    steps, epochs = fields["max_steps"], fields["num_train_epochs"]
+    if isinstance(steps, int) and steps > 0:
+        to.put("max_steps", "train.max_steps", _steps(to, "max_steps", steps, updates))
+    elif float(epochs) != int(epochs):
+        to.refuse("num_train_epochs", f"must be a whole number, not {epochs!r}", "use max_steps")
+        to.data["train"]["epochs"] = 1
+    else:
+        to.put("num_train_epochs", "train.epochs", int(epochs))
+
+
+def _steps(to: Translation, name: str, value: int, updates: int) -> int:
+    """Steps of Shoal for a number of optimizer updates."""
+    if value % updates:
+        to.refuse(name, f"is {value} optimizer updates, but a step has {updates} of them (num_iterations × "
+                  "steps_per_generation / gradient_accumulation_steps)", "use a multiple")  # fmt: skip
+    return max(1, value // updates)
+
+
+def _sampling(to: Translation, fields: Mapping[str, Any]) -> None:
+    tokens, context = fields["max_completion_length"], fields["vllm_max_model_length"]
+    if context is None:
+        context = max(CONTEXT, 2 * tokens) if isinstance(tokens, int) else CONTEXT
+    to.put("vllm_max_model_length", "train.sequence_len", context)
+    to.also["orch.seq_len"] = "vllm_max_model_length"
+    to.put("top_k", "orch.sampling.top_k", -1 if fields["top_k"] in (0, None) else fields["top_k"])
+    to.pick("generation_kwargs", fields["generation_kwargs"], GENERATION_KEYS)
+    if fields["mask_truncated_completions"]:
+        to.put("mask_truncated_completions", "orch.truncated", {"type": "mask"})
+    if fields["log_completions"]:
+        shown = fields["num_completions_to_print"]
+        to.put("log_completions", "train.show_completions", COMPLETIONS_SHOWN if shown is None else shown)
+
+
+def _loss(to: Translation, fields: Mapping[str, Any]) -> None:
+    kind, level = fields["loss_type"], fields["importance_sampling_level"]
+    if kind not in _AGGREGATIONS:
+        to.refuse("loss_type", f"{kind!r} is not supported", f"use one of {', '.join(_AGGREGATIONS)}")
+        return
+    if level not in ("token", "sequence"):
+        to.refuse("importance_sampling_level", f"must be token or sequence, not {level!r}")
+    sequence, clipped = level == "sequence", kind not in ("cispo", "sapo")
+    if sequence and not clipped:
+        to.refuse("importance_sampling_level", f"sequence is not supported with loss_type {kind}", "use token")
+    loss = kind if not clipped else "gspo" if sequence else "grpo"
+    to.put("loss_type", "train.loss.type", loss)
+    to.put("loss_type", "train.loss.aggregation", _AGGREGATIONS[kind])
+    if kind == "bnpo":
+        to.notices.append("loss_type: bnpo averages over the tokens of a whole update, in TRL of each micro-batch")
+    high = fields["epsilon"] if fields["epsilon_high"] is None else fields["epsilon_high"]
+    if clipped:
+        to.put("epsilon", "train.loss.clip_low", fields["epsilon"])
+        to.put("epsilon_high", "train.loss.clip_high", high)
+    elif kind == "cispo":
+        to.put("epsilon_high", "train.loss.ratio_high", high)
+    else:
+        to.put("sapo_temperature_pos", "train.loss.tau_pos", fields["sapo_temperature_pos"])
+        to.put("sapo_temperature_neg", "train.loss.tau_neg", fields["sapo_temperature_neg"])
+    _dual_clip(to, fields, loss, high)
+    unbiased = bool(fields["use_bias_correction_kl"])
+    if fields["beta"]:
+        if sequence and unbiased:
+            to.refuse("use_bias_correction_kl", "is not supported with importance_sampling_level sequence", "set False")
+        to.put("beta", "train.loss.kl.beta", fields["beta"])
+        to.put("use_bias_correction_kl", "train.loss.kl.estimator", "k3-unbiased" if unbiased else "k3")
+    try:
+        std = _STD[fields["scale_rewards"]]
+    except (KeyError, TypeError):
+        to.refuse("scale_rewards", f"must be group, batch or none, not {fields['scale_rewards']!r}")
+        return
+    to.put("scale_rewards", "orch.advantage", {"mean": "group", "std": std})
+    if std != "none":
+        to.data["orch"]["advantage"]["eps"] = ADVANTAGE_EPS
+    if std == "batch":
+        to.data["orch"].pop("groups")  # kept anyway
+
+
+def _dual_clip(to: Translation, fields: Mapping[str, Any], loss: str, high: Any) -> None:
+    delta = fields["delta"]
+    if delta is None:
+        return
+    if loss != "grpo":
+        to.refuse("delta", f"is not supported with {'importance_sampling_level sequence' if loss == 'gspo' else loss}")
+    elif isinstance(high, int | float) and delta < 1 + high:
+        to.refuse("delta", f"is {delta}, below 1 + epsilon_high ({1 + high:g})", "raise it, or remove it")
+    to.put("delta", "train.loss.dual_clip", delta)
+
+
+def _schedule(to: Translation, fields: Mapping[str, Any], updates: int) -> None:
+    kind, warmup, more = fields["lr_scheduler_type"], fields["warmup_steps"], dict(fields["lr_scheduler_kwargs"] or {})
+    kind = getattr(kind, "value", kind)
+    if kind not in _SCHEDULES:
+        to.refuse("lr_scheduler_type", f"{kind!r} is not supported", f"use one of {', '.join(_SCHEDULES)}")
+        return
+    to.put("lr_scheduler_type", "train.lr_scheduler_type", _SCHEDULES[kind])
+    if kind == "cosine_with_min_lr":
+        rate = more.pop("min_lr_rate", None)
+        rate = more.pop("min_lr") / fields["learning_rate"] if rate is None and "min_lr" in more else rate
+        to.put("lr_scheduler_kwargs", "train.final_lr_fraction", rate)
+    if more:
+        to.refuse("lr_scheduler_kwargs", f"{', '.join(more)}: not supported with {kind}", "remove it")
+    if warmup and kind == "constant":
+        to.notices.append("warmup_steps: has no effect with lr_scheduler_type constant; use constant_with_warmup")
+    elif warmup and warmup < 1:
+        to.put("warmup_steps", "train.warmup_ratio", warmup)
+    else:
+        to.put("warmup_steps", "train.warmup_steps", _steps(to, "warmup_steps", int(warmup), updates) if warmup else 0)
+    optimizer = _OPTIMIZERS.get(getattr(fields["optim"], "value", fields["optim"]))
+    if optimizer is None:
+        to.refuse("optim", f"{fields['optim']!r} is not supported", f"use one of {', '.join(_OPTIMIZERS)}")
+    else:
+        to.put("optim", "train.optimizer", optimizer)
+
+
+def _precision(to: Translation, fields: Mapping[str, Any]) -> None:
+    options = dict(fields["model_init_kwargs"] or {})
+    dtype = str(options.pop("dtype", options.pop("torch_dtype", "auto"))).removeprefix("torch.")
+    options.pop("attn_implementation", None)  # every implementation computes the same attention
+    if options:
+        to.refuse("model_init_kwargs", f"{', '.join(options)}: not supported", "pass a model object")
+    if dtype not in _DTYPES:
+        to.refuse("model_init_kwargs", f"dtype {dtype} cannot be trained", "use float32 or bfloat16")
+    recipe = {True: "bf16", False: "fp32", None: _DTYPES.get(dtype)}[fields["bf16"]]
+    if recipe is not None:
+        to.put("bf16", "train.recipe", recipe)
+    if not fields["gradient_checkpointing"]:
+        to.put("gradient_checkpointing", "train.recompute", False)
+    if fields["use_cpu"]:
+        to.put("use_cpu", "train.device", "cpu")
+
+
+def _saving(to: Translation, fields: Mapping[str, Any], updates: int) -> None:
+    every, strategy, kept = fields["save_steps"], fields["save_strategy"], fields["save_total_limit"]
+    strategy = getattr(strategy, "value", strategy)
+    to.put("logging_steps", "train.logging_steps", _rounded(fields["logging_steps"], updates))
+    to.put("save_total_limit", "train.save_total_limit", 10**6 if kept is None else kept)
+    if strategy == "epoch":
+        to.put("save_strategy", "train.save_epochs", 1)
+    elif strategy in ("steps", "no"):
+        to.put("save_steps", "train.save_steps", _rounded(every, updates) if strategy == "steps" else 0)
+    else:
+        to.refuse("save_strategy", f"{strategy!r} is not supported", "use steps, epoch or no")
+
+
+def _rounded(steps: Any, updates: int) -> Any:
+    """Steps of Shoal for a number of updates, rounded up. Other values are left to the schema."""
+    return math.ceil(steps / updates) if isinstance(steps, int | float) and steps >= 1 else steps
+
+
+def _evaluation(to: Translation, fields: Mapping[str, Any], held_out: Any, updates: int) -> None:
+    strategy = getattr(fields["eval_strategy"], "value", fields["eval_strategy"])
+    if strategy == "no":
+        if held_out is not None:
+            to.notices.append("eval_dataset: is only used by test() unless eval_strategy is steps or epoch")
+        return
+    if strategy not in ("steps", "epoch"):
+        to.refuse("eval_strategy", f"must be no, steps or epoch, not {strategy!r}")
+    if held_out is None or len(held_out) == 0:
+        to.refuse("eval_strategy", "needs an eval_dataset", "set it, or remove eval_strategy")
+        return
+    if strategy == "epoch":
+        to.put("eval_strategy", "orch.eval.interval_epochs", 1)
+    else:
+        every = fields["logging_steps"] if fields["eval_steps"] is None else fields["eval_steps"]
+        to.put("eval_steps", "orch.eval.interval", _rounded(every, updates))
+    to.put("eval_dataset", "orch.eval.num_examples", len(held_out))
+    to.put("eval_on_start", "orch.eval.at_start", fields["eval_on_start"])
+    group = fields["num_generations_eval"] or fields["num_generations"]
+    to.put("num_generations_eval", "orch.eval.rollouts_per_example", group)
+
+
+def _engine(to: Translation, fields: Mapping[str, Any]) -> None:
+    if fields["vllm_mode"] != "colocate":
+        to.refuse("vllm_mode", f"{fields['vllm_mode']!r} is not supported by GRPOTrainer", KEYS["vllm_mode"].note)
+    if not fields["use_vllm"]:
+        return
+    to.put("use_vllm", "infer.engine", "vllm")
+    to.put("use_vllm", "infer.in_process", True)
+    to.put("vllm_gpu_memory_utilization", "infer.gpu_memory_utilization", fields["vllm_gpu_memory_utilization"])
+    to.put("vllm_tensor_parallel_size", "infer.tp", fields["vllm_tensor_parallel_size"])
+    if fields["vllm_model_impl"] != "vllm":
+        to.put("vllm_model_impl", "infer.engine_args.model_impl", fields["vllm_model_impl"])
+    if fields["vllm_enable_sleep_mode"]:
+        to.put("vllm_enable_sleep_mode", "infer.engine_args.enable_sleep_mode", True)
+    if fields["vllm_importance_sampling_correction"]:
+        _correction(to, fields)
+
+
+def _correction(to: Translation, fields: Mapping[str, Any]) -> None:
+    mode, low = fields["vllm_importance_sampling_mode"], fields["vllm_importance_sampling_clip_min"]
+    high = fields["vllm_importance_sampling_cap"] or fields["vllm_importance_sampling_clip_max"]
+    level, _, action = str(mode).partition("_")
+    if level not in ("token", "sequence") or action not in ("truncate", "mask"):
+        to.refuse("vllm_importance_sampling_mode", f"{mode!r} is not known")
+        return
+    if level == "sequence":
+        to.notices.append(
+            f"vllm_importance_sampling_mode: {mode} is applied per token (as token_{action}), not to the product of "
+            "the ratios of a completion"
+        )
+    to.put("vllm_importance_sampling_mode", "train.loss.correction.type", "tis" if action == "truncate" else "icepop")
+    to.put("vllm_importance_sampling_clip_max", "train.loss.correction.cap", 1e9 if high is None else high)
+    if action == "mask":
+        to.put("vllm_importance_sampling_clip_min", "train.loss.correction.floor", low or 0.0)
+    elif low is not None:
+        to.refuse("vllm_importance_sampling_clip_min", "is only supported with token_mask", "remove it")
+
+
+def _adapter(to: Translation, peft: Any) -> None:
+    """`peft_config`: a LoraConfig of PEFT."""
+    if peft is None:
+        return
+    if not hasattr(peft, "lora_alpha"):
+        to.refuse("peft_config", f"must be a LoraConfig, not a {type(peft).__name__}")
+        return
+    for name, neutral in _PEFT_UNUSED.items():
+        if getattr(peft, name, neutral) not in (neutral, None):
+            to.refuse(f"peft_config.{name}", "is not supported", "remove it")
+    to.put("peft_config", "train.lora", True)
+    for name, value in (("rank", peft.r), ("alpha", peft.lora_alpha), ("dropout", peft.lora_dropout)):
+        to.put(f"peft_config.{'r' if name == 'rank' else f'lora_{name}'}", f"train.lora_{name}", value)
+    layers = peft.target_modules
+    if isinstance(layers, str) and layers != "all-linear":
+        to.refuse("peft_config.target_modules", "a regular expression is not supported", "use a list of names")
+    elif layers is not None and not isinstance(layers, str):
+        to.put("peft_config.target_modules", "train.lora_target_modules", sorted(layers))
+    elif layers is None:
+        to.notices.append("peft_config.target_modules: is not set, so all linear layers have an adapter")
+
+
+def in_own_arguments(name: str, keys: Mapping[str, Key]) -> str | None:
+    """Where GRPOTrainer without `args` has a name of TRL or of an optimizer, as a sentence; None if it has none."""
+    rows = {row.theirs: row for table in (TRAINER, FIELDS) for row in table.rows}
+    for outer, known in NESTED.items():
+        if name in known and name not in rows:
+            field = next((field for field, key in KEYS.items() if key.to == known[name]), None)
+            return f"use {outer}={{{name!r}: …}}" + (f", or {field} in args=GRPOConfig(…)" if field else "")
+    row = rows.get(name)
+    if row is None:
+        return None
+    arguments = [argument for target in row.keys for argument, key in keys.items() if target in key.keys]
+    where = ", or pass args=GRPOConfig(…)" if name in KEYS else ""
+    if row.refused or not row.keys:
+        return f"TRL's {name} is not supported: {row.note}" if row.refused else f"TRL's {name}: {row.note}"
+    nested = {key: f"{outer}={{{inner!r}: …}}" for outer, known in NESTED.items() for inner, key in known.items()}
+    if arguments:
+        return f"TRL's {name} is {nested.get(row.keys[0], arguments[0])} in Shoal{where}"
+    return f"TRL's {name} is overrides=['{row.keys[0]}=…'] in Shoal{where}"
+
+
+def in_args(name: str, keys: Mapping[str, Key]) -> str:
+    """The field of GRPOConfig for an argument of GRPOTrainer, or another place for it, as a sentence."""
+    rows = {row.theirs: row for row in TRAINER.rows}
+    if name in rows and rows[name].refused:
+        return f"TRL's {name} is not supported: {rows[name].note}"
+    own = {"reward_weights": "reward_weights", "tokenizer": "processing_class", "optimizer_args": "learning_rate",
+           "lora": "peft_config", "lora_rank": "peft_config", "lora_alpha": "peft_config"}  # fmt: skip
+    wanted = keys[name].keys if name in keys else ()
+    field = name if name in KEYS else own.get(name)
+    field = field or next((f for f, key in KEYS.items() if set(wanted) & set(key.keys)), None)
+    if field is None:
+        near = difflib.get_close_matches(name, KEYS, n=1)
+        return f"did you mean {near[0]} in GRPOConfig?" if near else "remove it, or use overrides"
+    return f"use {'peft_config' if field == 'peft_config' else f'GRPOConfig({field}=…)'}"

@@ -65,9 +65,14 @@ def scaled(weight: float, pair: Pair) -> Pair:
     return weight * pair[0], weight * pair[1]
 
 
-def grpo(row: PlainRow, w: np.ndarray, clip_low: float = 0.2, clip_high: float | None = None) -> Result:
-    high = clip_low if clip_high is None else clip_high
-    return each_token(row, lambda t: scaled(w[t], surrogate(ratio(row.lp[t] - row.old[t]), row.a[t], clip_low, high)))
+def grpo(
+    row: PlainRow,
+    w: np.ndarray,
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+) -> Result:
+    return dapo(row, w, clip_low, clip_low if clip_high is None else clip_high, dual_clip)
 
 
 def dapo(

@@ -57,7 +57,9 @@ def test_flags() -> None:
         return {loss.choice() for loss in BUILT_IN if holds(loss)}
 
     assert len(BUILT_IN) == 11
-    assert those(lambda loss: loss.takes_kl) == {"grpo", "reinforce", "importance_sampling"}
+    assert those(lambda loss: loss.takes_kl) == {
+        "grpo", "reinforce", "importance_sampling", "gspo", "cispo", "sapo",
+    }  # fmt: skip
     assert those(lambda loss: not loss.takes_correction) == {"reinforce", "decoupled", "masked", "dppo"}
     assert those(lambda loss: loss.needs_old) == {"gspo", "decoupled"}
     assert those(lambda loss: not loss.uses_ratio) == {"dro", "masked"}

@@ -19,6 +19,7 @@ from .rows import gradient, random_row, to_inputs, with_garbage
 VARIANTS: list[tuple[str, dict]] = [
     *((name, {}) for name in LOSSES),
     ("grpo", {"clip_low": 0.1, "clip_high": 0.5}),
+    ("grpo", {"dual_clip": 1.5}),
     ("importance_sampling", {"ratio_low": 0.5, "ratio_high": 1.5}),
     ("importance_sampling", {"ratio_high": 1.2}),
     ("reinforce", {"ratio": "none"}),

@@ -78,6 +78,7 @@ IN_THE_CONFIGURATION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 # Arguments that are objects or about this process; what they do is seen where they are tested.
 ELSEWHERE = {
+    **dict.fromkeys(("args", "processing_class", "peft_config"), "test_trl_config"),
     "adapter_path": "test_grpo_trainer: test_an_adapter_to_start_from_must_exist",
     "reward_funcs": "test_grpo_trainer: test_a_model_object_and_trl_rewards",
     "reward_weights": "test_grpo_trainer: test_a_model_object_and_trl_rewards",
