@@ -163,7 +163,9 @@ def _make_environments(orch: OrchConfig, objects: PythonObjects) -> dict[str, En
                 environments[env.label] = _environment(env, orch.dataset, objects)
     if orch.reward.function is not None:
         with about("orch.reward.function"):
-            functions = RewardFunctions([load_object(orch.reward.function)], label="reward function", task_first=True)
+            functions = RewardFunctions([load_object(orch.reward.function)], label="reward function")
+            for environment in environments.values() if functions.columns() else ():
+                functions.check(list(environment.tasks("train")[0].data))
         scorer = FunctionReward(functions)
         for environment in environments.values():
             environment.reward = scorer.reward  # type: ignore[method-assign]

@@ -76,7 +76,7 @@ class DatasetEnvironment(SingleTurn):
             raise ConfigError("dataset: `reward: judge` needs `judge: {url: …}`, and `judge` needs `reward: judge`")
         self._dataset = dataset
         self._grader = _judge(judge) if judge is not None else GRADERS.get(reward) or load_object(reward)
-        functions = RewardFunctions([self._grader], label=f"dataset: reward {reward}", task_first=True)
+        functions = RewardFunctions([self._grader], label=f"dataset: reward {reward}")
         self._scorer = FunctionReward(functions)
         self.reward_group = self._scorer.reward_group
         # The pool reads both attributes from the environment, not from its grader.

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.core.types import Message, Task
-from shoal.rewards.outcome import RewardValueError, call
+from shoal.rewards.functions import RewardFunctions, input_of
+from shoal.rewards.outcome import RewardValueError
 
-RewardFunction = Callable[[Task, Sequence[Message]], Any]
+RewardFunction = Callable[..., Any]
 
 
 class NamedRewards:
@@ -21,13 +22,15 @@ class NamedRewards:
         if not rewards:
             raise ValueError("NamedRewards needs at least one reward")
         pairs = {name: reward if isinstance(reward, tuple) else (reward, 1.0) for name, reward in rewards.items()}
-        self._functions = {name: function for name, (function, _) in pairs.items()}
+        self._functions = {
+            name: RewardFunctions([function], label=f"NamedRewards: {name}") for name, (function, _) in pairs.items()
+        }
         self.weights: Mapping[str, float] = {name: weight for name, (_, weight) in pairs.items()}
 
     def __call__(self, task: Task, messages: Sequence[Message]) -> dict[str, float] | None:
         parts: dict[str, float] = {}
         for name, function in self._functions.items():
-            value = call(function, task, messages)
+            value = function(input_of(task, messages))
             if value is None:
                 return None
             if isinstance(value, Mapping):

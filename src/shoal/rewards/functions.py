@@ -1,8 +1,9 @@
 """Adapts reward functions to one reward. Used by `GRPOTrainer`, the recipe, `orch.reward.function` and `dataset`.
 
-A function has one of three forms, recognised by its parameter names:
+A function has one of three forms, recognised by its parameter names, everywhere in the same way:
 `f(completion, …)` takes columns of the row, `prompt` or `row` by name; `f(task, messages)` takes the task and the
-conversation; `f(prompts, completions, **columns)` is TRL's form, which takes lists over the whole group.
+conversation; `f(prompts, completions, **columns)` is TRL's form, which takes lists over the whole group. A first
+parameter with another name takes the completion.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ def input_of(task: Task, messages: Sequence[Message]) -> RewardInput:
 class RewardFunctions:
     """One reward made of several functions. The pool reads `weights`, as it does for an environment.
 
-    `label` starts the error messages. With `task_first`, a function of two unrecognised parameters takes (task,
-    messages); otherwise the first unrecognised parameter takes the completion.
+    `label` starts the error messages.
     """
 
     def __init__(
@@ -54,13 +54,12 @@ class RewardFunctions:
         weights: Sequence[float] | None = None,
         *,
         label: str = "reward_funcs",
-        task_first: bool = False,
     ) -> None:
         if weights is not None and len(weights) != len(functions):
             raise ArgumentError(f"reward_weights: {len(weights)} weights for {len(functions)} reward functions")
         names = _names(functions)
         self._functions = {
-            name: _adapted(function, name, label, task_first) for name, function in zip(names, functions, strict=True)
+            name: _adapted(function, name, label) for name, function in zip(names, functions, strict=True)
         }
         self.weights = dict(zip(names, weights, strict=True)) if weights is not None else {}
 
@@ -81,7 +80,7 @@ class RewardFunctions:
                     known = ", ".join(dict.fromkeys(["prompt", "row", *columns]))
                     raise ArgumentError(
                         f"{function.label}: {function.name} has a parameter {name!r}, which is not a column; "
-                        f"columns are {known}"
+                        f"columns are {known}; {FORMS}"
                     )
 
     def __call__(self, scored: RewardInput) -> Any:
@@ -110,20 +109,17 @@ class RewardFunctions:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """`f(task, messages)`, in any order if the names are used."""
+    """`f(task, messages)`, in any order."""
 
     function: Function
     name: str
     label: str
-    by_name: bool
 
     def required(self) -> list[str]:
         return []
 
     def __call__(self, scored: RewardInput) -> Any:
-        if self.by_name:
-            return call(partial(self.function, task=scored.task, messages=scored.messages))
-        return call(self.function, scored.task, scored.messages)
+        return call(partial(self.function, task=scored.task, messages=scored.messages))
 
 
 @dataclass(frozen=True)
@@ -184,28 +180,25 @@ class _Grouped:
         return list(values)
 
 
-def _adapted(function: Any, name: str, label: str, task_first: bool) -> _Conversation | _Plain | _Grouped:
+def _adapted(function: Any, name: str, label: str) -> _Conversation | _Plain | _Grouped:
     if not callable(function):
         raise ArgumentError(f"{label}: {function!r} is not a function")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a built-in without a signature
-        return _Conversation(function, name, label, False) if task_first else _Plain(function, name, label, {}, False)
+        return _Plain(function, name, label, {}, False)
     parameters = signature.parameters
     if "completions" in parameters:
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         return _Grouped(function, name, label, tuple(parameters), takes_any)
+    if "completion" not in parameters and {"task", "messages"} & set(parameters):
+        try:
+            signature.bind(task=None, messages=None)
+        except TypeError:
+            raise ArgumentError(f"{label}: {name}{signature} is not a reward function; {FORMS}") from None
+        return _Conversation(function, name, label)
     if "prompts" in parameters or not parameters:
         raise ArgumentError(f"{label}: {name}{signature} takes no completion; {FORMS}")
-    if "completion" not in parameters:
-        if {"task", "messages"} <= set(parameters):
-            return _Conversation(function, name, label, by_name=True)
-        if task_first:
-            try:
-                signature.bind(None, None)
-            except TypeError:
-                raise ArgumentError(f"{label}: {name}{signature} is not a reward function; {FORMS}") from None
-            return _Conversation(function, name, label, by_name=False)
     first = next(iter(parameters))
     by_name = first != "completion" and "completion" in parameters
     taken = "completion" if by_name else first

@@ -10,8 +10,8 @@ from shoal.config.orch import OrchConfig
 from shoal.core.errors import ConfigError
 
 CODE = """
-def conversation(t, m):
-    return float(m[-1]["content"] == str(t.data["answer"]))
+def conversation(task, messages):
+    return float(messages[-1]["content"] == str(task.data["answer"]))
 
 def columns(completion, answer):
     return float(completion == str(answer))

@@ -72,29 +72,29 @@ def test_forms_mix_within_a_group():
 
 
 def test_the_form_of_environments():
-    """(task, messages) by name everywhere; where it is the usual form, other names work too."""
+    """The names of the parameters decide, in scripts, configurations and data sets alike."""
     task = Task([{"role": "user", "content": "2 + 3?"}], {"answer": "5"})
     messages = [*task.messages, {"role": "assistant", "content": "5"}]
 
     def named(messages, task):
         return float(messages[-1]["content"] == task.data["answer"])
 
-    def unnamed(t, m):
-        return float(m[-1]["content"] == t.data["answer"])
+    def first(text, answer):
+        return float(text == answer)
 
     def plain(completion, answer, prompt):
         return float((completion, answer, prompt) == ("5", "5", "2 + 3?"))
 
     assert RewardFunctions([named])(input_of(task, messages)) == 1.0
-    for function in (named, unnamed, plain, NamedRewards(right=unnamed)):
-        reward = FunctionReward(RewardFunctions([function], task_first=True))
+    for function in (named, first, plain, NamedRewards(right=first), NamedRewards(right=named)):
+        reward = FunctionReward(RewardFunctions([function]))
         assert reward.reward(task, messages) in (1.0, {"right": 1.0}) and reward.reward_group is None
-    grouped = FunctionReward(RewardFunctions([rank], task_first=True))
+    grouped = FunctionReward(RewardFunctions([rank]))
     shorter = [*task.messages, {"role": "assistant", "content": ""}]
     assert grouped.reward_group is not None and grouped.reward_group(task, [messages, shorter]) == [1.0, 0.0]
-    for wrong in (lambda text, prompt, row: 1.0, lambda: 1.0, lambda prompts: 1.0):
+    for wrong in (lambda task, text: 1.0, lambda messages: 1.0, lambda: 1.0, lambda prompts: 1.0):
         with pytest.raises(ArgumentError, match=r"^orch: .*f\(completion.*f\(task, messages\).*completions"):
-            RewardFunctions([wrong], label="orch", task_first=True)
+            RewardFunctions([wrong], label="orch")
 
 
 def test_messages_in_messages_out():
@@ -147,7 +147,7 @@ def test_wrong_functions_are_named():
             return [1.0]
 
         RewardFunctions([half])
-    with pytest.raises(ArgumentError, match=r"columns are prompt, row, gold$"):
+    with pytest.raises(ArgumentError, match=r"columns are prompt, row, gold; write f\(completion"):
         RewardFunctions([correct]).check(["prompt", "gold"])
     with pytest.raises(ArgumentError, match=r"reward_weights: 1 weights for 2"):
         RewardFunctions([correct, slow], [1.0])

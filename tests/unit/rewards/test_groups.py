@@ -43,7 +43,7 @@ def rank(prompts, completions, **columns):
 
 class Function(SingleTurn):
     def __init__(self):
-        scorer = FunctionReward(RewardFunctions([rank], task_first=True))
+        scorer = FunctionReward(RewardFunctions([rank]))
         self.reward, self.reward_group = scorer.reward, scorer.reward_group  # type: ignore[method-assign]
 
     def tasks(self, split):
