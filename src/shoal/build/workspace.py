@@ -279,6 +279,7 @@ def log_run(
 ) -> Iterator[None]:
     """A log file while the block runs, then report.html however the run ended, then a last line if it ended well."""
     handler = setup_logging(run_dir.logs, component)
+    console.publish = run_dir.write_progress
     try:
         with forward_log_warnings(events):
             yield
@@ -286,6 +287,7 @@ def log_run(
         if main:
             console.waiting("writing the report")
             _write_report(run_dir.path, events)
+        console.publish = None
         stop_logging(handler)
     if main:
         console.closing([last_line(run_dir.path)])

@@ -34,6 +34,7 @@ DIGEST_BLOCK_BYTES = 8 << 20
 READ_BYTES = 1 << 20  # per read: the data is still in the CPU cache when it is hashed
 DIGEST_THREADS = min(16, os.cpu_count() or 1)  # hashing and reading release the GIL
 LOCK_NAME = "run.lock"
+PROGRESS_NAME = "logs/progress.json"
 RECENT_S = 900.0  # a run on another machine counts as running if its files changed within this time
 
 _CAUSES = {
@@ -283,7 +284,8 @@ def seems_running(folder: Path) -> bool:
         return True
     if _read_holder(folder / LOCK_NAME).get("host") in (None, socket.gethostname()):
         return False
-    files = [folder / name for name in ("status.json", "metrics.jsonl", "events.jsonl", "journal.jsonl")]
+    names = ("status.json", "metrics.jsonl", "events.jsonl", "journal.jsonl", PROGRESS_NAME)
+    files = [folder / name for name in names]
     newest = max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
     return time.time() - newest < RECENT_S
 

@@ -10,8 +10,9 @@ import json
 import math
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +27,16 @@ from shoal.runs.checkpoints import (
     write_folder,
     write_state,
 )
-from shoal.runs.files import TEMPORARY, RunLock, open_to_read, overwrite, remove_quietly, storage, write_atomic
+from shoal.runs.files import (
+    PROGRESS_NAME,
+    TEMPORARY,
+    RunLock,
+    open_to_read,
+    overwrite,
+    remove_quietly,
+    storage,
+    write_atomic,
+)
 from shoal.runs.history import recovered_status, restore_history, store_history
 from shoal.runs.journal import LineWriter, encode_line, read_lines
 from shoal.runs.secrets import redact, secret_values
@@ -168,6 +178,9 @@ class RunDir:
             overwrite(self.path / "status.json", text)
             raise
 
+    def write_progress(self, progress: Mapping[str, Any]) -> None:
+        write_progress(self.path, progress)
+
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics.append({"step": step, **_json_floats(metrics)})
 
@@ -292,6 +305,24 @@ def read_status(path: Path) -> dict[str, Any]:
     return status
 
 
+def write_progress(path: Path, progress: Mapping[str, Any]) -> None:
+    """Replace logs/progress.json, the current operation of a running run. Only the live page reads it, so errors are
+    ignored and nothing is synced."""
+    file = path / PROGRESS_NAME
+    temporary = file.with_name(f"{TEMPORARY}{file.name}")
+    with suppress(OSError):
+        temporary.write_text(redact(json.dumps({"time": time.time(), **progress})), "utf-8")
+        temporary.replace(file)
+
+
+def read_progress(path: Path) -> dict[str, Any] | None:
+    try:
+        progress = json.loads((path / PROGRESS_NAME).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return progress if isinstance(progress, dict) else None
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     return list(read_lines(path / "metrics.jsonl"))
 
@@ -349,6 +380,8 @@ class FollowerRunDir:
         return self.path / "logs"
 
     def write_status(self, *_: Any, **__: Any) -> None: ...
+
+    def write_progress(self, progress: Mapping[str, Any]) -> None: ...
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
 

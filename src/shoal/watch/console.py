@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TextIO, cast
+from typing import Any, Protocol, TextIO, cast
 
 from shoal.runs.secrets import redact
 from shoal.watch.text import duration, one_line, sanitise, step_line
 
 HEARTBEAT_S = 30.0
+PUBLISH_S = 1.0  # between two reports of the progress to the live page
+MAX_FINISHED = 12  # operations before the first step that the live page lists
 
 
 class Progress(Protocol):
@@ -129,6 +131,9 @@ class BaseConsole:
         self._step = 0
         self._bar: Bar | None = None  # of the current operation
         self.activity: Callable[[], str] = str
+        self.publish: Callable[[Mapping[str, Any]], None] | None = None  # set by build/: the progress for the live page
+        self._published = 0.0
+        self._finished: list[tuple[str, float]] = []  # operations before the first step, with their seconds
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -139,6 +144,7 @@ class BaseConsole:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step = step
+        self._finished.clear()
         self._pace.step(step)
         if self._shows(step):
             self._show_step(step, metrics)
@@ -181,8 +187,12 @@ class BaseConsole:
         outer = self._waiting, self._since, self._bar
         self.waiting(description)
         self._bar = bar
+        started, before_training = time.monotonic(), self._pace.unmeasured
         try:
             yield
+            if outer[2] is None and before_training:
+                self._finished[MAX_FINISHED - 1 :] = []
+                self._finished.append((sanitise(description), time.monotonic() - started))
         finally:
             self._waiting, self._since, self._bar = outer
 
@@ -200,8 +210,27 @@ class BaseConsole:
 
     def _beat(self) -> None:
         while not self._stop.wait(min(1.0, self._heartbeat_s / 4)):
+            if self.publish is not None and time.monotonic() - self._published >= PUBLISH_S:
+                self._published = time.monotonic()
+                self.publish(self.describe_progress())
             if time.monotonic() - self._last_shown >= self._heartbeat_s:
                 self._show_heartbeat()
+
+    def describe_progress(self) -> dict[str, Any]:
+        """The current operation and the position of the run, for the live page. Times in seconds."""
+        now, bar = time.monotonic(), self._bar
+        progress = {
+            "doing": self._waiting,
+            "activity": self.activity(),
+            "elapsed_s": round(now - self._since, 1),
+            "finished": [[name, round(seconds, 1)] for name, seconds in self._finished],
+            "step": self._step,
+            "total_steps": self._total or None,
+            "left_s": self._pace.left(self._total) if self._total else None,
+        }
+        if bar is not None and bar.total:
+            progress |= {"done": bar.done, "total": bar.total, "operation_left_s": bar.left(now)}
+        return progress
 
     def _show_heartbeat(self) -> None:
         where = f"step {self._step}/{self._total} done" if self._total else "working"
@@ -227,6 +256,12 @@ class Bar:
 
     def advance(self, amount: float = 1) -> None:
         self.done += amount
+
+    def left(self, now: float) -> float | None:
+        """Estimated seconds left, at the speed so far."""
+        if not self.total or not self.done:
+            return None
+        return (now - self.started) * max(0.0, self.total - self.done) / self.done
 
     def finish(self) -> None:
         return
@@ -265,6 +300,10 @@ class Pace:
         self._last = now()
         self._done = 0
         self._seconds: float | None = None
+
+    @property
+    def unmeasured(self) -> bool:
+        return self._seconds is None
 
     def start(self, done: int) -> None:
         self._last, self._done = self._now(), done

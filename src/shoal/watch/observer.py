@@ -17,8 +17,6 @@ from shoal.watch.console import Console
 from shoal.watch.sinks import Sinks
 from shoal.watch.watchdog import Watchdog
 
-REFILL_EVENT_S = 10.0  # least time between the events of a step that waits for groups
-
 
 @dataclass
 class RunObserver:
@@ -28,13 +26,9 @@ class RunObserver:
     events: EventLog
     watchdog: Watchdog
     sinks: Sinks
-    now: Callable[[], float] = time.monotonic
-    _step_started: float = 0.0
-    _refill_event: float = 0.0  # time of the last one
 
     def begin_step(self, step: int) -> None:
         self.events.step = step
-        self._step_started = self.now()
 
     def doing(self, what: str) -> None:
         self.console.waiting(what)
@@ -44,14 +38,9 @@ class RunObserver:
         return self.console.progress(what, total, quiet=True)
 
     def refilling(self, needed: int, zero_variance: float) -> None:
-        """Show it in the console at once, and as an event for the page if the step waits long for groups."""
         groups = "group" if needed == 1 else "groups"
         text = f"waiting for {needed} more useful {groups}; {zero_variance:.0%} of groups have equal rewards"
         self.doing(f"rollouts of step {self.events.step}: {text}")
-        now = self.now()
-        if now - max(self._step_started, self._refill_event) >= REFILL_EVENT_S:
-            self._refill_event = now
-            self.events.emit("refill", text)
 
     def emit(self, kind: str, message: str, *, data: Mapping[str, Any] | None = None) -> None:
         self.events.emit(kind, message, data=data)

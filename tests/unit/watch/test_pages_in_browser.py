@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shoal.runs.run_dir import RunDir, rollouts_path
+from shoal.watch.console import PlainConsole
 from shoal.watch.report.page import write_report
 from support.browser import Watched, chromium, until
 
@@ -32,6 +34,21 @@ MARKUP = "<img src=x onerror=\"document.title='owned'\"><script>document.title='
 def browser() -> Iterator[Browser]:
     with chromium() as started:
         yield started
+
+
+@contextmanager
+def watching(*folders: Path) -> Iterator[tuple[str, int]]:
+    """`shoal watch` in a process of its own; yields its address and process id. It must end without an error."""
+    command = [sys.executable, "-m", "shoal", "watch", *map(str, folders), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+        assert found is not None
+        yield found.group(), process.pid
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
 
 
 @contextmanager
@@ -87,20 +104,35 @@ def test_header_mismatch_noise_and_time_split(browser: Browser, tmp_path: Path) 
         assert "rollout 68%" in labels["Time split"] and "train 33%" in labels["Time split"], "27 s and 13 s of 40 s"
 
 
-def test_a_running_step_shows_that_it_replaces_groups(browser: Browser, tmp_path: Path) -> None:
-    text = "waiting for 12 more useful groups; 60% of groups have equal rewards"
-    with RunDir.create(tmp_path / "run", "", {}) as run_dir:
-        run_dir.append_metrics(1, {"reward/mean": 0.5})
-        event = {"step": 2, "kind": "refill", "level": "notice", "message": text}
-        run_dir.append_event({**event, "time": time.time()})
+def test_the_live_page_shows_what_a_run_does_before_and_after_its_first_step(browser: Browser, tmp_path: Path) -> None:
+    console = PlainConsole(io.StringIO())
+    shown = "document.querySelector('#progress').innerText"
+    with RunDir.create(tmp_path / "run", "", {}) as run_dir, watching(run_dir.path) as (address, _):
+        with console.progress("loading the model", quiet=True):
+            run_dir.write_progress(console.describe_progress())
+            with opened(browser, address) as page:
+                assert "Loading the model" in page.inner_text("#progress")
+        console.begin("training", 40)
+        with opened(browser, address) as page, console.progress("rollouts of step 1", 16, quiet=True) as bar:
+            bar.advance(4)
+            time.sleep(0.6)  # a quarter took 0.6 s: two more seconds
+            console.waiting("rollouts of step 1: waiting for 12 more useful groups; 60% of groups have equal rewards")
+            run_dir.write_progress(console.describe_progress())
+            until(page, f"{shown}.includes('waiting for 12 more useful groups')")
+            text = page.inner_text("#progress")
+            assert "4 of 16" in text and "about 2 s left" in text and "step 0 of 40" in text
+            assert "loading the model" in page.inner_text("#progress .done")
+            console.step(1, {"reward/mean": 0.5})
+            run_dir.append_metrics(1, {"reward/mean": 0.5})
+            run_dir.write_progress(console.describe_progress())
+            until(page, f"{shown}.includes('step 1 of 40')")
+            assert page.locator("#progress .done").count() == 0 and page.inner_text("#progress").count("left") == 2
+            run_dir.write_status("finished", step=1, reason="", resumable=False)
+            until(page, "document.querySelector('#progress').hidden")
+        run_dir.write_status("running", step=1, reason="", resumable=False)
         with opened(browser, write_report(run_dir.path)) as page:
-            assert page.inner_text("#reason") == text
-        run_dir.append_metrics(2, {"reward/mean": 0.5})
-        with opened(browser, write_report(run_dir.path)) as page:
-            assert page.text_content("#reason") == "", "the step is recorded"
-        run_dir.append_event({**event, "step": 3, "time": time.time() - 90})
-        with opened(browser, write_report(run_dir.path)) as page:
-            assert page.text_content("#reason") == "", "the event is old"
+            assert page.is_hidden("#progress"), "a file does not change"
+    console.close()
 
 
 def test_healthy_range_is_drawn(browser: Browser, tmp_path: Path) -> None:
@@ -207,20 +239,15 @@ def make_large_run(path: Path, steps: int = 500, groups: int = 32, size: int = 1
 def test_a_large_run_opens_fast_with_little_memory(browser: Browser, tmp_path: Path) -> None:
     """500 steps with 512 rollouts: first chart within a second, server memory below 300 MiB."""
     run = make_large_run(tmp_path / "run")
-    command = [sys.executable, "-m", "shoal", "watch", str(run), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        found = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
-        assert found is not None
+    with watching(run) as (address, pid):
         first_paint_s = []
         for _ in range(5):  # best of five: the machine may be busy
             started = time.monotonic()
-            with opened(browser, found.group()) as page:
+            with opened(browser, address) as page:
                 page.wait_for_selector("#charts canvas")
                 first_paint_s.append(time.monotonic() - started)
         assert min(first_paint_s) < 1.0, first_paint_s
-        with opened(browser, found.group()) as page:
+        with opened(browser, address) as page:
             page.keyboard.press("2")
             page.wait_for_selector("#group .rollout")
             assert page.locator("#groups .entry").count() == 32 and page.locator("#group .rollout").count() == 16
@@ -232,9 +259,6 @@ def test_a_large_run_opens_fast_with_little_memory(browser: Browser, tmp_path: P
             for _ in range(5):
                 page.click("#previous")
                 page.wait_for_timeout(100)
-        status = Path(f"/proc/{process.pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text()
         peak = re.search(r"VmHWM:\s+(\d+) kB", status)
         assert peak is not None and int(peak.group(1)) < 300 * 1024
-    finally:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0

@@ -19,7 +19,7 @@ from shoal.core.errors import ConfigError, ShoalError, StorageError
 from shoal.core.section import Section
 from shoal.runs.files import seems_running, storage
 from shoal.runs.journal import decode_line, read_lines
-from shoal.runs.run_dir import is_used, read_status
+from shoal.runs.run_dir import is_used, read_progress, read_status
 from shoal.watch.glossary import find_metric, sort_metrics
 from shoal.watch.health import diagnose, read_config
 from shoal.watch.report.rollouts import number, rollout_steps
@@ -75,6 +75,7 @@ def describe_run(run: Path) -> dict[str, Any]:
     if shown["state"] == "running":
         if seems_running(run):
             shown["next_command"] = None  # it is running, so there is nothing to continue
+            shown["progress"] = read_progress(run)
             if shown["reason"] in _NORMAL_REASONS:
                 shown["reason"] = None
         else:

@@ -21,10 +21,15 @@
 
   function drawNews() {
     shoal.drawSummary(page.runs);
+    drawProgress();
     shoal.drawFindings(page.runs, openStep);
     drawCurves();
     shoal.drawEvents(page.runs);
     shoal.drawGlossary(page.runs);
+  }
+
+  function drawProgress() {
+    if (page.live) shoal.drawProgress(page.runs); // in a file it would be out of date
   }
 
   function drawCurves() {
@@ -146,8 +151,9 @@
     behind = behind || grown;
     if (behind && $("tip").hidden) { drawNews(); behind = false; } // do not redraw while the pointer shows a value
     else if (changed) { shoal.drawSummary(page.runs); shoal.drawEvents(page.runs); }
+    drawProgress();
     const going = page.runs.some((run) => run.run.state === "running");
-    setTimeout(listen, document.hidden ? 10000 : going ? 2000 : 5000);
+    setTimeout(listen, document.hidden ? 10000 : going ? 1000 : 5000);
   }
 
   const theme = shoal.stored("theme");

@@ -36,6 +36,8 @@ shoal.dropText = (reason) => ({ "uniform-good": "zero-variance group (all good)"
 
 shoal.percent = (value) => (value === null || value === undefined ? "–" : (100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0) + "%");
 
+shoal.capitalise = (text) => text.slice(0, 1).toUpperCase() + text.slice(1);
+
 shoal.signed = (value) => (value > 0 ? "+" : "") + shoal.number(value);
 
 shoal.duration = (seconds) => {

@@ -14,19 +14,12 @@ shoal.drawSummary = (runs) => {
   $("state").textContent = one ? one.run.state : runs.length + " runs";
   $("state").className = "badge" + (one ? " state-" + one.run.state : "");
   $("about").replaceChildren(...(one ? about(one) : []));
-  $("reason").textContent = one ? [one.run.state === "finished" ? "" : one.run.reason, waiting(one), one.run.next_command ? "Continue with: " + one.run.next_command : ""].filter(Boolean).join("  ·  ") : "";
+  $("reason").textContent = one ? [one.run.state === "finished" ? "" : one.run.reason, one.run.next_command ? "Continue with: " + one.run.next_command : ""].filter(Boolean).join("  ·  ") : "";
   $("tiles").replaceChildren(...runs.flatMap((run) => tiles(run, runs.length > 1)));
 
   function about(run) {
     const start = run.run.created_at ? { Start: new Date(run.run.created_at).toLocaleString() } : {};
     return Object.entries({ ...run.about, ...start }).map(([label, text]) => make("div", {}, make("dt", {}, label), make("dd", {}, text)));
-  }
-
-  // What a running step waits for; older than a minute, it is over.
-  function waiting(run) {
-    const event = run.events.filter((each) => each.kind === "refill").pop();
-    const current = event && run.run.state === "running" && event.step > (last(run.steps) ?? 0) && Date.now() / 1000 - event.time < 60;
-    return current ? event.message : "";
   }
 
   function tile(label, value, small) {
@@ -55,6 +48,33 @@ shoal.drawSummary = (runs) => {
     const seconds = sum(series["time/step"] || []);
     if (seconds) out.push(tile("Time", shoal.duration(seconds), "in steps"));
     return out;
+  }
+};
+
+// What running runs do now: the operation with its progress, the position of the run, and before the first step what is done.
+shoal.drawProgress = (runs) => {
+  const { $, make, duration } = shoal;
+  const all = runs.filter((run) => run.run.state === "running" && run.run.progress);
+  $("progress").hidden = !all.length;
+  $("progress").replaceChildren(...all.map((run) => make("div", {}, ...lines(run, run.run.progress))));
+
+  function lines(run, now) {
+    const share = now.total ? Math.min(1, now.done / now.total) : null;
+    const silent = Date.now() / 1000 - now.time;
+    const facts = [now.total ? Math.floor(now.done) + " of " + now.total : "", now.activity, silent > 20 ? "no report for " + duration(silent) : duration(now.elapsed_s),
+      now.operation_left_s !== null && now.operation_left_s !== undefined ? "about " + duration(now.operation_left_s) + " left" : ""];
+    const whole = now.total_steps ? ["step " + now.step + " of " + now.total_steps + " done", now.left_s === null ? "time left: known after the first step" : "about " + duration(now.left_s) + " left"] : [];
+    return [
+      make("div", { class: "now-head" }, runs.length > 1 ? make("b", {}, run.run.name) : null, make("b", {}, shoal.capitalise(now.doing)), make("span", { class: "quiet" }, facts.filter(Boolean).join(" · "))),
+      bar(share), make("div", { class: "now-foot" }, make("span", {}, whole.join(" · ")), ...now.finished.map(([name, seconds]) => make("span", { class: "done" }, name + " " + duration(seconds)))),
+    ];
+  }
+
+  function bar(share) {
+    const fill = make("i", {});
+    fill.style.width = 100 * (share ?? 0) + "%";
+    fill.style.animationDelay = -(performance.now() % 4000) + "ms"; // goes on smoothly although it is drawn again
+    return make("span", { class: share === null ? "bar unknown" : "bar", role: "progressbar", "aria-valuenow": share === null ? null : Math.round(100 * share), "aria-valuemin": 0, "aria-valuemax": 100 }, fill);
   }
 };
 
