@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,9 @@ def rollout_lines(
     groups: Sequence[RolloutGroup], policy_logprobs: Mapping[str, np.ndarray], token_text: TokenText
 ) -> Iterator[dict[str, Any]]:
     for group in groups:
-        for rollout in group.rollouts:
-            yield _line(group, rollout, policy_logprobs.get(rollout.rollout_id), token_text)
+        for number, rollout in enumerate(group.rollouts):
+            line = _line(group, rollout, policy_logprobs.get(rollout.rollout_id), token_text)
+            yield line | _conversation(rollout, first=number == 0)
 
 
 def completion_lines(groups: Sequence[RolloutGroup], number: int) -> list[str]:
@@ -74,6 +76,42 @@ def _line(
         "sampler_logprobs": _rounded(sampler),
         "policy_logprobs": _rounded(policy) if policy_logprobs is not None else None,
     }
+
+
+def _conversation(rollout: Rollout, first: bool) -> dict[str, Any]:
+    """Fields that only conversations have: the messages, and the sampled tokens per turn.
+
+    The messages of the prompt are stored once per group.
+    """
+    size, fields = len(rollout.prompt.messages), {}
+    messages = rollout.messages[size:]
+    if first and not _is_plain(rollout.prompt.messages, "user"):
+        fields["prompt_messages"] = [_shown_message(message) for message in rollout.prompt.messages]
+    if messages and not _is_plain(messages, "assistant"):
+        fields["messages"] = [_shown_message(message) for message in messages]
+        fields["turn_tokens"] = [len(turn.completion.token_ids) for turn in rollout.turns]
+    return fields
+
+
+def _is_plain(messages: Sequence[Mapping[str, Any]], role: str) -> bool:
+    return len(messages) == 1 and {**_shown_message(messages[0]), "content": ""} == {"role": role, "content": ""}
+
+
+def _shown_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as text, whatever an environment stored in it."""
+    shown: dict[str, Any] = {"role": str(message.get("role")), "content": _text(message.get("content"))}
+    optional = {"name": message.get("name"), "reasoning": message.get("reasoning_content")}
+    shown |= {key: _text(value) for key, value in optional.items() if value}
+    calls = [call.get("function", call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    if calls:
+        shown["tool_calls"] = [{key: _text(call.get(key)) for key in ("name", "arguments")} for call in calls]
+    return shown
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _rounded(values: np.ndarray) -> list[float]:

@@ -143,3 +143,30 @@ def test_several_turns_in_one_line():
     assert line["policy_logprobs"] == [-1.0, -2.0, 0.0, -3.0]
     assert line["spans"] == [[0, 2, 1], [2, 3, 2]], "spans count sampled tokens"
     assert line["completion"] == "[assistant] ab\n\n[user] go on\n\n[assistant] c"
+
+
+def test_a_conversation_with_tool_calls_is_stored_as_messages():
+    """Also of what no schema allows: the values that an environment put there become text."""
+    group = make_group(make_prompt(0), [1.0, 0.0])
+    group.prompt.messages.insert(0, {"role": "system", "content": [{"type": "text", "text": "Use add."}]})
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    rollout = group.rollouts[0]
+    rollout.turns = [make_turn([3, 4]), make_turn([6], prompt_ids=[1, 2, 3, 4, 5])]
+    rollout.messages = [
+        *group.prompt.messages,
+        {"role": "assistant", "content": None, "tool_calls": [call, "?"], "reasoning_content": "one and"},
+        {"role": "tool", "name": "add", "content": {1}},
+        {"role": "assistant", "content": "c"},
+    ]
+    group.rollouts[1].messages = [*group.prompt.messages, {"role": "assistant", "content": "ab"}]
+    first, second = lines_of([group])
+    assert first["prompt_messages"][0] == {"role": "system", "content": '[{"type": "text", "text": "Use add."}]'}
+    assert [message["role"] for message in first["prompt_messages"]] == ["system", "user"]
+    assert first["messages"] == [
+        {"role": "assistant", "content": "", "reasoning": "one and",
+         "tool_calls": [{"name": "add", "arguments": '{"a": 1}'}]},
+        {"role": "tool", "content": '"{1}"', "name": "add"},
+        {"role": "assistant", "content": "c"},
+    ]  # fmt: skip
+    assert first["turn_tokens"] == [2, 1]
+    assert set(second) == FIELDS, "the prompt is stored once, and a plain completion is no conversation"

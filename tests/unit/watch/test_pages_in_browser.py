@@ -171,6 +171,70 @@ def test_groups_are_sorted_by_reward_and_spread(browser: Browser, tmp_path: Path
             until(page, f"{shown} === '{expected}'")
 
 
+def make_conversations(path: Path, text: str = "") -> Path:
+    """Two steps in which one prompt is answered with a tool call; `text` stands wherever text can stand."""
+    system, user = {"role": "system", "content": f"Use add.{text}"}, {"role": "user", "content": f"1 + 2?{text}"}
+    call = {"name": f"add{text}", "arguments": f'{{"a": 1, "b": 2}}{text}'}
+    with RunDir.create(path, "", {}) as run_dir:
+        for step, answer in ((1, "I do not know."), (2, "It is 3.")):
+            run_dir.append_metrics(step, {"reward/mean": 0.5 * step})
+            messages = [
+                {"role": "assistant", "content": "call", "tool_calls": [call], "reasoning": f"first the sum{text}"},
+                {"role": f"tool{text}", "name": f"add{text}", "content": f"3{text}"},
+                {"role": "assistant", "content": answer},
+            ]
+            pieces = ["call", " add", "<end>", "<tool>", "3", "</tool>", *re.findall(" ?[^ ]+", answer)]
+            line = {
+                "rollout_id": "a", "group": f"sums/0/{step}/0", "prompt_id": "sums/0", "env": "sums", "status": "ok",
+                "prompt": "1 + 2?", "completion": "all", "prompt_messages": [system, user], "messages": messages,
+                "turn_tokens": [3, len(pieces) - 6], "token_texts": pieces, "parts": {f"sum{text}": 1.0},
+                "loss_mask": [1, 1, 1, 0, 0, 0] + [1] * (len(pieces) - 6), "sampler_logprobs": [-1.0] * len(pieces),
+            }  # fmt: skip
+            plain = {key: value for key, value in line.items() if "messages" not in key and key != "turn_tokens"}
+            run_dir.write_rollouts(step, [{**line, "reward": 0.5 * step}, {**plain, "reward": 0.0}])
+    return path
+
+
+def test_a_conversation_is_shown_as_turns_with_tool_calls(browser: Browser, tmp_path: Path) -> None:
+    with opened(browser, write_report(make_conversations(tmp_path / "run"))) as page:
+        page.keyboard.press("2")
+        page.wait_for_selector("#group .rollout")
+        assert [turn.split("\n")[0] for turn in page.locator("#group .prompt .turn").all_inner_texts()] == [
+            "system",
+            "user",
+        ]
+        turns = page.locator("#group .rollout >> nth=0 >> .turn")
+        assert [text.split("\n")[0] for text in turns.all_inner_texts()] == ["assistant", "tool · add", "assistant"]
+        tokens = [turns.nth(i).locator(".token").all_inner_texts() for i in range(3)]
+        assert tokens == [["call", " add", "<end>"], [], ["It", " is", " 3."]], "without those of the chat template"
+        assert '{"a": 1, "b": 2}' in turns.nth(0).locator(".call").inner_text()
+        assert "first the sum" in turns.nth(0).inner_text() and "3" in turns.nth(1).inner_text()
+        assert page.locator("#group .rollout >> nth=1 >> .turn").count() == 0
+        page.click('[data-view="tokens"]')
+        assert page.locator("#group .rollout >> nth=0 >> .token").count() == 9
+        assert page.locator("#group .rollout .turn").count() == 0
+
+
+def test_the_first_and_the_last_answer_to_a_prompt_are_compared(browser: Browser, tmp_path: Path) -> None:
+    with opened(browser, write_report(make_conversations(tmp_path / "run"))) as page:
+        page.keyboard.press("2")
+        page.wait_for_selector("#group .rollout")
+        page.keyboard.press("x")
+        page.wait_for_selector("#group .columns")
+        columns = page.locator("#group .column")
+        first, last = columns.nth(0).inner_text(), columns.nth(1).inner_text()
+        assert "step 1" in first and "I do not know." in first and "step 2" in last and "It is 3." in last
+        assert columns.nth(1).locator(".reward").all_inner_texts() == ["1", "0"], "the best first"
+        page.keyboard.press("x")
+        assert page.locator("#group .columns").count() == 0 and page.locator("#group .timeline").count() == 1
+    run = make_run(tmp_path / "once", steps=1)
+    with opened(browser, write_report(run)) as page:
+        page.keyboard.press("2")
+        page.wait_for_selector("#group .rollout")
+        page.click("#compare")
+        page.wait_for_selector("#group .notice")
+
+
 def test_crashed(browser: Browser, tmp_path: Path) -> None:
     """A run that was killed while it wrote: partial lines, no configuration, no lock."""
     run = make_run(tmp_path / "run", steps=3)
@@ -206,6 +270,14 @@ def test_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> None:
             "#group .rollout >> nth=1 >> .completion",
         ):
             assert MARKUP in page.inner_text(place)
+        assert "owned" not in page.title() and page.locator("img, #group b b, main script").count() == 0
+    with opened(browser, write_report(make_conversations(tmp_path / "turns", MARKUP))) as page:
+        page.keyboard.press("2")
+        page.wait_for_selector("#group .turn")
+        # two prompts, two parts, reasoning, call, arguments, role, name and result
+        assert page.inner_text("#group").count(MARKUP) == 10
+        page.keyboard.press("x")
+        page.wait_for_selector("#group .columns")
         assert "owned" not in page.title() and page.locator("img, #group b b, main script").count() == 0
 
 

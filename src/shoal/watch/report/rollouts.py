@@ -179,6 +179,7 @@ def describe_group(name: str, records: list[Mapping[str, Any]]) -> dict[str, Any
         "env": str(first.get("env", "")),
         "prompt": prompt if isinstance(prompt, str) else "",
         "drop_reason": next((reason for record in records if (reason := record.get("drop_reason"))), None),
+        "messages": next((found for record in records if (found := _messages(record.get("prompt_messages")))), []),
         "rollouts": [_describe_rollout(record) for record in records],
     }
 
@@ -195,9 +196,20 @@ def _describe_rollout(record: Mapping[str, Any]) -> dict[str, Any]:
         "parts": {str(name): number(value) for name, value in parts.items()},
         "advantage": number(record.get("advantage")),
         "completion": completion if isinstance(completion, str) else "",
+        "messages": _messages(record.get("messages")),
+        "turn_tokens": [int(size) for size in record.get("turn_tokens") or []],
         "spans": record.get("spans") or [],
         "tokens": _describe_tokens(record),
     }
+
+
+def _messages(stored: Any) -> list[dict[str, Any]]:
+    """The messages of a conversation; empty for a prompt or a completion of plain text."""
+    return [
+        {**{key: str(value) for key, value in message.items() if key != "tool_calls"},
+         "tool_calls": [{key: str(value) for key, value in call.items()} for call in message.get("tool_calls", [])]}
+        for message in stored or []
+    ]  # fmt: skip
 
 
 def _describe_tokens(record: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -99,10 +99,10 @@
 
   function onKey(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || /^(SELECT|INPUT|TEXTAREA)$/.test(event.target.tagName)) return;
-    const act = { j: () => browser.walk(1), k: () => browser.walk(-1), l: () => browser.move(1), h: () => browser.move(-1), f: browser.follow, c: browser.nextTint, t: setTheme, "?": () => $("keys").showModal() }[event.key];
+    const act = { j: () => browser.walk(1), k: () => browser.walk(-1), l: () => browser.move(1), h: () => browser.move(-1), f: browser.follow, x: browser.compare, c: browser.nextTint, t: setTheme, "?": () => $("keys").showModal() }[event.key];
     if (VIEWS[event.key - 1]) go(VIEWS[event.key - 1]);
     else if (event.key === "/") { event.preventDefault(); go("rollouts"); $("text").focus(); }
-    else if (act && (!"jklhfc".includes(event.key) || !$("view-rollouts").hidden)) act();
+    else if (act && (!"jklhfxc".includes(event.key) || !$("view-rollouts").hidden)) act();
   }
 
   // Arrow keys move between tabs (ARIA tabs pattern).

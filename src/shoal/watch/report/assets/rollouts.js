@@ -2,7 +2,7 @@
 // The rollout browser: steps, groups, filters, completions side by side, one prompt over the steps.
 shoal.browser = (source) => {
   const { $, make } = shoal;
-  const place = { run: 0, step: null, group: null, tint: shoal.stored("tint") || "logprob", follow: null };
+  const place = { run: 0, step: null, group: null, tint: shoal.stored("tint") || "logprob", view: shoal.stored("view") || "turns", follow: null, compare: false };
   let heads = [], next = null, requests = 0;
 
   const steps = () => source.steps(place.run);
@@ -27,6 +27,7 @@ shoal.browser = (source) => {
   async function list({ keep = false, further = false } = {}) {
     const mine = ++requests, wanted = query();
     place.follow = null;
+    place.compare = false;
     if (!steps().length) return showNothing();
     try {
       let found;
@@ -123,31 +124,49 @@ shoal.browser = (source) => {
 
   function drawGroup(group, head) {
     place.shown = { group, head };
-    const largest = Math.max(...group.rollouts.map((rollout) => Math.abs(rollout.advantage || 0)));
-    group.rollouts.forEach((rollout) => { rollout.largest = largest; });
-    const followed = make("button", { type: "button", class: "push", id: "follow", "aria-pressed": String(Boolean(place.follow)) }, place.follow ? "Back to the step" : "Follow this prompt");
-    followed.addEventListener("click", () => (place.follow ? list({ keep: true }) : follow(head)));
+    scaleAdvantages(group);
+    const button = (id, text, pressed, act) => {
+      const made = make("button", { type: "button", id, "aria-pressed": String(pressed) }, text);
+      made.addEventListener("click", act);
+      return made;
+    };
+    const following = Boolean(place.follow);
     const facts = ["step " + head.step, group.env, group.rollouts.length + " rollouts", "mean " + shoal.number(shoal.mean(head.rewards))];
     const prompt = make("div", { class: "prompt" },
       make("div", { class: "prompt-head" }, make("b", {}, group.prompt_id || group.group), make("span", { class: "quiet" }, facts.filter(Boolean).join(" · ")),
-        group.drop_reason ? make("span", { class: "badge warn" }, "dropped: " + shoal.dropText(group.drop_reason)) : null, followed),
-      make("pre", { tabindex: "0", "aria-label": "Prompt" }, group.prompt));
-    const timeline = place.follow ? [drawTimeline()] : [];
-    $("group").replaceChildren(...timeline, prompt, tintChoice(), make("div", { class: "completions" }, ...group.rollouts.map(rolloutCard)));
+        group.drop_reason ? make("span", { class: "badge warn" }, "dropped: " + shoal.dropText(group.drop_reason)) : null,
+        make("span", { class: "push" }, button("compare", "First and last answer", place.compare, () => compare(head)),
+          button("follow", following ? "Back to the step" : "Follow this prompt", following, () => (following ? list({ keep: true }) : follow(head))))),
+      ...(group.messages.length ? group.messages.map((message) => shoal.drawMessage(message)) : [make("pre", { tabindex: "0", "aria-label": "Prompt" }, group.prompt)]));
+    const timeline = following ? [drawTimeline()] : [];
+    const cards = place.compare && following ? place.compare.drawn() : make("div", { class: "completions" }, ...group.rollouts.map(rolloutCard));
+    $("group").replaceChildren(...timeline, prompt, displayChoice(group), cards);
   }
 
-  function tintChoice() {
-    const buttons = Object.entries(shoal.TINTS).map(([name, tint]) => {
-      const button = make("button", { type: "button", "data-tint": name, "aria-pressed": String(name === place.tint), title: tint.describe }, tint.label);
-      button.addEventListener("click", () => setTint(name));
+  function scaleAdvantages(group) {
+    const largest = Math.max(...group.rollouts.map((rollout) => Math.abs(rollout.advantage || 0)));
+    group.rollouts.forEach((rollout) => { rollout.largest = largest; });
+  }
+
+  function segments(what, label, options) {
+    return make("span", { class: "segments", role: "group", "aria-label": label }, ...options.map(([name, text, title]) => {
+      const button = make("button", { type: "button", ["data-" + what]: name, "aria-pressed": String(name === place[what]), title }, text);
+      button.addEventListener("click", () => setDisplay(what, name));
       return button;
-    });
-    return make("div", { class: "group-tools" }, "Colour by", make("span", { class: "segments", role: "group", "aria-label": "Colour tokens by" }, ...buttons), shoal.scaleOf(place.tint));
+    }));
   }
 
-  function setTint(name) {
-    place.tint = name;
-    shoal.stored("tint", name);
+  function displayChoice(group) {
+    const tints = Object.entries(shoal.TINTS).map(([name, tint]) => [name, tint.label, tint.describe]);
+    const turns = group.rollouts.some((rollout) => rollout.messages.length);
+    return make("div", { class: "group-tools" }, "Colour by", segments("tint", "Colour tokens by", tints), shoal.scaleOf(place.tint),
+      ...(turns ? [make("span", { class: "views" }, "Show"), segments("view", "Show", [["turns", "turns", "messages and tool calls"], ["tokens", "tokens", "every token, with those of the chat template"]])] : []));
+  }
+
+  // What is shown of the completions: the colours (tint), and turns or all tokens (view).
+  function setDisplay(what, name) {
+    place[what] = name;
+    shoal.stored(what, name);
     if (place.shown) drawGroup(place.shown.group, place.shown.head);
   }
 
@@ -159,7 +178,8 @@ shoal.browser = (source) => {
       rollout.status && rollout.status !== "ok" ? make("span", { class: "badge warn" }, rollout.status) : null,
       rollout.truncated ? make("span", { class: "badge" }, "truncated") : null,
       make("span", { class: "facts" }, facts(rollout)));
-    return make("article", { class: "card rollout" + sign }, head, parts(rollout), rollout.error ? make("p", { class: "error" }, rollout.error) : null, ...shoal.drawTokens(rollout, place.tint));
+    return make("article", { class: "card rollout" + sign }, head, parts(rollout), rollout.error ? make("p", { class: "error" }, rollout.error) : null, 
+      ...(rollout.messages.length && place.view === "turns" ? shoal.drawConversation(rollout, place.tint) : shoal.drawTokens(rollout, place.tint)));
   }
 
   function facts(rollout) {
@@ -194,6 +214,27 @@ shoal.browser = (source) => {
     next = null;
     $("go-on").hidden = true;
     await choose(heads.find((each) => each.step === head.step && each.group === head.group) || heads[0]);
+  }
+
+  // The answers to this prompt in its first and its last step, side by side, the best ones first.
+  async function compare(head) {
+    if (place.compare) {
+      place.compare = false;
+      return drawGroup(place.shown.group, place.shown.head);
+    }
+    if (!place.follow) await follow(head);
+    if (!place.follow) return;
+    const ordered = place.follow.heads.slice().sort((a, b) => a.step - b.step), ends = [ordered[0], ordered[ordered.length - 1]];
+    const groups = await Promise.all(ends.map((end) => source.group(place.run, end)));
+    groups.forEach(scaleAdvantages);
+    const value = (rollout) => rollout.reward ?? -Infinity;
+    const column = (i) => {
+      const best = groups[i].rollouts.slice().sort((a, b) => (value(b) > value(a)) - (value(b) < value(a)));
+      const title = (i ? "Last: step " : "First: step ") + ends[i].step;
+      return make("div", { class: "column" }, make("h2", {}, title, make("span", { class: "quiet" }, "mean reward " + shoal.number(shoal.mean(ends[i].rewards)))), ...best.map(rolloutCard));
+    };
+    place.compare = { drawn: () => (ends[0].step === ends[1].step ? make("p", { class: "notice" }, "This prompt has rollouts in step " + ends[0].step + " only, so there is nothing to compare.") : make("div", { class: "columns" }, column(0), column(1))) };
+    drawGroup(place.shown.group, place.shown.head);
   }
 
   // The mean reward of this prompt at each of its steps, with the range of its group.
@@ -274,7 +315,8 @@ shoal.browser = (source) => {
   return {
     openStep, move, walk, refill: fillSteps, remember, place,
     follow: () => place.shown && (place.follow ? list({ keep: true }) : follow(place.shown.head)),
-    nextTint: () => { const names = Object.keys(shoal.TINTS); setTint(names[(names.indexOf(place.tint) + 1) % names.length]); },
+    compare: () => place.shown && compare(place.shown.head),
+    nextTint: () => { const names = Object.keys(shoal.TINTS); setDisplay("tint", names[(names.indexOf(place.tint) + 1) % names.length]); },
     redraw: () => { if (heads.length) { drawList(); mark(heads.find((head) => head.group === place.group && head.step === place.step)); } if (place.shown) drawGroup(place.shown.group, place.shown.head); },
   };
 };

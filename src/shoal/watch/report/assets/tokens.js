@@ -33,20 +33,21 @@ shoal.scaleOf = (how) => {
   return shoal.make("span", { class: "scale", title: tint.describe }, tint.low, bar, tint.high);
 };
 
-shoal.drawTokens = (rollout, how) => {
+// The tokens in `range`, by default all of them.
+shoal.drawTokens = (rollout, how, range) => {
   const text = shoal.make("pre", { class: "completion", tabindex: "0", "aria-label": "Completion" });
   const tokens = rollout.tokens;
   if (!tokens) {
     text.append(rollout.completion || "(empty)");
     return [text];
   }
-  draw(0, Math.min(tokens.text.length, shoal.FIRST_TOKENS));
+  const [start, end] = range || [0, tokens.text.length], middle = Math.min(end, start + shoal.FIRST_TOKENS);
+  draw(start, middle);
   text.addEventListener("mousemove", showTip);
   text.addEventListener("mouseleave", shoal.hideTip);
-  const rest = tokens.text.length - shoal.FIRST_TOKENS;
-  if (rest <= 0) return [text, cut()];
-  const button = shoal.make("button", { type: "button", class: "show-all" }, "Show " + rest + " more tokens");
-  button.addEventListener("click", () => { draw(shoal.FIRST_TOKENS, tokens.text.length); button.remove(); });
+  if (middle === end) return [text, cut()];
+  const button = shoal.make("button", { type: "button", class: "show-all" }, "Show " + (end - middle) + " more tokens");
+  button.addEventListener("click", () => { draw(middle, end); button.remove(); });
   return [text, button, cut()];
 
   function draw(from, to) {
@@ -64,7 +65,7 @@ shoal.drawTokens = (rollout, how) => {
   }
 
   function cut() {
-    return tokens.left_out ? shoal.make("p", { class: "error" }, tokens.left_out + " more tokens are only in the run directory") : null;
+    return tokens.left_out && end === tokens.text.length ? shoal.make("p", { class: "error" }, tokens.left_out + " more tokens are only in the run directory") : null;
   }
 
   function showTip(event) {
@@ -81,4 +82,31 @@ shoal.drawTokens = (rollout, how) => {
     }
     shoal.tip(event, shoal.make("b", { class: "mono" }, JSON.stringify(tokens.text[i])), ...rows);
   }
+};
+
+// A conversation as turns. The policy's turns are drawn from its tokens, all others from their text.
+shoal.drawConversation = (rollout, how) => {
+  const ranges = turnRanges();
+  return rollout.messages.map((message) => shoal.drawMessage(message, message.role === "assistant" && ranges.length ? shoal.drawTokens(rollout, how, ranges.shift()) : null));
+
+  // The place of each turn of the policy in the tokens; empty if turns and messages do not correspond.
+  function turnRanges() {
+    const { tokens, turn_tokens: sizes } = rollout, own = rollout.messages.filter((message) => message.role === "assistant");
+    const sampled = tokens ? tokens.mask.flatMap((mask, i) => (mask ? [i] : [])) : [];
+    if (sizes.length !== own.length || sizes.reduce((a, b) => a + b, 0) !== sampled.length) return [];
+    let at = 0;
+    return sizes.map((size) => { at += size; return size ? [sampled[at - size], sampled[at - 1] + 1] : [0, 0]; });
+  }
+};
+
+shoal.ROLES = { system: "system", user: "user", assistant: "assistant", tool: "tool" };
+
+// One message: its role, its text or the given elements, and its tool calls.
+shoal.drawMessage = (message, body) => {
+  const { make } = shoal;
+  const calls = message.tool_calls.map((call) => make("div", { class: "call" }, make("b", {}, call.name), make("pre", {}, call.arguments)));
+  const reasoning = message.reasoning ? make("pre", { class: "reasoning", "aria-label": "Reasoning" }, message.reasoning) : null;
+  const text = body || (message.content || !calls.length ? [make("pre", { tabindex: "0" }, message.content || "(empty)")] : []);
+  return make("section", { class: "turn turn-" + (shoal.ROLES[message.role] || "other") },
+    make("div", { class: "role" }, message.role + (message.name ? " · " + message.name : "")), reasoning, ...text, ...calls);
 };
