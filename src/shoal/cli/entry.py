@@ -127,7 +127,10 @@ VERBS = {
     "sft": ("shoal.cli.sft:sft", "Train on given completions (supervised)."),
     "eval": ("shoal.cli.eval:evaluate", "Score a model on an environment, or compare two."),
     "report": ("shoal.cli.inspect_run:report", "Write one page about one or several runs."),
-    "watch": ("shoal.cli.inspect_run:watch", "Serve a live page of a run on this machine."),
+    "watch": (
+        "shoal.cli.inspect_run:watch",
+        "Serve a live page of a run, or of all runs in a folder, on this machine.",
+    ),
     "show": ("shoal.cli.inspect_run:show", "Print rollouts of a run with tinted tokens."),
     "doctor": ("shoal.cli.inspect_run:doctor", "Diagnose problems in a run, or check the machine."),
     "explain": ("shoal.cli.inspect_run:explain", "Explain a metric: meaning, healthy range, what to change."),

@@ -74,23 +74,25 @@ def watch(
 ) -> None:
     """Serve a live page of a run on this machine. It updates during the run; Ctrl-C stops it.
 
+    For a folder of runs, the page lists them with links.
+
     Parameters
     ----------
     run
-        The run directory. It may be mounted read-only.
+        The run directory, or a folder with run directories in it. It may be mounted read-only.
     others
-        More run directories, drawn in the same charts.
+        More run directories, drawn in the same charts; or more folders.
     port
         Port on 127.0.0.1. Default: 7447 or the next free one; 0 for any.
     """
-    from shoal.watch.report.data import require_run
+    from shoal.watch.report.data import find_runs, require_run
 
     if port is not None and not 0 <= port <= 65535:
         raise ConfigError(
             f"command line: --port: must be between 0 and 65535, not {port}; leave it out for {DEFAULT_PORT}"
         )
-    runs = [require_run(Path(name)) for name in (run, *others)]
-    asyncio.run(_serve(runs, port))
+    paths = [path if find_runs(path := Path(name)) else require_run(path) for name in (run, *others)]
+    asyncio.run(_serve(paths, port))
 
 
 async def _serve(runs: list[Path], port: int | None) -> None:

@@ -154,3 +154,40 @@ def test_a_read_only_directory_is_sufficient(tmp_path: Path) -> None:
             path.chmod(0o755)
     assert [status for status, _ in answers] == [200] * 4
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_all_runs_below_a_folder_are_listed(run: Path, tmp_path: Path) -> None:
+    make_run(tmp_path / "a" / "first", steps=3)
+    (tmp_path / "a" / "notes").mkdir()
+    (tmp_path / "a" / ".hidden").mkdir()
+    (tmp_path / "a" / ".hidden" / "status.json").write_text("{}")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "status.json").write_text("no status")
+
+    async def talk(session: aiohttp.ClientSession, address: str) -> None:
+        async def get(path: str) -> tuple[int, str]:
+            async with session.get(address.rstrip("/") + path) as answer:
+                return answer.status, await answer.text()
+
+        listed = json.loads((await get("/api/runs"))[1])["runs"]
+        assert {entry["name"]: entry["state"] for entry in listed} == {
+            "a/first": "finished", "broken": "unreadable", str(run): "finished",
+        }  # fmt: skip
+        first = next(entry for entry in listed if entry["name"] == "a/first")
+        assert first["total_steps"] == first["step"] == 3 and len(first["curve"]) == 3 and len(first["held_out"]) == 1
+        assert first["about"]["Algorithm"] == "grpo"
+        make_run(tmp_path / "b", steps=200, groups=1, size=1)
+        newest = json.loads((await get("/api/runs"))[1])["runs"][0]
+        assert newest["name"] == "b" and 60 <= len(newest["curve"]) <= 80, "found while the server runs"
+        status, text = await get(f"/view?run={first['id']}&run={newest['id']}")
+        runs = json.loads(text.split('id="page">')[1].split("</script>")[0])["runs"]
+        assert status == 200 and [entry["run"]["name"] for entry in runs] == ["first", "b"]
+        assert json.loads((await get(f"/api/runs/{runs[1]['index']}/news?after=198&events=0"))[1])["steps"] == [
+            199,
+            200,
+        ]
+        for path in (tmp_path, tmp_path / "a" / "notes", tmp_path / "a" / ".hidden", "/etc", ""):
+            assert (await get(f"/view?run={path}"))[0] == 404, path
+        assert (await get("/view"))[0] == 404
+
+    with_server([tmp_path, run], talk)

@@ -235,6 +235,32 @@ def test_the_first_and_the_last_answer_to_a_prompt_are_compared(browser: Browser
         page.wait_for_selector("#group .notice")
 
 
+def test_a_list_of_runs_links_to_their_pages(browser: Browser, tmp_path: Path) -> None:
+    make_run(tmp_path / "a" / "first", steps=2)
+    make_run(tmp_path / "second", steps=3)
+    with RunDir.create(tmp_path / "third", "", {}) as run_dir, watching(tmp_path) as (address, _):
+        run_dir.write_status("failed", step=1, reason=MARKUP, resumable=False)
+        watched = Watched(browser)
+        page = watched.page
+        page.goto(address)
+        page.wait_for_selector("#list .run >> nth=2")
+        assert MARKUP in page.inner_text("#list") and page.is_disabled("#compare") and "owned" not in page.title()
+        page.click("#list a:text-is('a/first')")
+        page.wait_for_selector("#charts canvas")
+        page.keyboard.press("2")
+        page.wait_for_selector("#group .rollout")
+        page.click("#all-runs")
+        for name in ("a/first", "second"):
+            page.check(f"#list input[aria-label='Select {name}']")
+        page.click("#compare")
+        page.wait_for_selector("#charts canvas")
+        assert page.inner_text("#state") == "2 runs"
+        page.keyboard.press("2")
+        page.select_option("#run", "1")
+        until(page, "document.querySelector('#step').value === '3'")
+        watched.close()
+
+
 def test_crashed(browser: Browser, tmp_path: Path) -> None:
     """A run that was killed while it wrote: partial lines, no configuration, no lock."""
     run = make_run(tmp_path / "run", steps=3)

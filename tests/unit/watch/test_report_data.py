@@ -54,5 +54,7 @@ def test_the_header_names_model_environments_algorithm_and_learning_rate(tmp_pat
     assert list(about) == ["Model", "Environments", "Algorithm", "Learning rate"]
     assert (about["Model"], about["Environments"], about["Learning rate"]) == ("m/m", "arithmetic, words", "5e-06")
     assert about["Algorithm"] == load_run(str(tmp_path / "config.yaml")).config.train.loss.type
+    (tmp_path / "config.yaml").write_text("train: {model: m/m, loss: {type: masked}}\ndataset: {path: a}\n")
+    assert describe_config(tmp_path)["Algorithm"] == "supervised fine-tuning", "which has no loss.type"
     (tmp_path / "config.yaml").write_text("train: {model: m/m, loss: 3}\norch: 7\n")
     assert describe_config(tmp_path) == {"Model": "m/m"}, "a damaged configuration is no error"

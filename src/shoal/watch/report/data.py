@@ -7,6 +7,8 @@ keys that are derived from others.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -26,6 +28,8 @@ from shoal.watch.report.rollouts import number, rollout_steps
 
 Change = dict[str, Any]  # key, value, default
 MAX_EVENTS = 2000
+MAX_RUNS, MAX_DEPTH = 1000, 8  # of a list of runs
+CURVE_POINTS = 80  # per curve in a list of runs
 _STATUS_KEYS = ("state", "step", "reason", "created_at", "updated_at", "next_command")
 _NORMAL_REASONS = ("started", "resumed", "checkpoint")  # reasons of a running run that are not worth showing
 # Sections with derived keys are tried first, so that the key the user wrote remains.
@@ -81,6 +85,60 @@ def describe_run(run: Path) -> dict[str, Any]:
         else:
             shown["state"] = "killed"  # a run that ends records it; this one is gone
     return {"name": run.resolve().name, "path": str(run), **shown}
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """The run directories below a folder, by name. Links and hidden folders are not followed."""
+    found = []
+    for path, folders, files in os.walk(folder):
+        if "status.json" in files:
+            found.append(Path(path))
+            folders.clear()  # a run contains no other
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if len(found) >= MAX_RUNS or len(Path(path).relative_to(folder).parts) >= MAX_DEPTH:
+            folders.clear()
+    return found
+
+
+class RunSummary:
+    """One row of the list of runs. The metrics are read again only if their file has changed."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._read: tuple[int, int] | None = None  # time and size of metrics.jsonl
+        self._about: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any]:
+        try:
+            return {**describe_run(self._run), **self._describe()}
+        except ShoalError as error:
+            return {"name": self._run.name, "state": "unreadable", "reason": str(error)}
+
+    def _describe(self) -> dict[str, Any]:
+        path = self._run / "metrics.jsonl"
+        state = (stat.st_mtime_ns, stat.st_size) if path.exists() and (stat := path.stat()) else (0, 0)
+        if state != self._read:
+            found = collect_series(read_lines(path))
+            series = found["series"]
+            main = next((name for name in ("reward/mean", "sft/loss") if name in series), None)
+            held_out = next((name for name in series if name.startswith("eval/") and name.endswith("/mean")), None)
+            self._about = {
+                "total_steps": _total_steps(self._run),
+                "about": describe_config(self._run),
+                "metric": main,
+                "curve": _thin(series[main]) if main else [],
+                "held_out": [value for value in series[held_out] if value is not None] if held_out else [],
+            }
+            self._read = state
+        return self._about
+
+
+def _thin(column: list[float | None]) -> list[float]:
+    """The known values, or the means of at most CURVE_POINTS stretches of them. The last value is kept."""
+    values = [value for value in column if value is not None]
+    size = math.ceil(len(values) / CURVE_POINTS)
+    stretches = [values[start : start + size] for start in range(0, len(values), size or 1)]
+    return [sum(stretch) / len(stretch) for stretch in stretches[:-1]] + values[-1:]
 
 
 class MetricsTail:
@@ -151,10 +209,10 @@ def describe_config(run: Path) -> dict[str, str]:
     if isinstance(environments, list):
         named = [env for env in environments if isinstance(env, dict)]
         about["Environments"] = ", ".join(str(env.get("name") or env.get("id") or "") for env in named)
-    if isinstance(loss, dict):
-        about["Algorithm"] = str(loss.get("type") or "")
-    elif "dataset" in config:
+    if "dataset" in config and "orch" not in config:
         about["Algorithm"] = "supervised fine-tuning"
+    elif isinstance(loss, dict):
+        about["Algorithm"] = str(loss.get("type") or "")
     if isinstance(rate, int | float):
         about["Learning rate"] = f"{rate:g}"
     return {label: text for label, text in about.items() if text}

@@ -29,18 +29,33 @@ SIZE_LIMIT_BYTES = 20_000_000
 READ_LIMIT_BYTES = 2_000_000_000  # rollout files read for one report
 MAX_MISSES = 40  # stop after this many groups in a row that do not fit
 REPORT_NAME = "report.html"
-_STYLES = ("vendor/uplot/uPlot.min.css", "assets/page.css", "assets/rollouts.css")
-_SCRIPTS = (
-    "vendor/uplot/uPlot.iife.min.js",
-    "assets/base.js",
-    "assets/source.js",
-    "assets/curves.js",
-    "assets/chart.js",
-    "assets/tokens.js",
-    "assets/rollouts.js",
-    "assets/tables.js",
-    "assets/app.js",
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The parts of a page. They are its only scripts and styles."""
+
+    frame: str
+    styles: tuple[str, ...]
+    scripts: tuple[str, ...]
+
+
+REPORT = Template(
+    "assets/frame.html",
+    ("vendor/uplot/uPlot.min.css", "assets/page.css", "assets/rollouts.css"),
+    (
+        "vendor/uplot/uPlot.iife.min.js",
+        "assets/base.js",
+        "assets/source.js",
+        "assets/curves.js",
+        "assets/chart.js",
+        "assets/tokens.js",
+        "assets/rollouts.js",
+        "assets/tables.js",
+        "assets/app.js",
+    ),
 )
+LIST = Template("assets/runs.html", ("assets/page.css",), ("assets/base.js", "assets/runs.js"))
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -61,7 +76,7 @@ def render_report(*runs: Path, limit_bytes: int = SIZE_LIMIT_BYTES) -> bytes:
         heads = [head.as_dict() for step in sorted(groups.heads) for head in groups.heads[step]]
         blocks.append(_block(f"heads-{number}", _embed(heads)))
         blocks += [_block(f"groups-{number}-{step}", "\n".join(groups.packed[step])) for step in sorted(groups.packed)]
-    return assemble([overview["run"]["name"] for overview in overviews], blocks)
+    return assemble(" and ".join(overview["run"]["name"] for overview in overviews), blocks)
 
 
 def report_json(*runs: Path, limit_bytes: int = SIZE_LIMIT_BYTES) -> str:
@@ -76,7 +91,7 @@ def report_json(*runs: Path, limit_bytes: int = SIZE_LIMIT_BYTES) -> str:
 def collect_report(runs: Sequence[Path], limit_bytes: int) -> tuple[list[dict[str, Any]], list[SelectedRun]]:
     overviews = [collect_overview(run) for run in runs]
     name_apart(overviews)
-    frame_bytes = sum(len(asset(name).encode()) for name in (*_STYLES, *_SCRIPTS)) + 20_000
+    frame_bytes = sum(len(asset(name).encode()) for name in (*REPORT.styles, *REPORT.scripts)) + 20_000
     budget = limit_bytes - frame_bytes - len(_embed(page_data(overviews)).encode())
     chosen = []
     for number, run in enumerate(runs):
@@ -91,26 +106,26 @@ def page_data(overviews: list[dict[str, Any]], live: bool = False) -> dict[str, 
     return {"live": live, "runs": overviews, "glossary": glossary_of(overviews)}
 
 
-def assemble(names: Sequence[str], blocks: Sequence[str], live: bool = False) -> bytes:
+def assemble(title: str, blocks: Sequence[str], live: bool = False, template: Template = REPORT) -> bytes:
     """The page with its data. A live page may also send requests to its own server."""
-    styles, scripts = [asset(name) for name in _STYLES], [asset(name) for name in _SCRIPTS]
+    styles, scripts = [asset(name) for name in template.styles], [asset(name) for name in template.scripts]
     pieces = {
-        "POLICY": f'<meta http-equiv="Content-Security-Policy" content="{content_policy(live)}">',
-        "TITLE": escape(" and ".join(names)),
+        "POLICY": f'<meta http-equiv="Content-Security-Policy" content="{content_policy(live, template)}">',
+        "TITLE": escape(title),
         "STYLES": "".join(f"<style>{style}</style>" for style in styles),
         "DATA": "\n".join(blocks),
         "SCRIPTS": "".join(f"<script>{script}</script>" for script in scripts),
     }
     # Split the frame at its markers instead of replacing them one by one, so that content cannot act as a marker.
-    page = [pieces.get(piece, piece) for piece in asset("assets/frame.html").split("@@")]
+    page = [pieces.get(piece, piece) for piece in asset(template.frame).split("@@")]
     return "".join(page).encode(errors="replace")  # a folder name may contain bytes that are not UTF-8
 
 
-def content_policy(live: bool = False) -> str:
+def content_policy(live: bool = False, template: Template = REPORT) -> str:
     allowed = [
         "default-src 'none'",
-        f"script-src {' '.join(_hash(asset(name)) for name in _SCRIPTS)}",
-        f"style-src {' '.join(_hash(asset(name)) for name in _STYLES)}",
+        f"script-src {' '.join(_hash(asset(name)) for name in template.scripts)}",
+        f"style-src {' '.join(_hash(asset(name)) for name in template.styles)}",
         "img-src data:",
         "base-uri 'none'",
         "form-action 'none'",
@@ -119,8 +134,9 @@ def content_policy(live: bool = False) -> str:
     return "; ".join(allowed)
 
 
-def data_block(overviews: list[dict[str, Any]], live: bool) -> str:
-    return _block("page", _embed(page_data(overviews, live)))
+def data_block(data: Any) -> str:
+    """The data of a live page."""
+    return _block("page", _embed(data))
 
 
 def _embed(value: Any) -> str:

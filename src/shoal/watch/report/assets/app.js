@@ -84,10 +84,7 @@
   }
 
   function setTheme() {
-    const root = document.documentElement;
-    const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-    root.dataset.theme = dark ? "light" : "dark";
-    shoal.stored("theme", root.dataset.theme);
+    shoal.switchTheme();
     recolour();
   }
 
@@ -156,8 +153,7 @@
     setTimeout(listen, document.hidden ? 10000 : going ? 1000 : 5000);
   }
 
-  const theme = shoal.stored("theme");
-  if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
+  shoal.setTheme(shoal.stored("theme"));
   $("smoothing").value = shoal.smoothing;
   $("smoothing-value").textContent = shoal.smoothing.toFixed(2);
   $("smoothing").addEventListener("input", () => {
@@ -175,6 +171,7 @@
   document.addEventListener("keydown", onKey);
   window.addEventListener("hashchange", fromAddress);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
+  if (page.listed) { $("all-runs").hidden = false; $("all-runs").href = "/"; }
   runSwitches();
   fromAddress();
   drawAll();

@@ -91,6 +91,15 @@ shoal.smooth = (values, weight) => {
   });
 };
 
+shoal.setTheme = (name) => { if (name === "light" || name === "dark") document.documentElement.dataset.theme = name; };
+
+shoal.switchTheme = () => {
+  const chosen = document.documentElement.dataset.theme;
+  const dark = chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  shoal.setTheme(dark ? "light" : "dark");
+  shoal.stored("theme", dark ? "light" : "dark");
+};
+
 shoal.stored = (key, value) => {
   try {
     if (value !== undefined) localStorage.setItem("shoal-" + key, value);

@@ -54,19 +54,19 @@ function fileSource(page) {
 }
 
 function liveSource() {
-  const ask = async (path, query) => {
+  const ask = async (run, path, query) => {
     const words = new URLSearchParams(Object.entries(query || {}).filter(([, value]) => value !== null && value !== undefined && value !== ""));
-    const answer = await fetch("/api/runs/" + path + (words.size ? "?" + words : ""));
+    const answer = await fetch("/api/runs/" + shoal.page.runs[run].index + path + (words.size ? "?" + words : ""));
     if (!answer.ok) throw new Error(answer.status + " " + (await answer.text()));
     return answer.json();
   };
   return {
     steps: (run) => shoal.page.runs[run].rollout_steps,
-    heads: (run, step) => ask(run + "/steps/" + step),
-    group: (run, head) => ask(run + "/steps/" + head.step + "/group", { id: head.group }),
-    find: (run, query, before) => ask(run + "/find", { ...query, before }),
-    follow: (run, prompt, before) => ask(run + "/follow", { prompt, before }),
-    news: (run, after, events) => ask(run + "/news", { after, events }),
+    heads: (run, step) => ask(run, "/steps/" + step),
+    group: (run, head) => ask(run, "/steps/" + head.step + "/group", { id: head.group }),
+    find: (run, query, before) => ask(run, "/find", { ...query, before }),
+    follow: (run, prompt, before) => ask(run, "/follow", { prompt, before }),
+    news: (run, after, events) => ask(run, "/news", { after, events }),
   };
 }
 
