@@ -20,6 +20,12 @@ class Metric:
     healthy: str = ""
     change: str = ""  # what to do outside the healthy range
 
+    @property
+    def limits(self) -> dict[str, float]:
+        """The healthy range as numbers, {"low": …} or {"high": …}; empty if it is described in words."""
+        found = re.fullmatch(r"(below|above) ([\d.]+)", self.healthy)
+        return {"high" if found[1] == "below" else "low": float(found[2])} if found else {}
+
 
 LOWER_RATE = "lower train.learning_rate"
 FASTER_REWARD = "raise orch.reward.workers, or speed up the reward function"

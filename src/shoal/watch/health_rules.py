@@ -16,6 +16,8 @@ from shoal.watch.glossary import CATALOGUE
 Row = dict[str, float]
 WINDOW = 20  # steps of history for a rule
 FIRST_STEPS = 5  # their mean is the start value of a metric
+# Healthy while above this share of the start value. The charts draw the same limits.
+SHARE_OF_START = {"policy/entropy": 0.1, "completion/length_mean": 0.25}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def _entropy_collapse(row: Row, history: History) -> RuleMatch | None:
     if "sft/loss" in row:
         return None
     value, start = row["policy/entropy"], history.start("policy/entropy")
-    if start is not None and start > 0 and (value < 0.1 * start or value < 0.005):
+    if start is not None and start > 0 and (value < SHARE_OF_START["policy/entropy"] * start or value < 0.005):
         return RuleMatch(
             f"entropy collapsed from {start:.3g} to {value:.3g}: the policy repeats the same output", -value
         )
@@ -97,7 +99,7 @@ def _entropy_collapse(row: Row, history: History) -> RuleMatch | None:
 
 def _length_collapse(row: Row, history: History) -> RuleMatch | None:
     value, start = row["completion/length_mean"], history.start("completion/length_mean")
-    if start is not None and start >= 8 and value < 0.25 * start:
+    if start is not None and start >= 8 and value < SHARE_OF_START["completion/length_mean"] * start:
         return RuleMatch(f"completions shrank from {start:.0f} to {value:.0f} tokens", -value)
     return None
 

@@ -148,10 +148,16 @@ def test_healthy_range_is_drawn(browser: Browser, tmp_path: Path) -> None:
     }"""
     with opened(browser, write_report(run)) as page:
         page.wait_for_selector('[data-chart="Mismatch"] canvas')
-        assert page.evaluate("shoal.healthyRange('mismatch/k3')")["high"] == 0.01
-        assert page.evaluate("shoal.healthyRange('policy/ratio_mean')") is None, "a range in words"
+        healthy = "(name) => shoal.healthyRange(name, shoal.page.runs)"
+        assert page.evaluate(healthy, "mismatch/k3")["high"] == 0.01
+        assert page.evaluate(healthy, "policy/ratio_mean") is None, "a range in words"
+        assert page.evaluate(healthy, "policy/entropy") is None, "relative to the first five steps"
+        assert "healthy below 0.01" in page.inner_text("figure:has([data-chart='Mismatch'])")
         above, below = page.evaluate(opacity)
         assert above == 0 and below > 0, "at about 0.015 and 0.005"
+    with opened(browser, write_report(make_run(tmp_path / "longer", steps=6))) as page:
+        first = page.evaluate("shoal.page.runs[0].series['policy/entropy'].slice(0, 5)")
+        assert page.evaluate(healthy, "policy/entropy")["low"] == pytest.approx(0.1 * sum(first) / 5)
 
 
 def test_groups_are_sorted_by_reward_and_spread(browser: Browser, tmp_path: Path) -> None:

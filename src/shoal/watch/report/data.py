@@ -22,8 +22,9 @@ from shoal.core.section import Section
 from shoal.runs.files import seems_running, storage
 from shoal.runs.journal import decode_line, read_lines
 from shoal.runs.run_dir import is_used, read_progress, read_status
-from shoal.watch.glossary import find_metric, sort_metrics
+from shoal.watch.glossary import Metric, find_metric, sort_metrics
 from shoal.watch.health import diagnose, read_config
+from shoal.watch.health_rules import FIRST_STEPS, SHARE_OF_START
 from shoal.watch.report.rollouts import number, rollout_steps
 
 Change = dict[str, Any]  # key, value, default
@@ -188,16 +189,19 @@ def name_apart(overviews: Sequence[dict[str, Any]]) -> None:
             overview["run"]["name"] = "/".join(Path(overview["run"]["path"]).resolve().parts[-2:])
 
 
-def glossary_of(overviews: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+def glossary_of(overviews: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Glossary entries of all metrics of the runs."""
     return {name: _describe_metric(name) for overview in overviews for name in overview["series"]}
 
 
-def _describe_metric(name: str) -> dict[str, str]:
-    metric = find_metric(name)
-    if metric is None:
-        return {"meaning": "", "unit": "", "healthy": "", "change": ""}
-    return {"meaning": metric.meaning, "unit": metric.unit, "healthy": metric.healthy, "change": metric.change}
+def _describe_metric(name: str) -> dict[str, Any]:
+    """`limits` are the healthy range for the charts; `start_share` is relative to the mean of the first steps."""
+    metric = find_metric(name) or Metric(name, "", "")
+    limits = metric.limits
+    if name in SHARE_OF_START:
+        limits |= {"start_share": SHARE_OF_START[name], "start_steps": FIRST_STEPS}
+    texts = {"meaning": metric.meaning, "unit": metric.unit, "healthy": metric.healthy, "change": metric.change}
+    return {**texts, "limits": limits}
 
 
 def describe_config(run: Path) -> dict[str, str]:

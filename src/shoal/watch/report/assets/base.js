@@ -43,8 +43,8 @@ shoal.signed = (value) => (value > 0 ? "+" : "") + shoal.number(value);
 shoal.duration = (seconds) => {
   const whole = Math.max(0, Math.round(seconds));
   if (whole < 60) return whole + " s";
-  if (whole < 3600) return Math.floor(whole / 60) + " min " + String(whole % 60).padStart(2, "0");
-  return Math.floor(whole / 3600) + " h " + String(Math.floor((whole % 3600) / 60)).padStart(2, "0");
+  if (whole < 3600) return Math.floor(whole / 60) + " min " + String(whole % 60).padStart(2, "0") + " s";
+  return Math.floor(whole / 3600) + " h " + String(Math.floor((whole % 3600) / 60)).padStart(2, "0") + " min";
 };
 
 shoal.colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();

@@ -18,7 +18,13 @@ shoal.drawChart = (chart, prepared, onStep) => {
 
   function legend() {
     return shoal.make("div", { class: "legend" }, ...shown.map((line) => shoal.make("span", { class: "key", title: line.name || "" }, swatch(line), line.label,
-      shoal.make("span", { class: "value" }, summary(line)))));
+      shoal.make("span", { class: "value" }, summary(line)))), prepared.healthy ? healthyKey() : null);
+  }
+
+  function healthyKey() {
+    const { low, high } = prepared.healthy, both = low > -Infinity && high < Infinity;
+    const text = both ? write(low) + " to " + write(high) : low > -Infinity ? "above " + write(low) : "below " + write(high);
+    return shoal.make("span", { class: "key healthy" }, shoal.make("i", { class: "swatch block" }), (chart.healthy ? shoal.metricLabel(chart.healthy) + ": " : "") + "healthy " + text);
   }
 
   function swatch(line) {
@@ -116,19 +122,24 @@ shoal.drawChart = (chart, prepared, onStep) => {
     };
   }
 
-  // Only for charts of one metric: lines of different metrics have different ranges.
+  // The healthy range as a soft background, and its limits as lines.
   function drawHealthy(drawn) {
-    const range = chart.names && chart.names.length === 1 && shoal.healthyRange(chart.names[0]), { min, max } = drawn.scales.y;
+    const range = prepared.healthy, { min, max } = drawn.scales.y, { ctx, bbox } = drawn;
     if (!range || min === null || min === undefined) return;
-    const top = drawn.valToPos(Math.min(range.high, max), "y", true), bottom = drawn.valToPos(Math.max(range.low, min), "y", true);
-    drawn.ctx.fillStyle = shoal.colour("c3") + "1f";
-    if (bottom > top) drawn.ctx.fillRect(drawn.bbox.left, top, drawn.bbox.width, bottom - top);
+    const place = (value) => Math.round(drawn.valToPos(value, "y", true));
+    const top = place(Math.min(range.high, max)), bottom = place(Math.max(range.low, min));
+    if (bottom <= top) return;
+    ctx.fillStyle = shoal.colour("c3") + "14";
+    ctx.fillRect(bbox.left, top, bbox.width, bottom - top);
+    ctx.fillStyle = shoal.colour("c3") + "99";
+    if (range.high < max) ctx.fillRect(bbox.left, top, bbox.width, devicePixelRatio);
+    if (range.low > min) ctx.fillRect(bbox.left, bottom, bbox.width, devicePixelRatio);
   }
 
   function range(low, high) {
     if (prepared.stacked) return [0, 1];
     if (low === null || high === null) return [0, 1];
-    if (chart.noise && low === 0 && high === 0) return [0, 1000 * chart.noise];
+    if (low === 0 && high === 0 && prepared.healthy && prepared.healthy.high < Infinity) return [0, 1.25 * prepared.healthy.high];
     const bottom = chart.zero ? Math.min(0, low) : low;
     const margin = (high - bottom) * 0.08 || Math.abs(high) * 0.1 || (percent ? 0.1 : 1);
     return [chart.zero && low >= 0 ? 0 : bottom - margin, high + margin];

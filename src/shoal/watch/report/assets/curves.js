@@ -7,18 +7,18 @@ shoal.DASHES = [null, [6, 4], [2, 3], [9, 3, 2, 3]];
 shoal.CHARTS = [
   { title: "Reward", names: ["reward/mean"], band: ["reward/p10", "reward/p90"], note: "mean of the step; shaded: 10th to 90th percentile", fallback: "reward/std" },
   { title: "Held-out evaluation", names: ["eval/*/mean", "eval/*/pass_at_k"], note: "prompts that are not used for training", dots: true },
-  { title: "Groups", names: ["group/mixed_frac", "group/all_good_frac", "group/all_bad_frac"], note: "only mixed groups give a training signal", percent: true, zero: true },
+  { title: "Groups", names: ["group/mixed_frac", "group/all_good_frac", "group/all_bad_frac"], note: "only mixed groups give a training signal", healthy: "group/mixed_frac", percent: true, zero: true },
   { title: "Reward parts", names: ["reward/part/*"] },
   { title: "Reward by environment", names: ["reward/env/*"] },
   { title: "Loss", names: ["sft/loss"], zero: true },
-  { title: "KL to the reference", names: ["policy/kl_ref"], zero: true, note: "healthy below 0.2" },
+  { title: "KL to the reference", names: ["policy/kl_ref"], zero: true, note: "policy against reference, in nats" },
   { title: "Entropy", names: ["policy/entropy"], zero: true, note: "falls slowly, not to 0" },
-  { title: "Mismatch", names: ["mismatch/k3"], zero: true, noise: 1e-8, note: "sampler and trainer log-probs; healthy below 0.01" },
-  { title: "Masked", names: ["masked", "mask/token_frac", "mask/sequence_frac"], percent: true, zero: true, note: "tokens masked by the loss" },
+  { title: "Mismatch", names: ["mismatch/k3"], zero: true, noise: 1e-8, note: "between sampler and trainer log-probs" },
+  { title: "Masked", names: ["masked", "mask/token_frac", "mask/sequence_frac"], healthy: "masked", percent: true, zero: true, note: "tokens masked by the loss" },
   { title: "Clipped", names: ["policy/clip_frac"], percent: true, zero: true, onlyAbove: 0 },
   { title: "Completion length", names: ["completion/length_mean"], band: ["completion/length_min", "completion/length_max"], zero: true, note: "mean; shaded: shortest to longest" },
   { title: "Length by environment", names: ["completion/env/*"], zero: true },
-  { title: "Truncated", names: ["completion/truncated_frac"], percent: true, zero: true, note: "stopped at max_tokens; healthy below 50%" },
+  { title: "Truncated", names: ["completion/truncated_frac"], percent: true, zero: true, note: "stopped at max_tokens" },
   { title: "Gradient norm", names: ["optim/grad_norm"], zero: true },
   { title: "Learning rate", names: ["optim/lr"], zero: true, exact: true },
   { title: "Staleness", names: ["staleness/mean", "staleness/max"], zero: true, onlyAbove: 0, note: "versions between sampling and training" },
@@ -38,11 +38,15 @@ shoal.metricLabel = (name) => {
   return known[name] || name.split("/").pop().replace(/_(frac|mean)$/, "").replace(/_/g, " ");
 };
 
-// The healthy range of a metric as numbers, from the text of the glossary ("below 0.2", "above 0.2"), or null.
-shoal.healthyRange = (name) => {
-  const found = /^(below|above) ([\d.]+)$/.exec((shoal.page.glossary[name] || {}).healthy || "");
-  if (!found) return null;
-  return found[1] === "below" ? { low: -Infinity, high: Number(found[2]) } : { low: Number(found[2]), high: Infinity };
+// The healthy range of a metric as numbers, or null. A range relative to the start of a run needs its first values.
+shoal.healthyRange = (name, runs) => {
+  const limits = (shoal.page.glossary[name] || {}).limits || {};
+  let { low, high } = limits;
+  if (limits.start_share && runs.length === 1) {
+    const first = (runs[0].series[name] || []).filter((value) => value !== null).slice(0, limits.start_steps);
+    if (first.length === limits.start_steps) low = limits.start_share * shoal.mean(first);
+  }
+  return low === undefined && high === undefined ? null : { low: low ?? -Infinity, high: high ?? Infinity };
 };
 
 // Values below chart.noise are rounding errors of fp32 log-probs; they are drawn as zero.
@@ -68,7 +72,8 @@ shoal.prepareChart = (chart, runs) => {
   const lines = runs.length === 1 ? metricLines(chart, runs[0], patterns, x) : runLines(runs, patterns, x);
   if (!lines.length) return null;
   if (chart.onlyAbove !== undefined && !lines.some((line) => line.values.some((value) => value > chart.onlyAbove))) return null;
-  return { x, lines, several: runs.length > 1, note: chart.stack ? "seconds per step" : undefined };
+  const healthy = chart.healthy || (chart.names && chart.names.length === 1 && chart.names[0]);
+  return { x, lines, several: runs.length > 1, healthy: healthy ? shoal.healthyRange(healthy, runs) : null, note: chart.stack ? "seconds per step" : undefined };
 
   function metricLines(chart, run, patterns, x) {
     const names = [...new Set(patterns.flatMap((pattern) => shoal.matching(run.series, pattern)))];

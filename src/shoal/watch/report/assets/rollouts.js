@@ -135,12 +135,19 @@ shoal.browser = (source) => {
     const prompt = make("div", { class: "prompt" },
       make("div", { class: "prompt-head" }, make("b", {}, group.prompt_id || group.group), make("span", { class: "quiet" }, facts.filter(Boolean).join(" · ")),
         group.drop_reason ? make("span", { class: "badge warn" }, "dropped: " + shoal.dropText(group.drop_reason)) : null,
-        make("span", { class: "push" }, button("compare", "First and last answer", place.compare, () => compare(head)),
+        make("span", { class: "push" }, button("compare", "First and last answer", Boolean(place.compare), () => compare(head)),
           button("follow", following ? "Back to the step" : "Follow this prompt", following, () => (following ? list({ keep: true }) : follow(head))))),
-      ...(group.messages.length ? group.messages.map((message) => shoal.drawMessage(message)) : [make("pre", { tabindex: "0", "aria-label": "Prompt" }, group.prompt)]));
+      ...promptMessages(group).map((message) => shoal.drawMessage(message)));
     const timeline = following ? [drawTimeline()] : [];
     const cards = place.compare && following ? place.compare.drawn() : make("div", { class: "completions" }, ...group.rollouts.map(rolloutCard));
     $("group").replaceChildren(...timeline, prompt, displayChoice(group), cards);
+  }
+
+  // A prompt of one user message is stored as text with the role in front.
+  function promptMessages(group) {
+    if (group.messages.length) return group.messages;
+    const text = group.prompt.startsWith("[user] ") ? group.prompt.slice(7) : group.prompt;
+    return [{ role: text === group.prompt ? "prompt" : "user", content: text, tool_calls: [] }];
   }
 
   function scaleAdvantages(group) {

@@ -18,7 +18,7 @@ shoal.drawSummary = (runs) => {
   $("tiles").replaceChildren(...runs.flatMap((run) => tiles(run, runs.length > 1)));
 
   function about(run) {
-    const start = run.run.created_at ? { Start: new Date(run.run.created_at).toLocaleString() } : {};
+    const start = run.run.created_at ? { Start: new Date(run.run.created_at).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) } : {};
     return Object.entries({ ...run.about, ...start }).map(([label, text]) => make("div", {}, make("dt", {}, label), make("dd", {}, text)));
   }
 
@@ -44,7 +44,8 @@ shoal.drawSummary = (runs) => {
     const rollouts = series["batch/rollouts"], tokens = series["tokens/completion"];
     const sum = (column) => column.reduce((a, b) => a + (b || 0), 0);
     if (rollouts) out.push(tile("Rollouts", number(sum(rollouts)), tokens ? number(sum(tokens)) + " sampled tokens" : ""));
-    if (series["throughput/rollout_tok_s"]) out.push(tile("Speed", number(last(series["throughput/rollout_tok_s"])), "tokens per second, rollout"));
+    const speed = series["throughput/rollout_tok_s"], spent = series["time/rollout"];
+    if (speed && spent) out.push(tile("Speed", number(sum(speed.map((rate, i) => rate * spent[i])) / sum(spent)), "sampled tokens per second"));
     const seconds = sum(series["time/step"] || []);
     if (seconds) out.push(tile("Time", shoal.duration(seconds), "in steps"));
     return out;
