@@ -4,10 +4,14 @@ For B rollouts per step, G rollouts per group, window N, async level O and weigh
 (v0 + max(N, 1) + O) * B - accepted - running >= G, where v0 is the version at the start of the window. N = 1, O = 0 is
 synchronous training: no group of the next step starts before this step is trained. N > 1 and O > 0 are windowed and
 asynchronous training.
+
+In synchronous training more groups may run than there are places, because zero-variance groups will be replaced: with
+m free places and an expected share p of useful groups, about m / p. Groups that turn out not to be needed are cancelled.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -37,11 +41,19 @@ class Admission:
         """Whether this version is published to the sampler. Within a window the sampler keeps the first version."""
         return version == 0 or (self.interval > 0 and version % self.interval == 0)
 
-    def allows(self, version: int) -> bool:
+    def allows(self, version: int, useful_share: float = 1.0, spare: int = 0) -> bool:
+        """`useful_share`: the expected share of running groups that are kept. `spare`: most groups beyond the places."""
         horizon = self.window_start(version) + max(self.interval, 1) + self.async_level
         if self.last_step is not None:
             horizon = min(horizon, self.last_step)
-        return horizon * self.batch - self.accepted - self.running >= self.group
+        places, running = horizon * self.batch - self.accepted, self.running + self.group
+        if running <= places:
+            return True
+        if not self.synchronous or running > places + spare * self.group or places <= 0:
+            return False
+        missing = places / self.group  # one standard deviation more, so that the step rarely waits for one more round
+        ahead = (missing + math.sqrt(missing * (1 - useful_share))) / useful_share
+        return running <= math.ceil(ahead) * self.group
 
     def is_stale(self, version: int, oldest: int) -> bool:
         if self.interval == 0:

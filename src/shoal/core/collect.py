@@ -1,7 +1,9 @@
 """Collects the groups of a step: dispatches prompts as the admission rule allows, and drops or keeps finished groups.
 
-Every dispatched group is settled exactly once: kept, dropped with a reason, or dispatched again after a resume. In
-synchronous mode groups enter training in prompt order, so the result does not depend on the order of completion.
+Every dispatched group is settled exactly once: kept, dropped with a reason, surplus, or dispatched again after a resume.
+In synchronous mode a step takes its first useful groups in prompt order, so the result does not depend on the order of
+completion. Replacements for zero-variance groups are dispatched before they are needed. Groups after the last one taken
+are surplus: they are cancelled and counted, and the stream returns to the first of their prompts.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class CollectedGroups:
 
     kept: list[RolloutGroup] = field(default_factory=list)
     dropped: list[RolloutGroup] = field(default_factory=list)
+    surplus: int = 0  # groups that were dispatched and not needed; their number depends on timing
 
     @property
     def all(self) -> list[RolloutGroup]:
@@ -75,6 +78,9 @@ class Collector:
         self._again: list[Prompt] = []  # prompts that were in flight when the checkpoint was written
         self._failure: Exception | None = None  # raised by an early dispatch
         self._order = 0  # of dispatch
+        self._begun: list[tuple[int, Prompt, dict[str, Any] | None]] = []  # in this step; where the stream stood
+        self._surplus: list[asyncio.Task[RolloutGroup]] = []  # cancelled
+        self._seen = [0.0, 0.0]  # useful and settled groups; earlier steps count half as much as the next one
         self._refills_left = 0
         self._given_up = 0  # groups dropped in this step and not replaced
         self._zero_variance = 0  # groups of this step whose rewards are all equal
@@ -95,25 +101,56 @@ class Collector:
             raise self._failure
         wanted = self.admission.groups_per_step
         self._refills_left, self._given_up = self._rules.max_refill * wanted, 0
+        self._seen = [number / 2 for number in self._seen]
         stale = self._drop_stale(version)
         advance(min(len(self._ready), wanted))
-        while len(self._ready) < wanted:
-            self._dispatch(version)
+        while len(self._ready) < wanted or (self.admission.synchronous and self._running):
+            self._dispatch(version, ahead=True)
             if not self._running:
                 break
-            before = len(self._ready)
+            before = min(len(self._ready), wanted)
             await self._settle_some(version, stop)
-            advance(len(self._ready) - before)
+            self._cancel_surplus(wanted)
+            advance(min(len(self._ready), wanted) - before)
             needed = wanted - len(self._ready) - self._given_up
             if self._rules.uniform == "refill" and self._zero_variance and needed > 0:
                 refilling(needed, self._zero_variance / len(self._settled))
-        if self.admission.synchronous:
-            self._ready.sort(key=lambda item: item[0])
+        surplus = await self._return_surplus(wanted) if self.admission.synchronous else 0
         taken, self._ready = self._ready[:wanted], self._ready[wanted:]
         # A group dropped without a replacement keeps its place, unless a group that ran ahead took it.
         self.admission.unaccept(self._given_up - (wanted - len(taken)))
         self._dispatch(version)  # groups that may run ahead do so while this step trains
-        return CollectedGroups([group for _, group in taken], [*stale, *self._take_dropped()])
+        return CollectedGroups([group for _, group in taken], [*stale, *self._take_dropped()], surplus)
+
+    def _cancel_surplus(self, wanted: int) -> None:
+        """Cancel groups after the last one that the step can take. Groups before it may still finish."""
+        if not self.admission.synchronous or len(self._ready) < wanted:
+            return
+        last = sorted(order for order, _ in self._ready)[wanted - 1]
+        for task in [task for task, (order, _) in self._running.items() if order > last]:
+            task.cancel()
+            self._surplus.append(task)
+            del self._running[task]
+            self.admission.settle(accepted=False)
+
+    async def _return_surplus(self, wanted: int) -> int:
+        """Forget the groups after the last one that the step takes, and return their prompts. How many there were."""
+        self._ready.sort(key=lambda item: item[0])
+        begun, self._begun = self._begun, []
+        last = self._ready[wanted - 1][0] if len(self._ready) >= wanted else self._order
+        unused = [(prompt, position) for order, prompt, position in begun if order > last]
+        kept = [(order, group) for order, group in self._ready if order <= max(last, -1)]
+        self.admission.unaccept(len(self._ready) - len(kept))
+        self._ready, self._settled = kept, [(order, group) for order, group in self._settled if order <= last]
+        self._again = [prompt for prompt, position in unused if position is None] + self._again
+        if position := next((position for _, position in unused if position is not None), None):
+            self._stream.rewind(position)
+        cancelled, self._surplus = self._surplus, []
+        if cancelled:
+            _, pending = await wait_without_suspension(cancelled, self._rules.deadline_s)
+            if pending:
+                raise self._deadline_error("surplus groups did not end")
+        return len(unused)
 
     def _take_dropped(self) -> list[RolloutGroup]:
         """The groups dropped in this step. The prompt buffer observes all settled groups, in the order of dispatch."""
@@ -123,9 +160,16 @@ class Collector:
             self._stream.observe(group)
         return [group for _, group in settled if group.drop_reason is not None]
 
-    def _dispatch(self, version: int) -> None:
-        while self.admission.allows(version):
+    def _dispatch(self, version: int, ahead: bool = False) -> None:
+        """`ahead`: also replacements for groups of which only a share will be useful."""
+        useful, settled = self._seen
+        share = (useful + 1) / (settled + 1)
+        spare = self._refills_left if ahead and self._rules.uniform != "skip" else 0
+        while self.admission.allows(version, share, spare):
+            position = self._stream.position() if not self._again else None
             prompt = self._again.pop(0) if self._again else self._stream.next()
+            if self.admission.synchronous:
+                self._begun.append((self._order, prompt, position))
             task = asyncio.ensure_future(self._run_group(prompt))
             self._running[task] = (self._order, prompt)
             if not self._rules.lockstep:
@@ -153,8 +197,9 @@ class Collector:
         if not self._finished:
             raise self._deadline_error("none finished")
         for task in self._take_finished():
-            order, _ = self._running.pop(task)
-            self._settle(order, task.result(), version)
+            if task in self._running:
+                order, _ = self._running.pop(task)
+                self._settle(order, task.result(), version)
 
     def _take_finished(self) -> list[asyncio.Task[RolloutGroup]]:
         finished, self._finished = self._finished, []
@@ -180,6 +225,7 @@ class Collector:
         group.drop_reason = self._verdict(group, version)
         self._settled.append((order, group))
         self._zero_variance += group.drop_reason in ("uniform-good", "uniform-bad")
+        self._seen = [self._seen[0] + (group.drop_reason is None), self._seen[1] + 1]
         if group.drop_reason is None:
             self.admission.settle(accepted=True)
             self._ready.append((order, group))
@@ -248,7 +294,7 @@ class Collector:
         """Cancel all groups in flight. A resumed run dispatches their prompts again."""
         for task in self._running:
             task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*self._running, *self._surplus, return_exceptions=True)
 
     def state(self) -> dict[str, Any]:
         """Groups that are ready and prompts in flight, oldest first."""

@@ -89,6 +89,8 @@ class Loop:
         with parts.phases("train"):
             result = await parts.learner.learn(collected.kept, tally)
         tally_groups(tally, collected.all, collected.kept, progress.step)
+        if parts.collector.admission.synchronous:
+            tally.value("throughput/surplus_groups", collected.surplus)
         if self.settings.sigma_at is not None:
             tally.value("noise/sigma", self._served_sigma)
             if isinstance(parts.engine, NoiseMeter):

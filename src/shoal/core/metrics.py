@@ -133,6 +133,9 @@ def tally_groups(tally: Tally, groups: Sequence[RolloutGroup], kept: Sequence[Ro
     tally.value("batch/rollouts", len(rollouts))
     tally.value("batch/used", sum(len(group.rewards) for group in kept))
     _tally_lengths(tally, rollouts)
+    sampled = sum(rollout.completion_tokens for rollout in rollouts)
+    used = sum(rollout.completion_tokens for group in kept for rollout in group.rollouts if rollout.scored)
+    tally.add("tokens/used_frac", used, sampled)
     ages = [version - rollout.oldest_version for group in kept for rollout in group.rollouts if rollout.turns]
     tally.mean("staleness/mean", ages)
     if ages:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +95,15 @@ class PromptStream:
                 passed += 1
         self.cursor.drawn[name] += 1
         return prompt
+
+    def position(self) -> dict[str, Any]:
+        """Where the stream stands; `rewind` returns there. The history of the buffer is not part of it."""
+        cursor = self.cursor
+        place = {"positions": dict(cursor.positions), "drawn": dict(cursor.drawn)}
+        return {**place, "set_aside": cursor.set_aside, "passed_over": cursor.passed_over}
+
+    def rewind(self, position: Mapping[str, Any]) -> None:
+        self.cursor = replace(self.cursor, **position)
 
     def _next_environment(self) -> str:
         """The environment furthest behind its share; ties go to the first."""

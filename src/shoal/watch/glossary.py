@@ -36,6 +36,10 @@ EASIER_PROMPTS = (
     "or raise orch.rollouts_per_example or orch.sampling.temperature"
 )
 LONGER = "raise orch.sampling.max_tokens, or set orch.truncated to mask, zero or overlong"
+WASTED = (
+    "set orch.buffer.easy_threshold and orch.buffer.hard_threshold, which draw solved and hopeless prompts less often, or "
+    "choose prompts of suitable difficulty"
+)
 FIX_REWARD = "read `error` in the rollouts (`shoal show RUN`) and fix the reward function"
 MORE_ENTROPY = "lower train.learning_rate, raise orch.sampling.temperature, or add train.loss.kl.beta"
 
@@ -202,6 +206,13 @@ CATALOGUE = _catalogue(
     Metric("tokens/prompt", "Prompt tokens of the step.", "tokens"),
     Metric("tokens/completion", "Completion tokens of the step.", "tokens"),
     Metric(
+        "tokens/used_frac",
+        "Share of the sampled completion tokens that were trained; the others belong to dropped groups.",
+        "fraction",
+        "above 0.5",
+        WASTED,
+    ),
+    Metric(
         "tokens/computed",
         "Tokens in the packed rows; a prompt shared within a row counts once.",
         "tokens",
@@ -239,6 +250,11 @@ CATALOGUE = _catalogue(
         "throughput/train_tok_s",
         "Tokens of the trained samples per second of training time; a shared prompt counts once per sample.",
         "tokens/s",
+    ),
+    Metric(
+        "throughput/surplus_groups",
+        "Groups that were started to replace zero-variance groups and then not needed. They are sampled again later.",
+        "groups",
     ),
     Metric("noise/sigma", "Standard deviation of the noise added to the norm weights of the sampler.", "1"),
     Metric(

@@ -77,6 +77,14 @@ def _unless_noisy(judge: Judge) -> Judge:
     return judge_without_noise
 
 
+def _below(metric: str, limit: float, words: str) -> Judge:
+    def judge(row: Row, _: History) -> RuleMatch | None:
+        value = row[metric]
+        return RuleMatch(words.format(value=value, limit=limit), -value) if value < limit else None
+
+    return judge
+
+
 def _reward_flat(row: Row, _: History) -> RuleMatch | None:
     if row["reward/std"] >= 1e-9:
         return None
@@ -227,6 +235,14 @@ RULES: tuple[Rule, ...] = (
         "reward-errors", "reward/error_frac", _reward_errors, f"{glossary.FIX_REWARD}; or raise orch.reward.timeout_s"
     ),
     Rule("reward-flat", "reward/std", _reward_flat, glossary.EASIER_PROMPTS),
+    Rule(
+        "wasted-tokens",
+        "tokens/used_frac",
+        _below("tokens/used_frac", 0.5, "only {value:.0%} of the sampled tokens were trained"),
+        glossary.WASTED,
+        patience=10,
+        level="notice",
+    ),
     Rule("reward-fell", "reward/mean", _reward_fell, f"{glossary.LOWER_RATE}, and continue from an earlier checkpoint"),
     Rule("idle", "time/idle", _idle, CATALOGUE["time/idle"].change),
     Rule(

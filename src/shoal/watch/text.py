@@ -166,6 +166,8 @@ def _loss(metrics: Mapping[str, float]) -> str:
 def _used(metrics: Mapping[str, float]) -> str:
     if "batch/used" in metrics and "batch/rollouts" in metrics:
         text = f"used {metrics['batch/used']:.0f}/{metrics['batch/rollouts']:.0f}"
+        if metrics.get("tokens/used_frac", 1.0) < 0.995:
+            text += f" ({metrics['tokens/used_frac']:.0%} of tokens)"
         zero_variance = round(metrics.get("group/flat", 0))
         return f"{text}, {count(zero_variance, 'zero-variance group')}" if zero_variance else text
     return f"mixed {metrics['group/mixed_frac']:.0%}" if "group/mixed_frac" in metrics else ""

@@ -46,6 +46,8 @@ shoal.drawSummary = (runs) => {
     if (rollouts) out.push(tile("Rollouts", number(sum(rollouts)), tokens ? number(sum(tokens)) + " sampled tokens" : ""));
     const speed = series["throughput/rollout_tok_s"], spent = series["time/rollout"];
     if (speed && spent) out.push(tile("Speed", number(sum(speed.map((rate, i) => rate * spent[i])) / sum(spent)), "sampled tokens per second"));
+    const used = series["tokens/used_frac"];
+    if (used && tokens && sum(tokens)) out.push(tile("Trained tokens", number(100 * used.reduce((a, share, i) => a + (share || 0) * (tokens[i] || 0), 0) / sum(tokens)) + " %", "share of the sampled tokens"));
     const seconds = sum(series["time/step"] || []);
     if (seconds) out.push(tile("Time", shoal.duration(seconds), "in steps"));
     return out;
