@@ -6,9 +6,10 @@ STAMP := $(VENV)/.installed
 DEMO_DIR ?= outputs/demo
 DEMO_SEED ?= 1
 VERIFIERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-verifiers
+LM_EVAL ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-lm-eval
 VLLM ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-vllm
 
-.PHONY: venv environments demo test faults test-slow test-models test-verifiers test-vllm check clean
+.PHONY: venv environments demo test faults test-slow test-models test-verifiers test-lm-eval test-vllm check clean
 
 venv: $(STAMP)
 
@@ -21,9 +22,10 @@ $(STAMP): pyproject.toml constraints.txt
 	-test `uname` != Linux || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'triton>=3.6'
 	@touch $@
 
-# What test-verifiers and test-vllm install, ahead of them.
+# What test-verifiers, test-lm-eval and test-vllm install, ahead of them.
 environments: venv
 	$(BIN)/python tests/verifiers/install.py $(VERIFIERS)
+	$(BIN)/python tests/lm_eval/install.py $(LM_EVAL)
 	$(BIN)/python tests/real_vllm/install.py $(VLLM)
 
 demo: venv
@@ -31,10 +33,12 @@ demo: venv
 
 # Two workers with one thread each. A file is the unit of work, in the order of the collection: long files come first.
 WORKERS ?= 2
+# Tests with a target of their own.
+SEPARATE := slow or faults or gpu or vllm or verifiers or lm_eval or models
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: venv
-	$(BIN)/python -m pytest -q --durations=25 $(PARALLEL) -m "not slow and not faults and not gpu and not vllm and not verifiers and not models"
+	$(BIN)/python -m pytest -q --durations=25 $(PARALLEL) -m "not ($(SEPARATE))"
 
 # Campaigns: kills at every place a run passes, servers that stop, the whole demo. `make test` has one case of each kind.
 faults: venv
@@ -54,6 +58,11 @@ test-models: venv
 test-verifiers: venv
 	$(BIN)/python tests/verifiers/install.py $(VERIFIERS)
 	SHOAL_VERIFIERS=$(VERIFIERS) $(BIN)/python -m pytest -q -m verifiers
+
+# lm-eval-harness against the inference server and on its own, in a Python of its own outside the clone.
+test-lm-eval: venv
+	$(BIN)/python tests/lm_eval/install.py $(LM_EVAL)
+	SHOAL_LM_EVAL=$(LM_EVAL) $(BIN)/python -m pytest -q -m lm_eval
 
 # A real vLLM on the CPU, in a Python of its own outside the clone: installed once, and the server started once a run.
 test-vllm: venv

@@ -22,6 +22,8 @@ from shoal.core.types import (
     Row,
     SamplingParams,
     Score,
+    ScoredTokens,
+    ScoreRequest,
     Task,
     Tools,
     Turn,
@@ -92,6 +94,13 @@ class NoiseMeter(Protocol):
 
     @property
     def applied_sigma(self) -> float: ...
+
+
+@runtime_checkable
+class ScoringEngine(Protocol):
+    """An engine that also computes log-probs of given texts, under the weights that it serves."""
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[ScoredTokens]: ...
 
 
 class PendingResults(Protocol):

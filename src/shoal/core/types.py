@@ -114,6 +114,25 @@ class Completion:
             raise ValueError(f"{self.request_id}: {len(self.token_ids)} tokens but {len(self.kept_ids)} kept sets")
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """A text whose tokens from `start` (at least 1) on are scored."""
+
+    token_ids: list[int]
+    start: int = 1
+    temperature: float = 1.0  # 0 counts as 1
+    top: int = 0  # how many of the most likely tokens are reported per position
+    kept_ids: list[list[int]] | None = None  # of the last tokens, as in Completion
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """The log-prob of each scored token, and the ids and log-probs of the most likely tokens at its position."""
+
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]
+
+
 @dataclass(slots=True)
 class Turn:
     """One exchange with the policy, in exact token ids."""

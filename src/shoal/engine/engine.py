@@ -108,10 +108,13 @@ class EmbeddedEngine:
 
     def check(self, request: Request) -> None:
         """Reject requests that would raise an error on the device and so fail every running request."""
-        if request.prompt_ids and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocab_size:
-            raise RequestError(f"{request.request_id}: token ids must be from 0 to {self._vocab_size - 1}")
+        self.check_ids(request.request_id, request.prompt_ids)
         if request.sampling.min_tokens and len(self._endings.of(request.sampling)) > MAX_ENDS:
             raise RequestError(f"{request.request_id}: with min_tokens, at most {MAX_ENDS} stop ids are supported")
+
+    def check_ids(self, name: str, ids: Sequence[int]) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            raise RequestError(f"{name}: token ids must be from 0 to {self._vocab_size - 1}")
 
     def add(self, request: Request) -> Completion | None:
         """Queue a request. Without room for a token, returns an empty completion with the finish reason `length`."""

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from shoal.core.errors import EngineError, StorageError
+from shoal.core.errors import EngineError, RequestError, StorageError
 from shoal.core.protocols import Heard
-from shoal.core.types import Completion, Request
+from shoal.core.types import Completion, Request, ScoredTokens, ScoreRequest
 from shoal.engine.engine import EmbeddedEngine
+from shoal.engine.scoring import score, take_batch
 from shoal.models.served_weights import OwnWeights
 from shoal.runs import weight_files as manifests
 from shoal.runs.files import fault
@@ -73,6 +74,7 @@ class EmbeddedRolloutEngine:
         self._names: set[str] = set()
         self._numbers = itertools.count()
         self._inbox: deque[Request | str] = deque()  # from coroutines to the device thread; str = cancel
+        self._to_score: deque[tuple[ScoreRequest, asyncio.Future[ScoredTokens]]] = deque()
         self._listening: dict[str, _Call] = {}
         self._called = 0  # pending device work that ends a turn early
         self._pump: asyncio.Task[None] | None = None
@@ -140,8 +142,30 @@ class EmbeddedRolloutEngine:
             del self._calls[name]
         return replace(completion, request_id=call.name)
 
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[ScoredTokens]:
+        """One batch per turn, so that texts to score and running requests share the device."""
+        if self._failure is not None:
+            raise EngineError(f"the embedded engine failed earlier: {self._failure}")
+        for request in requests:
+            self._engine.check_ids("score", request.token_ids)
+        loop = asyncio.get_running_loop()
+        answers: dict[int, asyncio.Future[ScoredTokens]] = {
+            i: loop.create_future() for i, request in enumerate(requests) if len(request.token_ids) > request.start
+        }
+        self._to_score += [(requests[i], answer) for i, answer in answers.items()]
+        self._start()
+        try:
+            found = dict(zip(answers, await asyncio.gather(*answers.values()), strict=True))
+        finally:
+            for answer in answers.values():  # of a call that was cancelled, or of which one part failed
+                answer.cancel()
+        return [found.get(i) or ScoredTokens([], []) for i in range(len(requests))]
+
     def _send(self, item: Request | str) -> None:
         self._inbox.append(item)
+        self._start()
+
+    def _start(self) -> None:
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run(), name="engine")
 
@@ -150,11 +174,12 @@ class EmbeddedRolloutEngine:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(0)  # concurrent requests start in one batch
         try:
-            while self._inbox or self._engine.busy:
+            while self._inbox or self._to_score or self._engine.busy:
                 while not self._running.is_set():  # it may be cleared again before this task wakes up
                     await self._running.wait()
                 self._between_turns.clear()
                 try:
+                    await self._score_batch()
                     finished = await loop.run_in_executor(self._device, self._turn, loop)
                 finally:
                     self._between_turns.set()
@@ -164,11 +189,35 @@ class EmbeddedRolloutEngine:
                         call.answer.set_result(completion)
         except Exception as error:
             log.exception("the embedded engine failed")
-            for call in self._calls.values():
-                if not call.answer.done():
-                    reason = f"the embedded engine failed: {type(error).__name__}: {error}"
-                    call.answer.set_exception(error if isinstance(error, EngineError) else EngineError(reason))
+            reason = f"the embedded engine failed: {type(error).__name__}: {error}"
+            for answer in (*(call.answer for call in self._calls.values()), *(answer for _, answer in self._to_score)):
+                if not answer.done():
+                    answer.set_exception(error if isinstance(error, EngineError) else EngineError(reason))
+            self._to_score.clear()
             self._failure = error
+
+    async def _score_batch(self) -> None:
+        """Score waiting texts, at most as many tokens as a prefill has."""
+        while self._to_score and self._to_score[0][1].done():  # cancelled
+            self._to_score.popleft()
+        if not self._to_score:
+            return
+        lengths = [len(request.token_ids) for request, _ in self._to_score]
+        batch = [self._to_score.popleft() for _ in range(take_batch(lengths, self._engine.settings.prefill_tokens))]
+        requests = [request for request, _ in batch]
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.run_in_executor(self._device, score, self._engine.view, requests)
+        except torch.OutOfMemoryError:
+            problem = RequestError(f"not enough device memory to score {sum(lengths[: len(batch)])} tokens at once")
+            found = [problem] * len(batch)
+        except BaseException:
+            self._to_score.extendleft(reversed(batch))  # they fail with the engine
+            raise
+        for (_, answer), scored in zip(batch, found, strict=True):
+            if answer.done():
+                continue
+            answer.set_exception(scored) if isinstance(scored, Exception) else answer.set_result(scored)
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> list[Completion]:
         """On the device thread: step until a request finishes, the turn is over, or other work or a pause is pending.
@@ -296,3 +345,5 @@ class EmbeddedRolloutEngine:
         for call in list(self._calls.values()):
             if not call.answer.done():
                 call.answer.cancel()
+        for _, answer in self._to_score:
+            answer.cancel()

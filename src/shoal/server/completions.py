@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast
 
 from prometheus_client import Counter, disable_created_metrics
 
-from shoal.core.protocols import Heard, RolloutEngine, StreamingEngine
-from shoal.core.types import Completion, Message, Request, SamplingParams
+from shoal.core.protocols import Heard, RolloutEngine, ScoringEngine, StreamingEngine
+from shoal.core.types import Completion, Message, Request, SamplingParams, ScoreRequest
 from shoal.envs.tools import parse_tool_calls
 from shoal.models.chat import LONGEST_TOKEN_CHARS
 from shoal.server.request_schema import (
@@ -32,6 +32,7 @@ from shoal.server.sessions import ChatTokens, Session, call_id
 __all__ = ["BadRequest", "CompletionRequest", "Completions", "ServedModel"]
 
 T = TypeVar("T")
+MAX_SCORES = 2**21  # log-probs of one answer, to bound its memory
 disable_created_metrics()
 
 
@@ -56,6 +57,8 @@ class CompletionRequest:
     seeds: list[int]  # one per choice
     context_tokens: int
     logprobs: bool = False
+    top: int = 0  # how many of the most likely tokens are reported per position
+    echo: list[str] | None = None  # the text of each prompt, if it precedes the completion
     return_token_ids: bool = False
     stream: bool = False
     with_usage: bool = False  # whether a stream ends with the token counts
@@ -67,9 +70,32 @@ class CompletionRequest:
     def chat(self) -> bool:
         return self.kind == "chat.completion"
 
+    @property
+    def scores(self) -> bool:
+        """Whether the answer has log-probs that sampling does not give."""
+        return bool(self.top or (self.echo and self.logprobs))
+
+    @property
+    def most_scores(self) -> int:
+        """The most log-probs that the answer can have."""
+        rooms = (
+            len(ids) * (self.echo is not None) + min(self.sampling.max_tokens, self.context_tokens - len(ids))
+            for ids in self.prompts
+        )
+        return sum(rooms) * (len(self.seeds) // len(self.prompts)) * (1 + self.top)
+
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether a stream cannot send parts of a completion."""
+        return bool(self.tools or self.session is not None or self.scores or self.echo)
+
+    def prompt_number(self, number: int) -> int:
+        """The number of a choice's prompt."""
+        return number * len(self.prompts) // len(self.seeds)
+
     def prompt(self, number: int) -> list[int]:
         """The prompt of a choice."""
-        return self.prompts[number * len(self.prompts) // len(self.seeds)]
+        return self.prompts[self.prompt_number(number)]
 
 
 class Completions:
@@ -112,24 +138,57 @@ class Completions:
     async def read_text(self, body: CompletionBody) -> CompletionRequest:
         body.check_supported()
         if isinstance(body.prompt, list):  # before anything iterates over it
-            _check_tokens(body.prompt, max(self.served.context_tokens, MAX_PROMPTS + 1))
+            _check_tokens(body.prompt, self.served.context_tokens, max(self._longest_prompt(body), MAX_PROMPTS))
         prompts, limit, encode = body.prompts(), self.served.context_tokens, self.served.tokens.encode
         for prompt in prompts:
-            _check_characters(prompt, limit) if isinstance(prompt, str) else _check_tokens(prompt, limit)
+            if isinstance(prompt, str):
+                _check_characters(prompt, limit + 1)
+            else:
+                _check_tokens(prompt, limit, self._longest_prompt(body))
+        if body.max_tokens == 0 and not body.echo:
+            raise BadRequest("max_tokens: 0 requires echo", "max_tokens")
         ids = [
             await self.off_loop(lambda text=prompt: encode(text, body.add_special_tokens))
             if isinstance(prompt, str)
             else prompt
             for prompt in prompts
         ]
-        return self._request("text_completion", body, ids)
+        request = self._request("text_completion", body, ids)
+        if not body.echo:
+            return request
+        text = self.served.tokens.full_text
+        texts = [
+            given if isinstance(given, str) else await self.off_loop(lambda ids=given: text(ids)) for given in prompts
+        ]
+        return self._check_scoring(replace(request, echo=texts))
+
+    def _longest_prompt(self, body: SamplingBody) -> int:
+        """A prompt leaves room for a token, unless nothing is sampled."""
+        return self.served.context_tokens - (body.max_tokens != 0)
 
     def _request(self, kind: Any, body: SamplingBody, prompts: list[list[int]]) -> CompletionRequest:
         limit = self.served.context_tokens
         for ids in prompts:
-            _check_tokens(ids, limit)
+            _check_tokens(ids, limit, self._longest_prompt(body))
         model, seeds = body.model or self.served.model, _seeds(body, len(prompts))
-        return CompletionRequest(kind, model, prompts, body.sampling(), seeds, limit, **_options(body))
+        request = CompletionRequest(kind, model, prompts, body.sampling(), seeds, limit, **_options(body))
+        return self._check_scoring(replace(request, top=body.top()))
+
+    def _check_scoring(self, request: CompletionRequest) -> CompletionRequest:
+        """Only some engines score texts. The others answer `logprobs: 1` with the log-probs of the sampled tokens."""
+        if not request.scores:
+            return request
+        if isinstance(self.served.engine, ScoringEngine):
+            if request.most_scores > MAX_SCORES:
+                raise BadRequest(
+                    f"the answer may have {request.most_scores} log-probs, at most {MAX_SCORES} are supported; lower "
+                    "logprobs (top_logprobs), max_tokens or the number of prompts"
+                )
+            return request
+        if request.echo or request.chat or request.top > 1:
+            name = "echo" if request.echo else "top_logprobs" if request.chat else "logprobs"
+            raise BadRequest(f"{name}: the engine of this server reports log-probs of sampled tokens only", name)
+        return replace(request, top=0)
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         tokens, limit = self.served.tokens, self.served.context_tokens
@@ -150,8 +209,9 @@ class Completions:
         return {"prompt": await self.off_loop(lambda: self.served.tokens.full_text(body.tokens))}
 
     async def answer(self, request: CompletionRequest) -> dict[str, Any]:
-        results = await asyncio.gather(*(self.generate(request, number) for number in range(len(request.seeds))))
-        choices = [self.choice(request, number, completion) for number, completion in enumerate(results)]
+        numbers = range(len(request.seeds))
+        results = await asyncio.gather(*(self.generate(request, number) for number in numbers))
+        choices = await asyncio.gather(*(self.choice(request, number, results[number]) for number in numbers))
         reply = {**self.envelope(request), "choices": choices, "usage": usage(request, results)}
         if request.return_token_ids:
             reply["prompt_token_ids"] = request.prompts[0] if len(request.prompts) == 1 else request.prompts
@@ -161,6 +221,8 @@ class Completions:
         """The completion of one choice."""
         prompt = request.prompt(number)
         limit = min(request.sampling.max_tokens, request.context_tokens - len(prompt))
+        if limit == 0:  # echo alone
+            return Completion(f"http/{next(self._numbers)}", [], [], [], "length")
         sampling = replace(request.sampling, seed=request.seeds[number], max_tokens=limit)
         call = Request(f"http/{next(self._numbers)}", prompt, sampling)
         if on_tokens is not None and self.streams:
@@ -171,18 +233,34 @@ class Completions:
         self.completion_tokens.inc(len(completion.token_ids))
         return completion
 
-    def choice(self, request: CompletionRequest, number: int, completion: Completion) -> dict[str, Any]:
+    async def choice(self, request: CompletionRequest, number: int, completion: Completion) -> dict[str, Any]:
         """A choice of the response. In a session, the turn is recorded."""
-        common = {"index": number, **self.details(request, completion.token_ids, completion.logprobs)}
+        common = {"index": number, **await self._whole_details(request, number, completion)}
         reason = "stop" if completion.finish_reason == "stop" else "length"
         if not request.chat:
-            common |= {"text": completion.text, "finish_reason": reason}
+            before = request.echo[request.prompt_number(number)] if request.echo else ""
+            common |= {"text": before + completion.text, "finish_reason": reason}
             return common | _training_fields(completion) if request.return_token_ids else common
         message = self._message(request, number, completion)
         if request.session is not None:
             conversation = request.messages, request.tools
             request.session.record(conversation, request.prompt(number), completion, message)
         return {**common, "message": message, "finish_reason": "tool_calls" if message.get("tool_calls") else reason}
+
+    async def _whole_details(self, request: CompletionRequest, number: int, completion: Completion) -> dict[str, Any]:
+        """The details of a finished completion, with scores by the engine if they are requested."""
+        if not request.scores:
+            return self.details(request, completion.token_ids, completion.logprobs)
+        prompt, start = request.prompt(number), 1 if request.echo else max(1, len(request.prompt(number)))
+        text = ScoreRequest(
+            [*prompt, *completion.token_ids], start, request.sampling.temperature, request.top, completion.kept_ids
+        )
+        (scored,) = await cast(ScoringEngine, self.served.engine).score([text])
+        if not request.echo:
+            return self.details(request, completion.token_ids, completion.logprobs, scored.top)
+        values = [None, *scored.logprobs[: len(prompt) - 1], *completion.logprobs]
+        fields = self.details(request, text.token_ids, values, [None, *scored.top])
+        return fields | {"token_ids": completion.token_ids} if request.return_token_ids else fields
 
     def _message(self, request: CompletionRequest, number: int, completion: Completion) -> Message:
         text, calls = parse_tool_calls(completion.text) if request.tools else (completion.text, [])
@@ -194,20 +272,43 @@ class Completions:
             message["tool_calls"] = [call.as_openai(id_) for call, id_ in zip(calls, ids, strict=True)]
         return message
 
-    def details(self, request: CompletionRequest, token_ids: list[int], values: list[float]) -> dict[str, Any]:
+    def details(
+        self,
+        request: CompletionRequest,
+        token_ids: list[int],
+        values: Sequence[float | None],
+        top: Sequence[list[tuple[int, float]] | None] | None = None,
+    ) -> dict[str, Any]:
         """Log-probs and token ids, if requested."""
         fields: dict[str, Any] = {"logprobs": None}
         if request.logprobs:
-            texts = [self.served.tokens.token_text(i) for i in token_ids]
-            if request.chat:
-                pairs = zip(texts, values, strict=True)
-                content = [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
-                fields["logprobs"] = {"content": content, "refusal": None}
-            else:
-                fields["logprobs"] = {"tokens": texts, "token_logprobs": values, "top_logprobs": None}
+            form = self._chat_logprobs if request.chat else self._text_logprobs
+            fields["logprobs"] = form(token_ids, values, top if request.top else None)
         if request.return_token_ids:
             fields["token_ids"] = token_ids
         return fields
+
+    def _chat_logprobs(self, token_ids: list[int], values: Sequence[Any], top: Sequence[Any] | None) -> dict[str, Any]:
+        def entry(token_id: int, value: float) -> dict[str, Any]:
+            text = self.served.tokens.token_text(token_id)
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        rows = zip(token_ids, values, top or [[]] * len(token_ids), strict=True)
+        content = [{**entry(i, value), "top_logprobs": [entry(*other) for other in best]} for i, value, best in rows]
+        return {"content": content, "refusal": None}
+
+    def _text_logprobs(self, token_ids: list[int], values: Sequence[Any], top: Sequence[Any] | None) -> dict[str, Any]:
+        """As OpenAI's: by the text of a token. If tokens share a text, the most likely one counts."""
+        texts = [self.served.tokens.token_text(i) for i in token_ids]
+        offsets = list(itertools.accumulate(map(len, texts), initial=0))[: len(texts)]
+        fields = {"tokens": texts, "token_logprobs": list(values), "top_logprobs": None, "text_offset": offsets}
+        if top is None:
+            return fields
+        best = []
+        for text, value, row in zip(texts, values, top, strict=True):
+            tokens = {self.served.tokens.token_text(i): likely for i, likely in reversed(row or [])}
+            best.append(None if row is None else {text: value} | tokens)
+        return fields | {"top_logprobs": best}
 
     def envelope(self, request: CompletionRequest) -> dict[str, Any]:
         return {
@@ -249,8 +350,8 @@ def _seeds(body: SamplingBody, prompts: int) -> list[int]:
     return [body.seed % 2**62 + number for number in range(count)] * prompts
 
 
-def _check_tokens(ids: list[Any], limit: int) -> None:
-    if len(ids) >= limit:
+def _check_tokens(ids: list[Any], limit: int, longest: int | None = None) -> None:
+    if len(ids) > (limit - 1 if longest is None else longest):
         raise BadRequest(f"This model's maximum context length is {limit} tokens, but the prompt has {len(ids)}")
 
 

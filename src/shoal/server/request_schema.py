@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -17,24 +17,33 @@ MAX_PROMPTS = 256
 MAX_STOPS = 16
 MAX_PATH_CHARACTERS = 4096
 MAX_TOKENS = 2**31
+MAX_TOP_LOGPROBS = 20
 T = TypeVar("T")
 
 # Parameters that no engine here implements, with the values that have no effect.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "echo": (None, False),
-    "suffix": (None, ""),
+    "audio": (None,),
     "best_of": (None, 1),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
+    "echo": (None, False),
     "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "top_logprobs": (None, 0),
+    "function_call": (None, "auto", "none"),
+    "functions": (None, []),
     "ignore_eos": (None, False),
     "include_stop_str_in_output": (None, False),
-    "structured_outputs": (None,),
+    "logit_bias": (None, {}),
+    "modalities": (None, ["text"]),
+    "moderation": (None,),
+    "presence_penalty": (None, 0),
     "prompt_logprobs": (None, False),
+    "reasoning_effort": (None,),
+    "repetition_penalty": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
     "tool_choice": (None, "auto", "none"),
+    "top_logprobs": (None, 0),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
 }
 
 
@@ -57,6 +66,7 @@ TokenCount = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 PositiveCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+TopCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Ignored = Annotated[Any, Meta(description="Accepted; has no effect.")]
 Unsupported = Annotated[Any, Meta(description="Only the default value is supported.")]
 
@@ -79,7 +89,7 @@ class SamplingBody(Struct, kw_only=True, forbid_unknown_fields=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    logprobs: bool | Annotated[int, Meta(ge=0, le=1)] | None = None
+    logprobs: bool | TopCount | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -90,28 +100,33 @@ class SamplingBody(Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
     request_id: Ignored = None
     priority: Ignored = None
 
-    echo: Unsupported = None
     best_of: Unsupported = None
     logit_bias: Unsupported = None
     presence_penalty: Unsupported = None
     frequency_penalty: Unsupported = None
     repetition_penalty: Unsupported = None
     response_format: Unsupported = None
-    top_logprobs: Unsupported = None
     ignore_eos: Unsupported = None
     include_stop_str_in_output: Unsupported = None
     structured_outputs: Unsupported = None
     prompt_logprobs: Unsupported = None
 
+    supported: ClassVar[frozenset[str]] = frozenset()  # keys of UNSUPPORTED that this body implements
+
     def check_supported(self) -> None:
         """Reject parameters that would change the result but are not implemented, instead of ignoring them."""
         for name, defaults in UNSUPPORTED.items():
-            if getattr(self, name, None) not in defaults:
+            if name not in self.supported and getattr(self, name, None) not in defaults:
                 raise BadRequest(f"{name} is not supported; remove it", name)
+
+    def top(self) -> int:
+        """How many of the most likely tokens are reported per position."""
+        return 0 if self.logprobs is None or isinstance(self.logprobs, bool) else self.logprobs
 
     def sampling(self) -> SamplingParams:
         """OpenAI's names and defaults. Without max_tokens, a completion may use the rest of the context."""
@@ -132,7 +147,11 @@ class CompletionBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
 
     prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
     add_special_tokens: bool = True
+    echo: bool | None = None
+    max_tokens: TokenCount | None = None  # 0 with echo: nothing is sampled
     suffix: Unsupported = None
+    top_logprobs: Unsupported = None
+    supported: ClassVar[frozenset[str]] = frozenset({"echo"})
 
     def prompts(self) -> list[str | list[int]]:
         """One item per prompt."""
@@ -168,8 +187,27 @@ class ChatBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     max_completion_tokens: PositiveCount | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tool_choice: Unsupported = None
+    top_logprobs: TopCount | None = None
     parallel_tool_calls: Ignored = None
+    prediction: Ignored = None
+    audio: Unsupported = None
+    echo: Unsupported = None
+    function_call: Unsupported = None
+    functions: Unsupported = None
+    modalities: Unsupported = None
+    moderation: Unsupported = None
+    reasoning_effort: Unsupported = None
+    tool_choice: Unsupported = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None
+    supported: ClassVar[frozenset[str]] = frozenset({"top_logprobs"})
+
+    def top(self) -> int:
+        if super().top() > 1:
+            raise BadRequest("logprobs must be true or false; top_logprobs is the number of tokens", "logprobs")
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("top_logprobs requires logprobs: true", "top_logprobs")
+        return self.top_logprobs or 0
 
 
 class SessionBody(Struct, kw_only=True):

@@ -1,7 +1,8 @@
 """Responses as server-sent events: text while it is sampled, then the finish reason, then the usage if requested.
 
 Text that may still become a stop string or an incomplete character is held back. A completion is sent in one piece if
-the engine does not report tokens, if tools are offered (calls are parsed from the whole text), and in sessions.
+the engine does not report tokens, if tools are offered (calls are parsed from the whole text), with echo or the most
+likely tokens, and in sessions.
 """
 
 from __future__ import annotations
@@ -103,9 +104,9 @@ async def _generate_all(completions: Completions, request: CompletionRequest, ev
 async def _choice(
     completions: Completions, request: CompletionRequest, number: int, events: asyncio.Queue[Any]
 ) -> Completion:
-    if request.tools or request.session is not None or not completions.streams:
+    if request.in_one_piece or not completions.streams:
         completion = await completions.generate(request, number)
-        for piece in _whole(completions.choice(request, number, completion)):
+        for piece in _whole(await completions.choice(request, number, completion)):
             events.put_nowait({"choices": [piece]})
         return completion
     text = TextSoFar(completions.served.tokens.text, request.sampling.stop)

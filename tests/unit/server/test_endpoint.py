@@ -10,6 +10,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from openai.types import completion_create_params as text_params
+from openai.types.chat import completion_create_params as chat_params
 from tokenizers.processors import TemplateProcessing
 
 from shoal.core.errors import EngineError
@@ -17,6 +19,7 @@ from shoal.core.types import Request, SamplingParams
 from shoal.models.chat import Chat
 from shoal.server.app import LocalEndpoint
 from shoal.server.completions import ServedModel
+from shoal.server.request_schema import ChatBody, CompletionBody, SamplingBody
 from shoal.server.sessions import Session
 from support.models import EOS, TOKENIZER
 from support.scripted import Script, ScriptedEngine
@@ -96,6 +99,17 @@ def test_several_choices_and_plain_completions_of_ids():
     assert engine.requests[3].prompt_ids == [20, 21]
 
 
+def test_an_engine_that_cannot_score_says_so():
+    async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
+        for body, param in (({"echo": True, "logprobs": 0}, "echo"), ({"logprobs": 2}, "logprobs")):
+            status, reply = await ask("/completions", {"prompt": [20], **body})
+            assert (status, reply["error"]["param"]) == (400, param)
+        status, reply = await ask("/completions", {"prompt": [20, 21], "echo": True, "max_tokens": 0})
+        assert status == 200 and reply["choices"][0]["text"] == TOKENIZER.decode([20, 21])
+
+    assert not serve(lambda _: ("hi", "stop"), work).requests
+
+
 def test_a_stream_is_the_same_answer_in_events():
     async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
         body = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}
@@ -133,7 +147,12 @@ def test_a_stream_is_the_same_answer_in_events():
         ({"messages": HELLO, "seed": 2**63}, "seed"),
         ({"messages": HELLO, "top_k": 2**70}, "top_k"),
         ({"messages": HELLO, "top_logprobs": 3}, "top_logprobs"),
+        ({"messages": HELLO, "top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"messages": HELLO, "top_logprobs": 2, "logprobs": True}, "top_logprobs"),  # not with this engine
         ({"messages": HELLO, "logprobs": 2}, "logprobs"),
+        ({"messages": HELLO, "echo": True}, "echo"),
+        ({"messages": HELLO, "reasoning_effort": "high"}, "reasoning_effort"),
+        ({"messages": HELLO, "functions": [{"name": "f"}]}, "functions"),
         ({"messages": HELLO, "logit_bias": {"5": 1}}, "logit_bias"),
         ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
         ({"messages": HELLO, "tools": 3}, "tools"),
@@ -153,11 +172,17 @@ def test_invalid_requests_get_400_with_the_wrong_key(body: Any, param: str | Non
     assert not serve(lambda _: ("hi", "stop"), work).requests
 
 
+@pytest.mark.parametrize(("params", "body"), [(chat_params, ChatBody), (text_params, CompletionBody)])
+def test_every_key_of_openai_is_known(params: Any, body: type[SamplingBody]):
+    assert params.CompletionCreateParamsBase.__annotations__.keys() - set(body.__struct_fields__) == set()
+
+
 def test_known_parameters_without_effect_are_accepted():
     async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
         ignored = {"user": "a", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "priority": 3}
+        chat = {"prediction": {"type": "content", "content": "x"}, "modalities": ["text"], "verbosity": "medium"}
         neutral = {"echo": False, "best_of": 1, "presence_penalty": 0, "response_format": {"type": "text"}}
-        assert (await ask("/chat/completions", {"messages": HELLO, **ignored, **neutral}))[0] == 200
+        assert (await ask("/chat/completions", {"messages": HELLO, **ignored, **neutral, **chat}))[0] == 200
         assert (await ask("/completions", {"prompt": [5], **ignored, **neutral, "suffix": ""}))[0] == 200
 
     serve(lambda _: ("hi", "stop"), work)

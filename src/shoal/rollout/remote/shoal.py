@@ -222,7 +222,7 @@ def _body(request: Request) -> dict[str, Any]:
     sampling = request.sampling
     names = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed")
     stops = {"stop": list(sampling.stop), "stop_token_ids": list(sampling.stop_token_ids)}
-    wanted = {"n": 1, "logprobs": 1, "return_token_ids": True, "stream": False}
+    wanted = {"n": 1, "logprobs": 0, "return_token_ids": True, "stream": False}
     return {"prompt": request.prompt_ids, **{name: getattr(sampling, name) for name in names}, **stops, **wanted}
 
 
