@@ -97,10 +97,21 @@ def test_any_checkpoint_is_scored_and_two_are_compared(new_run: NewRun, model: P
              "--rollouts-per-example", "4", "--temperature", "1"]  # fmt: skip
 
     def scores(text: str) -> dict[str, str]:
-        return dict(line.split(": ", 1) for line in text.splitlines() if line.startswith(("eval/", "avg@", "first")))
+        return dict(line.split(None, 1) for line in text.splitlines() if line.startswith(("eval/", "avg@", "prompts")))
 
-    compared = run(warm, trained.folder, "eval", "out", "--against", str(model), *asked)
+    answers = ["--out", "answers"]
+    compared = run(warm, trained.folder, "eval", "out", "--against", str(model), *asked, *answers)
     assert "paired; the first is better" in compared and "pass@4" in compared
+    for name in ("first", "second"):
+        listed = run(warm, trained.folder, "show", f"answers/{name}", "--list").splitlines()
+        assert len(listed) == 20 and all("eval:letters.py-Letters/" in line for line in listed)
+    assert "not an empty folder" in run(warm, trained.folder, "eval", "out", *asked, *answers, code=2)
+    run(warm, trained.folder, "report", "answers/first", "answers/second", "--out", "both.html")
+    kept = [path.name for path in sorted((trained.path / "rollouts").glob("eval_*.jsonl"))]
+    assert kept == [f"eval_{step:06d}.jsonl" for step in (0, 6, 12)]
+    held_out = run(warm, trained.folder, "show", "out", "--eval", "--step", "6", "--list").splitlines()
+    assert len(held_out) == 12 and "eval:letters.py-Letters/0" in held_out[0]
+    assert "eval:" not in run(warm, trained.folder, "show", "out", "--list")
     by_run = scores(run(warm, trained.folder, "eval", "out", *asked))
     by_adapter = scores(run(warm, trained.folder, "eval", str(model), "--adapter", "out/final", *asked))
     by_folder = scores(run(warm, trained.folder, "eval", "out/checkpoints/step_000012", *asked))

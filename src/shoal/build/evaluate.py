@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +29,14 @@ from shoal.build.sampler import (
 from shoal.build.signals import exit_on_first_signal
 from shoal.build.workspace import prepare_environments, reward_workers
 from shoal.config.orch import EvalConfig, OrchConfig
-from shoal.config.resolve import resolve_run
+from shoal.config.resolve import as_yaml, resolve_run
 from shoal.config.schema import RunConfig
 from shoal.core.errors import ConfigError, StoppedByPolicy
 from shoal.core.evaluate import EvalSettings, Evaluator
 from shoal.core.protocols import Environment
 from shoal.core.types import RolloutGroup, SamplingParams
 from shoal.rewards.pool import RewardPool
+from shoal.runs.run_dir import RunDir
 from shoal.runs.weight_files import Weights
 from shoal.watch.console import stderr_console
 
@@ -157,8 +159,8 @@ class Scores:
 
 
 @exit_on_first_signal()
-def score(models: Sequence[Weights], task: EvalTask) -> list[Scores]:
-    """Score models one after the other. The reward workers fork before the first model is loaded.
+def score(models: Sequence[Weights], task: EvalTask, folders: Sequence[Path] = ()) -> list[Scores]:
+    """Score models one after the other; `folders` get their answers. The reward workers fork before a model is loaded.
 
     There is nothing to save, so a signal ends the process at once, even while a model loads.
     """
@@ -173,8 +175,9 @@ def score(models: Sequence[Weights], task: EvalTask) -> list[Scores]:
 
     async def run_all(rewards: RewardPool) -> list[Scores]:
         scores = []
-        for config in configs:
-            metrics, groups = await evaluate_once(config, first.objects, environments, rewards)
+        for number, config in enumerate(configs):
+            folder = folders[number] if folders else None
+            metrics, groups = await evaluate_once(config, first.objects, environments, rewards, folder)
             _check_failures(groups)
             scores.append(Scores(metrics, _by_prompt(groups), task.settings.rollouts_per_example))
         return scores
@@ -260,7 +263,11 @@ def evaluation_config(
 
 
 async def evaluate_once(
-    config: RunConfig, objects: PythonObjects, environments: Mapping[str, Environment], rewards: RewardPool
+    config: RunConfig,
+    objects: PythonObjects,
+    environments: Mapping[str, Environment],
+    rewards: RewardPool,
+    folder: Path | None = None,
 ) -> tuple[dict[str, float], list[RolloutGroup]]:
     """Load the model, evaluate it as orch.eval says, and close it. Only sampling is planned."""
     from shoal.build.memory_plan import lines_of, make_plan, path_lines
@@ -282,12 +289,29 @@ async def evaluate_once(
             evaluator = make_evaluator(config.orch, environments, runner, model.chat)
             assert evaluator is not None
             with console.progress(f"evaluation of {name}", evaluator.groups, quiet=True) as bar:
-                return await evaluator.evaluate(bar.advance)
+                metrics, groups = await evaluator.evaluate(bar.advance)
+            if folder is not None:
+                _write(folder, config, metrics, groups, model.chat.token_text)
+            return metrics, groups
         except asyncio.CancelledError:  # by a signal: a device step may take long, and there is nothing to save
             limit_s = LEAVE_LIMIT_S
             raise
         finally:
             await sampler.close(limit_s)
+
+
+def _write(
+    folder: Path,
+    config: RunConfig,
+    metrics: dict[str, float],
+    groups: Sequence[RolloutGroup],
+    token_text: Callable[[int], str],
+) -> None:
+    """As a run directory that has an evaluation before its first step, and nothing else."""
+    with RunDir.create(folder, as_yaml(config), {}) as run:
+        run.record_evaluation(0, groups, token_text)
+        run.append_metrics(0, metrics)
+        run.write_status("finished", step=0, reason="evaluated by shoal eval", resumable=False)
 
 
 def _check_max_tokens(orch: OrchConfig, positions: int | None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from pydantic import ValidationError
@@ -15,6 +17,9 @@ from shoal.config.yaml_text import Source, parse_yaml
 from shoal.core.errors import ConfigError
 from shoal.runs.weight_files import Weights, find_weights
 from shoal.watch.text import count
+
+if TYPE_CHECKING:
+    from shoal.build.evaluate import Scores
 
 
 def evaluate(
@@ -31,6 +36,7 @@ def evaluate(
     max_tokens: int = 128,
     seed: int = 0,
     device: str = "auto",
+    out: str | None = None,
 ) -> None:
     """Score a model on an environment's held-out prompts.
 
@@ -60,6 +66,9 @@ def evaluate(
         Seed of sampling.
     device
         auto, cpu or cuda.
+    out
+        New folder for the answers and metrics, which `shoal show` and `shoal report` read. With --against: two folders
+        in it, `first` and `second`.
     """
     settings = _checked(env=env, temperature=temperature, max_tokens=max_tokens, seed=seed, device=device,
                         num_examples=num_examples, rollouts_per_example=rollouts_per_example)  # fmt: skip
@@ -72,11 +81,21 @@ def evaluate(
         if problem is not None:
             findings.error(key, *problem)
     findings.raise_errors(Origins(default="command line"))
+    folders = _new_folders(out, len(models))
     env_args = dict(_argument(text) for text in args)
     _locate(models)
     if temperature == 0 and rollouts_per_example > 1:
         notices(["--temperature: at 0 all rollouts of a prompt are equal; set a value above 0"])
-    _score(models, env_args, settings)
+    _score(models, env_args, settings, folders)
+
+
+def _new_folders(out: str | None, count: int) -> list[Path]:
+    if out is None:
+        return []
+    path = Path(out)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"command line: --out: {out} exists and is not an empty folder; name another one")
+    return [path] if count == 1 else [path / "first", path / "second"]
 
 
 def _locate(models: list[Weights]) -> None:
@@ -87,7 +106,7 @@ def _locate(models: list[Weights]) -> None:
         check_found(f"command line: {key}", weights.model)
 
 
-def _score(models: list[Weights], env_args: dict[str, Any], settings: dict[str, Any]) -> None:
+def _score(models: list[Weights], env_args: dict[str, Any], settings: dict[str, Any], folders: list[Path]) -> None:
     from shoal.build.evaluate import EvalTask, score
     from shoal.config.orch import EvalConfig, EvalSamplingConfig
 
@@ -98,17 +117,27 @@ def _score(models: list[Weights], env_args: dict[str, Any], settings: dict[str, 
         sampling=sampling,
     )
     task = EvalTask(settings["env"], evaluation, env_args, settings["device"])
-    scored = score(models, task)
-    for weights, scores in zip(models, scored, strict=True):
-        if len(models) > 1:
-            say(f"{weights.adapter or weights.model}:")
-        for name, value in scores.metrics.items():
-            say(f"{name}: {value:.4g}")
-        for name, estimate in scores.estimates().items():
-            say(f"{name}: {estimate} over {count(estimate.prompts, 'prompt')}")
+    scored = score(models, task, folders)
+    for line in _table([weights.adapter or weights.model for weights in models], scored):
+        say(line)
     if len(scored) == 2:
         gap = scored[0].minus(scored[1])
         say(f"first - second: {gap} over {count(gap.prompts, 'prompt')}, paired; {_verdict(gap.low, gap.high)}")
+    for folder in folders:
+        say(f"answers: shoal show {folder}, or shoal report {folder}")
+
+
+def _table(names: list[str], scored: Sequence[Scores]) -> list[str]:
+    """A column per model. Intervals are at 95 %, with prompts as the unit."""
+    prompts = [str(next(iter(scores.estimates().values())).prompts) for scores in scored]
+    rows = {"": names, "prompts": prompts}
+    for key in scored[0].estimates():
+        rows[key] = [str(scores.estimates()[key]) for scores in scored]
+    for key in dict.fromkeys(key for scores in scored for key in scores.metrics):
+        rows[key] = [f"{scores.metrics[key]:.4g}" if key in scores.metrics else "–" for scores in scored]
+    widths = [max(map(len, column)) for column in (rows, *zip(*rows.values(), strict=True))]
+    lines = [[key, *cells] for key, cells in rows.items()]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def _verdict(low: float, high: float) -> str:

@@ -122,6 +122,7 @@ def show(
     tint: Tint = "advantage",
     best: Annotated[bool, Parameter(negative=())] = False,
     worst: Annotated[bool, Parameter(negative=())] = False,
+    held_out: Annotated[bool, Parameter(name="--eval", negative=())] = False,
     listing: Annotated[bool, Parameter(name="--list", negative=())] = False,
 ) -> None:
     """Print one group of rollouts: the prompt, and each completion with its reward and coloured tokens.
@@ -140,21 +141,25 @@ def show(
         Print the group with the highest mean reward.
     worst
         Print the group with the lowest mean reward.
+    held_out
+        Choose from the groups of an evaluation. A folder of `shoal eval --out` has no others.
     listing
         List the groups of the step.
     """
+    from shoal.runs.run_dir import stored_rollouts
     from shoal.watch.report.data import require_run
-    from shoal.watch.report.rollouts import index_step, read_group, rollout_steps
+    from shoal.watch.report.rollouts import index_file, read_group
     from shoal.watch.report.terminal import choose_group, list_groups, print_group
 
     path = require_run(Path(run))
-    steps = rollout_steps(path)
+    split: Literal["train", "eval"] = "eval" if held_out or not stored_rollouts(path, "train") else "train"
+    steps = [number for number, _ in stored_rollouts(path, split)]
     if not steps:
-        raise ConfigError(f"command line: {run}: has no rollouts yet")
+        raise ConfigError(f"command line: {run}: has no rollouts{' of evaluations' if held_out else ''} yet")
     wanted = steps[-1] if step is None else step
     if wanted not in steps:
         raise ConfigError(f"command line: --step: {wanted} has no rollouts; this run has {steps[0]} to {steps[-1]}")
-    heads = index_step(path, wanted)
+    heads = index_file(path, wanted, split)
     if listing:
         for line in list_groups(heads):
             say(line)

@@ -166,7 +166,7 @@ class Loop:
                 await parts.engine.load(parts.engine.version, {"sigma": 0.0})
             elif step > 0:
                 parts.collector.run_ahead(step)
-            metrics = await parts.ranks.on_main(lambda: self._held_out(bar.advance))
+            metrics = await parts.ranks.on_main(lambda: self._held_out(step, bar.advance))
             if self._served_sigma > 0:
                 await parts.engine.load(parts.engine.version, {"sigma": self._served_sigma})
         self.progress.owes_evaluation = metrics is None
@@ -177,10 +177,15 @@ class Loop:
             self._note_best(step, sum(means) / len(means))
         return metrics
 
-    async def _held_out(self, advance: Callable[[float], None]) -> dict[str, float] | None:
-        assert self.parts.evaluator is not None
-        evaluated = await unless_stopped(self.parts.evaluator.evaluate(advance), self._stop)
-        return evaluated[0] if evaluated is not None else None
+    async def _held_out(self, step: int, advance: Callable[[float], None]) -> dict[str, float] | None:
+        parts = self.parts
+        assert parts.evaluator is not None
+        evaluated = await unless_stopped(parts.evaluator.evaluate(advance), self._stop)
+        if evaluated is None:
+            return None
+        metrics, groups = evaluated
+        await asyncio.to_thread(parts.store.record_evaluation, step, groups, parts.token_text)
+        return metrics
 
     async def _finish_evaluation(self) -> str | None:
         """Repeat an evaluation that a signal cut short, with the same seeds, and add it to the metrics of its step.

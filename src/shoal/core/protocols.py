@@ -282,6 +282,10 @@ class RunStore(Protocol):
     ) -> None:
         """Write all rollouts of a step; `policy_logprobs` by rollout id."""
 
+    def record_evaluation(
+        self, step: int, groups: Sequence[RolloutGroup], token_text: Callable[[int], str]
+    ) -> None: ...
+
     def append_journal(self, step: int, record: Mapping[str, Any]) -> None:
         """Write the record of a step. Without it the step is computed again after a resume."""
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from shoal.core.batching import rollout_samples
 from shoal.core.types import Rollout, RolloutGroup, Turn
+from shoal.runs.run_dir import EVAL
 
 TokenText = Callable[[int], str]
 
@@ -47,17 +48,21 @@ def _completion_text(rollout: Rollout) -> str:
 def _line(
     group: RolloutGroup, rollout: Rollout, policy_logprobs: np.ndarray | None, token_text: TokenText
 ) -> dict[str, Any]:
-    """Token arrays start after the first prompt; `prompt` and `prompt_tokens` hold its text and length."""
+    """Token arrays start after the first prompt; `prompt` and `prompt_tokens` hold its text and length.
+
+    The names of held-out prompts start with `eval:`, because index 3 of both splits may be in one step.
+    """
+    split = EVAL if rollout.prompt.split == "eval" else ""
     ids, mask, sampler = _completion_tokens(rollout)
     policy = np.zeros(len(ids))
     if policy_logprobs is not None and len(policy_logprobs) == int(mask.sum()):
         policy[mask] = policy_logprobs
     first = rollout.turns[0] if rollout.turns else None
     return {
-        "rollout_id": rollout.rollout_id,
-        "prompt_id": rollout.prompt.prompt_id,
-        "group": rollout.prompt.group_id,
-        "env": rollout.prompt.env,
+        "rollout_id": split + rollout.rollout_id,
+        "prompt_id": split + rollout.prompt.prompt_id,
+        "group": split + rollout.prompt.group_id,
+        "env": split + rollout.prompt.env,
         "status": rollout.status,
         "error": rollout.error,
         "drop_reason": group.drop_reason,

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 
 
 State = Literal["running", "finished", "stopped", "failed", "interrupted", "solved"]
+Split = Literal["train", "eval"]
+ROLLOUT_FILES: dict[Split, str] = {"train": "step", "eval": "eval"}
+EVAL = "eval:"  # names of held-out prompts in rollout files start with it
 SHARDS = "shards"  # folder of a checkpoint with the files of each rank
 _FOLDERS = ("rollouts", "checkpoints", "logs")
 
@@ -205,8 +208,13 @@ class RunDir:
 
         self.write_rollouts(step, rollout_lines(groups, policy_logprobs, token_text))
 
-    def write_rollouts(self, step: int, rollouts: Iterable[Mapping[str, Any]]) -> Path:
-        path = rollouts_path(self.path, step)
+    def record_evaluation(self, step: int, groups: Sequence[RolloutGroup], token_text: Callable[[int], str]) -> None:
+        from shoal.runs.rollout_log import rollout_lines
+
+        self.write_rollouts(step, rollout_lines(groups, {}, token_text), "eval")
+
+    def write_rollouts(self, step: int, rollouts: Iterable[Mapping[str, Any]], split: Split = "train") -> Path:
+        path = rollouts_path(self.path, step, split)
         secrets = secret_values()
         write_atomic(path, (encode_line(rollout, secrets) for rollout in rollouts))
         return path
@@ -258,11 +266,14 @@ class RunDir:
     def cut_to(self, step: int) -> dict[str, int]:
         """Remove everything after `step`; it will be computed again. Returns the number of removed records by kind."""
         cut = {name: getattr(self, name).cut_to(step) for name in ("metrics", "journal", "events")}
-        later = [path for path in (self.path / "rollouts").glob("step_*.jsonl") if _step_of(path) > step]
-        for path in later:
+        later = {
+            split: [path for found, path in stored_rollouts(self.path, split) if found > step]
+            for split in ROLLOUT_FILES
+        }
+        for path in (*later["train"], *later["eval"]):
             remove_quietly(path)
         self.checkpoints.set_aside_after(step)
-        return {**cut, "rollouts": len(later)}
+        return {**cut, "rollouts": len(later["train"])}
 
     def restore_history(self, checkpoint: Checkpoint) -> list[str]:
         """Restore journal and metrics after `cut_to`. Returns what was wrong with them."""
@@ -327,13 +338,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return list(read_lines(path / "metrics.jsonl"))
 
 
-def rollouts_path(path: Path, step: int) -> Path:
-    return path / "rollouts" / f"step_{step:06d}.jsonl"
+def rollouts_path(path: Path, step: int, split: Split = "train") -> Path:
+    return path / "rollouts" / f"{ROLLOUT_FILES[split]}_{step:06d}.jsonl"
 
 
-def _step_of(path: Path) -> int:
-    digits = path.stem.removeprefix("step_")
-    return int(digits) if digits.isdigit() else 0
+def stored_rollouts(path: Path, split: Split) -> list[tuple[int, Path]]:
+    """The steps whose rollouts are stored, and their files; for "eval" those of evaluations."""
+    prefix = f"{ROLLOUT_FILES[split]}_"
+    files = [(file.stem.removeprefix(prefix), file) for file in (path / "rollouts").glob(f"{prefix}*.jsonl")]
+    return sorted((int(digits), file) for digits, file in files if digits.isdigit())
 
 
 def _change(key: str, before: Any, now: Any) -> str:
@@ -392,6 +405,8 @@ class FollowerRunDir:
     def append_event(self, record: Mapping[str, Any]) -> None: ...
 
     def record_rollouts(self, step: int, groups: Any, policy_logprobs: Any, token_text: Any) -> None: ...
+
+    def record_evaluation(self, step: int, groups: Any, token_text: Any) -> None: ...
 
     def mark_best(self, step: int, value: float) -> None: ...
 

@@ -142,7 +142,7 @@ class Completions:
         prompts, limit, encode = body.prompts(), self.served.context_tokens, self.served.tokens.encode
         for prompt in prompts:
             if isinstance(prompt, str):
-                _check_characters(prompt, limit + 1)
+                _check_characters(prompt, self._longest_prompt(body) + 1)
             else:
                 _check_tokens(prompt, limit, self._longest_prompt(body))
         if body.max_tokens == 0 and not body.echo:

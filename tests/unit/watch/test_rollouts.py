@@ -10,7 +10,17 @@ import pytest
 
 from shoal.runs.run_dir import RunDir, rollouts_path
 from shoal.watch.report import rollouts as rollouts_module
-from shoal.watch.report.rollouts import PromptSteps, Query, collect_rollouts, find, follow, index_step, read_group
+from shoal.watch.report.page import choose_groups
+from shoal.watch.report.rollouts import (
+    PromptSteps,
+    Query,
+    collect_rollouts,
+    find,
+    follow,
+    index_step,
+    read_group,
+    rollout_steps,
+)
 
 from .synthetic_run import make_run
 
@@ -26,6 +36,24 @@ def test_the_index_agrees_with_the_whole_file(run: Path) -> None:
     assert [head.rewards for head in heads] == [[r["reward"] for r in g["rollouts"]] for g in groups]
     assert heads[0].preview and heads[0].preview in groups[0]["prompt"]
     assert index_step(run, 99) == []
+
+
+def test_held_out_rollouts_follow_those_of_the_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2, groups=2, size=2)
+    with RunDir.resume(run) as writer:
+        for step in (0, 2, 9):
+            line = {"group": "eval:sums/0/0/0", "prompt_id": "eval:sums/0", "env": "eval:sums", "reward": step}
+            writer.write_rollouts(step, [line], "eval")
+        assert rollout_steps(run) == [0, 1, 2, 9] and index_step(run, 0)[0].rewards == [0]
+        heads = index_step(run, 2)
+        assert [head.env for head in heads] == ["reverse-text", "reverse-text", "eval:sums"]
+        assert [read_group(run, head) for head in heads] == collect_rollouts(run, 2)
+        assert [head.step for head in find(run, Query(env="eval:sums")).heads] == [9, 2, 0]
+        assert PromptSteps(run).of("eval:sums/0") == [0, 2, 9]
+        groups = choose_groups(run, 10**6)
+        assert [len(groups.heads[step]) for step in (0, 1, 2, 9)] == [1, 2, 3, 1]
+        writer.cut_to(2)
+        assert rollout_steps(run) == [0, 1, 2]
 
 
 def test_partial_damaged_and_odd_lines(tmp_path: Path) -> None:

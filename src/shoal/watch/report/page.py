@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.runs.files import write_atomic
-from shoal.runs.run_dir import rollouts_path
 from shoal.watch.report.data import collect_overview, glossary_of, name_apart
-from shoal.watch.report.rollouts import GroupHead, index_step, read_group, rollout_steps
+from shoal.watch.report.rollouts import GroupHead, index_step, read_group, rollout_steps, step_bytes
 
 SIZE_LIMIT_BYTES = 20_000_000
 READ_LIMIT_BYTES = 2_000_000_000  # rollout files read for one report
@@ -202,7 +201,7 @@ def _read_heads(run: Path, chosen: SelectedRun) -> Iterator[GroupHead]:
     """The heads of all groups. For a run above READ_LIMIT_BYTES: of steps spread evenly over the run."""
     budget, taken = READ_LIMIT_BYTES, []
     for step in spread(rollout_steps(run)):
-        budget -= rollouts_path(run, step).stat().st_size
+        budget -= step_bytes(run, step)
         if budget < 0:
             chosen.unread_steps.append(step)
         else:

@@ -19,11 +19,11 @@ import msgspec
 
 from shoal.runs.files import storage
 from shoal.runs.journal import read_lines
-from shoal.runs.run_dir import rollouts_path
+from shoal.runs.run_dir import EVAL, ROLLOUT_FILES, Split, rollouts_path, stored_rollouts
 
 MAX_TOKENS = 16_384  # per completion; further tokens are counted, not shown
 PREVIEW_CHARS = 160
-CACHED_STEPS = 24
+CACHED_FILES = 48
 BUDGET_S = 0.5  # per search request
 LIMIT = 200  # groups per search request
 
@@ -61,6 +61,7 @@ class GroupHead:
     prompt_id: str
     env: str
     preview: str
+    path: Path
     drop_reason: str | None = None
     rewards: list[float | None] = field(default_factory=list)
     statuses: list[str] = field(default_factory=list)
@@ -82,14 +83,24 @@ _cache: OrderedDict[tuple[str, int, int], list[GroupHead]] = OrderedDict()
 
 
 def rollout_steps(run: Path) -> list[int]:
-    """Steps whose rollouts are stored, in order."""
-    stems = [path.stem.removeprefix("step_") for path in (run / "rollouts").glob("step_*.jsonl")]
-    return sorted(int(stem) for stem in stems if stem.isdigit())
+    """Steps whose rollouts, or those of their evaluation, are stored, in order."""
+    return sorted({step for split in ROLLOUT_FILES for step, _ in stored_rollouts(run, split)})
+
+
+def step_bytes(run: Path, step: int) -> int:
+    """The size of the step's files."""
+    paths = [rollouts_path(run, step, split) for split in ROLLOUT_FILES]
+    return sum(path.stat().st_size for path in paths if path.exists())
 
 
 def index_step(run: Path, step: int) -> list[GroupHead]:
-    """The groups of a step in the order of the file. The last requested steps are cached."""
-    path = rollouts_path(run, step)
+    """The groups of a step, then those of its evaluation, in the order of the files."""
+    return [head for split in ROLLOUT_FILES for head in index_file(run, step, split)]
+
+
+def index_file(run: Path, step: int, split: Split) -> list[GroupHead]:
+    """The groups of one file in its order. The last requested files are cached."""
+    path = rollouts_path(run, step, split)
     try:
         stat = path.stat()
     except FileNotFoundError:
@@ -97,7 +108,7 @@ def index_step(run: Path, step: int) -> list[GroupHead]:
     key = (str(path), stat.st_mtime_ns, stat.st_size)
     if key not in _cache:
         _cache[key] = list(_read_heads(path, step))
-        while len(_cache) > CACHED_STEPS:
+        while len(_cache) > CACHED_FILES:
             _cache.popitem(last=False)
     _cache.move_to_end(key)
     return _cache[key]
@@ -112,7 +123,7 @@ def _read_heads(path: Path, step: int) -> Iterator[GroupHead]:
             if head is not None:
                 name = head.group or head.prompt_id
                 if name not in groups:
-                    groups[name] = GroupHead(step, name, head.prompt_id, head.env, _preview(head.prompt))
+                    groups[name] = GroupHead(step, name, head.prompt_id, head.env, _preview(head.prompt), path)
                 _add(groups[name], head, (offset, len(line)))
             offset += len(line)
     yield from groups.values()
@@ -154,9 +165,8 @@ def _preview(prompt: str) -> str:
 
 def read_group(run: Path, head: GroupHead) -> dict[str, Any]:
     """One group with all its data."""
-    path = rollouts_path(run, head.step)
     records = []
-    with storage(f"read {path}"), path.open("rb") as file:
+    with storage(f"read {head.path}"), head.path.open("rb") as file:
         for offset, length in head.places:
             file.seek(offset)
             records.append(json.loads(file.read(length)))
@@ -166,7 +176,7 @@ def read_group(run: Path, head: GroupHead) -> dict[str, Any]:
 def collect_rollouts(run: Path, step: int) -> list[dict[str, Any]]:
     """All groups of one step with all their data, in the order of the file."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
-    for record in read_lines(rollouts_path(run, step)):
+    for record in (line for split in ROLLOUT_FILES for line in read_lines(rollouts_path(run, step, split))):
         groups.setdefault(str(record.get("group") or record.get("prompt_id") or ""), []).append(record)
     return [describe_group(name, records) for name, records in groups.items()]
 
@@ -310,7 +320,7 @@ def _sweep(steps: Sequence[int], before: int | None, matching: Callable[[int], l
 
 
 def _has_text(run: Path, head: GroupHead, text: str) -> bool:
-    wanted, path = text.casefold(), rollouts_path(run, head.step)
+    wanted, path = text.casefold(), head.path
     with storage(f"read {path}"), path.open("rb") as file:
         for offset, length in head.places:
             file.seek(offset)
@@ -336,11 +346,13 @@ class PromptSteps:
     """The steps of each prompt, from the journal. New lines are read as the journal grows."""
 
     def __init__(self, run: Path) -> None:
-        self._path = run / "journal.jsonl"
+        self._run, self._path = run, run / "journal.jsonl"
         self._read = 0  # bytes
         self._steps: dict[str, set[int]] = {}
 
     def of(self, prompt_id: str) -> list[int]:
+        if prompt_id.startswith(EVAL):
+            return [step for step, _ in stored_rollouts(self._run, "eval")]
         self._catch_up()
         return sorted(self._steps.get(prompt_id, ()))
 
