@@ -14,12 +14,12 @@ from pydantic import ValidationError
 
 from shoal.config.fields import given, marked
 from shoal.config.infer import InferConfig
+from shoal.config.loss_rules import check_loss
 from shoal.config.orch import OrchConfig
 from shoal.config.problems import Findings, Origins, problems_from, redact, render, show
 from shoal.config.schema import RunConfig, SftConfig
 from shoal.config.section_rules import (
     check_dataset,
-    check_loss,
     check_orch,
     check_train,
     check_uniform,

@@ -1,4 +1,4 @@
-"""Checks inside one section: `train` (shared by GRPO and supervised training), `orch`, the loss, and datasets.
+"""Checks inside one section: `train` (shared by GRPO and supervised training), `orch`, and datasets.
 
 Called by rules.py. Of a data file only the first row is read.
 """
@@ -15,7 +15,7 @@ from shoal.config.fields import given, marked, nearest
 from shoal.config.orch import AdvantageConfig, DatasetConfig, OrchConfig, TemperatureSchedule
 from shoal.config.problems import Findings, show
 from shoal.config.train import TrainConfig
-from shoal.core.losses import BUILT_IN, Decoupled, Loss, Masked, keeps_uniform
+from shoal.core.losses import keeps_uniform
 
 # Usual range of the peak learning rate for RL. LoRA needs about ten times as much.
 FULL_RATES = (5e-7, 5e-5)
@@ -408,79 +408,3 @@ def _first_columns(file: Path) -> list[str] | None:
     except (OSError, ValueError, RecursionError):  # RecursionError: reported with its line when the data is read
         return None
     return list(row) if isinstance(row, dict) else None
-
-
-SEQUENCE_RATIO_TOKENS = 64  # products of ratios collapse with length: above this, ratio_type sequence gives a notice
-
-
-def check_loss(train: TrainConfig, findings: Findings, orch: OrchConfig | None = None) -> None:
-    _check_correction(train, findings)
-    _check_kl(train.loss, findings)
-    _check_old(train, findings)
-    _check_reference(train, findings)
-    if not train.loss.uses_ratio and given(train.loss, "ratio_log_cap"):
-        what = f"is not used by {train.loss.type}, which has no ratio to clamp"
-        findings.error("train.loss.ratio_log_cap", what, "remove it")
-    _advise_ratio_type(train.loss, findings, orch)
-
-
-def _check_correction(train: TrainConfig, findings: Findings) -> None:
-    loss, kind = train.loss, train.loss.correction.type
-    if kind == "none":
-        return
-    if not loss.takes_correction:
-        takers = ", ".join(other.choice() for other in BUILT_IN if other.takes_correction)
-        what = f"{loss.type} has no correction weight, so {kind} would have no effect"
-        findings.error("train.loss.correction.type", what, f"remove it, or use one of {takers}")
-    if train.recompute_old is False:
-        what = "is false, so old_logprobs are sampler_logprobs and the correction would always be 1"
-        findings.error("train.recompute_old", what, "set it to auto, or remove train.loss.correction")
-
-
-def _check_kl(loss: Loss, findings: Findings) -> None:
-    kl = loss.kl
-    # A KL penalty in the reward is not a term of the loss, so it works with every loss.
-    if not loss.takes_kl and kl.where == "loss" and given(kl, "beta", "estimator", "where"):
-        takers = ", ".join(other.choice() for other in BUILT_IN if other.takes_kl)
-        own = "; its own drift penalty is kl_tau" if "kl_tau" in loss.parameters() else ""
-        what = f"{loss.type} has no KL term{own}"
-        findings.error("train.loss.kl", what, f"remove it, set train.loss.kl.in to reward, or use one of {takers}")
-    elif kl.in_loss and kl.estimator == "k1":
-        what = "k1 has a zero-mean noise gradient when it is part of the loss"
-        findings.error("train.loss.kl.estimator", what, "use k3, or set train.loss.kl.in to reward")
-    elif kl.beta > 0 and kl.where == "reward" and "estimator" in kl.model_fields_set and kl.estimator != "k1":
-        what = f"is {kl.estimator}, but the KL penalty in the reward always uses k1"
-        findings.error("train.loss.kl.estimator", what, "remove it, or set train.loss.kl.in to loss")
-
-
-def _check_old(train: TrainConfig, findings: Findings) -> None:
-    if train.recompute_old is not False:
-        return
-    if isinstance(train.loss, Decoupled):
-        what = "is false, so the importance weight between old policy and sampler of decoupled would always be 1"
-        findings.error("train.recompute_old", what, "set it to auto, or use another loss")
-    elif train.loss.needs_old:
-        what = f"is false: in bf16, rounding in the sampler alone can exceed the narrow clip range of {train.loss.type}"
-        findings.notice("train.recompute_old", what, "auto computes old_logprobs with a forward pass")
-
-
-def _check_reference(train: TrainConfig, findings: Findings) -> None:
-    beta = train.loss.kl.beta
-    if train.reference == "adapter-off" and not train.lora:
-        findings.error("train.reference", "adapter-off needs train.lora: true", "use frozen, or enable LoRA")
-    if train.reference in ("adapter-off", "frozen") and beta == 0:
-        what = f"is {train.reference}, but train.loss.kl.beta is 0, so the reference would have no effect"
-        findings.error("train.reference", what, "remove it, or set beta above 0")
-    if train.reference == "none" and beta > 0:
-        what = f"is none, but train.loss.kl.beta is {beta:g}"
-        findings.error("train.reference", what, "remove it, or set beta to 0")
-
-
-def _advise_ratio_type(loss: Loss, findings: Findings, orch: OrchConfig | None) -> None:
-    if orch is None or not isinstance(loss, Masked) or loss.ratio_type != "sequence":
-        return
-    tokens = orch.sampling.max_tokens
-    if tokens is None or tokens > SEQUENCE_RATIO_TOKENS:
-        count = f"up to {tokens}" if tokens else "all"
-        what = f"sequence multiplies the ratios of {count} tokens, and such products vanish or explode with length"
-        findings.notice("train.loss.ratio_type", what, f"token is safer above {SEQUENCE_RATIO_TOKENS} tokens")
