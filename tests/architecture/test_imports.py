@@ -8,7 +8,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 # A package may import packages of the levels above it in this list; packages on one level do not import each other.
 LEVELS = [
     ["core"],
-    ["config"],
+    ["config", "signals"],
     ["runs"],
     ["models", "rewards", "watch"],
     ["engine", "envs"],

@@ -13,7 +13,7 @@ PACKAGES = [
     "core.stop_rules", "core.loop", "config", "runs", "rewards", "envs", "watch", "server", "rollout.remote",
     "rollout.weight_channels", "split.commands", "split.rendezvous", "split.heartbeat", "split.calls",
     "split.tcp_calls", "split.remote_trainer", "split.orchestrator", "split.inference_process", "split.supervisor",
-    "models.chat", "models.tokenizer", "cli", "surfaces", "grpo_trainer", "launcher",
+    "models.chat", "models.tokenizer", "signals", "cli", "surfaces", "grpo_trainer", "launcher",
 ]  # fmt: skip
 HEAVY = ("torch", "transformers", "peft", "accelerate", "safetensors.torch")
 

@@ -40,6 +40,8 @@ from shoal.rollout.group_exchange import GroupExchange
 from shoal.rollout.remote.client import WaitReporter
 from shoal.runs.events import EventLog
 from shoal.runs.run_dir import FollowerRunDir, RunDir
+from shoal.signals.advantages import every_reward, total_reward
+from shoal.signals.rows import make_row_signals
 from shoal.watch.health import LiveHealth
 from shoal.watch.observer import Phases, RunObserver
 from shoal.watch.sinks import Sinks, open_sinks
@@ -161,7 +163,9 @@ def make_collector(orch: OrchConfig, run_group: RunGroup, stream: PromptStream, 
     with about("orch.groups.filter"):
         keep = load_filter(orch.groups.filter) if orch.groups.filter is not None else None
     several = ranks.world > 1
-    rules = GroupRules(orch.groups.uniform or "refill", orch.groups.max_refill, keep, orch.deadline_s, several)
+    detailed = orch.advantage.per_part or orch.advantage.credit != "outcome"
+    uniform, compares = orch.groups.uniform or "refill", every_reward if detailed else total_reward
+    rules = GroupRules(uniform, orch.groups.max_refill, keep, orch.deadline_s, several, compares)
     return Collector(GroupExchange(run_group, ranks) if several else run_group, stream, admission, rules)
 
 
@@ -227,15 +231,23 @@ def make_learner(
         needs_reference=objective.needs_reference,
         reward_kl_beta=train.loss.kl.beta if train.loss.kl.where == "reward" else 0.0,
         trains=reward_shape(orch).trains,
+        context_cross_entropy=train.loss.context_cross_entropy,
     )
-    return Learner(policy, make_advantages(orch), objective, settings, on_device, ranks)
+    signals = make_row_signals(train.loss, policy, ranks)
+    return Learner(policy, make_advantages(orch), objective, settings, on_device, ranks, signals)
 
 
 def make_advantages(orch: OrchConfig) -> Any:
-    from shoal.core.advantages import AdvantageNormalizer, CustomAdvantages
+    from shoal.core.advantages import AdvantageNormalizer
+    from shoal.signals.advantages import CustomAdvantages, PartAdvantages, TurnAdvantages
 
     advantage = orch.advantage
     if advantage.function is not None:
         with about("orch.advantage.function"):
             return CustomAdvantages(load_function(advantage.function), advantage.function)
-    return AdvantageNormalizer(advantage.mean, advantage.std or "none", advantage.leave_one_out, advantage.eps)
+    normalizer = AdvantageNormalizer(advantage.mean, advantage.std or "none", advantage.leave_one_out, advantage.eps)
+    if advantage.per_part:
+        return PartAdvantages(normalizer, advantage.rescale)
+    if advantage.credit != "outcome":
+        return TurnAdvantages(normalizer, advantage.credit, advantage.discount)
+    return normalizer

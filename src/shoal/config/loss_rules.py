@@ -13,6 +13,7 @@ SEQUENCE_RATIO_TOKENS = 64  # products of ratios collapse with length: above thi
 
 def check_loss(train: TrainConfig, findings: Findings, orch: OrchConfig | None = None) -> None:
     _check_correction(train, findings)
+    _check_entropy(train.loss, findings)
     _check_kl(train.loss, findings)
     _check_old(train, findings)
     _check_reference(train, findings)
@@ -33,6 +34,17 @@ def _check_correction(train: TrainConfig, findings: Findings) -> None:
     if train.recompute_old is False:
         what = "is false, so old_logprobs are sampler_logprobs and the correction would always be 1"
         findings.error("train.recompute_old", what, "set it to auto, or remove train.loss.correction")
+
+
+def _check_entropy(loss: Loss, findings: Findings) -> None:
+    bonus = loss.entropy
+    unused = given(bonus, "delta", "coef_min", "coef_max") if bonus.target is None else []
+    if unused:
+        what = "adapts the weight of the entropy bonus to a target, and there is none"
+        findings.error(f"train.loss.entropy.{unused[0]}", what, "set train.loss.entropy.target, or remove it")
+    if bonus.coef_min > bonus.coef_max:
+        what = f"is {bonus.coef_min:g}, above coef_max ({bonus.coef_max:g})"
+        findings.error("train.loss.entropy.coef_min", what, "swap the two")
 
 
 def _check_kl(loss: Loss, findings: Findings) -> None:

@@ -153,13 +153,27 @@ class EvalSamplingConfig(Section):
 
 class AdvantageConfig(Section):
     mean: Literal["group", "batch", "none"] = Field(default="group", description="Mean subtracted from each reward.")
-    std: Literal["group", "batch", "none"] | None = Field(
-        default=None, description="Standard deviation to divide by. Default: none for the masked loss, else group."
+    std: Literal["group", "batch", "none", "mean"] | None = Field(
+        default=None,
+        description="Standard deviation to divide by, or mean = the group's mean (MaxRL). Default: none for masked, "
+        "else group.",
     )
     leave_one_out: bool = Field(
         default=False, description="Exclude each rollout from the mean of its own group (RLOO)."
     )
     eps: PositiveFloat = Field(default=1e-6, description="Added to the standard deviation.")
+    per_part: bool = Field(
+        default=False, description="Normalise each named part of the reward by itself, then add them up (GDPO)."
+    )
+    rescale: bool = Field(
+        default=False, description="With per_part: normalise the sums over the batch, as the last step of GDPO."
+    )
+    credit: Literal["outcome", "turn", "return", "token"] = Field(
+        default="outcome",
+        description="One advantage per rollout (outcome), per turn (turn: its own reward; return: those from it on) or "
+        "per token.",
+    )
+    discount: Fraction = Field(default=1.0, description="With credit return or token: factor per turn or token.")
     function: UserCode | None = Field(default=None, description="Your own advantage estimator, as module:function.")
 
 

@@ -239,17 +239,39 @@ def _check_sampling(orch: OrchConfig, findings: Findings) -> None:
 
 def _check_advantage(orch: OrchConfig, findings: Findings) -> None:
     advantage = orch.advantage
-    others = given(advantage, "mean", "std", "leave_one_out", "eps")
+    others = given(advantage, *(name for name in AdvantageConfig.model_fields if name != "function"))
     if advantage.function is not None and others:
         what = f"replaces the built-in estimator, so {', '.join(others)} would have no effect"
         findings.error("orch.advantage.function", what, "keep one of them")
     if advantage.leave_one_out and advantage.mean != "group":
         what = f"needs orch.advantage.mean group, not {advantage.mean}"
         findings.error("orch.advantage.leave_one_out", what, "set mean to group, or leave_one_out to false")
-    if advantage.std == "none" and given(advantage, "eps"):
-        findings.error("orch.advantage.eps", "is not used with std none", "remove it")
+    if advantage.std in ("none", "mean") and given(advantage, "eps"):
+        findings.error("orch.advantage.eps", f"is not used with std {advantage.std}", "remove it")
+    _check_credit(orch, findings)
     if advantage.std is not None:
         check_uniform(orch, advantage.std, findings)
+
+
+def _check_credit(orch: OrchConfig, findings: Findings) -> None:
+    advantage = orch.advantage
+    if advantage.std == "mean" and (advantage.mean != "group" or advantage.leave_one_out):
+        what = "mean divides by the mean reward of the group, so it needs mean: group without leave_one_out"
+        findings.error("orch.advantage.std", what, "remove orch.advantage.mean and leave_one_out")
+    if advantage.rescale and not advantage.per_part:
+        findings.error("orch.advantage.rescale", "is not used without per_part", "set per_part to true, or remove it")
+    if advantage.per_part and advantage.credit != "outcome":
+        what = f"cannot be combined with credit {advantage.credit}"
+        findings.error("orch.advantage.per_part", what, "keep one of them")
+    changed = [f"orch.reward.{name}" for name in given(orch.reward, "scale", "bias", "clip")]
+    if orch.truncated.type == "zero":
+        changed.append("orch.truncated")
+    if advantage.per_part and changed:
+        what = f"compares the parts of the reward, which {', '.join(changed)} would not change"
+        findings.error("orch.advantage.per_part", what, f"remove {changed[0]}, or per_part")
+    if given(advantage, "discount") and advantage.credit not in ("return", "token"):
+        what = f"is not used with credit {advantage.credit}"
+        findings.error("orch.advantage.discount", what, "set credit to return or token, or remove it")
 
 
 def check_uniform(orch: OrchConfig, std: str, findings: Findings) -> None:

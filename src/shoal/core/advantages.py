@@ -6,15 +6,14 @@ with all kept groups, so that batch statistics include the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from shoal.core.errors import UserCodeError
 from shoal.core.losses import keeps_uniform
-from shoal.core.types import Rollout
+from shoal.core.types import Rollout, RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class RewardShape:
 
 
 Statistic = Literal["group", "batch", "none"]
+Scale = Literal["group", "batch", "none", "mean"]
 GroupVerdict = Literal["mixed", "uniform-good", "uniform-bad", "too-few-scored"]
-Estimator = Callable[[list[list[float]]], Sequence[Sequence[float]]]
 
 STATISTICS = ("group", "batch", "none")  # the population of an advantage's mean and std
 ADVANTAGE_EPS = 1e-6
@@ -81,18 +80,20 @@ class AdvantageNormalizer:
     """A = (r - mean) / (std + eps), with the unbiased (N-1) standard deviation.
 
     Example: the group rewards [0, 1, 1, 0] give ±.5 with the group mean only, 4/3 of that with leave_one_out, and ±.866
-    with group mean and group std.
+    with group mean and group std. `std: mean` is MaxRL: A = (r - mean) / mean.
     """
 
     mean: Statistic = "group"
-    std: Statistic = "group"
+    std: Scale = "group"
     leave_one_out: bool = False
     eps: float = ADVANTAGE_EPS
 
     def __post_init__(self) -> None:
-        for name in ("mean", "std"):
-            if getattr(self, name) not in STATISTICS:
-                raise ValueError(f"advantage.{name} must be one of {', '.join(STATISTICS)}, not {getattr(self, name)}")
+        for name, choices in (("mean", STATISTICS), ("std", (*STATISTICS, "mean"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"advantage.{name} must be one of {', '.join(choices)}, not {getattr(self, name)}")
+        if self.std == "mean" and (self.mean != "group" or self.leave_one_out):
+            raise ValueError("advantage.std: mean needs advantage.mean: group without leave_one_out")
         if self.leave_one_out and self.mean != "group":
             raise ValueError(f"advantage.leave_one_out needs advantage.mean: group, not {self.mean}")
 
@@ -101,11 +102,20 @@ class AdvantageNormalizer:
         """Whether zero-variance groups are trained."""
         return keeps_uniform(self.mean, self.std)
 
+    def assign(self, groups: Sequence[RolloutGroup]) -> None:
+        """Set the advantage of every scored rollout."""
+        estimates = self.estimate([group.rewards for group in groups])
+        for group, advantages in zip(groups, estimates, strict=True):
+            for rollout, advantage in zip(group.scored, advantages, strict=True):
+                rollout.advantage = advantage
+
     def estimate(self, groups_rewards: list[list[float]]) -> list[list[float]]:
         """One advantage per reward, in the same nesting."""
         groups = [_checked(rewards, self.mean, self.std) for rewards in groups_rewards]
         if not groups:
             return []
+        if self.std == "mean":
+            return [_by_mean(group).tolist() for group in groups]
         batch = np.concatenate(groups)
         return [(self._centre(group, batch) / self._scale(group, batch)).tolist() for group in groups]
 
@@ -126,28 +136,17 @@ class AdvantageNormalizer:
         return spread + self.eps
 
 
-@dataclass(frozen=True)
-class CustomAdvantages:
-    """A function written by the user, from rewards to advantages. Its result is checked."""
-
-    function: Estimator
-    name: str = "custom"
-    keeps_uniform: bool = False
-
-    def estimate(self, groups_rewards: list[list[float]]) -> list[list[float]]:
-        returned = self.function(groups_rewards)
-        try:
-            advantages = [[float(value) for value in group] for group in returned]
-        except (TypeError, ValueError) as error:
-            raise UserCodeError(f"advantage {self.name} returned {type(returned).__name__}: {error}") from error
-        if [len(group) for group in advantages] != [len(group) for group in groups_rewards]:
-            raise UserCodeError(f"advantage {self.name} must return one number per reward, grouped like its argument")
-        if not all(np.isfinite(value) for group in advantages for value in group):
-            raise UserCodeError(f"advantage {self.name} returned a number that is not finite")
-        return advantages
+def _by_mean(group: np.ndarray) -> np.ndarray:
+    """MaxRL. A group with a mean <= 0 has no success to weigh and gets 0. For rewards >= 0, r <= N·mean bounds the
+    advantage by N - 1; the same bound is applied to groups with negative rewards, whose mean may be close to 0."""
+    mean = group.mean()
+    if mean <= 0 or is_uniform(group.tolist()):
+        return np.zeros_like(group)
+    bound = len(group) - 1
+    return ((group - mean) / mean).clip(-bound, bound)
 
 
-def _checked(rewards: Sequence[float], mean: Statistic, std: Statistic) -> np.ndarray:
+def _checked(rewards: Sequence[float], mean: Statistic, std: Scale) -> np.ndarray:
     group = np.asarray(rewards, dtype=np.float64)
     if group.ndim != 1 or not np.isfinite(group).all():
         raise ValueError(f"rewards of a group must be finite numbers: {rewards}")

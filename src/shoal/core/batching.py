@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from shoal.core.layout import PackedRollout, fill_rows, lay_out
-from shoal.core.types import Batch, Rollout, Sample, Turn
+from shoal.core.types import Batch, LossKind, Rollout, Sample, Turn
 
 
 @dataclass(slots=True)
@@ -29,16 +29,24 @@ class _SampleBuilder:
     lengths: list[int] = field(default_factory=list)  # of the pieces
     sampled: list[bool] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)  # this and the next two: one per token
+    cross_entropy: list[float] = field(default_factory=list)
+    ignored: list[bool] = field(default_factory=list)
     truncated: bool = False  # some token was not sampled from the whole vocabulary
 
     def extends_to(self, prompt_ids: list[int]) -> bool:
         return prompt_ids[: len(self.token_ids)] == self.token_ids
 
-    def append(self, turn: Turn) -> None:
+    def append(self, turn: Turn, advantages: Sequence[float], kind: LossKind, context_weight: float) -> None:
+        """`context_weight`: cross-entropy weight of the tokens before the completion that are not in the sample yet."""
         context = turn.prompt_ids[len(self.token_ids) :]
         self._extend(context, False, [0.0] * len(context), 1.0, None)
         completion = turn.completion
         self._extend(completion.token_ids, True, completion.logprobs, turn.temperature, completion.kept_ids)
+        count = len(completion.token_ids)
+        self.advantages += [*([*advantages, 0.0][:1] * len(context)), *advantages]  # unused on the context
+        self.cross_entropy += [*([context_weight] * len(context)), *([float(kind == "cross_entropy")] * count)]
+        self.ignored += [*([False] * len(context)), *([kind == "ignore"] * count)]
 
     def _extend(
         self, ids: list[int], sampled: bool, logprobs: list[float], temperature: float, kept_ids: list[list[int]] | None
@@ -52,26 +60,37 @@ class _SampleBuilder:
         self.truncated |= bool(kept_ids)
 
 
-def rollout_samples(rollout: Rollout, *, train: bool = True, advantage: float | None = None) -> list[Sample]:
+def rollout_samples(
+    rollout: Rollout, *, train: bool = True, advantage: float | None = None, context_weight: float = 0.0
+) -> list[Sample]:
     """The samples of one rollout, in order.
 
     A conversation is one sample as long as every prompt starts with the exact token ids before it. Otherwise (such as a
     chat template that removes earlier reasoning) a new sample starts. Each sampled token is trained in one sample. With
     `train` false no token is in the loss. `advantage` replaces the rollout's own, before advantages are known.
+    `context_weight`: the cross-entropy weight of the tokens that the environment adds after the first prompt.
     """
     value = rollout.advantage if advantage is None else advantage
     if value is None and train:
         raise ValueError(f"{rollout.rollout_id} has no advantage yet")
+    per_token = rollout.token_advantages if advantage is None else None
     drafts: list[_SampleBuilder] = []
-    for turn in rollout.turns:
-        if not drafts or not drafts[-1].extends_to(turn.prompt_ids):
+    for number, turn in enumerate(rollout.turns):
+        starts = not drafts or not drafts[-1].extends_to(turn.prompt_ids)
+        if starts:
             drafts.append(_SampleBuilder())
-        drafts[-1].append(turn)
-    return [_finish(rollout, draft, 0.0 if value is None else value, train) for draft in drafts if draft.token_ids]
+        constant = [0.0 if value is None else value] * len(turn.completion.token_ids)
+        kind: LossKind = "policy" if rollout.kinds is None else rollout.kinds[number]
+        # A prompt is not trained, nor is a conversation that is repeated at the start of a new sample.
+        weight = 0.0 if starts else context_weight
+        drafts[-1].append(turn, constant if per_token is None else per_token[number], kind, weight)
+    return [_finish(rollout, draft, train) for draft in drafts if draft.token_ids]
 
 
-def _finish(rollout: Rollout, draft: _SampleBuilder, advantage: float, train: bool) -> Sample:
-    mask = np.repeat(np.array(draft.sampled, dtype=bool), draft.lengths) & train
+def _finish(rollout: Rollout, draft: _SampleBuilder, train: bool) -> Sample:
+    cross_entropy = np.array(draft.cross_entropy, dtype=np.float32)
+    sampled = np.repeat(np.array(draft.sampled, dtype=bool), draft.lengths)
+    mask = ((sampled & ~np.array(draft.ignored, dtype=bool)) | (cross_entropy > 0)) & train
     temperatures = np.repeat(np.array(draft.temperatures, dtype=np.float32), draft.lengths)
     mask[0] = False  # after an empty prompt, the first sampled token has no context
     return Sample(
@@ -81,8 +100,9 @@ def _finish(rollout: Rollout, draft: _SampleBuilder, advantage: float, train: bo
         loss_mask=mask,
         sampler_logprobs=np.where(mask, np.array(draft.sampler_logprobs, dtype=np.float32), np.float32(0)),
         temperatures=np.where(mask, temperatures, np.float32(1)),
-        advantages=np.full(len(mask), advantage, dtype=np.float32),
+        advantages=np.array(draft.advantages, dtype=np.float32),
         kept_ids=draft.kept_ids if draft.truncated else None,
+        signals={"cross_entropy": cross_entropy} if cross_entropy.any() else {},
     )
 
 

@@ -9,7 +9,7 @@ are surplus: they are cancelled and counted, and the stream returns to the first
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from shoal.core.advantages import judge_group
 from shoal.core.deadlines import wait_without_suspension
 from shoal.core.errors import DeadlineError
 from shoal.core.prompts import PromptStream
-from shoal.core.types import Prompt, RolloutGroup
+from shoal.core.types import Prompt, Rollout, RolloutGroup
 
 RunGroup = Callable[[Prompt], Awaitable[RolloutGroup]]
 GOOD_REWARD = 1.0  # a zero-variance group with at least this raw reward is solved
@@ -47,6 +47,7 @@ class GroupRules:
     keep: Callable[[RolloutGroup], bool] | None = None  # filter written by the user
     deadline_s: float = 600.0
     lockstep: bool = False  # with several ranks: settle whole rounds, so that all ranks decide alike
+    compares: Callable[[Rollout], Hashable] = lambda rollout: rollout.reward  # zero variance: equal for all rollouts
 
 
 @dataclass
@@ -243,11 +244,16 @@ class Collector:
         if verdict == "too-few-scored" and (self.admission.group > 1 or not group.rewards):
             return verdict
         # Groups of one rollout need batch statistics. They always have zero variance and are kept.
-        if self.admission.group > 1 and self._rules.uniform != "keep" and (uniform := zero_variance_kind(group)):
-            return uniform
+        if self.admission.group > 1 and self._rules.uniform != "keep" and self._is_alike(group):
+            return zero_variance_kind(group)
         if self._rules.keep is not None and not self._rules.keep(group):
             return "filtered"
         return None
+
+    def _is_alike(self, group: RolloutGroup) -> bool:
+        """Whether the group has zero variance. Its rewards may be equal and its parts or turns not."""
+        alike = zero_variance_kind(group) is not None
+        return alike and len({self._rules.compares(rollout) for rollout in group.scored}) == 1
 
     def _is_stale(self, group: RolloutGroup, version: int) -> bool:
         oldest = min((r.oldest_version for r in group.rollouts if r.turns), default=group.version)

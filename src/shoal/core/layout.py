@@ -51,6 +51,10 @@ class _Segment:
     def cut(self, name: str) -> np.ndarray:
         return getattr(self.sample, name)[self.start : self.stop]
 
+    def signal(self, name: str) -> np.ndarray:
+        values = self.sample.signals.get(name)
+        return np.zeros(self.stop - self.start, np.float32) if values is None else values[self.start : self.stop]
+
     def kept_ids(self) -> list[list[int] | None]:
         kept = self.sample.kept_ids
         return [None] * (self.stop - self.start) if kept is None else kept[self.start : self.stop]
@@ -77,6 +81,7 @@ def lay_out(chunks: Sequence[Chunk], weights: dict[str, float]) -> Row:
     mask = np.concatenate([segment.cut("loss_mask") for segment in segments])
     per_segment = np.array([weights[segment.sample.rollout_id] for segment in segments], dtype=np.float64)
     truncated = any(segment.sample.kept_ids is not None for segment in segments)
+    signals = {name for segment in segments for name in segment.sample.signals}
     return Row(
         token_ids=np.concatenate([segment.cut("token_ids") for segment in segments]),
         position_ids=np.concatenate([np.arange(s.start, s.stop, dtype=np.int64) for s in segments]),
@@ -90,6 +95,7 @@ def lay_out(chunks: Sequence[Chunk], weights: dict[str, float]) -> Row:
         advantages=np.concatenate([segment.cut("advantages") for segment in segments]),
         weights=np.where(mask, np.repeat(per_segment, lengths), 0.0),
         kept_ids=[kept for segment in segments for kept in segment.kept_ids()] if truncated else None,
+        signals={name: np.concatenate([segment.signal(name) for segment in segments]) for name in sorted(signals)},
     )
 
 

@@ -30,7 +30,21 @@ Launch = Callable[[Sequence[Sequence[Row]]], Awaitable[Launched]]
 
 
 class Advantages(Protocol):
-    def estimate(self, groups_rewards: list[list[float]]) -> list[list[float]]: ...
+    def assign(self, groups: Sequence[RolloutGroup]) -> None:
+        """Set `advantage`, and `token_advantages` if they differ within a rollout, of every scored rollout."""
+
+
+ScoreRows = Callable[[LogprobPass], Awaitable[list[tuple[Row, np.ndarray]]]]
+
+
+class RowSignal(Protocol):
+    """A further input of the loss: it writes `Row.signals` before the first optimizer step changes the weights."""
+
+    async def annotate(self, batches: Sequence[Batch], score: ScoreRows) -> None:
+        """`score` runs a forward pass over this rank's rows. Every rank annotates at least its own rows."""
+
+    def observe(self, tally: Tally) -> None:
+        """Called at the end of the step, with the same metrics on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,7 @@ class LearnSettings:
     needs_reference: bool = False  # the loss has a KL term
     reward_kl_beta: float = 0.0  # weight of a KL that is subtracted from the reward
     trains: Callable[[Rollout], bool] = lambda _: True  # false = no token of the rollout is in the loss
+    context_cross_entropy: float = 0.0  # weight of the environment's tokens after the first prompt
 
 
 @dataclass
@@ -75,8 +90,10 @@ class Learner:
         settings: LearnSettings,
         on_device: OnDevice,
         ranks: Ranks | None = None,
+        signals: Sequence[RowSignal] = (),
     ) -> None:
         self._policy = policy
+        self._signals = signals
         self._advantages = advantages
         self._objective = objective
         self._settings = settings
@@ -88,25 +105,20 @@ class Learner:
         settings = self._settings
         if settings.reward_kl_beta > 0:
             await self._subtract_kl(groups)
-        self._assign_advantages(groups)
+        self._advantages.assign(groups)
         samples = [
-            rollout_samples(rollout, train=settings.trains(rollout))
+            rollout_samples(rollout, train=settings.trains(rollout), context_weight=settings.context_cross_entropy)
             for group in groups
-            for rollout in group.rollouts
-            if rollout.scored
+            for rollout in group.scored
         ]
         batches = self._batches(samples, settings.minibatches)
         if not batches:
             return StepResult()
         await self._annotate(batches)
-        return await self._optimise(batches, tally)
-
-    def _assign_advantages(self, groups: Sequence[RolloutGroup]) -> None:
-        estimates = self._advantages.estimate([group.rewards for group in groups])
-        for group, advantages in zip(groups, estimates, strict=True):
-            scored = [rollout for rollout in group.rollouts if rollout.scored]
-            for rollout, advantage in zip(scored, advantages, strict=True):
-                rollout.advantage = advantage
+        result = await self._optimise(batches, tally)
+        for signal in self._signals:
+            signal.observe(tally)
+        return result
 
     def _batches(self, samples: Sequence[Sequence[Sample]], minibatches: int) -> list[Batch]:
         settings = self._settings
@@ -139,13 +151,19 @@ class Learner:
             passes["old_logprobs"] = self._policy.logprobs
         if self._settings.needs_reference:
             passes["reference_logprobs"] = self._policy.reference_logprobs
-        if not passes:
-            return
         rows = [row for micro in self._passes(batches) for row in micro]
-        found = await self._all_logprobs(list(passes.values()), lambda: self._passes(batches))
-        for name, logprobs in zip(passes, found, strict=True):
-            for row, values in zip(rows, logprobs, strict=True):
-                setattr(row, name, values)
+        if passes:
+            found = await self._all_logprobs(list(passes.values()), lambda: self._passes(batches))
+            for name, logprobs in zip(passes, found, strict=True):
+                for row, values in zip(rows, logprobs, strict=True):
+                    setattr(row, name, values)
+
+        async def score(function: LogprobPass) -> list[tuple[Row, np.ndarray]]:
+            (values,) = await self._all_logprobs([function], lambda: self._passes(batches))
+            return list(zip(rows, values, strict=True))
+
+        for signal in self._signals:
+            await signal.annotate(batches, score)
 
     async def _all_logprobs(self, functions: Sequence[LogprobPass], split: Split) -> list[list[np.ndarray]]:
         """Log-probs of all rows by each function. They are read after the last pass, so that the device never waits."""
@@ -243,7 +261,7 @@ def _read_all(pending: Sequence[PendingResults]) -> list[Any]:
 def _tally_ratios(tally: Tally, rows: Sequence[Row], policy: Sequence[np.ndarray], source: str) -> None:
     """The largest ratios. A mean hides them, and one extreme token can destabilise a run."""
     for row, logprobs in zip(rows, policy, strict=True):
-        at = row.loss_mask
+        at = row.loss_mask & (row.signals["cross_entropy"] == 0) if "cross_entropy" in row.signals else row.loss_mask
         old = row.sampler_logprobs if row.old_logprobs is None else row.old_logprobs
         _tally_largest(tally, "policy/ratio_max", logprobs[at] - old[at])
         if source != "none":

@@ -37,12 +37,21 @@ class LossInputs:
     reference_logprobs: Tensor | None = None  # [T]
     mismatch_from: MismatchSource = "old"
     ratio_log_cap: float = LOG_RATIO_CAP  # the log of the policy's ratio is clamped to ± this
+    entropy: Tensor | None = None  # [T], of the policy; with gradient if the objective asks for it
+    teacher_logprobs: Tensor | None = None  # [T]
+    entropy_coef: Tensor | None = None  # [T], weight of the entropy bonus in this step
+    top_entropy: Tensor | None = None  # [T], 0 where the policy loss is left out because of a low entropy
+    cross_entropy: Tensor | None = None  # [T], cross-entropy of tokens outside of loss_mask, with gradient; 0 elsewhere
+    teacher_term: Tensor | None = None  # [T], set by the objective for losses that add the teacher themselves
 
     def __post_init__(self) -> None:
         mask = self.loss_mask.bool()
         dtype = torch.promote_types(self.policy_logprobs.dtype, torch.float32)  # half precision is not enough
         object.__setattr__(self, "loss_mask", mask)
-        names = ("policy_logprobs", "old_logprobs", "sampler_logprobs", "advantages", "reference_logprobs")
+        names = (
+            "policy_logprobs", "old_logprobs", "sampler_logprobs", "advantages", "reference_logprobs", "entropy",
+            "teacher_logprobs", "entropy_coef", "top_entropy",
+        )  # fmt: skip
         for name in names:
             value = getattr(self, name)
             if value is None:
@@ -50,7 +59,7 @@ class LossInputs:
             if value.shape != mask.shape or mask.dim() != 1:
                 raise ValueError(f"{name} has shape {tuple(value.shape)}, loss_mask {tuple(mask.shape)}, not [T]")
             # Only the policy has a gradient; where() also keeps NaN at masked positions out of the backward pass.
-            value = value if name == "policy_logprobs" else value.detach()
+            value = value if name in ("policy_logprobs", "entropy") else value.detach()
             object.__setattr__(self, name, torch.where(mask, value.to(dtype), 0.0))
         if self.sequence_ids.shape != mask.shape:
             raise ValueError(f"sequence_ids has shape {tuple(self.sequence_ids.shape)}, loss_mask {tuple(mask.shape)}")

@@ -8,6 +8,7 @@ the weight of the correction and `sg` a stop-gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -20,6 +21,7 @@ from shoal.core.terms import (
     LOG_RATIO_CAP,
     ClipBounds,
     CorrectionConfig,
+    EntropyBonus,
     KLPenalty,
     Metrics,
     NoCorrection,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from shoal.core.loss_inputs import LossInputs
 
 _SEQUENCE_LOG_CAP = 10.0
+_VESPO_FLOOR = 1e-8  # smallest sequence ratio, as in TRL
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +74,7 @@ class Loss(Variant):
     takes_correction: ClassVar[bool] = True
     needs_old: ClassVar[bool] = False  # `recompute_old: auto` computes old_logprobs with a forward pass
     uses_ratio: ClassVar[bool] = True  # ratio_log_cap has an effect
+    adds_teacher: ClassVar[bool] = False  # the formula has `teacher_term`; else the teacher changes the advantages
     default_advantage_std: ClassVar[str] = "group"
 
     type: str = Field(
@@ -86,6 +90,12 @@ class Loss(Variant):
         default_factory=NoCorrection, description="Off-policy correction if supported."
     )
     kl: KLPenalty = Field(default_factory=KLPenalty, description="KL penalty; as a loss term only if supported.")
+    entropy: EntropyBonus = Field(
+        default_factory=EntropyBonus, description="Entropy bonus, and a mask that trains uncertain tokens only."
+    )
+    context_cross_entropy: NonNegativeFloat = Field(
+        default=0.0, description="Weight of a cross-entropy on the tokens that an environment adds between turns."
+    )
     ratio_log_cap: float = Field(
         default=LOG_RATIO_CAP, gt=0, le=LOG_RATIO_CAP, description="The log of the policy's ratio is clamped to ± this."
     )
@@ -93,6 +103,11 @@ class Loss(Variant):
     @property
     def default_aggregation(self) -> str:
         return "token-mean"
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether the loss itself, apart from the entropy bonus, needs the gradient of `inputs.entropy`."""
+        return False
 
     def resolved(self) -> Self:
         """The same loss with the defaults filled in that depend on other keys."""
@@ -279,12 +294,13 @@ class Decoupled(Loss):
 class Masked(Loss):
     """ratio-weighted policy gradient that drops tokens and rollouts far from the sampler
 
-    -sg[weight · (adv_tau·A - kl_tau·l)] · lp on kept tokens, l = lp - inf. No clip and no reference. Dropped tokens
-    stay in the denominators.
+    -sg[weight · (adv_tau·A - kl_tau·l)] · lp on kept tokens, l = lp - inf. No clip and no reference. A teacher adds
+    tau · (teacher - lp) to the bracket. Dropped tokens stay in the denominators.
     """
 
     takes_correction = False
     uses_ratio = False
+    adds_teacher = True
     default_advantage_std = "none"
     type: Literal["masked"] = "masked"
     kl_tau: NonNegativeFloat = Field(default=0.0, description="Weight of the penalty on drift from the sampler.")
@@ -317,7 +333,10 @@ class Masked(Loss):
         sequence_dropped = self._drop_sequences(inputs, gap, ratio)
         with_sequence = inputs.spread(sequence_dropped)
         kept = inputs.loss_mask & ~token_dropped & ~with_sequence
-        coefficient = self._weight(inputs, gap, ratio) * (self.adv_tau * inputs.advantages - self.kl_tau * gap)
+        gain = self.adv_tau * inputs.advantages - self.kl_tau * gap
+        if inputs.teacher_term is not None:
+            gain = gain + inputs.teacher_term
+        coefficient = self._weight(inputs, gap, ratio) * gain
         # The coefficient of a dropped token may be infinite. Setting it to 0 before the product avoids NaN in backward.
         coefficient = coefficient.where(kept, 0.0)
         metrics = {
@@ -385,6 +404,34 @@ class SAPO(Loss):
         return TokenLoss(inputs.masked(weigh(-gate * advantages, w)))
 
 
+class VESPO(Loss):
+    """a smooth weight of the whole sequence's ratio instead of a clip
+
+    -sg[W^k · exp(rate·(1 - W))] · A · lp, W = exp(Σ of lp-old over the sequence); k and rate by the sign of A. A
+    correction multiplies W by the product of its weights over the sequence.
+    """
+
+    takes_kl = True
+    needs_old = True
+    type: Literal["vespo"] = "vespo"
+    k_pos: NonNegativeFloat = Field(default=2.0, description="Exponent of the ratio where A >= 0.")
+    rate_pos: PositiveFloat = Field(default=3.0, description="Decay rate where A >= 0.")
+    k_neg: NonNegativeFloat = Field(default=3.0, description="Exponent of the ratio where A < 0.")
+    rate_neg: PositiveFloat = Field(default=2.0, description="Decay rate where A < 0.")
+
+    def __call__(self, inputs: LossInputs, w: Tensor | None = None) -> TokenLoss:
+        lp, cap, advantages = inputs.policy_logprobs, inputs.ratio_log_cap, inputs.advantages
+        product = inputs.sum_by_sequence(log_ratio(lp.detach(), inputs.old_logprobs, cap))
+        if w is not None:
+            product = product + inputs.sum_by_sequence(w.clamp_min(_VESPO_FLOOR).log())
+        log_w = inputs.spread(product.clamp(math.log(_VESPO_FLOOR), cap))
+        # Tensors of the right dtype: where() with two numbers would round them to float32.
+        k = advantages.new_full(advantages.shape, self.k_pos).where(advantages >= 0, self.k_neg)
+        rate = advantages.new_full(advantages.shape, self.rate_pos).where(advantages >= 0, self.rate_neg)
+        gate = (k * log_w + rate * (1 - log_w.exp())).exp()
+        return TokenLoss(inputs.masked(-gate * advantages * lp), metrics={"policy/gate": inputs.token_metric(gate)})
+
+
 class CustomLoss(Loss):
     """a function written by the user, from LossInputs to one number per token, [T]
 
@@ -408,6 +455,10 @@ class CustomLoss(Loss):
         loss._function = function
         return loss
 
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        return bool(getattr(self._function, "needs_entropy_gradient", False))
+
     def __call__(self, inputs: LossInputs, w: Tensor | None = None) -> TokenLoss:
         if self._function is None:
             raise ValueError(f"loss {self.type} has no function yet; call with_function first")
@@ -421,7 +472,8 @@ class CustomLoss(Loss):
 
 
 BUILT_IN: tuple[type[Loss], ...] = (
-    GRPO, ImportanceSampling, Reinforce, DAPO, DRO, GSPO, CISPO, Decoupled, Masked, DPPO, SAPO,
+    GRPO, ImportanceSampling, Reinforce, DAPO, DRO, GSPO, CISPO, Decoupled, Masked, DPPO, VESPO,
+    SAPO,
 )  # fmt: skip
 LOSSES: dict[str, type[Loss]] = {loss.choice(): loss for loss in BUILT_IN}
 LOSSES.update({alias: loss for loss in BUILT_IN for alias in loss.aliases})

@@ -12,7 +12,27 @@ from torch import Tensor
 
 from shoal.core.loss_inputs import LossInputs
 from shoal.core.losses import Loss
-from shoal.core.terms import Metrics, mismatch, policy_ratio
+from shoal.core.terms import Metrics, log_ratio, mismatch, policy_ratio
+
+
+@dataclass(frozen=True)
+class TeacherWeights:
+    """How the teacher's signal and the reward are weighed against each other."""
+
+    tau: float
+    reward_weight: float = 1.0
+
+    def apply(self, loss: Loss, inputs: LossInputs) -> LossInputs:
+        """A = reward_weight·A + tau·sg[clamp(teacher - old, ±20)]. A loss that adds the teacher itself compares it with
+        the policy of now."""
+        if inputs.teacher_logprobs is None:
+            raise ValueError("the objective has a teacher, but the row has no teacher_logprobs")
+        student = inputs.policy_logprobs.detach() if loss.adds_teacher else inputs.old_logprobs
+        term = self.tau * log_ratio(inputs.teacher_logprobs, student)
+        advantages = self.reward_weight * inputs.advantages
+        if loss.adds_teacher:
+            return replace(inputs, advantages=advantages, teacher_term=term)
+        return replace(inputs, advantages=advantages + term)
 
 
 @dataclass(frozen=True)
@@ -20,6 +40,7 @@ class Objective:
     """Computes what one row adds to the loss and the metrics of a step."""
 
     loss: Loss
+    teacher: TeacherWeights | None = None
 
     def __post_init__(self) -> None:
         loss = self.loss
@@ -40,6 +61,11 @@ class Objective:
         return self.loss.kl.in_loss
 
     @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether every pass needs it. With the entropy bonus, those whose rows have an `entropy_coef` need it."""
+        return self.loss.needs_entropy_gradient
+
+    @property
     def needs_old(self) -> bool:
         """Whether a forward pass must compute old_logprobs, because the sampler's log-probs are not exact enough."""
         return self.loss.needs_old or self.loss.correction.type != "none"
@@ -48,16 +74,26 @@ class Objective:
         """The row's share of the loss, and metric name → (sum, count). `policy/loss` is a plain sum: its count is 0."""
         if self.loss.ratio_log_cap != inputs.ratio_log_cap:
             inputs = replace(inputs, ratio_log_cap=self.loss.ratio_log_cap)
+        if self.teacher is not None:
+            inputs = self.teacher.apply(self.loss, inputs)
         w, metrics = self.loss.correction(inputs)
         result = self.loss(inputs, w)
-        token_loss = result.loss
+        token_loss = result.loss if inputs.top_entropy is None else result.loss * inputs.top_entropy
         metrics = {**mismatch(inputs), **metrics, **result.metrics}
         metrics["policy/ratio_mean"] = inputs.token_metric(policy_ratio(inputs))
+        if inputs.teacher_logprobs is not None:
+            gap = inputs.policy_logprobs.detach() - inputs.teacher_logprobs
+            metrics["teacher/kl"] = inputs.token_metric(gap)
         if self.loss.kl.in_loss:
             penalty, kl_metrics = self.loss.kl(inputs)
             token_loss = token_loss + inputs.masked(penalty)
             metrics.update(kl_metrics)
+        if inputs.entropy_coef is not None and inputs.entropy is not None:
+            token_loss = token_loss - inputs.entropy_coef * inputs.entropy
         # Weights of masked positions may contain any value too.
-        total = (inputs.masked(weights.detach().to(inputs.dtype)) * token_loss).sum()
+        weights = weights.detach().to(inputs.dtype)
+        total = (inputs.masked(weights) * token_loss).sum()
+        if inputs.cross_entropy is not None:
+            total = total + (weights * inputs.cross_entropy).sum()
         metrics["policy/loss"] = (total.detach(), torch.zeros((), dtype=torch.int64, device=total.device))
         return total, metrics

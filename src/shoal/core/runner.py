@@ -186,7 +186,7 @@ class GroupRunner:
             self._apply_score(rollout, score, sampling)
 
     def _apply_score(self, rollout: Rollout, score: Score, sampling: SamplingParams) -> Rollout:
-        rollout.reward_s, rollout.parts = score.seconds, score.parts
+        rollout.reward_s, rollout.parts, rollout.part_weights = score.seconds, score.parts, score.part_weights
         if score.status != "ok":
             rollout.status, rollout.error = score.status, score.error
         elif score.reward is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from shoal.core.section import NonNegativeFloat, Section, Variant, one_of
+from shoal.core.section import NonNegativeFloat, PositiveFloat, Section, Variant, one_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,6 +117,31 @@ class IcePop(Correction):
         raw = log_ratio(inputs.old_logprobs, inputs.sampler_logprobs).exp()
         weight = raw.where((raw >= self.floor) & (raw <= self.cap), 0.0)
         return weight, _report(inputs, raw, weight)
+
+
+class EntropyBonus(Section):
+    """- coef · entropy, added to the loss of each token, and a mask that leaves out the policy loss of certain tokens.
+
+    With `target` the coefficient is adapted: after each step it rises by `delta` if the mean entropy was at most the
+    target, else it falls by `delta`, and the bonus is applied only after a step whose entropy was at most the target.
+    """
+
+    coef: NonNegativeFloat = Field(
+        default=0.0, description="Weight of the entropy bonus; with `target`, its first value. 0 turns it off."
+    )
+    target: NonNegativeFloat | None = Field(
+        default=None, description="Adapt the weight so that the mean entropy stays above this, in nats."
+    )
+    delta: PositiveFloat = Field(default=0.005, description="With `target`: change of the weight per step.")
+    coef_min: NonNegativeFloat = Field(default=0.0, description="With `target`: smallest weight.")
+    coef_max: PositiveFloat = Field(default=1.0, description="With `target`: largest weight.")
+    top_fraction: float = Field(
+        default=1.0, gt=0, le=1, description="Share of tokens, by entropy, that the policy loss covers. 1 = all tokens."
+    )
+
+    @property
+    def on(self) -> bool:
+        return self.coef > 0 or self.target is not None
 
 
 CORRECTIONS = (NoCorrection, TruncatedImportance, IcePop)

@@ -25,6 +25,7 @@ Message = dict[str, Any]  # a chat message in the format of OpenAI: role, conten
 Tools = list[dict[str, Any]] | None  # functions that the policy may call, as OpenAI tool schemas
 FinishReason = Literal["stop", "length", "abort"]
 RolloutStatus = Literal["ok", "error", "timeout", "excluded"]
+LossKind = Literal["policy", "cross_entropy", "ignore"]  # how the tokens of a turn are trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,20 @@ class Turn:
     temperature: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward in detail, which an environment may return instead of a number or of named parts.
+
+    The total is `total` if given, else the weighted sum of `parts`, else the sum over `turns` or `tokens`.
+    """
+
+    total: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    turns: list[float] | None = None  # one per turn of the policy
+    tokens: list[list[float]] | None = None  # one per sampled token, by turn
+    kinds: list[LossKind] | None = None  # one per turn
+
+
 @dataclass(slots=True)
 class Score:
     """The result of a reward call. With status ok, a reward of None excludes the rollout from training."""
@@ -149,8 +164,12 @@ class Score:
     status: Literal["ok", "error", "timeout"]
     reward: float | None = None
     parts: dict[str, float] = field(default_factory=dict)  # named components, logged as reward/part/<name>
+    part_weights: dict[str, float] = field(default_factory=dict)  # of the parts in the reward; 1 if not named
     error: str | None = None
     seconds: float = 0.0
+    turns: list[float] | None = None  # these three as in Reward
+    tokens: list[list[float]] | None = None
+    kinds: list[LossKind] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +192,15 @@ class Rollout:
     reward: float | None = None  # used for training: raw_reward after shaping and KL
     raw_reward: float | None = None  # returned by the environment
     parts: dict[str, float] = field(default_factory=dict)
+    part_weights: dict[str, float] = field(default_factory=dict)  # 1 if not named
     error: str | None = None
     advantage: float | None = None
     messages: list[Message] = field(default_factory=list)  # the conversation, for rewards and the report
     reward_s: float = 0.0  # duration of the reward call
+    turn_rewards: list[float] | None = None
+    token_rewards: list[list[float]] | None = None  # by turn
+    token_advantages: list[list[float]] | None = None  # by turn; None = `advantage` for every token
+    kinds: list[LossKind] | None = None  # by turn; None = policy
 
     @property
     def rollout_id(self) -> str:
@@ -209,6 +233,10 @@ class RolloutGroup:
     drop_reason: str | None = None  # uniform-good, uniform-bad, too-few-scored, stale, filtered; None = kept
 
     @property
+    def scored(self) -> list[Rollout]:
+        return [rollout for rollout in self.rollouts if rollout.scored]
+
+    @property
     def rewards(self) -> list[float]:
         """The rewards of the scored rollouts."""
         return [r.reward for r in self.rollouts if r.reward is not None and r.status == "ok"]
@@ -226,6 +254,7 @@ class Sample:
     temperatures: np.ndarray  # [T] float32, 1 where loss_mask is false
     advantages: np.ndarray  # [T] float32
     kept_ids: list[list[int] | None] | None = None  # [T], candidates as in Completion; None = the whole vocabulary
+    signals: dict[str, np.ndarray] = field(default_factory=dict)  # [T] float32 each, as in Row
 
     def __post_init__(self) -> None:
         names = ("token_ids", "loss_mask", "sampler_logprobs", "temperatures", "advantages")
@@ -267,6 +296,10 @@ class Row:
     kept_ids: list[list[int] | None] | None = None  # [T]
     old_logprobs: np.ndarray | None = None  # [T] float32, None = the sampler's log-probs are used
     reference_logprobs: np.ndarray | None = None  # [T] float32
+    # Further inputs of the loss, [T] float32 each; a name is absent if the run does not use it: `cross_entropy` (weight
+    # of a token trained by cross-entropy, 0 for the policy loss), `entropy_coef`, `top_entropy` (1 = the policy loss
+    # counts), `teacher_logprobs`.
+    signals: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:

@@ -7,6 +7,7 @@ Called by the trainer with gradients and by parity tests without; the sampler ha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -78,7 +79,7 @@ KERNEL_TILE_NUMBERS = 1 << 29  # elements in a 16-bit dtype; only one tile exist
 @dataclass(frozen=True)
 class TokenScores:
     logprobs: Tensor  # [T] fp32 (fp64 for fp64 models), with gradient
-    entropy: Tensor  # [T], without gradient
+    entropy: Tensor  # [T], with gradient only if requested
 
 
 def token_logprobs(
@@ -88,18 +89,28 @@ def token_logprobs(
     temperatures: Tensor,  # [T]
     vocab_size: int,
     kept: AllowedTokens | None = None,
+    entropy_gradient: bool = False,
 ) -> TokenScores:
-    """Log-prob of each target at its own temperature, over the kept ids where the sampler truncated."""
-    if head.weight is not None and kernels.available(hidden.is_cuda) and hidden.dtype != torch.float64:
+    """Log-prob of each target at its own temperature, over the kept ids where the sampler truncated.
+
+    The kernels have no gradient of the entropy: with `entropy_gradient`, plain tiles are used on every device.
+    """
+    if (
+        not entropy_gradient
+        and head.weight is not None
+        and kernels.available(hidden.is_cuda)
+        and hidden.dtype != torch.float64
+    ):
         weight = head.weight.to(hidden.dtype)
         return TokenScores(*_Tiles.apply(hidden, weight, targets, temperatures.float(), kept))  # type: ignore[misc]
     rows = max(1, TILE_NUMBERS.get(hidden.device.type, 1 << 25) // vocab_size)
     if hidden.shape[0] <= rows:
-        return TokenScores(*_tile(head.logits, hidden, targets, temperatures, _narrow(kept, 0)))
+        return TokenScores(*_tile(head.logits, hidden, targets, temperatures, _narrow(kept, 0), entropy_gradient))
     logprobs, entropies = [], []
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
         arguments = (head.logits, hidden[part], targets[part], temperatures[part], _narrow(kept, start))
+        arguments = (*arguments, entropy_gradient)
         if torch.is_grad_enabled():
             logprob, entropy = checkpoint(_tile, *arguments, use_reentrant=False)  # type: ignore[misc]
         else:
@@ -170,11 +181,12 @@ def _tile(
     targets: Tensor,
     temperatures: Tensor,
     narrow: Callable[[Tensor], Tensor],
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     logits = logits_of(hidden)
     logits = narrow((logits if logits.dtype == torch.float64 else logits.float()) / temperatures[:, None])
     logprobs = torch.log_softmax(logits, -1)
-    with torch.no_grad():
+    with nullcontext() if entropy_gradient else torch.no_grad():
         # An excluded id has probability 0 and log-prob -inf; it adds 0 to the entropy.
         entropy = -(logprobs.exp() * logprobs.masked_fill(torch.isneginf(logprobs), 0)).sum(-1)
     return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy

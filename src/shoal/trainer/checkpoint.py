@@ -83,7 +83,10 @@ def save_state(policy: TrainedPolicy, folder: Path) -> None:
     if torch.cuda.is_available() and policy.decoder.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state(policy.decoder.device)
     save_file(tensors, folder / STATE_FILE)
-    (folder / COUNTS_FILE).write_text(json.dumps({"optimizer_steps": policy.optimizer_steps}), "utf-8")
+    counts: dict[str, Any] = {"optimizer_steps": policy.optimizer_steps}
+    if policy.signal_state:
+        counts["signals"] = policy.signal_state
+    (folder / COUNTS_FILE).write_text(json.dumps(counts), "utf-8")
 
 
 def load_state(policy: TrainedPolicy, folder: Path) -> None:
@@ -98,6 +101,7 @@ def load_state(policy: TrainedPolicy, folder: Path) -> None:
             tensors |= _read_shards(policy, folder / SHARDS)
         policy.optimizer.load_state(tensors)
         policy.optimizer_steps = int(counts["optimizer_steps"])
+        policy.signal_state = {name: float(value) for name, value in counts.get("signals", {}).items()}
     except (OSError, ValueError, KeyError, SafetensorError, dcp.CheckpointException) as error:
         raise StorageError(f"the checkpoint {folder} could not be loaded: {error}") from error
 

@@ -19,6 +19,7 @@ from shoal.models.logprobs import AllowedTokens
 
 SCORED = ("sampler_logprobs", "temperatures", "advantages", "weights")
 SCORED_IF_GIVEN = ("old_logprobs", "reference_logprobs")
+SIGNALS = ("cross_entropy", "entropy_coef", "top_entropy", "teacher_logprobs")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class HostBatch:
             "sequence_ids": np.concatenate(sequences),
             "loss_mask": np.ones(len(at), dtype=bool),
             **{name: np.concatenate([getattr(row, name)[row.loss_mask] for row in rows]) for name in (*SCORED, *given)},
+            **{name: np.concatenate([_signal(row, name) for row in rows]) for name in _signal_names(rows)},
         }
         return HostBatch(arrays, _context(rows, before_row, device), _kept(rows, device), int(rollouts[-1]))
 
@@ -81,12 +83,22 @@ class DeviceBatch:
             kept,
             found["sequence_ids"],
             sequences,
-            {name: found[name] for name in (*SCORED, *SCORED_IF_GIVEN) if name in found},
+            {name: found[name] for name in (*SCORED, *SCORED_IF_GIVEN, *SIGNALS) if name in found},
             found["loss_mask"],
         )
 
-    def loss_inputs(self, policy_logprobs: Tensor, mismatch_from: MismatchSource) -> LossInputs:
-        """The inputs of a loss: only tokens under the loss mask."""
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        return "entropy_coef" in self.scored
+
+    def loss_inputs(
+        self, policy_logprobs: Tensor, mismatch_from: MismatchSource, entropy: Tensor | None = None
+    ) -> LossInputs:
+        """The inputs of a loss: only tokens under the loss mask. Those with a cross-entropy weight are kept apart."""
+        kind, mask, apart = self.scored.get("cross_entropy"), self.loss_mask, None
+        if kind is not None:
+            apart = torch.where(mask & (kind > 0), -kind * policy_logprobs, 0.0)
+            mask = mask & (kind == 0)
         old = self.scored.get("old_logprobs")
         if mismatch_from == "old" and old is None:
             mismatch_from = "policy"
@@ -95,13 +107,28 @@ class DeviceBatch:
             policy_logprobs=policy_logprobs,
             old_logprobs=sampler if old is None else old,
             sampler_logprobs=sampler,
-            loss_mask=self.loss_mask,
+            loss_mask=mask,
             advantages=self.scored["advantages"],
             sequence_ids=self.sequence_ids,
             num_sequences=self.num_sequences,
             reference_logprobs=self.scored.get("reference_logprobs"),
             mismatch_from=mismatch_from,
+            entropy=entropy,
+            teacher_logprobs=self.scored.get("teacher_logprobs"),
+            entropy_coef=self.scored.get("entropy_coef"),
+            top_entropy=self.scored.get("top_entropy"),
+            cross_entropy=apart,
         )
+
+
+def _signal_names(rows: Sequence[Row]) -> list[str]:
+    return [name for name in SIGNALS if any(name in row.signals for row in rows)]
+
+
+def _signal(row: Row, name: str) -> np.ndarray:
+    """A row without a token trained by cross-entropy does not have that signal."""
+    values = row.signals.get(name)
+    return np.zeros(int(row.loss_mask.sum()), dtype=np.float32) if values is None else values[row.loss_mask]
 
 
 def spread_over_rows(rows: Sequence[Row], scored: Tensor) -> list[np.ndarray]:

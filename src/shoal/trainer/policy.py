@@ -77,6 +77,7 @@ class TrainedPolicy:
         self.max_grad_norm = max_grad_norm
         self.reference = reference
         self.optimizer_steps = 0
+        self.signal_state: dict[str, float] = {}  # of learning signals that change during a run; saved in checkpoints
         self.shares_prefixes = not _is_random(decoder)
         self._sum_gradients = sum_gradients  # over the ranks
         self._graphs = graphs
@@ -98,6 +99,10 @@ class TrainedPolicy:
     def logprobs(self, rows: Sequence[Row]) -> PendingPass:
         return self._logprobs(rows, self.decoder, "policy")
 
+    def entropies(self, rows: Sequence[Row]) -> PendingPass:
+        """Entropy of the policy at the tokens in the loss, instead of log-probs."""
+        return self._logprobs(rows, self.decoder, "entropy", entropy=True)
+
     def reference_logprobs(self, rows: Sequence[Row]) -> PendingPass:
         if self.reference is None:
             raise RuntimeError("this policy has no reference model")
@@ -105,14 +110,15 @@ class TrainedPolicy:
             return self._logprobs(rows, self.reference.decoder, "reference")
 
     @torch.no_grad()
-    def _logprobs(self, rows: Sequence[Row], decoder: Decoder, whose: str) -> PendingPass:
+    def _logprobs(self, rows: Sequence[Row], decoder: Decoder, whose: str, entropy: bool = False) -> PendingPass:
         if not rows:  # a pass over one unused token: other ranks need this rank's shards
             _score_anything(decoder, 1, 1)
             return PendingPass(rows, PassOutput((), torch.zeros(0)))
         laid = _host_batch(rows, decoder)
 
         def score(micro: DeviceBatch) -> PassOutput:
-            return PassOutput((), self._score(decoder, micro).logprobs)
+            scored = self._score(decoder, micro)
+            return PassOutput((), scored.entropy if entropy else scored.logprobs)
 
         return PendingPass(rows, self._pass(decoder, whose, laid, score, score))
 
@@ -127,15 +133,17 @@ class TrainedPolicy:
         laid = _host_batch(rows, self.decoder)
         plain = partial(self._differentiate, objective, mismatch_from, torch.Tensor.backward)
         work = partial(self._differentiate, objective, mismatch_from, self.optimizer.collect)
-        kind = (objective, mismatch_from) if getattr(objective, "is_fixed", False) else None
+        fixed = getattr(objective, "is_fixed", False) and "entropy_coef" not in laid.arrays
+        kind = (objective, mismatch_from) if fixed else None
         with self._training():
             return PendingPass(rows, self._pass(self.decoder, kind, laid, work, plain))
 
     def _differentiate(
         self, objective: Objective, mismatch_from: MismatchSource, collect: Callable[[Tensor], None], micro: DeviceBatch
     ) -> PassOutput:
-        scored = self._score(self.decoder, micro)
-        inputs = micro.loss_inputs(scored.logprobs, mismatch_from)
+        needed = micro.needs_entropy_gradient or getattr(objective, "needs_entropy_gradient", False)
+        scored = self._score(self.decoder, micro, entropy_gradient=needed)
+        inputs = micro.loss_inputs(scored.logprobs, mismatch_from, scored.entropy)
         loss, metrics = objective(inputs, micro.scored["weights"])
         collect(loss)
         metrics["policy/entropy"] = inputs.token_metric(scored.entropy)
@@ -189,15 +197,16 @@ class TrainedPolicy:
         result = {"optim/lr": rate, "optim/skipped": float(skipped)}
         return result if skipped else {**result, "optim/grad_norm": norm}
 
-    def _score(self, decoder: Decoder, micro: DeviceBatch) -> TokenScores:
-        """Log-probs of the rows' tokens under the loss mask."""
+    def _score(self, decoder: Decoder, micro: DeviceBatch, entropy_gradient: bool = False) -> TokenScores:
+        """Log-probs and entropies of the rows' tokens under the loss mask."""
 
         def score() -> tuple[Tensor, Tensor]:
             with decoder.scoring():
                 hidden = decoder.hidden(micro.token_ids[None], micro.position_ids[None], micro.context)[0]
             # The state before a token predicts it; after a shared prefix that is the prefix's last state.
             states, temperatures = hidden[micro.before], micro.scored["temperatures"]
-            scored = token_logprobs(decoder.head, states, micro.targets, temperatures, decoder.vocab_size, micro.kept)
+            head, width = decoder.head, decoder.vocab_size
+            scored = token_logprobs(head, states, micro.targets, temperatures, width, micro.kept, entropy_gradient)
             return scored.logprobs, scored.entropy
 
         return TokenScores(*decoder.gathered(score))

@@ -119,6 +119,15 @@ CATALOGUE = _catalogue(
         "falls slowly, not to 0",
         MORE_ENTROPY,
     ),
+    Metric("policy/entropy_coef", "Weight of the entropy bonus in this step.", "1"),
+    Metric("policy/gate", "Mean weight that vespo gives a token for the ratio of its rollout.", "ratio", "near 1"),
+    Metric(
+        "teacher/kl",
+        "Mean of policy_logprobs - teacher_logprobs at the sampled tokens: an estimate of the KL to the teacher.",
+        "nats",
+        "falls",
+        "raise train.teacher.tau or train.learning_rate",
+    ),
     Metric(
         "policy/kl_ref",
         "Estimated KL divergence from the reference policy.",

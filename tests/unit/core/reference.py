@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -208,9 +208,24 @@ def sapo(row: PlainRow, w: np.ndarray, tau_pos: float = 1.0, tau_neg: float = 1.
     return each_token(row, token)
 
 
+def vespo(
+    row: PlainRow, w: np.ndarray, k_pos: float = 2.0, rate_pos: float = 3.0, k_neg: float = 3.0, rate_neg: float = 2.0
+) -> Result:
+    def token(t: int) -> Pair:
+        tokens = row.tokens_of(row.seq[t])
+        product = sum(min(max(row.lp[i] - row.old[i], -20.0), 20.0) + math.log(max(w[i], 1e-8)) for i in tokens)
+        ratio_of_all = math.exp(min(max(product, math.log(1e-8)), 20.0))
+        k, rate = (k_pos, rate_pos) if row.a[t] >= 0 else (k_neg, rate_neg)
+        gate = ratio_of_all**k * math.exp(rate * (1 - ratio_of_all))
+        return -gate * row.a[t] * row.lp[t], -gate * row.a[t]
+
+    return each_token(row, token)
+
+
 REFERENCE: dict[str, Callable[..., Result]] = {
     "grpo": grpo, "ppo": grpo, "importance_sampling": importance_sampling, "reinforce": reinforce, "dapo": dapo,
     "dro": dro, "gspo": gspo, "cispo": cispo, "decoupled": decoupled, "masked": masked, "dppo": dppo, "sapo": sapo,
+    "vespo": vespo,
 }  # fmt: skip
 
 
@@ -242,3 +257,78 @@ def correction(row: PlainRow, kind: str, cap: float = 5.0, level: str = "token",
             raw[t] = math.exp(row.mean_over(lambda i: row.old[i] - row.inf[i], row.seq[t]))
         weight[t] = min(raw[t], cap) if kind == "tis" else (raw[t] if floor <= raw[t] <= cap else 0.0)
     return raw, weight
+
+
+def entropy_of(logits: np.ndarray) -> tuple[float, np.ndarray]:
+    """Entropy of softmax(logits), and its derivative by the logits: -p · (log p + H). Excluded ids are -inf."""
+    finite = [x for x in logits.tolist() if x > -math.inf]
+    log_total = max(finite) + math.log(sum(math.exp(x - max(finite)) for x in finite))
+    entropy = -sum(math.exp(x - log_total) * (x - log_total) for x in finite)
+    slope = [-math.exp(x - log_total) * (x - log_total + entropy) if x > -math.inf else 0.0 for x in logits.tolist()]
+    return entropy, np.array(slope)
+
+
+def adapted(coef: float, entropy: float, target: float, delta: float, low: float, high: float) -> float:
+    """The coefficient after a step with this mean entropy."""
+    return min(max(coef + (delta if entropy <= target else -delta), low), high)
+
+
+def maxrl(rewards: list[float]) -> list[float]:
+    mean = math.fsum(rewards) / len(rewards)
+    if mean <= 0:
+        return [0.0] * len(rewards)
+    bound = len(rewards) - 1
+    return [min(max((r - mean) / mean, -bound), bound) for r in rewards]
+
+
+def standardised(values: list[float], eps: float = 1e-6) -> list[float]:
+    if len(values) < 2 or max(values) == min(values):
+        return [0.0] * len(values)
+    mean = math.fsum(values) / len(values)
+    std = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+    return [(v - mean) / (std + eps) for v in values]
+
+
+def gdpo(groups: list[list[dict[str, float]]], weights: dict[str, float], rescale: bool) -> list[list[float]]:
+    """Each rollout is its parts."""
+    sums = []
+    for group in groups:
+        columns = {name: standardised([rollout[name] for rollout in group]) for name in group[0]}
+        sums.append([sum(weights.get(n, 1.0) * column[i] for n, column in columns.items()) for i in range(len(group))])
+    if not rescale:
+        return sums
+    flat = iter(standardised([value for group in sums for value in group]))
+    return [[next(flat) for _ in group] for group in sums]
+
+
+def per_turn(group: list[list[float]], discount: float | None) -> list[list[float]]:
+    """Rewards per turn of each rollout → advantages per turn. With a discount, of the returns from each turn on."""
+    if discount is not None:
+        group = [[sum(discount ** (j - k) * r[j] for j in range(k, len(r))) for k in range(len(r))] for r in group]
+    result = [[0.0] * len(rollout) for rollout in group]
+    for k in range(max(map(len, group))):
+        there = [i for i, rollout in enumerate(group) if len(rollout) > k]
+        for i, value in zip(there, standardised([group[i][k] for i in there]), strict=True):
+            result[i][k] = value
+    return result
+
+
+def with_teacher(row: PlainRow, teacher: np.ndarray, tau: float, reward_weight: float) -> PlainRow:
+    """The row with the advantages that a teacher gives it, for the losses that have no term of their own."""
+    gaps = [min(max(float(teacher[t] - row.old[t]), -20.0), 20.0) if row.m[t] else 0.0 for t in range(len(row.m))]
+    return replace(row, a=np.array([reward_weight * a + tau * gap for a, gap in zip(row.a, gaps, strict=True)]))
+
+
+def masked_with_teacher(
+    row: PlainRow, teacher: np.ndarray, tau: float, reward_weight: float, adv_tau: float, kl_tau: float
+) -> Result:
+    alone, together = dropped_by_masked(row)
+
+    def token(t: int) -> Pair:
+        if alone[t] or together[t]:
+            return 0.0, 0.0
+        gap, teacher_gap = row.lp[t] - row.inf[t], min(max(float(teacher[t] - row.lp[t]), -20.0), 20.0)
+        coefficient = math.exp(gap) * (adv_tau * reward_weight * row.a[t] + tau * teacher_gap - kl_tau * gap)
+        return -coefficient * row.lp[t], -coefficient
+
+    return each_token(row, token)

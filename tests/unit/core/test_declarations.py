@@ -56,12 +56,12 @@ def test_flags() -> None:
     def those(holds) -> set[str]:
         return {loss.choice() for loss in BUILT_IN if holds(loss)}
 
-    assert len(BUILT_IN) == 11
+    assert len(BUILT_IN) == 12
     assert those(lambda loss: loss.takes_kl) == {
-        "grpo", "reinforce", "importance_sampling", "gspo", "cispo", "sapo",
+        "grpo", "reinforce", "importance_sampling", "gspo", "cispo", "sapo", "vespo",
     }  # fmt: skip
     assert those(lambda loss: not loss.takes_correction) == {"reinforce", "decoupled", "masked", "dppo"}
-    assert those(lambda loss: loss.needs_old) == {"gspo", "decoupled"}
+    assert those(lambda loss: loss.needs_old) == {"gspo", "decoupled", "vespo"}
     assert those(lambda loss: not loss.uses_ratio) == {"dro", "masked"}
     assert those(lambda loss: loss.default_advantage_std == "none") == {"masked"}
     assert those(lambda loss: loss().default_aggregation != "token-mean") == {"gspo"}

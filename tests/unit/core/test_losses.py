@@ -38,6 +38,7 @@ VARIANTS: list[tuple[str, dict]] = [
     ("masked", {"ratio_type": "sequence", "sequence_clip_high": 1.5, "kl_tau": 0.1}),
     ("dppo", {"mask_low": 0.05, "mask_high": 0.02, "kl_tau": 0.5}),
     ("sapo", {"tau_pos": 0.5, "tau_neg": 3.0}),
+    ("vespo", {"k_pos": 0.5, "rate_pos": 0.3, "k_neg": 1.0, "rate_neg": 0.5}),
 ]
 
 

@@ -61,6 +61,7 @@ OTHER_LOSSES = {
     ),
     **parameters("dppo", mask_low=0.1, mask_high=0.1, kl_tau=0.1),
     **parameters("sapo", tau_pos=2.0, tau_neg=2.0),
+    **parameters("vespo", k_pos=1.0, rate_pos=1.0, k_neg=1.0, rate_neg=1.0),
 }  # fmt: skip
 # Field → (what Config is given, {schema key: value}).
 IN_THE_CONFIGURATION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

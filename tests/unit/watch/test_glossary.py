@@ -14,7 +14,7 @@ from shoal.watch.glossary import CATALOGUE, FAMILIES, checked_metrics, find_metr
 from shoal.watch.sinks import Sinks
 
 OLD_RUNS = Path(__file__).parents[2] / "fixtures/ca3ec84"
-PACKAGES_THAT_MEASURE = ("build", "core", "rollout", "trainer")
+PACKAGES_THAT_MEASURE = ("signals", "build", "core", "rollout", "trainer")
 # Names that the code builds from parts.
 BUILT_NAMES = {
     'f"reward/p{share}"': ("reward/p10", "reward/p50", "reward/p90"),
