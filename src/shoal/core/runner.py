@@ -15,7 +15,18 @@ from typing import Any
 from shoal.core.advantages import RewardShape
 from shoal.core.errors import ConfigError, DataError, EngineError, StoppedByPolicy, StorageError
 from shoal.core.protocols import Endpoint, EndpointEnvironment, Environment, Judge, RolloutEngine, Tokens
-from shoal.core.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams, Score, Tools, Turn
+from shoal.core.types import (
+    Completion,
+    Message,
+    Prompt,
+    Request,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Score,
+    Tools,
+    Turn,
+)
 
 Phase = Callable[[str], AbstractContextManager[Any]]  # `phase(name)` measures the time of its block
 
@@ -165,8 +176,19 @@ class GroupRunner:
 
     async def _score(self, rollout: Rollout, sampling: SamplingParams) -> None:
         prompt = rollout.prompt
-        score = await self._judge.score(prompt.env, prompt.split, prompt.index, rollout.messages)
+        messages = self._messages_for_reward(rollout)
+        score = await self._judge.score(prompt.env, prompt.split, prompt.index, messages)
         self._apply_score(rollout, score, sampling)
+
+    def _messages_for_reward(self, rollout: Rollout) -> list[Message]:
+        """The conversation. With the attribute `sees_tokens` of the environment, answers have their `token_ids`."""
+        if not getattr(self._environments[rollout.prompt.env], "sees_tokens", False):
+            return rollout.messages
+        messages = list(rollout.messages)
+        answers = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
+        for at, turn in zip(answers[-len(rollout.turns) :], rollout.turns, strict=False):
+            messages[at] = {**messages[at], "token_ids": list(turn.completion.token_ids)}
+        return messages
 
     def _scores_groups(self, env: str) -> bool:
         environment = self._environments[env]
@@ -180,14 +202,18 @@ class GroupRunner:
         if not played:
             return
         with phase("reward"):
-            conversations = [rollout.messages for rollout in played]
+            conversations = [self._messages_for_reward(rollout) for rollout in played]
             scores = await self._judge.score_group(prompt.env, prompt.split, prompt.index, conversations)
         for rollout, score in zip(played, scores, strict=True):
             self._apply_score(rollout, score, sampling)
 
     def _apply_score(self, rollout: Rollout, score: Score, sampling: SamplingParams) -> Rollout:
         rollout.reward_s, rollout.parts, rollout.part_weights = score.seconds, score.parts, score.part_weights
-        if score.status != "ok":
+        rollout.turn_rewards, rollout.token_rewards, rollout.kinds = score.turns, score.tokens, score.kinds
+        if score.status == "ok" and (wrong := _wrong_length(rollout)):
+            rollout.turn_rewards = rollout.token_rewards = rollout.kinds = None
+            rollout.status, rollout.error = "error", wrong
+        elif score.status != "ok":
             rollout.status, rollout.error = score.status, score.error
         elif score.reward is None:
             rollout.status = "excluded"
@@ -195,3 +221,15 @@ class GroupRunner:
             rollout.raw_reward = score.reward
             rollout.reward = self._settings.shape(score.reward, rollout, sampling.max_tokens)
         return rollout
+
+
+def _wrong_length(rollout: Rollout) -> str | None:
+    """What is wrong with the lists of a reward, which have one entry per turn or sampled token."""
+    lengths = [len(turn.completion.token_ids) for turn in rollout.turns]
+    for name, values in (("turns", rollout.turn_rewards), ("kinds", rollout.kinds), ("tokens", rollout.token_rewards)):
+        if values is not None and len(values) != len(lengths):
+            return f"the reward has {len(values)} {name} for {len(lengths)} turns of the policy"
+    found = [len(of_turn) for of_turn in rollout.token_rewards or []]
+    if rollout.token_rewards is not None and found != lengths:
+        return f"the reward has {found} tokens for turns of {lengths} tokens"
+    return None

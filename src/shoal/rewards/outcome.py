@@ -14,10 +14,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from shoal.core.errors import ConfigError
-from shoal.core.types import Message, Score
+from shoal.core.types import LossKind, Message, Reward, Score
 
 # Minimum number of scores of every environment before a part counts as missing: a reward may omit a part sometimes.
 ENOUGH = 8
@@ -51,6 +51,7 @@ class PartCheck:
         raise ConfigError(f"orch.reward.parts.{name}: no reward returns this part; {there}; {hint}")
 
 
+LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
 MAX_REWARD = 1e6
 MAX_PARTS = 64
 INVALID_REPLY = "the reward worker sent an invalid reply"
@@ -76,6 +77,41 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
     if inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None)):  # noqa: B004
         return asyncio.run(function(*args))
     return function(*args)
+
+
+def read_score(value: Any, weights: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of `Score` for what a reward function returned."""
+    if isinstance(value, Reward):
+        return _read_reward(value, weights)
+    total, parts = read_outcome(value, weights)
+    return {"reward": total, "parts": parts}
+
+
+def _read_reward(value: Reward, weights: Mapping[str, float]) -> dict[str, Any]:
+    turns = None if value.turns is None else _numbers(value.turns, "the reward of a turn")
+    tokens = None
+    if value.tokens is not None:
+        tokens = [_numbers(of_turn, "the reward of a token") for of_turn in _listed(value.tokens, "tokens")]
+    total, parts = read_outcome(dict(value.parts), weights) if value.parts else (None, {})
+    if value.total is not None:
+        total = checked_number(value.total, "the reward")
+    elif total is None and (turns is not None or tokens is not None):
+        sums = turns if turns is not None else [sum(of_turn) for of_turn in tokens or []]
+        total = checked_number(sum(sums), "the sum over the turns")
+    kinds = None if value.kinds is None else [str(kind) for kind in _listed(value.kinds, "kinds")]
+    if kinds is not None and not set(kinds) <= set(LOSS_KINDS):
+        raise RewardValueError(f"kinds is {str(kinds)[:80]}; each must be one of {', '.join(LOSS_KINDS)}")
+    return {"reward": total, "parts": parts, "turns": turns, "tokens": tokens, "kinds": kinds}
+
+
+def _listed(values: Any, what: str) -> Sequence[Any]:
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+        raise RewardValueError(f"{what} is {type(values).__name__}, not a list")
+    return values
+
+
+def _numbers(values: Any, what: str) -> list[float]:
+    return [checked_number(value, what) for value in _listed(values, what)]
 
 
 def read_outcome(value: Any, weights: Mapping[str, float]) -> tuple[float | None, dict[str, float]]:
@@ -117,11 +153,15 @@ def parse_reply(body: bytes) -> list[Score]:
 
 def _parse_score(outcome: Mapping[str, Any], seconds: float) -> Score:
     reward, parts = outcome.get("reward"), outcome.get("parts") or {}
+    turns, tokens, kinds = (outcome.get(name) for name in ("turns", "tokens", "kinds"))
     return Score(
         "ok",
         None if reward is None else checked_number(reward, "the reward"),
         {str(name): checked_number(part, "a part") for name, part in parts.items()},
         seconds=seconds,
+        turns=None if turns is None else _numbers(turns, "the reward of a turn"),
+        tokens=None if tokens is None else [_numbers(of_turn, "the reward of a token") for of_turn in tokens],
+        kinds=None if kinds is None else [LOSS_KINDS[LOSS_KINDS.index(kind)] for kind in kinds],
     )
 
 

@@ -163,7 +163,7 @@ class RewardPool:
                 self._watch.add_done_callback(self._on_watch_end)
             scores = _to_scores(await reply, count)
             for score in scores:
-                score.part_weights = {name: w for name, w in self._weights[env].items() if name in score.parts}
+                score.part_weights = {name: w for name, w in self._weights.get(env, {}).items() if name in score.parts}
                 if score.status == "ok" and score.reward is not None:
                     self._parts.note(env, score.parts)
             return scores

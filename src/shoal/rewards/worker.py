@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from shoal.core.types import Task
 from shoal.rewards import sandbox
-from shoal.rewards.outcome import RewardValueError, call, read_outcome
+from shoal.rewards.outcome import RewardValueError, call, read_score
 
 HEADER = struct.Struct("!I16sB")
 MAX_JOB_BYTES = 64 * 2**20
@@ -125,8 +125,7 @@ def score(judging: Judging, body: bytes) -> dict[str, Any]:
         if "group" in job:
             outcome = {"status": "ok", "group": _score_group(environment, task, job["group"], weights)}
         else:
-            reward, parts = read_outcome(call(environment.reward, task, job["messages"]), weights)
-            outcome = {"status": "ok", "reward": reward, "parts": parts}
+            outcome = {"status": "ok", **read_score(call(environment.reward, task, job["messages"]), weights)}
     except BaseException as error:  # includes SystemExit: a reward that calls exit() has failed
         outcome = {"status": "error", "error": describe(error)}
     return {**outcome, "seconds": time.perf_counter() - began}
@@ -138,8 +137,7 @@ def _score_group(
     values = list(call(environment.reward_group, task, group))
     if len(values) != len(group):
         raise RewardValueError(f"reward_group returned {len(values)} rewards for {len(group)} rollouts")
-    outcomes = [read_outcome(value, weights) for value in values]
-    return [{"reward": reward, "parts": parts} for reward, parts in outcomes]
+    return [read_score(value, weights) for value in values]
 
 
 def describe(error: BaseException) -> str:

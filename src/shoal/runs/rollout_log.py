@@ -54,6 +54,10 @@ def _line(
     """
     split = EVAL if rollout.prompt.split == "eval" else ""
     ids, mask, sampler = _completion_tokens(rollout)
+    if policy_logprobs is not None and len(policy_logprobs) != int(mask.sum()):
+        ids, mask, sampler = _completion_tokens(
+            rollout, context_weight=1.0
+        )  # the environment's tokens were trained too
     policy = np.zeros(len(ids))
     if policy_logprobs is not None and len(policy_logprobs) == int(mask.sum()):
         policy[mask] = policy_logprobs
@@ -80,6 +84,7 @@ def _line(
         "loss_mask": mask.astype(int).tolist(),
         "sampler_logprobs": _rounded(sampler),
         "policy_logprobs": _rounded(policy) if policy_logprobs is not None else None,
+        **_details(rollout),
     }
 
 
@@ -119,12 +124,32 @@ def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
+def _details(rollout: Rollout) -> dict[str, Any]:
+    """Fields of rollouts that have more than one reward: rewards and kinds by turn, and advantages by turn and token.
+
+    An advantage that is the same for all tokens of a turn is written once.
+    """
+    given: dict[str, Any] = {
+        "turn_rewards": rollout.turn_rewards,
+        "token_rewards": rollout.token_rewards,
+        "kinds": rollout.kinds,
+        "turn_tokens": [len(turn.completion.token_ids) for turn in rollout.turns],
+    }
+    if rollout.token_advantages is not None:
+        given["token_advantages"] = [
+            [round(v, 6) for v in (turn[:1] if len(set(turn)) == 1 else turn)] for turn in rollout.token_advantages
+        ]
+    detailed = len(rollout.turns) > 1 or any(given[name] is not None for name in ("turn_rewards", "token_rewards"))
+    return {name: value for name, value in given.items() if value is not None} if detailed else {}
+
+
 def _rounded(values: np.ndarray) -> list[float]:
     return np.round(values.astype(np.float64), 5).tolist()
 
 
-def _completion_tokens(rollout: Rollout) -> tuple[list[int], np.ndarray, np.ndarray]:
-    samples = rollout_samples(rollout, advantage=rollout.advantage or 0.0) if rollout.turns else []
+def _completion_tokens(rollout: Rollout, context_weight: float = 0.0) -> tuple[list[int], np.ndarray, np.ndarray]:
+    advantage = rollout.advantage or 0.0
+    samples = rollout_samples(rollout, advantage=advantage, context_weight=context_weight) if rollout.turns else []
     if not samples:
         return [], np.zeros(0, dtype=bool), np.zeros(0)
     start = len(rollout.turns[0].prompt_ids)

@@ -298,7 +298,7 @@ def pack_learned(learned: StepResult, tally: Tally, groups: Sequence[RolloutGrou
         "moved": learned.moved,
         "policy_logprobs": logprobs,
         "tally": tally.state(),
-        "rollouts": [[[r.reward, r.advantage] for r in group.rollouts] for group in groups],
+        "rollouts": [[[r.reward, r.advantage, r.token_advantages] for r in group.rollouts] for group in groups],
     }
 
 
@@ -306,8 +306,8 @@ def unpack_learned(value: Mapping[str, Any], tally: Tally, groups: Sequence[Roll
     """The result of a step. Writes rewards and advantages into the groups, as a learner in this process would."""
     tally.take(value["tally"])
     for group, rollouts in zip(groups, value["rollouts"], strict=True):
-        for rollout, (reward, advantage) in zip(group.rollouts, rollouts, strict=True):
-            rollout.reward, rollout.advantage = reward, advantage
+        for rollout, (reward, advantage, per_token) in zip(group.rollouts, rollouts, strict=True):
+            rollout.reward, rollout.advantage, rollout.token_advantages = reward, advantage, per_token
     logprobs = {name: np.frombuffer(data, dtype=dtype) for name, (dtype, data) in value["policy_logprobs"].items()}
     return StepResult(
         list(value["trained_rollouts"]),

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.core.types import Reward
 from shoal.rewards.math_parser import extract_answer, process_results
 from shoal.rewards.numeric import last_number, parse_number, same_number
-from shoal.rewards.outcome import RewardValueError, read_outcome
+from shoal.rewards.outcome import RewardValueError, read_outcome, read_score
 
 
 @pytest.mark.parametrize(
@@ -126,3 +127,16 @@ def test_outcomes_are_numbers_parts_or_none():
     for bad in ({}, {1: 1.0}, {"a": None}, object(), b"1", {"a": 9e5, "b": 9e5}, {f"p{n}": 1 for n in range(65)}):
         with pytest.raises(RewardValueError):
             read_outcome(bad, {})
+
+
+def test_a_reward_may_have_turns_tokens_and_kinds() -> None:
+    """Its total is the given one, else the weighted parts, else the sum over turns or tokens."""
+    turns = read_score(Reward(turns=[0.25, 1.0], kinds=["policy", "ignore"]), {})
+    assert (turns["reward"], turns["turns"], turns["kinds"]) == (1.25, [0.25, 1.0], ["policy", "ignore"])
+    assert read_score(Reward(tokens=[[1.0, 2.0], []]), {})["reward"] == 3.0
+    assert read_score(Reward(parts={"a": 2.0}, turns=[9.0]), {"a": 0.5})["reward"] == 1.0
+    assert read_score(Reward(total=7.0, turns=[1.0]), {})["reward"] == 7.0
+    assert read_score(Reward(), {})["reward"] is None
+    for wrong in (Reward(turns="ab"), Reward(turns=[float("nan")]), Reward(kinds=["other"]), Reward(tokens=[1.0])):  # type: ignore[arg-type,list-item]
+        with pytest.raises(RewardValueError):
+            read_score(wrong, {})
