@@ -125,7 +125,7 @@ def test_a_broken_file_is_refused_before_a_tensor_is_replaced() -> None:
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
-        with pytest.raises(StorageError, match="model.safetensors"):
+        with pytest.raises(StorageError, match=r"model\.safetensors"):
             await engine.load(6, manifest)
         drawn = await engine.generate(ask("r", PROMPT))
         assert engine.version == 0 and drawn.spans[0].version == 0

@@ -6,7 +6,7 @@ synchronous training: no group of the next step starts before this step is train
 asynchronous training.
 
 In synchronous training more groups may run than there are places, because zero-variance groups will be replaced: with
-m free places and an expected share p of useful groups, about m / p. Groups that turn out not to be needed are cancelled.
+m free places and an expected share p of useful groups, about m / p. Groups that are not needed are cancelled.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Admission:
         return version == 0 or (self.interval > 0 and version % self.interval == 0)
 
     def allows(self, version: int, useful_share: float = 1.0, spare: int = 0) -> bool:
-        """`useful_share`: the expected share of running groups that are kept. `spare`: most groups beyond the places."""
+        """`useful_share`: expected share of running groups that are kept. `spare`: most groups beyond the places."""
         horizon = self.window_start(version) + max(self.interval, 1) + self.async_level
         if self.last_step is not None:
             horizon = min(horizon, self.last_step)
