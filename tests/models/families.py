@@ -1,6 +1,6 @@
 """A tiny random model of every causal-LM architecture in transformers: four layers, hidden size 64.
 
-Sizes are chosen by the names of config fields. Windows, chunks and top-k limits are shorter than the tests' texts, so an
+Sizes follow the names of config fields. Windows, chunks and top-k limits are shorter than the tests' texts, so an
 implementation that ignores them fails.
 """
 
