@@ -197,7 +197,7 @@ def test_arguments_that_are_refused(model: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ArgumentError, match=r"GRPOTrainer: groupsize: is not an argument; did you mean group_size"):
         GRPOTrainer(model, ITEMS, groupsize=4)
     with pytest.raises(ArgumentError, match=r"GRPOTrainer: args: must be a shoal.GRPOConfig"):
-        GRPOTrainer(model, ITEMS, args=object())
+        GRPOTrainer(model, ITEMS, args=object())  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"GRPOTrainer.test: dataset: is empty"):
         GRPOTrainer(model, ITEMS).test()
     with pytest.raises(ArgumentError, match=r"GRPOTrainer: model: must be a folder, .*, not 3"):

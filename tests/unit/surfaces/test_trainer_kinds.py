@@ -74,7 +74,7 @@ def test_the_argument_is_named(case: str):
 def test_all_wrong_arguments_are_reported_at_once():
     """Unknown names, wrong types and contradictions, each with the nearest name and the default of this surface."""
     with pytest.raises(ArgumentError) as caught:
-        GRPOTrainer("m", "d.jsonl", judge, groupsize=4, clip_eps=-1.0, ppo_steps="two", eval_steps=5, max_new_tokens=0)
+        GRPOTrainer("m", "d.jsonl", judge, groupsize=4, clip_eps=-1.0, ppo_steps="two", eval_steps=5, max_new_tokens=0)  # type: ignore[arg-type]
     said = {line.split(": ")[1]: line for line in str(caught.value).splitlines()}
     assert set(said) == {"train_dataset", "groupsize", "clip_eps", "ppo_steps", "eval_steps", "max_new_tokens"}
     assert "group_size (default 4)" in said["groupsize"]
