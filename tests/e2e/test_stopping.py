@@ -46,6 +46,20 @@ def copy_of_finished(finished: Run, tmp_path: Path) -> Run:
     return Run(tmp_path / "copy", finished.warm)
 
 
+def test_a_reward_that_fails_everywhere_ends_the_run_in_step_1(new_run: NewRun):
+    run = new_run("broken", orch={"reward": {"function": "my_code:always_broken_reward"}, "groups": {"max_refill": 0}})
+    command = run.grpo()
+    assert command.wait() == 3, command.text()
+    text = command.text()
+    assert "Traceback" not in text.split("every rollout of step 1")[0]
+    assert (
+        "KeyError: 'the key'" in text and "line" in text and "in always_broken_reward" in text and "in lookup" in text
+    )
+    assert "reward_server" not in text and "rewards/worker.py" not in text
+    (record,) = run.journal()
+    assert record["rollout_ids"] == [] and not (run.path / "final").exists()
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_the_next_command_continues(new_run: NewRun, number: int, code: int):
     whole = new_run("whole", orch=SLOW)

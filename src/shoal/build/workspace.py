@@ -168,9 +168,13 @@ def _make_environments(orch: OrchConfig, objects: PythonObjects) -> dict[str, En
                 functions.check(list(environment.tasks("train")[0].data))
         scorer = FunctionReward(functions)
         for environment in environments.values():
+            environment.max_reward = None  # type: ignore[attr-defined]  # of its own reward
             environment.reward = scorer.reward  # type: ignore[method-assign]
             environment.reward_group = scorer.reward_group  # type: ignore[attr-defined]
     for label, environment in environments.items():
+        if orch.reward.max is not None or orch.reward.parts:
+            with contextlib.suppress(AttributeError):
+                environment.max_reward = orch.reward.max  # type: ignore[attr-defined]
         if lacks_reward(environment):
             raise ConfigError(
                 f"orch.env: {label}: {type(environment).__name__} has no method reward(self, task, messages); "

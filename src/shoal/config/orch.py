@@ -191,6 +191,10 @@ class RewardConfig(Section):
         default=None,
         description="Bounds of the reward after scale and bias: [low, high], or one number x for [-x, x].",
     )
+    max: float | None = Field(
+        default=None,
+        description="Highest possible reward, at which a prompt is solved. Default: max_reward of the environment.",
+    )
     parts: dict[str, float] = Field(
         default_factory=dict,
         description="Weights of the named parts of the reward. Default: 1 for each part.",

@@ -23,15 +23,22 @@ from shoal.core.prompts import PromptStream
 from shoal.core.types import Prompt, Rollout, RolloutGroup
 
 RunGroup = Callable[[Prompt], Awaitable[RolloutGroup]]
-GOOD_REWARD = 1.0  # a zero-variance group with at least this raw reward is solved
+ZERO_VARIANCE = ("uniform-good", "uniform-bad", "uniform")
+ZeroVariance = Literal["uniform-good", "uniform-bad", "uniform"]
 
 
-def zero_variance_kind(group: RolloutGroup) -> Literal["uniform-good", "uniform-bad"] | None:
-    """The drop reason of a zero-variance group, also if the group is kept; None for other groups."""
+def zero_variance_kind(group: RolloutGroup) -> ZeroVariance | None:
+    """The drop reason of a zero-variance group, also if the group is kept; None for other groups.
+
+    Good is the highest reward of the environment. If that is unknown: 1 and above is good, 0 and below is bad, and
+    anything between is neither.
+    """
     if judge_group(group.rewards) not in ("uniform-good", "uniform-bad"):
         return None
-    raw = [r.raw_reward for r in group.rollouts if r.scored and r.raw_reward is not None]
-    return "uniform-good" if min(raw) >= GOOD_REWARD else "uniform-bad"
+    lowest = min(r.raw_reward for r in group.rollouts if r.scored and r.raw_reward is not None)
+    if group.max_reward is not None:
+        return "uniform-good" if lowest >= group.max_reward - 1e-9 else "uniform-bad"
+    return "uniform-good" if lowest >= 1 else "uniform-bad" if lowest <= 0 else "uniform"
 
 
 class StopRequested(Exception):
@@ -225,7 +232,7 @@ class Collector:
     def _settle(self, order: int, group: RolloutGroup, version: int) -> None:
         group.drop_reason = self._verdict(group, version)
         self._settled.append((order, group))
-        self._zero_variance += group.drop_reason in ("uniform-good", "uniform-bad")
+        self._zero_variance += group.drop_reason in ZERO_VARIANCE
         self._seen = [self._seen[0] + (group.drop_reason is None), self._seen[1] + 1]
         if group.drop_reason is None:
             self.admission.settle(accepted=True)

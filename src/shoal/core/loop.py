@@ -84,6 +84,9 @@ class Loop:
         with parts.observer.progress(f"rollouts of step {step}", wanted) as bar:
             collect = parts.collector.collect
             collected = await collect(progress.step, self._stop, bar.advance, parts.observer.refilling)
+        rollouts = [rollout for group in collected.all for rollout in group.rollouts]
+        tried = any(rollout.status not in ("error", "timeout") for rollout in rollouts)
+        failed_first = step == 1 and not await any_rank(parts.ranks, tried)
         parts.observer.doing(f"training of step {step}")
         self._boundary = {}  # the weights change now: nothing can be saved until the step is recorded
         with parts.phases("train"):
@@ -101,10 +104,12 @@ class Loop:
         metrics = {**tally.reduce(), **await self._evaluate(step), **parts.phases.take()}
         # Read before `begin`, which draws the prompts of the next step.
         drawn = {"cursor": dict(parts.stream.cursor.positions), "set_aside": parts.stream.cursor.set_aside}
-        if not (self._is_ending() or self._is_save_due(step)):
+        if not (failed_first or self._is_ending() or self._is_save_due(step)):
             parts.collector.begin(step)  # the engine samples while this step is written to disk
         await self._record(metrics, collected, result, drawn)
         self._boundary = self.state()
+        if failed_first:
+            raise self._stop_rules.first_step_failed(rollouts)
         await self._save_if_due(step)
         return self._outcome()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.collect import zero_variance_kind
+from shoal.core.collect import ZERO_VARIANCE, zero_variance_kind
 from shoal.core.types import Rollout, RolloutGroup
 
 # Sums and counts, for which 0 is a value. Other metrics are absent without data.
@@ -127,7 +127,7 @@ def tally_groups(tally: Tally, groups: Sequence[RolloutGroup], kept: Sequence[Ro
     tally.mean("group/all_good_frac", [kind == "uniform-good" for kind in kinds])
     tally.mean("group/all_bad_frac", [kind == "uniform-bad" for kind in kinds])
     tally.mean("group/mixed_frac", [len(set(group.rewards)) > 1 for group in groups])
-    tally.value("group/flat", sum(reason in ("uniform-good", "uniform-bad") for reason in reasons))
+    tally.value("group/flat", sum(reason in ZERO_VARIANCE for reason in reasons))
     if "stale" in reasons:
         tally.value("group/stale", reasons.count("stale"))
     tally.value("batch/rollouts", len(rollouts))

@@ -84,7 +84,8 @@ class GroupRunner:
             rollouts = await asyncio.gather(*running)
             if self._scores_groups(prompt.env):
                 await self._score_group(prompt, rollouts, sampling, phase)
-            return RolloutGroup(prompt, rollouts, version)
+            environment = self._endpoint_environments.get(prompt.env) or self._environments[prompt.env]
+            return RolloutGroup(prompt, rollouts, version, max_reward=getattr(environment, "max_reward", None))
         except BaseException:  # the run ends: no rollout may send requests to an engine that is being closed
             for rollout in running:
                 rollout.cancel()
@@ -214,7 +215,7 @@ class GroupRunner:
             rollout.turn_rewards = rollout.token_rewards = rollout.kinds = None
             rollout.status, rollout.error = "error", wrong
         elif score.status != "ok":
-            rollout.status, rollout.error = score.status, score.error
+            rollout.status, rollout.error, rollout.traceback = score.status, score.error, score.traceback
         elif score.reward is None:
             rollout.status = "excluded"
         else:

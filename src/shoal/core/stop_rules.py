@@ -67,6 +67,15 @@ class StopRules:
                 message = f"step {progress.step}: no reward for {share} of {self._last_failure}"
                 self._events.warn("reward-failed", message, data={"rollouts": counts[kind], "error": rollout.error})
 
+    def first_step_failed(self, rollouts: Sequence[Rollout]) -> StoppedByPolicy:
+        """The error for a first step in which every rollout failed."""
+        first = next((rollout for rollout in rollouts if rollout.traceback), None) or next(iter(rollouts), None)
+        shown = f"\n{first.traceback}" if first is not None and first.traceback else ""
+        return StoppedByPolicy(
+            f"the reward failed on every rollout of step 1 ({self._last_failure or 'on all processes'}), so nothing "
+            f"was trained; fix the reward, then resume, or start in another train.output_dir{shown}"
+        )
+
     @staticmethod
     def stops_all_ranks(progress: Progress) -> bool:
         """Whether the run ends by a rule that every rank evaluates to the same result."""

@@ -170,6 +170,7 @@ class Score:
     turns: list[float] | None = None  # these three as in Reward
     tokens: list[list[float]] | None = None
     kinds: list[LossKind] | None = None
+    traceback: str = ""  # of the error
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,7 @@ class Rollout:
     token_rewards: list[list[float]] | None = None  # by turn
     token_advantages: list[list[float]] | None = None  # by turn; None = `advantage` for every token
     kinds: list[LossKind] | None = None  # by turn; None = policy
+    traceback: str = ""  # of the error
 
     @property
     def rollout_id(self) -> str:
@@ -230,7 +232,9 @@ class RolloutGroup:
     prompt: Prompt
     rollouts: list[Rollout]
     version: int = 0  # weight version when the group was dispatched
-    drop_reason: str | None = None  # uniform-good, uniform-bad, too-few-scored, stale, filtered; None = kept
+    # uniform, uniform-good, uniform-bad, too-few-scored, stale, filtered; None = kept
+    drop_reason: str | None = None
+    max_reward: float | None = None  # of the environment; None = unknown
 
     @property
     def scored(self) -> list[Rollout]:

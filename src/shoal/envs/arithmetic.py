@@ -27,6 +27,7 @@ class Arithmetic(SingleTurn):
     """Generated sums in five levels, from one digit to four operands."""
 
     name = "arithmetic"
+    max_reward = 1.0
 
     def __init__(
         self,

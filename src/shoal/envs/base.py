@@ -90,6 +90,7 @@ class _Base:
     """Shared base of single- and multi-turn environments."""
 
     name: str = ""
+    max_reward: float | None = None  # the highest possible reward; a group in which all have it is solved
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -114,6 +114,7 @@ class Countdown(SingleTurn):
     """Reach a target from given numbers, each used at most once."""
 
     name = "countdown"
+    max_reward = 1.0
 
     def __init__(
         self,

@@ -78,6 +78,7 @@ class DatasetEnvironment(SingleTurn):
         self._grader = _judge(judge) if judge is not None else GRADERS.get(reward) or load_object(reward)
         functions = RewardFunctions([self._grader], label=f"dataset: reward {reward}")
         self._scorer = FunctionReward(functions)
+        self.max_reward = 1.0 if reward in GRADERS else None
         self.reward_group = self._scorer.reward_group
         # The pool reads both attributes from the environment, not from its grader.
         self.weights = getattr(self._grader, "weights", {})

@@ -24,6 +24,7 @@ class Gsm8k(SingleTurn):
     """Grade-school word problems, graded as numbers."""
 
     name = "gsm8k"
+    max_reward = 1.0
 
     def __init__(
         self,

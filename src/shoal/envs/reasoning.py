@@ -30,6 +30,7 @@ class ReasoningGym(SingleTurn):
     """Any task of the package reasoning-gym; further arguments are options of the task."""
 
     name = "reasoning-gym"
+    max_reward = 1.0
 
     def __init__(
         self,

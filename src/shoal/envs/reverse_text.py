@@ -99,6 +99,7 @@ class ReverseText(SingleTurn):
     """Write a short English text backwards, character by character."""
 
     name = "reverse-text"
+    max_reward = 1.0
 
     def __init__(
         self,

@@ -142,7 +142,8 @@ def parse_reply(body: bytes) -> list[Score]:
         fields = json.loads(body)
         status, seconds = fields["status"], float(fields.get("seconds", 0.0))
         if status in ("error", "timeout"):
-            return [Score(status, error=str(fields.get("error")), seconds=seconds)]
+            text = "".join(c for c in str(fields.get("traceback", "")) if c.isprintable() or c == "\n")
+            return [Score(status, error=str(fields.get("error")), seconds=seconds, traceback=text)]
         if status != "ok":
             raise ValueError(status)
         outcomes = fields.get("group", [fields])

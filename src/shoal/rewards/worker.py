@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,7 +128,7 @@ def score(judging: Judging, body: bytes) -> dict[str, Any]:
         else:
             outcome = {"status": "ok", **read_score(call(environment.reward, task, job["messages"]), weights)}
     except BaseException as error:  # includes SystemExit: a reward that calls exit() has failed
-        outcome = {"status": "error", "error": describe(error)}
+        outcome = {"status": "error", "error": describe(error), "traceback": user_traceback(error)}
     return {**outcome, "seconds": time.perf_counter() - began}
 
 
@@ -149,6 +150,17 @@ def describe(error: BaseException) -> str:
         return f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}{place}"
     except Exception:  # the __str__ of the exception failed
         return type(error).__name__
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback of an exception from its first frame outside Shoal, at most MAX_ERROR_CHARS."""
+    try:
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = str(Path(__file__).parents[1])
+        lines = traceback.format_list(list(dropwhile(lambda frame: frame[0].startswith(ours), frames)))
+        return "".join([*lines, *traceback.format_exception_only(error)])[-MAX_ERROR_CHARS:].rstrip()
+    except Exception:  # the __str__ of the exception failed
+        return ""
 
 
 def _is_clean() -> bool:

@@ -49,7 +49,11 @@ def count(number: int, noun: str) -> str:
 
 def drop_text(reason: str) -> str:
     """The drop reason of a group in words; on disk and in queries it keeps its key."""
-    kinds = {"uniform-good": "zero-variance group (all good)", "uniform-bad": "zero-variance group (all bad)"}
+    kinds = {
+        "uniform": "zero-variance group",
+        "uniform-good": "zero-variance group (all good)",
+        "uniform-bad": "zero-variance group (all bad)",
+    }
     return kinds.get(reason, sanitise(reason))
 
 

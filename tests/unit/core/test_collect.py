@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.admission import Admission
-from shoal.core.collect import CollectedGroups, Collector, GroupRules, StopRequested
+from shoal.core.collect import CollectedGroups, Collector, GroupRules, StopRequested, zero_variance_kind
 from shoal.core.errors import DeadlineError
 from shoal.core.types import Prompt, RolloutGroup
 
@@ -75,9 +75,23 @@ def test_dropped_groups_carry_their_reason_and_are_refilled():
     collector, runner = make_collector(rewards, Admission(8, 2), GroupRules(max_refill=50))
     (step,) = steps_of(collector, runner, 1)
     assert len(step.kept) == 4 and {group.prompt.index % 5 for group in step.kept} == {0}
-    wanted = {1: "uniform-good", 2: "uniform-bad", 3: "too-few-scored", 4: "too-few-scored"}
+    wanted = {1: "uniform-good", 2: "uniform", 3: "too-few-scored", 4: "too-few-scored"}
     assert {group.prompt.index % 5: group.drop_reason for group in step.dropped} == wanted
     assert len(step.all) + step.surplus == len(runner.dispatched)
+
+
+@pytest.mark.parametrize(
+    ("reward", "highest", "kind"),
+    [
+        (1.0, None, "uniform-good"), (0.0, None, "uniform-bad"), (0.95, None, "uniform"), (-2.0, None, "uniform-bad"),
+        (0.95, 1.0, "uniform-bad"), (0.0, 0.0, "uniform-good"), (-1.0, 0.0, "uniform-bad"), (1.0, 2.0, "uniform-bad"),
+        (0.95, 0.95, "uniform-good"),
+    ],
+)  # fmt: skip
+def test_a_group_is_solved_at_the_highest_reward_of_its_environment(reward: float, highest: float | None, kind: str):
+    group = make_group(Prompt("letters", 0, []), [reward, reward])
+    group.max_reward = highest
+    assert zero_variance_kind(group) == kind
 
 
 @pytest.mark.parametrize("max_refill", [0, 1, 3])

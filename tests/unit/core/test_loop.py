@@ -107,12 +107,19 @@ def test_five_flat_steps_of_solved_prompts_end_the_run_as_solved(tmp_path: Path)
     assert checkpoint is not None and checkpoint.step == 5, "a run with more steps can go on from here"
 
 
+def test_a_reward_that_fails_on_every_rollout_ends_the_run_after_step_1(tmp_path: Path):
+    plan = Plan(rewards=lambda _: [None, None], rules=NO_REFILL, settings=LoopSettings(9, SaveCadence(9)))
+    world = World(tmp_path, plan)
+    with pytest.raises(StoppedByPolicy, match="every rollout of step 1"):
+        world.run()
+    assert [record["rollout_ids"] for record in journal_of(tmp_path)] == [[]]
+
+
 @pytest.mark.parametrize(
     ("kinds", "says"),
     [
         ([[0.0, 0.0]], "uniform-bad"),
-        ([[None, None]], "rewards failed"),
-        ([[0.5, 0.5]] * 8 + [[1.0, 1.0]], "uniform-bad"),  # only the last of the five is solved
+        ([[0.0, 0.0]] * 8 + [[1.0, 1.0]], "uniform-bad"),  # only the last of the five is solved
     ],
 )
 def test_five_flat_steps_of_anything_else_stop_it(tmp_path: Path, kinds: list[list[float]], says: str):

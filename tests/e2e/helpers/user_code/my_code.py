@@ -75,6 +75,14 @@ def slow_reward(task, messages):
     return likeness(answer_of(messages), task.data["answer"][::-1])
 
 
+def always_broken_reward(completion):
+    return lookup({}, completion)
+
+
+def lookup(table, key):
+    return table["the key"]
+
+
 def hanging_reward(task, messages):
     time.sleep(3600)
 

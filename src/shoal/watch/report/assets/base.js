@@ -32,7 +32,7 @@ shoal.number = (value) => {
 };
 
 // The drop reason of a group in words, as drop_text in text.py.
-shoal.dropText = (reason) => ({ "uniform-good": "zero-variance group (all good)", "uniform-bad": "zero-variance group (all bad)" })[reason] || reason;
+shoal.dropText = (reason) => ({ "uniform": "zero-variance group", "uniform-good": "zero-variance group (all good)", "uniform-bad": "zero-variance group (all bad)" })[reason] || reason;
 
 shoal.percent = (value) => (value === null || value === undefined ? "–" : (100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0) + "%");
 
