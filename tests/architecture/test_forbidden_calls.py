@@ -90,6 +90,7 @@ STAMPS = {
     "runs/events.py": {"time.time"},
     "runs/files.py": {"time.time", "datetime.now", "st_mtime"},
     "runs/run_dir.py": {"datetime.now"},
+    "watch/report/data.py": {"st_mtime_ns"},
     "watch/report/rollouts.py": {"st_mtime_ns"},
     "rollout/remote/client.py": {"time.time"},
     "server/completions.py": {"time.time"},

@@ -2,7 +2,8 @@
 
     python tests/support/pictures.py RUN FOLLOWED
 
-RUN is the demo's run directory, FOLLOWED one whose prompts come back (the README's). Writes into docs/images/.
+RUN is the demo's run directory, FOLLOWED one whose prompts come back: the demo's GRPO run with `num_train: 128`.
+Writes into docs/images/.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ def show_rollouts(page: Page) -> None:
 def show_prompt(page: Page) -> None:
     page.keyboard.press("2")
     page.wait_for_selector("#group .rollout")
-    page.click('[data-tint="advantage"]')
-    page.keyboard.press("f")
-    page.wait_for_selector(".timeline .chips button")
+    page.keyboard.press("x")
+    page.wait_for_selector("#group .columns")
 
 
 def hover_reward(page: Page) -> None:
@@ -48,7 +48,7 @@ def hover_reward(page: Page) -> None:
 PICTURES = {
     "report": (0, 1600, 1010, False, hover_reward),
     "rollouts": (0, 1200, 760, False, show_rollouts),
-    "prompt-dark": (1, 1200, 860, True, show_prompt),
+    "prompt-dark": (1, 1200, 900, True, show_prompt),
     "phone": (0, 390, 844, False, show_rollouts),
 }
 

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
@@ -322,7 +321,7 @@ def write_progress(path: Path, progress: Mapping[str, Any]) -> None:
     file = path / PROGRESS_NAME
     temporary = file.with_name(f"{TEMPORARY}{file.name}")
     with suppress(OSError):
-        temporary.write_text(redact(json.dumps({"time": time.time(), **progress})), "utf-8")
+        temporary.write_text(redact(json.dumps({"time": _now(), **progress})), "utf-8")
         temporary.replace(file)
 
 

@@ -27,7 +27,7 @@ shoal.number = (value) => {
   if (size >= 1e6) return (value / 1e6).toFixed(1) + "M";
   if (size >= 1e4) return (value / 1e3).toFixed(1) + "k";
   if (size >= 100) return value.toFixed(0);
-  if (size >= 0.01) return String(Number(value.toPrecision(3)));
+  if (size >= 0.001) return String(Number(value.toPrecision(3)));
   return value.toExponential(1);
 };
 

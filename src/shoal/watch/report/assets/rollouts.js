@@ -135,7 +135,7 @@ shoal.browser = (source) => {
     const prompt = make("div", { class: "prompt" },
       make("div", { class: "prompt-head" }, make("b", {}, group.prompt_id || group.group), make("span", { class: "quiet" }, facts.filter(Boolean).join(" · ")),
         group.drop_reason ? make("span", { class: "badge warn" }, "dropped: " + shoal.dropText(group.drop_reason)) : null,
-        make("span", { class: "push" }, button("compare", "First and last answer", Boolean(place.compare), () => compare(head)),
+        make("span", { class: "push" }, button("compare", "Compare first and last", Boolean(place.compare), () => compare(head)),
           button("follow", following ? "Back to the step" : "Follow this prompt", following, () => (following ? list({ keep: true }) : follow(head))))),
       ...promptMessages(group).map((message) => shoal.drawMessage(message)));
     const timeline = following ? [drawTimeline()] : [];

@@ -63,7 +63,7 @@ shoal.drawProgress = (runs) => {
 
   function lines(run, now) {
     const share = now.total ? Math.min(1, now.done / now.total) : null;
-    const silent = Date.now() / 1000 - now.time;
+    const silent = (Date.now() - Date.parse(now.time)) / 1000;
     const facts = [now.total ? Math.floor(now.done) + " of " + now.total : "", now.activity, silent > 20 ? "no report for " + duration(silent) : duration(now.elapsed_s),
       now.operation_left_s !== null && now.operation_left_s !== undefined ? "about " + duration(now.operation_left_s) + " left" : ""];
     const whole = now.total_steps ? ["step " + now.step + " of " + now.total_steps + " done", now.left_s === null ? "time left: known after the first step" : "about " + duration(now.left_s) + " left"] : [];
