@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shoal.rewards.sandbox import needed_files, why_not
+from shoal.rewards.isolation import needed_files, why_not
 
 from .helpers.runs import Run, assert_trained_once
 

@@ -42,8 +42,8 @@ from shoal.envs.registry import load_environment, takes_data
 from shoal.envs.user_code import checked_tasks, load_object
 from shoal.models.tokenizer import check_found
 from shoal.rewards.functions import FunctionReward, RewardFunctions
+from shoal.rewards.isolation import check_isolation, needed_files
 from shoal.rewards.pool import RewardPool
-from shoal.rewards.sandbox import check_isolation, needed_files
 from shoal.runs.checkpoints import Checkpoint, checkpoint_folders, resume_hint
 from shoal.runs.events import EventLog, forward_log_warnings, setup_logging, stop_logging
 from shoal.runs.journal import damaged_lines

@@ -13,7 +13,7 @@ import select
 import signal
 import socket
 
-from shoal.rewards import sandbox
+from shoal.rewards import cgroups, isolation, sandbox
 from shoal.rewards.server import Limits, become_server
 from shoal.rewards.worker import Judging
 
@@ -77,6 +77,8 @@ class Keeper:
                 os.kill(self._server, signal.SIGKILL)
             self._server = 0
         sandbox.end_descendants(END_LIMIT_S)
+        if self._limits.isolated:
+            cgroups.remove_all(f"shoal-{os.getpid()}")
 
 
 def become_keeper(
@@ -95,6 +97,9 @@ def become_keeper(
         sandbox.silence(link.fileno(), control.fileno())
         sandbox.drop_secrets(keep_env)
         link.sendall(READY)
+        if limits.isolated:  # found out once for all servers
+            isolation.find_bwrap()
+            cgroups.parents()
         _prepare(judging)
         gc.freeze()  # workers share this memory; garbage collection would copy it
         keeper = Keeper(link, control, judging, limits)

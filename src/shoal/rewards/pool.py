@@ -23,7 +23,7 @@ from shoal.core.deadlines import wait_without_suspension
 from shoal.core.errors import ConfigError, HardwareError, RewardServerError
 from shoal.core.protocols import Environment
 from shoal.core.types import Message, Score
-from shoal.rewards import sandbox
+from shoal.rewards import isolation, sandbox
 from shoal.rewards.keeper import READY, RESTART, become_keeper
 from shoal.rewards.outcome import INVALID_REPLY, PartCheck, parse_reply
 from shoal.rewards.server import START_LIMIT_S, Limits
@@ -111,7 +111,7 @@ class RewardPool:
         if self._pid:
             raise RuntimeError("the reward pool is already started")
         if self._limits.isolated:
-            sandbox.check_isolation()
+            isolation.check_isolation()
         tasks = {(name, split): env.tasks(split) for name, env in self._environments.items() for split in SPLITS}
         judging = Judging(self._environments, tasks, self._weights)
         ours, theirs = socket.socketpair()

@@ -1,11 +1,8 @@
 """Confinement of the reward server and its workers, and control of child processes.
 
 The processes set a parent-death signal, drop secrets, redirect output to /dev/null and limit memory. Linux supports all
-of it. On other systems unsupported steps are skipped; closing the socket still ends every process.
-
-`isolate` is for rewards that run code written by the model (`orch.reward.isolated`, Linux only): no network, the user
-`nobody` if root started the run, few processes. World-readable files stay readable, and a run started by an ordinary
-user keeps that user's file access.
+of it. On other systems unsupported steps are skipped; closing the socket still ends every process. Isolation from code
+written by the model is in `isolation`.
 """
 
 from __future__ import annotations
@@ -15,14 +12,12 @@ import ctypes
 import faulthandler
 import os
 import resource
-import select
 import signal
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
-from shoal.core.errors import HardwareError
 from shoal.runs.secrets import SECRET_NAME
 
 PR_SET_PDEATHSIG = 1
@@ -205,86 +200,3 @@ def reap(pid: int) -> bool:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
         return True
-
-
-NOBODY = 65534
-ALLOWED = "allowed"
-TRY_LIMIT_S = 10.0
-MAX_PROCESSES = 64  # processes and threads of one job
-_NEW_USER, _NEW_NETWORK, _NEW_IPC = 0x10000000, 0x40000000, 0x08000000
-_SET_DUMPABLE, _NO_NEW_PRIVILEGES = 4, 38
-_CAPABILITY_VERSION = 0x20080522
-
-
-def isolate() -> None:
-    """Drop network access, access to the memory of other processes, and all privileges. Raises OSError on failure."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if os.geteuid() == 0:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-        _checked(libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0), "be dumpable")  # else root owns /proc/self
-    user, group = os.geteuid(), os.getegid()
-    _checked(libc.unshare(_NEW_USER | _NEW_NETWORK | _NEW_IPC), "unshare its user and network namespace")
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        Path("/proc/self", name).write_text(text)
-    # Counts only processes of the new user namespace, not the user's other processes.
-    resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
-    _checked(libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "give up new privileges")
-    header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
-    _checked(libc.capset(header, none), "drop its capabilities")
-    die_with_parent()  # changing the user clears the parent-death signal
-
-
-def why_not(needed: Sequence[str] = ()) -> str | None:
-    """Return why isolation does not work here or would hide the `needed` files, None if it works.
-
-    The test runs in a child process, because isolation cannot be undone.
-    """
-    if sys.platform != "linux":
-        return f"{sys.platform} has no namespaces"
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        with contextlib.suppress(BaseException):
-            os.write(writing, _tried(needed).encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb", buffering=0) as answer:
-        ready, _, _ = select.select([answer], [], [], TRY_LIMIT_S)
-        result = answer.read(1 << 12) if ready else b""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    reason = result.decode(errors="replace") or "the test process was killed or timed out"
-    return None if reason == ALLOWED else reason
-
-
-def check_isolation(needed: Sequence[str] = ()) -> None:
-    if (reason := why_not(needed)) is not None:
-        raise HardwareError(
-            f"orch.reward.isolated: isolation does not work on this machine: {reason}; run where user namespaces are "
-            "allowed and the Python installation is readable for all users, or remove the key if you trust the code"
-        )
-
-
-def _tried(needed: Sequence[str]) -> str:
-    try:
-        isolate()
-    except Exception as error:
-        return str(error) or type(error).__name__
-    hidden = [path for path in needed if not os.access(path, os.R_OK)]
-    return (
-        f"user {NOBODY}, which runs the rewards if root starts the run, cannot read {hidden[0]}" if hidden else ALLOWED
-    )
-
-
-def needed_files() -> list[str]:
-    """Files that every reward needs: the interpreter, its library, and this package."""
-    return [sys.executable, os.__file__, __file__]
-
-
-def _checked(result: int, what: str) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"a process cannot {what}: {os.strerror(number)}")

@@ -16,9 +16,12 @@ import socket
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from shoal.rewards import sandbox
+from shoal.rewards import cgroups, sandbox
+from shoal.rewards.isolation import MAX_PROCESSES
 from shoal.rewards.outcome import INVALID_REPLY, parse_reply
+from shoal.rewards.run_code import Sandboxes
 from shoal.rewards.worker import (
     JOB,
     LAST_RESULT,
@@ -70,6 +73,8 @@ class Worker:
     deadline: float = 0.0  # set when the job is sent; the start of the work can only bring it forward
     forgiven: int = 0
     slow: bool = False
+    groups: list[Path] = field(default_factory=list)
+    sandboxes: Sandboxes | None = None
 
 
 class Server:
@@ -87,6 +92,8 @@ class Server:
         self._unsent = bytearray()
         self._stopping = False
         self._last_sweep = 0.0
+        self._forked = 0
+        self._old_groups: list[Path] = []
 
     def run(self) -> None:
         self._control.setblocking(False)
@@ -104,6 +111,9 @@ class Server:
                 if key.fileobj is self._control:
                     if mask & selectors.EVENT_READ:
                         self._read_control()
+                elif key.data.sandboxes is not None and key.fileobj is key.data.sandboxes.requests:
+                    if not key.data.sandboxes.read():
+                        self._unregister(key.data.sandboxes.requests)
                 elif mask & selectors.EVENT_READ:
                     self._read_worker(key.data)
                 elif key.data.pid in self._workers:
@@ -143,7 +153,7 @@ class Server:
         except OSError:
             data = b""
         if not data:  # it ended, which _check_workers detects, or it closed the connection
-            self._selector.unregister(worker.channel)
+            self._unregister(worker.channel)
             worker.deadline = min(worker.deadline, time.monotonic() + CLOSED_LIMIT_S)
             if worker.job is None:
                 self._remove(worker)
@@ -179,6 +189,8 @@ class Server:
     def _check_workers(self, now: float) -> None:
         slow_s = self._slow_s()
         for worker in list(self._workers.values()):
+            if worker.sandboxes is not None:
+                worker.sandboxes.reap()
             end = sandbox.end_of(worker.pid)
             if end is not None:
                 self._read_rest(worker)
@@ -230,23 +242,34 @@ class Server:
     def _remove(self, worker: Worker) -> None:
         """Kill a worker and its process group. The next job that needs a worker starts a new one."""
         self._workers.pop(worker.pid, None)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(worker.channel)
+        self._unregister(worker.channel)
         worker.channel.close()
+        if worker.sandboxes is not None:
+            self._unregister(worker.sandboxes.requests)
+            self._dying.update(worker.sandboxes.end())
+        self._old_groups += worker.groups
         # Kill before reaping: until then the process id cannot be reused.
         sandbox.kill_group(worker.pid)
         self._dying.add(worker.pid)
+
+    def _unregister(self, connection: socket.socket) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection)
 
     def _reap_dying(self) -> bool:
         """Reap killed children. True if one was reaped."""
         gone = {pid for pid in self._dying if sandbox.reap(pid)}
         self._dying -= gone
+        self._old_groups = cgroups.remove(self._old_groups)
         return bool(gone)
 
     def _sweep(self) -> None:
         """Kill adopted processes: children that this process did not fork."""
         self._last_sweep = time.monotonic()
-        adopted = [pid for pid in sandbox.children() if pid not in self._workers and pid not in self._dying]
+        known = {*self._workers, *self._dying}
+        for worker in self._workers.values():
+            known.update(worker.sandboxes.running.values() if worker.sandboxes is not None else ())
+        adopted = [pid for pid in sandbox.children() if pid not in known]
         for pid in adopted:
             sandbox.kill_group(pid)
         self._dying.update(adopted)
@@ -281,19 +304,35 @@ class Server:
 
     def _fork(self) -> Worker:
         ours, theirs = socket.socketpair()
-        server_pid = os.getpid()
+        server_pid, limits = os.getpid(), self._limits
+        self._forked += 1
+        groups: list[Path] = []
+        requests = None, None
+        if limits.isolated:
+            groups = cgroups.create(f"shoal-{self._parent}-{self._forked}", limits.memory_bytes, MAX_PROCESSES)
+            requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
-            for channel in (ours, self._control, *(worker.channel for worker in self._workers.values())):
-                channel.close()
+            for worker in self._workers.values():
+                worker.channel.close()
+                if worker.sandboxes is not None:
+                    worker.sandboxes.requests.close()
+            for connection in (ours, self._control, requests[0]):
+                if connection is not None:
+                    connection.close()
             self._selector.close()
-            confinement = Confinement(self._limits.memory_bytes, self._limits.isolated, server_pid)
+            confinement = Confinement(limits.memory_bytes, server_pid, limits.isolated, groups, requests[1])
             become_worker(theirs, self._judging, confinement)
         theirs.close()
         ours.setblocking(False)
-        worker = Worker(pid, ours, FrameBuffer(MAX_REPLY_BYTES))
+        worker = Worker(pid, ours, FrameBuffer(MAX_REPLY_BYTES), groups=groups)
         self._workers[pid] = worker
         self._selector.register(ours, selectors.EVENT_READ, worker)
+        if requests[0] is not None and requests[1] is not None:
+            requests[1].close()
+            requests[0].setblocking(False)
+            worker.sandboxes = Sandboxes(requests[0], groups, limits.memory_bytes)
+            self._selector.register(requests[0], selectors.EVENT_READ, worker)
         return worker
 
     def _reply(self, frame: Frame) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.core.types import Task
-from shoal.rewards import sandbox
+from shoal.rewards import cgroups, isolation, run_code, sandbox
 from shoal.rewards.outcome import RewardValueError, call, read_score
 
 HEADER = struct.Struct("!I16sB")
@@ -91,8 +91,10 @@ class Confinement:
     """Limits of a worker, and the id of its parent process."""
 
     memory_bytes: int
-    isolated: bool
     server_pid: int
+    isolated: bool = False
+    groups: Sequence[Path] = ()  # control groups to join
+    requests: socket.socket | None = None  # to the server, which starts programs for `run_code`
 
 
 def serve(channel: socket.socket, judging: Judging, max_jobs: int = MAX_JOBS) -> None:
@@ -243,9 +245,27 @@ def become_worker(channel: socket.socket, judging: Judging, confinement: Confine
         os.register_at_fork(after_in_child=sandbox.die_with_parent)
         sandbox.limit_memory(confinement.memory_bytes)
         if confinement.isolated:
-            sandbox.isolate()
+            cgroups.join(confinement.groups)
+            isolation.isolate()
+            _enter_process_namespace([channel, confinement.requests])
+        if confinement.requests is not None:
+            run_code.connect(confinement.requests)
         # Code written by the model may have modified the process, so each job gets a new one.
         serve(channel, judging, 1 if confinement.isolated else MAX_JOBS)
         code = 0
     finally:
         os._exit(code)
+
+
+def _enter_process_namespace(connections: Iterable[socket.socket | None]) -> None:
+    """Go on in a child, the first process of the namespace. This one waits for it and ends alike."""
+    pid = os.fork()
+    if pid == 0:
+        return
+    for connection in connections:
+        if connection is not None:
+            connection.close()
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status))

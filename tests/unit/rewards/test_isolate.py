@@ -14,9 +14,9 @@ import pytest
 
 from shoal.core.types import Score
 from shoal.envs import SingleTurn, answer_of, ask
-from shoal.rewards import sandbox as isolate
+from shoal.rewards import isolation as isolate
+from shoal.rewards.isolation import MAX_PROCESSES, why_not
 from shoal.rewards.pool import RewardPool
-from shoal.rewards.sandbox import MAX_PROCESSES, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no namespaces here: {why_not()}")
 left_behind: list[int] = []
@@ -26,7 +26,7 @@ class Untrusted(SingleTurn):
     """Does what the answer says; `port` is somebody on this machine who would answer, `file` a private one."""
 
     def __init__(self, port: int, file: Path) -> None:
-        self.port, self.file = port, file
+        self.port, self.file, self.run = port, file, os.getpid()
 
     def tasks(self, split: str) -> Any:
         return [ask("what?", answer=1)]
@@ -58,14 +58,14 @@ class Untrusted(SingleTurn):
         return started
 
     def kill_the_run(self) -> float:
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(self.run, signal.SIGKILL)
         return 1.0
 
     def read_private(self) -> float:
         return float(len(self.file.read_text()))
 
     def read_environment(self) -> float:
-        return float(len(Path(f"/proc/{os.getppid()}/environ").read_bytes()))
+        return float(len(Path(f"/proc/{self.run}/environ").read_bytes()))
 
     def become_root(self) -> float:
         os.setuid(0)
@@ -101,19 +101,13 @@ def test_it_judges_and_forgets(tmp_path: Path) -> None:
         ("connect", "Network is unreachable"),
         ("read_environment", "PermissionError"),
         ("become_root", "OSError: [Errno 22]"),  # there is no root to become
+        ("read_private", "FileNotFoundError"),
+        ("kill_the_run", "ProcessLookupError"),
     ],
 )
 def test_it_is_kept_from(answer: str, says: str, tmp_path: Path) -> None:
     failed, then = outcomes(tmp_path, answer, "harmless")
     assert failed.status == "error" and failed.error is not None and says in failed.error, failed
-    assert then.reward == 0.5
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user lends its own files and processes")
-@pytest.mark.parametrize("answer", ["read_private", "kill_the_run"])
-def test_what_root_started_lends_nothing(answer: str, tmp_path: Path) -> None:
-    failed, then = outcomes(tmp_path, answer, "harmless")
-    assert failed.status == "error" and "PermissionError" in str(failed.error), failed
     assert then.reward == 0.5
 
 
