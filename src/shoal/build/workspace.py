@@ -42,7 +42,7 @@ from shoal.envs.registry import load_environment, takes_data
 from shoal.envs.user_code import checked_tasks, load_object
 from shoal.models.tokenizer import check_found
 from shoal.rewards.functions import FunctionReward, RewardFunctions
-from shoal.rewards.isolation import check_isolation, needed_files
+from shoal.rewards.isolation import isolation_of
 from shoal.rewards.pool import RewardPool
 from shoal.runs.checkpoints import Checkpoint, checkpoint_folders, resume_hint
 from shoal.runs.events import EventLog, forward_log_warnings, setup_logging, stop_logging
@@ -109,7 +109,7 @@ def open_workspace(run: Run) -> Iterator[Workspace]:
         events = EventLog(run_dir, console, run.wording)
         component = run.component if main else f"grpo-rank{ranks.rank}"
         stack.enter_context(log_run(run_dir, console, component, events, main=main))
-        for notice in run.notices:
+        for notice in [*run.notices, *rewards.notices]:
             console.note(f"note: {notice}")
         watchdog = Watchdog(run_dir.logs, events, stall_s=config.orch.deadline_s)
         yield Workspace(environments, rewards, ranks, run_dir, console, events, watchdog, data_notices)
@@ -138,15 +138,15 @@ def prepare_environments(run: Run) -> tuple[dict[str, Environment], list[str]]:
 def reward_workers(orch: OrchConfig, environments: Mapping[str, Environment]) -> Iterator[RewardPool]:
     """The processes that compute rewards, forked from this one."""
     reward = orch.reward
-    if reward.isolated:
-        check_isolation(needed_files())
+    isolated, notices = isolation_of(reward.isolated)
     pool = RewardPool(
         environments,
         workers=reward.workers,
         timeout_s=reward.timeout_s,
         weights=dict.fromkeys(environments, reward.parts) if reward.parts else None,
-        isolated=reward.isolated,
+        isolated=isolated,
     )
+    pool.notices += notices
     pool.start()
     try:
         yield pool

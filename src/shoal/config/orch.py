@@ -207,10 +207,10 @@ class RewardConfig(Section):
     )
     timeout_s: PositiveFloat = Field(default=10.0, description="Time limit of one reward call, queueing excluded.")
     workers: PositiveInt = Field(default=2, description="Worker processes that run reward code.")
-    isolated: bool = Field(
+    isolated: bool | Literal["best-effort"] = Field(
         default=False,
         description="Run each reward in a fresh process without network or privileges. Use it if rewards execute "
-        "model output.",
+        "model output. A machine that cannot is refused; best-effort warns instead.",
     )
 
 

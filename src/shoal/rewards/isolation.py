@@ -252,9 +252,7 @@ def _tried(needed: Sequence[str]) -> str:
     except Exception as error:
         return str(error) or type(error).__name__
     hidden = [path for path in needed if not os.access(path, os.R_OK)]
-    return (
-        f"user {NOBODY}, which runs the rewards if root starts the run, cannot read {hidden[0]}" if hidden else ALLOWED
-    )
+    return f"a confined reward, which runs as user {os.geteuid()}, cannot read {hidden[0]}" if hidden else ALLOWED
 
 
 def check_isolation(needed: Sequence[str] = ()) -> None:
@@ -264,6 +262,19 @@ def check_isolation(needed: Sequence[str] = ()) -> None:
             "allowed and the Python installation is readable for all users, set best-effort to run without what is "
             "missing, or remove the key if you trust the code"
         )
+
+
+def isolation_of(wanted: bool | str) -> tuple[bool, list[str]]:
+    """Whether rewards are isolated, and what that does not guarantee here. Raises if the machine cannot do it.
+
+    `wanted` is orch.reward.isolated: with "best-effort", rewards run without isolation where it does not work.
+    """
+    if not wanted:
+        return False, []
+    if wanted == "best-effort" and (reason := why_not(needed_files())) is not None:
+        return False, [f"orch.reward.isolated: rewards are not isolated, and nothing is guaranteed: {reason}"]
+    check_isolation(needed_files())
+    return True, [f"orch.reward.isolated: {gap}" for gap in gaps()]
 
 
 def gaps() -> list[str]:

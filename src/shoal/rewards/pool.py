@@ -80,6 +80,7 @@ class RewardPool:
     ) -> None:
         if workers < 1 or timeout_s <= 0 or memory_bytes <= 0:
             raise ConfigError("the reward pool needs at least one worker, a positive timeout and positive memory")
+        self.notices: list[str] = []  # what the console should say about these rewards
         self._environments = dict(environments)
         self._limits = Limits(workers, timeout_s, memory_bytes, isolated)
         given = weights or {}

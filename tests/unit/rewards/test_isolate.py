@@ -121,7 +121,7 @@ def test_what_it_could_not_read_is_told_beforehand(tmp_path: Path) -> None:
     hidden = tmp_path / "python"
     hidden.touch(mode=0o600)
     reason = why_not([str(hidden)])
-    assert (reason is None) == (os.geteuid() != 0) and (reason is None or f"cannot read {hidden}" in reason)
+    assert reason is not None and f"cannot read {hidden}" in reason
 
 
 def test_a_try_that_is_cut_short_is_no_permission(monkeypatch: pytest.MonkeyPatch) -> None:

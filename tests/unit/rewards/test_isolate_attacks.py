@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from shoal.core.errors import HardwareError
 from shoal.core.types import Score
 from shoal.envs import SingleTurn, answer_of, ask
-from shoal.rewards import cgroups
+from shoal.rewards import cgroups, isolation
 from shoal.rewards.isolation import find_bwrap, why_not
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.run_code import run_code
@@ -271,6 +272,30 @@ def test_the_output_of_a_program(pool: RewardPool) -> None:
     score = judge(own, "x")
     assert score.status == "ok" and set(score.parts.values()) == {1.0}, score
     asyncio.run(own.close())
+
+
+def test_without_bubblewrap_programs_are_children_that_cannot_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "find_bwrap", lambda: None)
+    assert "bubblewrap" in " ".join(isolation.isolation_of(True)[1])
+    own = RewardPool({"it": Judged()}, workers=1, timeout_s=30, memory_bytes=MEMORY_BYTES, isolated=True)
+    own.start()
+    duration = f"8{os.getpid()}"
+    found = [printed(own, f"sandbox {script}") for script in ("take_over", "find_secret", "nested")]
+    judge(own, f"sandbox stay {duration}")
+    asyncio.run(own.close())
+    assert found == ["[]", "0", "-1"]
+
+
+@pytest.mark.parametrize("wanted", [True, "best-effort"])
+def test_a_machine_without_namespaces(monkeypatch: pytest.MonkeyPatch, wanted: bool | str) -> None:
+    """It is refused, unless the user prefers less."""
+    monkeypatch.setattr(isolation, "why_not", lambda needed=(): "no namespaces")
+    if wanted is True:
+        with pytest.raises(HardwareError, match="no namespaces"):
+            isolation.isolation_of(wanted)
+        return
+    isolated, notices = isolation.isolation_of(wanted)
+    assert not isolated and "not isolated" in notices[0]
 
 
 def test_without_isolation_no_program_is_run() -> None:
