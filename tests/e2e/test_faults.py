@@ -200,3 +200,12 @@ def test_an_environment_without_a_reward_is_refused_at_once(new_run: NewRun):
     assert command.wait() == 2, command.text()
     assert "NoJudge has no method reward(self, task, messages); write one, or name a function" in command.text()
     assert not run.path.exists() or not list(run.path.iterdir())
+
+
+def test_a_reward_that_kills_its_server_costs_one_rollout(new_run: NewRun):
+    """Another server is forked by the keeper, which the reward had stopped as well. Queued rollouts are scored."""
+    run = new_run(orch={"reward": {"function": "my_code:server_killing_reward", "workers": 1}})
+    command = run.grpo()
+    assert command.wait() == 0, command.text()
+    statuses = Counter(rollout["status"] for rollout in run.rollouts())
+    assert statuses["error"] == 1 and set(statuses) == {"ok", "error"}

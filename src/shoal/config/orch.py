@@ -209,8 +209,8 @@ class RewardConfig(Section):
     workers: PositiveInt = Field(default=2, description="Worker processes that run reward code.")
     isolated: bool | Literal["best-effort"] = Field(
         default=False,
-        description="Run each reward in a fresh process without network or privileges. Use it if rewards execute "
-        "model output. A machine that cannot is refused; best-effort warns instead.",
+        description="Isolate each reward call, for rewards that run code written by the model. best-effort: only where "
+        "that works.",
     )
 
 

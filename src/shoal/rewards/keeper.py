@@ -12,10 +12,11 @@ import os
 import select
 import signal
 import socket
+from dataclasses import replace
 
 from shoal.rewards import cgroups, isolation, sandbox
 from shoal.rewards.server import Limits, become_server
-from shoal.rewards.worker import Judging
+from shoal.rewards.worker import Fingerprint, Judging
 
 READY = b"ready"
 RESTART = b"restart"
@@ -101,6 +102,7 @@ def become_keeper(
             isolation.find_bwrap()
             cgroups.parents()
         _prepare(judging)
+        judging = replace(judging, fingerprint=Fingerprint(judging.environments.values()))
         gc.freeze()  # workers share this memory; garbage collection would copy it
         keeper = Keeper(link, control, judging, limits)
         sandbox.wake_at_parent_death(signal.SIGCONT)  # SIGKILL would leave the processes that rewards started

@@ -84,6 +84,7 @@ class Judging:
     environments: Mapping[str, Any]
     tasks: Mapping[tuple[str, str], Sequence[Task]]
     weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    fingerprint: Fingerprint | None = None  # taken before workers are forked: in each of them it would copy memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,6 @@ class Confinement:
 def serve(channel: socket.socket, judging: Judging, max_jobs: int = MAX_JOBS) -> None:
     """Process jobs until the server closes the channel or this worker must be replaced."""
     frames = FrameBuffer(MAX_JOB_BYTES)
-    fingerprint = Fingerprint(judging.environments.values())
     done = 0
     while data := channel.recv(1 << 16):
         for frame in frames.feed(data):
@@ -110,7 +110,7 @@ def serve(channel: socket.socket, judging: Judging, max_jobs: int = MAX_JOBS) ->
             outcome = score(judging, frame.body)
             done += 1
             # After an error the process is not trusted: what the reward changed may make each later one fail.
-            fit = done < max_jobs and outcome["status"] == "ok" and _is_clean() and fingerprint.holds()
+            fit = done < max_jobs and outcome["status"] == "ok" and _is_clean() and _is_unchanged(judging)
             channel.sendall(pack(frame.job, RESULT if fit else LAST_RESULT, json.dumps(outcome).encode()))
             if not fit:
                 return
@@ -175,6 +175,10 @@ def _is_clean() -> bool:
     except ChildProcessError:
         return True
     return False  # children are left
+
+
+def _is_unchanged(judging: Judging) -> bool:
+    return judging.fingerprint is None or judging.fingerprint.holds()
 
 
 class Fingerprint:

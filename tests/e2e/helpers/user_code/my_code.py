@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -85,6 +86,18 @@ def lookup(table, key):
 
 def hanging_reward(task, messages):
     time.sleep(3600)
+
+
+def server_killing_reward(task, messages):
+    """Kills the reward server in the first call of a run, and stops the keeper above it."""
+    marker = Path("server-killed").absolute()
+    if not marker.exists():
+        marker.touch()
+        keeper = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(keeper, signal.SIGSTOP)
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+    return likeness(answer_of(messages), task.data["answer"][::-1])
 
 
 _calls = 0
