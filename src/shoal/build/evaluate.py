@@ -183,6 +183,8 @@ def score(models: Sequence[Weights], task: EvalTask, folders: Sequence[Path] = (
         return scores
 
     with reward_workers(first.config.orch, environments) as rewards:
+        for notice in rewards.notices:
+            log.warning("%s", notice)
         return asyncio.run(run_all(rewards))
 
 

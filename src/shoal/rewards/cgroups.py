@@ -32,14 +32,14 @@ def parents() -> dict[str, Path]:
         return found
     for line in lines:
         _, names, path = line.split(":", 2)
+        base = ROOT / names if names else ROOT
+        inside = base / path.lstrip("/")
+        above = [inside, *(folder for folder in inside.parents if folder.is_relative_to(base))]
         for name in names.split(",") if names else LIMITS:
-            if name in LIMITS:
-                base = ROOT / name if names else ROOT
-                inside = base / path.lstrip("/")
-                above = [inside, *(folder for folder in inside.parents if folder.is_relative_to(base))]
-                usable = next((folder for folder in above if _works(folder, name)), None)
-                if usable is not None:
-                    found.setdefault(name, usable)
+            usable = next((folder for folder in above if _works(folder, name)), None) if name in LIMITS else None
+            if usable is not None and name not in found:
+                found[name] = usable
+                above = above if names else [usable]  # in version 2 a process is in one group for all controllers
     return found
 
 

@@ -101,7 +101,7 @@ class RewardPool:
         self._watch: asyncio.Task[None] | None = None
         self._news = asyncio.Event()  # the server answered a ping, or was lost
         self._lost: str | None = None  # why the present server must be replaced
-        self._proven = False  # the present server has answered a ping
+        self._proven = False  # a server has answered a ping, so the environments are prepared
         self._quiet_s = 0.0  # since the last result, while jobs wait
         self._restarts = 0
         self._broken: str | None = "the reward pool is not started"
@@ -234,7 +234,7 @@ class RewardPool:
         if server is None:
             self._fail(reason)
             return
-        self._socket, self._proven, self._lost, self._quiet_s = server, False, None, 0.0
+        self._socket, self._lost, self._quiet_s = server, None, 0.0
         error = json.dumps({"status": "error", "error": f"{reason}; it was replaced"}).encode()
         for job in self._waiting.values():
             if job.started and not job.reply.done():

@@ -36,6 +36,13 @@ def test_a_server_that_a_reward_stopped_is_replaced(pool, quick, answer):
     assert ask_pool(pool, "true")[0].reward == 1.0
 
 
+def test_a_new_server_that_is_stopped_at_once_is_noticed_as_soon(pool, quick):
+    ask_pool(pool, "true")
+    began = time.monotonic()
+    ask_pool(pool, "stop_server", "stop_server", *["true"] * 20)
+    assert time.monotonic() - began < 2 * PING_LIMIT_S + 8
+
+
 def test_a_server_is_not_replaced_without_end(pool, quick):
     with pytest.raises(RewardServerError):
         ask_pool(pool, *["kill_server"] * (pool_module.MAX_RESTARTS + 2))
