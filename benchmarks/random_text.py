@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 from shoal.core.types import Message, Task
@@ -53,3 +54,14 @@ class Evens(SingleTurn):
     def reward(self, task: Task, messages: Sequence[Message]) -> float:
         answer = answer_of(messages)
         return sum(ord(character) % 2 == 0 for character in answer) / max(1, len(answer))
+
+
+USEFUL_SHARE = 0.4
+
+
+class SomeUseful(Evens):
+    """Only this share of the prompts has rewards that differ, whatever the model is."""
+
+    def reward(self, task: Task, messages: Sequence[Message]) -> float:
+        useful = zlib.crc32(messages[0]["content"].encode()) / 2**32 < USEFUL_SHARE
+        return super().reward(task, messages) if useful else 0.0

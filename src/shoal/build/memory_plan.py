@@ -58,6 +58,7 @@ class MemoryRequest:
     narrowed: bool = False  # whether sampling is truncated (top-k, top-p, min-p)
     trains: bool = True
     base: Literal["trained", "frozen", "stored"] = "trained"  # base weights: trained, frozen (LoRA), or quantised
+    host_copy: int = 0  # bytes of host memory for a checkpoint that is written while the run continues
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ class MemoryPlan:
     graphs: GraphRoom = GraphRoom()
     lines: tuple[tuple[str, float], ...] = ()  # (item, bytes)
     total: int = 0
+    host_copy: int = 0  # bytes for the copy of a checkpoint; 0 = the run stops while a checkpoint is written
 
     def table(self) -> list[tuple[str, str]]:
         """Table rows: each item, and the free memory."""
@@ -276,13 +278,25 @@ def gathered_bytes(layers: dict[int, LayerShape], decoder: Decoder) -> int:
 def cache_only(decoder: Decoder, layers: dict[int, LayerShape], demand: MemoryRequest) -> MemoryPlan:
     """The plan on a CPU: the requested slots, limited by memory."""
     per_slot = slot_bytes(layers, decoder.dtype, demand.context_tokens)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = max(0, free_host_bytes() - demand.host_copy)
     affordable = int(free * (CPU_SHARE if demand.utilization is None else demand.utilization) // per_slot)
     slots = min(round_up(demand.slots, ROW_MULTIPLE), affordable // ROW_MULTIPLE * ROW_MULTIPLE)
     if slots < ROW_MULTIPLE:
         raise HardwareError(_too_small(per_slot, demand))
     tokens = demand.row_tokens * (demand.rows_per_micro_batch or 1)
     return MemoryPlan(slots, tokens, bool(demand.recompute))
+
+
+def free_host_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def host_copy_bytes(policy: TrainedPolicy) -> int:
+    """Host memory for the copy of a checkpoint: masters, two moments, and the exported weights."""
+    masters = list(policy.optimizer.masters.values())
+    exported = sum(tensor.numel() for tensor in masters) * policy.decoder.dtype.itemsize
+    copied = 3 * sum(tensor.numel() * tensor.element_size() for tensor in masters) + exported
+    return copied if copied <= free_host_bytes() * CPU_SHARE else 0
 
 
 def _too_small(per_slot: int, demand: MemoryRequest, sampling: float = 0, sampling_exceeds: bool = False) -> str:
@@ -319,12 +333,12 @@ def agreed(plan: MemoryPlan, ranks: Ranks) -> MemoryPlan:
 def _make_plan(config: RunConfig, model: LoadedModel, policy: TrainedPolicy | None) -> MemoryPlan:
     from shoal.build.memory_probe import sampling_plan
 
-    demand = _demand(config)
+    copied = host_copy_bytes(policy) if policy is not None and model.sharded is None else 0
+    demand = replace(_demand(config), host_copy=copied)
     if policy is None or model.decoder.device.type != "cuda":
-        return sampling_plan(model.decoder, model.layers, demand)
-    return _measured_plan(
-        replace(demand, captures=policy.captures and not _narrows(config.orch.sampling)), model, policy
-    )
+        return replace(sampling_plan(model.decoder, model.layers, demand), host_copy=copied)
+    captures = policy.captures and not _narrows(config.orch.sampling)
+    return replace(_measured_plan(replace(demand, captures=captures), model, policy), host_copy=copied)
 
 
 def training_plan(train: TrainConfig, batch_size: int, model: LoadedModel, policy: TrainedPolicy) -> MemoryPlan | None:

@@ -211,6 +211,19 @@ class PolicyFiles:
 
         save_shards(self._policy, folder, group)
 
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy what `save` writes to the host. The result writes it, in any thread and while training continues."""
+        from shoal.trainer.checkpoint import copy_state, copy_weights, export_weights, write_state
+
+        policy, tokenizer = self._policy, self._tokenizer
+        weights, state, counts = copy_weights(policy), *copy_state(policy)
+
+        def write(folder: Path) -> None:
+            export_weights(policy, tokenizer, folder / "weights", tensors=weights)
+            write_state(state, counts, folder)
+
+        return write
+
     def save(self, folder: Path) -> None:
         from shoal.trainer.checkpoint import export_weights, save_state
 

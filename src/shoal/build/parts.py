@@ -94,6 +94,7 @@ async def build_colocated(run: Run, workspace: Workspace) -> AsyncIterator[Loop]
         on_device=sampler.on_device,
         token_text=chat.token_text,
         ranks=ranks,
+        snapshot=files.snapshot if plan.host_copy and ranks.world == 1 else None,
         save_shards=partial(files.save_shards, ranks.cpu_group) if model.sharded is not None else None,
     )
     loop = Loop(parts, loop_settings(config, steps, len(stream), run.command))
@@ -115,6 +116,7 @@ async def running(loop: Loop, workspace: Workspace, close: Callable[[], Awaitabl
         workspace.console.waiting("ending the run")
         workspace.watchdog.close()
         await loop.parts.collector.cancel()
+        await loop.end_saving()
         await close()
         loop.parts.observer.close()
 

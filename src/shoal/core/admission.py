@@ -5,8 +5,8 @@ For B rollouts per step, G rollouts per group, window N, async level O and weigh
 synchronous training: no group of the next step starts before this step is trained. N > 1 and O > 0 are windowed and
 asynchronous training.
 
-In synchronous training more groups may run than there are places, because zero-variance groups will be replaced: with
-m free places and an expected share p of useful groups, about m / p. Groups that are not needed are cancelled.
+In synchronous training more groups may run than there are places, because zero-variance groups will be replaced: about
+m / p for m free places and an expected share p of useful groups. Groups that turn out not to be needed are cancelled.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Collects the groups of a step: dispatches prompts as the admission rule allows, and drops or keeps finished groups.
 
-Every dispatched group is settled once: kept, dropped with a reason, surplus, or dispatched again after a resume. In
-synchronous mode a step takes its first useful groups in prompt order, so the result does not depend on the order of
-completion. Replacements for zero-variance groups are dispatched before they are needed. Groups after the last one taken
-are surplus: they are cancelled and counted, and the stream returns to the first of their prompts.
+Every dispatched group is settled exactly once: kept, dropped with a reason, surplus, or dispatched again after a
+resume. In synchronous mode a step takes its first useful groups in prompt order, so the result does not depend on the
+order of completion. Replacements for zero-variance groups are dispatched before they are needed. Groups after the last
+one taken are surplus: they are cancelled and counted, and the stream returns to the first of their prompts.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,9 @@ class Loop:
             if outcome is not None:
                 await self.save()  # the run may continue with more steps or other prompts
                 return outcome
+            await self._saving.finish(wait=False)  # a write that failed ends the run here
+        with self.parts.phases("save"):
+            await self._saving.finish()
         self._stop_rules.require_some_reward(self.progress)
         return "finished"
 
@@ -255,12 +259,18 @@ class Loop:
 
     async def _save_if_due(self, step: int) -> None:
         if self._is_save_due(step):
-            await self.save()
+            await self._saving.save(self.progress.step, self._boundary)
             self._saving.mark_best(self.progress)
 
     async def save(self) -> None:
-        """Write a checkpoint of the state after the last step."""
+        """Write a checkpoint of the state after the last step, and wait until it is on disk."""
         await self._saving.save(self.progress.step, self._boundary)
+        await self._saving.finish()
+
+    async def end_saving(self) -> None:
+        """Wait for a checkpoint in flight while the run ends with an error, which hides that of the write."""
+        with suppress(Exception):
+            await self._saving.finish()
 
     def state(self) -> dict[str, Any]:
         """The state between two steps. `store` writes it into a checkpoint."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from shoal.core.collect import Collector
 from shoal.core.deadlines import within
@@ -35,6 +38,8 @@ class Parts:
     token_text: Callable[[int], str]
     ranks: Ranks = field(default_factory=SingleProcess)
     save_shards: Callable[[Path], None] | None = None  # for sharded weights: all ranks call it before `files.save`
+    # Copies what `files.save` writes and returns the writer: checkpoints are written while the run continues.
+    snapshot: Callable[[], Callable[[Path], None]] | None = None
 
 
 @dataclass
@@ -116,12 +121,17 @@ class Progress:
 
 
 class Saving:
-    """Writes checkpoints: the shards of all ranks, the policy's files and the loop's state."""
+    """Writes checkpoints: the shards of all ranks, the policy's files and the loop's state.
+
+    With `Parts.snapshot` the run stops only for the copy, and a thread writes it. At most one write is in flight.
+    """
 
     def __init__(self, parts: Parts, settings: LoopSettings) -> None:
         self._parts = parts
         self._settings = settings
         self.saved_step: int | None = None  # of the newest checkpoint
+        self._writing: asyncio.Task[None] | None = None
+        self._best: tuple[int, float] | None = None  # to be marked after the write in flight
 
     async def save(self, step: int, boundary: Mapping[str, Any]) -> None:
         """Write a checkpoint, at most one per step.
@@ -133,11 +143,36 @@ class Saving:
             return
         parts.observer.doing(f"saving the checkpoint of step {step}")
         with parts.phases("save"):
-            if parts.save_shards is not None:
-                await self._write_shards(parts.save_shards)
-            await parts.ranks.on_main(lambda: self._write_checkpoint(step, boundary))
+            await self.finish()
+            if parts.snapshot is not None:
+                copy, limit = parts.on_device(parts.snapshot), self._settings.save_deadline_s
+                write = await within(limit, copy, "copying the checkpoint", "train.save_deadline_s")
+                state = msgspec.to_builtins(boundary)  # now: training changes the groups that are ready
+                self._writing = asyncio.create_task(self._write_behind(step, state, write), name="checkpoint")
+            else:
+                if parts.save_shards is not None:
+                    await self._write_shards(parts.save_shards)
+                await parts.ranks.on_main(lambda: self._write_checkpoint(step, boundary))
         self.saved_step = step
         self._settings.save.saved()
+
+    async def finish(self, wait: bool = True) -> None:
+        """Raise the error of the write in flight. `wait`: until it ends."""
+        if self._writing is not None and (wait or self._writing.done()):
+            writing, self._writing = self._writing, None
+            await writing
+
+    async def _write_behind(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+        def write_all() -> None:
+            with self._parts.store.checkpoint(step, state) as folder:
+                write(folder)
+
+        limit = self._settings.save_deadline_s
+        await within(limit, asyncio.to_thread(write_all), "writing the checkpoint", "train.save_deadline_s")
+        if self._best is not None:
+            self._parts.store.mark_best(*self._best)
+            self._best = None
+        self._report_saved(step)
 
     async def _write_shards(self, save_shards: Callable[[Path], None]) -> None:
         """Every rank writes its shards to a temporary folder. `take_shards` moves them into the checkpoint."""
@@ -155,8 +190,12 @@ class Saving:
                 parts.store.take_shards(folder)
             files, limit = parts.on_device(parts.files.save, folder), settings.save_deadline_s
             await within(limit, files, "writing the checkpoint", "train.save_deadline_s")
-        parts.store.prune_checkpoints(settings.save_total_limit)
-        parts.store.write_status(
+        self._report_saved(step)
+
+    def _report_saved(self, step: int) -> None:
+        store, settings = self._parts.store, self._settings
+        store.prune_checkpoints(settings.save_total_limit)
+        store.write_status(
             "running", step=step, reason="checkpoint", resumable=True, next_command=settings.next_command
         )
 
@@ -164,4 +203,7 @@ class Saving:
         """Mark the newest checkpoint as the best if its evaluation is the best so far."""
         best = progress.best
         if self._settings.keep_best and progress.best_step == progress.step and best is not None:
-            self._parts.store.mark_best(progress.step, best)
+            if self._writing is not None:
+                self._best = (progress.step, best)  # a mark without its checkpoint would mislead a resume
+            else:
+                self._parts.store.mark_best(progress.step, best)

@@ -28,22 +28,45 @@ COUNTS_FILE = "trainer.json"
 
 
 def export_weights(
-    policy: TrainedPolicy, tokenizer: PreTrainedTokenizerBase, folder: Path, whole: Decoder | None = None
+    policy: TrainedPolicy,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    whole: Decoder | None = None,
+    tensors: dict[str, Tensor] | None = None,
 ) -> None:
     """Write a folder that `from_pretrained` of transformers (full) or PEFT (LoRA) loads.
 
-    Sharded weights are written from their `whole` copy.
+    Sharded weights are written from their `whole` copy, and `tensors` replace those of the model.
     """
-    model = (whole or policy.decoder).model
+    model: Any = (whole or policy.decoder).model
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "peft_config"):
         # With "auto", PEFT queries the hub whether the base model has other embeddings.
-        adapted = set(model.peft_config[lora.TRAINED].target_modules or ())  # type: ignore[index]
-        embeddings = "auto" if adapted & {"embed_tokens", "lm_head"} else False
-        model.save_pretrained(str(folder), selected_adapters=[lora.TRAINED], save_embedding_layers=embeddings)  # type: ignore[operator]
+        embeddings = "auto" if _adapts_embeddings(model) else False
+        adapters = {"selected_adapters": [lora.TRAINED], "save_embedding_layers": embeddings}
+        model.save_pretrained(str(folder), **adapters, state_dict=tensors)
     else:
-        model.save_pretrained(folder)  # type: ignore[operator]
+        model.save_pretrained(folder, state_dict=tensors)
     tokenizer.save_pretrained(folder)
+
+
+def _adapts_embeddings(model: Any) -> bool:
+    return bool(set(model.peft_config[lora.TRAINED].target_modules or ()) & {"embed_tokens", "lm_head"})
+
+
+def copy_weights(policy: TrainedPolicy) -> dict[str, Tensor]:
+    """The tensors that `export_weights` writes, copied to the host. Tied weights stay one tensor."""
+    model: Any = policy.decoder.model
+    all_of_them = not hasattr(model, "peft_config") or _adapts_embeddings(model)
+    copies: dict[tuple[int, torch.Size], Tensor] = {}
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if all_of_them or lora.TRAINED in name.split("."):
+            place = (tensor.data_ptr(), tensor.shape)
+            if place not in copies:
+                copies[place] = _on_host(tensor)
+            tensors[name] = copies[place]
+    return tensors
 
 
 def save_shards(policy: TrainedPolicy, folder: Path, group: dist.ProcessGroup) -> None:
@@ -73,19 +96,28 @@ def _read_shards(policy: TrainedPolicy, folder: Path) -> dict[str, torch.Tensor]
 
 
 def save_state(policy: TrainedPolicy, folder: Path) -> None:
+    write_state(*copy_state(policy), folder)
+
+
+def copy_state(policy: TrainedPolicy) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimizer's state and the random state, copied to the host, and the counts."""
     state = {} if policy.passes_together else policy.optimizer.state()  # sharded state is in save_shards
     if state and not _all_finite(list(policy.optimizer.masters.values())):
         raise NonFiniteError(
             "the trained weights contain NaN or Inf and are not saved; the last checkpoint is unchanged"
         )
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
+    tensors = {name: _on_host(tensor) for name, tensor in state.items()}
     tensors["rng/cpu"] = torch.get_rng_state()
     if torch.cuda.is_available() and policy.decoder.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state(policy.decoder.device)
-    save_file(tensors, folder / STATE_FILE)
     counts: dict[str, Any] = {"optimizer_steps": policy.optimizer_steps}
     if policy.signal_state:
-        counts["signals"] = policy.signal_state
+        counts["signals"] = dict(policy.signal_state)
+    return tensors, counts
+
+
+def write_state(tensors: dict[str, Tensor], counts: dict[str, Any], folder: Path) -> None:
+    save_file(tensors, folder / STATE_FILE)
     (folder / COUNTS_FILE).write_text(json.dumps(counts), "utf-8")
 
 

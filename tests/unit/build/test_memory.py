@@ -57,6 +57,12 @@ def test_what_is_wanted_rounded_up_to_whole_rows(wanted: int, slots: int) -> Non
     assert cache_only(DECODER, LAYERS, replace(ASKED, slots=wanted)).slots == slots
 
 
+def test_the_copy_of_a_checkpoint_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_memory(monkeypatch, int(30 * BYTES_PER_SLOT / CPU_SHARE))
+    copied = int(14 * BYTES_PER_SLOT / CPU_SHARE)
+    assert cache_only(DECODER, LAYERS, replace(ASKED, host_copy=copied)).slots == 16
+
+
 def test_as_many_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_memory(monkeypatch, int(30 * BYTES_PER_SLOT / CPU_SHARE))
     assert cache_only(DECODER, LAYERS, ASKED).slots == 24

@@ -60,6 +60,7 @@ def test_metrics_by_hand():
         "batch/used": 2,
         "tokens/prompt": 24,
         "tokens/completion": 4 + 11 * 2,
+        "tokens/used_frac": 6 / 26,
         "completion/length_mean": 26 / 12,
         "completion/length_min": 2,
         "completion/length_max": 4,

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.build.model import PolicyFiles
 from shoal.core.errors import NonFiniteError, StorageError
+from shoal.models.chat import Chat
 from shoal.models.sampler_view import SamplerView
 from shoal.trainer.checkpoint import COUNTS_FILE, STATE_FILE, export_weights, load_state, save_state
 from shoal.trainer.optimizer import Schedule
@@ -116,3 +118,25 @@ def test_an_export_of_a_full_model_has_no_adapter(tmp_path: Path) -> None:
     export_weights(make("full", torch.float32), TOKENIZER, tmp_path)
     names: set[Any] = {path.name for path in tmp_path.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names and "adapter_config.json" not in names
+
+
+@pytest.mark.parametrize("maker", ("full", "tied", "lora", "qlora fp8"))
+def test_a_snapshot_is_what_a_save_would_have_written(maker: str, tmp_path: Path) -> None:
+    """Training continues between the copy and the write."""
+    torch.manual_seed(1)
+    tied = make_policy(small_decoder(tie_word_embeddings=True), Schedule(1e-2, 8, "cosine"))
+    policy = tied if maker == "tied" else make(maker, torch.float32)
+    train(policy, 2)
+    files = PolicyFiles(policy, Chat(TOKENIZER))
+    for name in ("saved", "written"):
+        (tmp_path / name).mkdir()
+    files.save(tmp_path / "saved")
+    write = files.snapshot()
+    train(policy, 2)
+    write(tmp_path / "written")
+    saved, written = (contents(tmp_path / name) for name in ("saved", "written"))
+    assert saved == written and Path(STATE_FILE) in saved
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
