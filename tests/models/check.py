@@ -178,6 +178,9 @@ def _step(train: TrainConfig, loaded: building.LoadedModel, rollouts: list[Rollo
     before = {name: master.detach().clone() for name, master in policy.optimizer.masters.items()}
     norm = policy.optim_step().get("optim/grad_norm", math.nan)
     moved = sum(not torch.equal(before[name], master) for name, master in policy.optimizer.masters.items())
+    frozen = [name for name in before if "vision" in name or "visual" in name or "projector" in name]
+    if frozen:
+        raise Wrong(f"parts besides the text are trained: {frozen[:3]}")
     if not (norm > 0 and moved):
         raise Wrong(f"the step moved {moved} of {len(before)} tensors, gradient norm {norm}")
     building.PolicyFiles(policy, loaded.chat).export(folder)

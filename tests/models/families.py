@@ -160,7 +160,7 @@ def _tiny_multimodal(name: str) -> PreTrainedConfig:
     vision = kind.sub_configs["vision_config"]
     vision = type(kind().vision_config) if not hasattr(vision, "model_type") or vision.model_type == "" else vision
     text_config = tiny_config(text)
-    ids = {key: VOCABULARY - 1 - i for i, key in enumerate(_token_ids(kind()))}
+    ids = {key: VOCABULARY + i for i, key in enumerate(_token_ids(kind()))}
     return kind(
         text_config=text_config,
         vision_config=vision(**_tiny_fields(vision, _VISION)),
@@ -171,7 +171,7 @@ def _tiny_multimodal(name: str) -> PreTrainedConfig:
 
 
 def _token_ids(config: PreTrainedConfig) -> list[str]:
-    """The ids of placeholders for images and audio, which must lie in the vocabulary."""
+    """The ids of placeholders for images and audio. They are outside of the vocabulary, so that no text has them."""
     marks = ("image", "video", "audio", "vision", "boi", "eoi", "boa", "eoa")
     return [k for k in config.to_dict() if k.endswith(("token_id", "token_index")) and k.startswith(marks)]
 

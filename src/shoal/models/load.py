@@ -15,6 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shoal.core.errors import ModelError
+from shoal.models.multimodal import SUPPORTED, auto_class, freeze_other_parts, is_multimodal
 from shoal.models.precision import Precision
 from shoal.models.quantize import quantise_linears
 from shoal.models.tokenizer import eos_token_ids, first_line, load_tokenizer, locate, turn_end_id
@@ -42,8 +43,8 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str 
             if gguf:
                 model = _load_gguf(folder, gguf, dtype)
             else:
-                check_architecture(folder)
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+                config = check_architecture(folder)
+                model = auto_class(config).from_pretrained(folder, dtype=dtype, trust_remote_code=False)
                 if not Path(name).expanduser().exists():
                     # The hub id, even if read from the cache: adapters refer to their base model by it.
                     model.name_or_path = model.config.name_or_path = name
@@ -52,6 +53,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str 
     except Exception as error:
         raise ModelError(f"no model could be loaded from {name!r}: {first_line(error)}") from error
     switch_off_dropout(model)
+    freeze_other_parts(model)
     if stored is not None:
         quantise_linears(model, stored, device)
     return model.to(device).eval()  # type: ignore[arg-type]
@@ -68,6 +70,7 @@ def adopt_model(model: Any, precision: Precision) -> nn.Module:
     check_config(model.config)
     frozen = tuple(not parameter.requires_grad for parameter in model.parameters())
     rates = switch_off_dropout(model)
+    freeze_other_parts(model)
     _BEFORE[model] = _Found(model.config._attn_implementation or "eager", model.training, frozen, rates)
     return model.to(device=precision.device, dtype=precision.dtype).eval()  # type: ignore[arg-type]
 
@@ -124,22 +127,25 @@ class _Found:
 _BEFORE: WeakKeyDictionary[Any, _Found] = WeakKeyDictionary()
 
 
-def check_architecture(folder: str) -> None:
-    """Refuse unsupported architectures before any weights are read."""
-    check_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+def check_architecture(folder: str) -> Any:
+    """Refuse unsupported architectures before any weights are read; returns the model's config."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    check_config(config)
+    return config
 
 
 def check_config(config: Any) -> None:
     architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     if getattr(config, "auto_map", None):
         raise ModelError(f"{architecture} needs remote code (auto_map), which Shoal does not run")
-    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
-        raise ModelError(f"{architecture} is a multimodal model; Shoal supports text decoders only")
+    if is_multimodal(config) and config.model_type not in SUPPORTED:
+        known = ", ".join(sorted(SUPPORTED))
+        raise ModelError(f"{architecture} is a multimodal model; Shoal trains the text part of {known} only")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{architecture} is an encoder-decoder; Shoal supports decoders only")
     if reason := _REFUSED.get(str(getattr(config, "model_type", None))):
         raise ModelError(f"{architecture} {reason}, which Shoal does not support")
-    kinds = set(getattr(config, "layer_types", None) or []) - _KNOWN_LAYERS
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or []) - _KNOWN_LAYERS
     if kinds:
         raise ModelError(f"{architecture} has {', '.join(sorted(kinds))} layers, which Shoal cannot sample")
 

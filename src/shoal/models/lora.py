@@ -16,6 +16,7 @@ from torch import nn
 
 from shoal.core.errors import ModelError
 from shoal.models.load import load_model
+from shoal.models.multimodal import copy_processor, excluded_from_adapters
 from shoal.models.quantize import lora_layers
 from shoal.models.tokenizer import load_tokenizer, locate
 
@@ -50,6 +51,7 @@ def attach(model: nn.Module, settings: LoraSettings) -> PeftModel:
         lora_alpha=settings.alpha,  # type: ignore[arg-type]
         lora_dropout=settings.dropout,
         target_modules=targets,
+        exclude_modules=excluded_from_adapters(model),
         task_type="CAUSAL_LM",
     )
     config._register_custom_module(lora_layers())
@@ -138,6 +140,7 @@ def export_folder(model: str, adapter: str | None, target: Path, card: str) -> N
         loaded = PeftModel.from_pretrained(loaded, str(Path(adapter).expanduser())).merge_and_unload()  # type: ignore[operator]
     loaded.save_pretrained(target)
     load_tokenizer(model).save_pretrained(target)
+    copy_processor(loaded, target)
     (target / CARD).write_text(card, "utf-8")
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from shoal.core.errors import NonFiniteError, StorageError
 from shoal.models import lora
 from shoal.models.decoder import Decoder
+from shoal.models.multimodal import copy_processor
 from shoal.runs.run_dir import SHARDS
 from shoal.trainer.policy import TrainedPolicy
 
@@ -47,6 +48,7 @@ def export_weights(
         model.save_pretrained(str(folder), **adapters, state_dict=tensors)
     else:
         model.save_pretrained(folder, state_dict=tensors)
+        copy_processor(model, folder)
     tokenizer.save_pretrained(folder)
 
 
