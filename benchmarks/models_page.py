@@ -129,7 +129,8 @@ the files of the image processor. Text that contains the placeholder tokens of i
 
 Training on a GPU is `fused` (Shoal's kernels, checked against the modules when the model loads) or `modules` (the
 modules of transformers). Decoding is `graphs` (CUDA graphs) or `eager`. Both columns are what the checks of the source
-say for the tiny model; they were not run on a GPU here.
+say for the tiny model; they were not run on a GPU here. "Refused until verified" means that the model trains on a CPU,
+and that a GPU refuses it: no one has run it there. `SHOAL_TRY_ON_GPU=1` tries, without fused kernels and CUDA graphs.
 
 {table}
 """

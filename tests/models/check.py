@@ -42,6 +42,7 @@ class Finding:
     name: str = ""
     path: str = ""  # how a GPU would train it
     decode: str = ""  # and sample from it
+    unverified: str = ""  # why a GPU refuses it
     lora: str = ""
     kind: str = ""  # what the layers are
     logprob_gap: float | None = None
@@ -116,6 +117,7 @@ def _train_config(folder: Path, **values: Any) -> TrainConfig:
 def _full(folder: Path, model: Any, expected: list[list[int]], finding: Finding) -> None:
     train = _train_config(folder)
     loaded = building.load(train)
+    finding.unverified = loaded.decoder.unverified or ""
     finding.path, finding.decode = _gpu_paths(loaded)
     actual = greedy(loaded.decoder, random_prompts(1, *LENGTHS), TOKENS)
     if actual != expected:

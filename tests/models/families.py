@@ -1,7 +1,7 @@
 """A tiny random model of every causal-LM architecture in transformers: four layers, hidden size 64.
 
-Sizes follow the names of config fields. Windows, chunks and top-k limits are shorter than the tests' texts, so an
-implementation that ignores them fails.
+Sizes are chosen by the names of config fields. Windows, chunks and top-k limits are shorter than the texts of the
+tests, so that a reading of the model that ignores them is found out.
 """
 
 from __future__ import annotations

@@ -62,6 +62,8 @@ def why_no_graphs(decoder: Decoder, cache: SlotCache) -> str | None:
         return "there is no Triton for this device"
     if turns_by_length(decoder):
         return TURNS_BY_LENGTH
+    if decoder.unverified:
+        return f"the decode kernel does not support {decoder.unverified}"
     from shoal.engine.kernels.attention import supports
 
     heads = decoder.config.num_attention_heads

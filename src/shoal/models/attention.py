@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from shoal.core.errors import ModelError
 from shoal.models import kernels
 
 # Each array starts at a multiple of this: Triton recompiles kernels for unaligned pointers.
@@ -97,6 +96,7 @@ class Shape:
     scale: float
     window: int | None
     softcap: float | None
+    sink: Tensor | None = field(default=None, compare=False)  # [H], a logit per head that attends to nothing
 
 
 class Context(Protocol):
@@ -123,18 +123,21 @@ def shoal_attention(
 ) -> tuple[Tensor, None]:
     if shoal is None:
         raise RuntimeError("the shoal attention function was called without a context")
-    if s_aux is not None:
-        raise ModelError(f"{type(module).__name__} uses attention sinks, which Shoal does not support")
-    shape = Shape(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap)
+    shape = Shape(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
     return shoal.attend(int(module.layer_idx), query, key, value, shape), None  # type: ignore[arg-type]
 
 
 AttentionInterface.register(ATTENTION, shoal_attention)
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, shape: Shape) -> Tensor:
-    """[B, H, Tq, D] x [B, Hkv, Tk, D]; `allowed` broadcasts to [B, 1, Tq, Tk]; None = causal with Tq == Tk."""
-    if shape.softcap is None:
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, shape: Shape, sink: Tensor | None = None
+) -> Tensor:
+    """[B, H, Tq, D] x [B, Hkv, Tk, D]; `allowed` broadcasts to [B, 1, Tq, Tk]; None = causal with Tq == Tk.
+
+    `sink` broadcasts to [B, H, Tq].
+    """
+    if shape.softcap is None and sink is None:
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=allowed, is_causal=allowed is None, scale=shape.scale, enable_gqa=grouped
@@ -142,13 +145,19 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor |
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = torch.matmul(query, key.transpose(-1, -2)) * shape.scale
-    scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    if shape.softcap is not None:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
     if allowed is None:
         length = query.shape[2]
         allowed = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
     scores = scores.masked_fill(~allowed, float("-inf"))
-    shares = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    return torch.matmul(shares.to(value.dtype), value)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    out = torch.matmul(torch.softmax(scores, -1, dtype=wide).to(value.dtype), value)
+    if sink is None:
+        return out
+    # The same as one more logit in the softmax. The sum runs over as many keys as without, so it rounds the same in any
+    # batch.
+    return out * torch.sigmoid(scores.to(wide).logsumexp(-1) - sink.to(wide)).unsqueeze(-1).to(out.dtype)
 
 
 @dataclass(frozen=True)
@@ -198,7 +207,7 @@ class Packed:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
         if self.writer is not None:
             self.writer.write(layer, key[0], value[0])
-        if _varlen_takes(query, value) and shape.softcap is None:
+        if _varlen_takes(query, value) and shape.softcap is None and shape.sink is None:
             return self._varlen(query, key, value, shape)
         return self._padded(query, key, value, shape)
 
@@ -264,7 +273,8 @@ class Packed:
         for number, rectangle in enumerate(rectangles):
             q = query[0][:, rectangle.queries].transpose(0, 1)  # [S, H, Lq, D]
             k, v = (x[0][:, rectangle.keys].transpose(0, 1) for x in (key, value))
-            out = dense_attention(q, k, v, self._allowed(number, rectangle, shape.window), shape)
+            sink = None if shape.sink is None else shape.sink[:, None]
+            out = dense_attention(q, k, v, self._allowed(number, rectangle, shape.window), shape, sink)
             pieces.append(out.transpose(1, 2).flatten(0, 1)[rectangle.scatter])
         joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)[order]
         return joined.unsqueeze(0)  # [1, T, H, D]
@@ -332,7 +342,8 @@ class Decode:
         kv_heads = keys.shape[1]
         # Query heads that share a key head become its queries, so keys are not repeated.
         folded = query.reshape(batch, kv_heads, heads // kv_heads, dim)
-        out = dense_attention(folded, keys, values, self._mask(shape.window), shape)
+        sink = None if shape.sink is None else shape.sink.view(kv_heads, -1)
+        out = dense_attention(folded, keys, values, self._mask(shape.window), shape, sink)
         return out.reshape(batch, 1, heads, value.shape[-1])
 
     def _mask(self, window: int | None) -> Tensor:

@@ -6,6 +6,7 @@ the model's own forward at load time, whatever the architecture.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from shoal.models.fused import FusedBody
 from shoal.models.logprobs import Head
 from shoal.models.quantize import held_bytes
 from shoal.models.tokenizer import first_line
+
+TRY_ON_GPU = "SHOAL_TRY_ON_GPU"  # environment variable
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,17 @@ class Decoder:
             return None
         return rope.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
 
+    @property
+    def unverified(self) -> str | None:
+        """What this model needs that was never run on a GPU."""
+        sinks = any(name.endswith(".sinks") for name, _ in self.body.named_parameters())
+        return "attention sinks" if sinks else None
+
+    def check_device(self) -> None:
+        """Refuse on a GPU what was verified on a CPU only."""
+        if self.device.type != "cpu" and self.unverified and os.environ.get(TRY_ON_GPU) != "1":
+            raise ModelError(f"{self.name}: {self.unverified} are not yet verified on a GPU; set {TRY_ON_GPU}=1 to try")
+
     def check_length(self, tokens: int) -> None:
         limit = self.longrope_limit
         if limit is not None and tokens > limit:
@@ -173,6 +187,7 @@ class Decoder:
 
         The probe has two sequences, packed here and batched there, so a model with recurrent state fails the check.
         """
+        self.check_device()
         length = 12
         ids = torch.arange(2 * length, device=self.device).view(2, length) * 7 % self.vocab_size
         positions = torch.arange(length, device=self.device).repeat(2)[None]

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 
 from shoal.core.errors import ModelError
 from shoal.models.multimodal import SUPPORTED, auto_class, freeze_other_parts, is_multimodal
@@ -44,7 +44,10 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str 
                 model = _load_gguf(folder, gguf, dtype)
             else:
                 config = check_architecture(folder)
-                model = auto_class(config).from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+                plain = _dequantised(config)
+                model = auto_class(config).from_pretrained(folder, dtype=dtype, trust_remote_code=False, **plain)
+                if plain:
+                    model = _unquantised(model, dtype)
                 if not Path(name).expanduser().exists():
                     # The hub id, even if read from the cache: adapters refer to their base model by it.
                     model.name_or_path = model.config.name_or_path = name
@@ -150,10 +153,24 @@ def check_config(config: Any) -> None:
         raise ModelError(f"{architecture} has {', '.join(sorted(kinds))} layers, which Shoal cannot sample")
 
 
+def _dequantised(config: Any) -> dict[str, Any]:
+    """MXFP4 experts (gpt-oss) are loaded as plain weights, which can be trained and saved."""
+    if (getattr(config, "quantization_config", None) or {}).get("quant_method") != "mxfp4":
+        return {}
+    log.warning("MXFP4 weights are dequantised: they need four times the memory, and final/ has plain weights")
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
+
+
 def _load_gguf(folder: str, file: str, dtype: torch.dtype) -> nn.Module:
-    # transformers marks a model loaded from GGUF as quantised and refuses to save it, although its weights are plain
-    # tensors. Copy them into a model built from a config without `quantization_config`.
     loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    return _unquantised(loaded, dtype)
+
+
+def _unquantised(loaded: Any, dtype: torch.dtype) -> nn.Module:
+    """transformers marks a dequantised model as quantised: it refuses to save it, or saves it under other names.
+
+    Copy its weights into a model built from a config without `quantization_config`.
+    """
     fields: dict[str, Any] = {k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"}
     clean = AutoModelForCausalLM.from_config(type(loaded.config)(**fields), dtype=dtype)
     clean.load_state_dict(loaded.state_dict())
