@@ -182,7 +182,7 @@ def test_a_share_of_gpu_memory_is_one_of_free_memory_on_a_cpu_and_a_note_says_so
 
 
 def test_rewards_that_always_fail_are_told_and_are_no_success(new_run: NewRun):
-    """Two steps, so fewer than the five flat ones that stop a run: it still does not end as if all were well."""
+    """The run ends after its first step, and not as if all were well."""
     run = new_run(train={"max_steps": 2}, orch={"reward": {"function": "my_code:broken_reward"}})
     command = run.grpo()
     assert command.wait() == 3, command.text()
@@ -190,7 +190,7 @@ def test_rewards_that_always_fail_are_told_and_are_no_success(new_run: NewRun):
     assert len(told) == 1, "once, though every message quotes another answer"
     assert "step 1: no reward for 64 of 64 rollouts of reverse-text: KeyError:" in told[0]
     assert "my_code.py:" in told[0] and "in broken_reward)" in told[0]
-    assert "2 steps had a reward (reverse-text: KeyError" in command.text()
+    assert "every rollout of step 1 (reverse-text: KeyError" in command.text()
     assert run.status()["state"] == "stopped" and not (run.path / "final").exists()
 
 

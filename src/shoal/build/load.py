@@ -29,6 +29,11 @@ from shoal.runs.run_dir import is_used
 
 MAX_CHANGES = 12  # listed when a run resumes with another configuration
 
+DEFAULT_LOSS = (
+    "train.loss.type: is masked, the default: no clip, but tokens and rollouts far from the sampler are dropped, so "
+    "that stale rollouts do no harm; set it to grpo for the clipped loss"
+)
+
 
 @dataclass(frozen=True)
 class PythonObjects:
@@ -84,6 +89,8 @@ def load(
     resume = resume or config.train.resume_from_checkpoint
     advice = [] if split else findings.notice_lines()
     notices = advice + check_run_folder(draft, config, resume)
+    if not draft.config.train.loss.model_fields_set:
+        notices.append(DEFAULT_LOSS)
     return Run(config, resume, notices=tuple(wording(line) for line in notices), wording=wording)
 
 

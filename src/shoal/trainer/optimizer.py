@@ -32,7 +32,11 @@ class Schedule:
     final_fraction: float = 0.0
 
     def __call__(self, step: int) -> float:
-        """The learning rate of optimizer step `step`, counted from 1."""
+        """The learning rate of optimizer step `step`, counted from 1. It is above 0 in every step of the run.
+
+        The first step after warm-up has the peak, and the floor would be reached one step after the last, as in
+        transformers.
+        """
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
         if self.kind == "constant":
@@ -42,7 +46,7 @@ class Schedule:
             start = max(start, self.total_steps - math.ceil(WSD_DECAY_FRACTION * self.total_steps))
             if step <= start:
                 return self.peak
-        progress = min(1.0, (step - start) / max(1, self.total_steps - start))
+        progress = min(1.0, (step - 1 - start) / max(1, self.total_steps - start))
         shape = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress
         return self.peak * (self.final_fraction + (1 - self.final_fraction) * shape)
 

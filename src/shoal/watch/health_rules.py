@@ -138,9 +138,7 @@ def _too_few_mixed(row: Row, _: History) -> RuleMatch | None:
         return None  # most rewards failed: the rule reward-errors reports that
     if good == bad == 0:
         remedy = "if all groups of a task have its best reward, set orch.reward.max or max_reward of the environment"
-        return RuleMatch(
-            f"{'none' if not mixed else f'only {mixed:.0%}'} of the groups have different rewards", -mixed, remedy
-        )
+        return RuleMatch(f"only {mixed:.0%} of the groups have different rewards", -mixed, remedy)
     side, remedy = ("too easy", glossary.HARDER_PROMPTS) if good > bad else ("too hard", glossary.EASIER_PROMPTS)
     share = f"only {mixed:.0%}" if mixed else "none"
     words = f"{share} of the groups have different rewards: prompts are {side} ({good:.0%} all good, {bad:.0%} all bad)"

@@ -31,3 +31,32 @@ def test_steps_are_those_of_the_weights(tmp_path: Path, planned: object, weights
         run_dir.write_status("solved", step=54, reason="solved after step 54", resumable=False, next_command=None)
     assert f"| Steps | {steps} |" in model_card(Weights(str(run / weights), None, run)).splitlines()
     assert f"| Steps | {steps} |" in model_card(Weights("org/model", str(run / weights), run)).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("loss", "advantage", "name"),
+    [
+        ("type: grpo", "std: group", "GRPO."),
+        ("type: dapo", "std: group", "DAPO."),
+        ("{type: grpo, aggregation: seq-mean-token-sum-norm}", "std: none", "Dr. GRPO."),
+        ("type: masked", "std: none", "policy gradient with the loss `masked` with group-relative advantages."),
+        ("type: grpo", "{std: group, leave_one_out: true}", "GRPO with leave-one-out advantages."),
+        (
+            "type: 'mine:loss'",
+            "std: group",
+            "policy gradient with the loss `mine:loss` with group-relative advantages.",
+        ),
+    ],
+)
+def test_the_algorithm_is_named_by_its_loss_and_advantages(tmp_path: Path, loss: str, advantage: str, name: str):
+    sections = [text if text.startswith("{") else f"{{{text}}}" for text in (loss, advantage)]
+    config = (
+        CONFIG.format(planned=1)
+        .replace("{type: grpo}", sections[0])
+        .replace("orch: {", f"orch: {{advantage: {sections[1]}, ")
+    )
+    with RunDir.create(tmp_path / "run", config, {}) as run_dir:
+        run_dir.write_status("finished", step=1, reason="", resumable=False, next_command=None)
+    card = model_card(Weights("org/model", None, tmp_path / "run"))
+    assert f"Trained from `org/model` with Shoal, {name}" in card
+    assert ("- grpo" in card) == ("type: grpo" in loss)

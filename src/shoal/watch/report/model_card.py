@@ -38,13 +38,14 @@ def model_card(weights: Weights) -> str:
 
 
 def _front_matter(weights: Weights) -> dict[str, Any]:
+    config = _config(weights.run)
     data: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["shoal", "grpo"],
+        "tags": ["shoal", *_tags(config)],
     }
     # Publish a hub id, but not a local path.
-    base = weights.model if weights.run is None else _config(weights.run).get("train", {}).get("model")
+    base = weights.model if weights.run is None else config.get("train", {}).get("model")
     if base and not _local(base):
         data["base_model"] = base
     return data
@@ -67,10 +68,33 @@ def _origin(weights: Weights, config: dict[str, Any]) -> str:
         }
     if train.get("lora"):
         rows["LoRA"] = f"rank {train['lora_rank']}, alpha {train['lora_alpha']}, merged"
-    how = "GRPO" if orch is not None else "supervised fine-tuning"
+    how = algorithm(config)
     lines = "\n".join(f"| {name} | {show(value).strip(chr(34))} |" for name, value in rows.items() if value is not None)
     start = Path(str(train.get("model"))).name if _local(train.get("model")) else train.get("model")
     return f"Trained from `{start}` with Shoal, {how}.\n\n| | |\n|---|---|\n{lines}"
+
+
+def algorithm(config: dict[str, Any]) -> str:
+    """The algorithm in words: the name of the loss and of the advantages that it was used with."""
+    if config.get("orch") is None:
+        return "supervised fine-tuning"
+    loss, advantage = config["train"]["loss"], config["orch"].get("advantage", {})
+    names = {"grpo": "GRPO", "dapo": "DAPO", "gspo": "GSPO", "cispo": "CISPO", "sapo": "SAPO", "reinforce": "REINFORCE"}
+    name = names.get(loss["type"], f"policy gradient with the loss `{loss['type']}`")
+    if loss["type"] == "grpo" and advantage.get("std") == "none":
+        name = "Dr. GRPO" if loss.get("aggregation") == "seq-mean-token-sum-norm" else "GRPO without scaled rewards"
+    if advantage.get("function"):
+        return f"{name} with the advantages of `{advantage['function']}`"
+    mean = "leave-one-out" if advantage.get("leave_one_out") else f"{advantage.get('mean', 'group')}-relative"
+    return (
+        name if mean == "group-relative" and name in (*names.values(), "Dr. GRPO") else f"{name} with {mean} advantages"
+    )
+
+
+def _tags(config: dict[str, Any]) -> list[str]:
+    if config.get("orch") is None:
+        return ["sft"] if config else []
+    return ["reinforcement-learning", str(config["train"]["loss"]["type"]).rpartition(":")[2]]
 
 
 def _steps(weights: Weights, planned: int | None) -> int | str | None:
