@@ -1,10 +1,13 @@
-"""Generates docs/coming-from.md: `python -m shoal.coming_from > docs/coming-from.md`.
+"""Generates the pages for users of other systems: `python -m shoal.coming_from docs/coming-from`.
 
 The tables here have the commands, imports and paths of other systems. The tables of arguments are derived from their
-declarations. A new table goes into TABLES.
+declarations. A new page goes into PAGES.
 """
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 from shoal.config.fields import known_keys, sections_at, walk_keys
 from shoal.config.schema import RunConfig
@@ -15,7 +18,7 @@ from shoal.surfaces import trl
 from shoal.surfaces.names import KeyRow, KeyTable, rows_of
 
 QUICKSTART = KeyTable(
-    "Three files, one command (the quickstart)",
+    "Three files, one command",
     (
         KeyRow(
             "surogate grpo --train examples/grpo/train.yaml --infer examples/grpo/infer.yaml "
@@ -48,13 +51,13 @@ QUICKSTART = KeyTable(
 )
 
 TRAINER = KeyTable(
-    "A Python class (the GRPO training guide)",
+    "Commands and names around the trainer",
     (
         KeyRow("GRPOTrainer", "`from shoal import GRPOTrainer`", "arguments below"),
         KeyRow(
             "accelerate launch --num_processes 2 examples/grpo_trainer_math.py",
             "`accelerate launch --num_processes 2 examples/grpo_trainer_math.py`",
-            "with `use_accelerate=True`; without a GPU, `--multi_gpu` starts two processes on the CPU",
+            "with `use_accelerate=True`; without a GPU too",
         ),
         KeyRow("examples/grpo_trainer_math.py", "`examples/grpo_trainer_math.py`"),
         KeyRow("pip install vllm", "`pip install vllm`", "only for `use_vllm=True`"),
@@ -65,7 +68,7 @@ TRAINER = KeyTable(
 )
 
 RECIPE = KeyTable(
-    "A recipe and its API level (the cookbook's rl_loop)",
+    "The recipe and its API level",
     (
         KeyRow("training/recipes/rl_loop.py", "`from shoal.recipes.rl_loop import Config, main`", "src/shoal/recipes/"),
         KeyRow("Config + main", "`main(Config(…), reward_fn)`"),
@@ -86,7 +89,7 @@ RECIPE = KeyTable(
         KeyRow(
             "--forward-only",
             "`infra.reference`",
-            "a frozen copy in the same process; the flag is an error",
+            "a frozen copy in the same process",
         ),
         KeyRow("asyncio.run(...)", "`asyncio.run(infra.sampler.sample_with_tokens(…))`"),
         KeyRow(
@@ -105,7 +108,7 @@ RECIPE = KeyTable(
 )
 
 LAUNCHER = KeyTable(
-    "Config file and launcher (GSM8K)",
+    "Config file and launcher",
     (
         KeyRow(
             "python -m areal.launcher.local train_grpo.py --config train_grpo.yaml experiment_name=… trial_name=…",
@@ -117,9 +120,7 @@ LAUNCHER = KeyTable(
         KeyRow("train_local_simple.py", "`examples/gsm8k/train_local_simple.py`"),
         KeyRow("train_hf_trainer.py", "`examples/gsm8k/train_hf_trainer.py`"),
         KeyRow("areal.reward.math_parser", "`shoal.rewards.math_parser`", "`process_results(completion, gold)`"),
-        KeyRow(
-            "DOCKER_WINDOWS_SETUP.md, CURSOR_DOCKER_WORKFLOW.md", "`examples/gsm8k/README.md`", "WSL2 and a container"
-        ),
+        KeyRow("DOCKER_WINDOWS_SETUP.md, CURSOR_DOCKER_WORKFLOW.md", "`examples/gsm8k/`", "files with the same names"),
         KeyRow("algorithms/grpo.md of its documentation", "`docs/algorithms.md`"),
         KeyRow("math/gsm8k_grpo.py of its examples", "`examples/gsm8k/train_grpo.py`"),
         KeyRow("outputs of a trial", "`outputs/<experiment>/<trial>`", "the run directory"),
@@ -143,28 +144,264 @@ FIELDS = KeyTable(
 )
 LAUNCHER_FIELDS = KeyTable("Keys of the launcher's files", rows_of(LAUNCHER_KEYS))
 
-TABLES: tuple[KeyTable, ...] = (
-    QUICKSTART,
-    TRAINER,
-    ARGUMENTS,
-    RECIPE,
-    FIELDS,
-    LAUNCHER,
-    LAUNCHER_FIELDS,
-    trl.TRAINER,
-    trl.FIELDS,
+
+VERL = KeyTable(
+    "Keys of verl's `ppo_trainer` configuration",
+    (
+        KeyRow("python3 -m verl.trainer.main_ppo key=value …", "`shoal grpo run.yaml key=value …`"),
+        KeyRow("algorithm.adv_estimator=grpo", "orch.advantage", "the default: group mean"),
+        KeyRow("algorithm.adv_estimator=rloo", "orch.advantage.leave_one_out", "true, with `std: none`"),
+        KeyRow("algorithm.adv_estimator=reinforce_plus_plus", "orch.advantage.std", "`mean: batch`, `std: batch`"),
+        KeyRow("algorithm.adv_estimator=gae", note="there is no critic", refused=True),
+        KeyRow("algorithm.norm_adv_by_std_in_grpo", "orch.advantage.std", "True is group, False is none"),
+        KeyRow("algorithm.use_kl_in_reward", "train.loss.kl.in", "reward"),
+        KeyRow("algorithm.kl_ctrl.kl_coef", "train.loss.kl.beta", "fixed; no adaptive coefficient"),
+        KeyRow("data.train_files", "orch.dataset.path", "parquet files too"),
+        KeyRow("data.val_files", "orch.eval.env"),
+        KeyRow("data.prompt_key", "orch.dataset.columns"),
+        KeyRow("data.train_batch_size", "orch.batch_size", "prompts in verl: multiply by rollout.n"),
+        KeyRow("data.max_prompt_length", "orch.seq_len", "prompt and completion together"),
+        KeyRow("data.max_response_length", "orch.sampling.max_tokens"),
+        KeyRow("data.seed", "train.seed"),
+        KeyRow("actor_rollout_ref.model.path", "train.model"),
+        KeyRow("actor_rollout_ref.model.lora_rank", "train.lora_rank", "with `train.lora: true`"),
+        KeyRow("actor_rollout_ref.model.enable_gradient_checkpointing", "train.recompute"),
+        KeyRow("actor_rollout_ref.actor.optim.lr", "train.learning_rate"),
+        KeyRow("actor_rollout_ref.actor.optim.lr_warmup_steps", "train.warmup_steps"),
+        KeyRow(
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            "train.minibatches",
+            "train_batch_size / ppo_mini_batch_size",
+        ),
+        KeyRow("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "train.per_device_train_batch_size", "rows"),
+        KeyRow("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "train.sequence_len", "rows are packed"),
+        KeyRow("actor_rollout_ref.actor.ppo_epochs", "train.ppo_epochs"),
+        KeyRow("actor_rollout_ref.actor.clip_ratio_low", "train.loss.clip_low", "with `train.loss.type: grpo`"),
+        KeyRow("actor_rollout_ref.actor.clip_ratio_high", "train.loss.clip_high"),
+        KeyRow("actor_rollout_ref.actor.clip_ratio_c", "train.loss.dual_clip", "3 in verl, unset in Shoal"),
+        KeyRow(
+            "actor_rollout_ref.actor.loss_agg_mode",
+            "train.loss.aggregation",
+            "token-mean and seq-mean-token-mean by name; seq-mean-token-sum-norm too",
+        ),
+        KeyRow("actor_rollout_ref.actor.use_kl_loss", "train.loss.kl.beta", "above 0"),
+        KeyRow("actor_rollout_ref.actor.kl_loss_coef", "train.loss.kl.beta"),
+        KeyRow("actor_rollout_ref.actor.kl_loss_type", "train.loss.kl.estimator", "low_var_kl is k3, mse is k2"),
+        KeyRow("actor_rollout_ref.actor.entropy_coeff", note="`policy/entropy` is measured", refused=True),
+        KeyRow("actor_rollout_ref.actor.grad_clip", "train.max_grad_norm"),
+        KeyRow("actor_rollout_ref.actor.strategy=fsdp", "train.sharding", "fsdp"),
+        KeyRow("actor_rollout_ref.actor.strategy=megatron", note="FSDP2 only", refused=True),
+        KeyRow("actor_rollout_ref.rollout.name=vllm", "infer.engine", "vllm or sglang"),
+        KeyRow("actor_rollout_ref.rollout.n", "orch.rollouts_per_example"),
+        KeyRow("actor_rollout_ref.rollout.temperature", "orch.sampling.temperature"),
+        KeyRow("actor_rollout_ref.rollout.top_p", "orch.sampling.top_p"),
+        KeyRow("actor_rollout_ref.rollout.gpu_memory_utilization", "infer.gpu_memory_utilization"),
+        KeyRow("actor_rollout_ref.rollout.tensor_model_parallel_size", "infer.tp"),
+        KeyRow("custom_reward_function.path, .name", "orch.reward.function", "`path/to/file.py:name`"),
+        KeyRow("reward_model.enable", "orch.env", "the environment `dataset` with `reward: judge`"),
+        KeyRow("trainer.total_epochs", "train.epochs"),
+        KeyRow("trainer.total_training_steps", "train.max_steps"),
+        KeyRow("trainer.n_gpus_per_node", "train.gpus"),
+        KeyRow("trainer.nnodes", note="start with torchrun: scale-out.md"),
+        KeyRow("trainer.logger", "train.report_to", "`train.metric_names: verl` keeps verl's names"),
+        KeyRow("trainer.project_name", "train.report_project"),
+        KeyRow("trainer.experiment_name", "train.report_name"),
+        KeyRow("trainer.save_freq", "train.save_steps"),
+        KeyRow("trainer.test_freq", "orch.eval.interval"),
+        KeyRow("trainer.val_before_train", "orch.eval.at_start"),
+        KeyRow("trainer.default_local_dir", "train.output_dir"),
+        KeyRow("trainer.resume_mode", "train.resume_from_checkpoint", "`--resume`"),
+        KeyRow("compute_score(data_source, solution_str, ground_truth)", "`f(completion, answer)`"),
+    ),
+    intro="verl's batch sizes count prompts, Shoal's count rollouts.",
+    columns=("there", "schema key"),
 )
-INTRO = """# Coming from elsewhere
 
-Find the Shoal name for a name, command or path of another system. [configuration.md](configuration.md) describes the
-schema keys. Set them on the command line (`train.learning_rate=1e-5`), or with `overrides` in `GRPOTrainer` and
-`Config`. This page is generated: `python -m shoal.coming_from > docs/coming-from.md`.
-"""
+OPENRLHF = KeyTable(
+    "Arguments of OpenRLHF's `train_ppo_ray`",
+    (
+        KeyRow("python3 -m openrlhf.cli.train_ppo_ray --key value …", "`shoal grpo run.yaml key=value …`"),
+        KeyRow("--pretrain", "train.model"),
+        KeyRow("--prompt_data", "orch.dataset.path", "or `orch.dataset.name`"),
+        KeyRow("--input_key", "orch.dataset.columns"),
+        KeyRow("--label_key", "orch.dataset.columns", "the column `answer`"),
+        KeyRow("--apply_chat_template", note="a chat template is always applied"),
+        KeyRow("--save_path", "train.output_dir"),
+        KeyRow("--advantage_estimator group_norm", "orch.advantage", "the default with `train.loss.type: grpo`"),
+        KeyRow("--advantage_estimator dr_grpo", "orch.advantage.std", "none"),
+        KeyRow("--advantage_estimator rloo", "orch.advantage.leave_one_out", "true, with `std: none`"),
+        KeyRow("--advantage_estimator reinforce_baseline", "orch.advantage.std", "`mean: group`, `std: batch`"),
+        KeyRow("--advantage_estimator gae", note="there is no critic", refused=True),
+        KeyRow("--n_samples_per_prompt", "orch.rollouts_per_example"),
+        KeyRow("--rollout_batch_size", "orch.batch_size", "prompts in OpenRLHF: multiply by n_samples_per_prompt"),
+        KeyRow("--train_batch_size", "train.minibatches", "rollouts per step / train_batch_size"),
+        KeyRow("--micro_train_batch_size", "train.per_device_train_batch_size", "rows"),
+        KeyRow("--max_epochs", "train.ppo_epochs"),
+        KeyRow("--num_episodes", "train.epochs"),
+        KeyRow("--prompt_max_len", "orch.seq_len", "prompt and completion together"),
+        KeyRow("--generate_max_len", "orch.sampling.max_tokens"),
+        KeyRow("--temperature", "orch.sampling.temperature"),
+        KeyRow("--top_p", "orch.sampling.top_p"),
+        KeyRow("--actor_learning_rate", "train.learning_rate"),
+        KeyRow("--critic_learning_rate", note="there is no critic", refused=True),
+        KeyRow("--lr_warmup_ratio", "train.warmup_ratio"),
+        KeyRow("--l2", "train.weight_decay"),
+        KeyRow("--max_norm", "train.max_grad_norm"),
+        KeyRow("--eps_clip", "train.loss.clip_low"),
+        KeyRow("--eps_clip_low_high", ("train.loss.clip_low", "train.loss.clip_high")),
+        KeyRow("--dual_clip", "train.loss.dual_clip"),
+        KeyRow("--policy_loss_type gspo", "train.loss.type", "gspo"),
+        KeyRow("--init_kl_coef", "train.loss.kl.beta"),
+        KeyRow("--kl_estimator", "train.loss.kl.estimator", "k1 only with `train.loss.kl.in: reward`"),
+        KeyRow("--use_kl_loss", "train.loss.kl.in", "loss; without it, reward"),
+        KeyRow("--entropy_loss_coef", note="`policy/entropy` is measured", refused=True),
+        KeyRow("--remote_rm_url", "orch.reward.function", "a Python file becomes `file.py:function`; a URL a judge"),
+        KeyRow("--reward_pretrain", "orch.env", "the environment `dataset` with `reward: judge`"),
+        KeyRow("--dynamic_filtering", "orch.groups.uniform", "refill is the default"),
+        KeyRow("--vllm_num_engines", "infer.dp"),
+        KeyRow("--vllm_tensor_parallel_size", "infer.tp"),
+        KeyRow("--vllm_gpu_memory_utilization", "infer.gpu_memory_utilization"),
+        KeyRow("--enable_vllm_is_correction", "train.loss.correction.type", "tis"),
+        KeyRow("--async_train", "orch.max_async_level", "1 or more"),
+        KeyRow("--colocate_all_models", note="`shoal grpo` is co-located"),
+        KeyRow("--zero_stage", "train.sharding", "fsdp for stage 3"),
+        KeyRow("--gradient_checkpointing", "train.recompute"),
+        KeyRow("--lora_rank", "train.lora_rank", "with `train.lora: true`"),
+        KeyRow("--load_in_4bit", "train.qlora_bnb"),
+        KeyRow("--seed", "train.seed"),
+        KeyRow("--save_steps", "train.save_steps"),
+        KeyRow("--eval_steps", "orch.eval.interval"),
+        KeyRow("--use_wandb", "train.report_to", "wandb; the key comes from WANDB_API_KEY"),
+        KeyRow("--load_checkpoint", "train.resume_from_checkpoint", "`--resume`"),
+    ),
+    columns=("there", "schema key"),
+)
+
+UNSLOTH = KeyTable(
+    "Unsloth",
+    (
+        KeyRow("from unsloth import FastLanguageModel", "`from shoal import GRPOConfig, GRPOTrainer`"),
+        KeyRow("FastLanguageModel.from_pretrained(model_name)", "train.model", "`model=` is the name"),
+        KeyRow("max_seq_length", "train.sequence_len", '`overrides=["train.sequence_len=…"]`'),
+        KeyRow("load_in_4bit", "train.qlora_bnb", '`overrides=["train.qlora_bnb=true"]`'),
+        KeyRow("load_in_8bit", "train.qlora_fp8", "FP8 instead of int8"),
+        KeyRow("full_finetuning", "train.lora", "false"),
+        KeyRow(
+            "fast_inference", "infer.engine", "the embedded engine samples with the trained weights; no vLLM needed"
+        ),
+        KeyRow("gpu_memory_utilization", "infer.gpu_memory_utilization", "by default the memory plan decides"),
+        KeyRow("max_lora_rank", "train.lora_rank"),
+        KeyRow("FastLanguageModel.get_peft_model(model, r, …)", "train.lora", "`peft_config=LoraConfig(…)`"),
+        KeyRow("lora_alpha", "train.lora_alpha"),
+        KeyRow("target_modules", "train.lora_target_modules"),
+        KeyRow('use_gradient_checkpointing="unsloth"', "train.recompute", "the memory plan decides"),
+        KeyRow("random_state", "train.seed"),
+        KeyRow("GRPOConfig(…)", "`GRPOConfig(…)`", "the fields of TRL"),
+        KeyRow("GRPOTrainer(model, processing_class, reward_funcs, args, train_dataset)", "`GRPOTrainer(…)`"),
+        KeyRow("model.save_lora(path)", "`final/`", "an adapter for PEFT"),
+        KeyRow("model.save_pretrained_merged(path)", "`shoal export`"),
+        KeyRow("FastLanguageModel.for_inference(model)", "`trainer.test(dataset)`", "or `shoal eval`"),
+        KeyRow("UNSLOTH_VLLM_STANDBY", "infer.engine", "not needed with the embedded engine"),
+    ),
+    intro="Unsloth's scripts use TRL's trainer, so [trl.md](trl.md) applies to the rest.",
+)
+
+PRIME_RL = KeyTable(
+    "Keys of prime-rl's files",
+    (
+        KeyRow("uv run rl @ rl.toml", "`shoal grpo run.yaml`", "`--layout split` for three processes"),
+        KeyRow("uv run trainer @ train.toml", "`shoal grpo-train train.yaml`"),
+        KeyRow("uv run orchestrator @ orch.toml", "`shoal grpo-orch orch.yaml`"),
+        KeyRow("uv run inference @ infer.toml", "`shoal grpo-infer infer.yaml`"),
+        KeyRow("uv run sft @ sft.toml", "`shoal sft sft.yaml`"),
+        KeyRow("model.name", ("train.model", "infer.model")),
+        KeyRow("max_steps", ("train.max_steps", "orch.max_steps")),
+        KeyRow("seq_len", ("train.sequence_len", "orch.seq_len")),
+        KeyRow("output_dir", "train.output_dir"),
+        KeyRow("trainer.optim.lr", "train.learning_rate"),
+        KeyRow("trainer.optim.weight_decay", "train.weight_decay"),
+        KeyRow("trainer.optim.max_norm", "train.max_grad_norm"),
+        KeyRow("trainer.optim.type=muon", note="AdamW only", refused=True),
+        KeyRow("trainer.scheduler.type", "train.lr_scheduler_type"),
+        KeyRow("trainer.ckpt.interval", "train.save_steps"),
+        KeyRow("trainer.model.ac", "train.recompute"),
+        KeyRow("trainer.model.lora.rank", "train.lora_rank", "with `train.lora: true`"),
+        KeyRow("trainer.loss.token_mask_low", "train.loss.token_mask_low", "the loss `masked`"),
+        KeyRow("trainer.loss.token_mask_high", "train.loss.token_mask_high"),
+        KeyRow("trainer.loss.geo_mask_low", "train.loss.geo_mask_low"),
+        KeyRow("trainer.loss.geo_mask_high", "train.loss.geo_mask_high"),
+        KeyRow("trainer.loss.ratio_type", "train.loss.ratio_type"),
+        KeyRow("trainer.loss.kl_tau", "train.loss.kl_tau"),
+        KeyRow("trainer.loss.adv_tau", "train.loss.adv_tau"),
+        KeyRow("trainer.loss.teacher_tau", note="distillation from a teacher", refused=True),
+        KeyRow("trainer.weight_broadcast.type", "train.weight_broadcast.type"),
+        KeyRow("orchestrator.batch_size", "orch.batch_size"),
+        KeyRow("orchestrator.rollouts_per_example", "orch.rollouts_per_example"),
+        KeyRow("orchestrator.oversampling_factor", "orch.groups.max_refill", "zero-variance groups are replaced"),
+        KeyRow("orchestrator.max_async_level", "orch.max_async_level"),
+        KeyRow("orchestrator.max_off_policy_steps", "orch.max_off_policy_steps"),
+        KeyRow("orchestrator.sampling.temperature", "orch.sampling.temperature"),
+        KeyRow("orchestrator.sampling.max_tokens", "orch.sampling.max_tokens"),
+        KeyRow("orchestrator.env.id", "orch.env", "`verifiers:ID`"),
+        KeyRow("orchestrator.env.args", "orch.env", "`args`"),
+        KeyRow("orchestrator.eval.interval", "orch.eval.interval"),
+        KeyRow("orchestrator.buffer.easy_threshold", "orch.buffer.easy_threshold"),
+        KeyRow("orchestrator.buffer.hard_threshold", "orch.buffer.hard_threshold"),
+        KeyRow("orchestrator.buffer.easy_fraction", "orch.buffer.easy_fraction", "a sampling probability"),
+        KeyRow("orchestrator.advantage", "orch.advantage"),
+        KeyRow("orchestrator.client.base_url", "orch.client.base_url"),
+        KeyRow("inference.parallel.tp", "infer.tp"),
+        KeyRow("inference.parallel.dp", "infer.dp"),
+        KeyRow("inference.server.port", "infer.port"),
+        KeyRow("wandb.project", "train.report_project", "with `train.report_to: wandb`"),
+        KeyRow("wandb.name", "train.report_name"),
+    ),
+    intro="The files are YAML instead of TOML.",
+    columns=("there", "schema key"),
+)
+
+KEYS_INTRO = (
+    "[configuration.md](../configuration.md) describes the schema keys. Set them in a file or on the command line "
+    '(`train.learning_rate=1e-5`), or with `overrides=["train.learning_rate=1e-5"]` in a script.'
+)
+# File → (system, how to begin, tables).
+PAGES: dict[str, tuple[str, str, tuple[KeyTable, ...]]] = {
+    "trl": (
+        "TRL",
+        "Change `from trl import GRPOConfig, GRPOTrainer` to `from shoal import GRPOConfig, GRPOTrainer`. With "
+        "`args=GRPOConfig(…)` TRL 1.16's defaults apply ([grpo-trainer.md](../grpo-trainer.md)). The last table has "
+        "Shoal's own arguments, which apply without `args`.",
+        (trl.TRAINER, trl.FIELDS, TRAINER, ARGUMENTS),
+    ),
+    "verl": ("verl", "Write a YAML file with `shoal init`, and start it with `shoal grpo`.", (VERL,)),
+    "openrlhf": ("OpenRLHF", "Write a YAML file with `shoal init`, and start it with `shoal grpo`.", (OPENRLHF,)),
+    "unsloth": ("Unsloth", "An Unsloth script is a TRL script with another way to load the model.", (UNSLOTH,)),
+    "prime-rl": ("prime-rl", "The three processes and most keys have the same names.", (PRIME_RL,)),
+    "surogate": (
+        "Surogate",
+        "The three files work unchanged: `shoal grpo --train train.yaml --infer infer.yaml --orch orch.yaml`.",
+        (QUICKSTART,),
+    ),
+    "fireworks-cookbook": (
+        "the Fireworks cookbook",
+        "`from shoal.recipes.rl_loop import Config, main` has the names of the cookbook's `rl_loop` "
+        "([recipes.md](../recipes.md)).",
+        (RECIPE, FIELDS),
+    ),
+    "areal": (
+        "AReaL",
+        "`python -m shoal.launcher.local train_grpo.py --config train_grpo.yaml` reads AReaL's files "
+        "([launcher.md](../launcher.md)).",
+        (LAUNCHER, LAUNCHER_FIELDS),
+    ),
+}
 
 
-def page() -> str:
-    contents = "\n".join(f"- [{table.title.replace('`', '')}](#{_anchor(table.title)})" for table in TABLES)
-    return "\n".join([INTRO, contents, "", *(render(table) for table in TABLES)])
+def page(name: str) -> str:
+    system, start, tables = PAGES[name]
+    head = f"# Coming from {system}\n\n{start}\n\n{KEYS_INTRO}\n"
+    note = "\nThis page is generated: `python -m shoal.coming_from docs/coming-from`.\n"
+    return "\n".join([head, *(render(table) for table in tables)]).rstrip("\n") + "\n" + note
 
 
 def render(table: KeyTable) -> str:
@@ -182,15 +419,17 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _anchor(title: str) -> str:
-    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
-    return kept.replace(" ", "-")
-
-
 def unknown_keys() -> list[str]:
     """Keys in the tables that the schema does not have."""
     known = {key.dotted for key in walk_keys(RunConfig)}
-    named = [key for table in TABLES for row in table.rows for key in row.keys if "`" not in key]
+    named = [
+        key
+        for _, _, tables in PAGES.values()
+        for table in tables
+        for row in table.rows
+        for key in row.keys
+        if "`" not in key
+    ]
     return [key for key in named if key not in known and not _free_form(key)]
 
 
@@ -202,4 +441,5 @@ def _free_form(key: str) -> bool:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    for name in PAGES:
+        (Path(sys.argv[1]) / f"{name}.md").write_text(page(name), encoding="utf-8")

@@ -1,6 +1,6 @@
 """The keys of the launcher's files: schema keys, defaults and conversions. A default of None is that of the schema.
 
-translate.py and read.py work through this table. docs/launcher.md and docs/coming-from.md have it as a page.
+translate.py and read.py work through this table. docs/launcher.md and docs/coming-from/areal.md have it as a page.
 """
 
 from __future__ import annotations
