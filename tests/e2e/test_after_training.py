@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +117,15 @@ def test_any_checkpoint_is_scored_and_two_are_compared(new_run: NewRun, model: P
     by_adapter = scores(run(warm, trained.folder, "eval", str(model), "--adapter", "out/final", *asked))
     by_folder = scores(run(warm, trained.folder, "eval", "out/checkpoints/step_000012", *asked))
     assert by_run == by_adapter == by_folder
+    card = (trained.path / "final" / "README.md").read_text()
+    assert "library_name: peft" in card and "Held-out evaluation" in card and "More Information" not in card
+    mask = os.umask(0o022)
+    os.umask(mask)
+    modes = {path: path.stat().st_mode & 0o777 for path in trained.path.rglob("*") if path.is_file()}
+    assert set(modes.values()) == {0o666 & ~mask}, modes
+    greedy = ["say 100", "--temperature", "0", "--max-tokens", "10", "infer.max_model_len=64"]
+    said, before = (run(warm, trained.folder, "chat", name, *greedy) for name in ("out", str(model)))
+    assert said != before, "the adapter answers"
     best = json.loads((trained.path / "checkpoints" / "best.json").read_text())["step"]
     chosen = scores(run(warm, trained.folder, "eval", "out", "--checkpoint", "best", *asked))
     named = scores(run(warm, trained.folder, "eval", "out", "--checkpoint", str(best), *asked))
@@ -183,7 +193,9 @@ def test_bad_rows_and_long_prompts_are_counted_in_the_run(new_run: NewRun):
     (run_.folder / "rows.jsonl").write_text("\n".join(rows))
     command = run_.grpo()
     assert command.wait() == 0, command.text()
-    (data,) = run_.events("data")
+    data, split = run_.events("data")
+    assert (data["level"], split["level"]) == ("warning", "notice") and "the last 2 of 28 rows" in split["message"]
+    assert split["message"] in command.text()
     assert "28 rows used, 2 invalid rows" in data["message"]
     assert "rows.jsonl:4: not JSON" in data["message"] and "rows.jsonl:9: prompt is null" in data["message"]
     (aside,) = run_.events("set-aside")

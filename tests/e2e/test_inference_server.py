@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -78,6 +80,39 @@ def test_it_serves_until_a_signal_stops_it(start: Start, port: int, tmp_path: Pa
     assert server.wait(20) == -signal.SIGTERM and server.text().endswith("stopped by SIGTERM\n")
     assert token not in (tmp_path / "outputs" / "logs" / "infer.log").read_text()
     assert up(start()).running(), "the port is free again"
+
+
+def test_serve_needs_no_file(warm: WarmPython, raw_model: Path, port: int, tmp_path: Path):
+    (tmp_path / "mine").symlink_to(raw_model)
+    server = warm.start(["serve", "mine", f"infer.port={port}", "infer.max_num_seqs=8"], tmp_path)
+    try:
+        up(server)
+        assert [model["id"] for model in get(port, "/v1/models")["data"]] == ["mine", "mine-v0"]
+        server.send(signal.SIGTERM)
+        assert server.wait(20) == -signal.SIGTERM
+        left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("output-")}
+        assert left == {"mine"}, "it leaves nothing behind"
+    finally:
+        if server.running():
+            server.kill()
+    for words, says in (
+        (["infer.model=x"], "infer.model"),
+        (["infer.prot=1"], "infer.prot"),
+        (["--checkpoint", "3"], "--checkpoint"),
+    ):
+        wrong = warm.run(["serve", "mine", *words], tmp_path)
+        assert wrong.wait() == 2 and says in wrong.text()
+
+
+def test_chat_answers_one_question_or_several(raw_model: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "shoal", "chat", str(raw_model), "--temperature", "0", "--max-tokens", "6"]
+    once = subprocess.run([*command, "hello"], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert once.returncode == 0 and len(once.stdout) > 1, once.stderr
+    text = "hello\nmore\n/new\nhello\n"
+    several = subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert several.returncode == 0, several.stderr
+    parts = several.stdout.split("> ")
+    assert len(parts) == 6 and parts[1] == parts[4] == once.stdout, "a new conversation answers as the first did"
 
 
 def test_sighup_stops_it_cleanly(start: Start, tmp_path: Path):

@@ -75,6 +75,24 @@ def test_greedy_equals_transformers(loaded: tuple[Any, Chat, tuple[int, ...]]) -
     assert "Paris" in ours["0"].text
 
 
+def test_an_adapter_on_a_gguf_base_loads_in_peft(gguf: Path, tmp_path: Path) -> None:
+    """By PEFT alone, which finds the base through the adapter."""
+    from peft import AutoPeftModelForCausalLM
+
+    from shoal.models.lora import LoraSettings, attach
+
+    model = attach(load_model(str(gguf), torch.float32, torch.device("cpu")), LoraSettings(rank=2))
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.normal_(std=0.05)
+    model.save_pretrained(str(tmp_path), save_embedding_layers=False)
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    again = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path), gguf_file=gguf.name)
+    ids = torch.arange(100, 120)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(again(input_ids=ids).logits, model(input_ids=ids).logits, rtol=0, atol=1e-3)
+
+
 def test_one_grpo_step(gguf: Path, loaded: tuple[Any, Chat, tuple[int, ...]], tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [

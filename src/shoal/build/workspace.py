@@ -298,16 +298,18 @@ def log_run(
 
 
 def _write_report(path: Path, events: EventLog) -> None:
-    """Writing the report never fails a run."""
+    """report.html, and the model card of final/. Writing them never fails a run."""
     if not is_used(path):
         return  # refused before the first step: there is nothing to report
     try:
+        from shoal.watch.report.model_card import write_card
         from shoal.watch.report.page import write_report
 
         write_report(path)
+        write_card(path)
     except Exception as error:
         with contextlib.suppress(StorageError):  # a full disk must not hide how the run ended
-            events.warn("report", f"report.html could not be written: {error}")
+            events.warn("report", f"report.html or the model card could not be written: {error}")
 
 
 def newest_checkpoint(run_dir: RunDir, events: EventLog) -> Checkpoint | None:

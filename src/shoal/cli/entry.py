@@ -124,6 +124,8 @@ VERBS = {
     ),
     "grpo-orch": ("shoal.cli.split:grpo_orch", "Split layout: the orchestrator."),
     "grpo-train": ("shoal.cli.split:grpo_train", "Split layout: the trainer."),
+    "serve": ("shoal.cli.serve:serve", "Serve a model or run over HTTP (OpenAI-compatible)."),
+    "chat": ("shoal.cli.serve:chat", "Talk to a model or run in the terminal."),
     "sft": ("shoal.cli.sft:sft", "Train on given completions (supervised)."),
     "eval": ("shoal.cli.eval:evaluate", "Score a model on an environment, or compare two."),
     "report": ("shoal.cli.inspect_run:report", "Write one page about one or several runs."),
@@ -143,6 +145,10 @@ VERBS = {
     "schema": ("shoal.cli.make_files:schema", "Print the JSON schema of the configuration, for editors."),
     "demo": ("shoal.cli.make_files:demo", "Train a tiny model on the CPU from start to end."),
 }
+
+
+# Names that other systems use, or that are easily tried.
+SIMILAR = {"train": "grpo", "rl": "grpo", "infer": "serve", "evaluate": "eval", "generate": "chat", "finetune": "sft"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -276,6 +282,8 @@ def run_command(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("--help", "-h"):
         print(_overview())
         return EXIT_DONE
+    if (meant := SIMILAR.get(arguments[0])) is not None:
+        return _complain(f"there is no command {arguments[0]}; use `shoal {meant}`, see `shoal --help`", EXIT_USAGE)
     return _dispatch(arguments)
 
 

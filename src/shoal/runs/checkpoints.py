@@ -22,6 +22,7 @@ from shoal.runs.files import (
     TEMPORARY,
     digest_files,
     fault,
+    follow_umask,
     fsync_tree,
     move_into_place,
     open_to_read,
@@ -197,6 +198,7 @@ def write_folder(target: Path, durable: bool = True) -> Iterator[Path]:
             remove_quietly(temporary)
             temporary.mkdir()
             yield temporary
+            follow_umask(temporary)
             if durable:
                 fsync_tree(temporary)
             fault("folder:synced")

@@ -130,6 +130,15 @@ def overwrite(path: Path, content: bytes) -> None:
         file.truncate()
 
 
+def follow_umask(folder: Path) -> None:
+    """Give the files below `folder` the mode that open() gives: safetensors creates files that only the owner reads."""
+    mode = folder.stat().st_mode & 0o666  # the umask itself can only be read by changing it, for all threads
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_mode & 0o777 != mode:
+            with suppress(PermissionError):  # written by another user
+                path.chmod(mode)
+
+
 def fsync_tree(folder: Path) -> None:
     """fsync every file and folder below `folder`, and `folder` itself."""
     for entry in sorted(folder.rglob("*")):

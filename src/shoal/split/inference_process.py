@@ -6,6 +6,7 @@ Called by split/commands.py and by `shoal infer`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import socket
@@ -120,6 +121,11 @@ class Inference:
     plan: MemoryPlan
     device: ThreadPoolExecutor
 
+    async def start(self, adapter: Path | None = None) -> str:
+        """Serve version 0, with the adapter if one is given. Returns the hash of the weights."""
+        found = await self.engine.load(0)
+        return await self.engine.load_adapter(adapter) if adapter is not None else found
+
     async def close(self) -> None:
         await asyncio.wait_for(self.engine.close(), CLOSE_LIMIT_S)
         self.device.shutdown(wait=False, cancel_futures=True)
@@ -203,16 +209,21 @@ def access_of(infer: InferConfig) -> Access:
 
 
 async def start_server(
-    infer: InferConfig, inference: Inference, sock: socket.socket, failed: Callable[[EngineError], None]
+    infer: InferConfig,
+    inference: Inference,
+    sock: socket.socket,
+    failed: Callable[[EngineError], None],
+    adapter: Path | None = None,
+    name: str | None = None,
 ) -> tuple[Listener, Control]:
-    """Listening when it returns."""
+    """Listening when it returns. `name` is that of the model for clients."""
     engine = inference.engine
-    names = Names(str(infer.model), lambda: engine.version)
+    names = Names(name or str(infer.model), lambda: engine.version)
     folder, access = Path(infer.output_dir), access_of(infer)
     if access.key is None:
         access = replace(access, token=write_token(folder / HANDSHAKE / CONTROL))
     control = Control(engine, names, inference.facts, (folder,))
-    control.hash = await engine.load(0)
+    control.hash = await inference.start(adapter)
     served = ServedModel(engine, inference.model.chat, names.model, inference.facts["max_model_len"])
     listener = Listener(make_app(Completions(served), names, control, access, failed), sock)
     await listener.start()
@@ -224,10 +235,12 @@ def serve(
     tell: Callable[[str], None],
     readers: Mapping[str, Reader] | None = None,
     beside: Callable[[], Awaitable[None]] | None = None,
+    adapter: Path | None = None,
+    name: str | None = None,
 ) -> signal.Signals:
     """Serve until a signal comes, and return the signal. Binds the port before loading the model, to fail early.
 
-    `beside` runs next to the server; an error of it ends the server.
+    `beside` runs next to the server; an error of it ends the server. `name` is that of the model for clients.
     """
     from shoal.build.memory_plan import cpu_share, lines_of, path_lines
     from shoal.models.tokenizer import check_found
@@ -236,7 +249,7 @@ def serve(
     sock = bind(infer.host, infer.port)
     handler = setup_logging(Path(infer.output_dir) / "logs", "infer")
     try:
-        tell(f"loading {infer.model}")
+        tell(f"loading {name or infer.model}")
         assert infer.model is not None
         check_found("infer.model", infer.model)
         inference = make_inference(infer, readers)
@@ -244,7 +257,8 @@ def serve(
             tell(notice)
         for line in (*path_lines(inference.engine.path), *lines_of(inference.plan)):
             tell(line)
-        return asyncio.run(_serve(infer, inference, sock, tell, beside))
+        start = functools.partial(start_server, infer, inference, sock, adapter=adapter, name=name)
+        return asyncio.run(_serve(infer, inference, start, tell, beside))
     finally:
         sock.close()
         stop_logging(handler)
@@ -253,7 +267,7 @@ def serve(
 async def _serve(
     infer: InferConfig,
     inference: Inference,
-    sock: socket.socket,
+    start: Callable[[Callable[[BaseException], None]], Awaitable[tuple[Listener, Control]]],
     tell: Callable[[str], None],
     beside: Callable[[], Awaitable[None]] | None,
 ) -> signal.Signals:
@@ -264,11 +278,11 @@ async def _serve(
             ended.set_result(reason)
 
     on_ending(end)
-    listener, control = await start_server(infer, inference, sock, end)
+    listener, control = await start(end)
     about = control.about()
     shown = f"[{infer.host}]" if ":" in infer.host else infer.host
     tell(
-        f"serving {infer.model} at http://{shown}:{listener.port}/v1 ({about['dtype']} on {about['device']}, "
+        f"serving {control.names.model} at http://{shown}:{listener.port}/v1 ({about['dtype']} on {about['device']}, "
         f"{about['max_num_seqs']} sequences of {about['max_model_len']} tokens)"
     )
     watching = asyncio.ensure_future(_watch(beside, end)) if beside is not None else None

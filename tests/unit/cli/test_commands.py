@@ -22,7 +22,9 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("verb", ["grpo", "grpo-infer", "sft", "eval", "envs", "make-model", "init", "demo"])
+@pytest.mark.parametrize(
+    "verb", ["grpo", "grpo-infer", "serve", "chat", "sft", "eval", "envs", "make-model", "init", "demo"]
+)
 def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]):
     assert main([verb, "--help"]) == 0
     assert f"shoal {verb}" in capsys.readouterr().out
@@ -39,6 +41,8 @@ def test_a_key_written_as_an_option_is_answered_with_the_key(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["train", "train.model=x"], "use `shoal grpo`"),
+        (["evaluate"], "use `shoal eval`"),
         (["watch"], "`shoal watch` needs RUN; see `shoal watch --help`"),
         (["envs", "show"], "`shoal envs show` needs ID; see"),
         (["watch", "run", "--port"], 'Command "watch" parameter --port requires an argument'),

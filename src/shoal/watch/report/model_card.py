@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 
 from shoal.config.problems import show
+from shoal.runs.files import write_atomic
 from shoal.runs.run_dir import read_metrics, read_status
-from shoal.runs.weight_files import Weights
+from shoal.runs.weight_files import Weights, find_weights
 
 USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,25 +25,55 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))
 ```"""
 
 
-def model_card(weights: Weights) -> str:
+ADAPTER_USE = """```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this folder, or its name on a hub
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base}), folder)
+messages = [{{"role": "user", "content": "Hello"}}]
+prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))
+```"""
+
+
+def write_card(run: Path) -> None:
+    """The card of `final/`, once the run has ended."""
+    if (run / "final").is_dir():
+        weights = find_weights(str(run), checkpoint="final")
+        write_atomic(run / "final" / "README.md", model_card(weights, merged=False).encode())
+
+
+def model_card(weights: Weights, *, merged: bool = True) -> str:
+    """`merged`: whether the folder has full weights even if `weights` has an adapter."""
     config = _config(weights.run)
+    adapter = weights.adapter is not None and not merged
     sections = [
-        f"---\n{yaml.safe_dump(_front_matter(weights), sort_keys=False)}---",
+        f"---\n{yaml.safe_dump(_front_matter(weights, adapter), sort_keys=False)}---",
         f"# {Path(weights.run.name if weights.run is not None else weights.model).name}",
-        _origin(weights, config),
+        _origin(weights, config, adapter),
         _results(weights.run),
-        f"## Use\n\n{USE}",
+        f"## Use\n\n{ADAPTER_USE.format(base=_base_arguments(weights.model)) if adapter else USE}",
         "## Limits\n\nThe model was trained to raise a reward and may do well only by that reward. Evaluate it.",
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _front_matter(weights: Weights) -> dict[str, Any]:
+def _base_arguments(model: str) -> str:
+    """How transformers loads the base of an adapter. A local path is not published."""
+    path = Path(model)
+    if path.suffix == ".gguf":
+        return f'"path/to/folder", gguf_file="{path.name}"'
+    return f'"path/to/{path.name}"' if _local(model) else f'"{model}"'
+
+
+def _front_matter(weights: Weights, adapter: bool) -> dict[str, Any]:
     config = _config(weights.run)
     data: dict[str, Any] = {
-        "library_name": "transformers",
+        "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["shoal", *_tags(config)],
+        "tags": ["shoal", *_tags(config), *(["lora"] if adapter else [])],
     }
     # Publish a hub id, but not a local path.
     base = weights.model if weights.run is None else config.get("train", {}).get("model")
@@ -51,7 +82,7 @@ def _front_matter(weights: Weights) -> dict[str, Any]:
     return data
 
 
-def _origin(weights: Weights, config: dict[str, Any]) -> str:
+def _origin(weights: Weights, config: dict[str, Any], adapter: bool) -> str:
     base = Path(weights.model).name if _local(weights.model) else weights.model
     if not config:
         return f"`{base}`{' with an adapter merged in' if weights.adapter else ''}, exported with Shoal."
@@ -67,7 +98,7 @@ def _origin(weights: Weights, config: dict[str, Any]) -> str:
             "max_tokens per completion": orch["sampling"]["max_tokens"],
         }
     if train.get("lora"):
-        rows["LoRA"] = f"rank {train['lora_rank']}, alpha {train['lora_alpha']}, merged"
+        rows["LoRA"] = f"rank {train['lora_rank']}, alpha {train['lora_alpha']}{'' if adapter else ', merged'}"
     how = algorithm(config)
     lines = "\n".join(f"| {name} | {show(value).strip(chr(34))} |" for name, value in rows.items() if value is not None)
     start = Path(str(train.get("model"))).name if _local(train.get("model")) else train.get("model")
