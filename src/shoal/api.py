@@ -62,7 +62,7 @@ async def _train(run: Run, workspace: Workspace, build: Build) -> tuple[str, int
     run_dir, events, console = workspace.run_dir, workspace.events, workspace.console
     checkpoint = await _find_checkpoint(workspace)  # before the first event: later events are removed
     for notice in workspace.data_notices:
-        events.warn("data", notice)
+        notice.record(events, console.note)
     async with build(run, workspace) as loop:
         onward = ""
         if checkpoint is not None:

@@ -171,7 +171,7 @@ def score(models: Sequence[Weights], task: EvalTask, folders: Sequence[Path] = (
     first = Run(configs[0])
     environments, notices = prepare_environments(first)
     for notice in notices:
-        log.warning("%s", notice)
+        log.log(logging.WARNING if notice.warning else logging.INFO, "%s", notice.text)
 
     async def run_all(rewards: RewardPool) -> list[Scores]:
         scores = []

@@ -25,6 +25,7 @@ from shoal.config.train import TrainConfig
 from shoal.core.errors import ConfigError
 from shoal.core.protocols import Environment
 from shoal.envs.registry import BUILT_IN, REASONING_GYM, VERIFIERS, problem_with, takes_data, takes_dataset
+from shoal.runs.files import LOCK_NAME
 from shoal.runs.run_dir import is_used
 
 MAX_CHANGES = 12  # listed when a run resumes with another configuration
@@ -86,11 +87,11 @@ def load(
     check_user_code(draft.config.train, findings)
     findings.raise_errors(draft.origins)
     config = resolve_run(draft.config)
-    resume = resume or config.train.resume_from_checkpoint
     advice = [] if split else findings.notice_lines()
     notices = advice + check_run_folder(draft, config, resume)
     if not draft.config.train.loss.model_fields_set:
         notices.append(DEFAULT_LOSS)
+    resume = resume or config.train.resume_from_checkpoint
     return Run(config, resume, notices=tuple(wording(line) for line in notices), wording=wording)
 
 
@@ -172,21 +173,36 @@ def user_code_problem(name: str) -> tuple[str, str] | None:
     return f"there is no module {show(module)} for {show(name)}", "install it, or run in the folder that has it"
 
 
-def check_run_folder(draft: ConfigDraft[Any], config: RunConfig | SftConfig, resume: bool) -> list[str]:
-    """Raises ConfigError if the run may not use its folder. Returns notices, such as what a resume changes."""
+def check_run_folder(draft: ConfigDraft[Any], config: RunConfig | SftConfig, flag: bool) -> list[str]:
+    """Raises ConfigError if the run may not use its folder. Returns notices, such as what a resume changes.
+
+    `flag`: --resume is given, so there must be a run. With train.resume_from_checkpoint it may also start.
+    """
     folder = Path(config.train.output_dir)
     shown = show(config.train.output_dir)
     place = f"{draft.origins.at(('train', 'output_dir'))}: train.output_dir"
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{place}: {shown} is a file; name a folder")
+    key = config.train.resume_from_checkpoint
     if not is_used(folder):
-        return [f"train.output_dir: nothing to resume in {shown} yet, starting from the first step"] if resume else []
-    if not resume:
+        if flag and not key and not _was_started(folder):
+            raise ConfigError(
+                f"{place}: --resume: {shown} has no run; check the path, or leave --resume out to start a run there "
+                "(train.resume_from_checkpoint=true does either)"
+            )
+        start = f"train.output_dir: nothing to resume in {shown} yet, starting from the first step"
+        return [start] if flag or key else []
+    if not (flag or key):
         raise ConfigError(
             f"{place}: {shown} already holds a run; continue it with --resume, "
             "or choose another folder with train.output_dir=DIR"
         )
     return _resume_changes(config, folder)
+
+
+def _was_started(folder: Path) -> bool:
+    """A run that was killed before its first record leaves its lock, or the logs of its processes."""
+    return (folder / LOCK_NAME).exists() or (folder / "logs").is_dir()
 
 
 def _resume_changes(config: RunConfig | SftConfig, folder: Path) -> list[str]:

@@ -19,6 +19,7 @@ from shoal.core.protocols import Files
 from shoal.core.state import SaveCadence
 from shoal.core.stop_rules import MAX_NON_FINITE
 from shoal.core.types import Task
+from shoal.envs.datasets import DataNotice
 from shoal.runs.events import EventLog
 from shoal.runs.run_dir import RunDir
 from shoal.watch.console import BaseConsole, Console
@@ -97,14 +98,14 @@ class Lesson:
 
 
 def train_on_completions(
-    config: SftConfig, tasks: Sequence[Task], bad_rows: Sequence[str], run_dir: RunDir, console: BaseConsole
+    config: SftConfig, tasks: Sequence[Task], bad_rows: Sequence[DataNotice], run_dir: RunDir, console: BaseConsole
 ) -> tuple[str, int]:
     """Train to the end or to a signal, then export. Returns the outcome and the number of steps."""
     events = EventLog(run_dir, console)
     with console.progress("looking for a checkpoint", quiet=True):
         checkpoint = newest_checkpoint(run_dir, events)
     for notice in bad_rows:
-        events.warn("data", notice)
+        notice.record(events, console.note)
     lesson = _prepare(config, tasks, events, console)
     if checkpoint is not None:
         console.waiting(f"reading {checkpoint.path.name}")

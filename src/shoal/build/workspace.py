@@ -37,7 +37,7 @@ from shoal.core.protocols import Environment, Ranks
 from shoal.core.ranks import SingleProcess
 from shoal.core.types import Task
 from shoal.envs.base import lacks_reward
-from shoal.envs.datasets import DatasetSpec, collect_row_problems, fingerprint
+from shoal.envs.datasets import DataNotice, DatasetSpec, collect_row_problems, fingerprint
 from shoal.envs.registry import load_environment, takes_data
 from shoal.envs.user_code import checked_tasks, load_object
 from shoal.models.tokenizer import check_found
@@ -67,7 +67,7 @@ class Workspace:
     console: BaseConsole
     events: EventLog
     watchdog: Watchdog
-    data_notices: list[str]  # rows of data sets that were left out, with file and line
+    data_notices: list[DataNotice]  # rows of data sets that were held out or left out
     stages: dict[str, float] = field(default_factory=dict)  # parts of the start → seconds
 
     @contextlib.contextmanager
@@ -115,7 +115,7 @@ def open_workspace(run: Run) -> Iterator[Workspace]:
         yield Workspace(environments, rewards, ranks, run_dir, console, events, watchdog, data_notices)
 
 
-def prepare_environments(run: Run) -> tuple[dict[str, Environment], list[str]]:
+def prepare_environments(run: Run) -> tuple[dict[str, Environment], list[DataNotice]]:
     """Environments by label, with the tasks to train on read, and notices about rows that were left out.
 
     First whatever can be refused before anything loads. Tasks are read here so that the reward workers share them.

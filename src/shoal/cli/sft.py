@@ -62,9 +62,9 @@ def sft(
     findings = check_sft(loaded.config)
     findings.raise_errors(loaded.origins)
     config = resolve_sft(loaded.config)
-    resume = resume or config.train.resume_from_checkpoint
     note_run_folder(Path(config.train.output_dir))
     notices(findings.notice_lines() + check_run_folder(loaded, config, resume))
+    resume = resume or config.train.resume_from_checkpoint
     if dry_run:
         end_dry_run(config, resume)
         return

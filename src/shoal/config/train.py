@@ -226,7 +226,10 @@ class TrainConfig(Section):
         default=2, description="Number of checkpoints to keep; older ones are deleted."
     )
     save_deadline_s: PositiveFloat = Field(default=600.0, description="Time limit for writing a checkpoint.")
-    resume_from_checkpoint: bool = Field(default=False, description="Continue the run in output_dir; same as --resume.")
+    resume_from_checkpoint: bool = Field(
+        default=False,
+        description="Continue the run in output_dir if there is one, else start it. With --resume there must be one.",
+    )
 
     weight_broadcast: WeightBroadcastConfig = Field(
         default_factory=WeightBroadcastConfig,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import DataError
+from shoal.core.protocols import Events
 from shoal.core.types import Message, Task
 from shoal.envs.readers import SUFFIXES, TOO_DEEP, RawRow, is_too_deep, read_file
 
@@ -38,21 +39,38 @@ class DatasetSpec:
     max_rows: int | None = None
 
 
+@dataclass(frozen=True)
+class DataNotice:
+    """What was done with the rows of a data set: a warning if some are invalid, else for information."""
+
+    text: str
+    warning: bool
+
+    def record(self, events: Events, note: Callable[[str], None]) -> None:
+        if self.warning:
+            events.warn("data", self.text)
+        else:
+            events.emit("data", self.text)
+            note(self.text)
+
+
 @contextmanager
-def collect_row_problems() -> Iterator[list[str]]:
-    """Collect the warnings about invalid rows; the caller records them once the run directory exists."""
-    collected: list[str] = []
+def collect_row_problems() -> Iterator[list[DataNotice]]:
+    """Collect what was done with rows; the caller records it once the run directory exists."""
+    collected: list[DataNotice] = []
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            collected.append(record.getMessage())
+            collected.append(DataNotice(record.getMessage(), record.levelno >= logging.WARNING))
 
-    listener = Listener(logging.WARNING)
+    listener, level = Listener(logging.INFO), log.level
     log.addHandler(listener)
+    log.setLevel(logging.INFO)
     try:
         yield collected
     finally:
         log.removeHandler(listener)
+        log.setLevel(level)
 
 
 MakeTask = Callable[[Mapping[str, Any]], Task]
@@ -80,6 +98,11 @@ def read_splits(spec: DatasetSpec, needed: Sequence[str], make: MakeTask) -> dic
             f"{spec.path or spec.name}: all {len(train)} rows have the same prompts as the {len(held)} held-out rows; "
             "provide other prompts or a test split"
         )
+    if held:
+        removed = keep - len(trained)
+        same = f"; {removed} other rows are left out, since they have the same prompts" if removed else ""
+        text = "%s: no eval or test split, so the last %d of %d rows are held out for evaluation%s"
+        log.info(text, spec.path or spec.name, len(held), len(train), same)
     return {"train": trained, "eval": held}
 
 

@@ -174,5 +174,5 @@ def _unquantised(loaded: Any, dtype: torch.dtype) -> nn.Module:
     fields: dict[str, Any] = {k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"}
     clean = AutoModelForCausalLM.from_config(type(loaded.config)(**fields), dtype=dtype)
     clean.load_state_dict(loaded.state_dict())
-    clean.name_or_path = clean.config.name_or_path = folder  # adapters refer to it; PEFT loads it with gguf_file=
+    clean.name_or_path = clean.config.name_or_path = loaded.name_or_path  # adapters refer to it
     return clean

@@ -130,7 +130,12 @@ def test_a_used_folder_is_refused_with_the_two_ways_out(tmp_path: Path, capsys: 
     assert "train.seed: 0 → 4" in capsys.readouterr().err
 
 
-def test_nothing_to_resume_yet(capsys: pytest.CaptureFixture[str]):
+def test_nothing_to_resume_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*THREE, "--dry-run", "--resume"]) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert main([*THREE, "--dry-run", "train.resume_from_checkpoint=true"]) == 0
+    assert "nothing to resume" in capsys.readouterr().err
+    (tmp_path / "outputs" / "run.lock").touch()  # killed before its first record
     assert main([*THREE, "--dry-run", "--resume"]) == 0
     assert "nothing to resume" in capsys.readouterr().err
 

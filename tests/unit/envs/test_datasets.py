@@ -10,7 +10,7 @@ import pytest
 
 from shoal.core.errors import DataError
 from shoal.core.types import Task
-from shoal.envs.datasets import DatasetSpec, fingerprint, read_splits, to_messages
+from shoal.envs.datasets import DatasetSpec, collect_row_problems, fingerprint, read_splits, to_messages
 from shoal.envs.registry import load_environment
 
 
@@ -184,6 +184,17 @@ def test_the_fingerprint_sees_every_change():
     marks = {fingerprint(tasks) for tasks in (base, changed, base[:-1], base[::-1])}
     assert len(marks) == 4
     assert fingerprint(base) == fingerprint([make(row) for row in ROWS])
+
+
+def test_held_out_rows_and_removed_duplicates_are_reported(tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"q{n % 18}", "answer": str(n)} for n in range(20)]  # the last two are the first two again
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with collect_row_problems() as found:
+        splits = read_splits(DatasetSpec(path=str(file)), ("prompt", "answer"), make)
+    assert (len(splits["train"]), len(splits["eval"])) == (16, 2)
+    (notice,) = found
+    assert not notice.warning and "the last 2 of 20 rows" in notice.text and "2 other rows" in notice.text
 
 
 @pytest.mark.shared
