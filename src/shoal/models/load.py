@@ -162,7 +162,11 @@ def _dequantised(config: Any) -> dict[str, Any]:
 
 
 def _load_gguf(folder: str, file: str, dtype: torch.dtype) -> nn.Module:
-    loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file, dtype=torch.float32, output_loading_info=True
+    )
+    if missing := sorted(info["missing_keys"]):  # transformers would fill them with random numbers
+        raise ModelError(f"{file} lacks {len(missing)} tensors of the model, such as {missing[0]}; is it complete?")
     return _unquantised(loaded, dtype)
 
 

@@ -86,14 +86,17 @@ def _without_duplicates(lines: Sequence[bytes], name: str) -> tuple[list[bytes],
     by_step: dict[int, bytes] = {}
     different = set()
     for line in lines:
-        step = json.loads(line).get("step", 0)
+        step = json.loads(line).get("step")
+        if step is None:
+            continue
         if by_step.setdefault(step, line) != line:
             different.add(step)
     kept = [by_step[step] for step in sorted(by_step)]
     if kept == list(lines):
         return kept, []
     removed = len(lines) - len(kept)
-    problems = [f"{name}: {removed} repeated lines were removed" if removed else f"{name}: the lines were out of order"]
+    what = f"{removed} repeated or damaged lines were removed" if removed else "the lines were out of order"
+    problems = [f"{name}: {what}"]
     if different:
         problems.append(f"{name}: different lines for {_steps(different)}; the first of each is kept")
     return kept, problems
@@ -106,7 +109,8 @@ def _gaps(records: Sequence[Mapping[str, Any]], last: int) -> list[str]:
         problems.append(f"no line for {_steps(missing)}; it cannot be restored")
     if wrong := {record["step"] for record in records if record.get("version", record.get("step")) != record["step"]}:
         problems.append(f"the version of {_steps(wrong)} is not the number of the step")
-    counts = Counter(name for record in records for name in record.get("rollout_ids", ()))
+    lists = [ids for record in records if isinstance(ids := record.get("rollout_ids"), list)]
+    counts = Counter(str(name) for ids in lists for name in ids)
     if twice := sorted(name for name, count in counts.items() if count > 1):
         problems.append(f"rollouts recorded in more than one step: {', '.join(twice[:3])} ({len(twice)} in total)")
     return problems

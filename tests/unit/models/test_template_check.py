@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shoal.core.errors import EXIT_USAGE, ModelError
 from shoal.models import template_check
@@ -77,3 +80,18 @@ def test_loading_a_tokenizer_checks_its_template(tmp_path: Path):
 def test_a_tokenizer_of_a_script_is_checked_too():
     with pytest.raises(ModelError, match="chat template"):
         turn_end_id(tokenizer_with("{{ messages.__class__ }}{% endif %}"))
+
+
+PIECES = (
+    "{% for m in messages %}", "{% endfor %}", "{{ m.content }}", "{% if tools %}", "{% endif %}", "{% macro a(b) %}",
+    "{% endmacro %}", "{{ a(a) }}", "{{ messages[9] }}", "{{ messages|tojson }}", "{{ 'x' * 999 }}", "{{ 10**9 }}",
+    "{% set ns = namespace(n=0) %}", "{{ ''.__class__ }}", "{{ raise_exception('no') }}", "{% break %}", "{{",
+    "%}", "{% include 'x' %}", "{% import 'os' as os %}", "{{ range(10**7)|list }}", "{{ 1/0 }}", "{{ m|attr('f') }}",
+)  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=6).map("".join))
+def test_any_template_is_accepted_or_refused(template: str):
+    with suppress(ModelError):
+        check_template(tokenizer_with(template), "x")

@@ -75,16 +75,28 @@ def is_noisy_norm(name: str, dimensions: int) -> bool:
 
 def _norms(model: Path) -> Iterator[tuple[str, tuple[str, np.ndarray]]]:
     for path in sorted(model.glob("*.safetensors")):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-            for name, about in header.items():
-                if name == "__metadata__" or not is_noisy_norm(name, len(about["shape"])):
-                    continue
-                start, end = about["data_offsets"]
-                file.seek(8 + length + start)
-                values = _decode(about["dtype"], file.read(end - start), name)
-                yield name, (about["dtype"], values.reshape(about["shape"]))
+        try:
+            yield from _norms_of(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+            raise ConfigError(f"train.noise_scheduler: {path} cannot be read as safetensors: {error}") from error
+
+
+def _norms_of(path: Path) -> Iterator[tuple[str, tuple[str, np.ndarray]]]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > size:
+            raise ValueError("the header is longer than the file")
+        header = json.loads(file.read(length))
+        for name, about in header.items():
+            if name == "__metadata__" or not is_noisy_norm(name, len(about["shape"])):
+                continue
+            start, end = about["data_offsets"]
+            if not 0 <= start <= end <= size:
+                raise ValueError(f"the tensor {name} is outside the file")
+            file.seek(8 + length + start)
+            values = _decode(about["dtype"], file.read(end - start), name)
+            yield name, (about["dtype"], values.reshape(about["shape"]))
 
 
 def _decode(dtype: str, content: bytes, name: str) -> np.ndarray:
