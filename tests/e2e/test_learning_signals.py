@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.ports import free_port
+from support.teacher_server import teacher_server
 
 from .helpers.processes import WarmPython
 from .helpers.runs import Run, assert_same_run, assert_trained_once, base_config, fingerprint
@@ -34,7 +39,12 @@ class TwoTurns(MultiTurn):
         turns = [float(len(m["content"]) % 3) for m in answers]
         tokens = [[0.0] * (len(m["token_ids"]) - 1) + [r] for m, r in zip(answers, turns)]
         kinds = ["policy", "cross_entropy", "ignore"][: len(turns)]
-        return Reward(parts={"total": sum(turns)}, turns=turns * (1 + self.wrong), tokens=tokens, kinds=kinds)
+        hint = f"The sum is {sum(turns)}." if turns[0] else None
+        turns *= 1 + self.wrong
+        return Reward(parts={"total": sum(turns)}, turns=turns, tokens=tokens, kinds=kinds, hint=hint)
+
+class NoReward(TwoTurns):
+    reward = MultiTurn.reward
 """
 TURNS = {"env": [{"id": "two_turns.py:TwoTurns"}], "sampling": {"max_tokens": 6}}
 SIGNALS: dict[str, dict[str, Any]] = {
@@ -44,6 +54,8 @@ SIGNALS: dict[str, dict[str, Any]] = {
         "orch": {**TURNS, "advantage": {"credit": "return", "discount": 0.9}},
     },
     "tokens": {"orch": {**TURNS, "advantage": {"credit": "token"}}},
+    "self": {"train": {"teacher": {"self": True, "tau": 0.1}}, "orch": TURNS},
+    "teacher": {"train": {"loss": {"type": "masked"}, "teacher": {"tau": 0.5}}},
     "parts": {"orch": {**TURNS, "advantage": {"per_part": True, "rescale": True}}},
 }
 
@@ -54,7 +66,8 @@ def some(*kept: str) -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def files(tmp_path: Path, raw_model: Path) -> None:
+    SIGNALS["teacher"]["train"]["teacher"]["model"] = str(raw_model)
     file = tmp_path / "two_turns.py"
     file.write_text(TWO_TURNS)
     for config in SIGNALS.values():
@@ -62,7 +75,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             config["orch"]["env"] = [{"id": f"{file}:TwoTurns"}]
 
 
-@pytest.mark.parametrize("kind", some("entropy", "turns"))
+@pytest.mark.parametrize("kind", some("entropy", "self"))
 def test_a_killed_run_continues_with_its_signals(tmp_path: Path, warm: WarmPython, model: Path, kind: str) -> None:
     def run_of(name: str) -> Run:
         config = base_config(model)
@@ -115,7 +128,7 @@ def test_a_list_of_the_wrong_length_is_an_error_of_its_rollout(tmp_path: Path, w
     assert len(errors) <= 3 and all("turns of the policy" in error for error in errors), errors
 
 
-@pytest.mark.parametrize("kind", some("turns"))
+@pytest.mark.parametrize("kind", some("turns", "teacher"))
 def test_split_equals_one_process(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, kind: str) -> None:
     with split_run(tmp_path, warm, split_config(model, **SIGNALS[kind])) as run:
         run.start_all()
@@ -123,3 +136,60 @@ def test_split_equals_one_process(tmp_path: Path, warm: WarmPython, model: Path,
         wanted, found = in_one(**SIGNALS[kind]), compared(run)
         for name, value in wanted.items():
             assert found[name] == value, f"{name} differs"
+
+
+def distil(raw_model: Path, folder: Path, warm: WarmPython, teacher: dict[str, Any], **orch: Any) -> Run:
+    """From random weights, without any reward: the environment has none."""
+    config = base_config(raw_model)
+    config["train"] |= {"learning_rate": 3e-3, "teacher": {"reward_weight": 0, **teacher}}
+    config["orch"] |= {"env": [{"id": f"{folder / 'two_turns.py'}:NoReward", "name": "count"}], **orch}
+    return Run(folder / "run", warm).write(config)
+
+
+def test_distillation_without_rewards(tmp_path: Path, warm: WarmPython, model: Path, raw_model: Path) -> None:
+    run = distil(raw_model, tmp_path, warm, {"model": str(model)})
+    command = run.grpo("train.max_steps=8")
+    assert command.wait() == 0, command.text()
+    gaps = [step["teacher/kl"] for step in run.steps()]
+    assert gaps[-1] < 0.8 * gaps[0] and min(gaps) > 0, gaps
+    assert all(step["batch/used"] == 16 and step["group/flat"] == 0 for step in run.steps()), "all groups are trained"
+    assert all(line["time/teacher"] > 0 for line in run.lines("metrics.jsonl") if line["step"] > 0)
+    assert {rollout["raw_reward"] for rollout in run.rollouts()} == {None}
+
+
+def test_a_server_scores_like_a_model_here(tmp_path: Path, warm: WarmPython, model: Path, raw_model: Path) -> None:
+    runs = []
+    with teacher_server(model) as url:
+        for name, teacher in (("model", {"model": str(model)}), ("url", {"url": url})):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "two_turns.py").write_text(TWO_TURNS)
+            runs.append(distil(raw_model, tmp_path / name, warm, teacher))
+            command = runs[-1].grpo("train.max_steps=2")
+            assert command.wait() == 0, command.text()
+    for here, there in zip(runs[0].steps(), runs[1].steps(), strict=True):
+        assert here["teacher/kl"] == pytest.approx(there["teacher/kl"], abs=1e-4)
+        assert here["optim/grad_norm"] == pytest.approx(there["optim/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("wrong", ["tokenizer", "temperature", "two sources", "no prompt_logprobs", "nobody there"])
+def test_a_teacher_that_cannot_work_gives_one_error(
+    tmp_path: Path, warm: WarmPython, raw_model: Path, wrong: str
+) -> None:
+    other = shutil.copytree(raw_model, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with teacher_server(raw_model, scores=False) as url:
+        teacher, orch, key = {
+            "tokenizer": ({"model": str(other)}, {}, "train.teacher.model"),
+            "temperature": ({"url": url}, {"sampling": {"temperature": 0.5}}, "train.teacher.url"),
+            "two sources": ({"url": url, "self": True}, {}, "train.teacher"),
+            "no prompt_logprobs": ({"url": url}, {}, "train.teacher.url"),
+            "nobody there": ({"url": f"http://127.0.0.1:{free_port()}/v1"}, {"deadline_s": 1}, "train.teacher.url"),
+        }[wrong]
+        run = distil(raw_model, tmp_path, warm, teacher, **orch)
+        command = run.grpo()
+        code = command.wait()
+    assert code == (3 if wrong == "nobody there" else 2), command.text()
+    assert key in command.text() and "Traceback" not in command.text()

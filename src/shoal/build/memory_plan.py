@@ -429,6 +429,11 @@ def path_lines(path: str) -> list[str]:
     return [] if path == "eager" else [f"rollouts: {path}"]
 
 
+def teacher_line(model: LoadedModel) -> list[str]:
+    """The teacher's share of the weights, if there is one on this device."""
+    return [f"teacher: {model.teacher_bytes / GIB:.3g} GiB of weights on the device"] if model.teacher_bytes else []
+
+
 def lines_of(plan: MemoryPlan) -> list[str]:
     """The plan as a table; empty if nothing was measured."""
     return [f"memory  {name:<52} {size:>22}" for name, size in (plan.table() if plan.lines else [])]

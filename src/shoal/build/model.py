@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.build.load import PythonObjects
 from shoal.config.problems import about
 from shoal.config.train import TrainConfig
-from shoal.core.errors import HardwareError, MemoryStop
+from shoal.core.errors import ConfigError, HardwareError, MemoryStop
 from shoal.core.protocols import Ranks
 from shoal.core.ranks import SingleProcess
 from shoal.envs.user_code import load_function
@@ -66,6 +66,7 @@ class LoadedModel:
     given: bool = False  # an object of the caller, which is restored at the end
     sharded: Decoder | None = None  # trained instead of `decoder`, which then only samples
     view: SamplerView | None = None  # the sampler's view of the weights
+    teacher_bytes: int = 0  # weights of a teacher on the same device
 
     @property
     def trained(self) -> Decoder:
@@ -164,7 +165,47 @@ def make_policy(train: TrainConfig, model: LoadedModel, total_steps: int, ranks:
     summing = ranks.sum_gradients if model.sharded is None else None
     reference = _reference(train, model, ranks.mesh)
     graphs = PassGraphs(model.trained.device) if _may_capture(train, model) else None
-    return TrainedPolicy(model.trained, optimizer, schedule, train.max_grad_norm, reference, summing, graphs)
+    with explain_start_oom("the teacher"):
+        teacher = _teacher(train, model)
+    return TrainedPolicy(model.trained, optimizer, schedule, train.max_grad_norm, reference, summing, graphs, teacher)
+
+
+def _teacher(train: TrainConfig, model: LoadedModel) -> Decoder | None:
+    """The frozen teacher model on the device of the policy; None if there is none, or if it is elsewhere."""
+    from shoal.models import fused
+    from shoal.models.decoder import Decoder
+    from shoal.models.load import load_model
+    from shoal.models.lora import merged
+    from shoal.models.tokenizer import check_found, load_tokenizer
+
+    teacher = train.teacher
+    name = None if teacher is None else (teacher.model or (train.model if teacher.adapter else None))
+    if teacher is None or name is None:
+        return None
+    if teacher.model is not None:
+        check_found("train.teacher.model", name)
+        check_same_tokens(load_tokenizer(name), model.chat.tokenizer)
+    loaded = load_model(name, model.precision.dtype, model.trained.device)
+    if teacher.adapter is not None:
+        with about("train.teacher.adapter"):
+            loaded = merged(loaded, teacher.adapter)
+    decoder = Decoder(loaded.requires_grad_(False))
+    fused.attach(decoder, decoder.verify())
+    model.teacher_bytes = decoder.weight_bytes
+    return decoder
+
+
+def check_same_tokens(teacher: Any, student: Any) -> None:
+    """Raises ConfigError if a token id means different texts for the two."""
+    theirs, ours = teacher.get_vocab(), student.get_vocab()
+    if theirs == ours:
+        return
+    differing = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
+    first = differing[0]
+    raise ConfigError(
+        f"train.teacher.model: its tokenizer is not that of train.model: {len(differing)} tokens differ, for example "
+        f"{first!r} ({theirs.get(first)} there, {ours.get(first)} here); use a teacher of the same family"
+    )
 
 
 def _may_capture(train: TrainConfig, model: LoadedModel) -> bool:
@@ -243,13 +284,14 @@ class PolicyFiles:
 
 def make_objective(train: TrainConfig) -> Any:
     from shoal.core.losses import CustomLoss
-    from shoal.core.objective import Objective
+    from shoal.core.objective import Objective, TeacherWeights
 
     loss = train.loss
     if isinstance(loss, CustomLoss):
         with about("train.loss.type"):
             loss = loss.with_function(load_function(loss.type))
-    return Objective(loss)
+    teacher = train.teacher
+    return Objective(loss, TeacherWeights(teacher.tau, teacher.reward_weight) if teacher is not None else None)
 
 
 def recomputes_old(train: TrainConfig, objective: Any, fp32: bool, remote: bool) -> bool:

@@ -42,6 +42,7 @@ from shoal.runs.events import EventLog
 from shoal.runs.run_dir import FollowerRunDir, RunDir
 from shoal.signals.advantages import every_reward, total_reward
 from shoal.signals.rows import make_row_signals
+from shoal.signals.teacher import AskTeacher, make_teacher
 from shoal.watch.health import LiveHealth
 from shoal.watch.observer import Phases, RunObserver
 from shoal.watch.sinks import Sinks, open_sinks
@@ -85,7 +86,7 @@ async def build_colocated(run: Run, workspace: Workspace) -> AsyncIterator[Loop]
         weights=make_weights(config, sampler, files),
         collector=make_collector(config.orch, run_group, stream, ranks, steps),
         stream=stream,
-        learner=make_learner(config, policy, plan, sampler.on_device, ranks),
+        learner=make_learner(config, policy, plan, sampler.on_device, ranks, chat.token_text),
         files=files,
         evaluator=make_evaluator(config.orch, workspace.environments, runner, chat),
         store=workspace.run_dir,
@@ -125,11 +126,11 @@ def _report_start(
     config: RunConfig, model: LoadedModel, engine: RolloutEngine, plan: MemoryPlan, workspace: Workspace
 ) -> None:
     """What to know about the model and the device before the first step."""
-    from shoal.build.memory_plan import cpu_share, path_lines, report_plan
+    from shoal.build.memory_plan import cpu_share, path_lines, report_plan, teacher_line
 
     console, seq_len, positions = workspace.console, config.orch.seq_len, model.decoder.max_positions
     console.activity = lambda: engine.activity
-    for notice in (*path_lines(engine.path), *model.notices):
+    for notice in (*path_lines(engine.path), *model.notices, *teacher_line(model)):
         console.note(notice)
     if positions is not None and seq_len is not None and seq_len > positions:
         workspace.events.warn(
@@ -211,8 +212,22 @@ def make_sinks(
     )
 
 
+def _ask_teacher(config: RunConfig, token_text: Callable[[int], str]) -> AskTeacher | None:
+    from shoal.rollout.remote.prompt_scores import PromptScorer
+
+    teacher = config.train.teacher
+    if teacher is None or teacher.url is None:
+        return None
+    return PromptScorer(teacher, token_text, config.orch.deadline_s)
+
+
 def make_learner(
-    config: RunConfig, policy: TrainedPolicy, plan: MemoryPlan, on_device: OnDevice, ranks: Ranks
+    config: RunConfig,
+    policy: TrainedPolicy,
+    plan: MemoryPlan,
+    on_device: OnDevice,
+    ranks: Ranks,
+    token_text: Callable[[int], str],
 ) -> Learner:
     train, orch = config.train, config.orch
     objective = make_objective(train)
@@ -235,7 +250,9 @@ def make_learner(
         trains=reward_shape(orch).trains,
         context_cross_entropy=train.loss.context_cross_entropy,
     )
-    signals = make_row_signals(train.loss, policy, ranks)
+    context = train.loss.context_cross_entropy
+    teacher = make_teacher(train.teacher, policy, ranks, train.sequence_len, context, _ask_teacher(config, token_text))
+    signals = [*teacher, *make_row_signals(train.loss, policy, ranks)]
     return Learner(policy, make_advantages(orch), objective, settings, on_device, ranks, signals)
 
 

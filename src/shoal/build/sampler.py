@@ -189,7 +189,14 @@ def make_runner(
 
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(config.train.model)).strip("-") or "model"
         endpoint = LocalEndpoint(ServedModel(engine, chat, name, orch.seq_len))
-    settings = RunnerSettings(orch.seq_len, orch.sampling.seed, reward_shape(orch))
+    teacher = config.train.teacher
+    settings = RunnerSettings(
+        orch.seq_len,
+        orch.sampling.seed,
+        reward_shape(orch),
+        needs_reward=teacher is None or teacher.reward_weight > 0,
+        uses_hints=teacher is not None and teacher.itself,
+    )
     return GroupRunner(engine, environments, rewards, chat, settings, endpoint), endpoint
 
 

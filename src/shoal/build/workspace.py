@@ -126,7 +126,7 @@ def prepare_environments(run: Run) -> tuple[dict[str, Environment], list[DataNot
     if objects.model is None and config.train.model is not None:
         check_found("train.model", config.train.model)
     with collect_row_problems() as notices:
-        environments = _make_environments(config.orch, objects)
+        environments = _make_environments(config, objects)
         for label, environment in environments.items():
             _remember_tasks(label, environment)
         for env in config.orch.env:
@@ -154,8 +154,10 @@ def reward_workers(orch: OrchConfig, environments: Mapping[str, Environment]) ->
         asyncio.run(pool.close())
 
 
-def _make_environments(orch: OrchConfig, objects: PythonObjects) -> dict[str, Environment]:
-    """By label, each with a reward."""
+def _make_environments(config: RunConfig, objects: PythonObjects) -> dict[str, Environment]:
+    """By label, each with a reward, unless the run trains without rewards."""
+    orch, teacher = config.orch, config.train.teacher
+    without_reward = teacher is not None and teacher.reward_weight == 0
     environments: dict[str, Environment] = {}
     for key, env in ((key, env) for key, envs in orch.env_lists for env in envs):
         if env.label not in environments:  # used for training and evaluation: config/ checked that the arguments agree
@@ -175,7 +177,9 @@ def _make_environments(orch: OrchConfig, objects: PythonObjects) -> dict[str, En
         if orch.reward.max is not None or orch.reward.parts:
             with contextlib.suppress(AttributeError):
                 environment.max_reward = orch.reward.max  # type: ignore[attr-defined]
-        if lacks_reward(environment):
+        if lacks_reward(environment) and without_reward:
+            environment.without_reward = True  # type: ignore[attr-defined]
+        elif lacks_reward(environment):
             raise ConfigError(
                 f"orch.env: {label}: {type(environment).__name__} has no method reward(self, task, messages); "
                 "write one, or name a function with orch.reward.function"

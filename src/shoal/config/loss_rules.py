@@ -14,6 +14,7 @@ SEQUENCE_RATIO_TOKENS = 64  # products of ratios collapse with length: above thi
 def check_loss(train: TrainConfig, findings: Findings, orch: OrchConfig | None = None) -> None:
     _check_correction(train, findings)
     _check_entropy(train.loss, findings)
+    _check_teacher(train, findings, orch)
     _check_kl(train.loss, findings)
     _check_old(train, findings)
     _check_reference(train, findings)
@@ -34,6 +35,27 @@ def _check_correction(train: TrainConfig, findings: Findings) -> None:
     if train.recompute_old is False:
         what = "is false, so old_logprobs are sampler_logprobs and the correction would always be 1"
         findings.error("train.recompute_old", what, "set it to auto, or remove train.loss.correction")
+
+
+def _check_teacher(train: TrainConfig, findings: Findings, orch: OrchConfig | None) -> None:
+    teacher = train.teacher
+    if teacher is None:
+        return
+    if len(teacher.sources) != 1:
+        found = " and ".join(teacher.sources) or "no source"
+        what = f"has {found}, and needs exactly one of model, adapter, url and self"
+        findings.error("train.teacher", what, "set one of them")
+    if teacher.tau == 0:
+        findings.error("train.teacher.tau", "is 0, so the teacher would have no effect", "remove train.teacher")
+    for name in given(teacher, "served_model", "api_key_var") if teacher.url is None else []:
+        findings.error(f"train.teacher.{name}", "is only used with train.teacher.url", "remove it")
+    if train.sharding == "fsdp" and (teacher.model or teacher.adapter):
+        what = "fsdp shards the policy, and a teacher on the same devices would not be sharded"
+        findings.error("train.sharding", what, "set it to none, or use train.teacher.url")
+    temperature = orch.sampling.temperature if orch is not None else 1.0
+    if teacher.url is not None and temperature != 1.0:
+        what = "returns log-probs at temperature 1, but orch.sampling.temperature is different"
+        findings.error("train.teacher.url", what, "set orch.sampling.temperature=1, or use a local teacher")
 
 
 def _check_entropy(loss: Loss, findings: Findings) -> None:

@@ -99,7 +99,7 @@ def _resolve_orch(config: RunConfig, seq_len: int, train: TrainConfig) -> OrchCo
         adapter = orch.model.lora_adapter or "default"
         names.update(lora_adapter=adapter, lora_rank=train.lora_rank, lora_alpha=train.lora_alpha)
     std = advantage_std(config)
-    uniform = "keep" if keeps_uniform(orch.advantage.mean, std) else "refill"
+    uniform = "keep" if keeps_uniform(orch.advantage.mean, std) or train.teacher is not None else "refill"
     max_tokens = orch.sampling.max_tokens or max(1, seq_len // 2)
     seed = train.seed if orch.sampling.seed is None else orch.sampling.seed
     stale = orch.max_async_level + max(orch.weight_sync_interval, 1) - 1

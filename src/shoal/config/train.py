@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field
 from shoal.core.losses import LossConfig, default_loss
 from shoal.core.section import (
     Fraction,
+    Name,
     NonEmpty,
     NonNegativeFloat,
     NonNegativeInt,
@@ -66,6 +67,33 @@ class RolloutTransportConfig(Section):
     )
     host: NonEmpty = Field(default="127.0.0.1", description="tcp: address of the trainer.")
     port: int = Field(default=0, ge=0, le=65535, description="tcp: port of the trainer; 0 picks a free port.")
+
+
+class TeacherConfig(Section):
+    """Where teacher_logprobs come from: one of model, adapter, url and self."""
+
+    model: NonEmpty | None = Field(default=None, description="A frozen model: a local folder, a hub id or a GGUF file.")
+    adapter: NonEmpty | None = Field(default=None, description="A PEFT adapter on train.model, frozen.")
+    url: NonEmpty | None = Field(
+        default=None, description="A server with /v1/completions that returns prompt_logprobs, such as vLLM."
+    )
+    served_model: NonEmpty | None = Field(
+        default=None, description="With url: the model name to request. Default: the only one that is served."
+    )
+    api_key_var: Name | None = Field(default=None, description="With url: environment variable with the API key.")
+    itself: bool = Field(
+        default=False,
+        alias="self",
+        description="The policy is its own teacher; it sees the hint of the reward in the prompt.",
+    )
+    tau: NonNegativeFloat = Field(default=1.0, description="Weight of the teacher's signal.")
+    reward_weight: NonNegativeFloat = Field(
+        default=1.0, description="Weight of the advantages from rewards. 0 = distillation only, no reward is needed."
+    )
+
+    @property
+    def sources(self) -> list[str]:
+        return [name for name in ("model", "adapter", "url") if getattr(self, name)] + ["self"] * self.itself
 
 
 class TrainConfig(Section):
@@ -180,6 +208,11 @@ class TrainConfig(Section):
     reference: Literal["auto", "none", "adapter-off", "frozen"] = Field(
         default="auto",
         description="Source of reference_logprobs; auto is none without a KL term.",
+        json_schema_extra={"grpo_only": True},
+    )
+    teacher: TeacherConfig | None = Field(
+        default=None,
+        description="A teacher scores the sampled tokens (on-policy distillation). Default: none.",
         json_schema_extra={"grpo_only": True},
     )
     recompute_old: Literal["auto"] | bool = Field(

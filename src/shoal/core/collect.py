@@ -35,7 +35,7 @@ def zero_variance_kind(group: RolloutGroup) -> ZeroVariance | None:
     """
     if judge_group(group.rewards) not in ("uniform-good", "uniform-bad"):
         return None
-    lowest = min(r.raw_reward for r in group.rollouts if r.scored and r.raw_reward is not None)
+    lowest = min((r.raw_reward for r in group.scored if r.raw_reward is not None), default=0.0)
     if group.max_reward is not None:
         return "uniform-good" if lowest >= group.max_reward - 1e-9 else "uniform-bad"
     return "uniform-good" if lowest >= 1 else "uniform-bad" if lowest <= 0 else "uniform"

@@ -34,14 +34,27 @@ class Advantages(Protocol):
         """Set `advantage`, and `token_advantages` if they differ within a rollout, of every scored rollout."""
 
 
-ScoreRows = Callable[[LogprobPass], Awaitable[list[tuple[Row, np.ndarray]]]]
+@dataclass
+class StepRows:
+    """What a signal can see of a step, and how it computes."""
+
+    groups: Sequence[RolloutGroup]
+    batches: Sequence[Batch]
+    pack: Callable[[Sequence[Sequence[Sample]]], list[Batch]]  # into one batch, or none
+    _score: Callable[[LogprobPass, Sequence[Batch]], Awaitable[list[tuple[Row, np.ndarray]]]]
+
+    async def score(
+        self, function: LogprobPass, batches: Sequence[Batch] | None = None
+    ) -> list[tuple[Row, np.ndarray]]:
+        """A forward pass over this rank's rows of the step, or of other batches. All ranks call it together."""
+        return await self._score(function, self.batches if batches is None else batches)
 
 
 class RowSignal(Protocol):
     """A further input of the loss: it writes `Row.signals` before the first optimizer step changes the weights."""
 
-    async def annotate(self, batches: Sequence[Batch], score: ScoreRows) -> None:
-        """`score` runs a forward pass over this rank's rows. Every rank annotates at least its own rows."""
+    async def annotate(self, step: StepRows) -> None:
+        """Every rank annotates at least its own rows."""
 
     def observe(self, tally: Tally) -> None:
         """Called at the end of the step, with the same metrics on all ranks."""
@@ -114,7 +127,7 @@ class Learner:
         batches = self._batches(samples, settings.minibatches)
         if not batches:
             return StepResult()
-        await self._annotate(batches)
+        await self._annotate(groups, batches)
         result = await self._optimise(batches, tally)
         for signal in self._signals:
             signal.observe(tally)
@@ -144,7 +157,7 @@ class Learner:
                 assert rollout.reward is not None
                 rollout.reward -= reward_kl(row.sampler_logprobs, reference, mine, self._settings.reward_kl_beta)
 
-    async def _annotate(self, batches: Sequence[Batch]) -> None:
+    async def _annotate(self, groups: Sequence[RolloutGroup], batches: Sequence[Batch]) -> None:
         """Compute old and reference log-probs once, before the first optimizer step changes the weights."""
         passes: dict[str, LogprobPass] = {}
         if self._settings.recompute_old:
@@ -158,12 +171,13 @@ class Learner:
                 for row, values in zip(rows, logprobs, strict=True):
                     setattr(row, name, values)
 
-        async def score(function: LogprobPass) -> list[tuple[Row, np.ndarray]]:
+        async def score(function: LogprobPass, batches: Sequence[Batch]) -> list[tuple[Row, np.ndarray]]:
+            mine = [row for micro in self._passes(batches) for row in micro]
             (values,) = await self._all_logprobs([function], lambda: self._passes(batches))
-            return list(zip(rows, values, strict=True))
+            return list(zip(mine, values, strict=True))
 
         for signal in self._signals:
-            await signal.annotate(batches, score)
+            await signal.annotate(StepRows(groups, batches, lambda samples: self._batches(samples, 1), score))
 
     async def _all_logprobs(self, functions: Sequence[LogprobPass], split: Split) -> list[list[np.ndarray]]:
         """Log-probs of all rows by each function. They are read after the last pass, so that the device never waits."""

@@ -38,6 +38,8 @@ class RunnerSettings:
     context_tokens: int  # limit for the prompt and all completions of a rollout
     seed: int = 0
     shape: RewardShape = field(default_factory=RewardShape)
+    needs_reward: bool = True  # false = a rollout without a reward is trained, with the reward 0
+    uses_hints: bool = False  # a teacher sees the hints of rewards
 
 
 def rollout_seed(run_seed: int, rollout_id: str, turn: int) -> int:
@@ -177,6 +179,9 @@ class GroupRunner:
 
     async def _score(self, rollout: Rollout, sampling: SamplingParams) -> None:
         prompt = rollout.prompt
+        if not self._settings.needs_reward and getattr(self._environments[prompt.env], "without_reward", False):
+            self._apply_score(rollout, Score("ok"), sampling)
+            return
         messages = self._messages_for_reward(rollout)
         score = await self._judge.score(prompt.env, prompt.split, prompt.index, messages)
         self._apply_score(rollout, score, sampling)
@@ -209,6 +214,8 @@ class GroupRunner:
             self._apply_score(rollout, score, sampling)
 
     def _apply_score(self, rollout: Rollout, score: Score, sampling: SamplingParams) -> Rollout:
+        if score.hint is not None and self._settings.uses_hints:
+            rollout.hint_ids = self._tokens.prompt_ids(_with_hint(rollout.prompt.messages, score.hint))
         rollout.reward_s, rollout.parts, rollout.part_weights = score.seconds, score.parts, score.part_weights
         rollout.turn_rewards, rollout.token_rewards, rollout.kinds = score.turns, score.tokens, score.kinds
         if score.status == "ok" and (wrong := _wrong_length(rollout)):
@@ -216,12 +223,24 @@ class GroupRunner:
             rollout.status, rollout.error = "error", wrong
         elif score.status != "ok":
             rollout.status, rollout.error, rollout.traceback = score.status, score.error, score.traceback
-        elif score.reward is None:
+        elif score.reward is None and self._settings.needs_reward:
             rollout.status = "excluded"
-        else:
+        elif score.reward is not None:
             rollout.raw_reward = score.reward
             rollout.reward = self._settings.shape(score.reward, rollout, sampling.max_tokens)
+        if rollout.reward is None and not self._settings.needs_reward and rollout.turns:
+            rollout.status, rollout.reward = "ok", 0.0
         return rollout
+
+
+def _with_hint(messages: Sequence[Message], hint: str) -> list[Message]:
+    """The hint is added to the last message of the user."""
+    found = [at for at, message in enumerate(messages) if message.get("role") == "user"]
+    if not found:
+        return [*messages, {"role": "user", "content": hint}]
+    last = messages[found[-1]]
+    changed = {**last, "content": f"{last.get('content') or ''}\n\n{hint}"}
+    return [*messages[: found[-1]], changed, *messages[found[-1] + 1 :]]
 
 
 def _wrong_length(rollout: Rollout) -> str | None:

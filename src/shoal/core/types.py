@@ -155,6 +155,7 @@ class Reward:
     turns: list[float] | None = None  # one per turn of the policy
     tokens: list[list[float]] | None = None  # one per sampled token, by turn
     kinds: list[LossKind] | None = None  # one per turn
+    hint: str | None = None  # feedback or a demonstration, which only a teacher sees (train.teacher.self)
 
 
 @dataclass(slots=True)
@@ -167,10 +168,11 @@ class Score:
     part_weights: dict[str, float] = field(default_factory=dict)  # of the parts in the reward; 1 if not named
     error: str | None = None
     seconds: float = 0.0
-    turns: list[float] | None = None  # these three as in Reward
+    turns: list[float] | None = None  # these four as in Reward
     tokens: list[list[float]] | None = None
     kinds: list[LossKind] | None = None
     traceback: str = ""  # of the error
+    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,7 @@ class Rollout:
     token_advantages: list[list[float]] | None = None  # by turn; None = `advantage` for every token
     kinds: list[LossKind] | None = None  # by turn; None = policy
     traceback: str = ""  # of the error
+    hint_ids: list[int] | None = None  # the first prompt with the hint of its reward, for a teacher
 
     @property
     def rollout_id(self) -> str:

@@ -87,6 +87,16 @@ def _from_adapter(model: nn.Module, folder: str) -> PeftModel:
     return _in_order(wrapped).eval()
 
 
+def merged(model: nn.Module, folder: str) -> nn.Module:
+    """The model with an adapter added to its weights."""
+    folder = str(Path(folder).expanduser())
+    if not (Path(folder) / "adapter_config.json").exists():
+        raise ModelError(f"{folder!r} has no adapter_config.json")
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False).merge_and_unload().eval()  # type: ignore[arg-type,operator]
+
+
 def add_slot(model: PeftModel, name: str) -> None:
     """Add an adapter of the same shape, as a copy of the trained one."""
     model.add_adapter(name, model.peft_config[TRAINED], autocast_adapter_dtype=False)

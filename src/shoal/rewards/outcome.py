@@ -101,7 +101,9 @@ def _read_reward(value: Reward, weights: Mapping[str, float]) -> dict[str, Any]:
     kinds = None if value.kinds is None else [str(kind) for kind in _listed(value.kinds, "kinds")]
     if kinds is not None and not set(kinds) <= set(LOSS_KINDS):
         raise RewardValueError(f"kinds is {str(kinds)[:80]}; each must be one of {', '.join(LOSS_KINDS)}")
-    return {"reward": total, "parts": parts, "turns": turns, "tokens": tokens, "kinds": kinds}
+    if value.hint is not None and not isinstance(value.hint, str):
+        raise RewardValueError(f"hint is {type(value.hint).__name__}, not a text")
+    return {"reward": total, "parts": parts, "turns": turns, "tokens": tokens, "kinds": kinds, "hint": value.hint}
 
 
 def _listed(values: Any, what: str) -> Sequence[Any]:
@@ -162,6 +164,7 @@ def _parse_score(outcome: Mapping[str, Any], seconds: float) -> Score:
         seconds=seconds,
         turns=None if turns is None else _numbers(turns, "the reward of a turn"),
         tokens=None if tokens is None else [_numbers(of_turn, "the reward of a token") for of_turn in tokens],
+        hint=None if outcome.get("hint") is None else str(outcome["hint"]),
         kinds=None if kinds is None else [LOSS_KINDS[LOSS_KINDS.index(kind)] for kind in kinds],
     )
 

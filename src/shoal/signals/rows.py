@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shoal.core.learn import ScoreRows
+from shoal.core.learn import StepRows
 from shoal.core.metrics import Tally
 from shoal.core.protocols import PendingResults, Ranks
 from shoal.core.terms import EntropyBonus
-from shoal.core.types import Batch, Row
+from shoal.core.types import Row
 
 
 class KeepsState(Protocol):
@@ -44,11 +44,11 @@ class EntropyCoefficient:
         last = self._state.signal_state.get("entropy")
         return self.coef if last is not None and last <= self._bonus.target else 0.0
 
-    async def annotate(self, batches: Sequence[Batch], score: ScoreRows) -> None:
+    async def annotate(self, step: StepRows) -> None:
         self._now = self.applied
         if self._now == 0:
             return
-        for row in (row for batch in batches for row in batch.rows):
+        for row in (row for batch in step.batches for row in batch.rows):
             row.signals["entropy_coef"] = np.full(row.tokens, self._now, dtype=np.float32)
 
     def observe(self, tally: Tally) -> None:
@@ -69,9 +69,9 @@ class TopEntropy:
         self._policy = policy
         self._ranks = ranks
 
-    async def annotate(self, batches: Sequence[Batch], score: ScoreRows) -> None:
-        found = {id(row): values for row, values in await score(self._policy.entropies)}
-        for batch in batches:
+    async def annotate(self, step: StepRows) -> None:
+        found = {id(row): values for row, values in await step.score(self._policy.entropies)}
+        for batch in step.batches:
             rows = [(row, found[id(row)]) for row in batch.rows if id(row) in found]
             mine = [values[trained_by_policy(row)] for row, values in rows]
             local = np.concatenate([np.zeros(0, dtype=np.float32), *mine]).astype(np.float32)

@@ -319,7 +319,7 @@ class ShardedWeights:
 
 async def make_trainer_state(config: RunConfig, ranks: Ranks, given: PythonObjects, steps: int) -> TrainerState:
     """The state before the first step."""
-    from shoal.build.memory_plan import lines_of, make_plan
+    from shoal.build.memory_plan import lines_of, make_plan, teacher_line
 
     config = _with_old_logprobs(config)
     train = config.train
@@ -330,12 +330,12 @@ async def make_trainer_state(config: RunConfig, ranks: Ranks, given: PythonObjec
     plan = await on_device(make_plan, config, model, policy, ranks)
     files = PolicyFiles(policy, model.chat, model.decoder)
     shards = ShardedWeights(view, files, ranks) if view is not None else None
-    notices = [*_notices(model, ranks), *lines_of(plan)]
+    notices = [*_notices(model, ranks), *teacher_line(model), *lines_of(plan)]
     about = {"notices": notices, "dtype": str(model.decoder.dtype), "device": str(model.decoder.device)}
     weights = make_weights(config, model, files, on_device) if ranks.rank == 0 else None
     if view is not None:
         await on_device(lambda: view.leave_device(keep=ranks.rank == 0))
-    learner = make_learner(config, policy, plan, on_device, ranks)
+    learner = make_learner(config, policy, plan, on_device, ranks, model.chat.token_text)
     device = TrainerDevice(on_device.executor, weights)
     return TrainerState(steps, learner, files, weights, on_device, device, about, shards)
 

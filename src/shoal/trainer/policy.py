@@ -70,8 +70,10 @@ class TrainedPolicy:
         reference: Reference | None = None,
         sum_gradients: Callable[[Mapping[str, Tensor]], None] | None = None,
         graphs: PassGraphs | None = None,
+        teacher: Decoder | None = None,
     ) -> None:
         self.decoder = decoder
+        self.teacher = teacher
         self.optimizer = optimizer
         self.schedule = schedule
         self.max_grad_norm = max_grad_norm
@@ -102,6 +104,11 @@ class TrainedPolicy:
     def entropies(self, rows: Sequence[Row]) -> PendingPass:
         """Entropy of the policy at the tokens in the loss, instead of log-probs."""
         return self._logprobs(rows, self.decoder, "entropy", entropy=True)
+
+    def teacher_logprobs(self, rows: Sequence[Row]) -> PendingPass:
+        if self.teacher is None:
+            raise RuntimeError("this policy has no teacher model")
+        return self._logprobs(rows, self.teacher, "teacher")
 
     def reference_logprobs(self, rows: Sequence[Row]) -> PendingPass:
         if self.reference is None:

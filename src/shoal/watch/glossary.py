@@ -121,6 +121,7 @@ CATALOGUE = _catalogue(
     ),
     Metric("policy/entropy_coef", "Weight of the entropy bonus in this step.", "1"),
     Metric("policy/gate", "Mean weight that vespo gives a token for the ratio of its rollout.", "ratio", "near 1"),
+    Metric("teacher/missing_frac", "Share of rollouts without a hint that fits, with train.teacher.self.", "fraction"),
     Metric(
         "teacher/kl",
         "Mean of policy_logprobs - teacher_logprobs at the sampled tokens: an estimate of the KL to the teacher.",
@@ -244,6 +245,7 @@ CATALOGUE = _catalogue(
     Metric("time/rollout", "Wall time during which rollouts were generated.", "s"),
     Metric("time/reward", "Wall time during which rewards were computed.", "s", "", FASTER_REWARD),
     Metric("time/train", "Wall time of forward pass, backward pass and optimizer.", "s"),
+    Metric("time/teacher", "Wall time in which the teacher scored the rollouts; part of time/train.", "s"),
     Metric("time/sync", "Wall time of the weight transfer to the sampler.", "s", "a few percent of the step"),
     Metric("time/eval", "Wall time of held-out evaluation.", "s"),
     Metric("time/save", "Wall time of writing checkpoints.", "s"),

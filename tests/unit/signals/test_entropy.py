@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.core.learn import StepRows
 from shoal.core.losses import LOSSES
 from shoal.core.metrics import Tally
 from shoal.core.objective import Objective
@@ -122,7 +123,7 @@ def test_an_adapted_coefficient_follows_the_entropy() -> None:
     for entropy in (0.7, 0.4, 0.45, 0.3, 0.6, 0.6):
         row, tally = one_row(4), Tally()
         signal = EntropyCoefficient(bonus, policy)  # made anew: all state is with the policy
-        asyncio.run(signal.annotate([Batch([row])], None))  # type: ignore[arg-type]
+        asyncio.run(signal.annotate(StepRows([], [Batch([row])], None, None)))  # type: ignore[arg-type]
         applied.append(float(row.signals["entropy_coef"][1]) if "entropy_coef" in row.signals else 0.0)
         tally.add("policy/entropy", entropy * 3, 3)
         signal.observe(tally)
@@ -135,7 +136,7 @@ def test_an_adapted_coefficient_follows_the_entropy() -> None:
 
 def test_a_fixed_coefficient_stays() -> None:
     signal, row, tally = EntropyCoefficient(EntropyBonus(coef=0.02), Policy()), one_row(3), Tally()
-    asyncio.run(signal.annotate([Batch([row])], None))  # type: ignore[arg-type]
+    asyncio.run(signal.annotate(StepRows([], [Batch([row])], None, None)))  # type: ignore[arg-type]
     signal.observe(tally)
     assert row.signals["entropy_coef"].tolist() == pytest.approx([0.02] * 3)
 
@@ -144,10 +145,11 @@ def test_the_mask_covers_the_top_share_of_an_optimizer_step() -> None:
     first, second = one_row(4), one_row(4, cross_entropy=np.array([0, 0, 0, 1], dtype=np.float32))
     entropies = {id(first): np.array([9, 1, 5, 2.0]), id(second): np.array([9, 4, 3, 9.0])}
 
-    async def score(function):
+    async def score(function, batches):
         return [(row, entropies[id(row)].astype(np.float32)) for row in (first, second)]
 
-    asyncio.run(TopEntropy(0.4, Policy(), SingleProcess()).annotate([Batch([first, second])], score))
+    step = StepRows([], [Batch([first, second])], None, score)  # type: ignore[arg-type]
+    asyncio.run(TopEntropy(0.4, Policy(), SingleProcess()).annotate(step))
     # Five tokens under the policy loss, entropies 1 5 2 4 3: two of them are kept.
     assert first.signals["top_entropy"][1:].tolist() == [0, 1, 0]
     assert second.signals["top_entropy"][1:3].tolist() == [1, 0]
