@@ -55,9 +55,8 @@ def _line(
     split = EVAL if rollout.prompt.split == "eval" else ""
     ids, mask, sampler = _completion_tokens(rollout)
     if policy_logprobs is not None and len(policy_logprobs) != int(mask.sum()):
-        ids, mask, sampler = _completion_tokens(
-            rollout, context_weight=1.0
-        )  # the environment's tokens were trained too
+        # the environment's tokens were trained too
+        ids, mask, sampler = _completion_tokens(rollout, context_weight=1.0)
     policy = np.zeros(len(ids))
     if policy_logprobs is not None and len(policy_logprobs) == int(mask.sum()):
         policy[mask] = policy_logprobs
@@ -89,17 +88,13 @@ def _line(
 
 
 def _conversation(rollout: Rollout, first: bool) -> dict[str, Any]:
-    """Fields that only conversations have: the messages, and the sampled tokens per turn.
-
-    The messages of the prompt are stored once per group.
-    """
+    """The messages, which only conversations have. Those of the prompt are stored once per group."""
     size, fields = len(rollout.prompt.messages), {}
     messages = rollout.messages[size:]
     if first and not _is_plain(rollout.prompt.messages, "user"):
         fields["prompt_messages"] = [_shown_message(message) for message in rollout.prompt.messages]
     if messages and not _is_plain(messages, "assistant"):
         fields["messages"] = [_shown_message(message) for message in messages]
-        fields["turn_tokens"] = [len(turn.completion.token_ids) for turn in rollout.turns]
     return fields
 
 

@@ -207,7 +207,8 @@ def _describe_rollout(record: Mapping[str, Any]) -> dict[str, Any]:
         "advantage": number(record.get("advantage")),
         "completion": completion if isinstance(completion, str) else "",
         "messages": _messages(record.get("messages")),
-        "turn_tokens": [int(size) for size in record.get("turn_tokens") or []],
+        "turn_tokens": _turn_tokens(record),
+        "turn_rewards": [number(reward) for reward in record.get("turn_rewards") or []],
         "spans": record.get("spans") or [],
         "tokens": _describe_tokens(record),
     }
@@ -236,9 +237,29 @@ def _describe_tokens(record: Mapping[str, Any]) -> dict[str, Any] | None:
         "mask": [int(value) for value in mask[start:end]],
         "sampler": _rounded(sampler, len(texts), start, end),
         "policy": _rounded(policy, len(texts), start, end),
+        "advantages": _token_advantages(record, mask, start, end),
         "left_out": len(texts) - end,
         "count": sum(mask),
     }
+
+
+def _turn_tokens(record: Mapping[str, Any]) -> list[int]:
+    """The sampled tokens per turn. A rollout of one turn does not store them."""
+    return [int(size) for size in record.get("turn_tokens") or [sum(map(bool, record.get("loss_mask") or []))]]
+
+
+def _token_advantages(record: Mapping[str, Any], mask: list[bool], start: int, end: int) -> list[float | None] | None:
+    """One per token, if they differ within the rollout. A turn with one value has it for all of its tokens."""
+    stored, sizes = record.get("token_advantages") or [], _turn_tokens(record)
+    if len(stored) != len(sizes):
+        return None
+    sampled = [
+        value for turn, size in zip(stored, sizes, strict=True) for value in (turn * size if len(turn) == 1 else turn)
+    ]
+    if len(sampled) != sum(mask):  # some turns are not trained, or tokens of the environment are
+        return None
+    values = iter(sampled)
+    return [next(values) if own else None for own in mask][start:end]
 
 
 def _rounded(values: list[float | None] | None, length: int, start: int, end: int) -> list[float | None] | None:

@@ -151,7 +151,8 @@ shoal.browser = (source) => {
   }
 
   function scaleAdvantages(group) {
-    const largest = Math.max(...group.rollouts.map((rollout) => Math.abs(rollout.advantage || 0)));
+    const own = (rollout) => [rollout.advantage, ...((rollout.tokens && rollout.tokens.advantages) || [])];
+    const largest = group.rollouts.flatMap(own).reduce((most, value) => Math.max(most, Math.abs(value || 0)), 0);
     group.rollouts.forEach((rollout) => { rollout.largest = largest; });
   }
 

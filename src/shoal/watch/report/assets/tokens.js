@@ -8,11 +8,15 @@ shoal.TINTS = {
 };
 shoal.FIRST_TOKENS = 700; // drawn at once; the rest on request
 
+// The advantage of a token: its own, or that of the rollout.
+shoal.advantageAt = (rollout, tokens, i) => (tokens.advantages ? tokens.advantages[i] : rollout.advantage);
+
 shoal.tint = (how, rollout, tokens, i) => {
   if (!tokens.mask[i]) return null;
   const sampler = tokens.sampler && tokens.sampler[i], policy = tokens.policy && tokens.policy[i];
   if (how === "logprob" && typeof sampler === "number") return shade("c5", Math.min(1, -sampler / 4));
-  if (how === "advantage" && rollout.advantage !== null) return shade(rollout.advantage > 0 ? "c1" : "c2", Math.abs(rollout.advantage) / (rollout.largest || 1));
+  const advantage = shoal.advantageAt(rollout, tokens, i);
+  if (how === "advantage" && advantage !== null) return shade(advantage > 0 ? "c1" : "c2", Math.abs(advantage) / (rollout.largest || 1));
   if (how === "ratio" && typeof sampler === "number" && typeof policy === "number") {
     const gap = policy - sampler;
     return shade(gap > 0 ? "c1" : "c2", Math.min(1, Math.abs(gap) / 0.5));
@@ -78,7 +82,8 @@ shoal.drawTokens = (rollout, how, range) => {
     else {
       if (typeof sampler === "number") rows.push(row("sampler log-prob", sampler.toFixed(3) + "  (" + shoal.percent(Math.exp(sampler)) + ")"));
       if (typeof policy === "number") rows.push(row("trainer log-prob", policy.toFixed(3)), row("ratio", shoal.number(Math.exp(policy - sampler))));
-      if (rollout.advantage !== null) rows.push(row("advantage", shoal.signed(rollout.advantage)));
+      const advantage = shoal.advantageAt(rollout, tokens, i);
+      if (advantage !== null) rows.push(row("advantage", shoal.signed(advantage)));
     }
     shoal.tip(event, shoal.make("b", { class: "mono" }, JSON.stringify(tokens.text[i])), ...rows);
   }
@@ -86,8 +91,11 @@ shoal.drawTokens = (rollout, how, range) => {
 
 // A conversation as turns. The policy's turns are drawn from its tokens, all others from their text.
 shoal.drawConversation = (rollout, how) => {
-  const ranges = turnRanges();
-  return rollout.messages.map((message) => shoal.drawMessage(message, message.role === "assistant" && ranges.length ? shoal.drawTokens(rollout, how, ranges.shift()) : null));
+  const ranges = turnRanges(), rewards = rollout.turn_rewards.slice();
+  return rollout.messages.map((message) => {
+    const own = message.role === "assistant";
+    return shoal.drawMessage(message, own && ranges.length ? shoal.drawTokens(rollout, how, ranges.shift()) : null, own ? rewards.shift() : undefined);
+  });
 
   // The place of each turn of the policy in the tokens; empty if turns and messages do not correspond.
   function turnRanges() {
@@ -101,12 +109,12 @@ shoal.drawConversation = (rollout, how) => {
 
 shoal.ROLES = { system: "system", user: "user", assistant: "assistant", tool: "tool" };
 
-// One message: its role, its text or the given elements, and its tool calls.
-shoal.drawMessage = (message, body) => {
+// One message: its role, its reward if it has one, its text or the given elements, and its tool calls.
+shoal.drawMessage = (message, body, reward) => {
   const { make } = shoal;
   const calls = message.tool_calls.map((call) => make("div", { class: "call" }, make("b", {}, call.name), make("pre", {}, call.arguments)));
   const reasoning = message.reasoning ? make("pre", { class: "reasoning", "aria-label": "Reasoning" }, message.reasoning) : null;
   const text = body || (message.content || !calls.length ? [make("pre", { tabindex: "0" }, message.content || "(empty)")] : []);
   return make("section", { class: "turn turn-" + (shoal.ROLES[message.role] || "other") },
-    make("div", { class: "role" }, message.role + (message.name ? " · " + message.name : "")), reasoning, ...text, ...calls);
+    make("div", { class: "role" }, message.role + (message.name ? " · " + message.name : ""), typeof reward === "number" ? make("span", { class: "turn-reward" }, "reward " + shoal.number(reward)) : null), reasoning, ...text, ...calls);
 };
