@@ -6,8 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.grpo_trainer import GRPOTrainer
-    from shoal.surfaces.grpo_config import GRPOConfig
+    from shoal.grpo_trainer import GRPOConfig, GRPOTrainer
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
 __version__ = "0.1.0"

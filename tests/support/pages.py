@@ -33,7 +33,7 @@ def save_files(folder: Path) -> None:
     for page in PAGES:
         for name, body in SAVED.findall(text_of(page)):
             assert saved.setdefault(name, body) == body, f"{page} has another {name}"
-    assert saved.keys() == {"make_orders.py", "orders.py", "orders.yaml", "sums.yaml", "rows.jsonl", "infer.yaml"}
+    assert saved.keys() == {"make_orders.py", "orders.py", "orders.yaml", "sums.yaml", "rows.jsonl"}
     for name, body in saved.items():
         (folder / name).write_text(body, encoding="utf-8")
     subprocess.run([sys.executable, "make_orders.py"], cwd=folder, check=True, timeout=60)
