@@ -95,6 +95,12 @@ def test_serve_needs_no_file(warm: WarmPython, raw_model: Path, port: int, tmp_p
     finally:
         if server.running():
             server.kill()
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    loading = warm.start(["serve", "mine", f"infer.port={port}"], tmp_path, env=environment(TMPDIR=str(folders)))
+    wait_until(lambda: "loading" in loading.text(), 60, "the start")
+    loading.send(signal.SIGTERM)
+    assert loading.wait(20) and not list(folders.glob("shoal-serve-*"))
     for words, says in (
         (["infer.model=x"], "infer.model"),
         (["infer.prot=1"], "infer.prot"),

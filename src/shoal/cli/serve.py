@@ -45,10 +45,10 @@ def serve(
     checkpoint
         Which one of a run directory: a step, best, newest or final.
     """
-    from shoal.split.commands import end_by
+    from shoal.build.signals import end_by, exit_on_first_signal
     from shoal.split.inference_process import serve as serve_model
 
-    with _loaded(model, overrides, adapter, checkpoint) as (weights, config):
+    with exit_on_first_signal(), _loaded(model, overrides, adapter, checkpoint) as (weights, config):
         ended_by = serve_model(config, _tell, adapter=_adapter(weights), name=model)
     end_by(ended_by)
 
@@ -91,12 +91,14 @@ def chat(
         question, overrides = None, (question, *overrides)
     if temperature < 0 or max_tokens < 1:
         raise ConfigError("command line: --temperature must be at least 0, and --max-tokens at least 1")
+    from shoal.build.signals import exit_on_first_signal
     from shoal.split.inference_process import make_inference
 
     with _loaded(model, ("infer.max_num_seqs=8", *overrides), adapter, checkpoint) as (weights, config):
         if question is None:
             notices([f"loading {model}"])
-        inference = make_inference(config)
+        with exit_on_first_signal():
+            inference = make_inference(config)
         sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
         with asyncio.Runner() as runner:
             try:
