@@ -129,6 +129,10 @@ def test_every_rollout_of_a_group_side_by_side_with_parts_and_tints(browser: Bro
         first = page.inner_text("#group .rollout >> nth=0")
         assert "first" in first and "second" in first and "adv" in first
         tokens = page.locator("#group .rollout >> nth=0 >> .token")
+        roles = [message["role"] for message in mine[0]["messages"]]
+        assert page.locator("#group .rollout >> nth=0 >> .role").all_inner_texts() == roles and "user" in roles
+        assert tokens.count() == sum(mine[0]["turn_tokens"]), "the turns of the policy"
+        page.click('[data-view="tokens"]')
         assert tokens.count() == len(mine[0]["token_ids"])
         tinted = "all => all.filter(one => one.style.background).length"
         seen = {}
