@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from shoal.core.advantages import AdvantageNormalizer
 from shoal.core.learn import Learner, LearnSettings
 from shoal.core.losses import LOSSES
 from shoal.core.metrics import Tally
@@ -29,6 +28,7 @@ from shoal.models import lora
 from shoal.models.decoder import Decoder
 from shoal.models.sharded import ShardedDecoder
 from shoal.runs.run_dir import SHARDS
+from shoal.signals.advantages import AdvantageNormalizer
 from shoal.trainer.checkpoint import load_state, save_shards, save_state
 from shoal.trainer.optimizer import AdamSettings, MasterAdamW, Schedule
 from shoal.trainer.policy import Reference, TrainedPolicy

@@ -257,8 +257,7 @@ def make_learner(
 
 
 def make_advantages(orch: OrchConfig) -> Any:
-    from shoal.core.advantages import AdvantageNormalizer
-    from shoal.signals.advantages import CustomAdvantages, PartAdvantages, TurnAdvantages
+    from shoal.signals.advantages import AdvantageNormalizer, CustomAdvantages, PartAdvantages, TurnAdvantages
 
     advantage = orch.advantage
     if advantage.function is not None:

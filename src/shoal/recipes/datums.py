@@ -138,7 +138,7 @@ def build_grpo_datums(groups: Sequence[PromptGroup], config: Config | None = Non
     Without a configuration: the group mean and unbiased standard deviation.
     """
     from shoal.build.parts import make_advantages  # imports torch
-    from shoal.core.advantages import AdvantageNormalizer
+    from shoal.signals.advantages import AdvantageNormalizer
 
     normaliser = AdvantageNormalizer() if config is None else make_advantages(translate(config, in_memory=True)[0].orch)
     datums: list[Datum] = []

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.advantages import AdvantageNormalizer, is_uniform, judge_group, reward_kl
+from shoal.core.advantages import is_uniform, judge_group, reward_kl
+from shoal.signals.advantages import AdvantageNormalizer
 
 rewards = st.floats(-100, 100)
 groups = st.lists(st.lists(rewards, min_size=2, max_size=6), min_size=1, max_size=5)

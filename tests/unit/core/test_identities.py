@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.core.advantages import AdvantageNormalizer
 from shoal.core.batching import Packing, make_batches, rollout_samples
 from shoal.core.losses import LOSSES, Reinforce
 from shoal.core.objective import Objective
 from shoal.core.terms import IcePop, KLPenalty, NoCorrection, TruncatedImportance, kl_estimate
 from shoal.core.types import Completion, Prompt, Rollout, Span, Turn
+from shoal.signals.advantages import AdvantageNormalizer
 
 from .rows import gradient, random_row, to_inputs, with_garbage
 

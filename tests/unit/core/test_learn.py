@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.core.advantages import AdvantageNormalizer
 from shoal.core.errors import MemoryStop
 from shoal.core.learn import Learner, StepResult
 from shoal.core.metrics import Tally
 from shoal.core.types import Rollout, RolloutGroup, Row, Turn
+from shoal.signals.advantages import AdvantageNormalizer
 
 from .groups import make_group, make_prompt, make_turn
 from .unigram import VOCABULARY, Results, UnigramPolicy, make_learner, reinforce

@@ -15,7 +15,6 @@ import numpy as np
 
 from shoal.config.train import NoiseConfig
 from shoal.core.admission import Admission
-from shoal.core.advantages import AdvantageNormalizer
 from shoal.core.collect import Collector, GroupRules
 from shoal.core.evaluate import EvalSettings, Evaluator
 from shoal.core.loop import Loop
@@ -25,6 +24,7 @@ from shoal.rollout.weight_channels import InProcessWeights
 from shoal.runs.events import EventLog
 from shoal.runs.journal import read_lines
 from shoal.runs.run_dir import RunDir
+from shoal.signals.advantages import AdvantageNormalizer
 from shoal.watch.console import make_console
 from shoal.watch.observer import Phases, RunObserver
 from shoal.watch.sinks import Sinks

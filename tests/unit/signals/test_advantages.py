@@ -5,10 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shoal.core.advantages import AdvantageNormalizer
 from shoal.core.errors import UserCodeError
 from shoal.core.types import RolloutGroup
-from shoal.signals.advantages import CustomAdvantages, PartAdvantages, TurnAdvantages, every_reward, total_reward
+from shoal.signals.advantages import (
+    AdvantageNormalizer,
+    CustomAdvantages,
+    PartAdvantages,
+    TurnAdvantages,
+    every_reward,
+    total_reward,
+)
 from unit.core.groups import make_group, make_prompt, make_turn
 from unit.core.reference import gdpo, maxrl, per_turn, standardised
 

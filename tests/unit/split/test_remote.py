@@ -14,12 +14,12 @@ import pytest
 
 from shoal.config.orch import OrchConfig
 from shoal.config.train import TrainConfig
-from shoal.core.advantages import AdvantageNormalizer
 from shoal.core.errors import DeadlineError, Interrupted, StoppedByPolicy
 from shoal.core.metrics import Tally
 from shoal.core.ranks import SingleProcess
 from shoal.core.types import RolloutGroup
 from shoal.runs.checkpoints import Checkpoint
+from shoal.signals.advantages import AdvantageNormalizer
 from shoal.split.calls import FolderAnswerer, FolderCaller, pack_groups, unpack_groups
 from shoal.split.remote_trainer import RemoteFiles, RemoteTrainer, RemoteWeights, Resources
 from shoal.split.rendezvous import Rendezvous
