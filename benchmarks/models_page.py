@@ -124,8 +124,8 @@ build {unbuilt} at this size. "Works" means: greedy text equals `generate`, log-
 forward pass (largest gap below 2e-5), one full and one LoRA step train, and `final/` loads with the keys of the
 checkpoint. Pretrained weights were not loaded.
 
-Checkpoints with a vision tower are trained on text: the tower is loaded, frozen, without adapters, and written back, with
-the files of the image processor. Text that contains the placeholder tokens of images is treated as plain text.
+Checkpoints with a vision tower are trained on text: the tower is loaded, frozen, without adapters, and written back,
+with the files of the image processor. Text that contains the placeholder tokens of images is treated as plain text.
 
 Training on a GPU is `fused` (Shoal's kernels, checked against the modules when the model loads) or `modules` (the
 modules of transformers). Decoding is `graphs` (CUDA graphs) or `eager`. Both columns are what the checks of the source

@@ -93,7 +93,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": _GATED},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
     "kimi_linear": {"layer_types": _GATED},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mamba2": {"num_heads": 8},
     "modernbert-decoder": {"bos_token_id": 1, "cls_token_id": 1, "sep_token_id": 2},

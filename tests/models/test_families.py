@@ -18,7 +18,7 @@ from models.check import check
 from models.families import FAMILIES
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "models.json"
-TEN = ("llama", "qwen3", "gemma2", "phi3", "qwen3_moe", "deepseek_v3", "glm4", "olmo3", "gemma3", "gpt_oss")
+TEN = ("llama", "qwen3", "gemma2", "phi3", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss", "lfm2", "qwen3_5_text")
 GOOD = ("works", "refused", "not built")
 
 

@@ -1,7 +1,8 @@
-"""Attention sinks: values and gradients of q, k, v and the sink are those of transformers' eager attention, in float64."""
+"""Attention sinks: values and gradients of q, k, v and the sink are those of transformers' eager attention, fp64."""
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_packed_segments(window: int | None) -> None:
     tensors = inputs(int(starts[-1]))
     query, key, value, sink = tensors
     actual = Packed(starts, torch.device("cpu")).attend(0, query, key, value, Shape(0.4, window, None, sink))
-    pieces = [[t[:, :, a:b] for t in (query, key, value)] for a, b in zip(starts, starts[1:], strict=False)]
+    pieces = [[t[:, :, a:b] for t in (query, key, value)] for a, b in itertools.pairwise(starts)]
     expected = torch.cat([eager(q, k, v, sink, window) for q, k, v in pieces], 1)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     for mine, theirs in zip(gradients(actual, tensors), gradients(expected, tensors), strict=True):

@@ -265,7 +265,8 @@ def _ways_to_train(measured: MemoryMeasurement, demand: MemoryRequest, tokens: i
 
 
 def slot_bytes(layers: dict[int, LayerShape], dtype: torch.dtype, context_tokens: int) -> int:
-    return SlotCache.bytes_per_token(layers, dtype) * round_up(context_tokens, KEY_MULTIPLE)
+    states = sum(layer.state_bytes for layer in layers.values())
+    return SlotCache.bytes_per_token(layers, dtype) * round_up(context_tokens, KEY_MULTIPLE) + states
 
 
 def gathered_bytes(layers: dict[int, LayerShape], decoder: Decoder) -> int:

@@ -1,4 +1,4 @@
-"""The KV cache: one slot per sequence; row b of a decode batch is slot b. Allocated once, never resized."""
+"""Keys, values and states: one slot per sequence; row b of a decode batch is slot b. Allocated once, never resized."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.models import kernels
 from shoal.models.decoder import LayerShape
+from shoal.models.state_layers import StateCache, States
 
 
 class SlotCache:
@@ -22,7 +23,10 @@ class SlotCache:
         self.length = length
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self.states = StateCache.allocate({i: shape.states for i, shape in layers.items()}, slots, device)
         for layer, shape in layers.items():
+            if not shape.heads:
+                continue
             # Zeros: a masked key is multiplied by zero, and zero times NaN is NaN.
             self.keys[layer] = torch.zeros(slots, shape.heads, length, shape.key_dim, dtype=dtype, device=device)
             self.values[layer] = torch.zeros(slots, shape.heads, length, shape.value_dim, dtype=dtype, device=device)
@@ -46,6 +50,7 @@ class SlotCache:
         """Copy the first `length` positions of slots to other slots, with one operation per tensor."""
         for tensor in (*self.keys.values(), *self.values.values()):
             tensor[targets, :, :length] = tensor[sources, :, :length]
+        self.states.move(sources, targets)
 
 
 @dataclass
@@ -68,6 +73,10 @@ class PrefillWriter:
         tokens, slots, places = self._one_by_one
         self.cache.keys[layer][slots, :, places] = key[:, tokens].transpose(0, 1)
         self.cache.values[layer][slots, :, places] = value[:, tokens].transpose(0, 1)
+
+    def write_states(self, layer: int, start: int, states: States) -> None:
+        """Copy the states of the prompt that begins at `start` into its slots."""
+        self.cache.states.write(layer, self.slots[self.starts == start], states)
 
     @cached_property
     def _one_by_one(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from shoal.models import kernels
+from shoal.models.state_layers import OneLayerCache, States, run
 
 # Each array starts at a multiple of this: Triton recompiles kernels for unaligned pointers.
 ALIGNMENT_BYTES = 16
@@ -102,9 +103,15 @@ class Shape:
 class Context(Protocol):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor: ...
 
+    def mix(self, module: Any, hidden: Tensor) -> Tensor:
+        """Run a layer that has a state instead of keys (state_layers.py)."""
+        ...
+
 
 class CacheWriter(Protocol):
     def write(self, layer: int, key: Tensor, value: Tensor) -> None: ...
+
+    def write_states(self, layer: int, start: int, states: States) -> None: ...
 
 
 def shoal_attention(
@@ -210,6 +217,26 @@ class Packed:
         if _varlen_takes(query, value) and shape.softcap is None and shape.sink is None:
             return self._varlen(query, key, value, shape)
         return self._padded(query, key, value, shape)
+
+    def mix(self, module: Any, hidden: Tensor) -> Tensor:
+        """[1, T, hidden] → [1, T, hidden]; the state begins anew with each segment."""
+        if self.prefixes is not None:
+            raise ValueError("a state does not continue a prefix elsewhere in the row")
+        if self.writer is not None:
+            return self._mix_alone(module, hidden, self.writer)
+        if "layout" not in self._plans:
+            self._plans["layout"] = self._layout()
+        rectangles, order = self._plans["layout"]
+        pieces = [run(module, hidden[0][r.queries]).flatten(0, 1)[r.scatter] for r in rectangles]
+        return torch.cat(pieces)[order].unsqueeze(0)
+
+    def _mix_alone(self, module: Any, hidden: Tensor, writer: CacheWriter) -> Tensor:
+        pieces = []
+        for start, end in zip(self.starts.tolist(), self.starts[1:].tolist(), strict=False):
+            cache = OneLayerCache()
+            pieces.append(run(module, hidden[:, start:end], cache))
+            writer.write_states(int(module.layer_idx), start, cache.states())
+        return torch.cat(pieces, 1)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -345,6 +372,10 @@ class Decode:
         sink = None if shape.sink is None else shape.sink.view(kv_heads, -1)
         out = dense_attention(folded, keys, values, self._mask(shape.window), shape, sink)
         return out.reshape(batch, 1, heads, value.shape[-1])
+
+    def mix(self, module: Any, hidden: Tensor) -> Tensor:
+        """[B, 1, hidden]. Rows without a sequence are advanced too; a prefill replaces their states."""
+        return run(module, hidden, self.cache.states.rows(int(module.layer_idx), len(hidden)))
 
     def _mask(self, window: int | None) -> Tensor:
         if window not in self._allowed:

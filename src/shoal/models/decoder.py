@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,10 @@ from shoal.models.attention import ATTENTION, Context, Packed, Shape
 from shoal.models.fused import FusedBody
 from shoal.models.logprobs import Head
 from shoal.models.quantize import held_bytes
+from shoal.models.state_layers import OneLayerCache, StateShape, attach, run, shapes_of
 from shoal.models.tokenizer import first_line
 
+STATELESS = ("mlp", "moe")  # kinds of layers that see one token at a time
 TRY_ON_GPU = "SHOAL_TRY_ON_GPU"  # environment variable
 
 
@@ -35,10 +37,16 @@ class LayerShape:
     key_dim: int
     value_dim: int
     attention: Shape | None = field(default=None, compare=False)
+    states: tuple[StateShape, ...] = ()
 
     @property
     def numbers_per_token(self) -> int:
         return self.heads * (self.key_dim + self.value_dim)
+
+    @property
+    def state_bytes(self) -> int:
+        """Per sequence, however long."""
+        return sum(state.size_bytes for state in self.states)
 
 
 @dataclass
@@ -49,10 +57,23 @@ class _Recorder:
     layers: dict[int, LayerShape] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
-        if layer in self.layers:  # the second call would overwrite the keys of the first in the cache
+        known = self.layers.get(layer)
+        if (
+            known is not None and known.attention is not None
+        ):  # the second call would overwrite the keys of the first in the cache
             raise ModelError(f"layer {layer} attends more than once, which Shoal cannot sample")
-        self.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], shape)
+        states = known.states if known is not None else ()
+        self.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], shape, states)
         return self.inner.attend(layer, query, key, value, shape)
+
+    def mix(self, module: Any, hidden: Tensor) -> Tensor:
+        cache, layer = OneLayerCache(), int(module.layer_idx)
+        run(module, hidden[:, : self.inner.starts[1]], cache)
+        known = self.layers.get(layer, LayerShape(0, 0, 0))
+        if known.states:
+            raise ModelError(f"layer {layer} has several state layers, which Shoal cannot sample")
+        self.layers[layer] = replace(known, states=shapes_of(cache.states()))
+        return self.inner.mix(module, hidden)
 
 
 class Decoder:
@@ -69,6 +90,7 @@ class Decoder:
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self.logit_scale = _logit_scale(self.config)
         self._fp8 = hybrid.switch_of(model)
+        self.has_states = attach(self.body)
         if not isinstance(self.body, nn.Module) or not isinstance(self.lm_head, nn.Module):
             raise ModelError(f"{type(self.inner).__name__} is not a causal language model with an output head")
 
@@ -140,6 +162,8 @@ class Decoder:
     @property
     def unverified(self) -> str | None:
         """What this model needs that was never run on a GPU."""
+        if self.has_states:
+            return "state layers"
         sinks = any(name.endswith(".sinks") for name, _ in self.body.named_parameters())
         return "attention sinks" if sinks else None
 
@@ -209,9 +233,10 @@ class Decoder:
             raise ModelError(f"{self.name} cannot run with Shoal's attention: {first_line(error)}") from error
         self.model.train(training)
         layers = recorder.layers
-        if len(layers) != self.config.num_hidden_layers:
-            missing = self.config.num_hidden_layers - len(layers)
-            raise ModelError(f"{self.name}: {missing} layers do not use plain attention, which Shoal cannot sample")
+        kinds = getattr(self.config, "layer_types", None) or [""] * self.config.num_hidden_layers
+        missing = sum(kind not in STATELESS for kind in kinds) - len(layers)
+        if missing:
+            raise ModelError(f"{self.name}: {missing} layers use no attention or state that Shoal can reach")
         # In 16-bit dtypes, rounding differences grow with depth: 5e-2 was measured at 28 layers.
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.15
         if not expected.isfinite().all():

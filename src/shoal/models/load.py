@@ -15,6 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 
 from shoal.core.errors import ModelError
+from shoal.models.decoder import STATELESS
 from shoal.models.multimodal import SUPPORTED, auto_class, freeze_other_parts, is_multimodal
 from shoal.models.precision import Precision
 from shoal.models.quantize import quantise_linears
@@ -26,8 +27,8 @@ __all__ += ["release_model", "turn_end_id"]
 log = logging.getLogger(__name__)
 # transformers builds models under a process-wide default device, so only one thread may load at a time.
 _LOADING = threading.Lock()
-# Layer types that Shoal's attention computes: no chunked attention, convolutions or recurrent states.
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+# Layer types that Shoal computes: attention, states, and layers that see one token at a time.
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", *STATELESS}
 # By model_type: what no check of layer types or results would find.
 _REFUSED = {"phimoe": "draws its experts at random in training"}
 

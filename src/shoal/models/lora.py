@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 TRAINED = "default"
 REFERENCE = "reference"
 SAMPLER = "sampler"
+# Types whose Mamba layers PEFT refuses to adapt at the output: their kernels read that weight directly.
+MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def attach(model: nn.Module, settings: LoraSettings) -> PeftModel:
         lora_alpha=settings.alpha,  # type: ignore[arg-type]
         lora_dropout=settings.dropout,
         target_modules=targets,
-        exclude_modules=excluded_from_adapters(model),
+        exclude_modules=_never_adapted(model),
         task_type="CAUSAL_LM",
     )
     config._register_custom_module(lora_layers())
@@ -61,6 +63,12 @@ def attach(model: nn.Module, settings: LoraSettings) -> PeftModel:
     except ValueError as error:
         raise ModelError(f"train.lora_target_modules: {targets!r} match no layer of {type(model).__name__}") from error
     return _in_order(wrapped).eval()  # type: ignore[arg-type,return-value]
+
+
+def _never_adapted(model: Any) -> str | None:
+    """A pattern of modules without adapters: parts besides the text, and what PEFT does not support."""
+    mamba = r"(.*\.)?(out_proj|conv1d)" if getattr(model.config, "model_type", None) in MAMBA else None
+    return "|".join(filter(None, (excluded_from_adapters(model), mamba))) or None
 
 
 def _in_order(model: PeftModel) -> PeftModel:

@@ -80,7 +80,7 @@ class TrainedPolicy:
         self.reference = reference
         self.optimizer_steps = 0
         self.signal_state: dict[str, float] = {}  # of learning signals that change during a run; saved in checkpoints
-        self.shares_prefixes = not _is_random(decoder)
+        self.shares_prefixes = not _is_random(decoder) and not decoder.has_states
         self._sum_gradients = sum_gradients  # over the ranks
         self._graphs = graphs
 
