@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrain
 
 from shoal.core.errors import ModelError
 from shoal.models.decoder import STATELESS
+from shoal.models.gguf import load_gguf, unquantised
 from shoal.models.multimodal import SUPPORTED, auto_class, freeze_other_parts, is_multimodal
 from shoal.models.precision import Precision
 from shoal.models.quantize import quantise_linears
@@ -42,13 +43,13 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str 
     try:
         with _LOADING:
             if gguf:
-                model = _load_gguf(folder, gguf, dtype)
+                model = load_gguf(folder, gguf, dtype)
             else:
                 config = check_architecture(folder)
                 plain = _dequantised(config)
                 model = auto_class(config).from_pretrained(folder, dtype=dtype, trust_remote_code=False, **plain)
                 if plain:
-                    model = _unquantised(model, dtype)
+                    model = unquantised(model, dtype)
                 if not Path(name).expanduser().exists():
                     # The hub id, even if read from the cache: adapters refer to their base model by it.
                     model.name_or_path = model.config.name_or_path = name
@@ -160,24 +161,3 @@ def _dequantised(config: Any) -> dict[str, Any]:
         return {}
     log.warning("MXFP4 weights are dequantised: they need four times the memory, and final/ has plain weights")
     return {"quantization_config": Mxfp4Config(dequantize=True)}
-
-
-def _load_gguf(folder: str, file: str, dtype: torch.dtype) -> nn.Module:
-    loaded, info = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=file, dtype=torch.float32, output_loading_info=True
-    )
-    if missing := sorted(info["missing_keys"]):  # transformers would fill them with random numbers
-        raise ModelError(f"{file} lacks {len(missing)} tensors of the model, such as {missing[0]}; is it complete?")
-    return _unquantised(loaded, dtype)
-
-
-def _unquantised(loaded: Any, dtype: torch.dtype) -> nn.Module:
-    """transformers marks a dequantised model as quantised: it refuses to save it, or saves it under other names.
-
-    Copy its weights into a model built from a config without `quantization_config`.
-    """
-    fields: dict[str, Any] = {k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"}
-    clean = AutoModelForCausalLM.from_config(type(loaded.config)(**fields), dtype=dtype)
-    clean.load_state_dict(loaded.state_dict())
-    clean.name_or_path = clean.config.name_or_path = loaded.name_or_path  # adapters refer to it
-    return clean
