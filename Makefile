@@ -40,9 +40,10 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: venv
 	$(BIN)/python -m pytest -q --durations=25 $(PARALLEL) -m "not ($(SEPARATE))"
 
-# Campaigns: kills at every place a run passes, servers that stop, the whole demo. `make test` has one case of each kind.
+# Campaigns (docs/reliability.md): kills at every place a run passes, servers that stop, the whole demo. `make test` has one case of each kind.
 faults: venv
 	$(BIN)/python -m pytest -q --durations=25 $(PARALLEL) -m "faults and not gpu and not vllm"
+	$(BIN)/python benchmarks/kills.py $(VENV)/kills.json
 
 # Readers of files from elsewhere, coverage-guided and with a fixed seed; atheris has packages for Linux only.
 FUZZ_S ?= 60

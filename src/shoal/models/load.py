@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
+from transformers import AutoConfig, Mxfp4Config, PreTrainedModel
 
 from shoal.core.errors import ModelError
 from shoal.models.decoder import STATELESS

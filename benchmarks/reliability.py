@@ -1,0 +1,356 @@
+"""Writes docs/reliability.md: what Shoal promises, the test of each promise, and the recorded figure.
+
+    python benchmarks/reliability.py [--page docs/reliability.md]
+
+Figures come from benchmarks/results/. A test checks that every named test exists and that the page is up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+class Promise(NamedTuple):
+    text: str
+    condition: str
+    tests: tuple[str, ...]  # file::function, in tests/
+    figure: str = ""
+
+
+class Fault(NamedTuple):
+    text: str
+    outcome: str
+    tests: tuple[str, ...]
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text())
+
+
+def kills() -> str:
+    found = read("kills.json")
+    assert found["failed"] == 0
+    return f"{found['kills']} kills, {found['failed']} failed"
+
+
+def campaign(*names: str) -> str:
+    rows = [row for row in read("kills.json")["rows"] if row["name"] in names]
+    assert len(rows) == len(names) and not any(row["problems"] for row in rows)
+    return f"{sum(row['kills'] for row in rows)} kills, 0 differences"
+
+
+def promises() -> tuple[Promise, ...]:
+    return (
+        Promise(
+            "A killed run resumes from its newest good checkpoint. No rollout is lost or trained twice",
+            "any layout and mode",
+            (
+                "e2e/test_resume.py::test_killed_at_every_stage",
+                "e2e/test_resume.py::test_killed_at_any_moment",
+                "e2e/test_resume.py::test_modes_that_run_ahead_lose_nothing_and_train_nothing_twice",
+            ),
+            kills(),
+        ),
+        Promise(
+            "The resumed run has the same bits as an undisturbed one",
+            "synchronous loop, CPU, fp32, same number of threads",
+            ("e2e/test_resume.py::test_killed_at_every_stage", "e2e/test_resume.py::test_killed_with_adapters"),
+            campaign("one process, places", "one process, moments", "one process, LoRA, places"),
+        ),
+        Promise(
+            "Each of the three processes of the split layout can be killed",
+            "one machine, shared folder",
+            (
+                "e2e/test_split.py::test_whoever_is_killed_comes_back",
+                "e2e/test_split.py::test_killed_one_after_the_other",
+            ),
+            campaign("three processes, places"),
+        ),
+        Promise(
+            "A damaged, foreign or incomplete checkpoint is never loaded",
+            "",
+            (
+                "unit/runs/test_checkpoints.py::test_damaged_checkpoint_is_skipped_with_a_reason",
+                "unit/runs/test_checkpoints.py::test_checkpoint_of_another_run_is_skipped",
+                "e2e/test_stopping.py::test_a_damaged_checkpoint_is_passed_over",
+            ),
+        ),
+        Promise(
+            "Lost, repeated, reordered and changed lines of journal and metrics are restored on resume",
+            "checkpoints written since history/ exists; for older ones they are reported",
+            (
+                "unit/runs/test_history.py::test_damaged_lines_are_restored_from_the_checkpoint",
+                "e2e/test_damaged_history.py::test_damaged_records_and_status_are_repaired",
+            ),
+        ),
+        Promise(
+            "A damaged status.json does not block a resume",
+            "one checkpoint with a valid manifest",
+            ("unit/runs/test_history.py::test_a_damaged_status_does_not_block_a_resume",),
+        ),
+        Promise(
+            "A wrong configuration ends with exit code 2 and names key, place and fix",
+            "",
+            (
+                "e2e/test_bad_configs.py::test_bad_configuration_is_explained",
+                "unit/config/test_arbitrary_input.py::test_overrides",
+                "unit/config/test_arbitrary_input.py::test_configuration_files_that_are_any_bytes",
+            ),
+            "50 of 50 explained",
+        ),
+        Promise(
+            "A chat template that is broken, endless or exploding ends with exit code 2",
+            "within 10 s and 1 GiB",
+            (
+                "unit/models/test_template_check.py::test_a_bad_template_is_one_clear_error",
+                "unit/models/test_template_check.py::test_an_endless_template_is_stopped",
+            ),
+        ),
+        Promise(
+            "Damaged safetensors, GGUF and journal files are errors, never tracebacks",
+            "",
+            ("fuzz/test_readers.py::test_a_damaged_file_is_an_error_of_ours",),
+        ),
+        Promise(
+            "No large, slow or deeply nested request delays other clients of the server",
+            "/health within 1 s on loopback while the attack runs",
+            (
+                "unit/server/test_attacks.py::test_a_20_mb_prompt_is_rejected_before_it_is_read",
+                "unit/server/test_attacks.py::test_tokenisation_runs_off_the_event_loop",
+                "unit/server/test_attacks.py::test_deeply_nested_json_gets_400",
+                "unit/server/test_attacks.py::test_connections_with_incomplete_headers_are_closed",
+            ),
+        ),
+        Promise(
+            "No request that follows or violates the published schema ends in a server error",
+            "generated requests, fixed seeds",
+            (
+                "unit/server/test_published_schema.py::test_requests_that_follow_the_schema",
+                "unit/server/test_published_schema.py::test_bodies_that_are_any_bytes",
+            ),
+        ),
+        Promise(
+            "Every route except GET /health is denied without the key, and every control route without the token",
+            "",
+            (
+                "unit/server/test_guard.py::test_every_route_is_denied_without_the_key",
+                "unit/server/test_published_schema.py::test_no_control_route_answers_without_the_token",
+            ),
+            "0 open routes",
+        ),
+        Promise(
+            "No pickle, eval, exec, shell or unsafe YAML",
+            "source of the package",
+            ("architecture/test_forbidden_calls.py::test_no_forbidden_call",),
+            "0 places",
+        ),
+        Promise(
+            "Secrets reach no file of the run directory and no reward process",
+            "variables whose name marks them as secret",
+            (
+                "e2e/test_surroundings.py::test_secrets_are_in_no_file_and_on_no_line",
+                "unit/rewards/test_pool.py::test_secrets_do_not_reach_rewards",
+            ),
+        ),
+    )
+
+
+FAULTS = (
+    Fault(
+        "killed at any stage of a step, a checkpoint or the export",
+        "resumes",
+        (
+            "e2e/test_resume.py::test_killed_at_every_stage",
+            "e2e/test_resume.py::test_killed_again_and_again",
+            "unit/runs/test_checkpoints.py::test_kill_at_each_stage",
+        ),
+    ),
+    Fault(
+        "engine killed, restarted or stopped",
+        "waits, loads the weights again, continues",
+        (
+            "e2e/test_server_lost.py::test_one_that_is_killed_and_started_again",
+            "e2e/test_server_stopped.py::test_one_that_is_stopped_for_good",
+        ),
+    ),
+    Fault(
+        "run killed: its child processes",
+        "end with it",
+        ("e2e/test_faults.py::test_a_killed_run_leaves_no_process_behind",),
+    ),
+    Fault(
+        "reward server killed or suspended",
+        "exit 3 with the state saved; continues",
+        (
+            "e2e/test_faults.py::test_a_killed_reward_server_stops_the_run_with_its_state_saved",
+            "e2e/test_signals.py::test_the_reward_server_alone_is_stopped_for_a_while",
+        ),
+    ),
+    Fault(
+        "SIGSTOP for a while, clocks set",
+        "continues",
+        (
+            "e2e/test_signals.py::test_stopped_for_a_while",
+            "e2e/test_split_faults.py::test_clocks_that_are_set_do_not_matter",
+        ),
+    ),
+    Fault(
+        "SIGINT, SIGTERM, SIGHUP, twice, closed stdout",
+        "saves; exit 130 or 143; the next command continues",
+        (
+            "e2e/test_stopping.py::test_a_signal_saves_and_the_next_command_continues",
+            "e2e/test_stopping.py::test_a_second_signal_ends_it_at_once",
+            "e2e/test_stopping.py::test_a_reader_that_goes_away_does_not_end_the_run",
+            "e2e/test_signals.py::test_a_hangup_saves",
+        ),
+    ),
+    Fault(
+        "disk full, read-only, failing, folder removed",
+        "exit 4; continues once there is room",
+        (
+            "e2e/test_storage.py::test_a_disk_that_fills_up",
+            "e2e/test_storage.py::test_a_read_only_disk",
+            "e2e/test_storage.py::test_a_device_that_fails_while_it_is_written_to",
+            "e2e/test_storage.py::test_a_folder_that_is_removed_while_the_run_goes_on",
+        ),
+    ),
+    Fault(
+        "resume with other data, model or settings",
+        "exit 2",
+        (
+            "e2e/test_stopping.py::test_changed_data_cannot_be_continued",
+            "e2e/test_stopping.py::test_a_changed_model_cannot_be_continued",
+        ),
+    ),
+    Fault(
+        "NaN or infinity in gradients or weights",
+        "step skipped; exit 3 after several",
+        (
+            "e2e/test_faults.py::test_one_bad_gradient_is_skipped_and_counted",
+            "e2e/test_faults.py::test_gradients_that_are_no_numbers_stop_the_run_with_its_state_saved",
+            "unit/rollout/test_embedded.py::test_weights_that_became_no_numbers_end_it",
+        ),
+    ),
+    Fault(
+        "rewards that fail, hang, fork, flood or return nonsense",
+        "rollout excluded and counted",
+        (
+            "unit/rewards/test_pool.py::test_a_failing_reward_is_an_error_for_its_job_alone",
+            "unit/rewards/test_pool.py::test_a_flood_of_output_goes_nowhere",
+            "unit/rewards/test_pool_timeouts.py::test_a_hanging_reward_is_a_timeout_and_its_worker_is_replaced",
+        ),
+    ),
+    Fault(
+        "server that refuses, is slow or busy, resets, or answers with HTML, wrong ids or log-probs",
+        "retried; otherwise the run ends and names the server",
+        (
+            "unit/rollout/test_http.py::test_an_answer_that_no_sampler_gives_ends_it_and_names_the_server",
+            "unit/rollout/test_http.py::test_a_busy_server_is_asked_later",
+            "unit/rollout/test_http.py::test_a_connection_that_breaks_within_an_answer_is_asked_again",
+        ),
+    ),
+    Fault(
+        "answers in another order",
+        "assigned by id",
+        ("unit/rollout/test_http.py::test_answers_go_to_whom_they_belong_in_any_order",),
+    ),
+    Fault(
+        "weight sync cut at each tensor, or two at once",
+        "old version stays in service",
+        (
+            "unit/server/test_weight_sync.py::test_a_file_that_is_cut_or_changed_at_any_tensor_changes_nothing",
+            "unit/server/test_weight_sync.py::test_syncs_that_race_are_taken_up_one_after_the_other",
+        ),
+    ),
+    Fault(
+        "HOME unset, LANG=C, umask 077, hostile prompts",
+        "runs as usual",
+        (
+            "e2e/test_surroundings.py::test_a_bare_environment",
+            "e2e/test_surroundings.py::test_hostile_prompts",
+            "unit/runs/test_run_dir.py::test_files_follow_the_umask",
+        ),
+    ),
+    Fault(
+        "rows that are not JSON, not UTF-8, nested, too large, without columns",
+        "excluded with file and line; exit 2 if none is left",
+        (
+            "unit/envs/test_datasets.py::test_a_bad_row_is_set_aside_and_named",
+            "unit/config/test_arbitrary_input.py::test_rows_of_a_data_set",
+            "unit/config/test_arbitrary_input.py::test_nesting_is_bounded_everywhere",
+        ),
+    ),
+    Fault(
+        "a wait without an end",
+        "deadline; the stacks of all threads in logs/",
+        (
+            "e2e/test_faults.py::test_a_wait_past_the_deadline_stops_the_run",
+            "e2e/test_deadline.py::test_a_hanging_device_ends_the_run",
+            "unit/watch/test_watchdog.py::test_watchdog_names_the_waiter_and_dumps_stacks_once",
+        ),
+    ),
+)
+UNPROVEN = (
+    "5,000 kills in one campaign, and kills on a GPU with captured graphs and a save in flight",
+    "memory growth over 2,000 steps",
+    "the server under 500 clients for five minutes with slow readers and oversized bodies",
+)
+
+
+def link(test: str) -> str:
+    file, name = test.split("::")
+    return f"[`{name}`](../tests/{file})"
+
+
+def page() -> str:
+    found = read("kills.json")
+    machine = found["machine"]
+    lines = [
+        "<!-- Written by benchmarks/reliability.py. Do not edit. -->",
+        "# Reliability",
+        "",
+        "What Shoal promises when processes die, disks fail and input is hostile, with the test of each promise. Run",
+        "them yourself:",
+        "",
+        "```bash",
+        "make faults                                   # kills at every stage of a run, servers that stop",
+        ".venv/bin/python benchmarks/kills.py kills.json   # the campaign of the figures below",
+        "```",
+        "",
+        "## Promises",
+        "",
+        "| Promise | Condition | Tests | Figure |",
+        "|---|---|---|---|",
+        *(
+            f"| {promise.text} | {promise.condition} | {'<br>'.join(map(link, promise.tests))} | {promise.figure} |"
+            for promise in promises()
+        ),
+        "",
+        f"Kills: {machine['date']}, {machine['cores']} cores, torch {machine['torch']}, seed {found['seed']}",
+        "([kills.json](../benchmarks/results/kills.json)). Tests show the promises without a figure. What",
+        "isolated rewards guarantee is in [environments.md](environments.md).",
+        "",
+        "## Faults",
+        "",
+        "| Fault | Outcome | Tests |",
+        "|---|---|---|",
+        *(f"| {fault.text} | {fault.outcome} | {'<br>'.join(map(link, fault.tests))} |" for fault in FAULTS),
+        "",
+        "## Not measured",
+        "",
+        *(f"- {text}" for text in UNPROVEN),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "reliability.md")
+    parser.parse_args().page.write_text(page())
