@@ -38,7 +38,7 @@ def test_packed_equals_padded(family: str, all_in_float64: None) -> None:
     prompts = random_prompts(0, *LENGTHS)
     starts = np.concatenate([[0], np.cumsum(LENGTHS)])
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    row = torch.tensor([sum(prompts, [])])
+    row = torch.tensor([[token for prompt in prompts for token in prompt]])
     packed = decoder.logits(decoder.hidden(row, positions, decoder.pack(starts)))[0]
     packed.square().mean().backward()
     mine = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
