@@ -3,13 +3,16 @@
 Prints one JSON line: by task, the metrics and, per row, what was answered.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# Type checkers find this folder under the name of the package.
+
 from __future__ import annotations
 
 import json
 import sys
 
-import lm_eval  # pyright: ignore[reportMissingImports]
-from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+import lm_eval
+from lm_eval.tasks import TaskManager
 
 TASKS = ["shoal_choice", "shoal_generation"]
 

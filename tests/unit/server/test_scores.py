@@ -50,7 +50,8 @@ def test_echo_scores_a_batch_of_prompts_as_lm_eval_sends_it(folder: Path):
             (drawn,) = choice.model_extra["token_ids"]  # type: ignore[index]
             found, ids = choice.logprobs, [*prompt, drawn]
             assert found and found.token_logprobs and found.top_logprobs and found.tokens and found.text_offset
-            assert choice.text == TOKENIZER.decode(prompt) + TOKENIZER.decode([drawn], skip_special_tokens=True)
+            said = str(TOKENIZER.decode([drawn], skip_special_tokens=True))
+            assert choice.text == f"{TOKENIZER.decode(prompt)}{said}"
             assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
             own = own_logprobs(ids)[:-1]
             expected = own[torch.arange(len(prompt)), torch.tensor(ids[1:])].tolist()
