@@ -39,6 +39,7 @@ def test_metrics_by_hand():
     kept.rollouts[2].status = "timeout"
     good = dropped(make_group(make_prompt(1), [1.0, 1.0, 1.0], version=4), "uniform-good")
     bad = dropped(make_group(make_prompt(2), [0.5, 0.5, 0.5], version=4), "uniform-bad")
+    bad.max_reward = 1.0  # if it were unknown, 0.5 would be neither good nor bad
     old = dropped(make_group(make_prompt(3), [0.0, 1.0, None], version=0), "stale")
     metrics = tallied([kept, good, bad, old], version=4)
     rewards = [0, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0, 1]
