@@ -96,6 +96,24 @@ def test_a_killed_run_continues_with_its_signals(tmp_path: Path, warm: WarmPytho
         assert coefs == pytest.approx([0.0, 0.02, 0.03, 0.04])
 
 
+@pytest.mark.parametrize("kind", some())
+def test_two_processes_train_as_one(tmp_path: Path, warm: WarmPython, model: Path, kind: str) -> None:
+    """The mask is chosen over all ranks, the coefficient is the same on both, and so are the teacher's log-probs."""
+    runs = []
+    for count in (1, 2):
+        config = base_config(model)
+        for section, values in SIGNALS[kind].items():
+            config[section] |= values
+        config["train"] |= {"gpus": count, "device": "cpu", "max_steps": 2}
+        runs.append(Run(tmp_path / str(count), warm).write(config))
+        command = runs[-1].grpo()
+        assert command.wait() == 0, command.text()
+    for one, two in zip(runs[0].steps(), runs[1].steps(), strict=True):
+        names = {"policy/loss", "optim/grad_norm", "policy/entropy_coef", "teacher/kl", "teacher/missing_frac"}
+        for name in names & one.keys():
+            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
+
+
 def test_what_rollout_files_have_of_turns(tmp_path: Path, warm: WarmPython, model: Path) -> None:
     config = base_config(model)
     config["orch"] |= SIGNALS["turns"]["orch"] | {"max_async_level": 1}

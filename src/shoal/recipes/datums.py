@@ -141,6 +141,10 @@ def build_grpo_datums(groups: Sequence[PromptGroup], config: Config | None = Non
     from shoal.signals.advantages import AdvantageNormalizer
 
     normaliser = AdvantageNormalizer() if config is None else make_advantages(translate(config, in_memory=True)[0].orch)
+    if not hasattr(normaliser, "estimate"):
+        raise ArgumentError(
+            "build_grpo_datums: config: orch.advantage.per_part and credit need rollouts with parts and turns"
+        )
     datums: list[Datum] = []
     for group in groups:
         number = next(_GROUPS)
@@ -244,6 +248,12 @@ def make_grpo_loss_fn(
     check_config("make_grpo_loss_fn", config)
     run, _ = translate(config, in_memory=True)
     objective = make_objective(run.train)
+    loss = objective.loss
+    if objective.teacher or loss.entropy.on or loss.entropy.top_fraction < 1 or loss.context_cross_entropy > 0:
+        raise ArgumentError(
+            "make_grpo_loss_fn: config: train.teacher, train.loss.entropy and train.loss.context_cross_entropy need "
+            "more than log-probs; use rl_loop.main, or add these terms to a loss of your own"
+        )
     if objective.needs_reference and reference_logprobs is None:
         raise ArgumentError(
             "make_grpo_loss_fn: reference_logprobs: the loss has a KL term; pass infra.reference.forward(datums), "
