@@ -90,6 +90,7 @@ def load(
 def _load(train: TrainConfig, chat_options: Mapping[str, Any] | None, given: PythonObjects) -> LoadedModel:
     import torch
 
+    from shoal.engine.decode_check import check_decode
     from shoal.models import fp8_linear as hybrid
     from shoal.models import fused
     from shoal.models import precision as precisions
@@ -113,7 +114,9 @@ def _load(train: TrainConfig, chat_options: Mapping[str, Any] | None, given: Pyt
     if precision.device.type == "cpu":
         precisions.limit_threads(count_weights(model))
     ends = eos_token_ids(model, chat.tokenizer)
-    layers = Decoder(model).verify()
+    plain = Decoder(model)
+    layers = plain.verify()
+    check_decode(plain, layers)
     if precision.fp8_products:  # before adapters, which stay in bf16
         hybrid.convert(model)
     if train.lora:
