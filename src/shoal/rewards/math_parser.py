@@ -15,6 +15,7 @@ from shoal.rewards.numeric import first_number, parse_number, same_number
 MAX_ANSWER_CHARS = 2000
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 _PHRASE = re.compile(r"\banswer\s*(?:is|:|=)\s*:?\s*([^\n]+)", re.IGNORECASE)
+_WORDS = re.compile(r"(?:[A-Za-z]{3,}[ ,.!?']*)+")
 _SENTENCE_END = re.compile(r"[.!?](?:\s|$)")
 
 
@@ -57,6 +58,8 @@ def same_answer(answer: str, gold: str) -> bool:
         return False
     if _plain(answer) == _plain(gold):
         return True
+    if _WORDS.fullmatch(answer) and parse_number(gold) is not None:
+        return False  # math-verify takes 20 ms to read words as products of symbols, which equal no number
     return _same_expression(answer, gold)
 
 
@@ -82,12 +85,15 @@ def _plain(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _same_expression(answer: str, gold: str) -> bool:
-    from math_verify import parse, verify  # imports take 0.5 s, and most answers are plain numbers
+    from math_verify import verify  # imports take 0.5 s, and most answers are plain numbers
+
+    return bool(verify(_read(gold), _read(answer), timeout_seconds=0))
+
+
+@lru_cache(maxsize=256)  # the gold answer is the same for all rollouts of a group
+def _read(text: str) -> list:
+    from math_verify import parse
 
     # math-verify warns about a timeout of 0, which is intended here.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-
-    def read(text: str) -> list:
-        return parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=0)
-
-    return bool(verify(read(gold), read(answer), timeout_seconds=0))
+    return parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=0)

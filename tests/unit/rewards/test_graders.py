@@ -1,5 +1,6 @@
 """Graders on answers one can check by eye."""
 
+import time
 from fractions import Fraction
 
 import pytest
@@ -140,3 +141,12 @@ def test_a_reward_may_have_turns_tokens_and_kinds() -> None:
     for wrong in (Reward(turns="ab"), Reward(turns=[float("nan")]), Reward(kinds=["other"]), Reward(tokens=[1.0])):  # type: ignore[arg-type,list-item]
         with pytest.raises(RewardValueError):
             read_score(wrong, {})
+
+
+def test_words_are_no_number_and_cost_no_time():
+    """An untrained model writes many. math-verify reads each as a product of symbols, which takes 20 ms."""
+    words = ["".join("abcdefghij"[int(digit)] for digit in f"{number:05d}") for number in range(11111, 11411)]
+    began = time.process_time()
+    assert not any(process_results(f"\\boxed{{about {word} apples}}", "72")[0] for word in words)
+    assert time.process_time() - began < 1.0
+    assert process_results("\\boxed{72 apples}", "72")[0] and process_results("\\boxed{x}", "x")[0]
