@@ -40,6 +40,7 @@ KEYS_PER_TOKEN = 4  # gathered keys per token of a captured pass with shared pro
 POOL = 1.25  # memory of all captured passes, relative to the largest one (fragmentation)
 MIN_MICRO_BATCH = 0.75  # captured passes may shrink a micro-batch at most to this share
 GIB = 2**30
+SURE_SLOTS = 256
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class MemoryRequest:
     trains: bool = True
     base: Literal["trained", "frozen", "stored"] = "trained"  # base weights: trained, frozen (LoRA), or quantised
     host_copy: int = 0  # bytes of host memory for a checkpoint that is written while the run continues
+    sure_slots: int | None = None  # more slots than this only beside a full micro-batch; None = all are wanted
 
 
 @dataclass(frozen=True)
@@ -168,20 +170,27 @@ def decide(measured: MemoryMeasurement, demand: MemoryRequest) -> MemoryPlan:
     sampling = measured.sampling.at(ROW_MULTIPLE)
     if wanted < ROW_MULTIPLE and demand.utilization is not None and demand.slots and sampling < budget:
         raise HardwareError(_too_small(measured.slot, demand, sampling, sampling >= share))
-    for slots in _ever_fewer(wanted) if demand.slots else (0,):
+    for slots in _ever_fewer(wanted, demand.sure_slots) if demand.slots else (0,):
         room = budget - slots * measured.slot - measured.sampling.at(slots)
+        full = max(least, 0 if demand.rows_per_micro_batch else min(GOOD_MICRO_BATCH, demand.step_tokens))
+        optional = demand.sure_slots is not None and slots > demand.sure_slots
+        if optional and measured.costs[ways[0]].tokens_in(max(room, 0)) < full:
+            continue
         for recompute in ways if room >= 0 else ():
             cost = measured.costs[recompute]
             if cost.tokens_in(room) >= least:
-                most = least if demand.rows_per_micro_batch else max(least, min(GOOD_MICRO_BATCH, demand.step_tokens))
                 key_bytes = measured.key_bytes if demand.captures and not recompute else None
-                passes = _passes(cost, room, range(least, most + 1), key_bytes)
+                passes = _passes(cost, room, range(least, full + 1), key_bytes)
                 return _plan(measured, slots, passes, recompute)
     raise HardwareError(_refusal(measured, demand, budget, least))
 
 
-def _ever_fewer(slots: int) -> Iterator[int]:
+def _ever_fewer(slots: int, sure: int | None = None) -> Iterator[int]:
+    """Halves, and `sure` in between."""
     slots = max(slots, ROW_MULTIPLE)
+    while sure is not None and slots > sure:
+        yield slots
+        slots = max(slots // 2 // ROW_MULTIPLE * ROW_MULTIPLE, sure)
     while slots >= ROW_MULTIPLE:
         yield slots
         slots = slots // 2 // ROW_MULTIPLE * ROW_MULTIPLE
@@ -407,6 +416,7 @@ def _demand(config: RunConfig) -> MemoryRequest:
         slots=infer.max_num_seqs,
         context_tokens=infer.max_model_len,
         utilization=infer.gpu_memory_utilization,
+        sure_slots=SURE_SLOTS if infer.max_num_seqs == orch.batch_size else None,  # the default, or the same number
         prefill_tokens=GPU_PREFILL_TOKENS,
         narrowed=any(map(_narrows, [orch.sampling, *([orch.eval.sampling] if orch.eval else [])])),
         base=_base(train),

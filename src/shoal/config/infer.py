@@ -64,7 +64,8 @@ class InferConfig(Section):
     )
     max_num_seqs: PositiveInt | None = Field(
         default=None,
-        description="Sequences decoded at once. Default: orch.batch_size, at most 256; with grpo-infer 256.",
+        description="Sequences decoded at once. Default: orch.batch_size as far as memory allows (other engines: at "
+        "most 256); with grpo-infer 256.",
         json_schema_extra={"started_only": True},
     )
     gpu_memory_utilization: float | None = Field(

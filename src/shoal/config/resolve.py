@@ -21,7 +21,8 @@ from shoal.core.losses import keeps_uniform
 from shoal.core.section import Section
 
 DEFAULT_SAVE_STEPS = 10
-MAX_NUM_SEQS = 256
+MAX_NUM_SEQS = 256  # of a server; the embedded engine follows the rollouts of a step, as far as memory allows
+MAX_SLOTS = 4096
 # Keys that a resumed run cannot change: they define the prompts, the sampling and the meaning of the weights.
 BINDING_KEYS = {
     key.dotted for root in (RunConfig, SftConfig) for key in walk_keys(root) if mark_of(key.info, "binding")
@@ -86,7 +87,8 @@ def _resolve_infer(config: RunConfig, seq_len: int, train: TrainConfig) -> Infer
         model=train.model,
         output_dir=train.output_dir,
         max_model_len=infer.max_model_len or seq_len,
-        max_num_seqs=infer.max_num_seqs or min(config.orch.batch_size, MAX_NUM_SEQS),
+        max_num_seqs=infer.max_num_seqs
+        or min(config.orch.batch_size, MAX_SLOTS if infer.engine == "embedded" else MAX_NUM_SEQS),
         enable_lora=train.lora,
         max_lora_rank=(infer.max_lora_rank or train.lora_rank) if train.lora else infer.max_lora_rank,
     )

@@ -99,6 +99,24 @@ def test_the_cache_gives_way_to_a_row() -> None:
     assert plan.micro_batch_tokens >= 2048
 
 
+def test_more_slots_than_sure_ones_need_a_full_micro_batch_beside_them() -> None:
+    """The default follows the rollouts of a step, but never shrinks the micro-batch or turns on recomputation."""
+    roomy = replace(MEASURED, slot=100, costs={False: Cost(0, 6), True: Cost(0, 6)})
+    asked = replace(ASKED, slots=1024, sure_slots=256)
+    assert decide(roomy, asked).slots == 1024
+    full = min(GOOD_MICRO_BATCH, ASKED.step_tokens)
+    tight = replace(roomy, slot=(ROOM - 6 * full) // 600)
+    plan = decide(tight, asked)
+    assert 256 < plan.slots <= 600 and (plan.micro_batch_tokens, plan.recompute) == (full, False)
+    assert decide(tight, replace(asked, slots=600)).slots == 600
+    assert decide(tight, replace(asked, slots=720)).slots == 360
+    tighter = replace(roomy, slot=(ROOM - 6 * full) // 200)
+    plan = decide(tighter, asked)
+    assert plan.slots == 256 and plan.micro_batch_tokens < full, "sure slots come before the micro-batch, as ever"
+    assert decide(tighter, replace(asked, slots=300)).slots == 256
+    assert decide(tight, replace(asked, slots=720, sure_slots=None)).slots == 720, "what the user sets is obeyed"
+
+
 def test_what_the_user_sets_is_obeyed() -> None:
     assert decide(MEASURED, replace(ASKED, utilization=0.02)).slots == 16
     sampling = replace(MEASURED, sampling=Sampling(prefill=20_000, decode=Cost(0, 600)))
