@@ -103,6 +103,7 @@ def make_stream(
         orch.buffer.hard_threshold,
         1.0 if orch.buffer.easy_fraction is None else orch.buffer.easy_fraction,
         1.0 if orch.buffer.hard_fraction is None else orch.buffer.hard_fraction,
+        1.0 if orch.buffer.zero_variance_fraction is None else orch.buffer.zero_variance_fraction,
     )
     return PromptStream(environments, weights, orch.sampling.seed, fits, buffer)
 

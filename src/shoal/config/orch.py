@@ -247,6 +247,11 @@ class BufferConfig(Section):
     hard_fraction: Fraction | None = Field(
         default=None, description="Sampling probability of a hard prompt relative to other prompts."
     )
+    zero_variance_fraction: Fraction | None = Field(
+        default=None,
+        description="Sampling probability of a prompt whose last group had equal rewards, relative to other prompts. "
+        "Counts again for each such group in a row, at most four times.",
+    )
 
 
 class EvalConfig(Section):

@@ -96,6 +96,8 @@ class Loop:
         with parts.phases("train"):
             result = await parts.learner.learn(collected.kept, tally)
         tally_groups(tally, collected.all, collected.kept, progress.step)
+        if (passed_over := parts.stream.passed_over) is not None:
+            tally.value("batch/passed_over", passed_over)
         if parts.collector.admission.synchronous:
             tally.value("throughput/surplus_groups", collected.surplus)
         if self.settings.sigma_at is not None:
@@ -108,6 +110,7 @@ class Loop:
         metrics = {**tally.reduce(), **await self._evaluate(step), **parts.phases.take()}
         # Read before `begin`, which draws the prompts of the next step.
         drawn = {"cursor": dict(parts.stream.cursor.positions), "set_aside": parts.stream.cursor.set_aside}
+        drawn |= {"passed_over": passed_over} if passed_over is not None else {}
         if not (failed_first or self._is_ending() or self._is_save_due(step)):
             parts.collector.begin(step)  # the engine samples while this step is written to disk
         await self._record(metrics, collected, result, drawn)

@@ -22,23 +22,30 @@ Fits = Callable[[Sequence[Message]], bool]
 
 @dataclass(frozen=True)
 class Buffer:
-    """Skips easy and hard prompts, judged by their last mean reward; the fractions are the shares that are kept."""
+    """Skips easy and hard prompts, judged by their last mean reward; the fractions are the shares that are kept.
+
+    `zero_variance_fraction` counts once for each group in a row with equal rewards, hopeless or solved, at most four
+    times: a prompt always has a chance to come back.
+    """
 
     easy_threshold: float | None = None
     hard_threshold: float | None = None
     easy_fraction: float = 1.0
     hard_fraction: float = 1.0
+    zero_variance_fraction: float = 1.0
 
     @property
     def active(self) -> bool:
-        return self.easy_threshold is not None or self.hard_threshold is not None
+        return self.easy_threshold is not None or self.hard_threshold is not None or self.zero_variance_fraction < 1
 
-    def share(self, mean: float) -> float:
+    def share(self, mean: float, zero_variance: int = 0) -> float:
+        """`zero_variance`: groups in a row with equal rewards."""
+        share = self.zero_variance_fraction ** min(zero_variance, 4)
         if self.easy_threshold is not None and mean > self.easy_threshold:
-            return self.easy_fraction
+            return self.easy_fraction * share
         if self.hard_threshold is not None and mean < self.hard_threshold:
-            return self.hard_fraction
-        return 1.0
+            return self.hard_fraction * share
+        return share
 
 
 @dataclass
@@ -50,6 +57,7 @@ class Cursor:
     set_aside: int = 0  # prompts skipped because they are too long
     passed_over: int = 0  # prompts skipped by the buffer
     means: dict[str, float] = field(default_factory=dict)  # prompt_id → last mean reward, if the buffer is active
+    zero_variance: dict[str, int] = field(default_factory=dict)  # prompt_id → groups in a row with equal rewards
 
 
 class PromptStream:
@@ -129,15 +137,26 @@ class PromptStream:
         mean = self.cursor.means.get(prompt.prompt_id)
         if mean is None:
             return True
-        return self._hash(f"draw/{prompt.group_id}") / 2**64 < self._buffer.share(mean)
+        return self._hash(f"draw/{prompt.group_id}") / 2**64 < self._buffer.share(
+            mean, self.cursor.zero_variance.get(prompt.prompt_id, 0)
+        )
 
     def _hash(self, text: str) -> int:
         return int.from_bytes(hashlib.blake2b(f"{self._seed}/{text}".encode(), digest_size=8).digest(), "little")
 
+    @property
+    def passed_over(self) -> int | None:
+        """Prompts skipped by the buffer so far; None without one."""
+        return self.cursor.passed_over if self._buffer.active else None
+
     def observe(self, group: RolloutGroup) -> None:
-        """Store the mean reward of a prompt for the buffer."""
-        if self._buffer.active and group.rewards:
-            self.cursor.means[group.prompt.prompt_id] = sum(group.rewards) / len(group.rewards)
+        """Store what the buffer needs to know about a prompt."""
+        rewards, prompt = group.rewards, group.prompt.prompt_id
+        if self._buffer.active and rewards:
+            self.cursor.means[prompt] = sum(rewards) / len(rewards)
+            before = self.cursor.zero_variance.pop(prompt, 0)
+            if len(rewards) > 1 and min(rewards) == max(rewards):
+                self.cursor.zero_variance[prompt] = before + 1
 
     def state(self) -> dict[str, Any]:
         return asdict(self.cursor)
@@ -146,4 +165,5 @@ class PromptStream:
         if set(state["positions"]) != set(self._weights):
             found, wanted = sorted(state["positions"]), sorted(self._weights)
             raise DataError(f"the checkpoint's environments are {found}, not {wanted}")
-        self.cursor = Cursor(**{name: state[name] for name in Cursor.__dataclass_fields__})
+        # Checkpoints of earlier versions have fewer fields.
+        self.cursor = Cursor(**{name: state[name] for name in Cursor.__dataclass_fields__ if name in state})

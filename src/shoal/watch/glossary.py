@@ -37,8 +37,8 @@ EASIER_PROMPTS = (
 )
 LONGER = "raise orch.sampling.max_tokens, or set orch.truncated to mask, zero or overlong"
 WASTED = (
-    "set orch.buffer.easy_threshold and orch.buffer.hard_threshold, which draw solved and hopeless prompts less often, "
-    "or choose prompts of suitable difficulty"
+    "set orch.buffer.zero_variance_fraction below 1, which draws solved and hopeless prompts less often, or choose "
+    "prompts of suitable difficulty"
 )
 FIX_REWARD = "read `error` in the rollouts (`shoal show RUN`) and fix the reward function"
 MORE_ENTROPY = "lower train.learning_rate, raise orch.sampling.temperature, or add train.loss.kl.beta"
@@ -212,6 +212,11 @@ CATALOGUE = _catalogue(
         "steps",
         "0",
         f"{LOWER_RATE}, or check for unbounded rewards",
+    ),
+    Metric(
+        "batch/passed_over",
+        "Prompts that orch.buffer skipped since the start of the run, because earlier groups of them taught little.",
+        "prompts",
     ),
     Metric("tokens/prompt", "Prompt tokens of the step.", "tokens"),
     Metric("tokens/completion", "Completion tokens of the step.", "tokens"),

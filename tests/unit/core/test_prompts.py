@@ -187,3 +187,37 @@ def test_the_last_outing_counts_and_failed_rewards_do_not():
     plain = make_stream(size=1)
     plain.observe(make_group(plain.next(), [1.0]))
     assert plain.cursor.means == {}, "without a buffer nothing is remembered"
+
+
+def test_prompts_with_equal_rewards_are_drawn_less_often_each_time():
+    """Half as often after one such group, a sixteenth after four and more; a useful group restores the prompt."""
+    stream = make_stream(size=200, buffer=Buffer(zero_variance_fraction=0.5))
+    hopeless = {prompt.index for prompt in draw(stream, 200) if prompt.index % 2}
+    counts = []
+    for _ in range(6):
+        for index in range(200):
+            rewards = [0.0, 0.0] if index in hopeless else [0.0, 1.0]
+            stream.observe(make_group(Prompt("letters", index, []), rewards))
+        epoch = stream.cursor.positions["letters"] // 200
+        counts.append(0)
+        while stream.cursor.positions["letters"] // 200 == epoch:
+            counts[-1] += stream.next().index in hopeless
+    expected = [50, 25, 12.5, 6.25, 6.25, 6.25]
+    assert all(abs(count - mean) < 3 * mean**0.5 + 2 for count, mean in zip(counts, expected, strict=True)), counts
+    assert stream.passed_over == stream.cursor.passed_over > 0 and make_stream().passed_over is None
+    for index in hopeless:
+        stream.observe(make_group(Prompt("letters", index, []), [0.0, 1.0]))
+    assert stream.cursor.zero_variance == {}
+
+
+def test_the_history_of_prompts_survives_a_resume_and_older_checkpoints():
+    buffer = Buffer(zero_variance_fraction=0.3)
+    stream, other = make_stream(20, buffer=buffer), make_stream(20, buffer=buffer)
+    for prompt in draw(stream, 30):
+        stream.observe(make_group(prompt, [1.0, 1.0]))
+    state = json.loads(json.dumps(stream.state()))
+    other.load_state(state)
+    assert draw(other, 40) == draw(stream, 40) and other.passed_over == stream.passed_over
+    del state["zero_variance"]
+    other.load_state(state)
+    assert other.cursor.zero_variance == {}
