@@ -9,7 +9,7 @@ VERIFIERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-verifiers
 LM_EVAL ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-lm-eval
 VLLM ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-vllm
 
-.PHONY: venv environments demo test faults fuzz test-slow test-models test-verifiers test-lm-eval test-vllm check clean
+.PHONY: venv environments demo test faults fuzz test-slow test-models test-verifiers test-lm-eval test-vllm check lock audit clean
 
 venv: $(STAMP)
 
@@ -80,6 +80,18 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/python tools/supply_chain.py secrets
+
+# The exact versions of everything from PyPI with their hashes, and their licences, as installed here.
+lock: venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audit,fuzz]'
+	$(BIN)/python tools/supply_chain.py lock
+	$(BIN)/python tools/supply_chain.py licences
+
+# Known vulnerabilities of the locked versions. Needs the network, and fails if the service does not answer.
+audit: venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audit]'
+	$(BIN)/python -m pip_audit --strict --progress-spinner off --require-hashes --disable-pip -r requirements.lock
 
 clean:
 	rm -rf $(DEMO_DIR) .pytest_cache .ruff_cache .hypothesis
