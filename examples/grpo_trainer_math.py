@@ -3,8 +3,8 @@
     python examples/grpo_trainer_math.py --model Qwen/Qwen2.5-0.5B-Instruct
     accelerate launch --num_processes 2 examples/grpo_trainer_math.py --model Qwen/Qwen2.5-0.5B-Instruct
 
-With two processes, each samples `batch_size` prompts per step, and both train one model. On a machine without GPUs,
-`accelerate launch --multi_gpu --num_processes 2` starts two processes on the CPU.
+With two processes, each samples `batch_size` prompts per step, and both train one model. On a machine without GPUs they
+run on the CPU.
 """
 
 from __future__ import annotations

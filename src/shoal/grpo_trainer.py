@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ from shoal.surfaces.trainer import (
 
 RewardFunction = Callable[..., Any] | str
 TEST = "test"
+NUM_PROCESSES = re.compile(r"--num[-_]processes[ =](\d+)")
 
 
 class GRPOTrainer:
@@ -162,10 +164,6 @@ class GRPOTrainer:
         self._eval_dataset = eval_dataset
         if eval_dataset is not None and arguments["eval_steps"] is None and args is None:
             self.notices.append("eval_dataset: is only used by test() unless eval_steps is set")
-        if arguments["use_accelerate"] and self._processes == 1 and _launched_without_gpu():
-            self.notices.append(
-                "use_accelerate: only one process was started; without GPUs, add --multi_gpu to start several"
-            )
         held_out = eval_dataset if eval_dataset is not None else ()
         with _about("GRPOTrainer", train="train_dataset", eval="eval_dataset"):
             environment = ItemEnvironment(train_dataset, held_out, LABEL, self._rewards)
@@ -289,6 +287,8 @@ def _translated(arguments: dict[str, Any], unknown: Mapping[str, Any], processes
 def _processes(use_accelerate: bool) -> int:
     """The number of processes that a launcher started."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1 and use_accelerate and (wanted := _wanted_processes()) > 1 and _launched_without_gpu():
+        _restart(wanted)
     if world > 1 and not use_accelerate:
         raise ArgumentError(
             f"GRPOTrainer: use_accelerate: {world} processes were started, but use_accelerate=True is not set, so each "
@@ -297,10 +297,26 @@ def _processes(use_accelerate: bool) -> int:
     return world if use_accelerate else 1
 
 
-def _launched_without_gpu() -> bool:
-    """Without GPUs, accelerate ignores --num_processes unless --multi_gpu is set."""
+def _wanted_processes() -> int:
+    """`--num_processes` of the `accelerate launch` that started this process; 1 if there is none."""
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:
-        return False
+        return 1
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")
+        text = " ".join(words[: words.index(sys.argv[0])] if sys.argv[0] in words else words)
+        return int(NUM_PROCESSES.findall(text)[-1])
+    except (OSError, IndexError, ValueError):
+        return 1
+
+
+def _restart(processes: int) -> None:
+    """Run the script again, in several processes. Without GPUs, accelerate starts one unless --multi_gpu is set."""
+    print(f"no GPU: starting {processes} processes on the CPU", file=sys.stderr, flush=True)
+    launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes))
+    os.execv(sys.executable, [sys.executable, *launch, "--main_process_port", "0", *sys.argv])
+
+
+def _launched_without_gpu() -> bool:
     import torch
 
     return not torch.cuda.is_available()

@@ -171,7 +171,7 @@ def test_the_container_copies_what_there_is():
     root, lines = EXAMPLE.parents[1], (EXAMPLE / "Dockerfile").read_text().splitlines()
     copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
     assert copied and all((root / word).exists() for word in copied)
-    assert f"-f {(EXAMPLE / 'Dockerfile').relative_to(root)} ." in (EXAMPLE / "container.md").read_text()
+    assert f"-f {(EXAMPLE / 'Dockerfile').relative_to(root)} ." in (EXAMPLE / "DOCKER_WINDOWS_SETUP.md").read_text()
 
 
 @pytest.mark.shared

@@ -50,6 +50,7 @@ class DeploymentSampler:
         self._seed = seed
         self._number = next(_SAMPLERS)  # several samplers may share one engine
         self._calls = itertools.count()
+        self.check_synced: Callable[[], None] = lambda: None  # raises if the weights should have been synced
 
     @property
     def version(self) -> int:
@@ -63,6 +64,7 @@ class DeploymentSampler:
         """
         if n < 1:
             raise ArgumentError(f"sample_with_tokens: n: must be at least 1, not {n}")
+        self.check_synced()
         prompt_ids = self._prompt_ids(prompt)
         params = self._params(sampling, len(prompt_ids))
         call = next(self._calls)

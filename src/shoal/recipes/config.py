@@ -216,11 +216,13 @@ class Config:
     log_path: Annotated[str, Key("train.output_dir")]
     base_model: Annotated[str, Key("train.model")]
     dataset: Annotated[
-        str | Sequence[Any],
+        str | Sequence[Any] | None,
         Key(
-            ("orch.dataset.path", "orch.dataset.name"), "a file or folder, a hub name, or rows in memory", composed=True
+            ("orch.dataset.path", "orch.dataset.name"),
+            "a file or folder, a hub name, or rows in memory; a loop of your own needs none",
+            composed=True,
         ),
-    ]
+    ] = None
     deployment: DeployConfig = field(default_factory=DeployConfig)
     infra: InfraConfig = field(default_factory=InfraConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)

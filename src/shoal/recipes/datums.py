@@ -140,6 +140,14 @@ def build_grpo_datums(groups: Sequence[PromptGroup], config: Config | None = Non
     from shoal.build.parts import make_advantages  # imports torch
     from shoal.signals.advantages import AdvantageNormalizer
 
+    if config is not None:
+        check_config("build_grpo_datums", config)
+    for index, group in enumerate(_checked_list("build_grpo_datums: groups", groups)):
+        if not isinstance(group, PromptGroup):
+            raise ArgumentError(
+                f"build_grpo_datums: groups[{index}]: must be PromptGroup(completions, rewards), "
+                f"not {type(group).__name__}"
+            )
     normaliser = AdvantageNormalizer() if config is None else make_advantages(translate(config, in_memory=True)[0].orch)
     if not hasattr(normaliser, "estimate"):
         raise ArgumentError(
@@ -157,6 +165,12 @@ def build_grpo_datums(groups: Sequence[PromptGroup], config: Config | None = Non
             for index, ((completion, _), advantage) in enumerate(zip(scored, advantages, strict=True))
         ]
     return datums
+
+
+def _checked_list(name: str, given: Any) -> Sequence[Any]:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ArgumentError(f"{name}: must be a list, not {type(given).__name__}")
+    return given
 
 
 def _datum(completion: SampledCompletion, advantage: float, rollout_id: str, group_id: str) -> Datum:
@@ -195,6 +209,13 @@ class GRPOLossFn:
 
         from shoal.core.loss_inputs import LossInputs
 
+        for name in ("reference_logprobs", "old_logprobs"):
+            given = getattr(self, name)
+            if given is not None and [len(np.asarray(v)) for v in given] != [d.num_tokens - 1 for d in datums]:
+                raise ArgumentError(
+                    f"make_grpo_loss_fn: {name}: must be one array per datum, with a value for each token but the "
+                    "first, as policy.forward(datums) returns"
+                )
         masks = [torch.as_tensor(datum.loss_mask) for datum in datums]
         policy = torch.cat([lp[mask.to(lp.device)] for lp, mask in zip(logprobs, masks, strict=True)])
         if self.old_logprobs is None and self.objective.needs_old:
@@ -246,6 +267,9 @@ def make_grpo_loss_fn(
     from shoal.build.model import make_objective  # imports torch
 
     check_config("make_grpo_loss_fn", config)
+    for name, given in (("reference_logprobs", reference_logprobs), ("old_logprobs", old_logprobs)):
+        if given is not None:
+            _checked_list(f"make_grpo_loss_fn: {name}", given)
     run, _ = translate(config, in_memory=True)
     objective = make_objective(run.train)
     loss = objective.loss

@@ -60,12 +60,13 @@ class Infra:
         device = _device(trainer)
         self._reference = ReferenceClient(trainer.policy, device) if wants.reference else None
         self.tokenizer = trainer.sampler.model.chat.tokenizer
+        self._synced = self.policy.version  # setup_infra syncs
         self._sampler = self._make_sampler() if wants.inference else None
 
     @property
-    def reference(self) -> ReferenceClient:
-        """The frozen reference model."""
-        return _requested(self._reference, "reference", "needs_reference")
+    def reference(self) -> ReferenceClient | None:
+        """The frozen reference model; None without `needs_reference`."""
+        return self._reference
 
     @property
     def sampler(self) -> DeploymentSampler:
@@ -77,7 +78,19 @@ class Infra:
         assert orch.seq_len is not None and orch.sampling.seed is not None
         params = sampling_params(orch, self.config.temperature)
         chat = self._trainer.sampler.model.chat
-        return DeploymentSampler(self._engine, chat, params, orch.seq_len, orch.sampling.seed)
+        sampler = DeploymentSampler(self._engine, chat, params, orch.seq_len, orch.sampling.seed)
+        sampler.check_synced = self._check_synced
+        return sampler
+
+    def _check_synced(self) -> None:
+        """Raise if the loop trained a whole window without a sync: forgotten, or not awaited."""
+        window = self.config.weight_sync.weight_sync_interval * self.config.ppo_n_minibatches
+        behind = self.policy.version - self._synced
+        if 0 < window <= behind:
+            raise ArgumentError(
+                f"sample_with_tokens: the sampler is {behind} optimizer steps behind the policy; call "
+                "`await infra.sync_weights()` after training, or set weight_sync_interval=0 for no syncs"
+            )
 
     @property
     def _engine(self) -> Any:
@@ -92,7 +105,8 @@ class Infra:
             raise DeadlineError(
                 f"the weight sync took longer than {limit:g} s (weight_sync.weight_sync_timeout)"
             ) from None
-        return self.policy.version
+        self._synced = self.policy.version
+        return self._synced
 
     async def _sync(self) -> None:
         if self._deployment is not None:

@@ -130,6 +130,8 @@ def main(config: Config, reward_fn: RewardFn | None = None) -> Path:
 
 def _run(config: Config, reward_fn: RewardFn | None) -> Path:
     check_config("main", config)
+    if config.dataset is None:
+        raise ArgumentError("Config: dataset: is required by main; name a file, a folder or a hub dataset")
     objects = in_memory(config, reward_fn)
     run, notices = translate(config, in_memory=objects)
     environments = {LABEL: environment_of(config, reward_fn)} if objects else {}

@@ -87,6 +87,9 @@ def _tidy(text: str) -> str:
     text = _SPACING.sub("", _CURRENCY.sub("", text)).strip().strip("*`").strip()
     text = text.removesuffix(".")
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    text = re.sub(
+        r"^([-+]?\d{1,3})((?:[ \u00a0\u2009\u202f]\d{3})+)(?=\D*$)", lambda m: m[1] + re.sub(r"\D", "", m[2]), text
+    )
     return re.sub(r"^([-+])\s+", r"\1", text)
 
 

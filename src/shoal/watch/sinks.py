@@ -214,6 +214,8 @@ def check_sinks(names: Sequence[str]) -> None:
         tracker = TRACKERS[name]
         if importlib.util.find_spec(tracker.package) is None:
             raise ConfigError(f"report_to: {name} needs the package {tracker.package}; {tracker.install}")
+        if problem := tracker.problem():
+            raise ConfigError(f"report_to: {name}: {problem}")
 
 
 def open_sinks(

@@ -7,16 +7,21 @@ always has Shoal's names. Called by sinks.py.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import netrc
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from shoal.core.types import Rollout, RolloutGroup
+from shoal.runs.secrets import redact
 
 
 class MetricSink(Protocol):
@@ -180,6 +185,7 @@ class Tracker:
     package: str
     install: str
     open: Callable[[TrackerRun], MetricSink]
+    problem: Callable[[], str | None] = lambda: None  # of the account, checked before anything loads
 
 
 class WandbSink:
@@ -187,14 +193,19 @@ class WandbSink:
 
     def __init__(self, run: TrackerRun) -> None:
         self._wandb = importlib.import_module("wandb")
-        self._run = self._wandb.init(
-            project=run.project,
-            name=run.title,
-            id=run.run_id,
-            dir=str(run.folder / "logs"),
-            config=dict(run.config),
-            resume="allow",
-        )
+        words = sys.argv[:]  # wandb stores the command line, which may hold the API key
+        sys.argv[:] = [redact(word) for word in words]
+        try:
+            self._run = self._wandb.init(
+                project=run.project,
+                name=run.title,
+                id=run.run_id,
+                dir=str(run.folder / "logs"),
+                config=dict(run.config),
+                resume="allow",
+            )
+        finally:
+            sys.argv[:] = words
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -287,8 +298,26 @@ class MlflowSink:
         self._client.set_terminated(self._run_id)
 
 
+def _wandb_problem() -> str | None:
+    """What is wrong with the API key of an online run; None if it may be used. Nothing is sent."""
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return None
+    ways = "export WANDB_API_KEY, run `wandb login`, or export WANDB_MODE=offline"
+    key = os.environ.get("WANDB_API_KEY", "")
+    if key:
+        return None if len(key.strip()) >= WANDB_KEY_LENGTH else f"WANDB_API_KEY is not an API key (too short); {ways}"
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    files = [os.environ.get("NETRC", "~/.netrc"), "~/_netrc"]
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        for file in (Path(name).expanduser() for name in files):
+            if file.is_file() and netrc.netrc(str(file)).authenticators(host):
+                return None
+    return f"there is no API key; {ways}"
+
+
+WANDB_KEY_LENGTH = 40
 TRACKERS = {
-    "wandb": Tracker("wandb", "pip install 'shoal[wandb]'", WandbSink),
+    "wandb": Tracker("wandb", "pip install 'shoal[wandb]'", WandbSink, _wandb_problem),
     "tensorboard": Tracker("tensorboardX", "pip install 'shoal[tensorboard]'", TensorboardSink),
     "trackio": Tracker("trackio", "pip install 'shoal[trackio]'", TrackioSink),
     "mlflow": Tracker("mlflow", "pip install 'shoal[mlflow]'", MlflowSink),

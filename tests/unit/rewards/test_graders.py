@@ -44,6 +44,22 @@ from shoal.rewards.outcome import RewardValueError, read_outcome, read_score
         ("first \\boxed{3}, no: \\boxed{4}", "4"),
         ("The answer is 5. \\boxed{6}", "6"),
         ("\\boxed{\\boxed{7}}", "7"),
+        ("3 + 4 = 7\n18", "18"),  # the last line is only a number
+        ("18", "18"),
+        ("so <answer>18 dollars</answer>", "18"),
+        ("<answer>3</answer> no <answer>\n4\n</answer>", "4"),
+        ("<answer>\\boxed{5}</answer>", "5"),
+        ("\\boxed{3\\frac{1}{2}}", "3.5"),
+        ("the answer is 3 1/2", "7/2"),
+        ("The answer is 25%.", "25"),
+        ("The answer is 10:30 AM.", "10:30 am"),
+        ("\\boxed{2:05 pm}", "14:05"),
+        ("\\boxed{10:30}", "10:30"),
+        ("\\boxed{1 234 567}", "1,234,567"),
+        ("\\boxed{1\\,234}", "1234"),
+        ("\\boxed{18}", 18),
+        ("\\boxed{18}", 18.0),
+        ("\\boxed{0.5}", 0.5),
     ],
 )
 def test_right_answers(completion, gold):
@@ -54,7 +70,13 @@ def test_right_answers(completion, gold):
     "completion, gold",
     [
         ("", "18"),
-        ("18", "18"),  # no final answer is stated
+        ("There are 18", "18"),  # no final answer is stated
+        ("18\nI am not sure.", "18"),
+        ("The answer is 10:30.", "10"),
+        ("\\boxed{10:30}", "10:31"),
+        ("\\boxed{10:30 am}", "10:30 pm"),
+        ("\\boxed{1.234}", "1234"),  # a dot is a decimal point
+        ("\\boxed{1/2}", 0.25),
         ("\\boxed{7", "7"),
         ("\\boxed{5x}", "5"),
         ("\\boxed{2\\pi}", "2"),
@@ -70,6 +92,12 @@ def test_right_answers(completion, gold):
 )
 def test_wrong_answers(completion, gold):
     assert process_results(completion, gold)[0] is False
+
+
+def test_a_gold_answer_is_text_or_a_number():
+    for gold in (None, True):
+        with pytest.raises(RewardValueError, match="gold answer"):
+            process_results("\\boxed{1}", gold)
 
 
 def test_both_answers_come_back():

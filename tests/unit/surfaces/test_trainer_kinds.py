@@ -118,12 +118,3 @@ def test_a_run_that_may_not_start_there_is_told_in_one_line(tmp_path: Path):
 def test_items_to_test_on_are_named_too(tmp_path: Path):
     with pytest.raises(ArgumentError, match=r"^GRPOTrainer\.test: dataset: item 0: dict has no method get_reward"):
         GRPOTrainer("m", [Judge()], output_dir=tmp_path).test(ROWS)
-
-
-def test_one_process_where_several_may_be_wanted_is_told(monkeypatch: pytest.MonkeyPatch):
-    """What `accelerate launch --num_processes 2` leaves in the environment on a machine without GPUs."""
-    said = "use_accelerate: only one process was started; without GPUs, add --multi_gpu to start several"
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert said not in GRPOTrainer("m", ROWS, judge, use_accelerate=True).notices
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    assert said in GRPOTrainer("m", ROWS, judge, use_accelerate=True).notices

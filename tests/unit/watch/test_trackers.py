@@ -6,6 +6,7 @@ import importlib
 import json
 import sqlite3
 import struct
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from shoal.core.errors import ConfigError
 from shoal.core.types import Prompt, Rollout, RolloutGroup
 from shoal.runs.run_dir import RunDir, read_metrics
-from shoal.watch.sinks import Sinks, open_sinks
+from shoal.watch.sinks import Sinks, check_sinks, open_sinks
 from shoal.watch.trackers import COLUMNS, TrackerRun, alias, as_markdown, completion_rows, rename
 
 ROWS = [{"reward/mean": 0.25, "optim/lr": 1e-5, "eval/a/mean": 0.5}, {"reward/mean": 0.75, "optim/lr": 2e-5}]
@@ -55,6 +57,9 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed (pip install 'shoal[dev]')")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    secret = "0123456789abcdef0123456789abcdef0123canary"
+    monkeypatch.setenv("WANDB_API_KEY", secret)
+    monkeypatch.setattr("sys.argv", ["script.py", f"stats_logger.wandb.wandb_api_key={secret}", "max_steps=3"])
     counts = log_two_steps(tmp_path / "run", "wandb", completions=4)
     assert counts == {"sent": 4, "failed": 0, "dropped": 0, "unsent": 0}
     (written,) = (tmp_path / "run/logs/wandb").glob("offline-run-*/run-*.wandb")
@@ -63,6 +68,9 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     while not all(name in written.read_bytes() for name in names):
         assert time.monotonic() < deadline, written.read_bytes()[:200]
         time.sleep(0.1)
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert not [file for file in files if secret.encode() in file.read_bytes()]
+    assert sys.argv[1].endswith(secret), "the script's own arguments are as they were"
     tables = list((tmp_path / "run/logs/wandb").glob("offline-run-*/files/media/table/completions_*.json"))
     assert len(tables) == 2
     table = json.loads(sorted(tables)[0].read_text())
@@ -151,6 +159,32 @@ def test_a_resumed_run_continues_its_mlflow_run(tmp_path: Path, monkeypatch: pyt
     steps = sorted(sorted(point.step for point in history) for history in told)
     assert steps == [[1], [1, 2]], "two runs, the first of them in two parts"
     assert {run.info.status for run in runs} == {"FINISHED"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({}, "no API key"),
+        ({"WANDB_API_KEY": "too-short"}, "not an API key"),
+        ({"WANDB_API_KEY": "k" * 40}, None),
+        ({"WANDB_MODE": "offline"}, None),
+        ({"NETRC": "netrc"}, None),
+    ],
+)
+def test_the_wandb_key_is_checked_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment, says):
+    pytest.importorskip("wandb", reason="wandb is not installed (pip install 'shoal[dev]')")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password " + "k" * 40)
+    (tmp_path / "netrc").chmod(0o600)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(tmp_path / value) if name == "NETRC" else value)
+    if says is None:
+        check_sinks(["wandb"])
+        return
+    with pytest.raises(ConfigError, match=f"wandb.*{says}"):
+        check_sinks(["wandb"])
 
 
 def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""The import paths of the cookbook: `shoal.recipes.utils.rl`."""
