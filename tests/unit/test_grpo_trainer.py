@@ -219,6 +219,8 @@ def test_a_model_that_is_wrapped_already_is_refused(model: str, tmp_path: Path):
 def test_vllm_that_is_not_installed_says_what_to_do(model: str):
     with pytest.raises(ArgumentError) as caught:
         GRPOTrainer(model, ITEMS, use_vllm=True)
+    with pytest.raises(ArgumentError, match=r"vllm_args\['gpu_memory_utilisation'\]: is not known; did you mean"):
+        GRPOTrainer(model, ITEMS, use_vllm=True, vllm_args={"gpu_memory_utilisation": 0.5})  # before "not installed"
     said = str(caught.value)
     assert said.startswith("GRPOTrainer: use_vllm: ") and "pip install vllm" in said and "remove use_vllm" in said
 

@@ -196,7 +196,7 @@ def _check_infer(infer: InferConfig, findings: Findings) -> None:
 
 
 def _check_server(config: RunConfig, findings: Findings) -> None:
-    """vLLM or SGLang next to the trainer: started by Shoal, already running, or in-process."""
+    """vLLM or SGLang next to the trainer: started by Shoal, started elsewhere, or in-process."""
     train, infer, orch = config.train, config.infer, config.orch
     client, python = given(orch.client, "base_url"), infer.engine_python
     if infer.in_process and (infer.engine != "vllm" or python is not None or client):
@@ -211,7 +211,7 @@ def _check_server(config: RunConfig, findings: Findings) -> None:
         for name in given(infer, *STARTED_ONLY):
             if name != "max_num_seqs" and not (name == "max_lora_rank" and infer.max_lora_rank == train.lora_rank):
                 what = (
-                    f"applies to a server that Shoal starts; the one at {show(orch.client.base_url)} is already running"
+                    f"applies to a server that Shoal starts, but this run uses the one at {show(orch.client.base_url)}"
                 )
                 findings.error(f"infer.{name}", what, "remove it, or set infer.engine_python")
 

@@ -83,6 +83,8 @@ def translate(flat: Flat, task: LauncherTask) -> Translated:
     for compose in (_folder, _model, _length, _steps, _loss, _rewards, _data, _saving, _evaluation, _allocation):
         compose(draft)
     draft.data["orch"]["env"] = [{"id": task.env}]
+    if task.env != "gsm8k" and "train_dataset.path" not in flat.values:
+        draft.data["orch"].pop("dataset", None)  # the default data set belongs to gsm8k
     if task.reward is not None:
         draft.data["orch"].setdefault("reward", {})["function"] = task.reward
     environment = _tracker_environment(draft)

@@ -16,7 +16,7 @@ from shoal.rewards.outcome import RewardValueError
 MAX_ANSWER_CHARS = 2000
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 _PHRASE = re.compile(r"\banswer\s*(?:is|:|=)\s*:?\s*([^\n]+)", re.IGNORECASE)
-_WORDS = re.compile(r"(?:[A-Za-z]{3,}[ ,.!?']*)+")
+_WORDS = re.compile(r"(?:[A-Za-z]{3,}+[ ,.!?']*+)++")  # possessive: without them, matching can take exponential time
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
 _TIME = re.compile(r"\b(\d{1,2}):(\d{2})(?:\s*([ap])\.?m\b\.?)?", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?:\s|$)")

@@ -5,6 +5,7 @@ Called by grpo_trainer.py, whose signature declares the arguments.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -41,6 +42,17 @@ SCHEDULER_KEYS = {
     "warmup_ratio": "train.warmup_ratio",
     "final_lr_fraction": "train.final_lr_fraction",
 }
+# Usual arguments of vllm.LLM.
+VLLM_ARGS = frozenset((
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "dtype", "quantization", "revision",
+    "seed", "gpu_memory_utilization", "kv_cache_memory_bytes", "swap_space", "cpu_offload_gb", "enforce_eager",
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "enable_chunked_prefill",
+    "enable_sleep_mode", "enable_lora", "max_lora_rank", "max_loras", "kv_cache_dtype", "block_size",
+    "disable_log_stats", "disable_custom_all_reduce", "distributed_executor_backend", "load_format", "model_impl",
+    "trust_remote_code", "tokenizer", "tokenizer_mode", "compilation_config", "hf_overrides", "attention_config",
+    "limit_mm_per_prompt", "logprobs_mode", "max_logprobs", "enable_expert_parallel", "attention_backend",
+    "async_scheduling",
+))  # fmt: skip
 NESTED = {"optimizer_args": OPTIMIZER_KEYS, "generation_args": GENERATION_KEYS}
 OPTIMIZERS = {"adamw": "adamw", "adamw_8bit": "adamw_8bit", "adamw8bit": "adamw_8bit"}
 
@@ -163,6 +175,9 @@ def _engine(to: Translation, given: Mapping[str, Any]) -> None:
         return
     to.put("use_vllm", "infer.engine", "vllm")
     to.put("use_vllm", "infer.in_process", True)
+    for name in arguments.keys() - VLLM_ARGS:  # vLLM may be missing here; it checks the names without a near one
+        if near := difflib.get_close_matches(str(name), VLLM_ARGS, n=1):
+            to.refuse(f"vllm_args[{name!r}]", "is not known", f"did you mean {near[0]}?")
     own = {"gpu_memory_utilization": "infer.gpu_memory_utilization", "tensor_parallel_size": "infer.tp"}
     for name, value in {"gpu_memory_utilization": VLLM_MEMORY, **arguments}.items():
         to.put(f"vllm_args[{name!r}]", own.get(name, f"infer.engine_args.{name}"), value)

@@ -199,5 +199,18 @@ def test_the_key_reaches_wandb_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert secret not in redact(f"key {secret}")
 
 
+def test_another_environment_needs_no_data_set(tmp_path: Path):
+    file = tmp_path / "file.yaml"
+    file.write_text(
+        "\n".join(line for line in BASE.splitlines() if "path: openai" not in line and "openai/gsm8k" not in line)
+    )
+    words = ["--config", str(file)]
+    run = load_config(words, env="arithmetic").run
+    assert run.orch.dataset is None and run.orch.env[0].id == "arithmetic"
+    assert load_config(words).run.orch.dataset is not None
+    with_data = load_config([*words, "train_dataset.path=org/data"], env="dataset").run
+    assert with_data.orch.dataset is not None and with_data.orch.dataset.name == "org/data"
+
+
 def test_num_workers_zero_is_accepted(tmp_path: Path):
     assert load(tmp_path, "train_dataset.num_workers=0").orch.reward.workers == 1

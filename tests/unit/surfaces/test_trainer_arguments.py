@@ -167,6 +167,10 @@ WRONG = {
     "eval_steps": ({"eval_steps": 5}, "GRPOTrainer: eval_steps: needs an eval_dataset"),
     "wandb_project": ({"wandb_project": "x"}, "wandb_project: is not used without enable_wandb=True"),
     "vllm_args": ({"vllm_args": {"a": 1}}, "vllm_args: is not used without use_vllm=True"),
+    "vllm's typo": (
+        {"use_vllm": True, "vllm_args": {"tensor_paralel_size": 2}},
+        "vllm_args['tensor_paralel_size']: is not known; did you mean tensor_parallel_size?",
+    ),
     "sleep": ({"vllm_enable_sleep": True}, "vllm_enable_sleep: is not used without use_vllm=True"),
     "resume": ({"resume_from_checkpoint": "other/place"}, "resume_from_checkpoint: 'other/place' is not in output_dir"),
     "overrides": ({"overrides": ["train.loss.typ=dapo"]}, "train.loss.typ"),
