@@ -107,10 +107,10 @@ class GRPOConfig:
     ] = None
     sapo_temperature_neg: Annotated[float, Key("train.loss.tau_neg", "with sapo", composed=True)] = 1.05
     sapo_temperature_pos: Annotated[float, Key("train.loss.tau_pos", "with sapo", composed=True)] = 1.0
-    vespo_k_pos: Annotated[float, Key(note="only for vespo, which is not supported")] = 2.0
-    vespo_lambda_pos: Annotated[float, Key(note="only for vespo, which is not supported")] = 3.0
-    vespo_k_neg: Annotated[float, Key(note="only for vespo, which is not supported")] = 3.0
-    vespo_lambda_neg: Annotated[float, Key(note="only for vespo, which is not supported")] = 2.0
+    vespo_k_pos: Annotated[float, Key(note="only for loss_type vespo, which is not translated")] = 2.0
+    vespo_lambda_pos: Annotated[float, Key(note="only for loss_type vespo, which is not translated")] = 3.0
+    vespo_k_neg: Annotated[float, Key(note="only for loss_type vespo, which is not translated")] = 3.0
+    vespo_lambda_neg: Annotated[float, Key(note="only for loss_type vespo, which is not translated")] = 2.0
     importance_sampling_level: Annotated[
         str,
         Key(
@@ -122,9 +122,13 @@ class GRPOConfig:
         ),
     ] = "token"
     reward_weights: Annotated[list[float] | None, Key(note="weights of reward_funcs", composed=True)] = None
-    multi_objective_aggregation: Annotated[str, Key(note="only sum_then_normalize", refused=True)] = (
-        "sum_then_normalize"
-    )
+    multi_objective_aggregation: Annotated[
+        str,
+        Key(
+            note="use overrides=['orch.advantage.per_part=true', 'orch.advantage.rescale=true'] for normalize_then_sum",
+            refused=True,
+        ),
+    ] = "sum_then_normalize"
     scale_rewards: Annotated[
         Any,
         Key("orch.advantage.std", "group, batch or none (True and False too); eps is 1e-4 as in TRL", composed=True),
@@ -135,7 +139,7 @@ class GRPOConfig:
             ("train.loss.type", "train.loss.aggregation"),
             "grpo: seq-mean-token-mean; bnpo and dapo: token-mean over the step (bnpo in TRL: per micro-batch); "
             "dr_grpo: seq-mean-token-sum-norm; cispo: token-mean; sapo: seq-mean-token-mean, where Shoal's own "
-            "default is token-mean; luspo and vespo are not supported",
+            "default is token-mean; luspo is not supported; for vespo use overrides=['train.loss.type=vespo']",
             composed=True,
         ),
     ] = "dapo"
@@ -143,15 +147,17 @@ class GRPOConfig:
     sync_ref_model: Annotated[bool, Key(note="the reference is always the initial model", refused=True)] = False
     ref_model_mixup_alpha: Annotated[float, Key(note="only for sync_ref_model, which is not supported")] = 0.6
     ref_model_sync_steps: Annotated[int, Key(note="only for sync_ref_model, which is not supported")] = 512
-    top_entropy_quantile: Annotated[float, Key(note="no entropy mask", refused=True)] = 1.0
-    entropy_coef: Annotated[float, Key(note="no entropy bonus; `policy/entropy` is always measured", refused=True)] = (
-        0.0
+    top_entropy_quantile: Annotated[
+        float, Key(note="use overrides=['train.loss.entropy.top_fraction=…']", refused=True)
+    ] = 1.0
+    entropy_coef: Annotated[float, Key(note="use overrides=['train.loss.entropy.coef=…']", refused=True)] = 0.0
+    use_adaptive_entropy: Annotated[bool, Key(note="use overrides=['train.loss.entropy.target=…']", refused=True)] = (
+        False
     )
-    use_adaptive_entropy: Annotated[bool, Key(note="no entropy bonus", refused=True)] = False
-    entropy_coef_min: Annotated[float, Key(note="only for use_adaptive_entropy, which is not supported")] = 0.0
-    entropy_coef_max: Annotated[float, Key(note="only for use_adaptive_entropy, which is not supported")] = 1.0
-    entropy_coef_delta: Annotated[float, Key(note="only for use_adaptive_entropy, which is not supported")] = 0.005
-    entropy_target: Annotated[float, Key(note="only for use_adaptive_entropy, which is not supported")] = 0.2
+    entropy_coef_min: Annotated[float, Key(note="only for use_adaptive_entropy, which is not translated")] = 0.0
+    entropy_coef_max: Annotated[float, Key(note="only for use_adaptive_entropy, which is not translated")] = 1.0
+    entropy_coef_delta: Annotated[float, Key(note="only for use_adaptive_entropy, which is not translated")] = 0.005
+    entropy_target: Annotated[float, Key(note="only for use_adaptive_entropy, which is not translated")] = 0.2
     max_tool_calling_iterations: Annotated[
         int | None, Key(note="use an environment with tools; its `max_turns` is the limit", refused=True)
     ] = None
