@@ -166,10 +166,10 @@ def distil(raw_model: Path, folder: Path, warm: WarmPython, teacher: dict[str, A
 
 def test_distillation_without_rewards(tmp_path: Path, warm: WarmPython, model: Path, raw_model: Path) -> None:
     run = distil(raw_model, tmp_path, warm, {"model": str(model)})
-    command = run.grpo("train.max_steps=8")
+    command = run.grpo("train.max_steps=16")
     assert command.wait() == 0, command.text()
     gaps = [step["teacher/kl"] for step in run.steps()]
-    assert gaps[-1] < 0.8 * gaps[0] and min(gaps) > 0, gaps
+    assert sum(gaps[-4:]) < 0.9 * sum(gaps[:4]) and min(gaps) > 0, gaps
     assert all(step["batch/used"] == 16 and step["group/flat"] == 0 for step in run.steps()), "all groups are trained"
     assert all(line["time/teacher"] > 0 for line in run.lines("metrics.jsonl") if line["step"] > 0)
     assert {rollout["raw_reward"] for rollout in run.rollouts()} == {None}
