@@ -47,9 +47,10 @@ def cache_folder() -> Path:
 
 
 def _convert(folder: str, file: str, dtype: torch.dtype) -> Any:
-    loaded, info = AutoModelForCausalLM.from_pretrained(
+    found: Any = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=file, dtype=torch.float32, output_loading_info=True
     )
+    loaded, info = found
     if missing := sorted(info["missing_keys"]):  # transformers would fill them with random numbers
         raise ModelError(f"{file} lacks {len(missing)} tensors of the model, such as {missing[0]}; is it complete?")
     return unquantised(loaded, dtype)
