@@ -158,6 +158,46 @@ def promises() -> tuple[Promise, ...]:
                 "unit/rewards/test_pool.py::test_secrets_do_not_reach_rewards",
             ),
         ),
+        Promise(
+            "A stopped or killed reward server is replaced within a time that does not depend on the batch",
+            "calls that were running are errors",
+            (
+                "unit/rewards/test_pool_attacks.py::test_a_server_that_a_reward_stopped_is_replaced",
+                "e2e/test_faults.py::test_a_reward_that_kills_its_server_costs_one_rollout",
+            ),
+            "10 s",
+        ),
+        Promise(
+            "Hanging reward calls do not occupy the workers of other calls",
+            "at most 32 hang at a time",
+            ("unit/rewards/test_pool_attacks.py::test_hanging_calls_cost_their_share_and_no_more",),
+        ),
+        Promise(
+            "What one reward changes in its process does not reach later rewards",
+            "errors, and functions of common modules and of the environment",
+            (
+                "unit/rewards/test_pool_attacks.py::test_what_a_reward_changes_does_not_reach_the_next",
+                "unit/rewards/test_pool_timeouts.py::test_a_worker_with_invalid_replies_is_replaced",
+            ),
+        ),
+        Promise(
+            "Code that an isolated reward runs with run_code cannot change its reward or read the answers",
+            "Linux with user namespaces, see [SECURITY.md](../SECURITY.md)",
+            (
+                "unit/rewards/test_isolate_attacks.py::test_the_judge_cannot_be_taken_over",
+                "unit/rewards/test_isolate_attacks.py::test_the_answers_are_not_in_the_memory_of_the_program",
+                "unit/rewards/test_isolate_attacks.py::test_the_program_shares_no_namespace_with_the_judge",
+            ),
+        ),
+        Promise(
+            "An isolated reward call leaves no process and no file, and its memory is limited in sum",
+            "Linux with user namespaces and, for memory, control groups",
+            (
+                "unit/rewards/test_isolate_attacks.py::test_no_process_outlives_its_call",
+                "unit/rewards/test_isolate_attacks.py::test_files_are_limited_and_not_left_behind",
+                "unit/rewards/test_isolate_attacks.py::test_memory_is_limited_in_sum",
+            ),
+        ),
     )
 
 
@@ -180,14 +220,19 @@ FAULTS = (
         ),
     ),
     Fault(
-        "run killed: its child processes",
+        "run killed: its child processes, also stopped ones and those in other sessions",
         "end with it",
-        ("e2e/test_faults.py::test_a_killed_run_leaves_no_process_behind",),
+        (
+            "e2e/test_faults.py::test_a_killed_run_leaves_no_process_behind",
+            "unit/rewards/test_pool_attacks.py::test_stopped_servers_do_not_outlive_a_killed_run",
+            "unit/rewards/test_pool_attacks.py::test_a_chain_of_sessions_does_not_outlive_a_killed_run",
+        ),
     ),
     Fault(
-        "reward server killed or suspended",
-        "exit 3 with the state saved; continues",
+        "reward server killed or suspended; its keeper killed",
+        "replaced; exit 3 with the state saved",
         (
+            "e2e/test_faults.py::test_a_reward_that_kills_its_server_costs_one_rollout",
             "e2e/test_faults.py::test_a_killed_reward_server_stops_the_run_with_its_state_saved",
             "e2e/test_signals.py::test_the_reward_server_alone_is_stopped_for_a_while",
         ),
@@ -334,7 +379,7 @@ def page() -> str:
         "",
         f"Kills: {machine['date']}, {machine['cores']} cores, torch {machine['torch']}, seed {found['seed']}",
         "([kills.json](../benchmarks/results/kills.json)). Tests show the promises without a figure. What",
-        "isolated rewards guarantee is in [environments.md](environments.md).",
+        "isolated rewards guarantee is in [SECURITY.md](../SECURITY.md).",
         "",
         "## Faults",
         "",
