@@ -63,18 +63,25 @@ NESTED = "import ctypes; print(ctypes.CDLL(None).unshare(0x10000000))"
 CAPABILITIES = "print([line.split()[1] for line in open('/proc/self/status') if line.startswith('CapE')])"
 ALLOCATE = """
 import os, time
+ready, hold, holding = os.pipe(), os.pipe(), {}
+os.set_blocking(ready[0], False)
 for _ in range(12):
-    if os.fork() == 0:
-        block = bytearray(100 * 2**20)
-        time.sleep(2)
+    pid = os.fork()
+    if pid == 0:
+        os.close(hold[1])
+        block = b"x" * (100 * 2**20)
+        os.write(ready[1], os.getpid().to_bytes(4, "big"))
+        os.read(hold[0], 1)
         os._exit(0)
-time.sleep(1)
-alive = 12
-try:
-    while os.waitpid(-1, os.WNOHANG)[0]: alive -= 1
-except ChildProcessError:
-    pass
-print(alive)
+    holding[pid] = False
+while not all(holding.values()):
+    holding.pop(os.waitpid(-1, os.WNOHANG)[0], None)
+    try:
+        pid = int.from_bytes(os.read(ready[0], 4), "big")
+        holding.update({pid: True} if pid in holding else {})
+    except BlockingIOError:
+        time.sleep(0.01)
+print(len(holding))
 """
 MEMFD = """
 import os
