@@ -57,7 +57,7 @@ def test_misaligned_log_probs_are_refused():
         build_grpo_datums([PromptGroup([wrong, wrong], [0.0, 1.0])])
     datums = build_grpo_datums([GROUP])
     short = [torch.zeros(datum.num_tokens - 1) for datum in datums]
-    with pytest.raises(ValueError, match=r"4 tokens need 3 trainer log-probs, got 4"):
+    with pytest.raises(ValueError, match="old_logprobs"):
         make_grpo_loss_fn(config(), old_logprobs=[torch.zeros(4), *short[1:]])(datums, short)
 
 
