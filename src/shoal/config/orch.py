@@ -249,8 +249,7 @@ class BufferConfig(Section):
     )
     zero_variance_fraction: Fraction | None = Field(
         default=None,
-        description="Sampling probability of a prompt whose last group had equal rewards, relative to other prompts. "
-        "Counts again for each such group in a row, at most four times.",
+        description="Relative sampling probability per zero-variance group in a row of a prompt, for at most four of them.",
     )
 
 
