@@ -40,7 +40,7 @@ FACTS: tuple[tuple[str, ...], ...] = (
     ("GRPO on a CPU, with exact resume", "[yes](docs/architecture.md#resume)", "", "", "", ""),
     (
         "Hybrid models such as Qwen3.5",
-        "**no**",
+        "[on a CPU](docs/models.md)",
         source("trl", "docs/source/grpo_trainer.md"),
         source("verl", "README.md"),
         source("prime-rl", "README.md"),

@@ -137,7 +137,8 @@ def _lora(folder: Path, finding: Finding) -> str:
     finding.details["adapted"] = _summary(adapted)
     from peft import PeftModel
 
-    base = type(loaded.decoder.inner).from_pretrained(folder / "model")
+    kind: Any = type(loaded.decoder.inner)
+    base = kind.from_pretrained(folder / "model")
     PeftModel.from_pretrained(base, str(folder / "lora"))
     with safe_open(folder / "lora" / "adapter_model.safetensors", framework="pt") as file:
         saved = set(file.keys())

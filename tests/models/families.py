@@ -155,7 +155,7 @@ def _tiny_fields(kind: Any, small: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tiny_multimodal(name: str) -> PreTrainedConfig:
-    kind = CONFIG_MAPPING[name]
+    kind: Any = CONFIG_MAPPING[name]
     text, own = MULTIMODAL[name]
     vision = kind.sub_configs["vision_config"]
     vision = type(kind().vision_config) if not hasattr(vision, "model_type") or vision.model_type == "" else vision

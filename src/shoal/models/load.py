@@ -49,7 +49,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str 
                 plain = _dequantised(config)
                 model = auto_class(config).from_pretrained(folder, dtype=dtype, trust_remote_code=False, **plain)
                 if plain:
-                    model = unquantised(model, dtype)
+                    model: Any = unquantised(model, dtype)
                 if not Path(name).expanduser().exists():
                     # The hub id, even if read from the cache: adapters refer to their base model by it.
                     model.name_or_path = model.config.name_or_path = name
