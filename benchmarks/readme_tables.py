@@ -56,7 +56,7 @@ FACTS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "On-policy distillation",
-        "**no**",
+        "[yes](docs/learning-signals.md), not run on a GPU yet",
         "[yes](https://github.com/huggingface/trl/issues/6449)",
         source("verl", "docs/algo/opd.md"),
         "yes",
