@@ -12,9 +12,11 @@ from pathlib import Path
 import atheris  # pyright: ignore[reportMissingImports]
 
 with atheris.instrument_imports(  # pyright: ignore[reportAttributeAccessIssue]
-    include=["shoal", "gguf", "safetensors", "json"]
+    include=["shoal", "gguf", "safetensors", "json"], enable_loader_override=False
 ):
     sys.path.insert(0, str(Path(__file__).parents[1]))
+    import gguf  # noqa: F401  # imported late by transformers, which would leave it without coverage
+
     from fuzz.targets import TARGETS, seeds
 
 
