@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoConfig, Mxfp4Config, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils.quantization_config import Mxfp4Config
 
 from shoal.core.errors import ModelError
 from shoal.models.decoder import STATELESS
