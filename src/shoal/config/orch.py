@@ -249,7 +249,7 @@ class BufferConfig(Section):
     )
     zero_variance_fraction: Fraction | None = Field(
         default=None,
-        description="Relative sampling probability per zero-variance group in a row of a prompt, for at most four of them.",
+        description="Relative sampling probability of a prompt, for each of up to four zero-variance groups in a row.",
     )
 
 

@@ -55,6 +55,9 @@ class KernelDecode:
         launch = launch_for(len(query) * key.shape[1], query.shape[3], self.longest)
         return decode_attention(heads, cache, self.positions, shape, launch).unsqueeze(1)  # [B, 1, H, D]
 
+    def mix(self, module: Any, hidden: Tensor) -> Tensor:
+        raise NotImplementedError("layers with a state have no decode kernel; see why_no_graphs")
+
 
 def why_no_graphs(decoder: Decoder, cache: SlotCache) -> str | None:
     """Why decode steps of this model cannot be CUDA graphs on this device, or None if they can."""
