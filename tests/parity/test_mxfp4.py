@@ -51,5 +51,5 @@ def test_experts_are_what_the_codes_stand_for_and_save_as_plain_weights(tmp_path
     Decoder(model).verify()
     model.save_pretrained(tmp_path / "final")
     assert "quantization_config" not in json.loads((tmp_path / "final" / "config.json").read_text())
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)  # type: ignore[misc]
     assert not info["missing_keys"] and not info["unexpected_keys"]

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.build.load import PythonObjects
 from shoal.build.workspace import _make_environments
-from shoal.config.orch import OrchConfig
+from shoal.config.schema import RunConfig
 from shoal.core.errors import ConfigError
 
 CODE = """
@@ -27,8 +27,9 @@ def wrong(a, b, c):
 
 def environment(tmp_path: Path, name: str):
     (tmp_path / "mine.py").write_text(CODE)
-    orch = OrchConfig.model_validate({"env": "arithmetic", "reward": {"function": f"{tmp_path}/mine.py:{name}"}})
-    return _make_environments(orch, PythonObjects())["arithmetic"]
+    orch = {"env": "arithmetic", "reward": {"function": f"{tmp_path}/mine.py:{name}"}}
+    config = RunConfig.model_validate({"train": {"model": "unused"}, "orch": orch})
+    return _make_environments(config, PythonObjects())["arithmetic"]
 
 
 @pytest.mark.parametrize("name", ["conversation", "columns"])

@@ -163,12 +163,12 @@ def test_what_is_no_loss_is_refused(infra: Infra):
 
 def test_the_reference_is_forward_only(infra: Infra):
     datums = build_grpo_datums(sample(infra))
-    for ours, theirs in zip(infra.policy.forward(datums), infra.reference.forward(datums), strict=True):
+    for ours, theirs in zip(infra.policy.forward(datums), infra.reference.forward(datums), strict=True):  # type: ignore[union-attr]
         np.testing.assert_allclose(ours, theirs, atol=1e-6)  # the adapter is zero so far
     with pytest.raises(RuntimeError, match=r"forward-only; call optim_step on the policy"):
-        infra.reference.optim_step(AdamParams())
+        infra.reference.optim_step(AdamParams())  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match=r"forward-only"):
-        infra.reference.forward_backward_custom(datums, lambda d, lp: (lp[0].sum(), {}))
+        infra.reference.forward_backward_custom(datums, lambda d, lp: (lp[0].sum(), {}))  # type: ignore[union-attr]
 
 
 def test_a_sync_that_is_missing_or_not_awaited_is_an_error(model: str):
@@ -194,7 +194,7 @@ def test_wrong_arguments_of_the_parts_are_named(infra: Infra):
         build_grpo_datums([], {"policy_loss": "grpo"})  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"make_grpo_loss_fn: old_logprobs: must be a list"):
         make_grpo_loss_fn(infra.config, [0], 3)  # type: ignore[arg-type]
-    reference = infra.reference.forward(datums)
+    reference = infra.reference.forward(datums)  # type: ignore[union-attr]
     with pytest.raises(ArgumentError, match=r"make_grpo_loss_fn: reference_logprobs: must be one array per datum"):
         infra.policy.forward_backward_custom(datums, make_grpo_loss_fn(infra.config, reference[1:]))
 
@@ -248,7 +248,7 @@ def test_a_step_reaches_the_sampler_only_by_a_sync(model: str):
         assert result["optim/lr"] == 0.05 and result["optim/skipped"] == 0 and infra.policy.version == 1
         assert infra.sampler.version == 0
         datums = build_grpo_datums(sample(infra))
-        policy, reference = infra.policy.forward(datums), infra.reference.forward(datums)
+        policy, reference = infra.policy.forward(datums), infra.reference.forward(datums)  # type: ignore[union-attr]
         sampled = [np.array(d.sampler_logprobs[1:], dtype=float)[d.loss_mask] for d in datums]
         stale = [abs(p[d.loss_mask] - s).max() for p, d, s in zip(policy, datums, sampled, strict=True)]
         kept = [abs(r[d.loss_mask] - s).max() for r, d, s in zip(reference, datums, sampled, strict=True)]
@@ -267,9 +267,9 @@ def test_full_fine_tuning_has_a_reference_only_with_a_shape(model: str):
     shape = InfraConfig(training_shape_id="cpu-fp32", ref_training_shape_id="cpu-fp32")
     with setup_infra(config(model, infra=shape), needs_reference=True, needs_inference=True) as infra:
         datums = build_grpo_datums(sample(infra))
-        before = infra.reference.forward(datums)
+        before = infra.reference.forward(datums)  # type: ignore[union-attr]
         step(infra)
-        for one, other in zip(before, infra.reference.forward(datums), strict=True):
+        for one, other in zip(before, infra.reference.forward(datums), strict=True):  # type: ignore[union-attr]
             np.testing.assert_array_equal(one, other)
         assert max(abs(a - b).max() for a, b in zip(before, infra.policy.forward(datums), strict=True)) > 1e-3
 

@@ -45,8 +45,8 @@ def test_entropy_and_its_gradient(tile_rows: int, narrowed: bool, monkeypatch: p
     w, h = weight.detach().numpy(), hidden.detach().numpy()
     for t in range(size):
         logits = w @ h[t] / float(temperatures[t])
-        if narrowed and ids[t] is not None:
-            logits = np.where(np.isin(np.arange(vocabulary), ids[t]), logits, -np.inf)
+        if narrowed and (allowed := ids[t]) is not None:
+            logits = np.where(np.isin(np.arange(vocabulary), allowed), logits, -np.inf)
         value, slope = entropy_of(logits)
         assert scored.entropy[t].item() == pytest.approx(value, rel=1e-12)
         expected_hidden[t] = coef[t] * (slope @ w) / float(temperatures[t])

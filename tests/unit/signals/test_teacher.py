@@ -30,7 +30,7 @@ def test_every_loss_with_a_teacher(name: str, seed: int, drift: float) -> None:
     leaf, inputs = to_inputs(with_garbage(row, seed + 100))
     inputs = replace(inputs, teacher_logprobs=torch.tensor(np.where(row.m, teacher, np.nan)))
     params = {"adv_tau": 0.5, "kl_tau": 0.3} if name == "masked" else {}
-    objective = Objective(LOSSES[name](**params), TeacherWeights(tau, reward_weight))
+    objective = Objective(LOSSES[name].model_validate(params), TeacherWeights(tau, reward_weight))
     total, metrics = objective(inputs, torch.ones(len(row.m), dtype=torch.float64))
     if name == "masked":
         loss, grad = masked_with_teacher(row, teacher, tau, reward_weight, 0.5, 0.3)
