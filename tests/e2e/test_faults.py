@@ -115,7 +115,7 @@ def test_hopeless_prompts_stop_the_run(new_run: NewRun):
     run = new_run(train={"max_steps": 9}, orch={"env": env, "groups": {"max_refill": 0}})
     command = run.grpo()
     assert command.wait() == 3, command.text()
-    assert "5 steps in a row that trained nothing (groups were uniform-bad)" in command.text()
+    assert "5 steps in a row that trained nothing (all groups: zero-variance group (all bad))" in command.text()
     assert run.status()["state"] == "stopped" and run.checkpoints()[-1] == 5
 
 

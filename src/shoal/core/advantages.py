@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from shoal.core.terms import LOG_RATIO_CAP
 from shoal.core.types import Rollout
 
 
@@ -44,26 +45,12 @@ class RewardShape:
         return not (self.truncated == "mask" and rollout.truncated)
 
 
-GroupVerdict = Literal["mixed", "uniform-good", "uniform-bad", "too-few-scored"]
-
-_LOG_RATIO_CAP = 20.0
-
-
 def is_uniform(rewards: Sequence[float]) -> bool:
     """Whether all rewards are equal. Compared, not subtracted, because a difference may be lost to rounding."""
     return len(rewards) > 0 and max(rewards) == min(rewards)
 
 
-def judge_group(rewards: Sequence[float], good: float = 1.0) -> GroupVerdict:
-    """Classify a group by its rewards. A zero-variance group is good if its reward is at least `good`."""
-    if len(rewards) < 2:
-        return "too-few-scored"
-    if not is_uniform(rewards):
-        return "mixed"
-    return "uniform-good" if rewards[0] >= good else "uniform-bad"
-
-
 def reward_kl(policy_logprobs: np.ndarray, reference_logprobs: np.ndarray, loss_mask: np.ndarray, beta: float) -> float:
     """beta · Σ k1 over the trained tokens of a rollout, to subtract from its reward."""
     gap = policy_logprobs[loss_mask].astype(np.float64) - reference_logprobs[loss_mask].astype(np.float64)
-    return float(beta * np.clip(gap, -_LOG_RATIO_CAP, _LOG_RATIO_CAP).sum())
+    return float(beta * np.clip(gap, -LOG_RATIO_CAP, LOG_RATIO_CAP).sum())

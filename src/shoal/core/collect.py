@@ -16,24 +16,22 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.core.admission import Admission
-from shoal.core.advantages import judge_group
+from shoal.core.advantages import is_uniform
 from shoal.core.deadlines import wait_without_suspension
 from shoal.core.errors import DeadlineError
 from shoal.core.prompts import PromptStream
-from shoal.core.types import Prompt, Rollout, RolloutGroup
+from shoal.core.types import ZERO_VARIANCE, Prompt, Rollout, RolloutGroup
 
 RunGroup = Callable[[Prompt], Awaitable[RolloutGroup]]
-ZERO_VARIANCE = ("uniform-good", "uniform-bad", "uniform")
-ZeroVariance = Literal["uniform-good", "uniform-bad", "uniform"]
 
 
-def zero_variance_kind(group: RolloutGroup) -> ZeroVariance | None:
+def zero_variance_kind(group: RolloutGroup) -> str | None:
     """The drop reason of a zero-variance group, also if the group is kept; None for other groups.
 
     Good is the highest reward of the environment. If that is unknown: 1 and above is good, 0 and below is bad, and
     anything between is neither.
     """
-    if judge_group(group.rewards) not in ("uniform-good", "uniform-bad"):
+    if len(group.rewards) < 2 or not is_uniform(group.rewards):
         return None
     lowest = min((r.raw_reward for r in group.scored if r.raw_reward is not None), default=0.0)
     if group.max_reward is not None:
@@ -247,9 +245,8 @@ class Collector:
         """The reason to drop the group, or None to keep it."""
         if self._is_stale(group, version):
             return "stale"
-        verdict = judge_group(group.rewards)
-        if verdict == "too-few-scored" and (self.admission.group > 1 or not group.rewards):
-            return verdict
+        if len(group.rewards) < min(2, self.admission.group):
+            return "too-few-scored"
         # Groups of one rollout need batch statistics. They always have zero variance and are kept.
         if self.admission.group > 1 and self._rules.uniform != "keep" and self._is_alike(group):
             return zero_variance_kind(group)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.collect import ZERO_VARIANCE, zero_variance_kind
-from shoal.core.types import Rollout, RolloutGroup
+from shoal.core.collect import zero_variance_kind
+from shoal.core.types import ZERO_VARIANCE, Rollout, RolloutGroup
 
 # Sums and counts, for which 0 is a value. Other metrics are absent without data.
 SUMMED = frozenset(
@@ -123,7 +123,7 @@ def tally_groups(tally: Tally, groups: Sequence[RolloutGroup], kept: Sequence[Ro
         tally.mean(f"reward/part/{name}", [r.parts[name] for r in scored if name in r.parts])
     _tally_environments(tally, groups)
     reasons = [group.drop_reason for group in groups]
-    kinds = [zero_variance_kind(group) if len(group.rewards) > 1 else None for group in groups]
+    kinds = [zero_variance_kind(group) for group in groups]
     tally.mean("group/all_good_frac", [kind == "uniform-good" for kind in kinds])
     tally.mean("group/all_bad_frac", [kind == "uniform-bad" for kind in kinds])
     tally.mean("group/mixed_frac", [len(set(group.rewards)) > 1 for group in groups])

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shoal.core.collect import CollectedGroups, zero_variance_kind
 from shoal.core.errors import StoppedByPolicy
 from shoal.core.learn import StepResult
 from shoal.core.protocols import Events
 from shoal.core.state import Progress
-from shoal.core.types import Rollout, RolloutGroup
+from shoal.core.types import DROP_REASONS, Rollout, RolloutGroup
 
 MAX_NON_FINITE = 3  # steps in a row with non-finite gradients
 MAX_FLAT = 5  # steps in a row that train nothing
@@ -47,7 +47,7 @@ class StopRules:
             progress.flat, progress.flat_reasons = 0, []
             return
         reasons = {group.drop_reason or zero_variance_kind(group) or "nothing to train" for group in collected.all}
-        events.warn("flat", f"step {step} trained nothing: every group was {', '.join(sorted(reasons))}")
+        events.warn("flat", f"step {step} trained nothing; all groups: {_in_words(reasons)}")
         progress.flat += 1
         progress.flat_reasons = sorted(reasons.union(progress.flat_reasons))
 
@@ -101,7 +101,7 @@ class StopRules:
             if self._last_failure and progress.flat_reasons == ["too-few-scored"]:
                 raise StoppedByPolicy(f"{stopped}: rewards failed ({self._last_failure}); fix the reward, then resume")
             raise StoppedByPolicy(
-                f"{stopped} (groups were {', '.join(progress.flat_reasons)}); raise the temperature or the group size, "
+                f"{stopped} (all groups: {_in_words(progress.flat_reasons)}); raise the temperature or the group size, "
                 "choose easier prompts, or check the reward errors"
             )
         if self._has_stalled(progress):
@@ -118,6 +118,10 @@ class StopRules:
                 f"no rollout of {_count(progress.step, 'step')} had a reward{reason}, so nothing was trained; "
                 "fix the reward, then resume with a larger train.max_steps or start in another train.output_dir"
             )
+
+
+def _in_words(reasons: Iterable[str]) -> str:
+    return ", ".join(DROP_REASONS.get(reason, reason) for reason in sorted(reasons))
 
 
 def _count(number: int, noun: str) -> str:

@@ -228,6 +228,20 @@ class Rollout:
         return min((span.version for turn in self.turns for span in turn.completion.spans), default=0)
 
 
+ZERO_VARIANCE = {
+    "uniform-good": "zero-variance group (all good)",
+    "uniform-bad": "zero-variance group (all bad)",
+    "uniform": "zero-variance group",
+}
+# Why a group is not trained: the key on disk and in queries, and the words that people see.
+DROP_REASONS = {
+    **ZERO_VARIANCE,
+    "too-few-scored": "group with fewer than two rewards",
+    "stale": "stale group",
+    "filtered": "group rejected by orch.groups.filter",
+}
+
+
 @dataclass(slots=True)
 class RolloutGroup:
     """All rollouts of one prompt. Advantages compare a rollout with the others of its group."""
@@ -235,8 +249,7 @@ class RolloutGroup:
     prompt: Prompt
     rollouts: list[Rollout]
     version: int = 0  # weight version when the group was dispatched
-    # uniform, uniform-good, uniform-bad, too-few-scored, stale, filtered; None = kept
-    drop_reason: str | None = None
+    drop_reason: str | None = None  # a key of DROP_REASONS; None = kept
     max_reward: float | None = None  # of the environment; None = unknown
 
     @property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shoal.core.advantages import judge_group
+from shoal.core.advantages import is_uniform
 from shoal.core.batching import Packing, make_batches
 from shoal.core.errors import ArgumentError
 from shoal.core.types import Sample
@@ -157,7 +157,7 @@ def build_grpo_datums(groups: Sequence[PromptGroup], config: Config | None = Non
     for group in groups:
         number = next(_GROUPS)
         scored = [(c, float(r)) for c, r in zip(group.completions, group.rewards, strict=True) if r is not None]
-        if judge_group([reward for _, reward in scored]) != "mixed":
+        if len(scored) < 2 or is_uniform([reward for _, reward in scored]):
             continue
         (advantages,) = normaliser.estimate([[reward for _, reward in scored]])
         datums += [

@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+from shoal.core.types import DROP_REASONS
+
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])?")
 # C0 and C1 controls except newline and tab, and characters that reorder or hide the text around them
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -49,12 +51,7 @@ def count(number: int, noun: str) -> str:
 
 def drop_text(reason: str) -> str:
     """The drop reason of a group in words; on disk and in queries it keeps its key."""
-    kinds = {
-        "uniform": "zero-variance group",
-        "uniform-good": "zero-variance group (all good)",
-        "uniform-bad": "zero-variance group (all bad)",
-    }
-    return kinds.get(reason, sanitise(reason))
+    return DROP_REASONS.get(reason, sanitise(reason))
 
 
 def duration(seconds: float) -> str:

@@ -118,8 +118,8 @@ def test_a_reward_that_fails_on_every_rollout_ends_the_run_after_step_1(tmp_path
 @pytest.mark.parametrize(
     ("kinds", "says"),
     [
-        ([[0.0, 0.0]], "uniform-bad"),
-        ([[0.0, 0.0]] * 8 + [[1.0, 1.0]], "uniform-bad"),  # only the last of the five is solved
+        ([[0.0, 0.0]], "all bad"),
+        ([[0.0, 0.0]] * 8 + [[1.0, 1.0]], "all bad"),  # only the last of the five is solved
     ],
 )
 def test_five_flat_steps_of_anything_else_stop_it(tmp_path: Path, kinds: list[list[float]], says: str):
@@ -130,7 +130,7 @@ def test_five_flat_steps_of_anything_else_stop_it(tmp_path: Path, kinds: list[li
     assert len(journal_of(tmp_path)) == 5
 
 
-@pytest.mark.parametrize(("rewards", "ends"), [([1.0, 1.0], "solved"), ([0.0, 0.0], "uniform-bad")])
+@pytest.mark.parametrize(("rewards", "ends"), [([1.0, 1.0], "solved"), ([0.0, 0.0], "all bad")])
 def test_kept_groups_whose_rewards_are_all_equal_are_flat_steps_too(tmp_path: Path, rewards: list[float], ends: str):
     """Every gradient is zero then, whatever number of rollouts was packed."""
     plan = Plan(rewards=lambda _: rewards, rules=GroupRules(uniform="keep"), settings=LoopSettings(9, SaveCadence(9)))
@@ -142,7 +142,7 @@ def test_kept_groups_whose_rewards_are_all_equal_are_flat_steps_too(tmp_path: Pa
             world.run()
     assert [len(record["rollout_ids"]) for record in journal_of(tmp_path)] == [4] * 5
     said = [event["message"] for event in events_of(tmp_path, "flat")]
-    assert len(said) == 5 and said[0].startswith("step 1 trained nothing: every group was uniform-")
+    assert len(said) == 5 and said[0].startswith("step 1 trained nothing; all groups: zero-variance group")
 
 
 def test_one_trained_step_starts_the_count_of_flat_ones_again(tmp_path: Path):

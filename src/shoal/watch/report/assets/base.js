@@ -31,8 +31,15 @@ shoal.number = (value) => {
   return value.toExponential(1);
 };
 
-// The drop reason of a group in words, as drop_text in text.py.
-shoal.dropText = (reason) => ({ "uniform": "zero-variance group", "uniform-good": "zero-variance group (all good)", "uniform-bad": "zero-variance group (all bad)" })[reason] || reason;
+// The drop reason of a group in words, as DROP_REASONS in core/types.py.
+shoal.dropText = (reason) => ({
+  "uniform": "zero-variance group",
+  "uniform-good": "zero-variance group (all good)",
+  "uniform-bad": "zero-variance group (all bad)",
+  "too-few-scored": "group with fewer than two rewards",
+  "stale": "stale group",
+  "filtered": "group rejected by orch.groups.filter",
+})[reason] || reason;
 
 shoal.percent = (value) => (value === null || value === undefined ? "–" : (100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0) + "%");
 
