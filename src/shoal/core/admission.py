@@ -1,12 +1,15 @@
 """The admission rule: how far sampling may run ahead of training. Used by the collector and the loop.
 
 For B rollouts per step, G rollouts per group, window N, async level O and weight version v, a group is admitted if
-(v0 + max(N, 1) + O) * B - accepted - running >= G, where v0 is the version at the start of the window. N = 1, O = 0 is
-synchronous training: no group of the next step starts before this step is trained. N > 1 and O > 0 are windowed and
-asynchronous training.
+(v0 + max(N, 1) + O) * B - accepted - running >= G. v0 is the version at the start of the window, `accepted` the number
+of rollouts since the start of the run that were kept (or dropped without a replacement), and `running` the number in
+flight. N = 1, O = 0 is synchronous training: no group of the next step starts before this step is trained. N > 1 and
+O > 0 are windowed and asynchronous training.
 
-In synchronous training more groups may run than there are places, because zero-variance groups will be replaced: about
-m / p for m free places and an expected share p of useful groups. Groups that turn out not to be needed are cancelled.
+In synchronous training more groups may run than there are places, because zero-variance groups will be replaced: for m
+places and an expected share p of useful groups, m / p and one standard deviation. Groups that are not needed in the end
+are cancelled. An example with B = 8, G = 2 (4 places), p = 1/2: 11 groups start. If the first 7 groups in prompt order
+hold 4 useful ones, these 4 are trained, the 3 between them were replaced, and groups 8 to 11 are surplus.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class Admission:
         return version == 0 or (self.interval > 0 and version % self.interval == 0)
 
     def allows(self, version: int, useful_share: float = 1.0, spare: int = 0) -> bool:
-        """`useful_share`: expected share of running groups that are kept. `spare`: most groups beyond the places."""
+        """`useful_share`: expected share of running groups that are kept. `spare`: how many may exceed the places."""
         horizon = self.window_start(version) + max(self.interval, 1) + self.async_level
         if self.last_step is not None:
             horizon = min(horizon, self.last_step)

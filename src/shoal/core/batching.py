@@ -44,7 +44,7 @@ class _SampleBuilder:
         completion = turn.completion
         self._extend(completion.token_ids, True, completion.logprobs, turn.temperature, completion.kept_ids)
         count = len(completion.token_ids)
-        self.advantages += [*([*advantages, 0.0][:1] * len(context)), *advantages]  # unused on the context
+        self.advantages += [*([0.0] * len(context)), *advantages]
         self.cross_entropy += [*([context_weight] * len(context)), *([float(kind == "cross_entropy")] * count)]
         self.ignored += [*([False] * len(context)), *([kind == "ignore"] * count)]
 

@@ -28,8 +28,8 @@ RunGroup = Callable[[Prompt], Awaitable[RolloutGroup]]
 def zero_variance_kind(group: RolloutGroup) -> str | None:
     """The drop reason of a zero-variance group, also if the group is kept; None for other groups.
 
-    Good is the highest reward of the environment. If that is unknown: 1 and above is good, 0 and below is bad, and
-    anything between is neither.
+    The rewards that are trained (after shaping) decide whether they are all equal. Raw rewards decide whether that is
+    good: the highest reward of the environment is good. If that is unknown, 1 and above is good, 0 and below is bad.
     """
     if len(group.rewards) < 2 or not is_uniform(group.rewards):
         return None
@@ -52,7 +52,8 @@ class GroupRules:
     keep: Callable[[RolloutGroup], bool] | None = None  # filter written by the user
     deadline_s: float = 600.0
     lockstep: bool = False  # with several ranks: settle whole rounds, so that all ranks decide alike
-    compares: Callable[[Rollout], Hashable] = lambda rollout: rollout.reward  # zero variance: equal for all rollouts
+    # What must be equal in all rollouts for zero variance.
+    compares: Callable[[Rollout], Hashable] = lambda rollout: rollout.reward
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Collector:
         self._order = 0  # of dispatch
         self._begun: list[tuple[int, Prompt, dict[str, Any] | None]] = []  # in this step; where the stream stood
         self._surplus: list[asyncio.Task[RolloutGroup]] = []  # cancelled
-        self._seen = [0.0, 0.0]  # useful and settled groups; earlier steps count half as much as the next one
+        self._seen = [0.0, 0.0]  # useful and settled groups; halved at each step, so that recent steps weigh more
         self._refills_left = 0
         self._given_up = 0  # groups dropped in this step and not replaced
         self._zero_variance = 0  # groups of this step whose rewards are all equal
@@ -123,7 +124,8 @@ class Collector:
                 refilling(needed, self._zero_variance / len(self._settled))
         surplus = await self._return_surplus(wanted) if self.admission.synchronous else 0
         taken, self._ready = self._ready[:wanted], self._ready[wanted:]
-        # A group dropped without a replacement keeps its place, unless a group that ran ahead took it.
+        # A group dropped without a replacement counts as accepted. If 4 groups are wanted, 2 were given up and 3 are
+        # ready (one ran ahead), only one place stays empty, so one of the two is uncounted.
         self.admission.unaccept(self._given_up - (wanted - len(taken)))
         self._dispatch(version)  # groups that may run ahead do so while this step trains
         return CollectedGroups([group for _, group in taken], [*stale, *self._take_dropped()], surplus)
@@ -167,7 +169,7 @@ class Collector:
         return [group for _, group in settled if group.drop_reason is not None]
 
     def _dispatch(self, version: int, ahead: bool = False) -> None:
-        """`ahead`: also replacements for groups of which only a share will be useful."""
+        """`ahead`: also start replacements for groups that will probably be dropped."""
         useful, settled = self._seen
         share = (useful + 1) / (settled + 1)
         spare = self._refills_left if ahead and self._rules.uniform != "skip" else 0

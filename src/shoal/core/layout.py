@@ -40,7 +40,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Tokens [start, stop) of a sample. The segment with index `prefix` has the tokens before them, if any."""
+    """Tokens [start, stop) of a sample. `prefix`: index of the segment with the tokens before start, or -1."""
 
     sample: Sample
     start: int

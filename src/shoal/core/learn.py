@@ -40,7 +40,7 @@ class StepRows:
 
     groups: Sequence[RolloutGroup]
     batches: Sequence[Batch]
-    pack: Callable[[Sequence[Sequence[Sample]]], list[Batch]]  # into one batch, or none
+    pack: Callable[[Sequence[Sequence[Sample]]], list[Batch]]  # into one batch; [] if nothing is trained
     _score: Callable[[LogprobPass, Sequence[Batch]], Awaitable[list[tuple[Row, np.ndarray]]]]
 
     async def score(
@@ -71,7 +71,7 @@ class LearnSettings:
     ppo_epochs: int = 1
     rows_per_micro_batch: int | None = 1  # maximum; None = limited by tokens only
     micro_batch_tokens: int | None = None  # maximum, including gathered keys; a larger row has its own micro-batch
-    keys_for_token: int = 1  # number of gathered keys that need the memory of one token
+    keys_for_token: int = 1  # gathered keys (Row.gathered_keys) that need the memory of one token
     recompute_old: bool = False  # compute old_logprobs with a forward pass instead of using the sampler's
     needs_reference: bool = False  # the loss has a KL term
     reward_kl_beta: float = 0.0  # weight of a KL that is subtracted from the reward
@@ -248,7 +248,7 @@ class Learner:
         result.moved |= outcome.get("optim/grad_norm") != 0
 
     def _passes(self, batches: Sequence[Batch]) -> list[list[Row]]:
-        """This rank's micro-batches. If ranks make passes together, empty ones pad to the same number on all ranks."""
+        """This rank's micro-batches. With sharded weights, ranks that have fewer append empty ones."""
 
         def dealt_to(rank: int) -> list[list[Row]]:
             return self._micro_batches([row for batch in batches for row in deal(batch.rows, self._ranks, rank)])

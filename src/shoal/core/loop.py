@@ -66,7 +66,7 @@ class Loop:
             try:
                 outcome = await self._step()
             except StopRequested:
-                outcome = "interrupted"  # within the step: the boundary before it is saved
+                outcome = "interrupted"  # stopped within the step: the state from before the step is saved
             if await any_rank(self.parts.ranks, self._stop.is_set()):  # a signal to one rank stops all at the same step
                 await self._save_and_interrupt()
             if outcome is not None:
@@ -154,7 +154,7 @@ class Loop:
             return
         metrics = await self._evaluate(0)
         if self.progress.owes_evaluation:
-            self.progress.owes_evaluation = False  # no recorded step misses its metrics: the resumed run starts anew
+            self.progress.owes_evaluation = False  # step 0 has no record to complete: the resumed run evaluates again
             raise StopRequested
         self.progress.evaluated_start = True
         if metrics:
@@ -202,7 +202,8 @@ class Loop:
     async def _finish_evaluation(self) -> str | None:
         """Repeat an evaluation that a signal cut short, with the same seeds, and add it to the metrics of its step.
 
-        With a window longer than one step it uses newer weights than an undisturbed run.
+        With a window longer than one step it uses newer weights than an undisturbed run, because a resume publishes the
+        current version, not the first one of the window.
         """
         progress, step = self.progress, self.progress.step
         if not progress.owes_evaluation:
@@ -271,7 +272,7 @@ class Loop:
         await self._saving.finish()
 
     async def end_saving(self) -> None:
-        """Wait for a checkpoint in flight while the run ends with an error, which hides that of the write."""
+        """Wait for a checkpoint in flight. The run ends with an error already, so an error of the write is ignored."""
         with suppress(Exception):
             await self._saving.finish()
 

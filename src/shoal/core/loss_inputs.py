@@ -24,7 +24,7 @@ class LossInputs:
     """One packed row, as a loss sees it.
 
     `mismatch_from` is what `mismatch/*` compares with the sampler: `old` if a forward pass computed old_logprobs,
-    `policy` in the first minibatch otherwise, and `none` in later minibatches.
+    otherwise `policy` in the first minibatch (`trainer/device_batch.py` replaces `old`), and `none` in later ones.
     """
 
     policy_logprobs: Tensor  # [T], with gradient
@@ -41,7 +41,7 @@ class LossInputs:
     teacher_logprobs: Tensor | None = None  # [T]
     entropy_coef: Tensor | None = None  # [T], weight of the entropy bonus in this step
     top_entropy: Tensor | None = None  # [T], 0 where the policy loss is left out because of a low entropy
-    cross_entropy: Tensor | None = None  # [T], cross-entropy of tokens outside of loss_mask, with gradient; 0 elsewhere
+    cross_entropy: Tensor | None = None  # [T], with gradient, of tokens that loss_mask leaves out here; 0 elsewhere
     teacher_term: Tensor | None = None  # [T], set by the objective for losses that add the teacher themselves
 
     def __post_init__(self) -> None:

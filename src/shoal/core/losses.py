@@ -44,7 +44,7 @@ class TokenLoss:
     """A loss before aggregation."""
 
     loss: Tensor  # [T], 0 where loss_mask is false
-    kept: Tensor | None = None  # [T] bool, false on trained tokens that the loss dropped; None = no token
+    kept: Tensor | None = None  # [T] bool, false on trained tokens that the loss dropped; None = it dropped none
     metrics: Metrics = field(default_factory=dict)
 
 
@@ -489,7 +489,7 @@ def default_loss() -> Loss:
 
 
 def keeps_uniform(mean: str, std: str) -> bool:
-    """True if zero-variance groups are trained on: they move batch statistics. A group std would divide them by eps.
+    """Whether zero-variance groups are trained. Only batch statistics need them, and a group std would divide by eps.
 
     `mean` and `std` are those of the advantages. Declared here, not in advantages.py, which imports NumPy: the check of
     a configuration needs it.

@@ -38,7 +38,7 @@ class Tally:
         self._values: dict[str, float] = {}
 
     def add(self, name: str, total: float, count: float) -> None:
-        """Add to a mean. With a count of 0 the totals are summed; a total and count of 0 add nothing to a mean."""
+        """Add to a mean; with a count of 0, to a plain sum. (0, 0) is ignored unless the name is in SUMMED."""
         self._claim(name, self._sums)
         if count == 0 and total == 0 and name not in SUMMED:
             return

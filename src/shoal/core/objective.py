@@ -24,7 +24,7 @@ class TeacherWeights:
 
     def apply(self, loss: Loss, inputs: LossInputs) -> LossInputs:
         """A = reward_weight·A + tau·sg[clamp(teacher - old, ±20)]. A loss that adds the teacher itself compares it with
-        the policy of now."""
+        the current policy instead of the old one."""
         if inputs.teacher_logprobs is None:
             raise ValueError("the objective has a teacher, but the row has no teacher_logprobs")
         student = inputs.policy_logprobs.detach() if loss.adds_teacher else inputs.old_logprobs

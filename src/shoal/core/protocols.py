@@ -260,7 +260,7 @@ class Judge(Protocol):
 
 
 class Files(Protocol):
-    """Saves and loads the policy: weights, optimizer, random state. `Parts.snapshot` is a copy that a thread writes."""
+    """Saves and loads the policy: weights, optimizer, random state."""
 
     def save(self, folder: Path) -> None: ...
 

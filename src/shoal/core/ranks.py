@@ -70,7 +70,7 @@ Results = tuple[Metrics, list[np.ndarray]]  # of one micro-batch: metrics, and o
 async def gather_results(ranks: Ranks, mine: Sequence[Results]) -> tuple[list[Metrics], list[np.ndarray]]:
     """Metrics of all micro-batches, and the arrays of all rows in their original order, from all ranks.
 
-    Ranks divide rows, not micro-batches, because their size may differ between machines.
+    Ranks divide rows, not micro-batches, because machines may use micro-batches of different sizes.
     """
     arrays = [array for _, row_arrays in mine for array in row_arrays]
     if ranks.world == 1:

@@ -157,7 +157,7 @@ class Saving:
         self._settings.save.saved()
 
     async def finish(self, wait: bool = True) -> None:
-        """Raise the error of the write in flight. `wait`: until it ends."""
+        """Raise the error of the write in flight. Without `wait`, only if the write has ended already."""
         if self._writing is not None and (wait or self._writing.done()):
             writing, self._writing = self._writing, None
             await writing

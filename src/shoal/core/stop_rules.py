@@ -129,7 +129,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _kind(rollout: Rollout) -> tuple[str, str]:
-    """Environment, exception and line: messages of one kind quote different values, the line is the same."""
+    """Environment, exception and line. Errors from the same line are one kind, even if their messages differ."""
     text = rollout.error or rollout.status
     location = _LOCATION.search(text)
     return rollout.prompt.env, f"{text.partition(':')[0]} {location.group(1) if location else ''}"

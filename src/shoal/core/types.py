@@ -1,4 +1,4 @@
-"""The nouns of Shoal: plain data without torch, and without behaviour except checks of their own consistency.
+"""The data of Shoal: plain records without torch. Properties only derive sizes, totals and indices.
 
 The policy answers a *prompt* with a *group* of *rollouts*. A rollout has one or more *turns*, each a prompt and a
 *completion* in token ids. Rollouts become *samples* (one token sequence each), samples are packed into *rows*, and rows
@@ -38,7 +38,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A task that was dispatched. (env, index, epoch, attempt) identifies a group."""
+    """A task that was dispatched. (env, index, epoch, attempt) identifies a group; attempt is 0."""
 
     env: str  # name of the environment
     index: int  # position in the split
@@ -104,8 +104,8 @@ class Completion:
     spans: list[Span]  # which version sampled which tokens; covers all tokens
     finish_reason: FinishReason
     text: str = ""
-    # The candidates of each token: the ids left by top-p, top-k or min-p, or ~id for each forbidden id (min_tokens), or
-    # an empty list for the whole vocabulary. None = the whole vocabulary for every token.
+    # Per token, the ids it was sampled from: [3, 9] = only these (top-p, top-k, min-p); [~2] = all except 2
+    # (min_tokens); [] = all. None = all ids, for every token.
     kept_ids: list[list[int]] | None = None
 
     def __post_init__(self) -> None:
@@ -269,7 +269,7 @@ class Sample:
     rollout_id: str
     group_id: str
     token_ids: np.ndarray  # [T] int64
-    loss_mask: np.ndarray  # [T] bool, true for tokens that the policy sampled
+    loss_mask: np.ndarray  # [T] bool, true for tokens that are trained, by the policy loss or by cross-entropy
     sampler_logprobs: np.ndarray  # [T] float32, 0 where loss_mask is false
     temperatures: np.ndarray  # [T] float32, 1 where loss_mask is false
     advantages: np.ndarray  # [T] float32

@@ -26,7 +26,7 @@ def test_one_turn() -> None:
     assert sample.loss_mask.tolist() == [False, False, True, True]  # the end of sequence, 2, is trained
     assert sample.sampler_logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.2])
     assert sample.temperatures.tolist() == [1, 1, 0.5, 0.5]
-    assert sample.advantages.tolist() == [0.5] * 4
+    assert sample.advantages.tolist() == [0, 0, 0.5, 0.5]
     assert (sample.rollout_id, sample.group_id, sample.kept_ids) == ("env/3/0/0/1", "env/3/0/0", None)
     assert sample.token_ids.dtype == np.int64 and sample.sampler_logprobs.dtype == np.float32
 
