@@ -88,7 +88,7 @@ def test_the_shipped_example_runs_as_it_is(warm: WarmPython, place: Path):
         warm, place, str(EXAMPLE / "evaluate.py"), str(folder), "--against", "sft", "--data", "data",
         "--num-examples", "4", "--samples", "2", "--temperature", "1", "--max-new-tokens", "16",
     )  # fmt: skip
-    assert "avg@2:" in scored and "pass@2:" in scored and "paired" in scored
+    assert "avg@2" in scored and "pass@2" in scored and "paired" in scored
     few = ["--num-examples", "2", "--max-new-tokens", "8"]
     run(warm, place, str(EXAMPLE / "evaluate.py"), "hf", "--data", "data", *few)
 

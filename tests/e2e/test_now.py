@@ -41,7 +41,6 @@ def test_grpo_says_what_it_does_from_loading_to_the_report(new_run: NewRun, mode
         "step 0/2 done; now: evaluation after step 0",
         "step 0/2 done; now: rollouts of step 1",
         "step 0/2 done; now: training of step 1",
-        "step 1/2 done; now: saving the checkpoint of step 1",
         "step 1/2 done; now: rollouts of step 2",
         "step 2/2 done; now: saving the checkpoint of step 2",
         "step 2/2 done; now: writing the final weights",
