@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 import msgspec
 from msgspec import Meta
 
-from shoal.core.protocols import RolloutEngine
+from shoal.core.protocols import NoiseMeter, RolloutEngine
 from shoal.server.request_schema import (
     MAX_PATH_CHARACTERS,
     BadRequest,
@@ -222,7 +222,8 @@ class Control:
             self.hash, self._version = found, self.engine.version
             if "path" in manifest or "tensors" in manifest:
                 self.names.adapter = None
-        return self.version()
+        measured = {"applied_sigma": self.engine.applied_sigma} if isinstance(self.engine, NoiseMeter) else {}
+        return {**self.version(), **measured}
 
     async def pause(self, _: Mapping[str, Any]) -> dict[str, Any]:
         await self.engine.pause()

@@ -50,6 +50,7 @@ class HttpRolloutEngine:
         self._facts: dict[str, Any] = {}  # what the server reports about itself
         self._wanted: dict[str, Any] | None = None  # the manifest it must serve; None = nothing loaded yet
         self._version = self._loading = 0
+        self.applied_sigma = 0.0  # of the noise on the weights after rounding, as the server measured it
         self._paused = False
         self._running = 0  # requests in flight
         self._connecting = asyncio.Lock()
@@ -108,6 +109,7 @@ class HttpRolloutEngine:
             body = {**before, **body}  # a restarted server needs all of it
         self._check_loaded(body, reply)
         self._wanted, self._version = body, version
+        self.applied_sigma = float(reply.get("applied_sigma", 0.0))
         return str(reply["hash"])
 
     def _check_loaded(self, body: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
