@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from shoal.core.admission import Admission
-from shoal.core.advantages import AdvantageNormalizer
 from shoal.core.collect import Collector, GroupRules
 from shoal.core.learn import Learner, LearnSettings
 from shoal.core.loop import Loop
@@ -32,6 +31,7 @@ from shoal.envs.base import SingleTurn, TaskList, ask
 from shoal.rollout.weight_channels import InProcessWeights
 from shoal.runs.events import EventLog
 from shoal.runs.run_dir import RunDir, read_metrics
+from shoal.signals.advantages import AdvantageNormalizer
 from shoal.watch.console import BaseConsole, make_console
 from shoal.watch.observer import Phases, RunObserver
 from shoal.watch.sinks import Sinks

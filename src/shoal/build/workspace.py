@@ -309,8 +309,8 @@ def _write_report(path: Path, events: EventLog) -> None:
         from shoal.watch.report.model_card import write_card
         from shoal.watch.report.page import write_report
 
-        write_report(path)
         write_card(path)
+        write_report(path)
     except Exception as error:
         with contextlib.suppress(StorageError):  # a full disk must not hide how the run ended
             events.warn("report", f"report.html or the model card could not be written: {error}")

@@ -97,12 +97,13 @@ def hash_of(file: Path) -> str:
 
 
 def fingerprint(run: Run) -> dict[str, Any]:
-    """Everything about a run that killing and resuming it must not change."""
+    """Everything about a run that killing and resuming it must not change. The model card has the planned steps."""
+    final = [file for file in sorted((run.path / "final").iterdir()) if file.name != "README.md"]
     return {
         "metrics": run.metrics(),
         "journal": run.journal(),
         "rollouts": {file.name: hash_of(file) for file in sorted((run.path / "rollouts").iterdir())},
-        "weights": {file.name: hash_of(file) for file in sorted((run.path / "final").iterdir())},
+        "weights": {file.name: hash_of(file) for file in final},
         "optimizer": hash_of(run.path / "checkpoints" / f"step_{run.checkpoints()[-1]:06d}" / "trainer.safetensors"),
     }
 

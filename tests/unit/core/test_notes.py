@@ -64,5 +64,5 @@ def test_a_run_without_rewards_names_the_failure():
     with pytest.raises(StoppedByPolicy, match=r"rewards failed \(letters: KeyError: 'a' \(mine.py:4 in grade\)\)"):
         rules.outcome(flat)
     flat.flat_reasons.append("uniform-bad")
-    with pytest.raises(StoppedByPolicy, match="fewer than two rewards, zero-variance group .all bad"):
+    with pytest.raises(StoppedByPolicy, match=r"fewer than two rewards, zero-variance group \(all bad\)"):
         rules.outcome(flat)
