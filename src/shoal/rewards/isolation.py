@@ -22,7 +22,7 @@ from pathlib import Path
 
 from shoal.core.errors import HardwareError
 from shoal.rewards import cgroups
-from shoal.rewards.sandbox import die_with_parent
+from shoal.rewards.sandbox import die_with_parent, open_descriptors
 
 NOBODY = 65534
 ALLOWED = "allowed"
@@ -48,6 +48,7 @@ def isolate(needed: Sequence[str] = (), scratch_bytes: int = SCRATCH_BYTES) -> N
     Processes forked after this call are in a process namespace of their own: all end with the first of them.
     """
     needed = [*needed, *python_folders()]
+    files = len(open_descriptors()) + MAX_FILES  # inherited ones lead to /dev/null but keep their numbers (`silence`)
     spaces = _NEW_MOUNTS | _NEW_NETWORK | _NEW_IPC | _NEW_PIDS
     if os.geteuid() == 0:
         _unshare(spaces)
@@ -62,7 +63,7 @@ def isolate(needed: Sequence[str] = (), scratch_bytes: int = SCRATCH_BYTES) -> N
         _mount_empty_folders(needed, scratch_bytes)
     # Counts only processes of the new user namespace, not the user's other processes.
     resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     _checked(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "give up new privileges")
     header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()

@@ -73,7 +73,7 @@ def silence(*keep: int) -> None:
     Descriptors are replaced, not closed: an inherited Python object could otherwise close a reused number.
     """
     null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in _open_descriptors():
+    for descriptor in open_descriptors():
         if descriptor not in (*keep, null):
             with contextlib.suppress(OSError):
                 os.dup2(null, descriptor)
@@ -82,7 +82,7 @@ def silence(*keep: int) -> None:
     sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)  # noqa: SIM115
 
 
-def _open_descriptors() -> list[int]:
+def open_descriptors() -> list[int]:
     try:
         found = [int(entry.name) for entry in Path("/dev/fd").iterdir()]
     except OSError:

@@ -228,7 +228,7 @@ class Misbehaving(SingleTurn):
     def foreign_frame(self):
         """Sends a good result for another job."""
         reply = json.dumps({"status": "ok", "reward": 1.0}).encode()
-        for descriptor in range(3, 64):
+        for descriptor in range(3, 4096):
             with contextlib.suppress(OSError):
                 os.write(descriptor, pack(bytes(16), RESULT, reply))
         return self.hang()

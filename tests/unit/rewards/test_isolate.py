@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import pytest
 from shoal.core.types import Score
 from shoal.envs import SingleTurn, answer_of, ask
 from shoal.rewards import isolation as isolate
-from shoal.rewards.isolation import MAX_PROCESSES, why_not
+from shoal.rewards.isolation import MAX_FILES, MAX_PROCESSES, why_not
 from shoal.rewards.pool import RewardPool
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no namespaces here: {why_not()}")
@@ -67,6 +68,13 @@ class Untrusted(SingleTurn):
     def read_environment(self) -> float:
         return float(len(Path(f"/proc/{self.run}/environ").read_bytes()))
 
+    def read_here(self) -> float:
+        """Opens 200 files at once."""
+        with contextlib.ExitStack() as stack:
+            for _ in range(200):
+                stack.enter_context(Path("/dev/null").open())
+        return 1.0
+
     def become_root(self) -> float:
         os.setuid(0)
         return 1.0
@@ -115,6 +123,14 @@ def test_processes_are_counted(tmp_path: Path) -> None:
     """A fork bomb ends at the limit, and all of it is gone when the job is."""
     bomb, then = outcomes(tmp_path, "fork_bomb", "harmless")
     assert bomb.reward is not None and 10 < bomb.reward < MAX_PROCESSES and then.reward == 0.5
+
+
+def test_a_run_with_many_open_files_leaves_the_reward_its_own(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_FILES + 50):
+            stack.enter_context(Path(os.devnull).open())
+        (score,) = outcomes(tmp_path, "read_here")
+    assert score.reward == 1.0
 
 
 def test_what_it_could_not_read_is_told_beforehand(tmp_path: Path) -> None:
