@@ -424,8 +424,8 @@ PAGES: dict[str, tuple[str, str, tuple[KeyTable, ...]]] = {
     ),
     "fireworks-cookbook": (
         "the Fireworks cookbook",
-        "The module `shoal.recipes.rl_loop` has the same names as the cookbook's `rl_loop` ([recipes.md](../recipes.md)). Import "
-        "`Config` and `main` from it.",
+        "`shoal.recipes.rl_loop` has the same names as the cookbook's `rl_loop` ([recipes.md](../recipes.md)). "
+        "Import `Config` and `main` from it.",
         (RECIPE, FIELDS),
     ),
     "areal": (

@@ -135,9 +135,7 @@ class GRPOTrainer:
         reward_weights: Annotated[Sequence[float] | None, Key(note="the weights of several reward functions")] = None,
         tokenizer: Annotated[
             Any,
-            Key(
-                note="the tokenizer of a model object; the default is the tokenizer of the folder or hub id of the model"
-            ),
+            Key(note="the tokenizer of a model object; the default comes from the folder or hub id of the model"),
         ] = None,
         device: Annotated[str, Key("train.device")] = "auto",
         overrides: Annotated[Sequence[str], Key(note="any other key of the schema, as on the command line")] = (),

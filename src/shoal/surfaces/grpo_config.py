@@ -182,8 +182,9 @@ class GRPOConfig:
         str,
         Key(
             "train.loss.correction.type",
-            "token_truncate is `tis`, and token_mask is `icepop`. Shoal does not support the product of the ratios over "
-            "a completion: sequence_mask is applied as `icepop` and sequence_truncate as `tis` per token, with a notice",
+            "token_truncate is `tis`, and token_mask is `icepop`. Shoal does not support the product of the ratios "
+            "over a completion: sequence_mask is applied as `icepop` per token, and sequence_truncate as `tis`, with a "
+            "notice",
             composed=True,
         ),
     ] = "sequence_mask"

@@ -49,7 +49,8 @@ TRAINER = KeyTable(
         KeyRow(
             "peft_config",
             ("train.lora", "train.lora_rank", "train.lora_alpha", "train.lora_dropout", "train.lora_target_modules"),
-            "`peft_config=LoraConfig(…)` with `args`, otherwise `lora=True, lora_rank=…`; by default all linear layers get adapters",
+            "`peft_config=LoraConfig(…)` with `args`, otherwise `lora=True, lora_rank=…`; by default all linear layers "
+            "get adapters",
         ),
         KeyRow("tools", "orch.env", "write a multi-turn environment", refused=True),
         KeyRow("rollout_func", "orch.env", "write your own environment", refused=True),
