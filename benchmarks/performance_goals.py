@@ -29,13 +29,13 @@ class Goal:
     def row(self) -> list[str]:
         verdict = "" if self.exceeded is None else "below"
         if self.exceeded:
-            verdict = "aim reached" if self.reached else self.word
+            verdict = "target reached" if self.reached else self.word
         return [self.work, self.measured, self.limit, self.fraction, self.must, self.aim, verdict]
 
 
 def goals_table(results: Results) -> str:
     found = [*_rollouts(results), *_rivals(results), *_mixed(results), *_train(results), *_steps(results)]
-    heads = ["work", "measured", "limit", "fraction", "must exceed", "aim", "result"]
+    heads = ["work", "measured", "limit", "fraction", "goal", "target", "result"]
     return table(heads, [goal.row() for goal in found])
 
 
