@@ -395,7 +395,7 @@ PRIME_RL = KeyTable(
 )
 
 KEYS_INTRO = (
-    "The tables of this page map names of {system} to names of Shoal. Most of them are configuration keys, which "
+    "The tables of this page map names of {system} to names of Shoal. Most names are configuration keys, which "
     "[configuration.md](../configuration.md) describes. Set a key in a file, on the command line "
     '(`train.learning_rate=1e-5`), or with `overrides=["train.learning_rate=1e-5"]` in a script. A dash means that '
     "no configuration key corresponds to the name."

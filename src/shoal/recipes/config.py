@@ -104,7 +104,7 @@ class DeployConfig:
     # Required.
     tokenizer_model: Annotated[str | None, Key(note="required; must agree with the tokenizer of base_model")] = None
     weight_sync_scope: Annotated[
-        WeightSyncScope, Key("infer.weights", "PER_DEPLOYMENT is `own`", convert=_owned_weights)
+        WeightSyncScope, Key("infer.weights", "PER_DEPLOYMENT sets `own`", convert=_owned_weights)
     ] = WeightSyncScope.PER_TRAINER
     deployment_id: Annotated[str | None, Key(note="setup_infra attaches to the running deployment with this id")] = None
 

@@ -79,13 +79,13 @@ class GRPOConfig:
     vllm_server_timeout: Annotated[float, Key(note="only for vllm_mode server")] = 240.0
     vllm_group_port: Annotated[int, Key(note="only for vllm_mode server")] = 51216
     vllm_gpu_memory_utilization: Annotated[
-        float, Key("infer.gpu_memory_utilization", "with use_vllm", composed=True)
+        float, Key("infer.gpu_memory_utilization", "only with use_vllm", composed=True)
     ] = 0.3
     vllm_max_model_length: Annotated[
         int | None,
         Key("train.sequence_len", "the default is 2048, or twice max_completion_length if that is more", composed=True),
     ] = None
-    vllm_tensor_parallel_size: Annotated[int, Key("infer.tp", "with use_vllm", composed=True)] = 1
+    vllm_tensor_parallel_size: Annotated[int, Key("infer.tp", "only with use_vllm", composed=True)] = 1
     beta: Annotated[
         float,
         Key(
@@ -113,8 +113,8 @@ class GRPOConfig:
             composed=True,
         ),
     ] = None
-    sapo_temperature_neg: Annotated[float, Key("train.loss.tau_neg", "with sapo", composed=True)] = 1.05
-    sapo_temperature_pos: Annotated[float, Key("train.loss.tau_pos", "with sapo", composed=True)] = 1.0
+    sapo_temperature_neg: Annotated[float, Key("train.loss.tau_neg", "only for loss_type sapo", composed=True)] = 1.05
+    sapo_temperature_pos: Annotated[float, Key("train.loss.tau_pos", "only for loss_type sapo", composed=True)] = 1.0
     vespo_k_pos: Annotated[float, Key(note="only for loss_type vespo, which is not translated")] = 2.0
     vespo_lambda_pos: Annotated[float, Key(note="only for loss_type vespo, which is not translated")] = 3.0
     vespo_k_neg: Annotated[float, Key(note="only for loss_type vespo, which is not translated")] = 3.0
@@ -176,7 +176,7 @@ class GRPOConfig:
         int | None, Key(note="use an environment with tools; its `max_turns` is the limit", refused=True)
     ] = None
     vllm_importance_sampling_correction: Annotated[
-        bool, Key("train.loss.correction.type", "with use_vllm", composed=True)
+        bool, Key("train.loss.correction.type", "only with use_vllm", composed=True)
     ] = True
     vllm_importance_sampling_mode: Annotated[
         str,

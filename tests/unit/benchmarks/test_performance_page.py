@@ -61,7 +61,7 @@ def test_a_goal_is_judged(tmp_path: Path, rate: float, verdict: str):
         "260,000 tok/s",
         f"{100 * rate / 260_000:.0f} %",
         "115,000 tok/s",
-        "50 %",
+        "50 % of the limit",
         verdict,
     ]
 
