@@ -122,6 +122,9 @@ AXES = {
 }
 
 
+AXIS_UNITS = {"sequences": "sequences", "context": "tokens", "group": "rollouts per group"}
+
+
 def rollouts(results: Results) -> Iterator[str]:
     rows = results.rows["rollout"]
     yield """Every token is returned with its log-prob. The total rate covers the time from the first prompt to the
@@ -205,7 +208,7 @@ def growth(results: Results) -> Iterator[str]:
     for axis, text in AXES.items():
         yield text
         rows = [row for row in results.rows["growth"] if row["axis"] == axis]
-        yield table_of(rows, [(axis, lambda r: number(r["value"])), *GROWTH])
+        yield table_of(rows, [(axis, lambda r, unit=AXIS_UNITS[axis]: f"{number(r['value'])} {unit}"), *GROWTH])
 
 
 SECTIONS: list[tuple[str, str, Callable[[Results], Iterator[str]]]] = [
