@@ -181,9 +181,9 @@ that is neither weights, gradient, optimizer state nor KV cache. A plan includes
 dropped if timing shows no gain."""
         yield table_of(measured, STEP_MEMORY)
     yield """This table shows the time from the command to the first recorded step. In a *cold* start, the caches of
-Triton kernels and of compiled Python are empty. In a *warm* start, an earlier run has filled them. Model files are
-in the page cache in both cases. `grpo_step_smollm2_before.json` is from an earlier version, which compiled Python at
-every start. Machines with the same GPU have different CPUs, so compare only figures of one file."""
+Triton kernels and of compiled Python are empty. In a *warm* start, an earlier run has filled these caches. Model
+files are in the page cache in both cases. `grpo_step_smollm2_before.json` is from an earlier version, which compiled
+Python at every start. Machines with the same GPU have different CPUs, so compare only figures of one file."""
     yield table_of(results.every["grpo_step"], FIRST_STEP)
     quoted = [f"- {row['name']}: {row['quoted']}." for row in rows if row.get("quoted")]
     if quoted:
@@ -194,7 +194,7 @@ def quickstart(results: Results) -> Iterator[str]:
     yield """This run uses the three files of the quickstart, unchanged except for the model. The model has random
 weights and was trained for a few supervised steps on solved tasks, so that some rollouts get a reward. The run uses
 `recipe: fp8-hybrid`, LoRA, QeRL noise and 8 prompts × 16 rollouts. The time of the whole run starts with the
-command. Each other time is a median over all steps, including steps that capture a CUDA graph for a new size. The
+command. All other times are medians over all steps, including steps that capture a CUDA graph for a new size. The
 mean reward changes little in 40 steps. k3 is the mismatch between the log-probs of policy and sampler."""
     rows = results.rows["quickstart"]
     timed = all("supervised_step_s" in row for row in rows)

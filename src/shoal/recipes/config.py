@@ -220,7 +220,7 @@ class Config:
         str | Sequence[Any] | None,
         Key(
             ("orch.dataset.path", "orch.dataset.name"),
-            "a file or folder, a hub name, or rows in memory; a loop of your own needs none",
+            "a file or folder, a data set on the Hugging Face hub, or rows in memory; optional for a loop of your own",
             composed=True,
         ),
     ] = None
