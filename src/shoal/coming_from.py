@@ -394,6 +394,7 @@ PRIME_RL = KeyTable(
     columns=("In {system}", "Configuration key"),
 )
 
+PURPOSE = "This page helps users of {system} to run the same training with Shoal."
 KEYS_INTRO = (
     "The tables of this page map names of {system} to names of Shoal. Most names are configuration keys, which "
     "[configuration.md](../configuration.md) describes. Set a key in a file, on the command line "
@@ -439,7 +440,7 @@ PAGES: dict[str, tuple[str, str, tuple[KeyTable, ...]]] = {
 
 def page(name: str) -> str:
     system, start, tables = PAGES[name]
-    head = f"# Coming from {system}\n\n{start}\n\n{KEYS_INTRO.format(system=system)}\n"
+    head = f"# Coming from {system}\n\n{PURPOSE.format(system=system)} {start}\n\n{KEYS_INTRO.format(system=system)}\n"
     note = "\nThis page is generated: `python -m shoal.coming_from docs/coming-from`.\n"
     return "\n".join([head, *(render(table, system) for table in tables)]).rstrip("\n") + "\n" + note
 

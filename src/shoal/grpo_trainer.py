@@ -142,8 +142,8 @@ class GRPOTrainer:
         args: Annotated[
             GRPOConfig | None, Key(note="TRL's configuration, with TRL's defaults, instead of the arguments above")
         ] = None,
-        processing_class: Annotated[Any, Key(note="with args: the tokenizer")] = None,
-        peft_config: Annotated[Any, Key(note="with args: a LoraConfig of PEFT")] = None,
+        processing_class: Annotated[Any, Key(note="the tokenizer; use it with args")] = None,
+        peft_config: Annotated[Any, Key(note="a LoraConfig of PEFT; use it with args")] = None,
         **unknown: Any,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
