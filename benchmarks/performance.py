@@ -38,54 +38,77 @@ MISSING = "Not measured yet: `python benchmarks/{name}.py benchmarks/results/{na
 
 INTRO = """# Performance
 
-This page shows how fast Shoal is on one GPU, compared with the limits of that GPU, and how much its scheduling gains on
-a CPU. It is generated from the JSON in `benchmarks/results/`: `python benchmarks/performance.py`. Models have random
-weights of the named shape unless a file is named. Ratios are between figures of one run.
+This page shows how fast Shoal is on one GPU, compares the rates with the limits of that GPU, and shows how much
+running sampling ahead of training gains. `python benchmarks/performance.py` generates it from the JSON in
+`benchmarks/results/`. Models have random weights of the named shape unless a file is named. Each ratio compares
+figures of the same run.
 
-A **limit** is the rate if only memory traffic (bytes) or only arithmetic (operations) took time, at the copy bandwidth
-and the bf16 matrix rate measured in the same run. Bytes are the weights, read once per decode step, and the KV cache,
-read once. Operations are two per weight and token, plus attention. Logits, activations and norms are not counted, so
-the real limit is lower. A **fraction** is the measured rate divided by the lower of the two limits."""
+These terms are used in all tables:
+
+- The **bytes limit** is the rate that would be reached if only memory traffic took time, at the copy bandwidth
+  measured in the same run. The traffic consists of the weights and of the KV cache, each read once per decode
+  step.
+- The **operations limit** is the rate that would be reached if only arithmetic took time, at the bf16 matrix
+  rate measured in the same run. The arithmetic consists of two operations per weight and token, and of
+  attention.
+- The **fraction** is the measured rate divided by the lower of the two limits. Logits, activations and norms
+  are not counted, so the real limit is lower."""
+
+GOALS = """Each row compares a measurement with a goal and a more ambitious target. The result is *below* if the
+goal is missed, *exceeded* if the measurement is better than the goal, and *target reached* if it also reaches
+the target."""
 
 # Negative results, written by hand, each with its measurement.
 TRIED = """## What was tried and did not help
 
-- Comparing the fused decode path with the modules over a whole model in bf16. Rounding adds up over the layers, and
-  Qwen3's shape with random weights missed the tolerance (.040 instead of .03). Layers are compared one by one, in fp32,
-  instead.
-- Multiply and sum of fp32 values in Triton instead of `tl.dot`. The compiler turns it into a TF32 product, and
-  log-probs had errors of 1e-3. `input_precision="ieee"` is exact.
-- CUDA graphs over the Hugging Face modules alone, in an earlier version: 37,395 and 93,699 tokens/s for 128 and 512
-  sequences of the 0.5B shape. A graph still pays for every small kernel, so kernels are fused.
-- A random number for every logit of the vocabulary: 351 µs of a 2.8 ms step at 512 sequences. Now the vocabulary is
-  sampled by blocks first, and only the tokens of the selected block need random numbers: 66 µs.
-- More than one warp per decode-attention program, with many programs and rows of equal length: 140 µs instead of 134
-  (512 sequences of the 0.6B shape). With rows of different lengths more warps are faster.
-- Splitting long rows into spans, with many programs: at 512 rows of mixed lengths 44 µs per layer including the merge,
-  compared with 43 µs for one program of four warps per row. It helps with few rows: 8.6 to 6.8 µs for eight.
-- Triton matrix products with fused SwiGLU for large batches: 24 µs instead of the library's 20 (0.5B shape, 512 rows).
-  Up to 64 rows they save one or two microseconds and are used.
-- `tensor[index] = 1` when prompts join a batch. The value is copied from the host, which then waits for the device,
-  17 ms each time. `index_fill_` does not wait.
+Each entry names the change in bold, then the result and the reason.
 
-The last four are from [profile_mixed_h200.json](../benchmarks/results/profile_mixed_h200.json).
+- **Compare the fused decode path with the modules over the whole model in bf16.** Rounding errors add up over
+  the layers, and Qwen3's shape with random weights missed the tolerance: the difference was .040, and .03 was
+  allowed. The check now compares layers one by one in fp32.
+- **Multiply and sum fp32 values in Triton instead of calling `tl.dot`.** The compiler turns this into a TF32
+  product, and log-probs had errors of 1e-3. `tl.dot` with `input_precision="ieee"` is exact.
+- **Capture CUDA graphs over the Hugging Face modules alone.** An earlier version reached 37,395 tokens/s with
+  128 sequences of the 0.5B shape, and 93,699 tokens/s with 512. A graph still runs every small kernel, so the
+  kernels are now fused.
+- **Draw a random number for every logit of the vocabulary.** This took 351 µs of a step of 2.8 ms with 512
+  sequences. The sampler now chooses a block of the vocabulary first and draws random numbers only for the
+  tokens of this block, which takes 66 µs.
 
-**512 sequences of the 0.5B shape**, baseline 206,378 tokens/s
-([tried_decode_h200.json](../benchmarks/results/tried_decode_h200.json)):
+The next four entries are from [profile_mixed_h200.json](../benchmarks/results/profile_mixed_h200.json):
 
-- Rows as two or four independent chains on parallel streams inside the graph, so that the matrix products of one
-  overlap with the attention of another: 174,816 and 161,265 tokens/s. Smaller products are less efficient, and weights
-  are read once per chain.
-- Programmatic dependent launch of our kernels: 204,484 tokens/s. They follow library products, which do not allow the
-  next kernel to start early.
-- A decode-attention program with several lanes, each with its own softmax until the end, so that no warp waits for
-  another: 29.9 µs per layer of 256 keys with two lanes, compared with 23.1. The bandwidth limit is 15.8 µs. The
-  remaining time is the same at any length: the start of a kernel and its first reads.
+- **Run decode attention with more than one warp per program.** With 512 sequences of equal length (0.6B shape),
+  a layer takes 140 µs instead of 134 µs. With rows of different lengths, more warps are faster.
+- **Split long rows into spans that separate programs compute.** With 512 rows of mixed lengths, a layer takes
+  44 µs including the merge, and 43 µs with one program of four warps per row. Splitting helps with few rows:
+  with eight rows the time falls from 8.6 to 6.8 µs.
+- **Use Triton matrix products with fused SwiGLU for large batches.** With 512 rows of the 0.5B shape, the
+  product takes 24 µs instead of the library's 20 µs. Up to 64 rows the Triton product saves one or two
+  microseconds and is used.
+- **Set `tensor[index] = 1` when prompts join a batch.** PyTorch copies the value from the host, and the host
+  then waits 17 ms for the device each time. `index_fill_` does not wait.
 
-**Matrix products**, with the norm that follows
-([tried_products_h200.json](../benchmarks/results/tried_products_h200.json)):
+### Decoding 512 sequences of the 0.5B shape
 
-- Our own Triton product, split along its depth (split-K). Times for the last product of a layer at 128 rows:
+The baseline is 206,378 tokens/s ([tried_decode_h200.json](../benchmarks/results/tried_decode_h200.json)).
+
+- **Split the rows into independent chains on parallel streams inside the graph.** The matrix products of one
+  chain should overlap with the attention of another. Two chains reach 174,816 tokens/s and four chains 161,265
+  tokens/s, because smaller products are less efficient and every chain reads the weights again.
+- **Start our kernels early with programmatic dependent launch.** The rate is 204,484 tokens/s. Our kernels
+  follow library products, which do not allow the next kernel to start early.
+- **Divide a decode-attention program into lanes with separate softmaxes, so that no warp waits for another.**
+  With two lanes, a layer of 256 keys takes 29.9 µs instead of 23.1 µs. The bandwidth limit is 15.8 µs. The
+  difference between 23.1 µs and this limit is the same at any length: it is the start of the kernel and its
+  first reads.
+
+### Matrix products
+
+The times include the norm that follows
+([tried_products_h200.json](../benchmarks/results/tried_products_h200.json)).
+
+- **Write our own Triton product, split along its depth (split-K).** These are the times of the last product of
+  a layer with 128 rows:
 
   | product | 0.5B shape | 1.5B shape |
   | --- | --- | --- |
@@ -93,60 +116,84 @@ The last four are from [profile_mixed_h200.json](../benchmarks/results/profile_m
   | library, batched over four parts of the depth | 8.4 µs | 14.2 µs |
   | library, plain | 10.7 µs | 15.3 µs |
 
-  The batched product replaced ours. It is also faster than the plain one at 256 and 512 rows (12.2 to 9.3 µs and 13.1
-  to 12.0 µs).
-- Choosing between the two matrix libraries of torch: the difference is below .5 µs at 512 rows.
+  The batched library product replaced ours. With 256 rows it takes 9.3 µs instead of 12.2 µs for the plain
+  product, and with 512 rows 12.0 µs instead of 13.1 µs.
+- **Choose between the two matrix libraries of torch.** The times differ by less than .5 µs with 512 rows.
 
-**`torch.compile`** of packed training, one run
+### torch.compile
+
+This table compares variants of packed training in one run
 ([tried_compiled_h200.json](../benchmarks/results/tried_compiled_h200.json)):
 
 | variant | tokens/s | memory |
 | --- | --- | --- |
 | our kernels, not compiled | 124,411 | 31.4 GiB |
 | our kernels, each layer compiled | 121,693 | 44.3 GiB |
-| the model's own modules, compiled (first pass 51 s) | 128,578 | 37.9 GiB |
+| the Hugging Face modules, compiled (the first pass takes 51 s) | 128,578 | 37.9 GiB |
 
-Passes of one variant differ by as much (.181 to .201 s without compilation). So compilation brings no speed beyond the
-noise, needs more memory and delays the start. Nothing is compiled.
+Without compilation, passes take between .181 and .201 s, so the differences between the variants are within the
+noise. Compilation needs more memory and delays the start. Shoal therefore compiles nothing.
 
-**Decode attention** at 512 sequences of the 0.5B shape and 256 keys
-([tried_attention_h200.json](../benchmarks/results/tried_attention_h200.json)):
+### Decode attention
 
-- Reading the first keys before the queries are ready: 22.2 µs per layer instead of 22.5, but 10.0 instead of 8.7 at 128
-  sequences.
-- All eight steps of a window as one graph: 2,016 µs per step either way.
-- Two changes helped there. Starting with the new token instead of ending with it: 23.2 to 22.5 µs, and 45.5 to 41.9 µs
-  for 128 sequences of the 0.6B shape. Then blocks of 16 keys instead of 32: 22.8 to 22.0 µs and 42.4 to 38.8 µs (no
-  gain with 512 sequences of the 0.6B shape, 135.4 to 135.8 µs).
+The times are per layer, with 512 sequences of the 0.5B shape and 256 keys unless the entry names another case
+([tried_attention_h200.json](../benchmarks/results/tried_attention_h200.json)).
 
-**4,096 sequences of mixed lengths** ([tried_mixed_h200.json](../benchmarks/results/tried_mixed_h200.json)):
+- **Read the first keys before the queries are ready.** The time falls from 22.5 to 22.2 µs. With 128 sequences,
+  it rises from 8.7 to 10.0 µs.
+- **Capture all eight steps of a window as one graph.** A step takes 2,016 µs with and without this change.
 
-- More concurrent sequences, while Python's garbage collector still made the device wait:
+Two changes helped and are used:
+
+| change | 0.5B shape, 512 sequences | 0.6B shape, 128 sequences | 0.6B shape, 512 sequences |
+| --- | --- | --- | --- |
+| start with the new token instead of ending with it | 23.2 to 22.5 µs | 45.5 to 41.9 µs | – |
+| blocks of 16 keys instead of 32 | 22.8 to 22.0 µs | 42.4 to 38.8 µs | 135.4 to 135.8 µs |
+
+### 4,096 sequences of mixed lengths
+
+These entries are from [tried_mixed_h200.json](../benchmarks/results/tried_mixed_h200.json).
+
+- **Run more sequences at the same time.** In these runs, Python's garbage collector still made the device wait,
+  and the same run differed by 6 % from one time to the next:
 
   | batch sizes | 1,024 slots | 1,536 slots | 2,048 slots | 4,096 slots |
   | --- | --- | --- | --- | --- |
   | in eighths | 172,358 tokens/s | | 184,391 tokens/s | 191,622 tokens/s |
   | in quarters | 183,321 tokens/s | 177,236 tokens/s | 184,245 tokens/s | |
 
-  The same run differed by 6 % from one time to the next.
-- Longest rows first, with the heads of a row side by side: a layer of 1,024 rows takes 57 µs instead of 67 (bandwidth
-  limit 48), but the whole run took equally long. In another whole run longest first took 5.61 s, and unsorted 5.59 s.
-- Matrix products with fused SwiGLU, in the largest tiles that the device supports: 38.1 µs instead of 35.4 at 1,024
-  rows, 70.1 instead of 70.9 at 2,048, 145.1 instead of 138.8 at 4,096.
-- Kernels that start early (programmatic dependent launch), prefetch their weights into the cache and wait there, with
-  our own products for up to 64 rows so that no library kernel is in between. Time per step:
+- **Start the longest rows first, with the heads of a row side by side.** A layer of 1,024 rows takes 57 µs
+  instead of 67 µs (the bandwidth limit is 48 µs), but the whole run takes equally long. A second comparison of
+  whole runs gave 5.61 s with the longest rows first, and 5.59 s unsorted.
+- **Use matrix products with fused SwiGLU, in the largest tiles that the device supports.**
+
+  | product | 1,024 rows | 2,048 rows | 4,096 rows |
+  | --- | --- | --- | --- |
+  | with fused SwiGLU | 38.1 µs | 70.1 µs | 145.1 µs |
+  | without | 35.4 µs | 70.9 µs | 138.8 µs |
+
+- **Start kernels early (programmatic dependent launch) and let them prefetch their weights into the cache while
+  they wait.** Our own products, for up to 64 rows, replace the library kernels between them. The times are per
+  step:
 
   | variant | 8 rows | 64 rows |
   | --- | --- | --- |
-  | as it is | .79 ms | .94 ms |
+  | the version in use | .79 ms | .94 ms |
   | early start, our own products | 1.19 ms | 1.11 ms |
   | our own products, started one after the other | .84 ms | 1.01 ms |
   | library products between kernels that start early | .82 ms | .97 ms |
 
-Three changes helped. The host's lists were replaced (see [log.md](log.md)). Batches above 512 rows come in sixteenths
-instead of eighths: 5.61 to 5.51 s. Windows of four steps from 512 rows on: 5.66 to 5.61 s. With 512 sequences of equal
-length such windows take .505 to .521 s, and windows of eight .505 to .512 s, so short windows start at 1,024 rows. The
-last two were measured separately, each within that variant."""
+Three changes helped:
+
+| change | time of the whole run |
+| --- | --- |
+| the results of a window are one list on the host ([log.md](log.md#decoding-on-a-gpu)) | – |
+| batches above 512 rows come in sixteenths instead of eighths | 5.61 to 5.51 s |
+| windows have four steps instead of eight from 512 rows on | 5.66 to 5.61 s |
+
+The last two changes were measured separately. With 512 sequences of equal length, runs with windows of four
+steps take .505 to .521 s, and runs with windows of eight steps .505 to .512 s. Windows of four steps therefore
+start at 1,024 rows."""
 
 
 @dataclass
@@ -182,7 +229,7 @@ def read_results(folder: Path) -> Results:
 
 
 def page(results: Results) -> str:
-    parts = [INTRO, "## Goals", goals_table(results)]
+    parts = [INTRO, "## Goals", GOALS, goals_table(results)]
     for name, title, write in SECTIONS:
         missing = MISSING.format(name=name, where="" if name in ON_CPU else " on a GPU")
         parts += [f"## {title}", *(write(results) if results.rows[name] else [missing])]

@@ -29,13 +29,13 @@ class Goal:
     def row(self) -> list[str]:
         verdict = "" if self.exceeded is None else "below"
         if self.exceeded:
-            verdict = "aim reached" if self.reached else self.word
+            verdict = "target reached" if self.reached else self.word
         return [self.work, self.measured, self.limit, self.fraction, self.must, self.aim, verdict]
 
 
 def goals_table(results: Results) -> str:
     found = [*_rollouts(results), *_rivals(results), *_mixed(results), *_train(results), *_steps(results)]
-    heads = ["work", "measured", "limit", "fraction", "must exceed", "aim", "result"]
+    heads = ["work", "measured", "limit", "fraction", "goal", "target", "result"]
     return table(heads, [goal.row() for goal in found])
 
 
@@ -47,9 +47,9 @@ def _rollouts(results: Results) -> Iterator[Goal]:
     cases = [("qwen2.5-0.5b", 128, 100e3, 0.5), ("qwen2.5-0.5b", 512, 250e3, 0.5), ("qwen3-0.6b", 128, 55e3, 0.8),
              ("qwen3-0.6b", 512, 85e3, 0.8)]  # fmt: skip
     for shape, count, must, aim in cases:
-        work = f"rollout, {shape} shape, 128 + 256 tokens, {count} sequences"
+        work = f"rollout of {count} sequences, {shape} shape, 128 prompt + 256 new tokens"
         for which, group in (
-            ("decode steps", 1),
+            ("decode steps only", 1),
             ("groups of 8, with prefill", 8),
             ("distinct prompts, with prefill", 1),
         ):
@@ -62,9 +62,9 @@ def _rollouts(results: Results) -> Iterator[Goal]:
             yield _rate(texts, part, part["tokens_per_s"] > must, part["fraction"] >= aim)
     row = results.find("rollout", shape="qwen2.5-7b", sequences=64, group=1)
     texts = (
-        "rollout, qwen2.5-7b shape, 128 + 256 tokens, 64 sequences, distinct prompts, with prefill",
+        "rollout of 64 sequences, qwen2.5-7b shape, 128 prompt + 256 new tokens, distinct prompts, with prefill",
         "60 % of the bandwidth limit",
-        "80 %",
+        "80 % of the bandwidth limit",
     )
     share = row["tokens_per_s"] / row["limit_bytes"] if row else 0.0
     yield Goal(*texts) if row is None else _rate(texts, row, share > 0.6, share >= 0.8)
@@ -90,7 +90,11 @@ def _rivals(results: Results) -> Iterator[Goal]:
 
 
 def _mixed(results: Results) -> Iterator[Goal]:
-    texts = ("mixed lengths, 512 prompts × 8, relative to 512 sequences of equal length", "75 %", "88 %")
+    texts = (
+        "rate of mixed lengths, 512 prompts × 8 rollouts, relative to 512 sequences of equal length",
+        "75 %",
+        "88 %",
+    )
     rows = [row for row in results.rows["mixed"] if "ratio" in row]
     if not rows:
         yield Goal(*texts)
@@ -102,14 +106,18 @@ def _mixed(results: Results) -> Iterator[Goal]:
 
 
 def _train(results: Results) -> Iterator[Goal]:
-    texts = ("packed training, qwen2.5-0.5b shape, full, 64 × 384", "115,000 tok/s", "50 %")
+    texts = (
+        "packed training, qwen2.5-0.5b shape, all weights, 64 sequences of 384 tokens",
+        "115,000 tok/s",
+        "50 % of the limit",
+    )
     row = results.find("train", name="full", shape="qwen2.5-0.5b")
     yield Goal(*texts) if row is None else _rate(texts, row, row["tokens_per_s"] > 115e3, row["fraction"] >= 0.5)
 
 
 def _steps(results: Results) -> Iterator[Goal]:
-    cases = [("0.5b", "whole GRPO step, 0.5b shape, 16 × 8, 128 + 256", 1.2, 0.8),
-             ("smollm2-135m", "whole GRPO step, SmolLM2-135M, 16 × 8", 1.0, 0.6)]  # fmt: skip
+    cases = [("0.5b", "whole GRPO step, 0.5b shape, 16 prompts × 8 rollouts", 1.2, 0.8),
+             ("smollm2-135m", "whole GRPO step, SmolLM2-135M, 16 prompts × 8 rollouts", 1.0, 0.6)]  # fmt: skip
     for name, work, must, aim in cases:
         row = results.find("grpo_step", name=name)
         yield _step((work, f"{must} s", f"{aim} s"), row, must, aim)
@@ -129,7 +137,12 @@ def _steps(results: Results) -> Iterator[Goal]:
             *beyond, said, f"{planned:.1f} GiB planned" if planned else "", exceeded=within, word="within the plan"
         )
     row = results.find("grpo_step", name="7b-lora")
-    yield _step(("whole GRPO step, 7b shape, LoRA r16, 16 × 8, 256 + 512, one GPU", "runs", ""), row, float("inf"), 0.0)
+    yield _step(
+        ("whole GRPO step, 7b shape, LoRA of rank 16, 16 prompts × 8 rollouts, one GPU", "runs", ""),
+        row,
+        float("inf"),
+        0.0,
+    )
     yield from _first_steps([row for row in results.every["grpo_step"] if row["name"] == "0.5b"])
 
 
@@ -139,7 +152,7 @@ def _step(texts: tuple[str, str, str], row: dict[str, Any] | None, must: float, 
     taken, least = row["step_s"], sum(row["least_s"].values())
     said = seconds(taken)
     if "prompt_tokens" in row:
-        said += f" ({row['prompt_tokens']:.0f} + {row['completion_tokens']:.0f} tokens)"
+        said += f" ({row['prompt_tokens']:.0f} prompt + {row['completion_tokens']:.0f} new tokens)"
     return Goal(*texts, said, seconds(least), percent(row["fraction"]), taken < must, taken <= aim)
 
 

@@ -21,22 +21,22 @@ DECODE: Column = ("decode tok/s", lambda r: number(r["decode_tokens_per_s"]))
 ROLLOUT: list[Column] = [
     ("shape", lambda r: r["shape"]),
     ("sequences", lambda r: number(r["sequences"])),
-    ("per prompt", lambda r: number(r["group"])),
-    ("prompt + new", lambda r: f"{r['prompt']} + {r['new']}"),
+    ("sequences per prompt", lambda r: number(r["group"])),
+    ("prompt + new tokens", lambda r: f"{r['prompt']} + {r['new']}"),
     TOTAL,
-    ("limit (bytes)", lambda r: number(r["limit_bytes"])),
-    ("limit (operations)", lambda r: number(r["limit_operations"])),
+    ("bytes limit, tok/s", lambda r: number(r["limit_bytes"])),
+    ("operations limit, tok/s", lambda r: number(r["limit_operations"])),
     FRACTION,
     DECODE,
     ("decode fraction", lambda r: percent(r["decode"]["fraction"])),
-    ("prefill", lambda r: seconds(r["prefill_s"])),
+    ("prefill time", lambda r: seconds(r["prefill_s"])),
     ("prefill fraction", lambda r: percent(r["prefill"]["fraction"])),
     MEMORY,
 ]
 PARITY: list[Column] = [
     ("shape", lambda r: r["shape"]),
     ("tokens until the first difference", lambda r: f"{r['mean_tokens_until_different']:.0f} of {r['new_tokens']}"),
-    ("mean log-prob difference", lambda r: f"{r['mean_logprob_gap']:.1e}"),
+    ("mean log-prob difference before it", lambda r: f"{r['mean_logprob_gap']:.1e}"),
 ]
 RIVAL: list[Column] = [
     ("shape", lambda r: r["shape"]),
@@ -50,43 +50,43 @@ MIXED: list[Column] = [
     ("work", lambda r: r["name"]),
     ("slots", lambda r: number(r["slots"])),
     TOTAL,
-    ("vs equal lengths, groups", lambda r: percent(r.get("ratio"))),
-    ("vs equal lengths, distinct prompts", lambda r: percent(r.get("distinct_ratio"))),
+    ("total relative to equal lengths in groups", lambda r: percent(r.get("ratio"))),
+    ("total relative to equal lengths with distinct prompts", lambda r: percent(r.get("distinct_ratio"))),
     DECODE,
-    ("decode vs equal lengths", lambda r: percent(r.get("decode_ratio"))),
+    ("decode rate relative to equal lengths", lambda r: percent(r.get("decode_ratio"))),
     FRACTION,
     MEMORY,
 ]
 TRAIN: list[Column] = [
     ("trained", lambda r: r["name"]),
     ("shape", lambda r: r["shape"]),
-    ("tokens", lambda r: number(r["tokens"])),
+    ("tokens in the row", lambda r: number(r["tokens"])),
     ("tok/s", lambda r: number(r["tokens_per_s"])),
-    ("limit", lambda r: number(min(r["limit_bytes"], r["limit_operations"]))),
+    ("limit, tok/s", lambda r: number(min(r["limit_bytes"], r["limit_operations"]))),
     FRACTION,
-    ("optimizer", lambda r: seconds(r["optimizer_s"])),
+    ("optimizer time", lambda r: seconds(r["optimizer_s"])),
     ("optimizer fraction", lambda r: percent(r["optimizer_fraction"])),
     ("tok/s with optimizer", lambda r: number(r["tokens_per_s_with_optimizer"])),
     MEMORY,
 ]
 STEP: list[Column] = [
     ("run", lambda r: r["name"]),
-    ("prompt + new", lambda r: f"{r['prompt_tokens']:.0f} + {r['completion_tokens']:.0f}"),
-    ("step", lambda r: seconds(r["step_s"])),
-    *((phase, lambda r, phase=phase: seconds(r["split_s"][phase])) for phase in PHASES),
-    ("lower bound", lambda r: seconds(sum(r["least_s"].values()))),
+    ("prompt + new tokens", lambda r: f"{r['prompt_tokens']:.0f} + {r['completion_tokens']:.0f}"),
+    ("step time", lambda r: seconds(r["step_s"])),
+    *((f"{phase} time", lambda r, phase=phase: seconds(r["split_s"][phase])) for phase in PHASES),
+    ("lower bound of the step", lambda r: seconds(sum(r["least_s"].values()))),
     FRACTION,
-    ("fraction (bytes)", lambda r: percent(r["fraction_bytes"])),
-    ("fraction (operations)", lambda r: percent(r["fraction_operations"])),
+    ("fraction from bytes", lambda r: percent(r["fraction_bytes"])),
+    ("fraction from operations", lambda r: percent(r["fraction_operations"])),
 ]
 STEP_MEMORY: list[Column] = [
     ("run", lambda r: r["name"]),
-    ("peak", lambda r: gib(r["memory"]["allocated_gib"])),
+    ("peak memory", lambda r: gib(r["memory"]["allocated_gib"])),
     ("reserved", lambda r: gib(r["memory"]["reserved_gib"])),
     ("planned", lambda r: gib(r["memory"].get("planned_gib"))),
     ("weights and optimizer", lambda r: gib(r["memory"]["weights_and_optimizer_gib"])),
     ("KV cache", lambda r: gib(r["memory"]["cache_gib"])),
-    ("other", lambda r: gib(r["memory"]["beyond_gib"])),
+    ("other memory", lambda r: gib(r["memory"]["beyond_gib"])),
 ]
 FIRST_STEP: list[Column] = [
     ("run", lambda r: r["name"]),
@@ -98,39 +98,42 @@ QUICKSTART: list[Column] = [
     ("shape", lambda r: r["shape"]),
     ("steps", lambda r: number(r["steps"])),
     ("whole run", lambda r: seconds(r["seconds"])),
-    ("step", lambda r: seconds(r["step_s"])),
-    ("rollout", lambda r: seconds(r["rollout_s"])),
-    ("train", lambda r: seconds(r["train_s"])),
-    ("reward", lambda r: f"{r['reward_first']:.3f} → {r['reward_last']:.3f}"),
-    ("k3", lambda r: f"{r['k3']:.1e}"),
+    ("step time", lambda r: seconds(r["step_s"])),
+    ("rollout time", lambda r: seconds(r["rollout_s"])),
+    ("train time", lambda r: seconds(r["train_s"])),
+    ("mean reward, first → last ten steps", lambda r: f"{r['reward_first']:.3f} → {r['reward_last']:.3f}"),
+    ("mismatch (k3)", lambda r: f"{r['k3']:.1e}"),
 ]
-SUPERVISED: Column = ("supervised step", lambda r: seconds(r["supervised_step_s"]))
+SUPERVISED: Column = ("supervised step time", lambda r: seconds(r["supervised_step_s"]))
 GROWTH: list[Column] = [
     DECODE,
-    ("limit", lambda r: number(min(r["limit_bytes"], r["limit_operations"]))),
+    ("limit, tok/s", lambda r: number(min(r["limit_bytes"], r["limit_operations"]))),
     FRACTION,
-    ("step", lambda r: seconds(r["decode_step_ms"] / 1e3)),
+    ("decode step time", lambda r: seconds(r["decode_step_ms"] / 1e3)),
     TOTAL,
-    ("prefill", lambda r: seconds(r["prefill_s"])),
+    ("prefill time", lambda r: seconds(r["prefill_s"])),
     MEMORY,
 ]
 AXES = {
-    "sequences": "By number of concurrent sequences.",
-    "context": "By context length, at 128 sequences of one prompt.",
-    "group": "By group size, 512 sequences in total: larger groups have fewer prompts to prefill.",
+    "sequences": "This table shows how the rates of the 0.5B shape grow with the number of concurrent sequences.",
+    "context": "This table shows how the rates depend on the context length, with 128 sequences of one prompt.",
+    "group": "This table shows how the rates depend on the group size, with 512 sequences in total. Larger groups have "
+    "fewer prompts to prefill.",
 }
+
+
+AXIS_UNITS = {"sequences": "sequences", "context": "tokens", "group": "rollouts per group"}
 
 
 def rollouts(results: Results) -> Iterator[str]:
     rows = results.rows["rollout"]
-    yield """Every token is returned with its log-prob. The total covers the time from the first prompt to the last
-token, best of three runs. Decode rates exclude the prefill, which is timed separately. Prompts are distinct, or
-shared by eight sequences each as in GRPO, where a group's prompt is computed once. The goals were derived from the
-decode steps of a prototype."""
+    yield """Every token is returned with its log-prob. The total rate covers the time from the first prompt to the
+last token, and the best of three runs is shown. The decode rate excludes the prefill, which is timed separately. In
+rows with one sequence per prompt, all prompts are distinct. In rows with eight, the prompt of a group is computed
+once, as in GRPO. The goals above were derived from the decode steps of a prototype."""
     yield table_of(rows, ROLLOUT)
     yield "![Roofline plot of decode, prefill and training](images/performance_roofline.svg)"
-    yield """CUDA graphs compared with eager decoding of the same requests: tokens until the first difference, and
-the mean difference of log-probs before it."""
+    yield """This table compares CUDA graphs with eager decoding of the same requests."""
     yield table_of([{**row, **row["parity_graphs_eager"]} for row in rows if "parity_graphs_eager" in row], PARITY)
     others: list[Row] = [
         {**row, "other": name, "rate": row[f"{key}_tokens_per_s"], "ratio": row[f"{key}_ratio"]}
@@ -141,55 +144,58 @@ the mean difference of log-probs before it."""
     if not others:
         yield "Comparison with other systems: not measured yet (`--generate`, `--vllm`)."
         return
-    yield """Comparison with other systems in the same run, with the same weights and prompts, prefill included.
-`generate` reports no log-probs. Shorter timings of it are extrapolated at the same per-step cost. It launches one
-kernel at a time, so its rate depends on the CPU of the machine: two runs differ by a factor of three."""
+    yield """This table compares Shoal with other systems in the same run, with the same weights and prompts. The
+rates include the prefill. `generate` of transformers reports no log-probs. If fewer steps of `generate` were timed,
+its rate is extrapolated with the same time per step. `generate` launches one kernel at a time, so its rate depends
+on the CPU of the machine: two runs differ by a factor of three."""
     yield table_of(others, RIVAL)
 
 
 def mixed(results: Results) -> Iterator[str]:
     yield """Completion lengths have a geometric distribution with mean 256 and maximum 2,048. Rates are compared
-with 512 sequences of equal length in the same run: in groups of eight, like the mixed ones, or with distinct
-prompts, whose prefill takes longer."""
+with those of 512 sequences of equal length in the same run. There are two baselines: sequences in groups of eight,
+like the mixed sequences, and sequences with distinct prompts, whose prefill takes longer."""
     yield table_of(results.rows["mixed"], MIXED)
 
 
 def training(results: Results) -> Iterator[str]:
-    yield """One packed row, every token in the loss. The fraction is the MFU: 6·N operations per token for N
-parameters (4·N with LoRA, because the base has no gradient), relative to the measured matrix rate. The optimizer
-fraction is relative to the bandwidth limit. *recompute* means activation checkpointing, and *its own modules* means
-the Hugging Face modules instead of the fused path."""
+    yield """Each measurement trains one packed row with every token in the loss. The fraction is the model FLOPs
+utilization (MFU): 6·N operations per token for N parameters (4·N with LoRA, because the base has no gradient),
+divided by the measured matrix rate. The optimizer fraction is relative to the bandwidth limit. *recompute* means
+activation checkpointing, and *its own modules* means the Hugging Face modules instead of the fused path."""
     yield table_of(results.rows["train"], TRAIN)
 
 
 def steps(results: Results) -> Iterator[str]:
     rows = results.rows["grpo_step"]
-    yield """Measured with `shoal grpo` and read from the run directory: the median step of the second half. Phases
-may overlap. The lower bound is the time that the limits allow for rollouts and training. The fractions are this
-bound, its bytes alone and its operations alone, divided by the step time."""
+    yield """The times are medians over the second half of the steps of `shoal grpo`, read from the run directory.
+Phases may overlap. The lower bound is the time of rollouts and training at their limits. The fraction is the lower
+bound divided by the step time. The last two columns divide only the part of the lower bound that comes from bytes or
+from operations."""
     yield table_of(rows, STEP)
     measured = [row for row in rows if row.get("memory")]
     if measured:
-        yield """Peak memory, and the maximum that the memory plan reserved before the first step. *Other* is the
-part of the peak that is neither weights, gradient, optimizer state nor KV cache. A plan includes room for CUDA
-graphs that are dropped if timing shows no gain."""
+        yield """This table compares the peak memory with the maximum that the memory plan allowed before the first
+step (*planned*). *Reserved* is the peak memory that PyTorch's allocator held. *Other memory* is the part of the peak
+that is neither weights, gradient, optimizer state nor KV cache. A plan includes room for CUDA graphs that are
+dropped if timing shows no gain."""
         yield table_of(measured, STEP_MEMORY)
-    yield """Time from the command to the first recorded step. *Cold*: the caches of Triton kernels and compiled
-Python are empty. *Warm*: they are filled by an earlier run. Model files are in the page cache in both cases.
-`grpo_step_smollm2_before.json` is from an earlier version, which compiled Python at every start. Machines with the
-same GPU have different CPUs, so compare only figures of one file."""
+    yield """This table shows the time from the command to the first recorded step. In a *cold* start, the caches of
+Triton kernels and of compiled Python are empty. In a *warm* start, an earlier run has filled these caches. Model
+files are in the page cache in both cases. `grpo_step_smollm2_before.json` is from an earlier version, which compiled
+Python at every start. Machines with the same GPU have different CPUs, so compare only figures of one file."""
     yield table_of(results.every["grpo_step"], FIRST_STEP)
     quoted = [f"- {row['name']}: {row['quoted']}." for row in rows if row.get("quoted")]
     if quoted:
-        yield "Quoted, not measured here:\n\n" + "\n".join(quoted)
+        yield "These figures are quoted and were not measured here:\n\n" + "\n".join(quoted)
 
 
 def quickstart(results: Results) -> Iterator[str]:
-    yield """The three files of the quickstart, unchanged except for the model, from the command to the end. The
-model has random weights and was trained for a few supervised steps on solved tasks, so that some rollouts get a
-reward. The run uses fp8-hybrid, LoRA, QeRL noise and 8 prompts × 16. Each time is a median over all steps, including
-steps that capture a CUDA graph for a new size. The reward is the mean of the first and of the last ten steps; 40
-steps change it little. k3 is the mismatch between the log-probs of policy and sampler."""
+    yield """This run uses the three files of the quickstart, unchanged except for the model. The model has random
+weights and was trained for a few supervised steps on solved tasks, so that some rollouts get a reward. The run uses
+`recipe: fp8-hybrid`, LoRA, QeRL noise and 8 prompts × 16 rollouts. The time of the whole run starts with the
+command. All other times are medians over all steps, including steps that capture a CUDA graph for a new size. The
+mean reward changes little in 40 steps. k3 is the mismatch between the log-probs of policy and sampler."""
     rows = results.rows["quickstart"]
     timed = all("supervised_step_s" in row for row in rows)
     if timed:
@@ -202,7 +208,7 @@ def growth(results: Results) -> Iterator[str]:
     for axis, text in AXES.items():
         yield text
         rows = [row for row in results.rows["growth"] if row["axis"] == axis]
-        yield table_of(rows, [(axis, lambda r: number(r["value"])), *GROWTH])
+        yield table_of(rows, [(axis, lambda r, unit=AXIS_UNITS[axis]: f"{number(r['value'])} {unit}"), *GROWTH])
 
 
 SECTIONS: list[tuple[str, str, Callable[[Results], Iterator[str]]]] = [

@@ -158,10 +158,10 @@ def sampling(folder: Path) -> str:
     row = max(result["rows"], key=lambda row: row["sequences"])
     rate = f"{row['tokens_per_s']:,.0f} tokens/s"
     return (
-        f"{row['sequences']} sequences of the {row['shape']} shape, with log-probs, on one {result['machine']['gpu']}: "
-        f"{link('rollout_vllm', rate)} with Shoal's engine and "
-        f"{row['vllm_logprobs_tokens_per_s']:,.0f} with vLLM {row['vllm_version']} "
-        f"({row['vllm_tokens_per_s']:,.0f} without log-probs)."
+        f"On one {result['machine']['gpu']}, Shoal's engine sampled {row['sequences']} sequences of the {row['shape']} "
+        f"shape with log-probs at {link('rollout_vllm', rate)}. vLLM {row['vllm_version']} sampled them at "
+        f"{row['vllm_logprobs_tokens_per_s']:,.0f} tokens/s, and at {row['vllm_tokens_per_s']:,.0f} tokens/s without "
+        f"log-probs."
     )
 
 

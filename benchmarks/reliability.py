@@ -48,8 +48,8 @@ def campaign(*names: str) -> str:
 def promises() -> tuple[Promise, ...]:
     return (
         Promise(
-            "A killed run resumes from its newest good checkpoint. No rollout is lost or trained twice",
-            "any layout and mode",
+            "A killed run resumes from its newest valid checkpoint. No rollout is lost or trained twice.",
+            "in any layout and mode",
             (
                 "e2e/test_resume.py::test_killed_at_every_stage",
                 "e2e/test_resume.py::test_killed_at_any_moment",
@@ -58,14 +58,14 @@ def promises() -> tuple[Promise, ...]:
             kills(),
         ),
         Promise(
-            "The resumed run has the same bits as an undisturbed one",
-            "synchronous loop, CPU, fp32, same number of threads",
+            "A resumed run has the same bits as an undisturbed run.",
+            "with the synchronous loop, on a CPU in fp32, with the same number of threads",
             ("e2e/test_resume.py::test_killed_at_every_stage", "e2e/test_resume.py::test_killed_with_adapters"),
             campaign("one process, places", "one process, moments", "one process, LoRA, places"),
         ),
         Promise(
-            "Each of the three processes of the split layout can be killed",
-            "one machine, shared folder",
+            "Each of the three processes of the split layout can be killed without a loss.",
+            "on one machine with a shared folder",
             (
                 "e2e/test_split.py::test_whoever_is_killed_comes_back",
                 "e2e/test_split.py::test_killed_one_after_the_other",
@@ -73,8 +73,8 @@ def promises() -> tuple[Promise, ...]:
             campaign("three processes, places"),
         ),
         Promise(
-            "A damaged, foreign or incomplete checkpoint is never loaded",
-            "",
+            "A checkpoint that is damaged, incomplete or from another run is never loaded.",
+            "always",
             (
                 "unit/runs/test_checkpoints.py::test_damaged_checkpoint_is_skipped_with_a_reason",
                 "unit/runs/test_checkpoints.py::test_checkpoint_of_another_run_is_skipped",
@@ -82,44 +82,44 @@ def promises() -> tuple[Promise, ...]:
             ),
         ),
         Promise(
-            "Lost, repeated, reordered and changed lines of journal and metrics are restored on resume",
-            "checkpoints written since history/ exists; for older ones they are reported",
+            "A resume restores lost, repeated, reordered and changed lines of journal and metrics.",
+            "if the checkpoint has a folder `history/`; with older checkpoints the lines are reported",
             (
                 "unit/runs/test_history.py::test_damaged_lines_are_restored_from_the_checkpoint",
                 "e2e/test_damaged_history.py::test_damaged_records_and_status_are_repaired",
             ),
         ),
         Promise(
-            "A damaged status.json does not block a resume",
-            "one checkpoint with a valid manifest",
+            "A damaged `status.json` does not prevent a resume.",
+            "if one checkpoint has a valid manifest",
             ("unit/runs/test_history.py::test_a_damaged_status_does_not_block_a_resume",),
         ),
         Promise(
-            "A wrong configuration ends with exit code 2 and names key, place and fix",
-            "",
+            "A wrong configuration ends with exit code 2, and the message names the key, the place and the fix.",
+            "always",
             (
                 "e2e/test_bad_configs.py::test_bad_configuration_is_explained",
                 "unit/config/test_arbitrary_input.py::test_overrides",
                 "unit/config/test_arbitrary_input.py::test_configuration_files_that_are_any_bytes",
             ),
-            "50 of 50 explained",
+            "50 of 50 wrong configurations are explained",
         ),
         Promise(
-            "A chat template that is broken, endless or exploding ends with exit code 2",
-            "within 10 s and 1 GiB",
+            "A chat template that is invalid, never ends or produces too much text ends with exit code 2.",
+            "within 10 s and with at most 1 GiB of memory",
             (
                 "unit/models/test_template_check.py::test_a_bad_template_is_one_clear_error",
                 "unit/models/test_template_check.py::test_an_endless_template_is_stopped",
             ),
         ),
         Promise(
-            "Damaged safetensors, GGUF and journal files are errors, never tracebacks",
-            "",
+            "Damaged safetensors, GGUF and journal files cause error messages, never tracebacks.",
+            "always",
             ("fuzz/test_readers.py::test_a_damaged_file_is_an_error_of_ours",),
         ),
         Promise(
-            "No large, slow or deeply nested request delays other clients of the server",
-            "/health within 1 s on loopback while the attack runs",
+            "No large, slow or deeply nested request delays other clients of the server.",
+            "`/health` answers within 1 s on loopback during the attack",
             (
                 "unit/server/test_attacks.py::test_a_20_mb_prompt_is_rejected_before_it_is_read",
                 "unit/server/test_attacks.py::test_tokenisation_runs_off_the_event_loop",
@@ -128,61 +128,62 @@ def promises() -> tuple[Promise, ...]:
             ),
         ),
         Promise(
-            "No request that follows or violates the published schema ends in a server error",
-            "generated requests, fixed seeds",
+            "No request causes a server error, whether it follows or violates the published schema.",
+            "tested with generated requests and fixed seeds",
             (
                 "unit/server/test_published_schema.py::test_requests_that_follow_the_schema",
                 "unit/server/test_published_schema.py::test_bodies_that_are_any_bytes",
             ),
         ),
         Promise(
-            "Every route except GET /health is denied without the key, and every control route without the token",
-            "",
+            "Every route except `GET /health` is denied without the key, and every control route is denied without the "
+            "token.",
+            "always",
             (
                 "unit/server/test_guard.py::test_every_route_is_denied_without_the_key",
                 "unit/server/test_published_schema.py::test_no_control_route_answers_without_the_token",
             ),
-            "0 open routes",
+            "0 routes are open",
         ),
         Promise(
-            "No pickle, eval, exec, shell or unsafe YAML",
-            "source of the package",
+            "Shoal uses no pickle, `eval`, `exec`, shell or unsafe YAML.",
+            "in the source of the package",
             ("architecture/test_forbidden_calls.py::test_no_forbidden_call",),
-            "0 places",
+            "0 places found",
         ),
         Promise(
-            "Secrets reach no file of the run directory and no reward process",
-            "variables whose name marks them as secret",
+            "Secrets are written to no file of the run directory and passed to no reward process.",
+            "for environment variables whose name marks them as secret",
             (
                 "e2e/test_surroundings.py::test_secrets_are_in_no_file_and_on_no_line",
                 "unit/rewards/test_pool.py::test_secrets_do_not_reach_rewards",
             ),
         ),
         Promise(
-            "A stopped or killed reward server is replaced within a time that does not depend on the batch",
-            "calls that were running are errors",
+            "A stopped or killed reward server is replaced within a time that does not depend on the batch.",
+            "the calls that were running end with an error",
             (
                 "unit/rewards/test_pool_attacks.py::test_a_server_that_a_reward_stopped_is_replaced",
                 "e2e/test_faults.py::test_a_reward_that_kills_its_server_costs_one_rollout",
             ),
-            "10 s",
+            "replaced within 10 s",
         ),
         Promise(
-            "Hanging reward calls do not occupy the workers of other calls",
-            "at most 32 hang at a time",
+            "Hanging reward calls do not occupy the workers of other calls.",
+            "if at most 32 calls hang at a time",
             ("unit/rewards/test_pool_attacks.py::test_hanging_calls_cost_their_share_and_no_more",),
         ),
         Promise(
-            "What one reward changes in its process does not reach later rewards",
-            "errors, and functions of common modules and of the environment",
+            "Changes that a reward makes in its process do not affect later rewards.",
+            "after an error, and for functions of common modules and of the environment",
             (
                 "unit/rewards/test_pool_attacks.py::test_what_a_reward_changes_does_not_reach_the_next",
                 "unit/rewards/test_pool_timeouts.py::test_a_worker_with_invalid_replies_is_replaced",
             ),
         ),
         Promise(
-            "Code that an isolated reward runs with run_code cannot change its reward or read the answers",
-            "Linux with user namespaces, see [SECURITY.md](../SECURITY.md)",
+            "Code that an isolated reward runs with `run_code` cannot change its reward or read the answers.",
+            "on Linux with user namespaces ([SECURITY.md](../SECURITY.md))",
             (
                 "unit/rewards/test_isolate_attacks.py::test_the_judge_cannot_be_taken_over",
                 "unit/rewards/test_isolate_attacks.py::test_the_answers_are_not_in_the_memory_of_the_program",
@@ -190,8 +191,8 @@ def promises() -> tuple[Promise, ...]:
             ),
         ),
         Promise(
-            "An isolated reward call leaves no process and no file, and its memory is limited in sum",
-            "Linux with user namespaces and, for memory, control groups",
+            "An isolated reward call leaves no process and no file behind, and the sum of its memory is limited.",
+            "on Linux with user namespaces; the limit of the memory also needs control groups",
             (
                 "unit/rewards/test_isolate_attacks.py::test_no_process_outlives_its_call",
                 "unit/rewards/test_isolate_attacks.py::test_files_are_limited_and_not_left_behind",
@@ -203,8 +204,8 @@ def promises() -> tuple[Promise, ...]:
 
 FAULTS = (
     Fault(
-        "killed at any stage of a step, a checkpoint or the export",
-        "resumes",
+        "The run is killed at any stage of a step, a checkpoint or the export.",
+        "The run resumes.",
         (
             "e2e/test_resume.py::test_killed_at_every_stage",
             "e2e/test_resume.py::test_killed_again_and_again",
@@ -212,16 +213,16 @@ FAULTS = (
         ),
     ),
     Fault(
-        "engine killed, restarted or stopped",
-        "waits, loads the weights again, continues",
+        "The engine is killed, restarted or stopped.",
+        "The run waits, loads the weights again and continues, or ends with a reason after the timeout.",
         (
             "e2e/test_server_lost.py::test_one_that_is_killed_and_started_again",
             "e2e/test_server_stopped.py::test_one_that_is_stopped_for_good",
         ),
     ),
     Fault(
-        "run killed: its child processes, also stopped ones and those in other sessions",
-        "end with it",
+        "The run is killed, and some of its child processes are stopped or in other sessions.",
+        "All child processes end with the run.",
         (
             "e2e/test_faults.py::test_a_killed_run_leaves_no_process_behind",
             "unit/rewards/test_pool_attacks.py::test_stopped_servers_do_not_outlive_a_killed_run",
@@ -229,8 +230,8 @@ FAULTS = (
         ),
     ),
     Fault(
-        "reward server killed or suspended; its keeper killed",
-        "replaced; exit 3 with the state saved",
+        "The reward server is killed or suspended, or its keeper is killed.",
+        "The server is replaced. Without its keeper, the run ends with exit code 3 and the state saved.",
         (
             "e2e/test_faults.py::test_a_reward_that_kills_its_server_costs_one_rollout",
             "e2e/test_faults.py::test_a_killed_reward_server_stops_the_run_with_its_state_saved",
@@ -238,16 +239,17 @@ FAULTS = (
         ),
     ),
     Fault(
-        "SIGSTOP for a while, clocks set",
-        "continues",
+        "A process is suspended with SIGSTOP for a while, or a clock is set.",
+        "The run continues.",
         (
             "e2e/test_signals.py::test_stopped_for_a_while",
             "e2e/test_split_faults.py::test_clocks_that_are_set_do_not_matter",
         ),
     ),
     Fault(
-        "SIGINT, SIGTERM, SIGHUP, twice, closed stdout",
-        "saves; exit 130 or 143; the next command continues",
+        "The run receives SIGINT, SIGTERM or SIGHUP, once or twice, or its stdout is closed.",
+        "The first signal saves and ends the run with exit code 130 or 143, the second ends it immediately, and "
+        "`--resume` continues. A closed stdout does not end the run.",
         (
             "e2e/test_stopping.py::test_a_signal_saves_and_the_next_command_continues",
             "e2e/test_stopping.py::test_a_second_signal_ends_it_at_once",
@@ -256,8 +258,8 @@ FAULTS = (
         ),
     ),
     Fault(
-        "disk full, read-only, failing, folder removed",
-        "exit 4; continues once there is room",
+        "The disk is full, read-only or failing, or the folder is removed.",
+        "The run ends with exit code 4, and can be resumed when the disk works again.",
         (
             "e2e/test_storage.py::test_a_disk_that_fills_up",
             "e2e/test_storage.py::test_a_read_only_disk",
@@ -266,16 +268,16 @@ FAULTS = (
         ),
     ),
     Fault(
-        "resume with other data, model or settings",
-        "exit 2",
+        "A run is resumed with other data, another model or other settings.",
+        "The command ends with exit code 2.",
         (
             "e2e/test_stopping.py::test_changed_data_cannot_be_continued",
             "e2e/test_stopping.py::test_a_changed_model_cannot_be_continued",
         ),
     ),
     Fault(
-        "NaN or infinity in gradients or weights",
-        "step skipped; exit 3 after several",
+        "Gradients or weights contain NaN or infinity.",
+        "The optimizer step is skipped. After several such steps the run ends with exit code 3.",
         (
             "e2e/test_faults.py::test_one_bad_gradient_is_skipped_and_counted",
             "e2e/test_faults.py::test_gradients_that_are_no_numbers_stop_the_run_with_its_state_saved",
@@ -283,8 +285,8 @@ FAULTS = (
         ),
     ),
     Fault(
-        "rewards that fail, hang, fork, flood or return nonsense",
-        "rollout excluded and counted",
+        "A reward fails, hangs, forks, prints without end or returns an invalid value.",
+        "The rollout is excluded and counted.",
         (
             "unit/rewards/test_pool.py::test_a_failing_reward_is_an_error_for_its_job_alone",
             "unit/rewards/test_pool.py::test_a_flood_of_output_goes_nowhere",
@@ -292,8 +294,8 @@ FAULTS = (
         ),
     ),
     Fault(
-        "server that refuses, is slow or busy, resets, or answers with HTML, wrong ids or log-probs",
-        "retried; otherwise the run ends and names the server",
+        "A server refuses or resets connections, is slow or busy, or answers with HTML, wrong ids or log-probs.",
+        "The request is sent again, or the run ends and the message names the server.",
         (
             "unit/rollout/test_http.py::test_an_answer_that_no_sampler_gives_ends_it_and_names_the_server",
             "unit/rollout/test_http.py::test_a_busy_server_is_asked_later",
@@ -301,21 +303,21 @@ FAULTS = (
         ),
     ),
     Fault(
-        "answers in another order",
-        "assigned by id",
+        "Answers arrive in another order than the requests.",
+        "They are assigned to the requests by id.",
         ("unit/rollout/test_http.py::test_answers_go_to_whom_they_belong_in_any_order",),
     ),
     Fault(
-        "weight sync cut at each tensor, or two at once",
-        "old version stays in service",
+        "A weight sync is cut off at any tensor, or two weight syncs run at the same time.",
+        "An incomplete version changes nothing, and syncs run one after the other.",
         (
             "unit/server/test_weight_sync.py::test_a_file_that_is_cut_or_changed_at_any_tensor_changes_nothing",
             "unit/server/test_weight_sync.py::test_syncs_that_race_are_taken_up_one_after_the_other",
         ),
     ),
     Fault(
-        "HOME unset, LANG=C, umask 077, hostile prompts",
-        "runs as usual",
+        "HOME is unset, LANG is C, the umask is 077, or prompts contain control characters and markup.",
+        "The run works as usual.",
         (
             "e2e/test_surroundings.py::test_a_bare_environment",
             "e2e/test_surroundings.py::test_hostile_prompts",
@@ -323,8 +325,8 @@ FAULTS = (
         ),
     ),
     Fault(
-        "rows that are not JSON, not UTF-8, nested, too large, without columns",
-        "excluded with file and line; exit 2 if none is left",
+        "Rows of a data set are not JSON, not UTF-8, deeply nested, too large or without columns.",
+        "The rows are excluded and named with file and line. If no row is left, the exit code is 2.",
         (
             "unit/envs/test_datasets.py::test_a_bad_row_is_set_aside_and_named",
             "unit/config/test_arbitrary_input.py::test_rows_of_a_data_set",
@@ -332,8 +334,8 @@ FAULTS = (
         ),
     ),
     Fault(
-        "a wait without an end",
-        "deadline; the stacks of all threads in logs/",
+        "A wait would not end.",
+        "The run ends at the deadline, and the stacks of all threads are in `logs/`.",
         (
             "e2e/test_faults.py::test_a_wait_past_the_deadline_stops_the_run",
             "e2e/test_deadline.py::test_a_hanging_device_ends_the_run",
@@ -360,26 +362,26 @@ def page() -> str:
         "<!-- Written by benchmarks/reliability.py. Do not edit. -->",
         "# Reliability",
         "",
-        "What Shoal promises when processes die, disks fail and input is hostile, with the test of each promise. Run",
-        "them yourself:",
+        "This page lists what Shoal promises when processes are killed, disks fail or input is hostile, with the tests",
+        "of each promise. To run the tests and the measurements yourself:",
         "",
         "```bash",
         "make faults                                   # kills at every stage of a run, servers that stop",
-        ".venv/bin/python benchmarks/kills.py kills.json   # the campaign of the figures below",
+        ".venv/bin/python benchmarks/kills.py kills.json   # the kills of the table",
         "```",
         "",
         "## Promises",
         "",
-        "| Promise | Condition | Tests | Figure |",
+        "| Promise | Condition | Tests | Measured result |",
         "|---|---|---|---|",
         *(
             f"| {promise.text} | {promise.condition} | {'<br>'.join(map(link, promise.tests))} | {promise.figure} |"
             for promise in promises()
         ),
         "",
-        f"Kills: {machine['date']}, {machine['cores']} cores, torch {machine['torch']}, seed {found['seed']}",
-        "([kills.json](../benchmarks/results/kills.json)). Tests show the promises without a figure. What",
-        "isolated rewards guarantee is in [SECURITY.md](../SECURITY.md).",
+        f"The kills were made on {machine['date']} with {machine['cores']} cores, torch {machine['torch']} and seed "
+        f"{found['seed']} ([kills.json](../benchmarks/results/kills.json)). Promises without a measured result are",
+        "shown by their tests. [SECURITY.md](../SECURITY.md) describes what isolated rewards guarantee.",
         "",
         "## Faults",
         "",
@@ -388,6 +390,8 @@ def page() -> str:
         *(f"| {fault.text} | {fault.outcome} | {'<br>'.join(map(link, fault.tests))} |" for fault in FAULTS),
         "",
         "## Not measured",
+        "",
+        "These cases have not been run:",
         "",
         *(f"- {text}" for text in UNPROVEN),
         "",

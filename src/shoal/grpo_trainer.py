@@ -64,11 +64,11 @@ class GRPOTrainer:
             Any, Key("train.model", "a name, or a transformers model that is trained in place", composed=True)
         ],
         train_dataset: Annotated[
-            Items, Key("orch.env", "items with `get_reward`, rows, or a `datasets.Dataset`", composed=True)
+            Items, Key("orch.env", "items with `get_reward`, a list of rows, or a `datasets.Dataset`", composed=True)
         ],
         reward_funcs: Annotated[
             RewardFunction | Sequence[RewardFunction] | None,
-            Key(note="run in the reward workers. Default: `get_reward` of the items"),
+            Key(note="the functions run in the reward workers; the default is `get_reward` of the items"),
         ] = None,
         eval_dataset: Annotated[
             Items | None, Key("orch.eval.num_examples", "its rows are the held-out prompts", composed=True)
@@ -76,14 +76,19 @@ class GRPOTrainer:
         eval_steps: Annotated[int | None, Key("orch.eval.interval", composed=True)] = None,
         *,
         num_steps: Annotated[int, Key("train.max_steps", composed=True)] = DEFAULT_STEPS,
-        num_epochs: Annotated[int | None, Key("train.epochs", "instead of num_steps", composed=True)] = None,
+        num_epochs: Annotated[int | None, Key("train.epochs", "use it instead of num_steps", composed=True)] = None,
         group_size: Annotated[int, Key("orch.rollouts_per_example")] = 4,
         batch_size: Annotated[
-            int, Key("orch.batch_size", "prompts per process × group_size × processes", composed=True)
+            int,
+            Key(
+                "orch.batch_size",
+                "the value is batch_size (prompts per process) × group_size × processes",
+                composed=True,
+            ),
         ] = 1,
         ppo_steps: Annotated[int, Key("train.ppo_epochs")] = 1,
         clip_eps: Annotated[float, Key("train.loss.clip_low", "clip_high has the same value")] = 0.2,
-        kl_penalty: Annotated[float, Key("train.loss.kl.beta", "k3")] = 0.0,
+        kl_penalty: Annotated[float, Key("train.loss.kl.beta", "the estimator is k3")] = 0.0,
         sampling_temperature: Annotated[float, Key("orch.sampling.temperature")] = 0.7,
         max_new_tokens: Annotated[int, Key("orch.sampling.max_tokens")] = 256,
         max_seq_len: Annotated[int, Key("train.sequence_len")] = 2048,
@@ -97,7 +102,7 @@ class GRPOTrainer:
         ] = None,
         lr_scheduler: Annotated[
             str | Mapping[str, Any] | None,
-            Key(tuple(SCHEDULER_KEYS.values()), "a word, or a dictionary of these", composed=True),
+            Key(tuple(SCHEDULER_KEYS.values()), "a name, or a dictionary with these settings", composed=True),
         ] = None,
         max_grad_norm: Annotated[float, Key("train.max_grad_norm")] = 1.0,
         output_dir: Annotated[str | Path, Key("train.output_dir")] = "./outputs",
@@ -127,19 +132,18 @@ class GRPOTrainer:
         lora_target_modules: Annotated[Sequence[str] | None, Key("train.lora_target_modules")] = None,
         adapter_path: Annotated[str | Path | None, Key("train.adapter_path")] = None,
         resume_from_checkpoint: Annotated[bool | str | None, Key("train.resume_from_checkpoint", composed=True)] = None,
-        reward_weights: Annotated[
-            Sequence[float] | None, Key(note="the weights of several reward functions, as `orch.reward.parts`")
-        ] = None,
+        reward_weights: Annotated[Sequence[float] | None, Key(note="the weights of several reward functions")] = None,
         tokenizer: Annotated[
-            Any, Key(note="the tokenizer of a model object. Default: the tokenizer the model was loaded with")
+            Any,
+            Key(note="the tokenizer of a model object; the default comes from the folder or hub id of the model"),
         ] = None,
         device: Annotated[str, Key("train.device")] = "auto",
         overrides: Annotated[Sequence[str], Key(note="any other key of the schema, as on the command line")] = (),
         args: Annotated[
             GRPOConfig | None, Key(note="TRL's configuration, with TRL's defaults, instead of the arguments above")
         ] = None,
-        processing_class: Annotated[Any, Key(note="with args: the tokenizer")] = None,
-        peft_config: Annotated[Any, Key(note="with args: a LoraConfig of PEFT")] = None,
+        processing_class: Annotated[Any, Key(note="the tokenizer; use it with args")] = None,
+        peft_config: Annotated[Any, Key(note="a LoraConfig of PEFT; use it with args")] = None,
         **unknown: Any,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "unknown")}

@@ -74,7 +74,7 @@ class WeightSyncConfig:
     # Steps. N > 1: sampling and training overlap within windows of N steps. 0: never sync.
     weight_sync_interval: Annotated[int, Key("orch.weight_sync_interval")] = 1
     # Steps between resumable checkpoints. 0: none.
-    dcp_save_interval: Annotated[int, Key("train.save_steps", "above 0, main resumes from log_path")] = 0
+    dcp_save_interval: Annotated[int, Key("train.save_steps", "with a value above 0, main resumes from log_path")] = 0
     weight_sync_timeout: Annotated[float, Key("orch.sync_deadline_s")] = 600.0  # seconds
     dcp_timeout: Annotated[float, Key("train.save_deadline_s")] = 600.0  # seconds
 
@@ -84,11 +84,12 @@ class WeightSyncConfig:
 class InfraConfig:
     # Default: chosen for the machine.
     training_shape_id: Annotated[
-        str | None, Key(("train.device", "train.gpus", "train.recipe"), "`shoal shapes` lists them", composed=True)
+        str | None,
+        Key(("train.device", "train.gpus", "train.recipe"), "`shoal shapes` lists the shapes", composed=True),
     ] = None
     # Set it to use a frozen reference with full fine-tuning.
     ref_training_shape_id: Annotated[
-        str | None, Key("train.reference", "frozen; with LoRA the base model is the reference", composed=True)
+        str | None, Key("train.reference", "a frozen copy; with LoRA the base model is the reference", composed=True)
     ] = None
     trainer_id: Annotated[str | None, Key(note="setup_infra attaches to the running trainer with this id")] = None
 
@@ -103,7 +104,7 @@ class DeployConfig:
     # Required.
     tokenizer_model: Annotated[str | None, Key(note="required; must agree with the tokenizer of base_model")] = None
     weight_sync_scope: Annotated[
-        WeightSyncScope, Key("infer.weights", "PER_DEPLOYMENT is own", convert=_owned_weights)
+        WeightSyncScope, Key("infer.weights", "PER_DEPLOYMENT sets `own`", convert=_owned_weights)
     ] = WeightSyncScope.PER_TRAINER
     deployment_id: Annotated[str | None, Key(note="setup_infra attaches to the running deployment with this id")] = None
 
@@ -219,28 +220,31 @@ class Config:
         str | Sequence[Any] | None,
         Key(
             ("orch.dataset.path", "orch.dataset.name"),
-            "a file or folder, a hub name, or rows in memory; a loop of your own needs none",
+            "a file or folder, a data set on the Hugging Face hub, or rows in memory; optional for a loop of your own",
             composed=True,
         ),
     ] = None
     deployment: DeployConfig = field(default_factory=DeployConfig)
     infra: InfraConfig = field(default_factory=InfraConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
-    lora_rank: Annotated[int, Key(("train.lora", "train.lora_rank"), "0 is full fine-tuning", composed=True)] = 0
+    lora_rank: Annotated[int, Key(("train.lora", "train.lora_rank"), "0 means full fine-tuning", composed=True)] = 0
     max_seq_len: Annotated[int | None, Key("train.sequence_len")] = None
     learning_rate: Annotated[float, Key("train.learning_rate")] = 1e-5
     kl_beta: Annotated[
-        float | None, Key("train.loss.kl.beta", "default with a reference: .001 for grpo and reinforce", composed=True)
+        float | None,
+        Key("train.loss.kl.beta", "with a reference, the default is .001 for grpo and reinforce", composed=True),
     ] = None
     completions_per_prompt: Annotated[int, Key("orch.rollouts_per_example")] = 4
     max_completion_tokens: Annotated[int, Key("orch.sampling.max_tokens")] = 1024
     temperature: Annotated[float, Key("orch.sampling.temperature")] = 1.0
     epochs: Annotated[int, Key("train.epochs")] = 1
     max_rows: Annotated[int | None, Key("orch.dataset.max_rows", composed=True)] = 100
-    prompt_groups_per_step: Annotated[int, Key("orch.batch_size", "× completions_per_prompt", composed=True)] = 1
+    prompt_groups_per_step: Annotated[
+        int, Key("orch.batch_size", "the value is prompt_groups_per_step × completions_per_prompt", composed=True)
+    ] = 1
     policy_loss: Annotated[PolicyLossName, Key("train.loss.type")] = "grpo"
-    eps_clip: Annotated[float, Key("train.loss.clip_low", "grpo and dapo", composed=True)] = 0.2
-    eps_clip_high: Annotated[float | None, Key("train.loss.clip_high", "grpo and dapo", composed=True)] = None
+    eps_clip: Annotated[float, Key("train.loss.clip_low", "only for grpo and dapo", composed=True)] = 0.2
+    eps_clip_high: Annotated[float | None, Key("train.loss.clip_high", "only for grpo and dapo", composed=True)] = None
     ratio_log_cap: Annotated[float, Key("train.loss.ratio_log_cap", composed=True)] = 20.0
     ppo_n_minibatches: Annotated[int, Key("train.minibatches")] = 1
     tis: Annotated[TISConfig | None, Key("train.loss.correction.type", "None disables it", composed=True)] = field(
@@ -388,6 +392,6 @@ def _shapes(to: Translation, config: Config) -> None:
 def _layout(to: Translation, argument: str, name: str | None) -> Layout | None:
     if name is not None and name not in LAYOUTS:
         near = difflib.get_close_matches(name, LAYOUTS, n=1)
-        hint = f"did you mean {near[0]}?" if near else "`shoal shapes` lists them"
+        hint = f"did you mean {near[0]}?" if near else "`shoal shapes` lists the shapes"
         to.refuse(argument, f"there is no shape {name!r}", hint)
     return LAYOUTS.get(name) if name is not None else None

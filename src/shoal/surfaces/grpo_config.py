@@ -17,11 +17,11 @@ from shoal.surfaces.trainer import OPTIMIZER_KEYS
 class GRPOConfig:
     """The `args` of `GRPOTrainer(model, args=GRPOConfig(…), …)`: TRL's names and defaults."""
 
-    output_dir: Annotated[Any, Key("train.output_dir", "default: trainer_output", composed=True)] = None
+    output_dir: Annotated[Any, Key("train.output_dir", "the default is trainer_output", composed=True)] = None
     learning_rate: Annotated[float, Key("train.learning_rate")] = 1e-06
     model_init_kwargs: Annotated[
         dict[str, Any] | None,
-        Key("train.recipe", "dtype float32 or bfloat16; for other options pass a model object", composed=True),
+        Key("train.recipe", "dtype may be float32 or bfloat16; for other options pass a model object", composed=True),
     ] = None
     trust_remote_code: Annotated[bool, Key(note="Shoal does not run code from model repositories", refused=True)] = (
         False
@@ -32,15 +32,17 @@ class GRPOConfig:
     remove_unused_columns: Annotated[bool | None, Key(note="reward functions always get all columns")] = False
     num_generations: Annotated[int | None, Key("orch.rollouts_per_example")] = 8
     num_generations_eval: Annotated[
-        int | None, Key("orch.eval.rollouts_per_example", "default: num_generations", composed=True)
+        int | None, Key("orch.eval.rollouts_per_example", "the default is num_generations", composed=True)
     ] = None
     max_completion_length: Annotated[int | None, Key("orch.sampling.max_tokens")] = 512
     ds3_gather_for_generation: Annotated[bool, Key(note="the trained weights are used for sampling")] = True
     shuffle_dataset: Annotated[bool | None, Key(note="prompts are always shuffled with the seed", refused=True)] = True
     pad_to_multiple_of: Annotated[Any, Key(note="sequences are packed, not padded")] = "auto"
-    generation_batch_size: Annotated[int | None, Key("orch.batch_size", "rollouts per step", composed=True)] = None
+    generation_batch_size: Annotated[
+        int | None, Key("orch.batch_size", "counts the rollouts of a step", composed=True)
+    ] = None
     steps_per_generation: Annotated[
-        int | None, Key("train.minibatches", "divided by gradient_accumulation_steps", composed=True)
+        int | None, Key("train.minibatches", "the value is divided by gradient_accumulation_steps", composed=True)
     ] = None
     temperature: Annotated[float, Key("orch.sampling.temperature")] = 1.0
     top_p: Annotated[float, Key("orch.sampling.top_p")] = 1.0
@@ -48,7 +50,11 @@ class GRPOConfig:
     min_p: Annotated[float | None, Key("orch.sampling.min_p")] = None
     generation_kwargs: Annotated[
         dict[str, Any] | None,
-        Key(("orch.sampling.min_tokens", "orch.sampling.stop"), "and the other keys of `orch.sampling`", composed=True),
+        Key(
+            ("orch.sampling.min_tokens", "orch.sampling.stop"),
+            "the other keys of `orch.sampling` are allowed too",
+            composed=True,
+        ),
     ] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Key("orch.sampling.chat_template_kwargs")] = None
     repetition_penalty: Annotated[float, Key(note="it would bias the ratios", refused=True)] = 1.0
@@ -57,11 +63,13 @@ class GRPOConfig:
     vllm_mode: Annotated[
         str,
         Key(
-            "infer.in_process", "colocate; for a server, start the run with `shoal grpo --layout split`", composed=True
+            "infer.in_process",
+            "use colocate; for a server, start the run with `shoal grpo --layout split`",
+            composed=True,
         ),
     ] = "colocate"
-    vllm_model_impl: Annotated[str, Key("infer.engine_args", "`model_impl`", composed=True)] = "vllm"
-    vllm_enable_sleep_mode: Annotated[bool, Key("infer.engine_args", "`enable_sleep_mode`", composed=True)] = False
+    vllm_model_impl: Annotated[str, Key("infer.engine_args", "sets `model_impl`", composed=True)] = "vllm"
+    vllm_enable_sleep_mode: Annotated[bool, Key("infer.engine_args", "sets `enable_sleep_mode`", composed=True)] = False
     vllm_structured_outputs_regex: Annotated[
         str | None, Key(note="guided decoding would bias the ratios", refused=True)
     ] = None
@@ -71,18 +79,18 @@ class GRPOConfig:
     vllm_server_timeout: Annotated[float, Key(note="only for vllm_mode server")] = 240.0
     vllm_group_port: Annotated[int, Key(note="only for vllm_mode server")] = 51216
     vllm_gpu_memory_utilization: Annotated[
-        float, Key("infer.gpu_memory_utilization", "with use_vllm", composed=True)
+        float, Key("infer.gpu_memory_utilization", "only with use_vllm", composed=True)
     ] = 0.3
     vllm_max_model_length: Annotated[
         int | None,
-        Key("train.sequence_len", "default: 2048, or twice max_completion_length if that is longer", composed=True),
+        Key("train.sequence_len", "the default is 2048, or twice max_completion_length if that is more", composed=True),
     ] = None
-    vllm_tensor_parallel_size: Annotated[int, Key("infer.tp", "with use_vllm", composed=True)] = 1
+    vllm_tensor_parallel_size: Annotated[int, Key("infer.tp", "only with use_vllm", composed=True)] = 1
     beta: Annotated[
         float,
         Key(
             ("train.loss.kl.beta", "train.loss.kl.estimator"),
-            "estimator k3-unbiased, or k3 with use_bias_correction_kl=False",
+            "the estimator is k3-unbiased, or k3 with use_bias_correction_kl=False",
             composed=True,
         ),
     ] = 0.0
@@ -92,7 +100,7 @@ class GRPOConfig:
         float | None,
         Key(
             "train.loss.dual_clip",
-            "the same if delta >= 1 + epsilon_high; not with importance_sampling_level sequence",
+            "must be at least 1 + epsilon_high; not supported with importance_sampling_level sequence",
             composed=True,
         ),
     ] = None
@@ -100,13 +108,13 @@ class GRPOConfig:
         float | None,
         Key(
             ("train.loss.clip_high", "train.loss.ratio_high"),
-            "default: epsilon. With cispo it is the largest ratio itself (`ratio_high`), and must be at least 1: "
-            "TRL's default of .2 would scale every token by at most .2",
+            "the default is epsilon. With cispo, epsilon_high is the largest ratio (`ratio_high`) and must be at least "
+            "1, because TRL's default of .2 would scale every token by at most .2",
             composed=True,
         ),
     ] = None
-    sapo_temperature_neg: Annotated[float, Key("train.loss.tau_neg", "with sapo", composed=True)] = 1.05
-    sapo_temperature_pos: Annotated[float, Key("train.loss.tau_pos", "with sapo", composed=True)] = 1.0
+    sapo_temperature_neg: Annotated[float, Key("train.loss.tau_neg", "only for loss_type sapo", composed=True)] = 1.05
+    sapo_temperature_pos: Annotated[float, Key("train.loss.tau_pos", "only for loss_type sapo", composed=True)] = 1.0
     vespo_k_pos: Annotated[float, Key(note="only for loss_type vespo, which is not translated")] = 2.0
     vespo_lambda_pos: Annotated[float, Key(note="only for loss_type vespo, which is not translated")] = 3.0
     vespo_k_neg: Annotated[float, Key(note="only for loss_type vespo, which is not translated")] = 3.0
@@ -115,13 +123,13 @@ class GRPOConfig:
         str,
         Key(
             "train.loss.type",
-            "sequence is `gspo`, with epsilon and the aggregation of loss_type: equal value and gradient for "
-            "grpo, bnpo, dr_grpo and dapo; not supported with cispo, sapo, delta, or beta with "
+            "sequence selects the loss `gspo` with epsilon and the aggregation of loss_type. Value and gradient equal "
+            "TRL's for grpo, bnpo, dr_grpo and dapo. It is not supported with cispo, sapo, delta, or beta with "
             "use_bias_correction_kl",
             composed=True,
         ),
     ] = "token"
-    reward_weights: Annotated[list[float] | None, Key(note="weights of reward_funcs", composed=True)] = None
+    reward_weights: Annotated[list[float] | None, Key(note="the weights of reward_funcs", composed=True)] = None
     multi_objective_aggregation: Annotated[
         str,
         Key(
@@ -131,19 +139,25 @@ class GRPOConfig:
     ] = "sum_then_normalize"
     scale_rewards: Annotated[
         Any,
-        Key("orch.advantage.std", "group, batch or none (True and False too); eps is 1e-4 as in TRL", composed=True),
+        Key(
+            "orch.advantage.std",
+            "`group`, `batch` or `none`; True is `group`, False is `none`; eps is 1e-4 as in TRL",
+            composed=True,
+        ),
     ] = "group"
     loss_type: Annotated[
         str,
         Key(
             ("train.loss.type", "train.loss.aggregation"),
-            "grpo: seq-mean-token-mean; bnpo and dapo: token-mean over the step (bnpo in TRL: per micro-batch); "
-            "dr_grpo: seq-mean-token-sum-norm; cispo: token-mean; sapo: seq-mean-token-mean, where Shoal's own "
-            "default is token-mean; luspo is not supported; for vespo use overrides=['train.loss.type=vespo']",
+            "the aggregation is seq-mean-token-mean for grpo and sapo, token-mean for bnpo, dapo and cispo, and "
+            "seq-mean-token-sum-norm for dr_grpo. For bnpo the mean covers the step, in TRL a micro-batch. luspo is "
+            "not supported. For vespo use overrides=['train.loss.type=vespo']",
             composed=True,
         ),
     ] = "dapo"
-    mask_truncated_completions: Annotated[bool, Key("orch.truncated.type", "mask", composed=True)] = False
+    mask_truncated_completions: Annotated[bool, Key("orch.truncated.type", "sets the type `mask`", composed=True)] = (
+        False
+    )
     sync_ref_model: Annotated[bool, Key(note="the reference is always the initial model", refused=True)] = False
     ref_model_mixup_alpha: Annotated[float, Key(note="only for sync_ref_model, which is not supported")] = 0.6
     ref_model_sync_steps: Annotated[int, Key(note="only for sync_ref_model, which is not supported")] = 512
@@ -162,30 +176,32 @@ class GRPOConfig:
         int | None, Key(note="use an environment with tools; its `max_turns` is the limit", refused=True)
     ] = None
     vllm_importance_sampling_correction: Annotated[
-        bool, Key("train.loss.correction.type", "with use_vllm", composed=True)
+        bool, Key("train.loss.correction.type", "only with use_vllm", composed=True)
     ] = True
     vllm_importance_sampling_mode: Annotated[
         str,
         Key(
             "train.loss.correction.type",
-            "token_truncate: tis; token_mask: icepop. sequence_mask and sequence_truncate use the product of the "
-            "ratios over a completion, which Shoal does not have: icepop or tis per token stand for them, with a "
+            "token_truncate is `tis`, and token_mask is `icepop`. Shoal does not support the product of the ratios "
+            "over a completion: sequence_mask is applied as `icepop` per token, and sequence_truncate as `tis`, with a "
             "notice",
             composed=True,
         ),
     ] = "sequence_mask"
     vllm_importance_sampling_clip_max: Annotated[float | None, Key("train.loss.correction.cap", composed=True)] = 3.0
     vllm_importance_sampling_clip_min: Annotated[
-        float | None, Key("train.loss.correction.floor", "token_mask only", composed=True)
+        float | None, Key("train.loss.correction.floor", "only for token_mask", composed=True)
     ] = None
     off_policy_mask_threshold: Annotated[
         float | None, Key(note="the loss `masked` drops off-policy tokens and rollouts by another rule", refused=True)
     ] = None
-    use_bias_correction_kl: Annotated[bool, Key("train.loss.kl.estimator", "True is k3-unbiased", composed=True)] = True
+    use_bias_correction_kl: Annotated[
+        bool, Key("train.loss.kl.estimator", "True is `k3-unbiased`, False is `k3`", composed=True)
+    ] = True
     log_completions: Annotated[bool, Key("train.show_completions", composed=True)] = False
-    log_multimodal: Annotated[bool, Key(note="text only")] = True
+    log_multimodal: Annotated[bool, Key(note="Shoal supports text only")] = True
     num_completions_to_print: Annotated[int | None, Key("train.show_completions", composed=True)] = None
-    log_unique_prompts: Annotated[bool, Key(note="rollouts/ has all prompts and completions")] = False
+    log_unique_prompts: Annotated[bool, Key(note="rollouts/ contains all prompts and completions")] = False
     log_completions_hub_repo: Annotated[str | None, Key(note="nothing is uploaded", refused=True)] = None
     use_transformers_continuous_batching: Annotated[bool, Key(note="the engine always batches continuously")] = False
     transformers_continuous_batching_config: Annotated[
@@ -199,16 +215,20 @@ class GRPOConfig:
     per_device_train_batch_size: Annotated[
         int,
         Key(
-            "orch.batch_size", "rollouts per process and micro-batch; rows are packed by the memory plan", composed=True
+            "orch.batch_size",
+            "counts the rollouts of a process and micro-batch; the memory plan sets the micro-batch in Shoal",
+            composed=True,
         ),
     ] = 8
-    num_train_epochs: Annotated[float, Key("train.epochs", "a whole number, without max_steps", composed=True)] = 3.0
+    num_train_epochs: Annotated[
+        float, Key("train.epochs", "must be a whole number; not used with max_steps", composed=True)
+    ] = 3.0
     max_steps: Annotated[
         int,
         Key(
             "train.max_steps",
-            "optimizer updates in TRL; a step of Shoal has num_iterations × steps_per_generation / "
-            "gradient_accumulation_steps of them",
+            "counts optimizer updates in TRL; a step of Shoal has num_iterations × steps_per_generation / "
+            "gradient_accumulation_steps updates",
             composed=True,
         ),
     ] = -1
@@ -216,30 +236,36 @@ class GRPOConfig:
         str,
         Key(
             "train.lr_scheduler_type",
-            "linear, cosine, constant, constant_with_warmup, cosine_with_min_lr",
+            "linear, cosine, constant, constant_with_warmup and cosine_with_min_lr are supported",
             composed=True,
         ),
     ] = "linear"
     lr_scheduler_kwargs: Annotated[
-        dict[str, Any] | None, Key("train.final_lr_fraction", "min_lr_rate", composed=True)
+        dict[str, Any] | None, Key("train.final_lr_fraction", "min_lr and min_lr_rate are supported", composed=True)
     ] = None
     warmup_steps: Annotated[
-        float, Key(("train.warmup_steps", "train.warmup_ratio"), "below 1 it is a share of the steps", composed=True)
+        float,
+        Key(("train.warmup_steps", "train.warmup_ratio"), "a value below 1 is a share of the steps", composed=True),
     ] = 0
     optim: Annotated[
-        str, Key("train.optimizer", "adamw_torch, adamw_torch_fused, adamw_8bit, adamw_bnb_8bit", composed=True)
+        str,
+        Key(
+            "train.optimizer",
+            "adamw_torch, adamw_torch_fused, adamw_8bit and adamw_bnb_8bit are supported",
+            composed=True,
+        ),
     ] = "adamw_torch_fused"
     optim_args: Annotated[Any, Key(note="adam_beta1, adam_beta2 and adam_epsilon are fields", refused=True)] = None
     weight_decay: Annotated[float, Key("train.weight_decay")] = 0.0
     adam_beta1: Annotated[float, Key("train.adam_beta1")] = 0.9
     adam_beta2: Annotated[float, Key("train.adam_beta2")] = 0.999
     adam_epsilon: Annotated[float, Key("train.adam_epsilon")] = 1e-08
-    optim_target_modules: Annotated[Any, Key(note="no GaLore", refused=True)] = None
+    optim_target_modules: Annotated[Any, Key(note="GaLore is not supported", refused=True)] = None
     gradient_accumulation_steps: Annotated[
         int,
         Key(
             "orch.batch_size",
-            "factor of the rollouts per update; the split into micro-batches does not change gradients",
+            "multiplies the rollouts of an update; the split into micro-batches does not change gradients",
             composed=True,
         ),
     ] = 1
@@ -247,14 +273,16 @@ class GRPOConfig:
         bool, Key(note="denominators always cover the whole step on all processes")
     ] = True
     max_grad_norm: Annotated[float, Key("train.max_grad_norm")] = 1.0
-    label_smoothing_factor: Annotated[float, Key(note="for supervised training only", refused=True)] = 0.0
-    bf16: Annotated[bool | None, Key("train.recipe", "default: bf16 on a GPU, fp32 on a CPU", composed=True)] = None
+    label_smoothing_factor: Annotated[float, Key(note="only for supervised training", refused=True)] = 0.0
+    bf16: Annotated[
+        bool | None, Key("train.recipe", "the default is bf16 on a GPU and fp32 on a CPU", composed=True)
+    ] = None
     fp16: Annotated[bool, Key(note="use bf16 or fp32", refused=True)] = False
     bf16_full_eval: Annotated[bool, Key(note="evaluation uses the precision of training")] = False
     fp16_full_eval: Annotated[bool, Key(note="evaluation uses the precision of training")] = False
     tf32: Annotated[Any, Key(note="`train.recipe` sets the precision")] = None
     gradient_checkpointing: Annotated[
-        bool, Key("train.recompute", "True lets the memory plan decide (same results)", composed=True)
+        bool, Key("train.recompute", "with True, the memory plan chooses; the results are the same", composed=True)
     ] = True
     gradient_checkpointing_kwargs: Annotated[Any, Key(note="no counterpart")] = None
     torch_compile: Annotated[bool, Key(note="decoding uses CUDA graphs")] = False
@@ -269,16 +297,23 @@ class GRPOConfig:
     ] = None
     torch_empty_cache_steps: Annotated[int | None, Key(note="no counterpart")] = None
     auto_find_batch_size: Annotated[bool, Key(note="the memory plan measures the sizes", refused=True)] = False
-    logging_strategy: Annotated[str, Key(note="`logging_steps` sets the console; files have every step")] = "steps"
+    logging_strategy: Annotated[
+        str, Key(note="`logging_steps` sets the steps between console lines; the files contain every step")
+    ] = "steps"
     logging_steps: Annotated[
-        float, Key("train.logging_steps", "steps between console lines; files have every step", composed=True)
+        float,
+        Key(
+            "train.logging_steps", "counts the steps between console lines; the files contain every step", composed=True
+        ),
     ] = 10
     logging_first_step: Annotated[bool, Key(note="the first step is always printed")] = False
     log_on_each_node: Annotated[bool, Key(note="only the main process writes")] = True
     logging_nan_inf_filter: Annotated[bool, Key(note="non-finite steps are skipped, counted and shown")] = True
-    include_num_input_tokens_seen: Annotated[str, Key(note="`tokens/prompt`, `tokens/completion` are metrics")] = "no"
-    log_level: Annotated[str, Key(note="the run directory has it: logs/")] = "passive"
-    log_level_replica: Annotated[str, Key(note="the run directory has it: logs/")] = "warning"
+    include_num_input_tokens_seen: Annotated[str, Key(note="`tokens/prompt` and `tokens/completion` are metrics")] = (
+        "no"
+    )
+    log_level: Annotated[str, Key(note="the log is in logs/ of the run directory")] = "passive"
+    log_level_replica: Annotated[str, Key(note="the log is in logs/ of the run directory")] = "warning"
     disable_tqdm: Annotated[Any, Key(note="the output is plain lines if it is not a terminal")] = None
     report_to: Annotated[Any, Key("train.report_to")] = "none"
     run_name: Annotated[Any, Key("train.report_name")] = None
@@ -287,11 +322,16 @@ class GRPOConfig:
     trackio_bucket_id: Annotated[Any, Key(note="no counterpart")] = None
     trackio_static_space_id: Annotated[Any, Key(note="no counterpart")] = None
     eval_strategy: Annotated[
-        str, Key("orch.eval.interval", "steps or epoch; the last step is always evaluated", composed=True)
+        str,
+        Key(
+            "orch.eval.interval",
+            "steps, epoch or no; with steps and epoch the last step is always evaluated",
+            composed=True,
+        ),
     ] = "no"
-    eval_steps: Annotated[Any, Key("orch.eval.interval", "default: logging_steps", composed=True)] = None
+    eval_steps: Annotated[Any, Key("orch.eval.interval", "the default is logging_steps", composed=True)] = None
     eval_delay: Annotated[int, Key(note="evaluations follow eval_steps", refused=True)] = 0
-    per_device_eval_batch_size: Annotated[int, Key(note="the engine batches by its memory")] = 8
+    per_device_eval_batch_size: Annotated[int, Key(note="the engine chooses its batches by the available memory")] = 8
     prediction_loss_only: Annotated[bool, Key(note="evaluation measures rewards")] = False
     eval_on_start: Annotated[bool, Key("orch.eval.at_start", composed=True)] = False
     eval_do_concat_batches: Annotated[bool, Key(note="no counterpart")] = True
@@ -299,13 +339,13 @@ class GRPOConfig:
     eval_accumulation_steps: Annotated[Any, Key(note="no counterpart")] = None
     include_for_metrics: Annotated[Any, Key(note="no counterpart")] = None
     batch_eval_metrics: Annotated[bool, Key(note="no counterpart")] = False
-    save_only_model: Annotated[bool, Key(note="`final/` has only the weights")] = False
+    save_only_model: Annotated[bool, Key(note="`final/` contains only the weights")] = False
     save_strategy: Annotated[
-        str, Key(("train.save_steps", "train.save_epochs"), "steps, epoch or no", composed=True)
+        str, Key(("train.save_steps", "train.save_epochs"), "steps, epoch and no are supported", composed=True)
     ] = "steps"
     save_steps: Annotated[float, Key("train.save_steps", composed=True)] = 500
     save_on_each_node: Annotated[bool, Key(note="only the main process writes")] = False
-    save_total_limit: Annotated[Any, Key("train.save_total_limit", "None keeps all", composed=True)] = None
+    save_total_limit: Annotated[Any, Key("train.save_total_limit", "None keeps all checkpoints", composed=True)] = None
     enable_jit_checkpoint: Annotated[bool, Key(note="a checkpoint is always saved on SIGTERM")] = False
     push_to_hub: Annotated[bool, Key(note="nothing is uploaded; `final/` can be pushed", refused=True)] = False
     hub_token: Annotated[Any, Key(note="nothing is uploaded")] = None
@@ -315,7 +355,8 @@ class GRPOConfig:
     hub_always_push: Annotated[bool, Key(note="nothing is uploaded")] = False
     hub_revision: Annotated[Any, Key(note="nothing is uploaded")] = None
     load_best_model_at_end: Annotated[
-        bool, Key(note="`orch.eval.keep_best` keeps the best checkpoint; final/ has the last weights", refused=True)
+        bool,
+        Key(note="`orch.eval.keep_best` keeps the best checkpoint; final/ contains the last weights", refused=True),
     ] = False
     metric_for_best_model: Annotated[Any, Key(note="only for load_best_model_at_end")] = None
     greater_is_better: Annotated[Any, Key(note="only for load_best_model_at_end")] = None
@@ -324,33 +365,35 @@ class GRPOConfig:
     full_determinism: Annotated[bool, Key(note="synchronous training on a CPU in fp32 is bit-identical")] = False
     seed: Annotated[int, Key("train.seed")] = 42
     data_seed: Annotated[Any, Key(note="the order of prompts follows seed", refused=True)] = None
-    use_cpu: Annotated[bool, Key("train.device", "cpu", composed=True)] = False
+    use_cpu: Annotated[bool, Key("train.device", "True is `cpu`", composed=True)] = False
     accelerator_config: Annotated[Any, Key(note="`accelerate launch` starts the processes")] = None
-    parallelism_config: Annotated[Any, Key(note="data parallel only; `train.sharding` for FSDP", refused=True)] = None
+    parallelism_config: Annotated[
+        Any, Key(note="only data parallelism is supported; `train.sharding` sets FSDP", refused=True)
+    ] = None
     dataloader_drop_last: Annotated[bool, Key(note="the last batch of an epoch is filled from the next epoch")] = False
-    dataloader_num_workers: Annotated[int, Key(note="`orch.reward.workers` sets the processes for rewards")] = 0
+    dataloader_num_workers: Annotated[int, Key(note="`orch.reward.workers` sets the number of reward processes")] = 0
     dataloader_pin_memory: Annotated[bool, Key(note="no counterpart")] = True
     dataloader_persistent_workers: Annotated[bool, Key(note="no counterpart")] = False
     dataloader_prefetch_factor: Annotated[Any, Key(note="`orch.max_async_level` lets sampling run ahead")] = None
     dataloader_multiprocessing_context: Annotated[Any, Key(note="no counterpart")] = None
     dataloader_in_order: Annotated[bool, Key(note="groups enter training in prompt order")] = True
-    label_names: Annotated[Any, Key(note="for supervised training only")] = None
+    label_names: Annotated[Any, Key(note="only for supervised training")] = None
     train_sampling_strategy: Annotated[str, Key(note="rows are packed")] = "random"
     length_column_name: Annotated[str, Key(note="rows are packed")] = "length"
     ddp_find_unused_parameters: Annotated[Any, Key(note="gradients are summed once per step")] = None
     ddp_bucket_cap_mb: Annotated[Any, Key(note="gradients are summed once per step")] = None
     ddp_broadcast_buffers: Annotated[Any, Key(note="gradients are summed once per step")] = None
     ddp_static_graph: Annotated[Any, Key(note="gradients are summed once per step")] = None
-    ddp_backend: Annotated[Any, Key(note="nccl on GPUs, gloo on CPUs")] = None
+    ddp_backend: Annotated[Any, Key(note="the backend is nccl on GPUs and gloo on CPUs")] = None
     ddp_timeout: Annotated[int, Key(note="`orch.deadline_s` limits waits")] = 1800
     fsdp: Annotated[Any, Key(note="use overrides=['train.sharding=fsdp']", refused=True)] = None
     fsdp_config: Annotated[Any, Key(note="use overrides=['train.sharding=fsdp']", refused=True)] = None
     deepspeed: Annotated[Any, Key(note="use overrides=['train.sharding=fsdp']", refused=True)] = None
-    debug: Annotated[str, Key(note="the run directory has it: logs/")] = ""
+    debug: Annotated[str, Key(note="the log is in logs/ of the run directory")] = ""
     skip_memory_metrics: Annotated[bool, Key(note="no counterpart")] = True
-    do_train: Annotated[bool, Key(note="`.train()`")] = False
-    do_eval: Annotated[bool, Key(note="`.test()`")] = False
-    do_predict: Annotated[bool, Key(note="`.test()`")] = False
+    do_train: Annotated[bool, Key(note="call `.train()`")] = False
+    do_eval: Annotated[bool, Key(note="call `.test()`")] = False
+    do_predict: Annotated[bool, Key(note="call `.test()`")] = False
     resume_from_checkpoint: Annotated[Any, Key("train.resume_from_checkpoint", composed=True)] = None
     local_rank: Annotated[int, Key(note="the launcher sets it")] = -1
 

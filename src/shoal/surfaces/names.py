@@ -107,7 +107,7 @@ class KeyTable:
     title: str
     rows: tuple[KeyRow, ...]
     intro: str = ""
-    columns: tuple[str, str] = ("there", "in Shoal")
+    columns: tuple[str, str] = ("In {system}", "In Shoal")
 
 
 class Translation:

@@ -19,16 +19,18 @@ TRAINER = KeyTable(
     "TRL: arguments of `GRPOTrainer`",
     (
         KeyRow("from trl import GRPOTrainer", "`from shoal import GRPOTrainer`"),
-        KeyRow("from trl import GRPOConfig", "`from shoal import GRPOConfig`", "the same fields and defaults"),
-        KeyRow("model", "train.model", "`model=`: a name or a transformers model; a PEFT model as `adapter_path=`"),
-        KeyRow("reward_funcs", (), "`reward_funcs=`, the same functions; called once per group"),
-        KeyRow("args", "`args=GRPOConfig(…)`", "without it, Shoal's own arguments and defaults apply"),
-        KeyRow("train_dataset", "orch.env", "`train_dataset=`"),
-        KeyRow("eval_dataset", "orch.eval", "`eval_dataset=`, with `eval_strategy`"),
+        KeyRow("from trl import GRPOConfig", "`from shoal import GRPOConfig`", "has the same fields and defaults"),
+        KeyRow(
+            "model", "train.model", "pass a name or a transformers model as `model=`, and an adapter as `adapter_path=`"
+        ),
+        KeyRow("reward_funcs", (), "pass the same functions as `reward_funcs=`; they are called once per group"),
+        KeyRow("args", "`args=GRPOConfig(…)`", "without `args`, Shoal's own arguments and defaults apply"),
+        KeyRow("train_dataset", "orch.env", "pass it as `train_dataset=`"),
+        KeyRow("eval_dataset", "orch.eval", "pass it as `eval_dataset=`, with `eval_strategy`"),
         KeyRow(
             "processing_class",
             (),
-            "`processing_class=` with `args`, else `tokenizer=`. Default: the tokenizer of the model",
+            "`processing_class=` with `args`, otherwise `tokenizer=`; the default is the tokenizer of the model",
         ),
         KeyRow(
             "reward_processing_classes",
@@ -37,24 +39,33 @@ TRAINER = KeyTable(
             refused=True,
         ),
         KeyRow("callbacks", (), "read the files of the run directory", refused=True),
-        KeyRow("optimizers", (), "`optim` and `lr_scheduler_type`, or `optimizer=` and `lr_scheduler=`", refused=True),
+        KeyRow(
+            "optimizers",
+            (),
+            "use `optim` and `lr_scheduler_type` with `args`, otherwise `optimizer=` and `lr_scheduler=`",
+            refused=True,
+        ),
         KeyRow("quantization_config", ("train.qlora_bnb", "train.qlora_fp8", "train.qlora_fp4"), refused=True),
         KeyRow(
             "peft_config",
             ("train.lora", "train.lora_rank", "train.lora_alpha", "train.lora_dropout", "train.lora_target_modules"),
-            "`peft_config=LoraConfig(…)` with `args`, else `lora=True, lora_rank=…`; default: all linear layers",
+            "`peft_config=LoraConfig(…)` with `args`, otherwise `lora=True, lora_rank=…`; by default all linear layers "
+            "get adapters",
         ),
-        KeyRow("tools", "orch.env", "a multi-turn environment", refused=True),
-        KeyRow("rollout_func", "orch.env", "your own environment", refused=True),
-        KeyRow("environment_factory", "orch.env", "`module:function` of your own environment", refused=True),
+        KeyRow("tools", "orch.env", "write a multi-turn environment", refused=True),
+        KeyRow("rollout_func", "orch.env", "write your own environment", refused=True),
+        KeyRow("environment_factory", "orch.env", "name your own environment as `module:function`", refused=True),
     ),
 )
 
 FIELDS = KeyTable(
     "TRL: fields of `GRPOConfig`",
     rows_of(KEYS),
-    intro="With TRL's defaults. A field without a key has no effect on the result, and a notice says so if it is set.",
-    columns=("field", "schema key"),
+    intro=(
+        "All fields have TRL's defaults. A field without a key has no effect on the result. If such a field is set, a "
+        "notice reports this."
+    ),
+    columns=("Field", "Configuration key"),
 )
 
 OUTPUT_DIR = "trainer_output"

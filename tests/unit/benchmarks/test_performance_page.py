@@ -51,7 +51,7 @@ def test_without_results_everything_is_missing(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("rate", "verdict"), [(110_000.0, "below"), (120_000.0, "exceeded"), (130_000.0, "aim reached")]
+    ("rate", "verdict"), [(110_000.0, "below"), (120_000.0, "exceeded"), (130_000.0, "target reached")]
 )
 def test_a_goal_is_judged(tmp_path: Path, rate: float, verdict: str):
     save(tmp_path, "train.json", [train_row(rate)])
@@ -61,7 +61,7 @@ def test_a_goal_is_judged(tmp_path: Path, rate: float, verdict: str):
         "260,000 tok/s",
         f"{100 * rate / 260_000:.0f} %",
         "115,000 tok/s",
-        "50 %",
+        "50 % of the limit",
         verdict,
     ]
 
