@@ -21,7 +21,8 @@ NAME = re.compile(r"[a-z][a-z0-9-]{0,62}\Z")
 def scaffold(name: str, folder: Path) -> list[Path]:
     """Write the package and return its files. `my-env` is the folder, `my_env` the module, `MyEnv` the class."""
     if not NAME.match(name):
-        raise ConfigError(f"command line: {name!r}: a name has lower-case letters, digits and dashes, such as my-env")
+        what = "a name may contain only lower-case letters, digits and dashes, such as my-env"
+        raise ConfigError(f"command line: {name!r}: {what}")
     words = {"NAME": name, "MODULE": name.replace("-", "_"), "CLASS": "".join(p.capitalize() for p in name.split("-"))}
     if folder.exists():
         raise ConfigError(f"command line: {folder}: exists already; choose another name")

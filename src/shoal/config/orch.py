@@ -330,7 +330,7 @@ class OrchConfig(Section):
         AdvantageConfig, BeforeValidator(_function_section, json_schema_input_type=str | AdvantageConfig)
     ] = Field(default_factory=AdvantageConfig, description="How rewards become advantages, or module:function.")
     reward: Annotated[RewardConfig, BeforeValidator(_function_section, json_schema_input_type=str | RewardConfig)] = (
-        Field(default_factory=RewardConfig, description="How rewards are computed and scaled, or module:function.")
+        Field(default_factory=RewardConfig, description="Rewards and their scale, or the name of a reward function.")
     )
     truncated: Annotated[
         TruncatedConfig, BeforeValidator(_truncated_section, json_schema_input_type=str | TruncatedConfig)

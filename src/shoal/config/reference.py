@@ -31,9 +31,9 @@ resolved configuration. Files are YAML 1.2, so `2e-4` is a number. `${VAR}` is r
 Shoal reports unknown keys, contradictions, and keys without effect before it loads the model.
 
 Editors with a YAML language server complete and check the files of `shoal init` and `shoal envs new`. For another
-file, run `shoal schema > run.schema.json` and put `# yaml-language-server: $schema=run.schema.json` at its top
-(`shoal schema train`, `infer`, `orch` or `sft` for one section or a supervised run). `shoal --install-completion`
-installs completion for the current shell.
+YAML file, run `shoal schema > run.schema.json` and make `# yaml-language-server: $schema=run.schema.json` its first
+line. `shoal schema train` (or `infer`, `orch`, `sft`) prints the schema of one section or of a supervised run.
+`shoal --install-completion` installs completion for the current shell.
 
 This page is generated: `shoal config-reference > docs/configuration.md`.
 """

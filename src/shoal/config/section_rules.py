@@ -281,7 +281,7 @@ def check_uniform(orch: OrchConfig, std: str, findings: Findings) -> None:
         what = f"is {uniform}, but batch statistics keep zero-variance groups"
         findings.error("orch.groups.uniform", what, "remove it, or use group statistics in orch.advantage")
     if uniform == "keep" and std == "group" and mean != "group":
-        what = f"is keep, but with orch.advantage.mean {mean} zero-variance groups would be divided by zero"
+        what = f"is keep, but with orch.advantage.mean {mean} and std group a zero-variance group has the std 0"
         findings.error("orch.groups.uniform", what, "remove it, or set orch.advantage.std to batch or none")
 
 

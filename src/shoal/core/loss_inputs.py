@@ -36,7 +36,7 @@ class LossInputs:
     num_sequences: int
     reference_logprobs: Tensor | None = None  # [T]
     mismatch_from: MismatchSource = "old"
-    ratio_log_cap: float = LOG_RATIO_CAP  # the log of the policy's ratio is clamped to ± this
+    ratio_log_cap: float = LOG_RATIO_CAP  # largest absolute value of the log of the policy's ratio
     entropy: Tensor | None = None  # [T], of the policy; with gradient if the objective asks for it
     teacher_logprobs: Tensor | None = None  # [T]
     entropy_coef: Tensor | None = None  # [T], weight of the entropy bonus in this step

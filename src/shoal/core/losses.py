@@ -97,7 +97,7 @@ class Loss(Variant):
         default=0.0, description="Weight of a cross-entropy on the tokens that an environment adds between turns."
     )
     ratio_log_cap: float = Field(
-        default=LOG_RATIO_CAP, gt=0, le=LOG_RATIO_CAP, description="The log of the policy's ratio is clamped to ± this."
+        default=LOG_RATIO_CAP, gt=0, le=LOG_RATIO_CAP, description="Largest absolute value of the ratio's log."
     )
 
     @property

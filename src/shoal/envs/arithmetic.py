@@ -32,7 +32,7 @@ class Arithmetic(SingleTurn):
     def __init__(
         self,
         level: Annotated[
-            int, Field(ge=1, le=5, description="1 to 5: one, two, three digits; three operands; four operands")
+            int, Field(ge=1, le=5, description="Digits of two operands for 1 to 3; 4 has three operands, 5 has four")
         ] = 1,
         operations: Annotated[Operations, Field(description="any of `+ - *`, e.g. `+-`")] = "+",
         num_train: TrainSize = 5000,

@@ -167,7 +167,7 @@ def held_out(key: str) -> bool:
 def generated_tasks(draw: Draw, *, split: str, size: int, seed: int) -> TaskList:
     """Return `size` tasks of a split. `draw` returns (key, task) from a generator seeded by (seed, split, index)."""
     if split not in ("train", "eval"):
-        raise ConfigError(f"unknown split {split!r}; generated environments have train and eval")
+        raise ConfigError(f"unknown split {split!r}; generated environments have the splits train and eval")
 
     def make(index: int) -> Task:
         rng = random.Random(f"shoal/{seed}/{split}/{index}")

@@ -49,7 +49,7 @@ class Gsm8k(SingleTurn):
         if self._splits is None:
             self._splits = read_splits(self._dataset, ("prompt", "answer"), self._task)
         if split not in self._splits:
-            raise ConfigError(f"gsm8k: unknown split {split!r}; there are train and eval")
+            raise ConfigError(f"gsm8k: unknown split {split!r}; the splits are train and eval")
         return self._splits[split]
 
     def reward(self, task: Task, messages: Sequence[Message]) -> float:

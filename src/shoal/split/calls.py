@@ -146,7 +146,7 @@ def read_bulk(call: Call, folder: Path | None) -> bytes:
     content = call.bulk if call.bulk is not None else _read(call, folder, file)
     if len(content) == file.size_bytes and _digest(content) == file.digest:
         return content
-    what = f"{file.name}, which call {call.number} ({call.method}) names,"
+    what = f"{file.name}, the payload of call {call.number} ({call.method}),"
     if len(content) < file.size_bytes and call.bulk is None:
         raise PayloadNotReady(f"{what} has {len(content)} of {file.size_bytes} bytes")
     raise StorageError(f"{what} is damaged: its {len(content)} bytes are not those that were written; check the disk")
@@ -158,7 +158,7 @@ def _read(call: Call, folder: Path | None, file: PayloadInfo) -> bytes:
     try:
         return (folder / call.session / file.name).read_bytes()
     except OSError as error:
-        what = f"{file.name}, which call {call.number} ({call.method}) names"
+        what = f"{file.name}, the payload of call {call.number} ({call.method})"
         if error.errno in _MAY_PASS:
             raise PayloadNotReady(f"{what}, is not there") from error
         raise storage_error(f"read {what}", error) from error

@@ -113,7 +113,7 @@ class _MissingPayloads:
         now, what = time.monotonic(), (call.session, call.number)
         assert call.file is not None
         if what not in self.since:
-            text = f"waiting for {call.file.name}, which call {call.number} ({call.method}) of grpo-orch names"
+            text = f"waiting for {call.file.name}, the payload of call {call.number} ({call.method}) of grpo-orch"
             log.warning("%s: %s", text, why)
             self.tell(f"{text} (at most {PAYLOAD_S:g} s)")
         if now - self.since.setdefault(what, now) > PAYLOAD_S:

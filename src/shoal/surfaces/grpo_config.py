@@ -115,10 +115,10 @@ class GRPOConfig:
     ] = None
     sapo_temperature_neg: Annotated[float, Key("train.loss.tau_neg", "only for loss_type sapo", composed=True)] = 1.05
     sapo_temperature_pos: Annotated[float, Key("train.loss.tau_pos", "only for loss_type sapo", composed=True)] = 1.0
-    vespo_k_pos: Annotated[float, Key(note="only for loss_type vespo, which is not translated")] = 2.0
-    vespo_lambda_pos: Annotated[float, Key(note="only for loss_type vespo, which is not translated")] = 3.0
-    vespo_k_neg: Annotated[float, Key(note="only for loss_type vespo, which is not translated")] = 3.0
-    vespo_lambda_neg: Annotated[float, Key(note="only for loss_type vespo, which is not translated")] = 2.0
+    vespo_k_pos: Annotated[float, Key(note="only for loss_type vespo, which is not supported")] = 2.0
+    vespo_lambda_pos: Annotated[float, Key(note="only for loss_type vespo, which is not supported")] = 3.0
+    vespo_k_neg: Annotated[float, Key(note="only for loss_type vespo, which is not supported")] = 3.0
+    vespo_lambda_neg: Annotated[float, Key(note="only for loss_type vespo, which is not supported")] = 2.0
     importance_sampling_level: Annotated[
         str,
         Key(
@@ -168,10 +168,10 @@ class GRPOConfig:
     use_adaptive_entropy: Annotated[bool, Key(note="use overrides=['train.loss.entropy.target=…']", refused=True)] = (
         False
     )
-    entropy_coef_min: Annotated[float, Key(note="only for use_adaptive_entropy, which is not translated")] = 0.0
-    entropy_coef_max: Annotated[float, Key(note="only for use_adaptive_entropy, which is not translated")] = 1.0
-    entropy_coef_delta: Annotated[float, Key(note="only for use_adaptive_entropy, which is not translated")] = 0.005
-    entropy_target: Annotated[float, Key(note="only for use_adaptive_entropy, which is not translated")] = 0.2
+    entropy_coef_min: Annotated[float, Key(note="only for use_adaptive_entropy, which is not supported")] = 0.0
+    entropy_coef_max: Annotated[float, Key(note="only for use_adaptive_entropy, which is not supported")] = 1.0
+    entropy_coef_delta: Annotated[float, Key(note="only for use_adaptive_entropy, which is not supported")] = 0.005
+    entropy_target: Annotated[float, Key(note="only for use_adaptive_entropy, which is not supported")] = 0.2
     max_tool_calling_iterations: Annotated[
         int | None, Key(note="use an environment with tools; its `max_turns` is the limit", refused=True)
     ] = None

@@ -215,7 +215,7 @@ CATALOGUE = _catalogue(
     ),
     Metric(
         "batch/passed_over",
-        "Prompts that orch.buffer skipped since the start of the run, because earlier groups of them taught little.",
+        "Prompts that orch.buffer skipped since the start of the run, because of the rewards of their earlier groups.",
         "prompts",
     ),
     Metric("tokens/prompt", "Prompt tokens of the step.", "tokens"),

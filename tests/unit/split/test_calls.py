@@ -327,10 +327,12 @@ def test_what_is_not_all_there_may_still_come(tmp_path: Path):
     bulk, asked = written(tmp_path)
     assert read_bulk(asked, tmp_path / "samples") == b"twelve bytes"
     bulk.path.write_bytes(b"twelve")
-    with pytest.raises(PayloadNotReady, match=r"learn_000001.msgpack, which call 1 \(learn\) names, has 6 of 12 bytes"):
+    with pytest.raises(
+        PayloadNotReady, match=r"learn_000001.msgpack, the payload of call 1 \(learn\), has 6 of 12 bytes"
+    ):
         read_bulk(asked, tmp_path / "samples")
     bulk.path.unlink()
-    with pytest.raises(PayloadNotReady, match=r"learn_000001.msgpack, which call 1 \(learn\) names, is not there"):
+    with pytest.raises(PayloadNotReady, match=r"learn_000001.msgpack, the payload of call 1 \(learn\), is not there"):
         read_bulk(asked, tmp_path / "samples")
 
 

@@ -83,11 +83,11 @@ def test_a_payload_that_never_comes_is_answered_with_what_is_missing(tmp_path: P
     async def work(bench: Bench) -> None:
         answer = await bench.answer()
         assert answer.code == EXIT_STORAGE
-        named = "learn_000001.msgpack, which call 1 (learn) names,"
+        named = "learn_000001.msgpack, the payload of call 1 (learn),"
         assert answer.error == f"{named} is not there, and did not arrive within 1 s"
         assert bench.answerer.looks <= 8, "it looks four times a second, not as often as it can"
         (said,) = (text for text in bench.told if "learn_000001" in text)
-        assert said.startswith("waiting for learn_000001.msgpack, which call 1 (learn) of grpo-orch names")
+        assert said.startswith("waiting for learn_000001.msgpack, the payload of call 1 (learn) of grpo-orch")
 
     served(tmp_path, work)
 
@@ -112,6 +112,6 @@ def test_a_damaged_payload_is_told_at_once_and_one_that_is_short_is_waited_for(t
         answer = await bench.answer()
         assert time.monotonic() - began < 5, "what no wait mends is not waited for"
         assert answer.code == EXIT_STORAGE and answer.error is not None
-        assert answer.error.startswith("learn_000001.msgpack, which call 1 (learn) names, is damaged: its 6 bytes")
+        assert answer.error.startswith("learn_000001.msgpack, the payload of call 1 (learn), is damaged: its 6 bytes")
 
     served(tmp_path, work)
