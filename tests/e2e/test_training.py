@@ -93,7 +93,8 @@ def test_the_quickstart_files_train_a_small_local_model(warm: WarmPython, model:
 
 def scores_in(command: Command) -> dict[str, str]:
     """First two columns of the table that `shoal eval` prints."""
-    return dict(row for line in command.text().splitlines() if len(row := line.split()[:2]) == 2)
+    rows = (line.split()[:2] for line in command.text().splitlines())
+    return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
 def test_a_fresh_process_without_network_trains_and_evaluates(new_run: NewRun, model: Path):
