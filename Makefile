@@ -9,7 +9,7 @@ VERIFIERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-verifiers
 LM_EVAL ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-lm-eval
 VLLM ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-vllm
 
-.PHONY: venv environments demo test faults fuzz test-slow test-models test-verifiers test-lm-eval test-vllm check lock audit clean
+.PHONY: venv environments demo test faults soak fuzz test-slow test-models test-verifiers test-lm-eval test-vllm check lock audit clean
 
 venv: $(STAMP)
 
@@ -44,6 +44,11 @@ test: venv
 faults: venv
 	$(BIN)/python -m pytest -q --durations=25 $(PARALLEL) -m "faults and not gpu and not vllm"
 	$(BIN)/python benchmarks/kills.py $(VENV)/kills.json
+
+# Takes more than an hour: memory over 2,000 steps, a server under 500 clients and attackers, and about 5,000 kills.
+soak: venv
+	$(BIN)/python benchmarks/soak.py $(VENV)/soak.json
+	$(BIN)/python benchmarks/kills.py $(VENV)/kills.json --moments 2750
 
 # Readers of files from elsewhere, coverage-guided and with a fixed seed; atheris has packages for Linux only.
 FUZZ_S ?= 60
