@@ -176,10 +176,10 @@ def test_blocks_of_the_vocabulary_race_first() -> None:
     logits = torch.full((width,), -20.0)
     alive = [0, 5, BLOCK - 1, BLOCK, BLOCK + 17, 2 * BLOCK + 3, width - 1]
     logits[alive] = torch.tensor([0.0, 1.0, -1.0, 0.5, 1.5, 0.2, 2.0])
-    drawn = draw_many(logits, 20_000, 3)
+    drawn = draw_many(logits, 4_000, 3)
     expected = torch.softmax(logits.double(), -1)[alive].numpy()
     counts = np.array([int((drawn.token_ids == i).sum()) for i in alive])
-    assert counts.sum() >= 19_990  # all the rest together has a chance of 2e-6 a draw
+    assert counts.sum() >= 3_995  # all the rest together has a chance of 2e-6 a draw
     assert chi_square_p(counts, expected / expected.sum()) > 1e-3
     np.testing.assert_allclose(drawn.logprobs, torch.log_softmax(logits, -1)[drawn.token_ids], rtol=0, atol=1e-5)
     greedy = draw_many(logits, 2, temperature=0.0)
