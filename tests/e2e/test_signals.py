@@ -154,7 +154,8 @@ def test_the_reward_server_alone_is_stopped_for_a_while(new_run: NewRun, tmp_pat
     run = new_run(orch=SLOW)
     command = run.start()
     wait_for_steps(run, 1, command)
-    server = children_of(command.pid)[0]
+    keeper = children_of(command.pid)[0]
+    server = children_of(keeper)[0]
     os.kill(server, signal.SIGSTOP)
     time.sleep(1.5)
     os.kill(server, signal.SIGCONT)
