@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from shoal.config.fields import known_keys, nearest, sections_at
 from shoal.config.problems import Origins, Problem, printable, problems_from, render, show
-from shoal.config.schema import SECTIONS, RunConfig, SftConfig
+from shoal.config.schema import SECTIONS, RunConfig, SupervisedConfig
 from shoal.config.yaml_text import KeyPath, Source, parse_yaml
 from shoal.core.errors import ConfigError
 from shoal.core.section import Section
@@ -32,6 +32,7 @@ SHARED = {
     "orch": {("model", "name"): "model", ("output_dir",): "output_dir"},
 }
 Config = TypeVar("Config", bound=Section)
+Supervised = TypeVar("Supervised", bound=SupervisedConfig)
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ def load_data(
     return ConfigDraft(draft.validate(), draft.origins)
 
 
-def load_sft(file: str | None, overrides: Sequence[str] = ()) -> ConfigDraft[SftConfig]:
-    return _load(SftConfig, file, {}, overrides)
+def load_supervised(kind: type[Supervised], file: str | None, overrides: Sequence[str] = ()) -> ConfigDraft[Supervised]:
+    return _load(kind, file, {}, overrides)
 
 
 def load_section(name: str, file: str | None, overrides: Sequence[str] = ()) -> ConfigDraft[Any]:
