@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.config.load import load_run, load_section, load_sft
+from shoal.config.load import load_run, load_section, load_supervised
 from shoal.core.errors import ConfigError
 
 TRAIN = "model: m\nmax_steps: 3\nlearning_rate: 2e-4\n"
@@ -164,7 +164,7 @@ def test_the_nearest_file_is_near_by_its_name_not_by_its_suffix(folder: Path):
 
 
 def test_sft(folder: Path):
-    config = load_sft(None, ["train.model=m", "train.max_steps=2", "dataset.path=d.jsonl", "batch_size=4"]).config
+    config = load_supervised(SftConfig, None, ["train.model=m", "train.max_steps=2", "dataset.path=d.jsonl", "batch_size=4"]).config
     assert (config.dataset.path, config.batch_size) == ("d.jsonl", 4)
 
 
