@@ -133,6 +133,7 @@ def suggestion(root: type[Section], parent: KeyPath, key: str) -> str:
     """How to fix an unknown key: its name in Shoal, the same key in another section, a similar key, or all keys."""
     siblings = list(known_keys(*sections_at(root, parent)))
     elsewhere = [found.dotted for found in walk_keys(root) if found.path[-1] == key]
+    elsewhere.sort(key=lambda dotted: dotted.count("."))
     near = nearest(key, siblings)
     takes_arguments = {"id", "args"} <= set(siblings)  # of an environment: any name is possible
     renamed = _renamed(root, key)

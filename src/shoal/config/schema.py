@@ -62,13 +62,12 @@ class SupervisedConfig(Section):
 
     train: TrainConfig = Field(description="The trainer, as in a GRPO run. Keys used only by GRPO are rejected.")
     dataset: DatasetConfig = Field(
-        description="Rows with messages, or with prompt and completion. In preference training: rows with chosen and "
-        "rejected, and a prompt unless both start with it.",
+        description="Rows with messages, or with prompt and completion. Preference training: chosen and rejected.",
         json_schema_extra={"binding": True},
     )
     batch_size: PositiveInt = Field(
         default=16,
-        description="Rows per optimizer step. In preference training, a row is a pair.",
+        description="Rows per optimizer step. Preference training: pairs.",
         json_schema_extra={"binding": True},
     )
 

@@ -214,12 +214,18 @@ def describe_config(run: Path) -> dict[str, str]:
         named = [env for env in environments if isinstance(env, dict)]
         about["Environments"] = ", ".join(str(env.get("name") or env.get("id") or "") for env in named)
     if "dataset" in config and "orch" not in config:
-        about["Algorithm"] = "supervised fine-tuning"
+        about["Algorithm"] = supervised_algorithm(config)
     elif isinstance(loss, dict):
         about["Algorithm"] = str(loss.get("type") or "")
     if isinstance(rate, int | float):
         about["Learning rate"] = f"{rate:g}"
     return {label: text for label, text in about.items() if text}
+
+
+def supervised_algorithm(config: Mapping[str, Any]) -> str:
+    """The algorithm of a run that does not sample, in words."""
+    loss = config.get("loss")
+    return f"DPO with the loss {loss.get('type')}" if isinstance(loss, dict) else "supervised fine-tuning"
 
 
 def _total_steps(run: Path) -> int | None:
