@@ -100,7 +100,7 @@ FLAGS = ("train.model", "dataset.path", "train.output_dir", "train.max_steps")
 
 
 def _configure(
-    kind: type[Supervised], tokens: Sequence[str], flags: Sequence[str | int | None], resume: bool
+    kind: type[Supervised], tokens: tuple[str, ...], flags: Sequence[str | int | None], resume: bool
 ) -> tuple[Supervised, bool]:
     """The checked and resolved configuration, and whether to resume. `flags` are the values of FLAGS."""
     file, overrides = split_tokens(tokens)

@@ -59,7 +59,7 @@ def preference_pairs(
         if chosen is not None and rejected is not None:
             pairs.append((chosen, rejected))
     if not pairs:
-        raise DataError(f"none of the {len(tasks)} pairs fits into train.sequence_len ({max_tokens})")
+        raise DataError(f"none of the {len(tasks)} pairs fits into train.sequence_len ({max_tokens}); raise it")
     return pairs, len(tasks) - len(pairs)
 
 

@@ -66,7 +66,7 @@ def supervised_samples(tasks: Sequence[Task], chat: Chat, end_id: int, max_token
     found = [maker.sample(t.messages, t.data["completion"], str(n), str(n)) for n, t in enumerate(tasks)]
     samples = [sample for sample in found if sample is not None]
     if not samples:
-        raise DataError(f"none of the {len(tasks)} rows fits into train.sequence_len ({max_tokens})")
+        raise DataError(f"none of the {len(tasks)} rows fits into train.sequence_len ({max_tokens}); raise it")
     return samples, len(tasks) - len(samples)
 
 

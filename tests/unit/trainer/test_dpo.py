@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.config.preference import PreferenceLoss, PreferenceLossConfig
 from shoal.core.errors import DataError
-from shoal.core.types import Sample, Task
+from shoal.core.types import Message, Sample, Task
 from shoal.models.chat import Chat
 from shoal.models.decoder import Decoder
 from shoal.models.lora import LoraSettings, as_reference, attach
@@ -197,9 +197,9 @@ def keyed_tasks(numbers: range) -> list[Task]:
     tasks = []
     for number in numbers:
         key, text = "ab"[number % 2], f"{number * 7919 % 997}"
-        answers = ("yes", "not") if key == "a" else ("not", "yes")
-        data = dict(zip(("chosen", "rejected"), answers, strict=True))
-        tasks.append(Task([{"role": "user", "content": text + key}], data))
+        chosen, rejected = ("yes", "not") if key == "a" else ("not", "yes")
+        prompt: Message = {"role": "user", "content": text + key}
+        tasks.append(Task([prompt], {"chosen": chosen, "rejected": rejected}))
     return tasks
 
 
