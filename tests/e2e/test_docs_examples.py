@@ -71,18 +71,20 @@ def test_the_page_of_the_recipe_starts_with_what_works(reader: Path):
     assert sum(found[-3:]) / 3 > sum(found[:3]) / 3 + 0.1
 
 
-def test_the_page_of_preference_data_starts_with_what_works(warm: WarmPython, tmp_path: Path):
-    """Its commands as they stand, and the names of its metrics."""
+def test_the_page_of_preference_data_starts_with_what_works(warm: WarmPython, reader: Path):
+    """Its rows and its command as they stand, and the names of its metrics."""
     page = text_of("docs/preference-data.md")
     ((name, body),) = SAVED.findall(page)
-    (tmp_path / name).write_text(body)
-    for words in commands_of("docs/preference-data.md"):
-        command = warm.run(words, tmp_path)
-        assert command.wait() == 0, command.text()[-2000:]
-    steps = [json.loads(line) for line in (tmp_path / "outputs/preferences/metrics.jsonl").read_text().splitlines()]
+    (reader / name).write_text(body)
+    (words,) = commands_of("docs/preference-data.md", "dpo")
+    command = warm.run(words, reader)
+    assert command.wait() == 0, command.text()[-2000:]
+    assert "reference: a frozen copy" in command.text()
+    run = reader / "outputs" / "preferences"
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == 10 and steps[-1]["dpo/loss"] < steps[0]["dpo/loss"] and steps[-1]["dpo/accuracy"] == 1
     assert {metric for metric in steps[0] if metric.startswith("dpo/")} <= set(re.findall(r"`(dpo/\w+)`", page))
-    assert (tmp_path / "outputs/preferences/final/model.safetensors").is_file()
+    assert (run / "final" / "model.safetensors").is_file()
 
 
 def test_the_page_of_the_server_starts_with_what_works(reader: Path):

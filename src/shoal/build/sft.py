@@ -125,7 +125,7 @@ def train_on_completions(
 
 def _prepare(config: SupervisedConfig, tasks: Sequence[Task], events: EventLog, console: BaseConsole) -> Lesson:
     """Load the model, and make the samples of the rows that fit into a sequence."""
-    from shoal.build.memory_plan import report_plan, training_plan
+    from shoal.build.memory_plan import reference_line, report_plan, training_plan
 
     train = config.train
     with console.progress(f"loading {train.model}"):
@@ -137,6 +137,8 @@ def _prepare(config: SupervisedConfig, tasks: Sequence[Task], events: EventLog, 
     with console.progress("measuring memory", quiet=model.decoder.device.type == "cpu"):
         policy = make_policy(train, model, total)
         plan = training_plan(train, config.batch_size * len(items[0]), model, policy)
+    for line in reference_line(policy):
+        console.note(line)
     if plan is not None:
         report_plan(plan, None, console, events)
     rows = train.per_device_train_batch_size or (1 if plan is None else None)
