@@ -450,7 +450,7 @@ def reference_line(policy: TrainedPolicy) -> list[str]:
     if policy.reference is None:
         return []
     if policy.reference.decoder is policy.decoder:
-        return ["reference: the same weights with the adapter off"]
+        return ["reference: the model before training, which shares the weights of the policy"]
     return [f"reference: a frozen copy, {policy.reference.decoder.weight_bytes / GIB:.3g} GiB of weights on the device"]
 
 

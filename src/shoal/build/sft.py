@@ -151,12 +151,13 @@ def _items(
     config: SupervisedConfig, tasks: Sequence[Task], model: LoadedModel, events: EventLog
 ) -> tuple[Sequence[Sequence[Sample]], Callable[..., SupervisedSteps]]:
     """The samples of each row of the data set, and what makes the steps that train on them."""
-    from shoal.trainer.dpo import PreferenceSteps, disable_dropout, preference_pairs
+    from shoal.models.load import switch_off_dropout
+    from shoal.trainer.dpo import PreferenceSteps, preference_pairs
     from shoal.trainer.sft import SupervisedSteps, supervised_samples
 
     limits = (model.chat, _end_id(model), config.train.sequence_len)
     if isinstance(config, DpoConfig):
-        disable_dropout(model.decoder.model)
+        switch_off_dropout(model.decoder.model)  # of an adapter: both passes of a step compute the same log-probs
         items, too_long = preference_pairs(tasks, *limits)
         make_steps = partial(PreferenceSteps, loss=config.loss)
     else:

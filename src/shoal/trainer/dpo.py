@@ -11,14 +11,13 @@ the step, and the two sides of a pair may be in different rows and micro-batches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
+from torch import Tensor
 
 from shoal.config.preference import PairRatios, PreferenceLoss
 from shoal.core.errors import DataError
@@ -61,13 +60,6 @@ def preference_pairs(
     if not pairs:
         raise DataError(f"none of the {len(tasks)} pairs fits into train.sequence_len ({max_tokens}); raise it")
     return pairs, len(tasks) - len(pairs)
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Both passes of a step must compute the same log-probs."""
-    for module in model.modules():
-        if isinstance(module, _DropoutNd):
-            module.p = 0.0
 
 
 @dataclass
@@ -132,7 +124,7 @@ def _lengths(parts: Sequence[Sequence[Row]]) -> Sums:
     return {name: total for row in rows for name, total in _by_completion(row, np.ones(row.tokens))}
 
 
-def _by_completion(row: Row, values: np.ndarray) -> Any:
+def _by_completion(row: Row, values: np.ndarray) -> Iterator[tuple[str, float]]:
     """(rollout id, sum of the values of its trained tokens), added up in float64."""
     trained = values[row.loss_mask].astype(np.float64)
     sums = np.bincount(row.sequence_ids[row.loss_mask], trained, len(row.rollout_ids))

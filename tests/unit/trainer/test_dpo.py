@@ -17,8 +17,9 @@ from shoal.core.errors import DataError
 from shoal.core.types import Message, Sample, Task
 from shoal.models.chat import Chat
 from shoal.models.decoder import Decoder
+from shoal.models.load import switch_off_dropout
 from shoal.models.lora import LoraSettings, as_reference, attach
-from shoal.trainer.dpo import PreferenceSteps, disable_dropout, pair_slopes, preference_pairs
+from shoal.trainer.dpo import PreferenceSteps, pair_slopes, preference_pairs
 from shoal.trainer.optimizer import Schedule
 from shoal.trainer.policy import Reference
 from shoal.watch.glossary import checked_metrics
@@ -178,7 +179,7 @@ def test_a_step_number_is_all_there_is_to_resume_from() -> None:
 def test_the_base_is_the_reference_of_an_adapter_and_dropout_is_off() -> None:
     """A new adapter changes nothing, so the first step starts at a margin of 0, and only the adapter moves."""
     model = attach(small_decoder().model, LoraSettings(rank=4, alpha=8, dropout=0.5))
-    disable_dropout(model)
+    switch_off_dropout(model)
     decoder = Decoder(model)
     policy = make_policy(decoder, Schedule(1e-2, 100), Reference(decoder, lambda: as_reference(model)))
     steps = PreferenceSteps(policy, pairs(), 6, 100, 1, None, 0, loss_of({}))
