@@ -1,11 +1,11 @@
-"""What the commands call: train, sft, evaluate, export, make_model. Each is one readable sequence of steps."""
+"""What the commands call: train, sft, dpo, evaluate, export, make_model. Each is one readable sequence of steps."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,11 @@ from shoal.build.workspace import (
     record_end,
 )
 from shoal.config.orch import EvalConfig, EvalSamplingConfig
-from shoal.config.schema import SftConfig
+from shoal.config.schema import DpoConfig, SftConfig, SupervisedConfig
 from shoal.core.errors import ConfigError, DeadlineError, NonFiniteError, StoppedByPolicy, StorageError
 from shoal.core.loop import Loop
-from shoal.envs.datasets import DatasetSpec, collect_row_problems, fingerprint, supervised_tasks
+from shoal.core.types import Task
+from shoal.envs.datasets import DatasetSpec, collect_row_problems, fingerprint, preference_tasks, supervised_tasks
 from shoal.models.tokenizer import check_found
 from shoal.runs.checkpoints import write_folder
 from shoal.runs.events import EventLog
@@ -40,7 +41,7 @@ from shoal.runs.weight_files import find_weights
 from shoal.watch.sinks import check_sinks
 from shoal.watch.text import count
 
-__all__ = ["evaluate", "evaluate_run", "export", "make_model", "sft", "train"]
+__all__ = ["dpo", "evaluate", "evaluate_run", "export", "make_model", "sft", "train"]
 
 
 @exit_on_first_signal()
@@ -113,6 +114,16 @@ async def _export(loop: Loop) -> None:
 @exit_on_first_signal()
 def sft(config: SftConfig, *, resume: bool = False) -> Path:
     """Supervised training. The trained weights are in final/ of the run directory."""
+    return _train_on_rows(config, supervised_tasks, resume)
+
+
+@exit_on_first_signal()
+def dpo(config: DpoConfig, *, resume: bool = False) -> Path:
+    """Preference training. The trained weights are in final/ of the run directory."""
+    return _train_on_rows(config, preference_tasks, resume)
+
+
+def _train_on_rows(config: SupervisedConfig, read_tasks: Callable[[DatasetSpec], list[Task]], resume: bool) -> Path:
     path, command = Path(config.train.output_dir), resume_command(config)
     if resume and already_done(path, config):
         return path
@@ -120,11 +131,11 @@ def sft(config: SftConfig, *, resume: bool = False) -> Path:
     if config.train.model is not None:
         check_found("train.model", config.train.model)
     with collect_row_problems() as bad_rows:
-        tasks = supervised_tasks(DatasetSpec(**dict(config.dataset)))
+        tasks = read_tasks(DatasetSpec(**dict(config.dataset)))
     with (
         open_or_create(path, config, binding(config, fingerprint(tasks)), command, resume) as run_dir,
         open_console(config.train.logging_steps) as console,
-        log_run(run_dir, console, "sft", EventLog(run_dir, console)),
+        log_run(run_dir, console, config.verb, EventLog(run_dir, console)),
     ):
         record_end(run_dir, command, lambda: train_on_completions(config, tasks, bad_rows, run_dir, console))
     return path

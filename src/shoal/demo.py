@@ -15,9 +15,9 @@ import yaml
 
 from shoal import api
 from shoal.build.load import Run
-from shoal.config.load import load_run, load_sft
-from shoal.config.resolve import resolve_run, resolve_sft
-from shoal.config.rules import check_run, check_sft
+from shoal.config.load import load_run, load_supervised
+from shoal.config.resolve import resolve_run, resolve_supervised
+from shoal.config.rules import check_run, check_supervised
 from shoal.config.schema import RunConfig, SftConfig
 from shoal.core.errors import ConfigError
 from shoal.envs.reverse_text import ReverseText
@@ -95,9 +95,9 @@ def _write_examples(file: Path, seed: int) -> None:
 
 
 def _sft_config(folder: Path) -> SftConfig:
-    loaded = load_sft(str(folder / "sft.yaml"))
-    check_sft(loaded.config).raise_errors(loaded.origins)
-    return resolve_sft(loaded.config)
+    loaded = load_supervised(SftConfig, str(folder / "sft.yaml"))
+    check_supervised(loaded.config).raise_errors(loaded.origins)
+    return resolve_supervised(loaded.config)
 
 
 def _grpo_config(folder: Path) -> RunConfig:

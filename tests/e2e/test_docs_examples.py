@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.pages import commands_of, save_files, text_of
+from support.pages import SAVED, commands_of, save_files, text_of
 from support.ports import free_port
 
 from .helpers.processes import WarmPython
@@ -69,6 +69,22 @@ def test_the_page_of_the_recipe_starts_with_what_works(reader: Path):
     found = rewards(reader / "outputs" / "recipe")
     assert len(found) == 20  # ten epochs of eight prompts, four a step
     assert sum(found[-3:]) / 3 > sum(found[:3]) / 3 + 0.1
+
+
+def test_the_page_of_preference_data_starts_with_what_works(warm: WarmPython, reader: Path):
+    """Its rows and its command as they stand, and the names of its metrics."""
+    page = text_of("docs/preference-data.md")
+    ((name, body),) = SAVED.findall(page)
+    (reader / name).write_text(body)
+    (words,) = commands_of("docs/preference-data.md", "dpo")
+    command = warm.run(words, reader)
+    assert command.wait() == 0, command.text()[-2000:]
+    assert "reference: a frozen copy" in command.text()
+    run = reader / "outputs" / "preferences"
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 10 and steps[-1]["dpo/loss"] < steps[0]["dpo/loss"] and steps[-1]["dpo/accuracy"] == 1
+    assert {metric for metric in steps[0] if metric.startswith("dpo/")} <= set(re.findall(r"`(dpo/\w+)`", page))
+    assert (run / "final" / "model.safetensors").is_file()
 
 
 def test_the_page_of_the_server_starts_with_what_works(reader: Path):

@@ -6,6 +6,7 @@ hashes differs between the two.
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Sequence
@@ -176,16 +177,32 @@ def test_modes_that_run_ahead_lose_nothing_and_train_nothing_twice(
     assert all(step["staleness/max"] <= limit for step in run.steps())
 
 
-def test_killed_supervised_training(warm: WarmPython, raw_model: Path, tasks_file: Path, tmp_path: Path):
-    """Six supervised steps: killed twice and continued, equal to the undisturbed run."""
+def write_pairs(tasks_file: Path, file: Path) -> Path:
+    """The answer of each task is preferred to that of another one."""
+    rows = [json.loads(line)["messages"] for line in tasks_file.read_text().splitlines()]
+    pairs = zip(rows, [*rows[1:], rows[0]], strict=True)
+    lines = [{"chosen": row, "rejected": [*row[:-1], other[-1]]} for row, other in pairs]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.mark.parametrize("verb", ["sft", "dpo", "dpo with adapters"])
+def test_killed_supervised_training(warm: WarmPython, raw_model: Path, tasks_file: Path, tmp_path: Path, verb: str):
+    """Six steps without sampling: killed twice and continued, equal to the undisturbed run."""
+    data, weights, more = tasks_file, "model.safetensors", []
+    if verb != "sft":
+        data = write_pairs(tasks_file, tmp_path / "pairs.jsonl")
+    if verb == "dpo with adapters":
+        weights, more = "adapter_model.safetensors", ["train.lora=true", "train.lora_rank=4", "loss.sft_weight=0.2"]
 
     def arguments(name: str) -> list[str]:
-        flags = ["--model", str(raw_model), "--dataset", str(tasks_file), "--output-dir", name, "--max-steps", "6"]
-        return ["sft", *flags, "train.save_steps=2", "train.learning_rate=1e-3", "batch_size=16"]
+        flags = ["--model", str(raw_model), "--dataset", str(data), "--output-dir", name, "--max-steps", "6"]
+        settings = ["train.save_steps=2", "train.learning_rate=1e-3", "batch_size=16", *more]
+        return [verb.split()[0], *flags, *settings]
 
     def found(name: str) -> tuple[Any, ...]:
         run = Run(tmp_path, warm, name)
-        return run.journal(), run.metrics(), hash_of(run.path / "final" / "model.safetensors")
+        return run.journal(), run.metrics(), hash_of(run.path / "final" / weights)
 
     whole = warm.run(arguments("whole"), tmp_path)
     assert whole.wait() == 0, whole.text()

@@ -15,12 +15,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.config.load import ConfigDraft, load_run, load_sft
+from shoal.config.load import ConfigDraft, load_run, load_supervised
 from shoal.config.orch import OrchConfig
 from shoal.config.problems import Findings, show
-from shoal.config.resolve import difference_lines, forbidden_changes, resolve_run, resolve_sft
+from shoal.config.resolve import difference_lines, forbidden_changes, resolve_run, resolve_supervised
 from shoal.config.rules import check_run, check_split
-from shoal.config.schema import RunConfig, SftConfig
+from shoal.config.schema import RunConfig, SupervisedConfig
 from shoal.config.train import TrainConfig
 from shoal.core.errors import ConfigError
 from shoal.core.protocols import Environment
@@ -95,9 +95,8 @@ def load(
     return Run(config, resume, notices=tuple(wording(line) for line in notices), wording=wording)
 
 
-def resume_command(config: RunConfig | SftConfig) -> str:
-    verb = "grpo" if isinstance(config, RunConfig) else "sft"
-    return f"shoal {verb} {shlex.quote(str(Path(config.train.output_dir) / 'config.yaml'))} --resume"
+def resume_command(config: RunConfig | SupervisedConfig) -> str:
+    return f"shoal {config.verb} {shlex.quote(str(Path(config.train.output_dir) / 'config.yaml'))} --resume"
 
 
 def check_environments(orch: OrchConfig, findings: Findings) -> None:
@@ -173,7 +172,7 @@ def user_code_problem(name: str) -> tuple[str, str] | None:
     return f"there is no module {show(module)} for {show(name)}", "install it, or run in the folder that has it"
 
 
-def check_run_folder(draft: ConfigDraft[Any], config: RunConfig | SftConfig, flag: bool) -> list[str]:
+def check_run_folder(draft: ConfigDraft[Any], config: RunConfig | SupervisedConfig, flag: bool) -> list[str]:
     """Raises ConfigError if the run may not use its folder. Returns notices, such as what a resume changes.
 
     `flag`: --resume is given, so there must be a run. With train.resume_from_checkpoint it may also start.
@@ -205,14 +204,14 @@ def _was_started(folder: Path) -> bool:
     return (folder / LOCK_NAME).exists() or (folder / "logs").is_dir()
 
 
-def _resume_changes(config: RunConfig | SftConfig, folder: Path) -> list[str]:
+def _resume_changes(config: RunConfig | SupervisedConfig, folder: Path) -> list[str]:
     """Rates and lengths may change and are reported. Keys that determine the data or the weights may not."""
     file = folder / "config.yaml"
     if not file.is_file():
         return []
     earlier: Any
-    if isinstance(config, SftConfig):
-        earlier = resolve_sft(load_sft(str(file)).config)
+    if isinstance(config, SupervisedConfig):
+        earlier = resolve_supervised(load_supervised(type(config), str(file)).config)
     else:
         earlier = resolve_run(load_run(str(file)).config)
     if forbidden := forbidden_changes(earlier, config):

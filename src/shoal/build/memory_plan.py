@@ -445,6 +445,15 @@ def teacher_line(model: LoadedModel) -> list[str]:
     return [f"teacher: {model.teacher_bytes / GIB:.3g} GiB of weights on the device"] if model.teacher_bytes else []
 
 
+def reference_line(policy: TrainedPolicy) -> list[str]:
+    """What the reference adds to the weights, if there is one."""
+    if policy.reference is None:
+        return []
+    if policy.reference.decoder is policy.decoder:
+        return ["reference: the model before training, which shares the weights of the policy"]
+    return [f"reference: a frozen copy, {policy.reference.decoder.weight_bytes / GIB:.3g} GiB of weights on the device"]
+
+
 def lines_of(plan: MemoryPlan) -> list[str]:
     """The plan as a table; empty if nothing was measured."""
     return [f"memory  {name:<52} {size:>22}" for name, size in (plan.table() if plan.lines else [])]

@@ -26,7 +26,7 @@ from shoal.build.workspace import Workspace
 from shoal.config.orch import OrchConfig
 from shoal.config.problems import about
 from shoal.config.resolve import as_data
-from shoal.config.schema import RunConfig, SftConfig
+from shoal.config.schema import RunConfig, SupervisedConfig
 from shoal.core.admission import Admission
 from shoal.core.collect import Collector, GroupRules, RunGroup
 from shoal.core.learn import Learner, LearnSettings, OnDevice
@@ -192,7 +192,7 @@ def make_weights(config: RunConfig, sampler: Sampler, files: PolicyFiles) -> Wei
 
 
 def make_sinks(
-    config: RunConfig | SftConfig, run_dir: RunDir | FollowerRunDir, events: EventLog, *, main: bool = True
+    config: RunConfig | SupervisedConfig, run_dir: RunDir | FollowerRunDir, events: EventLog, *, main: bool = True
 ) -> Sinks:
     """Trackers and health notes run on rank 0 only."""
     return open_sinks(

@@ -1,10 +1,14 @@
-"""Supervised training on one device, with the metrics, journal and checkpoints of a run. Called by api.sft."""
+"""Supervised and preference training on one device, with the metrics, journal and checkpoints of a run.
+
+Called by api.sft and api.dpo.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shoal.build.load import resume_command
@@ -12,13 +16,13 @@ from shoal.build.model import LoadedModel, PolicyFiles, explain_oom, load, make_
 from shoal.build.parts import make_sinks
 from shoal.build.signals import stop_signals
 from shoal.build.workspace import end_at_once, newest_checkpoint
-from shoal.config.schema import SftConfig
+from shoal.config.schema import DpoConfig, SupervisedConfig
 from shoal.core.errors import Interrupted, StoppedByPolicy
 from shoal.core.metrics import throughput
 from shoal.core.protocols import Files
 from shoal.core.state import SaveCadence
 from shoal.core.stop_rules import MAX_NON_FINITE
-from shoal.core.types import Task
+from shoal.core.types import Sample, Task
 from shoal.envs.datasets import DataNotice
 from shoal.runs.events import EventLog
 from shoal.runs.run_dir import RunDir
@@ -98,7 +102,11 @@ class Lesson:
 
 
 def train_on_completions(
-    config: SftConfig, tasks: Sequence[Task], bad_rows: Sequence[DataNotice], run_dir: RunDir, console: BaseConsole
+    config: SupervisedConfig,
+    tasks: Sequence[Task],
+    bad_rows: Sequence[DataNotice],
+    run_dir: RunDir,
+    console: BaseConsole,
 ) -> tuple[str, int]:
     """Train to the end or to a signal, then export. Returns the outcome and the number of steps."""
     events = EventLog(run_dir, console)
@@ -115,32 +123,52 @@ def train_on_completions(
     return "finished", lesson.done
 
 
-def _prepare(config: SftConfig, tasks: Sequence[Task], events: EventLog, console: BaseConsole) -> Lesson:
-    """Load the model, and pack the rows that fit into a sequence."""
-    from shoal.build.memory_plan import report_plan, training_plan
-    from shoal.trainer.sft import SupervisedSteps, supervised_samples
+def _prepare(config: SupervisedConfig, tasks: Sequence[Task], events: EventLog, console: BaseConsole) -> Lesson:
+    """Load the model, and make the samples of the rows that fit into a sequence."""
+    from shoal.build.memory_plan import reference_line, report_plan, training_plan
 
     train = config.train
     with console.progress(f"loading {train.model}"):
         model = load(train)
     for notice in model.notices:
         console.note(notice)
-    samples, too_long = supervised_samples(tasks, model.chat, _end_id(model), train.sequence_len)
-    if too_long:
-        events.warn("data", f"{too_long} of {len(tasks)} rows do not fit into train.sequence_len and are skipped")
-    total = train.max_steps or max(1, len(samples) // config.batch_size) * (train.epochs or 1)
+    items, make_steps = _items(config, tasks, model, events)
+    total = train.max_steps or max(1, len(items) // config.batch_size) * (train.epochs or 1)
     with console.progress("measuring memory", quiet=model.decoder.device.type == "cpu"):
         policy = make_policy(train, model, total)
-        plan = training_plan(train, config.batch_size, model, policy)
+        plan = training_plan(train, config.batch_size * len(items[0]), model, policy)
+    for line in reference_line(policy):
+        console.note(line)
     if plan is not None:
         report_plan(plan, None, console, events)
     rows = train.per_device_train_batch_size or (1 if plan is None else None)
     tokens = plan.micro_batch_tokens if plan is not None and rows is None else None
-    steps = SupervisedSteps(policy, samples, config.batch_size, train.sequence_len, rows, tokens, train.seed)
+    steps = make_steps(policy, items, config.batch_size, train.sequence_len, rows, tokens, train.seed)
     return Lesson(steps, PolicyFiles(policy, model.chat), total)
 
 
-def _train(config: SftConfig, lesson: Lesson, run_dir: RunDir, events: EventLog, console: BaseConsole) -> None:
+def _items(
+    config: SupervisedConfig, tasks: Sequence[Task], model: LoadedModel, events: EventLog
+) -> tuple[Sequence[Sequence[Sample]], Callable[..., SupervisedSteps]]:
+    """The samples of each row of the data set, and what makes the steps that train on them."""
+    from shoal.models.load import switch_off_dropout
+    from shoal.trainer.dpo import PreferenceSteps, preference_pairs
+    from shoal.trainer.sft import SupervisedSteps, supervised_samples
+
+    limits = (model.chat, _end_id(model), config.train.sequence_len)
+    if isinstance(config, DpoConfig):
+        switch_off_dropout(model.decoder.model)  # of an adapter: both passes of a step compute the same log-probs
+        items, too_long = preference_pairs(tasks, *limits)
+        make_steps = partial(PreferenceSteps, loss=config.loss)
+    else:
+        samples, too_long = supervised_samples(tasks, *limits)
+        items, make_steps = [[sample] for sample in samples], SupervisedSteps
+    if too_long:
+        events.warn("data", f"{too_long} of {len(tasks)} rows do not fit into train.sequence_len and are skipped")
+    return items, make_steps
+
+
+def _train(config: SupervisedConfig, lesson: Lesson, run_dir: RunDir, events: EventLog, console: BaseConsole) -> None:
     """Train the remaining steps and write the final weights."""
     from shoal.trainer.sft import train_supervised
 
@@ -149,7 +177,7 @@ def _train(config: SftConfig, lesson: Lesson, run_dir: RunDir, events: EventLog,
     save = SaveCadence(every, train.save_seconds)
     with contextlib.closing(make_sinks(config, run_dir, events)) as sinks:
         console.waiting(f"training of step {lesson.done + 1}")
-        title = f"supervised training of {train.model} for {count(lesson.total, 'step')} in {run_dir.path}"
+        title = f"{config.training} of {train.model} for {count(lesson.total, 'step')} in {run_dir.path}"
         console.begin(title, lesson.total, lesson.done)
         with stop_signals(lambda: end_at_once(run_dir, command), console.note) as stop:
             record = SupervisedRecorder(

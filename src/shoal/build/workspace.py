@@ -19,11 +19,11 @@ from typing import Any
 from shoal.build.load import PythonObjects, Run
 from shoal.build.ranks import is_main
 from shoal.build.remote_engines import check_engine
-from shoal.config.load import load_run, load_sft
+from shoal.config.load import load_run, load_supervised
 from shoal.config.orch import DatasetConfig, EnvConfig, OrchConfig
 from shoal.config.problems import about
 from shoal.config.resolve import as_yaml, binding_data
-from shoal.config.schema import RunConfig, SftConfig
+from shoal.config.schema import RunConfig, SupervisedConfig
 from shoal.core.errors import (
     EXIT_INTERRUPTED,
     ConfigError,
@@ -237,7 +237,7 @@ def _first(tasks: Sequence[Task], number: int) -> list[Task]:
     return [tasks[i] for i in range(min(number, len(tasks)))]
 
 
-def binding(config: RunConfig | SftConfig, data: str) -> dict[str, Any]:
+def binding(config: RunConfig | SupervisedConfig, data: str) -> dict[str, Any]:
     """What a resumed run compares: keys, the data, and the files of a local model or adapter.
 
     A checkpoint holds only trained weights. The base of an adapter and the reference are read from those files again.
@@ -263,7 +263,7 @@ def open_run_dir(run: Run, ranks: Ranks, environments: Mapping[str, Environment]
 
 
 def open_or_create(
-    path: Path, config: RunConfig | SftConfig, data: dict[str, Any], command: str, resume: bool
+    path: Path, config: RunConfig | SupervisedConfig, data: dict[str, Any], command: str, resume: bool
 ) -> RunDir:
     if resume and is_used(path):
         run_dir = RunDir.resume(path)
@@ -373,7 +373,7 @@ def end_at_once(run_dir: RunDir | FollowerRunDir, command: str | None) -> str | 
     return f"{reason}; to continue: {command}" if command else reason
 
 
-def already_done(path: Path, config: RunConfig | SftConfig) -> bool:
+def already_done(path: Path, config: RunConfig | SupervisedConfig) -> bool:
     """Whether the run has finished, which is printed. A run with more steps or epochs than before continues, and so
     does one without final/, which is written again from the newest checkpoint."""
     try:
@@ -389,8 +389,9 @@ def already_done(path: Path, config: RunConfig | SftConfig) -> bool:
             f"{path}: this run is {status['state']}, but it has neither final/ nor a checkpoint: its weights are lost. "
             "Choose another train.output_dir to train again"
         )
-    load = load_run if isinstance(config, RunConfig) else load_sft
-    earlier, now = load(str(path / "config.yaml")).config.train, config.train
+    file = str(path / "config.yaml")
+    recorded = load_run(file) if isinstance(config, RunConfig) else load_supervised(type(config), file)
+    earlier, now = recorded.config.train, config.train
     longer = (now.max_steps or 0) > (earlier.max_steps or 0) or (now.epochs or 0) > (earlier.epochs or 0)
     if not longer and is_main():
         done = f"{path}: this run is {status['state']} at step {status['step']}"

@@ -12,7 +12,7 @@ from shoal.cli.output import notices, say
 from shoal.config.orch import OrchConfig
 from shoal.config.problems import about
 from shoal.config.resolve import as_yaml
-from shoal.config.schema import RunConfig, SftConfig
+from shoal.config.schema import RunConfig, SupervisedConfig
 from shoal.config.train import TrainConfig
 from shoal.core.errors import HardwareError
 from shoal.envs.registry import BUILT_IN, OWN_TASKS, takes_data
@@ -20,7 +20,7 @@ from shoal.runs.run_dir import is_used, write_config
 from shoal.watch.machine import has_gpu
 
 
-def end_dry_run(config: RunConfig | SftConfig, resume: bool) -> None:
+def end_dry_run(config: RunConfig | SupervisedConfig, resume: bool) -> None:
     """Import user code, compare with this machine, then print and write the resolved configuration.
 
     Only config.yaml is written. In the folder of a run that would be resumed, the recorded file stays.

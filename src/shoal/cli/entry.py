@@ -127,6 +127,7 @@ VERBS = {
     "serve": ("shoal.cli.serve:serve", "Serve a model or run over HTTP (OpenAI-compatible)."),
     "chat": ("shoal.cli.serve:chat", "Talk to a model or run in the terminal."),
     "sft": ("shoal.cli.sft:sft", "Train on given completions (supervised)."),
+    "dpo": ("shoal.cli.sft:dpo", "Train on pairs of a chosen and a rejected completion (preference data)."),
     "eval": ("shoal.cli.eval:evaluate", "Score a model on an environment, or compare two."),
     "report": ("shoal.cli.inspect_run:report", "Write one page about one or several runs."),
     "watch": (

@@ -185,12 +185,12 @@ def config_reference() -> None:
     print(reference_page(), end="")
 
 
-def schema(name: Literal["run", "train", "infer", "orch", "sft"] = "run") -> None:
+def schema(name: Literal["run", "train", "infer", "orch", "sft", "dpo"] = "run") -> None:
     """Print the JSON schema of a configuration file, for editors.
 
     Parameters
     ----------
     name
-        The file: run (all three sections), train, infer, orch or sft.
+        The file: run (all three sections), train, infer, orch, sft or dpo.
     """
     print(schema_file(name)[1], end="")

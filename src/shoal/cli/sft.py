@@ -1,7 +1,8 @@
-"""`shoal sft`: supervised training on completions, with the train section of `shoal grpo`."""
+"""`shoal sft` and `shoal dpo`: training on given completions, with the train section of `shoal grpo`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +13,13 @@ from shoal.cli.dry_run import end_dry_run
 from shoal.cli.entry import note_run_folder
 from shoal.cli.grpo import split_tokens
 from shoal.cli.output import notices
-from shoal.config.load import load_sft
-from shoal.config.resolve import resolve_sft
-from shoal.config.rules import check_sft
+from shoal.config.load import Supervised, load_supervised
+from shoal.config.resolve import resolve_supervised
+from shoal.config.rules import check_supervised
+from shoal.config.schema import DpoConfig, SftConfig
 from shoal.core.errors import ConfigError
+
+Flag = Annotated[bool, Parameter(negative=())]
 
 
 def sft(
@@ -24,8 +28,8 @@ def sft(
     dataset: str | None = None,
     output_dir: str | None = None,
     max_steps: int | None = None,
-    dry_run: Annotated[bool, Parameter(negative=())] = False,
-    resume: Annotated[bool, Parameter(negative=())] = False,
+    dry_run: Flag = False,
+    resume: Flag = False,
 ) -> None:
     """Train on given completions; the loss is on the completions only.
 
@@ -46,31 +50,71 @@ def sft(
     resume
         Continue the run in train.output_dir.
     """
-    file, overrides = split_tokens(tokens)
-    flags = {
-        "train.model": model,
-        "dataset.path": dataset,
-        "train.output_dir": output_dir,
-        "train.max_steps": max_steps,
-    }
-    overrides += [f"{key}={_quoted(value)}" for key, value in flags.items() if value is not None]
-    if file is None and not overrides:
-        raise ConfigError(
-            "command line: no configuration; write shoal sft sft.yaml, or --model M --dataset D --max-steps N"
-        )
-    loaded = load_sft(file, overrides)
-    findings = check_sft(loaded.config)
-    findings.raise_errors(loaded.origins)
-    config = resolve_sft(loaded.config)
-    note_run_folder(Path(config.train.output_dir))
-    notices(findings.notice_lines() + check_run_folder(loaded, config, resume))
-    resume = resume or config.train.resume_from_checkpoint
+    config, resume = _configure(SftConfig, tokens, (model, dataset, output_dir, max_steps), resume)
     if dry_run:
         end_dry_run(config, resume)
         return
     from shoal import api
 
     api.sft(config, resume=resume)
+
+
+def dpo(
+    *tokens: str,
+    model: str | None = None,
+    dataset: str | None = None,
+    output_dir: str | None = None,
+    max_steps: int | None = None,
+    dry_run: Flag = False,
+    resume: Flag = False,
+) -> None:
+    """Train on pairs of a chosen and a rejected completion (DPO).
+
+    Parameters
+    ----------
+    tokens
+        A file with the sections train, dataset and loss, and overrides such as loss.beta=0.2.
+    model
+        The same as train.model=...
+    dataset
+        The same as dataset.path=...
+    output_dir
+        The same as train.output_dir=...
+    max_steps
+        The same as train.max_steps=...
+    dry_run
+        Check everything, print and write the resolved configuration, and stop.
+    resume
+        Continue the run in train.output_dir.
+    """
+    config, resume = _configure(DpoConfig, tokens, (model, dataset, output_dir, max_steps), resume)
+    if dry_run:
+        end_dry_run(config, resume)
+        return
+    from shoal import api
+
+    api.dpo(config, resume=resume)
+
+
+FLAGS = ("train.model", "dataset.path", "train.output_dir", "train.max_steps")
+
+
+def _configure(
+    kind: type[Supervised], tokens: tuple[str, ...], flags: Sequence[str | int | None], resume: bool
+) -> tuple[Supervised, bool]:
+    """The checked and resolved configuration, and whether to resume. `flags` are the values of FLAGS."""
+    file, overrides = split_tokens(tokens)
+    overrides += [f"{key}={_quoted(value)}" for key, value in zip(FLAGS, flags, strict=True) if value is not None]
+    if file is None and not overrides:
+        command = f"shoal {kind.verb} {kind.verb}.yaml"
+        raise ConfigError(f"command line: no configuration; write {command}, or --model M --dataset D --max-steps N")
+    loaded = load_supervised(kind, file, overrides)
+    findings = check_supervised(loaded.config)
+    findings.raise_errors(loaded.origins)
+    config = resolve_supervised(loaded.config)
+    note_run_folder(Path(config.train.output_dir))
+    notices(findings.notice_lines() + check_run_folder(loaded, config, resume))
+    return config, resume or config.train.resume_from_checkpoint
 
 
 def _quoted(value: str | int) -> str:

@@ -56,9 +56,10 @@ def known_keys(*sections: type[Section]) -> dict[str, FieldInfo]:
 def mark_of(info: FieldInfo, mark: str) -> Any:
     """What the declaration of a key says about itself in `json_schema_extra`; None without this mark.
 
-    `binding`: a resumed run cannot change it. `grpo_only`: not for supervised training. `split_only`: for the split
-    layout. `remote_only`: not for the embedded engine in a co-located run. `server_only`: not for the embedded engine,
-    with the reason. `started_only`: only for a server that Shoal starts. `lora_only`: no effect without LoRA.
+    `binding`: a resumed run cannot change it. `grpo_only`: not for supervised training. `not_sft`: for GRPO and DPO.
+    `split_only`: for the split layout. `remote_only`: not for the embedded engine in a co-located run. `server_only`:
+    not for the embedded engine, with the reason. `started_only`: only for a server that Shoal starts. `lora_only`: no
+    effect without LoRA.
     """
     return info.json_schema_extra.get(mark) if isinstance(info.json_schema_extra, dict) else None
 
@@ -132,6 +133,7 @@ def suggestion(root: type[Section], parent: KeyPath, key: str) -> str:
     """How to fix an unknown key: its name in Shoal, the same key in another section, a similar key, or all keys."""
     siblings = list(known_keys(*sections_at(root, parent)))
     elsewhere = [found.dotted for found in walk_keys(root) if found.path[-1] == key]
+    elsewhere.sort(key=lambda dotted: dotted.count("."))
     near = nearest(key, siblings)
     takes_arguments = {"id", "args"} <= set(siblings)  # of an environment: any name is possible
     renamed = _renamed(root, key)

@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from shoal.config.fields import known_keys, nearest, sections_at
+from shoal.config.fields import known_keys, nearest, sections_at, variants_of
 from shoal.config.problems import Origins, Problem, printable, problems_from, render, show
-from shoal.config.schema import SECTIONS, RunConfig, SftConfig
+from shoal.config.schema import SECTIONS, RunConfig, SupervisedConfig
 from shoal.config.yaml_text import KeyPath, Source, parse_yaml
 from shoal.core.errors import ConfigError
 from shoal.core.section import Section
@@ -32,6 +32,7 @@ SHARED = {
     "orch": {("model", "name"): "model", ("output_dir",): "output_dir"},
 }
 Config = TypeVar("Config", bound=Section)
+Supervised = TypeVar("Supervised", bound=SupervisedConfig)
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ def load_data(
     return ConfigDraft(draft.validate(), draft.origins)
 
 
-def load_sft(file: str | None, overrides: Sequence[str] = ()) -> ConfigDraft[SftConfig]:
-    return _load(SftConfig, file, {}, overrides)
+def load_supervised(kind: type[Supervised], file: str | None, overrides: Sequence[str] = ()) -> ConfigDraft[Supervised]:
+    return _load(kind, file, {}, overrides)
 
 
 def load_section(name: str, file: str | None, overrides: Sequence[str] = ()) -> ConfigDraft[Any]:
@@ -234,7 +235,8 @@ class _KeyReader(Generic[Config]):
     def _check_section(self, path: KeyPath, shown: str, only: str | None) -> None:
         sections = [only] if only else list(self.model.model_fields)
         first = str(path[0]) if path else ""
-        if first in sections and (len(path) > 1 or not sections_at(self.model, path)):
+        held = sections_at(self.model, path)
+        if first in sections and (len(path) > 1 or not held or variants_of(held)):
             return
         elsewhere = [name for name in sections if name in SECTIONS and first in SECTIONS[name].model_fields]
         near = nearest(first, sections)

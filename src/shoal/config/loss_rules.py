@@ -96,10 +96,14 @@ def _check_old(train: TrainConfig, findings: Findings) -> None:
         findings.notice("train.recompute_old", what, "auto computes old_logprobs with a forward pass")
 
 
-def _check_reference(train: TrainConfig, findings: Findings) -> None:
-    beta = train.loss.kl.beta
+def check_adapter_off(train: TrainConfig, findings: Findings) -> None:
     if train.reference == "adapter-off" and not train.lora:
         findings.error("train.reference", "adapter-off needs train.lora: true", "use frozen, or enable LoRA")
+
+
+def _check_reference(train: TrainConfig, findings: Findings) -> None:
+    beta = train.loss.kl.beta
+    check_adapter_off(train, findings)
     if train.reference in ("adapter-off", "frozen") and beta == 0:
         what = f"is {train.reference}, but train.loss.kl.beta is 0, so the reference would have no effect"
         findings.error("train.reference", what, "remove it, or set beta above 0")

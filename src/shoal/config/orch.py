@@ -83,7 +83,8 @@ class DatasetConfig(Section):
     split: NonEmpty = Field(default="train", description="Split to train on.")
     columns: dict[str, NonEmpty] = Field(
         default_factory=dict,
-        description="Mapping from Shoal's columns (prompt, answer, messages, completion) to those of the dataset.",
+        description="Mapping from Shoal's columns (prompt, answer, messages, completion, chosen, rejected) to "
+        "those of the dataset.",
     )
     max_rows: PositiveInt | None = Field(default=None, description="Maximum number of rows to read. Default: all.")
 

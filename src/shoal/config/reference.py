@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic_core import PydanticUndefined
 
 from shoal.config.fields import Key, field_names, mark_of, sections_at, sections_of, variants_of, walk_keys
+from shoal.config.preference import PREFERENCE_LOSSES
 from shoal.config.problems import show, split_path
-from shoal.config.schema import SECTIONS, RunConfig, SftConfig
+from shoal.config.schema import SECTIONS, DpoConfig, RunConfig, SftConfig
 from shoal.core.losses import BUILT_IN, CustomLoss
 from shoal.core.section import NAME_PATTERN, USER_CODE_PATTERN, Section, Variant
 from shoal.core.terms import CORRECTIONS
@@ -32,7 +33,7 @@ Shoal reports unknown keys, contradictions, and keys without effect before it lo
 
 Editors with a YAML language server complete and check the files of `shoal init` and `shoal envs new`. For another
 YAML file, run `shoal schema > run.schema.json` and make `# yaml-language-server: $schema=run.schema.json` its first
-line. `shoal schema train` (or `infer`, `orch`, `sft`) prints the schema of one section or of a supervised run.
+line. `shoal schema train` (or `infer`, `orch`, `sft`, `dpo`) prints the schema of one section or of a supervised run.
 `shoal --install-completion` installs completion for the current shell.
 
 This page is generated: `shoal config-reference > docs/configuration.md`.
@@ -40,6 +41,7 @@ This page is generated: `shoal config-reference > docs/configuration.md`.
 SCHEMA_LINE = "# yaml-language-server: $schema="  # in YAML files: editors check the file against this schema
 _MARKS = {
     "grpo_only": "*GRPO only.*",
+    "not_sft": "*GRPO and DPO only.*",
     "split_only": "*Split layout only.*",
     "server_only": "*vLLM and SGLang only.*",
     "binding": "*Cannot change on resume.*",
@@ -48,7 +50,7 @@ _NAMES = {int: "whole number", float: "number", bool: "true/false", str: "text",
 
 
 def reference_page() -> str:
-    return "\n".join([INTRO, *_sections(), *_losses(), *_sft()]).rstrip() + "\n"
+    return "\n".join([INTRO, *_sections(), *_losses(), *_supervised()]).rstrip() + "\n"
 
 
 def _sections() -> Iterator[str]:
@@ -67,12 +69,19 @@ def _sections() -> Iterator[str]:
         yield from parameter_table(variants)
 
 
-def _sft() -> Iterator[str]:
+def _supervised() -> Iterator[str]:
     yield "## Supervised training\n"
     yield "`shoal sft` uses the same `train` section without the keys for GRPO, plus these keys:\n"
     keys = list(walk_keys(SftConfig))
     yield from _table([key for key in keys if key.path == ("batch_size",)])
     yield from _table([key for key in keys if key.path[:-1] == ("dataset",)], prefix="dataset.")
+    yield "## Preference training\n"
+    yield "`shoal dpo` has the keys of `shoal sft`, and these:\n"
+    variants = variants_of(sections_at(DpoConfig, ("loss",)))
+    shared = [key for key in walk_keys(DpoConfig) if key.path[:-1] == ("loss",)]
+    shared = [key for key in shared if not any(key.path[-1] in variant.parameters() for variant in variants)]
+    yield from _table(shared, prefix="loss.", choices=variants)
+    yield from parameter_table(variants)
 
 
 def _table(keys: list[Key], prefix: str = "", choices: Sequence[type[Variant]] = ()) -> Iterator[str]:
@@ -205,8 +214,8 @@ def _losses() -> Iterator[str]:
 
 
 def json_schema(name: str = "run") -> dict[str, Any]:
-    """The JSON schema of a configuration file, for editors: of a run, an sft run, or one section."""
-    root = {"run": RunConfig, "sft": SftConfig, **SECTIONS}[name]
+    """The JSON schema of a configuration file, for editors: of a run, an sft or dpo run, or one section."""
+    root = {"run": RunConfig, "sft": SftConfig, "dpo": DpoConfig, **SECTIONS}[name]
     schema = root.model_json_schema(by_alias=True, mode="validation")
     for title, section in {**schema.get("$defs", {}), root.__name__: schema}.items():
         _complete_schema(title, section)
@@ -216,7 +225,7 @@ def json_schema(name: str = "run") -> dict[str, Any]:
 def _complete_schema(title: str, section: dict[str, Any]) -> None:
     """Adds what pydantic does not know: aliases, when `type` is required, and `dataset` in place of `env`."""
     properties = section.get("properties", {})
-    for variant in (*BUILT_IN, CustomLoss, *CORRECTIONS):
+    for variant in (*BUILT_IN, CustomLoss, *CORRECTIONS, *PREFERENCE_LOSSES):
         if title == variant.__name__:
             base = variant.base()
             if variant is not CustomLoss:

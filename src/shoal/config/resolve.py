@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -14,18 +14,19 @@ from shoal.config.infer import InferConfig
 from shoal.config.orch import EvalConfig, OrchConfig
 from shoal.config.problems import redact, show
 from shoal.config.rules import advantage_std, run_seq_len
-from shoal.config.schema import RunConfig, SftConfig
+from shoal.config.schema import DpoConfig, RunConfig, SftConfig, SupervisedConfig
 from shoal.config.train import TrainConfig
 from shoal.config.yaml_text import CoreLoader
 from shoal.core.losses import keeps_uniform
 from shoal.core.section import Section
 
+Supervised = TypeVar("Supervised", bound=SupervisedConfig)
 DEFAULT_SAVE_STEPS = 10
 MAX_NUM_SEQS = 256  # of a server; the embedded engine follows the rollouts of a step, as far as memory allows
 MAX_SLOTS = 4096
 # Keys that a resumed run cannot change: they define the prompts, the sampling and the meaning of the weights.
 BINDING_KEYS = {
-    key.dotted for root in (RunConfig, SftConfig) for key in walk_keys(root) if mark_of(key.info, "binding")
+    key.dotted for root in (RunConfig, SftConfig, DpoConfig) for key in walk_keys(root) if mark_of(key.info, "binding")
 }
 
 
@@ -48,8 +49,16 @@ def resolve_run(config: RunConfig) -> RunConfig:
     return _with(config, train=train, infer=_resolve_infer(config, seq_len, train), orch=orch)
 
 
-def resolve_sft(config: SftConfig) -> SftConfig:
-    return _with(config, train=_resolve_saving(config.train))
+def resolve_supervised(config: Supervised) -> Supervised:
+    train = _resolve_saving(config.train)
+    if isinstance(config, DpoConfig) and train.reference == "auto":
+        train = _with(train, reference=_reference_of(train))
+    return _with(config, train=train)
+
+
+def _reference_of(train: TrainConfig) -> str:
+    """The reference that needs the least memory."""
+    return "adapter-off" if train.lora else "frozen"
 
 
 def _with(section: Any, **changes: Any) -> Any:
@@ -75,8 +84,7 @@ def _resolve_train(train: TrainConfig, config: RunConfig) -> TrainConfig:
         if name not in train.model_fields_set and getattr(adapter, name) is not None:
             changes[name] = getattr(adapter, name)
     if train.reference == "auto":
-        wanted = "adapter-off" if train.lora else "frozen"
-        changes["reference"] = wanted if train.loss.kl.beta > 0 else "none"
+        changes["reference"] = _reference_of(train) if train.loss.kl.beta > 0 else "none"
     return _with(train, **changes)
 
 

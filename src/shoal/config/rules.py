@@ -14,10 +14,10 @@ from pydantic import ValidationError
 
 from shoal.config.fields import given, marked
 from shoal.config.infer import InferConfig
-from shoal.config.loss_rules import check_loss
+from shoal.config.loss_rules import check_adapter_off, check_loss
 from shoal.config.orch import OrchConfig
 from shoal.config.problems import Findings, Origins, problems_from, redact, render, show
-from shoal.config.schema import RunConfig, SftConfig
+from shoal.config.schema import DpoConfig, RunConfig, SupervisedConfig
 from shoal.config.section_rules import (
     check_dataset,
     check_orch,
@@ -35,6 +35,7 @@ EMBEDDED_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # train.recipe → in
 SERVER_ONLY = marked(InferConfig, "server_only")
 STARTED_ONLY = marked(InferConfig, "started_only")
 GRPO_ONLY = marked(TrainConfig, "grpo_only")
+NOT_SFT = marked(TrainConfig, "not_sft")
 SPLIT_ONLY = {"train": marked(TrainConfig, "split_only"), "infer": marked(InferConfig, "split_only")}
 REMOTE_ONLY = {"infer": marked(InferConfig, "remote_only"), "orch": marked(OrchConfig, "remote_only")}
 
@@ -79,11 +80,16 @@ def check_section(name: str, section: TrainConfig | InferConfig | OrchConfig) ->
     return findings
 
 
-def check_sft(config: SftConfig) -> Findings:
+def check_supervised(config: SupervisedConfig) -> Findings:
+    """All checks of `shoal sft` and `shoal dpo` that need no model."""
     findings = Findings()
     train = config.train
-    for name in given(train, *GRPO_ONLY):
-        findings.error(f"train.{name}", "is not used by supervised training", "remove it")
+    preference = isinstance(config, DpoConfig)
+    for name in given(train, *GRPO_ONLY, *(() if preference else NOT_SFT)):
+        other = "; the loss of DPO has its own section, loss" if preference and name == "loss" else ""
+        findings.error(f"train.{name}", f"is not used by {config.training}", f"remove it{other}")
+    if preference:
+        _check_preference(train, findings)
     if train.model is None:
         findings.error("train.model", "is required but not set", "set it to a model folder, a hub id or a GGUF file")
     if train.max_steps is None and train.epochs is None:
@@ -91,6 +97,16 @@ def check_sft(config: SftConfig) -> Findings:
     check_train(train, findings, supervised=True)
     check_dataset(config.dataset, "dataset", findings)
     return findings
+
+
+def _check_preference(train: TrainConfig, findings: Findings) -> None:
+    if train.reference == "none":
+        what = "is none, but the loss compares the policy with a reference"
+        findings.error("train.reference", what, "remove it, or set it to frozen")
+    check_adapter_off(train, findings)
+    if train.lora and train.lora_dropout > 0:
+        what = f"is {train.lora_dropout:g}, but preference training computes all log-probs without dropout"
+        findings.error("train.lora_dropout", what, "remove it")
 
 
 def _check_models(config: RunConfig, findings: Findings) -> None:

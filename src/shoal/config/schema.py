@@ -1,4 +1,4 @@
-"""The schema of a run (`train`, `infer`, `orch`) and of a supervised run (`train` and a dataset), and the named shapes.
+"""The schema of a run (`train`, `infer`, `orch`) and of supervised runs (`train` and a dataset), and the named shapes.
 
 Every interface is translated to these models. load.py fills them from files, rules.py checks keys against each other,
 and resolve.py fills in the defaults that depend on other keys.
@@ -7,12 +7,13 @@ and resolve.py fills in the defaults that depend on other keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from shoal.config.infer import InferConfig
 from shoal.config.orch import DatasetConfig, OrchConfig
+from shoal.config.preference import PreferenceLossConfig, SigmoidLoss
 from shoal.config.train import TrainConfig
 from shoal.core.section import PositiveInt, Section
 
@@ -46,19 +47,41 @@ LAYOUTS: dict[str, Layout] = {
 
 
 class RunConfig(Section):
+    verb: ClassVar[str] = "grpo"
+
     train: TrainConfig = Field(default_factory=TrainConfig, description="The trainer.")
     infer: InferConfig = Field(default_factory=InferConfig, description="The sampling engine.")
     orch: OrchConfig = Field(description="Environments, batches, sampling and rewards.")
 
 
-class SftConfig(Section):
+class SupervisedConfig(Section):
+    """A run that trains on the completions of a data set, without sampling."""
+
+    verb: ClassVar[str]
+    training: ClassVar[str]  # its name in messages
+
     train: TrainConfig = Field(description="The trainer, as in a GRPO run. Keys used only by GRPO are rejected.")
     dataset: DatasetConfig = Field(
-        description="Rows with messages, or with prompt and completion.", json_schema_extra={"binding": True}
+        description="Rows with messages, or with prompt and completion. Preference training: chosen and rejected.",
+        json_schema_extra={"binding": True},
     )
     batch_size: PositiveInt = Field(
-        default=16, description="Rows per optimizer step.", json_schema_extra={"binding": True}
+        default=16,
+        description="Rows per optimizer step. Preference training: pairs.",
+        json_schema_extra={"binding": True},
     )
+
+
+class SftConfig(SupervisedConfig):
+    verb = "sft"
+    training = "supervised training"
+
+
+class DpoConfig(SupervisedConfig):
+    verb = "dpo"
+    training = "preference training"
+
+    loss: PreferenceLossConfig = Field(default_factory=SigmoidLoss, description="The loss of a pair.")
 
 
 SECTIONS: dict[str, type[Section]] = {"train": TrainConfig, "infer": InferConfig, "orch": OrchConfig}

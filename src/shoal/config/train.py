@@ -207,8 +207,9 @@ class TrainConfig(Section):
     )
     reference: Literal["auto", "none", "adapter-off", "frozen"] = Field(
         default="auto",
-        description="Source of reference_logprobs; auto is none without a KL term.",
-        json_schema_extra={"grpo_only": True},
+        description="Source of reference_logprobs; auto is none without a KL term. In DPO, auto is adapter-off with "
+        "LoRA, else frozen.",
+        json_schema_extra={"not_sft": True},
     )
     teacher: TeacherConfig | None = Field(
         default=None,

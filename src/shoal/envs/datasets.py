@@ -1,7 +1,7 @@
 """Read datasets from files, folders or the Hugging Face hub into tasks for "train" and "eval".
 
 Invalid rows are excluded, counted and reported with file and line. A dataset without a valid row raises DataError.
-Called by environments that take a dataset and by `api.sft`. A resumed run must have the same `fingerprint`.
+Called by environments that take a dataset and by `api`. A resumed run must have the same `fingerprint`.
 """
 
 from __future__ import annotations
@@ -282,3 +282,38 @@ def _task(row: Mapping[str, Any]) -> Task:
         raise DataError("a row needs messages that end with an assistant message, or a prompt and a completion")
     check_unicode(completion, "completion")
     return Task(messages, {"completion": completion})
+
+
+def preference_tasks(spec: DatasetSpec) -> list[Task]:
+    """Return tasks for preference training; `data` has the texts `chosen` and `rejected`."""
+    return read_train(spec, ("chosen", "rejected"), _pair)
+
+
+def _pair(row: Mapping[str, Any]) -> Task:
+    """Each side is a text, or messages that end with the answer. Messages that both start with are the prompt."""
+    chosen, rejected = (_side(row[name], name) for name in ("chosen", "rejected"))
+    prompt = to_messages(row["prompt"]) if row.get("prompt") is not None else []
+    shared = chosen[:-1]
+    answers = {name: str(side[-1]["content"]) for name, side in (("chosen", chosen), ("rejected", rejected))}
+    if shared != rejected[:-1]:
+        raise DataError("chosen and rejected differ in more than the last message")
+    if answers["chosen"] == answers["rejected"]:
+        raise DataError("chosen and rejected are equal")
+    if shared and prompt and shared != prompt:
+        raise DataError("chosen and rejected start with other messages than the prompt")
+    if not (shared or prompt):
+        raise DataError("there is no prompt; add a column prompt, or start chosen and rejected with the same messages")
+    return Task(shared or prompt, answers)
+
+
+def _side(value: Any, name: str) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    if not isinstance(value, list):
+        raise DataError(f"{name} is {_kind(value)}; it must be text or a list of messages")
+    messages = to_messages(value)
+    if messages[-1]["role"] != "assistant":
+        raise DataError(f"{name} ends with the role {messages[-1]['role']}, not with an assistant message")
+    if messages[-1].get("tool_calls"):
+        raise DataError(f"{name} ends with tool calls, which are not supported")
+    return messages

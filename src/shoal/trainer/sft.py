@@ -40,37 +40,42 @@ class CrossEntropy:
 CROSS_ENTROPY = CrossEntropy()
 
 
+@dataclass(frozen=True)
+class SampleMaker:
+    chat: Chat
+    end_id: int  # ends every completion
+    max_tokens: int
+
+    def sample(self, messages: Sequence[Message], completion: str, rollout_id: str, group_id: str) -> Sample | None:
+        """A sample with the loss on the completion and its end token; None if it is too long."""
+        answer: Message = {"role": "assistant", "content": completion}
+        if self.chat.exceeds([*messages, answer], self.max_tokens):
+            return None
+        prompt = self.chat.prompt_ids(messages)
+        ids = [*prompt, *self.chat.tokenizer.encode(completion, add_special_tokens=False), self.end_id]
+        if len(ids) > self.max_tokens:
+            return None
+        mask = np.arange(len(ids)) >= max(1, len(prompt))
+        ones, zeros = np.ones(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.float32)
+        return Sample(rollout_id, group_id, np.array(ids, dtype=np.int64), mask, zeros, ones, ones)
+
+
 def supervised_samples(tasks: Sequence[Task], chat: Chat, end_id: int, max_tokens: int) -> tuple[list[Sample], int]:
     """Samples with the loss on the completion and its end token, and the number of rows that were too long."""
-    samples = []
-    for number, task in enumerate(tasks):
-        answer: Message = {"role": "assistant", "content": task.data["completion"]}
-        if chat.exceeds([*task.messages, answer], max_tokens):
-            continue
-        prompt = chat.prompt_ids(task.messages)
-        completion = [*chat.tokenizer.encode(task.data["completion"], add_special_tokens=False), end_id]
-        if len(prompt) + len(completion) <= max_tokens:
-            samples.append(_sample(str(number), prompt, completion))
+    maker = SampleMaker(chat, end_id, max_tokens)
+    found = [maker.sample(t.messages, t.data["completion"], str(n), str(n)) for n, t in enumerate(tasks)]
+    samples = [sample for sample in found if sample is not None]
     if not samples:
-        raise DataError(f"none of the {len(tasks)} rows fits into train.sequence_len ({max_tokens})")
+        raise DataError(f"none of the {len(tasks)} rows fits into train.sequence_len ({max_tokens}); raise it")
     return samples, len(tasks) - len(samples)
-
-
-def _sample(name: str, prompt: list[int], completion: list[int]) -> Sample:
-    mask = np.array([False] * len(prompt) + [True] * len(completion))
-    mask[0] = False
-    ones = np.ones(len(mask), dtype=np.float32)
-    zeros = np.zeros(len(mask), dtype=np.float32)
-    ids = np.array([*prompt, *completion], dtype=np.int64)
-    return Sample(name, name, ids, mask, zeros, ones, ones)
 
 
 @dataclass
 class SupervisedSteps:
-    """Optimizer steps over `batch_size` samples each."""
+    """Optimizer steps over `batch_size` items each. An item is the samples of one row of the data set."""
 
     policy: TrainedPolicy
-    samples: Sequence[Sample]
+    items: Sequence[Sequence[Sample]]
     batch_size: int
     token_budget: int
     rows_per_micro_batch: int | None  # upper limit; None = limited by tokens only
@@ -79,26 +84,30 @@ class SupervisedSteps:
 
     @property
     def steps_per_epoch(self) -> int:
-        return max(1, len(self.samples) // self.batch_size)
+        return max(1, len(self.items) // self.batch_size)
 
     def step(self, step: int) -> dict[str, float]:
         """Step `step`, counted from 1; returns its metrics."""
         tally = Tally()
         rows = self._batch(step).rows
-        pending = self._gradient(rows)
-        tally.values(self.policy.optim_step())
+        pending, metrics = self._gradient(rows)
+        tally.values({**metrics, **self.policy.optim_step()})
         for result in pending:  # read last, so the device never waits within a step
             tally.add_all(result.read()[0])
         tally.value("tokens/completion", sum(int(row.loss_mask.sum()) for row in rows))
         return tally.reduce()
 
-    def _gradient(self, rows: Sequence[Row]) -> list[PendingPass]:
+    def _passes(self, parts: Sequence[Sequence[Row]]) -> tuple[list[PendingPass], dict[str, float]]:
+        """Add the gradient of the micro-batches. Returns their passes, and metrics that are known already."""
+        return [self.policy.forward_backward(part, CROSS_ENTROPY, "none") for part in parts], {}
+
+    def _gradient(self, rows: Sequence[Row]) -> tuple[list[PendingPass], dict[str, float]]:
         """Compute the gradient; after an out-of-memory error, repeat it with smaller micro-batches."""
         sizes = [row.tokens for row in rows]
         while True:
             parts = micro_batches(sizes, self.micro_batch_tokens, self.rows_per_micro_batch)
             try:
-                return [self.policy.forward_backward(rows[p.start : p.stop], CROSS_ENTROPY, "none") for p in parts]
+                return self._passes([rows[part.start : part.stop] for part in parts])
             except torch.OutOfMemoryError:
                 fewer = smaller([sizes[part.start : part.stop] for part in parts])
                 if fewer is None:
@@ -110,9 +119,10 @@ class SupervisedSteps:
 
     def _batch(self, step: int) -> Batch:
         epoch, at = divmod(step - 1, self.steps_per_epoch)
-        order = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self.samples))
-        chosen = [[self.samples[i]] for i in order[at * self.batch_size : (at + 1) * self.batch_size]]
-        (batch,) = make_batches(chosen, Packing(self.token_budget, "token-mean", max_tokens=1))
+        order = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self.items))
+        taken = [self.items[i] for i in order[at * self.batch_size : (at + 1) * self.batch_size]]
+        packing = Packing(self.token_budget, "token-mean", max_tokens=1, share_prefixes=self.policy.shares_prefixes)
+        (batch,) = make_batches([[sample] for item in taken for sample in item], packing)
         return batch
 
 

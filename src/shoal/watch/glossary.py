@@ -44,6 +44,9 @@ FIX_REWARD = "read `error` in the rollouts (`shoal show RUN`) and fix the reward
 MORE_ENTROPY = "lower train.learning_rate, raise orch.sampling.temperature, or add train.loss.kl.beta"
 
 
+SUPERVISED_LOSSES = ("sft/loss", "dpo/loss")  # of runs that do not sample
+
+
 def _catalogue(*metrics: Metric) -> dict[str, Metric]:
     return {metric.name: metric for metric in metrics}
 
@@ -282,6 +285,37 @@ CATALOGUE = _catalogue(
         "raise train.noise_scheduler.sigma_end, or set train.recipe to fp32: bf16 rounds small noise away",
     ),
     Metric("sft/loss", "Mean cross-entropy of the completion tokens.", "nats", "falls", LOWER_RATE),
+    Metric(
+        "dpo/loss",
+        "Mean preference loss of the pairs of the step, plus loss.sft_weight times dpo/cross_entropy.",
+        "loss",
+        "falls from 0.69 (sigmoid)",
+        LOWER_RATE,
+    ),
+    Metric("dpo/cross_entropy", "Mean cross-entropy of the tokens of the chosen completions.", "nats", "falls"),
+    Metric(
+        "dpo/accuracy",
+        "Share of pairs in which the chosen completion has a higher implicit reward than the rejected one.",
+        "fraction",
+        "rises above 0.5",
+        "check that the labels are right, or raise train.learning_rate",
+    ),
+    Metric("dpo/margin", "Mean of dpo/chosen_reward - dpo/rejected_reward.", "nats", "rises"),
+    Metric(
+        "dpo/chosen_reward",
+        "Implicit reward of the chosen completions: loss.beta times the sum of policy_logprobs - reference_logprobs.",
+        "nats",
+        "rises or stays near 0",
+        "if it falls far, lower train.learning_rate or set loss.sft_weight",
+    ),
+    Metric(
+        "dpo/rejected_reward",
+        "Implicit reward of the rejected completions: loss.beta times the sum of policy_logprobs - reference_logprobs.",
+        "nats",
+        "falls",
+    ),
+    Metric("dpo/chosen_logprobs", "Mean over the chosen completions of the sum of policy_logprobs.", "nats"),
+    Metric("dpo/rejected_logprobs", "Mean over the rejected completions of the sum of policy_logprobs.", "nats"),
 )
 
 FAMILIES = _catalogue(

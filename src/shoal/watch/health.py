@@ -18,7 +18,7 @@ from shoal.config.load import load_run
 from shoal.config.problems import dotted
 from shoal.config.resolve import as_data
 from shoal.config.rules import check_run
-from shoal.config.schema import RunConfig, SftConfig
+from shoal.config.schema import RunConfig, SupervisedConfig
 from shoal.core.errors import ShoalError
 from shoal.runs.events import EventLog
 from shoal.runs.files import seems_running
@@ -117,7 +117,7 @@ def check_rows(records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) 
 class LiveHealth:
     """Checks each recorded step and emits one warning event per problem."""
 
-    def __init__(self, run: Path, config: RunConfig | SftConfig, events: EventLog) -> None:
+    def __init__(self, run: Path, config: RunConfig | SupervisedConfig, events: EventLog) -> None:
         self._run = run
         self._config = as_data(config)
         self._events = events

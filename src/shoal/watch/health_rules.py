@@ -95,7 +95,7 @@ def _reward_flat(row: Row, _: History) -> RuleMatch | None:
 
 def _entropy_collapse(row: Row, history: History) -> RuleMatch | None:
     """Only for sampled text. In supervised training a low entropy is the goal."""
-    if "sft/loss" in row:
+    if any(name in row for name in glossary.SUPERVISED_LOSSES):
         return None
     value, start = row["policy/entropy"], history.start("policy/entropy")
     if start is not None and start > 0 and (value < SHARE_OF_START["policy/entropy"] * start or value < 0.005):

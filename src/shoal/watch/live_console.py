@@ -22,6 +22,7 @@ from rich.text import Text
 
 from shoal.runs.secrets import redact
 from shoal.watch.console import Bar, BaseConsole, Progress, SafeStream
+from shoal.watch.glossary import SUPERVISED_LOSSES
 from shoal.watch.text import duration, is_eval_mean, one_line, sanitise, short_number, size, sparkline, time_shares
 
 _SHARE_COLOURS = {
@@ -92,8 +93,9 @@ class LiveConsole(BaseConsole):
             self._last_shown = time.monotonic()
             if "reward/mean" in metrics:
                 self._rewards.append(metrics["reward/mean"])
-            elif "sft/loss" in metrics:
-                self._rewards.append(metrics["sft/loss"])
+            for name in SUPERVISED_LOSSES:
+                if name in metrics:
+                    self._rewards.append(metrics[name])
             for name in filter(is_eval_mean, metrics):
                 env = name.split("/")[1]
                 first = self._evals.get(env, (metrics[name], 0.0))[0]
@@ -133,7 +135,7 @@ class LiveConsole(BaseConsole):
         eta = f"   eta {duration(left)}" if left is not None and self._step < self._total else ""
         yield "step", Text(f"{self._step}/{self._total}{eta}", style="bold")
         if self._rewards:
-            label = "reward" if "sft/loss" not in metrics else "loss"
+            label = "loss" if any(name in metrics for name in SUPERVISED_LOSSES) else "reward"
             yield label, Text(f"{self._rewards[-1]:.3f}  {sparkline(list(self._rewards))}", style="green")
         for env, (first, latest) in self._evals.items():
             yield "held out", Text(f"{env} {first:.3f} → {latest:.3f}")

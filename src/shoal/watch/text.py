@@ -92,6 +92,7 @@ _SHARES = (
     ("gen", "rollout"), ("rew", "reward"), ("train", "train"), ("sync", "sync"), ("eval", "eval"), ("save", "save"),
 )  # fmt: skip
 _SIGNALS = (("k3", "mismatch/k3"), ("ent", "policy/entropy"), ("gn", "optim/grad_norm"))
+_PREFERENCE = (("acc", "dpo/accuracy"), ("margin", "dpo/margin"))
 # Labels of the step line and their metrics; `shoal explain` accepts the labels.
 WORDS = {
     "reward": "reward/mean",
@@ -101,7 +102,7 @@ WORDS = {
     "mixed": "group/mixed_frac",
     "len": "completion/length_mean",
     "trunc": "completion/truncated_frac",
-    **dict(_SIGNALS),
+    **dict((*_SIGNALS, *_PREFERENCE)),
     "stale": "staleness/max",
     "tok/s": "throughput/rollout_tok_s",
     **{word: f"time/{phase}" for word, phase in (*_SHARES, ("idle", "idle"))},
@@ -161,6 +162,9 @@ def _reward(metrics: Mapping[str, float]) -> str:
 
 
 def _loss(metrics: Mapping[str, float]) -> str:
+    if "dpo/loss" in metrics:
+        shown = " ".join(f"{word} {short_number(metrics[name])}" for word, name in _PREFERENCE)
+        return f"loss {metrics['dpo/loss']:.3f}  {shown}"
     return f"loss {metrics['sft/loss']:.3f}" if "sft/loss" in metrics else ""
 
 

@@ -53,6 +53,13 @@ _TRL = {
     "completion/truncated_frac": "train/completions/clipped_ratio",
     "time/step": "train/step_time",
     "sft/loss": "train/loss",
+    "dpo/loss": "train/loss",
+    "dpo/accuracy": "train/rewards/accuracies",
+    "dpo/margin": "train/rewards/margins",
+    "dpo/chosen_reward": "train/rewards/chosen",
+    "dpo/rejected_reward": "train/rewards/rejected",
+    "dpo/chosen_logprobs": "train/logps/chosen",
+    "dpo/rejected_logprobs": "train/logps/rejected",
 }
 _TRL_FAMILIES = (
     (re.compile(r"reward/part/(.+)"), r"train/rewards/\1/mean"),

@@ -23,7 +23,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["grpo", "grpo-infer", "serve", "chat", "sft", "eval", "envs", "make-model", "init", "demo"]
+    "verb", ["grpo", "grpo-infer", "serve", "chat", "sft", "dpo", "eval", "envs", "make-model", "init", "demo"]
 )
 def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]):
     assert main([verb, "--help"]) == 0
@@ -173,6 +173,8 @@ def test_a_new_environment_passes_its_own_test(tmp_path: Path, capsys: pytest.Ca
         (["grpo", "run.yaml", "--train", "t.yaml"], "--train"),
         (["grpo", "--train", "t.yaml"], "--orch"),
         (["sft"], "sft.yaml"),
+        (["dpo"], "dpo.yaml"),
+        (["dpo", "--model", "Qwen/Qwen3-0.6B", "--max-steps", "2"], "dataset"),
     ],
     ids=" ".join,
 )

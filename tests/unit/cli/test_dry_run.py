@@ -37,7 +37,7 @@ def timed(*argv: str) -> tuple[float, subprocess.CompletedProcess[str]]:
 def test_help_is_fast_and_names_the_verbs():
     seconds, result = timed("--help")
     assert result.returncode == 0
-    assert all(verb in result.stdout for verb in ("grpo", "sft", "eval", "envs", "make-model", "init"))
+    assert all(verb in result.stdout for verb in ("grpo", "sft", "dpo", "eval", "envs", "make-model", "init"))
     assert seconds < 0.3
 
 
@@ -178,6 +178,17 @@ def test_sft_from_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert "batch_size: 2" in out and "max_steps: 3" in out and "output_dir: '1e5'" in out
     assert (tmp_path / "1e5" / "config.yaml").read_text() == out
+
+
+def test_dpo_from_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    flags = ["--model", "Qwen/Qwen3-0.6B", "--dataset", "rows.jsonl", "--max-steps", "3", "--output-dir", "out"]
+    assert main(["dpo", *flags, "loss.type=ipo", "train.lora=true", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "loss:\n  type: ipo\n  beta: 0.1\n" in out and "reference: adapter-off" in out
+    assert (tmp_path / "out" / "config.yaml").read_text() == out
+    assert main(["dpo", "out/config.yaml", "--dry-run"]) == 0
+    assert capsys.readouterr().out == out
 
 
 MINE = """

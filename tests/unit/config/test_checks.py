@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.config.load import load_run
+from shoal.config.load import load_run, load_supervised
 from shoal.config.problems import dotted
-from shoal.config.rules import check_run
-from shoal.config.schema import RunConfig
+from shoal.config.rules import check_run, check_supervised
+from shoal.config.schema import DpoConfig, RunConfig, SftConfig
 from shoal.core.errors import ConfigError
 from shoal.core.losses import LOSSES
 
@@ -186,3 +186,49 @@ def test_an_adapter_to_start_from_keeps_its_own_shape(tmp_path: Path):
     start = ("train.lora=true", f"train.adapter_path={tmp_path}")
     assert errors(*start) == errors(*start, "train.lora_rank=8", "train.lora_alpha=64") == []
     assert errors(*start, "train.lora_rank=4", "train.lora_dropout=0.1") == ["train.lora_rank", "train.lora_dropout"]
+
+
+PAIRS = ["train.model=m", "train.max_steps=8", "dataset.path=pairs.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["train.loss.type=grpo"], "train.loss"),
+        (["train.ppo_epochs=2"], "train.ppo_epochs"),
+        (["train.reference=none"], "train.reference"),
+        (["train.reference=adapter-off"], "train.reference"),
+        (["train.lora=true", "train.lora_dropout=0.1"], "train.lora_dropout"),
+        (["train.gpus=2"], "train.gpus"),
+        (["train.sharding=fsdp"], "train.sharding"),
+        (["train.max_steps=null"], "train.max_steps"),
+    ],
+)
+def test_keys_that_contradict_preference_training(tmp_path: Path, monkeypatch, overrides: list[str], key: str):
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    found = check_supervised(load_supervised(DpoConfig, None, [*PAIRS, *overrides]).config).errors
+    assert [dotted(problem.path) for problem in found] == [key]
+    assert check_supervised(load_supervised(DpoConfig, None, PAIRS).config).errors == []
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("loss.type=dpo", "loss.type"),
+        ("loss.beta=0", "loss.beta"),
+        ("loss.label_smoothing=0.5", "loss.label_smoothing"),
+        ("loss={type: ipo, label_smoothing: 0.1}", "it belongs to sigmoid, robust; ipo takes no parameters"),
+        ("loss.sft_weigth=1", "did you mean `sft_weight`"),
+        ("train.beta=1", "`beta` belongs at `loss.beta`"),
+    ],
+)
+def test_keys_of_the_preference_loss(override: str, says: str):
+    with pytest.raises(ConfigError) as caught:
+        load_supervised(DpoConfig, None, [*PAIRS, override])
+    assert says in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_the_reference_of_sft_has_no_effect():
+    found = check_supervised(load_supervised(SftConfig, None, [*PAIRS, "train.reference=frozen"]).config).errors
+    assert "train.reference" in [dotted(problem.path) for problem in found]

@@ -52,6 +52,15 @@ def data_of(text: str) -> Any:
     return parse_yaml(text, Source("x"), {}).value
 
 
+def test_preference_training():
+    schema = json_schema("dpo")
+    data: dict[str, Any] = {"train": {"model": "m"}, "dataset": {"path": "d"}}
+    for loss in ({}, {"beta": 0.2}, {"type": "ipo", "sft_weight": 0.5}, {"type": "robust", "label_smoothing": 0.1}):
+        assert accepts(schema, {**data, "loss": loss}, schema), loss
+    for loss in ({"type": "grpo"}, {"type": "ipo", "label_smoothing": 0.1}):
+        assert not accepts(schema, {**data, "loss": loss}, schema), loss
+
+
 @pytest.mark.parametrize("name", SECTIONS)
 def test_the_examples_are_accepted(name: str):
     data = data_of((EXAMPLES / "grpo" / f"{name}.yaml").read_text())

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.config.load import load_run, load_section, load_sft
+from shoal.config.load import load_run, load_section, load_supervised
+from shoal.config.schema import DpoConfig, SftConfig
 from shoal.core.errors import ConfigError
 
 TRAIN = "model: m\nmax_steps: 3\nlearning_rate: 2e-4\n"
@@ -163,9 +164,12 @@ def test_the_nearest_file_is_near_by_its_name_not_by_its_suffix(folder: Path):
         load_run(parts={"train": "nope.yaml"})
 
 
-def test_sft(folder: Path):
-    config = load_sft(None, ["train.model=m", "train.max_steps=2", "dataset.path=d.jsonl", "batch_size=4"]).config
+def test_supervised_runs(folder: Path):
+    keys = ["train.model=m", "train.max_steps=2", "dataset.path=d.jsonl", "batch_size=4"]
+    config = load_supervised(SftConfig, None, keys).config
     assert (config.dataset.path, config.batch_size) == ("d.jsonl", 4)
+    preferences = load_supervised(DpoConfig, None, [*keys, "loss.type=ipo", "loss.beta=0.3"]).config
+    assert (preferences.dataset.path, preferences.loss.type, preferences.loss.beta) == ("d.jsonl", "ipo", 0.3)
 
 
 @pytest.mark.parametrize("name", ["nope.yaml", ".", "latin1.yaml", "/dev/zero", "/dev/null"])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from shoal.config.fields import walk_keys
 from shoal.config.reference import reference_page, with_tables
-from shoal.config.schema import RunConfig, SftConfig
+from shoal.config.schema import DpoConfig, RunConfig, SftConfig
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE, ALGORITHMS = DOCS / "configuration.md", DOCS / "algorithms.md"
@@ -15,7 +15,7 @@ def test_the_committed_page_is_current():
 
 
 def test_every_key_has_one_sentence():
-    for key in [*walk_keys(RunConfig), *walk_keys(SftConfig)]:
+    for key in [*walk_keys(RunConfig), *walk_keys(SftConfig), *walk_keys(DpoConfig)]:
         description = key.info.description or ""
         assert description.endswith("."), key.dotted
         assert len(description) < 130, key.dotted

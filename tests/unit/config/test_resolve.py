@@ -4,10 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from shoal.config.load import load_run
-from shoal.config.resolve import BINDING_KEYS, as_data, as_yaml, difference, forbidden_changes, resolve_run
+from shoal.config.load import load_run, load_supervised
+from shoal.config.resolve import (
+    BINDING_KEYS,
+    as_data,
+    as_yaml,
+    difference,
+    forbidden_changes,
+    resolve_run,
+    resolve_supervised,
+)
 from shoal.config.rules import check_run
-from shoal.config.schema import RunConfig
+from shoal.config.schema import DpoConfig, RunConfig
 from shoal.core.losses import GRPO, LOSSES, Masked
 
 
@@ -46,6 +54,18 @@ def test_defaults_of_the_loss():
     assert as_data(run("train.loss={type: grpo, clip_low: 0.1}"))["train"]["loss"]["clip_high"] == 0.1
     assert run("train.loss.type=gspo").train.loss.aggregation == "seq-mean-token-mean"
     assert run("train.loss.ratio_type=sequence").train.loss.aggregation == "seq-mean-token-mean"
+
+
+def test_reference_of_preference_training():
+    keys = ["train.model=m", "train.max_steps=2", "dataset.path=d.jsonl"]
+
+    def resolved(*overrides: str) -> str:
+        config = resolve_supervised(load_supervised(DpoConfig, None, [*keys, *overrides]).config)
+        assert resolve_supervised(config) == config
+        return config.train.reference
+
+    assert (resolved(), resolved("train.lora=true")) == ("frozen", "adapter-off")
+    assert resolved("train.lora=true", "train.reference=frozen") == "frozen"
 
 
 def test_reference_and_kl():
@@ -132,5 +152,5 @@ def test_the_keys_that_a_resumed_run_cannot_change():
         "train.model", "train.seed", "train.sequence_len", "train.lora", "train.lora_rank", "train.lora_alpha",
         "train.lora_target_modules", "train.adapter_path", "train.loss.type", "orch.env", "orch.dataset",
         "orch.batch_size", "orch.rollouts_per_example", "orch.seq_len", "orch.sampling", "orch.reward.function",
-        "orch.reward.parts", "dataset", "batch_size",
+        "orch.reward.parts", "dataset", "batch_size", "loss.type",
     } == BINDING_KEYS  # fmt: skip

@@ -26,9 +26,13 @@ def samples() -> list[Sample]:
     return supervised_samples(TASKS, CHAT, EOS, 100)[0]
 
 
+def items() -> list[list[Sample]]:
+    return [[sample] for sample in samples()]
+
+
 def make_steps(batch_size: int = 3) -> SupervisedSteps:
     policy = make_policy(small_decoder(), Schedule(3e-3, 100))
-    return SupervisedSteps(policy, samples(), batch_size, 100, rows_per_micro_batch=1, micro_batch_tokens=None, seed=0)
+    return SupervisedSteps(policy, items(), batch_size, 100, rows_per_micro_batch=1, micro_batch_tokens=None, seed=0)
 
 
 def test_the_mask_is_on_the_completion_and_its_end() -> None:
@@ -130,7 +134,7 @@ def test_a_step_number_is_all_there_is_to_resume_from() -> None:
         whole.step(step)
         if step <= 3:
             late.step(step)
-    other = SupervisedSteps(late.policy, samples(), late.batch_size, 100, 1, None, seed=0)
+    other = SupervisedSteps(late.policy, items(), late.batch_size, 100, 1, None, seed=0)
     for step in (4, 5):
         other.step(step)
     ours, theirs = weights(whole.policy.decoder), weights(late.policy.decoder)
@@ -141,7 +145,7 @@ def test_packing_and_micro_batches_do_not_change_the_step() -> None:
     found = []
     for budget, rows, tokens in ((40, 1, None), (40, 3, None), (1000, 1, None), (40, None, 90)):
         policy = make_policy(small_decoder(dtype=torch.float64), Schedule(3e-3, 100))
-        SupervisedSteps(policy, samples(), 6, budget, rows, tokens, seed=0).step(1)
+        SupervisedSteps(policy, items(), 6, budget, rows, tokens, seed=0).step(1)
         found.append(np.concatenate([w.flatten().numpy() for w in weights(policy.decoder).values()]))
     for other in found[1:]:
         np.testing.assert_allclose(found[0], other, rtol=0, atol=1e-8)

@@ -80,8 +80,9 @@ def test_equal_rewards_suggest_easier_or_harder_prompts() -> None:
 
 
 def test_entropy_may_collapse_in_supervised_training() -> None:
-    falling = [{"step": step, "sft/loss": 9.0 / step, "policy/entropy": 9.0 / step} for step in range(1, 60)]
-    assert check_rows(falling, {}) == []
+    for loss in ("sft/loss", "dpo/loss"):
+        falling = [{"step": step, loss: 9.0 / step, "policy/entropy": 9.0 / step} for step in range(1, 60)]
+        assert check_rows(falling, {}) == []
 
 
 def test_the_finding_names_the_worst_step() -> None:

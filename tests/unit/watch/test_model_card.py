@@ -33,6 +33,14 @@ def test_steps_are_those_of_the_weights(tmp_path: Path, planned: object, weights
     assert f"| Steps | {steps} |" in model_card(Weights("org/model", str(run / weights), run)).splitlines()
 
 
+def test_a_preference_run_is_named_by_its_loss(tmp_path: Path):
+    config = "train: {model: org/model}\ndataset: {path: d}\nloss: {type: ipo}\n"
+    with RunDir.create(tmp_path / "run", config, {}) as run_dir:
+        run_dir.write_status("finished", step=1, reason="", resumable=False, next_command=None)
+    card = model_card(Weights("org/model", None, tmp_path / "run"))
+    assert "with Shoal, DPO with the loss ipo." in card and "- dpo" in card
+
+
 @pytest.mark.parametrize(
     ("loss", "advantage", "name"),
     [

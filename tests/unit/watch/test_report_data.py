@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.config.load import load_run
-from shoal.config.resolve import as_yaml, resolve_run
+from shoal.config.load import load_run, load_supervised
+from shoal.config.resolve import as_yaml, resolve_run, resolve_supervised
+from shoal.config.schema import DpoConfig
 from shoal.runs.run_dir import RunDir
 from shoal.watch.report.data import MetricsTail, config_changes, describe_config
 
@@ -36,6 +37,15 @@ def test_changes_are_the_keys_that_the_user_set(tmp_path: Path) -> None:
         "train.model": ("m/m", None), "train.max_steps": (9, None), "train.sequence_len": (256, 2048),
         "orch.batch_size": (64, 128),
     }, "derived keys are not among them"  # fmt: skip
+
+
+def test_changes_of_a_preference_run(tmp_path: Path) -> None:
+    keys = ["train.model=m/m", "dataset.path=d", "loss.beta=0.3"]
+    config = resolve_supervised(load_supervised(DpoConfig, None, keys).config)
+    (tmp_path / "config.yaml").write_text(as_yaml(config))
+    found = {change["key"]: change["value"] for change in config_changes(tmp_path) or []}
+    assert found == {"train.model": "m/m", "loss.beta": 0.3}
+    assert describe_config(tmp_path)["Algorithm"] == "DPO with the loss sigmoid"
 
 
 def test_a_configuration_of_another_version_is_not_compared(tmp_path: Path) -> None:

@@ -23,6 +23,12 @@ def test_checkpoint_time_is_part_of_the_step() -> None:
     assert line == "step 11/30  gen 50% save 25% idle 25%"
 
 
+def test_losses_of_runs_that_do_not_sample() -> None:
+    assert step_line(1, 2, {"sft/loss": 2.5}) == "step 1/2  loss 2.500"
+    preferences = {"dpo/loss": 0.5, "dpo/accuracy": 0.75, "dpo/margin": 1.25, "optim/grad_norm": 2.0}
+    assert step_line(1, 2, preferences) == "step 1/2  loss 0.500  acc .75 margin 1.25  gn 2"
+
+
 def test_singular() -> None:
     assert step_line(1, 2, {"batch/used": 16, "batch/rollouts": 32, "group/flat": 1}).endswith(
         "used 16/32, 1 zero-variance group"

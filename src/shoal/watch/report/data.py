@@ -14,15 +14,15 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from shoal.config.load import load_run, load_sft
-from shoal.config.resolve import as_data, difference, resolve_run, resolve_sft
-from shoal.config.schema import RunConfig, SftConfig
+from shoal.config.load import load_run, load_supervised
+from shoal.config.resolve import as_data, difference, resolve_run, resolve_supervised
+from shoal.config.schema import DpoConfig, RunConfig, SftConfig
 from shoal.core.errors import ConfigError, ShoalError, StorageError
 from shoal.core.section import Section
 from shoal.runs.files import seems_running, storage
 from shoal.runs.journal import decode_line, read_lines
 from shoal.runs.run_dir import is_used, read_progress, read_status
-from shoal.watch.glossary import Metric, find_metric, sort_metrics
+from shoal.watch.glossary import SUPERVISED_LOSSES, Metric, find_metric, sort_metrics
 from shoal.watch.health import diagnose, read_config
 from shoal.watch.health_rules import FIRST_STEPS, SHARE_OF_START
 from shoal.watch.report.rollouts import number, rollout_steps
@@ -121,7 +121,7 @@ class RunSummary:
         if state != self._read:
             found = collect_series(read_lines(path))
             series = found["series"]
-            main = next((name for name in ("reward/mean", "sft/loss") if name in series), None)
+            main = next((name for name in ("reward/mean", *SUPERVISED_LOSSES) if name in series), None)
             held_out = next((name for name in series if name.startswith("eval/") and name.endswith("/mean")), None)
             self._about = {
                 "total_steps": _total_steps(self._run),
@@ -214,12 +214,18 @@ def describe_config(run: Path) -> dict[str, str]:
         named = [env for env in environments if isinstance(env, dict)]
         about["Environments"] = ", ".join(str(env.get("name") or env.get("id") or "") for env in named)
     if "dataset" in config and "orch" not in config:
-        about["Algorithm"] = "supervised fine-tuning"
+        about["Algorithm"] = supervised_algorithm(config)
     elif isinstance(loss, dict):
         about["Algorithm"] = str(loss.get("type") or "")
     if isinstance(rate, int | float):
         about["Learning rate"] = f"{rate:g}"
     return {label: text for label, text in about.items() if text}
+
+
+def supervised_algorithm(config: Mapping[str, Any]) -> str:
+    """The algorithm of a run that does not sample, in words."""
+    loss = config.get("loss")
+    return f"DPO with the loss {loss.get('type')}" if isinstance(loss, dict) else "supervised fine-tuning"
 
 
 def _total_steps(run: Path) -> int | None:
@@ -246,7 +252,8 @@ def config_changes(run: Path) -> list[Change] | None:
             return _changes(
                 load_run(str(run / "config.yaml")).config, RunConfig, resolve_run, {"env": data["orch"]["env"]}
             )
-        return _changes(load_sft(str(run / "config.yaml")).config, SftConfig, resolve_sft, None)
+        kind = DpoConfig if "loss" in data else SftConfig
+        return _changes(load_supervised(kind, str(run / "config.yaml")).config, kind, resolve_supervised, None)
     except (ShoalError, ValueError, KeyError, TypeError):
         return None
 

@@ -12,6 +12,7 @@ from shoal.config.problems import show
 from shoal.runs.files import write_atomic
 from shoal.runs.run_dir import read_metrics, read_status
 from shoal.runs.weight_files import Weights, find_weights
+from shoal.watch.report.data import supervised_algorithm
 
 USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -108,7 +109,7 @@ def _origin(weights: Weights, config: dict[str, Any], adapter: bool) -> str:
 def algorithm(config: dict[str, Any]) -> str:
     """The algorithm in words: the name of the loss and of the advantages that it was used with."""
     if config.get("orch") is None:
-        return "supervised fine-tuning"
+        return supervised_algorithm(config)
     loss, advantage = config["train"]["loss"], config["orch"].get("advantage", {})
     names = {"grpo": "GRPO", "dapo": "DAPO", "gspo": "GSPO", "cispo": "CISPO", "sapo": "SAPO", "reinforce": "REINFORCE"}
     name = names.get(loss["type"], f"policy gradient with the loss `{loss['type']}`")
@@ -124,7 +125,7 @@ def algorithm(config: dict[str, Any]) -> str:
 
 def _tags(config: dict[str, Any]) -> list[str]:
     if config.get("orch") is None:
-        return ["sft"] if config else []
+        return ["dpo" if "loss" in config else "sft"] if config else []
     return ["reinforcement-learning", str(config["train"]["loss"]["type"]).rpartition(":")[2]]
 
 

@@ -44,7 +44,7 @@
     for (const [name, value] of Object.entries({ viewBox: "0 0 100 24", preserveAspectRatio: "none", "aria-hidden": "true" })) drawing.setAttribute(name, value);
     line.setAttribute("points", points);
     drawing.append(line);
-    return make("div", { class: "run-curve" }, measured(run.metric === "sft/loss" ? "Loss" : "Reward", run.curve), drawing);
+    return make("div", { class: "run-curve" }, measured(/^(sft|dpo)\/loss$/.test(run.metric) ? "Loss" : "Reward", run.curve), drawing);
   }
 
   const measured = (label, values) => make("div", { class: "measured" }, make("span", { class: "small" }, label), " ", values.length > 1 ? make("span", { class: "from" }, number(values[0]) + " → ") : null, make("b", {}, number(values[values.length - 1])));

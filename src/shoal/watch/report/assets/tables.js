@@ -39,7 +39,8 @@ shoal.drawSummary = (runs) => {
     else out.push(tile("Steps", [String(last(run.steps) ?? run.run.step ?? 0), total ? make("span", { class: "from" }, " of " + total) : ""], run.run.state));
     evals.slice(0, several ? 1 : 3).forEach((name) => out.push(tile("Held out", change(series, name), several ? run.run.name : name.split("/")[1] + ", first to last")));
     if (series["reward/mean"]) out.push(tile("Reward", change(series, "reward/mean"), several ? run.run.name : "training rollouts, first to last"));
-    if (series["sft/loss"]) out.push(tile("Loss", change(series, "sft/loss"), "first to last"));
+    for (const [label, name] of [["Loss", "sft/loss"], ["Loss", "dpo/loss"], ["Preference accuracy", "dpo/accuracy"]])
+      if (series[name]) out.push(tile(label, change(series, name), "first to last"));
     if (several) return out;
     const rollouts = series["batch/rollouts"], tokens = series["tokens/completion"];
     const sum = (column) => column.reduce((a, b) => a + (b || 0), 0);
