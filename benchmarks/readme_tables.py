@@ -62,7 +62,7 @@ FACTS: tuple[tuple[str, ...], ...] = (
         "yes",
         "not found",
     ),
-    ("DPO", "**no**", "yes", "partly", "not found", "yes"),
+    ("DPO", "[yes](docs/preference-data.md), not run on a GPU yet", "yes", "partly", "not found", "yes"),
     ("Context parallelism for RL", "**no**", "partly", "yes", "yes", "not found"),
     ("Optimizer state or weights in CPU memory", "**no**", "yes", "yes", "yes", "yes"),
 )
