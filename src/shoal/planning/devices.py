@@ -73,24 +73,26 @@ class Constants:
     eager_adapter_layer_s: float  # the same with adapters
     optimizer_s: float  # host time of an optimizer step
     rollout_s: float  # host time per rollout while sampling: templates, text, the environment
+    packing_s: float  # host time per rollout while training: rows, advantages, metrics
     other_s: float  # host time per rollout for rewards, publishing weights and the loop
 
 
 CONSTANTS = Constants(
     products=0.85,
-    attention=0.4,
-    bandwidth=0.93,
-    decode_layer_s=20e-6,
-    adapter_layer_s=100e-6,
-    prefill_layer_s=100e-6,
-    activations=1.2,
-    backward_activations=5.0,
-    adapter_activations=5.0,
-    eager_layer_s=5e-3,
-    eager_adapter_layer_s=9e-3,
-    optimizer_s=6e-3,
-    rollout_s=0.4e-3,
-    other_s=0.25e-3,
+    attention=0.289,
+    bandwidth=0.952,
+    decode_layer_s=2.89e-05,
+    adapter_layer_s=0.0001,
+    prefill_layer_s=0.000119,
+    activations=1.08,
+    backward_activations=4.15,
+    adapter_activations=5.91,
+    eager_layer_s=0.005,
+    eager_adapter_layer_s=0.009,
+    optimizer_s=0.00742,
+    rollout_s=0.000518,
+    packing_s=0.000429,
+    other_s=0.000201,
 )
 
 # Not fitted: assumptions about several devices, printed with each extrapolation.

@@ -179,6 +179,7 @@ def _training(model: TimeModel, workload: Workload, memory: MemoryEstimate) -> t
     for scorer in [shape] * workload.reference + [workload.teacher] * (workload.teacher is not None):
         seconds += replace(model, shape=scorer).forward_s(tokens, sequence)
     trained = _trained(shape, workload)
+    seconds += model.constants.packing_s * workload.rollouts * share
     seconds += model.optimizer_s(trained * (share if workload.sharding == "fsdp" else 1))
     return seconds, _communication_s(model, workload, micro_batches, memory.recompute), micro_batches
 
