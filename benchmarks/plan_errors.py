@@ -36,7 +36,8 @@ SET = {"products": 0.85, "eager_layer_s": 5e-3, "eager_adapter_layer_s": 9e-3}
 # Where every fit starts: round guesses, towards which a constant is pulled that no record decides.
 START = Constants(
     attention=0.5, bandwidth=0.9, decode_layer_s=20e-6, adapter_layer_s=20e-6, prefill_layer_s=100e-6, activations=1.0,
-    backward_activations=3.0, adapter_activations=2.0, optimizer_s=5e-3, rollout_s=0.5e-3, packing_s=0.2e-3, other_s=0.2e-3, **SET,
+    backward_activations=3.0, adapter_activations=2.0, optimizer_s=5e-3, rollout_s=0.5e-3, packing_s=0.2e-3, other_s=0.2e-3,
+    **SET,
 )  # fmt: skip
 FITTED = [field.name for field in fields(Constants) if field.name not in SET]
 PULL = 0.03  # weight of the distance to START in the fit, in logarithms
@@ -164,7 +165,9 @@ def step_table(result: dict[str, Any]) -> str:
                  for part in ("sampling", "training", "other")]  # fmt: skip
         memory = f"{row['predicted_gib']:.1f} / {row['memory_gib']:.1f} GiB" if "memory_gib" in row else "–"
         name = f"{row['name'].removeprefix('step, ')} ({row['use']})"
-        rows.append([name, *cells, f"{row['predicted_s']:.3g} / {row['measured_s']:.3g} s", percent(row["error"]), memory])
+        rows.append(
+            [name, *cells, f"{row['predicted_s']:.3g} / {row['measured_s']:.3g} s", percent(row["error"]), memory]
+        )
     return table(["step", "sampling", "training", "other", "step time", "error", "memory"], rows)
 
 
@@ -191,8 +194,8 @@ def example(words: str) -> str:
 
 
 EXAMPLES = {
-    "first example": "shoal plan qwen2.5-7b --lora --prompt-tokens 256 --new-tokens 512 --sequence-len 4352 --steps 200 "
-    "--price-per-hour 3",
+    "first example": "shoal plan qwen2.5-7b --lora --prompt-tokens 256 --new-tokens 512 --sequence-len 4352 "
+    "--steps 200 --price-per-hour 3",
     "colocated 70b": "shoal plan llama-3-70b --gpus 64 --rollouts 1024 --prompt-tokens 256 --new-tokens 1024",
     "split 70b": "shoal plan llama-3-70b --gpus 64 --sampler-gpus 32 --tp 4 --rollouts 1024 --prompt-tokens 256 "
     "--new-tokens 1024 --recompute --steps 200",
@@ -204,8 +207,9 @@ def parts_of_page(result: dict[str, Any]) -> dict[str, str]:
     fitted = sum(row["use"] == "fitted" for row in checked)
     errors = [row["error"] for row in checked]
     counts = (
-        f"{result['fitted_constants']} constants are fitted to {fitted} recorded runs; {len(checked) - fitted} more runs are only "
-        f"compared. The mean error of a predicted time is {100 * _mean(errors):.0f} %, the largest {percent(_largest(errors))}."
+        f"{result['fitted_constants']} constants are fitted to {fitted} recorded runs. "
+        f"{len(checked) - fitted} more runs are only compared. The mean error of a predicted time is "
+        f"{100 * _mean(errors):.0f} %, and the largest error is {percent(_largest(errors))}."
     )
     return {
         "errors": f"{counts}\n\n{summary_table(result)}",
@@ -236,8 +240,8 @@ def main() -> None:
     asked.out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     for row in result["rows"]:
         memory = percent(row["memory_error"]) if "memory_error" in row else ""
-        print(f"{row['file']:<32} {row['use']:<8} {row['name']:<44} {row['measured_s']:8.3f} {row['predicted_s']:8.3f} s "
-              f"{percent(row['error']):>7} {memory:>7}")  # fmt: skip
+        seconds = f"{row['measured_s']:8.3f} {row['predicted_s']:8.3f} s"
+        print(f"{row['file']:<32} {row['use']:<8} {row['name']:<44} {seconds} {percent(row['error']):>7} {memory:>7}")
     print(json.dumps(result.get("fit"), indent=1))
     if PAGE.exists():
         asked.page.write_text(write_page(PAGE.read_text("utf-8"), parts_of_page(result)), "utf-8")

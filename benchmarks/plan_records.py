@@ -97,7 +97,9 @@ def _rollouts() -> Iterator[Record]:
             yield _rollout(file, f"{row['shape']}, {count} in groups of {group}", row["shape"], rollouts, row, use)
     growth = read("growth.json")
     for row in growth["rows"]:
-        rollouts = Rollouts(row["sequences"], row["prompts"], row["prompt_tokens"], row["new"], row["new"], row["sequences"])
+        rollouts = Rollouts(
+            row["sequences"], row["prompts"], row["prompt_tokens"], row["new"], row["new"], row["sequences"]
+        )
         yield _rollout("growth.json", f"{row['axis']} {row['value']}", growth["shape"], rollouts, row)
     mixed = read("mixed.json")
     for row in mixed["rows"]:
@@ -215,6 +217,6 @@ def _shown() -> Iterator[Record]:
     workload = Workload(128, 16, prompt, mean, 2 * mean, 2048, lora_rank=LORA_RANK)
     other = row["step_s"] - row["rollout_s"] - row["train_s"]
     parts = {"sampling": row["rollout_s"], "training": row["train_s"], "other": other}
-    note = "FP8; graphs are captured in many of its 40 steps; the longest completion is not recorded, twice the mean is taken"
+    note = "FP8, and graphs are captured in many of its 40 steps; the longest completion is taken as twice the mean"
     yield Record("quickstart.json", "step, quickstart", "shown", row["step_s"], parts,
                  _predict_step("qwen3-0.6b", workload), note=note)  # fmt: skip

@@ -19,7 +19,7 @@ from shoal.planning.shapes import read_shape
 
 FILE_SUFFIXES = (".yaml", ".yml")
 LORA_RANK = 16
-SEQUENCE_LEN = 2048
+SEQUENCE_LEN, PROMPT_TOKENS = 2048, 256
 POSITIVE = ("gpus", "rollouts", "group", "prompt_tokens", "new_tokens", "longest", "sequence_len", "slots", "lora_rank",
             "steps", "tensor_parallel")  # fmt: skip
 FLAGS = {"tensor_parallel": "--tp", "slots": "--max-num-seqs"}  # others are called like their field
@@ -44,7 +44,7 @@ def plan(
     gpus: int | None = None,
     rollouts: int | None = None,
     group: int | None = None,
-    prompt_tokens: int = 256,
+    prompt_tokens: int | None = None,
     new_tokens: int | None = None,
     longest: int | None = None,
     sequence_len: int | None = None,
@@ -77,7 +77,7 @@ def plan(
     group
         Rollouts per prompt (orch.rollouts_per_example). Default: 8.
     prompt_tokens
-        Mean length of a prompt.
+        Mean length of a prompt. Default: 256.
     new_tokens
         Mean length of a completion. Default: 512; with a run.yaml: orch.sampling.max_tokens.
     longest
@@ -113,7 +113,7 @@ def plan(
     given = {
         "gpus": gpus, "rollouts": rollouts, "group": group, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens,
         "longest": longest, "sequence_len": sequence_len, "slots": slots, "sharding": sharding, "steps": steps,
-        "lora_rank": lora_rank or (lora_rank if lora_rank is not None else LORA_RANK if lora else None),
+        "lora_rank": LORA_RANK if lora and lora_rank is None else lora_rank,
         "recompute": recompute or None, "reference": reference or None, "sampler_gpus": sampler_gpus or None,
         "tensor_parallel": tensor_parallel,
     }  # fmt: skip
@@ -151,6 +151,8 @@ def _workload(settings: Mapping[str, Any]) -> Workload:
     found = dict(settings)
     found.setdefault("new_tokens", Workload.new_tokens)
     found.setdefault("longest", found["new_tokens"])
+    room = found["sequence_len"] - found["longest"] if "sequence_len" in found else PROMPT_TOKENS
+    found.setdefault("prompt_tokens", max(1, min(PROMPT_TOKENS, room)))
     found.setdefault("sequence_len", max(SEQUENCE_LEN, found["prompt_tokens"] + found["longest"]))
     return Workload(**found)
 
@@ -165,7 +167,8 @@ def _read_run(path: str) -> RunFile:
         raise ConfigError(f"{path}: train.model is missing; `shoal plan` needs a model")
     settings: dict[str, Any] = {
         "rollouts": orch.batch_size, "group": orch.rollouts_per_example, "new_tokens": orch.sampling.max_tokens,
-        "sequence_len": train.sequence_len, "slots": infer.max_num_seqs, "lora_rank": train.lora_rank if train.lora else 0,
+        "longest": orch.sampling.max_tokens, "sequence_len": train.sequence_len, "slots": infer.max_num_seqs,
+        "lora_rank": train.lora_rank if train.lora else 0,
         "gpus": max(train.gpus, 1), "sharding": train.sharding if "sharding" in train.model_fields_set else None,
         "recompute": train.recompute if isinstance(train.recompute, bool) else None,
         "reference": train.reference == "frozen", "teacher": train.teacher.model if train.teacher else None,
@@ -180,6 +183,8 @@ def _ignored(train: Any) -> list[str]:
     notes = ["completions are as long as orch.sampling.max_tokens unless --new-tokens is given"]
     if train.recipe != "bf16" or train.quantised:
         notes.append(f"train.recipe={train.recipe} and quantised weights are not modelled: bf16 is assumed")
+    if train.gpus == 0:
+        notes.append("train.gpus=0 means all GPUs: one is assumed unless --gpus is given")
     if train.optimizer != "adamw":
         notes.append(f"train.optimizer={train.optimizer} is not modelled: adamw is assumed")
     if train.teacher is not None and train.teacher.model is None:

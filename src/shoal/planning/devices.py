@@ -1,8 +1,8 @@
 """The declared numbers of `shoal plan`: rates and memory of devices, and the constants of the time model.
 
-The H200's rates are those that benchmarks/limits.py measured (benchmarks/results/). The rates of other devices are those
-of their data sheets times the shares that the H200 reached of its own data sheet; they are not measured. The constants
-are fitted by benchmarks/plan_errors.py, which also compares every prediction with the recorded runs.
+The H200's rates are those that benchmarks/limits.py measured. The rates of other devices are those of their data sheets
+times the shares that the H200 reached of its own data sheet; they are not measured. The constants are fitted by
+benchmarks/plan_errors.py, which also compares every prediction with the recorded runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Device:
         return "measured rates" if self.measured else "rates from the data sheet, not measured"
 
 
-def _from_sheet(name: str, title: str, sheet: tuple[float, float], memory_gib: float, link: float, note: str = "") -> Device:
+def _from_sheet(
+    name: str, title: str, sheet: tuple[float, float], memory_gib: float, link: float, note: str = ""
+) -> Device:
     shares = [measured / stated for measured, stated in zip(H200_MEASURED, H200_SHEET, strict=True)]
     return Device(name, title, sheet[0] * shares[0], sheet[1] * shares[1], memory_gib, link, note=note)
 
@@ -44,7 +46,7 @@ DEVICES = {
         _from_sheet("h100", "NVIDIA H100 SXM, 80 GB", (3.35e12, 989e12), 79.1, 450e9),
         _from_sheet("a100", "NVIDIA A100 SXM, 80 GB", (2.039e12, 312e12), 79.1, 300e9),
         _from_sheet("4090", "NVIDIA RTX 4090, 24 GB", (1.008e12, 165e12), 23.5, 32e9),
-        _from_sheet("t4", "NVIDIA T4, 16 GB", (0.32e12, 65e12), 14.6, 16e9, "the T4 has no bf16 units; its rate is that of fp16"),
+        _from_sheet("t4", "NVIDIA T4, 16 GB", (0.32e12, 65e12), 14.6, 16e9, "no bf16 units: the rate is that of fp16"),
     )
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Step time and memory of a run on one or several devices, from the time and the memory model.
 
-Several devices are an extrapolation: no run with more than one GPU is recorded. Every assumption is a line of the result.
+Several devices are an extrapolation: no run with more than one GPU is recorded. The result lists every assumption.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from shoal.config.resolve import MAX_NUM_SEQS, MAX_SLOTS
 from shoal.core.errors import ConfigError
 from shoal.planning.devices import (
     ALL_REDUCE_S,
@@ -22,6 +23,7 @@ from shoal.planning.devices import (
 )
 from shoal.planning.memory import (
     GPU_PREFILL_TOKENS,
+    ROW_MULTIPLE,
     STATE_BYTES,
     MemoryEstimate,
     MemoryNeeds,
@@ -31,8 +33,7 @@ from shoal.planning.memory import (
 from shoal.planning.shapes import ModelShape
 from shoal.planning.time_model import Rollouts, TimeModel
 
-KEY_MULTIPLE, ROW_MULTIPLE = 16, 8  # as in models/attention.py
-MAX_SLOTS = 4096
+KEY_MULTIPLE = 16  # as in models/attention.py
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,11 @@ class Estimate:
     @property
     def step_s(self) -> float:
         return sum(self.parts_s.values())
+
+    @property
+    def hours(self) -> float:
+        """Of the whole run."""
+        return self.workload.steps * self.step_s / 3600
 
     @property
     def fits(self) -> bool:
@@ -209,15 +215,18 @@ def _trained(shape: ModelShape, workload: Workload) -> float:
 
 
 def _link(device: Device, count: int) -> float:
-    rate = device.link_bytes_per_s if count <= DEVICES_PER_MACHINE else min(NETWORK_BYTES_PER_S, device.link_bytes_per_s)
-    return rate * LINK_SHARE
+    return LINK_SHARE * (device.link_bytes_per_s if count <= DEVICES_PER_MACHINE else _network(device))
+
+
+def _network(device: Device) -> float:
+    return min(NETWORK_BYTES_PER_S, device.link_bytes_per_s)
 
 
 def _memory(shape: ModelShape, device: Device, workload: Workload) -> dict[str, MemoryEstimate]:
     """Of a device that samples and trains; in the split layout, of a trainer and of a sampler."""
     total, adapters = device.memory_gib * GIB, bool(workload.lora_rank)
     prompts = math.ceil(workload.rollouts / workload.group / workload.replicas)
-    wanted = workload.slots or min(prompts * workload.group, MAX_SLOTS)
+    wanted = workload.slots or (MAX_NUM_SEQS if workload.sampler_gpus else MAX_SLOTS)
     context = round_up(workload.sequence_len, KEY_MULTIPLE)
     sampling = {
         "slot": context * shape.key_value_bytes / workload.tensor_parallel,
@@ -283,7 +292,7 @@ def _device_assumptions(device: Device, workload: Workload) -> Iterator[str]:
     yield "no run on more than one GPU is recorded; the following numbers are assumed"
     yield (
         f"links inside a machine of {DEVICES_PER_MACHINE} devices: {device.link_bytes_per_s / 1e9:.0f} GB/s per device "
-        f"and direction; between machines {NETWORK_BYTES_PER_S / 1e9:.0f} GB/s; collectives reach {LINK_SHARE:.0%} of it"
+        f"and direction; between machines {_network(device) / 1e9:.0f} GB/s; collectives reach {LINK_SHARE:.0%}"
     )
     yield "communication is added to computing: no overlap; every device has the same number of tokens"
     if workload.sharding == "fsdp":
@@ -292,9 +301,9 @@ def _device_assumptions(device: Device, workload: Workload) -> Iterator[str]:
         yield "gradients are reduced in fp32 once per step"
     if workload.sampler_gpus:
         yield (
-            f"{workload.sampler_gpus} devices sample in {workload.replicas} replicas of {workload.tensor_parallel} with "
-            f"the speed of the embedded engine divided by {workload.tensor_parallel}, plus two all-reduces per layer of "
-            f"{ALL_REDUCE_S * 1e6:.0f} us; sampling and training take turns"
+            f"{workload.sampler_gpus} devices sample in {workload.replicas} replicas of {workload.tensor_parallel}: "
+            f"times of the embedded engine divided by {workload.tensor_parallel}, plus two all-reduces per layer "
+            f"of {ALL_REDUCE_S * 1e6:.0f} us each; sampling and training take turns"
         )
         yield "new weights pass the network twice: to the first trainer, and from it to the samplers"
 
@@ -306,10 +315,14 @@ def _with_advice(found: Estimate, constants: Constants) -> Estimate:
         if workload.recompute is None and not next(iter(found.memory.values())).recompute:
             other = _estimate(found.shape, found.device, replace(workload, recompute=True), constants)
             if other.fits and other.step_s < 0.95 * found.step_s:
-                line = f"train.recompute=true (--recompute): {other.step_s:.3g} s per step instead of {found.step_s:.3g} s"
+                line = (
+                    f"train.recompute=true (--recompute): {other.step_s:.3g} s per step instead of {found.step_s:.3g} s"
+                )
                 return replace(found, advice=(line,))
         return found
-    return replace(found, advice=tuple(_ways(found, constants)) or ("use a smaller model or a device with more memory",))
+    return replace(
+        found, advice=tuple(_ways(found, constants)) or ("use a smaller model or a device with more memory",)
+    )
 
 
 def _ways(found: Estimate, constants: Constants) -> Iterator[str]:

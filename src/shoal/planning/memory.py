@@ -15,6 +15,7 @@ GOOD_MICRO_BATCH = 32_768  # tokens; enough to keep a large GPU busy
 MIN_MICRO_BATCH = 0.75  # captured passes may shrink a micro-batch at most to this share
 SURE_SLOTS = 256  # more slots than this only beside a full micro-batch
 GPU_PREFILL_TOKENS = 32_768  # prompt tokens of one prefill: enough to fill the device, and little delay for decoding
+ROW_MULTIPLE = 8  # slots come in blocks, as in models/attention.py
 TILE_BYTES = 1 << 30  # one tile of logits in 16 bits
 
 # Compared with the recorded runs by benchmarks/plan_errors.py.
@@ -138,10 +139,10 @@ def _at(training: TrainingMemory, needs: MemoryNeeds, slots: int, recompute: boo
 
 
 def _halves(slots: int) -> Iterator[int]:
-    while slots >= 8:
+    while slots > ROW_MULTIPLE:
         yield slots
         slots //= 2
-    yield max(1, min(slots, 8))
+    yield ROW_MULTIPLE
 
 
 def round_up(number: float, multiple: int) -> int:

@@ -21,25 +21,33 @@ def plan_lines(found: Estimate, price_per_hour: float | None) -> Iterator[str]:
         f"step: {workload.rollouts} rollouts in groups of {workload.group}, {workload.prompt_tokens:g} prompt and "
         f"{workload.new_tokens:g} new tokens, rows of {workload.sequence_len} tokens"
     )
-    yield ""
-    for name, seconds in found.parts_s.items():
-        yield _row(PARTS[name], _seconds(seconds), _share(found, name))
-    yield _row("step time", _seconds(found.step_s), f"{workload.rollouts / found.step_s:.3g} rollouts/s")
+    if found.fits:
+        yield ""
+        yield from _time_lines(found, price_per_hour)
     for kind, memory in found.memory.items():
         yield ""
         yield from _memory_lines(kind, memory)
     yield ""
-    hours = workload.steps * found.step_s / 3600
-    yield _row(f"time of {workload.steps} steps", _duration(hours), f"{hours * workload.gpus:.3g} GPU hours")
-    cost = f"{hours * workload.gpus * price_per_hour:.2f}" if price_per_hour is not None else "-"
-    yield _row("cost", cost, "in the currency of --price-per-hour, which is the price of one GPU")
-    for title, lines in (("assumptions", found.assumptions), ("fits" if found.fits else "does not fit", found.advice)):
-        if lines:
-            yield ""
-            yield f"{title}:" if found.fits or title == "assumptions" else f"{title}; each of these changes makes it fit:"
-            if title == "fits":
-                yield "  faster with:"
-            yield from (f"  - {line}" for line in lines)
+    if not found.fits:
+        yield "the run does not fit, so no times are estimated; each of these changes makes it fit:"
+    elif found.advice:
+        yield "faster:"
+    yield from (f"  - {line}" for line in found.advice)
+    if found.advice:
+        yield ""
+    yield "assumptions:"
+    yield from (f"  - {line}" for line in found.assumptions)
+
+
+def _time_lines(found: Estimate, price_per_hour: float | None) -> Iterator[str]:
+    workload, hours = found.workload, found.hours
+    for name, seconds in found.parts_s.items():
+        yield _row(PARTS[name], _seconds(seconds), _share(found, name))
+    yield _row("step time", _seconds(found.step_s), f"{workload.rollouts / found.step_s:.3g} rollouts/s")
+    gpu_hours = hours * workload.gpus
+    yield _row(f"time of {workload.steps} steps", _duration(hours), f"{gpu_hours:.3g} GPU hours")
+    if price_per_hour is not None:
+        yield _row("cost", f"{gpu_hours * price_per_hour:.2f}", f"at {price_per_hour:g} per GPU hour")
 
 
 def _how(found: Estimate) -> str:
@@ -63,7 +71,9 @@ def _memory_lines(kind: str, memory: MemoryEstimate) -> Iterator[str]:
         yield _row(name, f"{size / GIB:.2f} GiB", "")
     usable = memory.total * (1 - RESERVE)
     state = "fits" if memory.fits else "does not fit"
-    yield _row(title, f"{memory.used / GIB:.2f} GiB", f"{state}: {usable / GIB:.1f} of {memory.total / GIB:.1f} GiB usable")
+    yield _row(
+        title, f"{memory.used / GIB:.2f} GiB", f"{state}: {usable / GIB:.1f} of {memory.total / GIB:.1f} GiB usable"
+    )
 
 
 def _row(name: str, value: str, note: str) -> str:
@@ -71,6 +81,8 @@ def _row(name: str, value: str, note: str) -> str:
 
 
 def _seconds(seconds: float) -> str:
+    if seconds >= 100:
+        return f"{seconds:.0f} s"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
@@ -79,8 +91,10 @@ def _duration(hours: float) -> str:
 
 
 def plan_data(found: Estimate, price_per_hour: float | None) -> dict[str, Any]:
-    hours = found.workload.steps * found.step_s / 3600
-    gpu_hours = hours * found.workload.gpus
+    gpu_hours = found.hours * found.workload.gpus
+    run = {"hours": found.hours, "gpu_hours": gpu_hours, "cost": None}
+    if price_per_hour is not None:
+        run["cost"] = gpu_hours * price_per_hour
     workload = {key: value for key, value in asdict(found.workload).items() if key != "teacher"}
     return {
         "note": MARK,
@@ -88,15 +102,13 @@ def plan_data(found: Estimate, price_per_hour: float | None) -> dict[str, Any]:
         "parameters": found.shape.parameters,
         "device": {"name": found.device.name, "measured": found.device.measured},
         "workload": {**workload, "teacher": found.workload.teacher.name if found.workload.teacher else None},
-        "seconds": {**found.parts_s, "step": found.step_s, "communication": found.communication_s},
+        "seconds": {**found.parts_s, "step": found.step_s, "communication": found.communication_s}
+        if found.fits
+        else None,
         "micro_batches": found.micro_batches,
         "memory": {kind: _memory_data(memory) for kind, memory in found.memory.items()},
         "fits": found.fits,
-        "run": {
-            "hours": hours,
-            "gpu_hours": gpu_hours,
-            "cost": gpu_hours * price_per_hour if price_per_hour is not None else None,
-        },
+        "run": run if found.fits else None,
         "assumptions": list(found.assumptions),
         "advice": list(found.advice),
     }

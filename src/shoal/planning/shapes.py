@@ -139,7 +139,9 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     inner = config.get("text_config")
     config = {**config, **inner} if isinstance(inner, dict) else config
     if any(config.get(key) for key in _EXPERTS):
-        raise ConfigError(f"command line: MODEL: {name}: `shoal plan` does not know mixture-of-experts models; use a dense model")
+        raise ConfigError(
+            f"command line: MODEL: {name}: `shoal plan` does not know mixture-of-experts models; use a dense model"
+        )
     wrong = [key for key in _NEEDED if not _is_size(config.get(key))]
     if wrong:
         raise ConfigError(f"command line: MODEL: {name}: config.json needs a positive whole number for {wrong[0]}")

@@ -100,7 +100,9 @@ class TimeModel:
         moved = tokens * (self._activation_bytes + 2.0 * LOGIT_PASSES * self.shape.vocab)
         return self._products_s(operations) + self._attention_s(tokens, sequence) + self._bytes_s(moved)
 
-    def train_s(self, tokens: float, scored: float, sequence: float, adapter_rank: int = 0, again: bool = False) -> float:
+    def train_s(
+        self, tokens: float, scored: float, sequence: float, adapter_rank: int = 0, again: bool = False
+    ) -> float:
         """Forward and backward of `tokens` tokens, `scored` of them in the loss; `again`: activation checkpointing."""
         shape = self.shape
         passes = (BACKWARD_FROZEN if adapter_rank else BACKWARD) + again

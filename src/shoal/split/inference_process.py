@@ -23,8 +23,8 @@ from shoal.build.signals import handled_signals
 from shoal.config.infer import InferConfig
 from shoal.config.train import TrainConfig
 from shoal.core.errors import ConfigError, EngineError, ShoalError
-from shoal.rollout.remote.process import ServerProcess, check_interpreter
 from shoal.planning.memory import GPU_PREFILL_TOKENS
+from shoal.rollout.remote.process import ServerProcess, check_interpreter
 from shoal.runs.events import setup_logging, stop_logging
 from shoal.runs.secrets import CONTROL, write_token
 from shoal.server.access import LOOPBACK, Access, Listener, bind
