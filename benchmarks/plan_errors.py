@@ -10,11 +10,11 @@ predictions with what this writes.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import math
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -25,6 +25,7 @@ import numpy as np
 from performance_tables import table
 from plan_records import LEFT_OUT, Record, records
 
+from shoal.cli.entry import main as shoal
 from shoal.planning.devices import CONSTANTS, Constants
 
 ROOT = Path(__file__).parents[1]
@@ -36,8 +37,8 @@ SET = {"products": 0.85, "eager_layer_s": 5e-3, "eager_adapter_layer_s": 9e-3}
 # Where every fit starts: round guesses, towards which a constant is pulled that no record decides.
 START = Constants(
     attention=0.5, bandwidth=0.9, decode_layer_s=20e-6, adapter_layer_s=20e-6, prefill_layer_s=100e-6, activations=1.0,
-    backward_activations=3.0, adapter_activations=2.0, optimizer_s=5e-3, rollout_s=0.5e-3, packing_s=0.2e-3, other_s=0.2e-3,
-    **SET,
+    backward_activations=3.0, adapter_activations=2.0, optimizer_s=5e-3, rollout_s=0.5e-3, packing_s=0.2e-3,
+    other_s=0.2e-3, **SET,
 )  # fmt: skip
 FITTED = [field.name for field in fields(Constants) if field.name not in SET]
 PULL = 0.03  # weight of the distance to START in the fit, in logarithms
@@ -188,9 +189,11 @@ def reasons_table(result: dict[str, Any]) -> str:
 
 def example(words: str) -> str:
     """A command and what it prints."""
-    command = [sys.executable, "-m", "shoal", *words.split()[1:]]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60)
-    return f"```bash\n{words}\n```\n\n```text\n{done.stdout.rstrip()}\n```"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = shoal(words.split()[1:])
+    if code:
+        raise SystemExit(f"{words}: exit code {code}")
+    return f"```bash\n{words}\n```\n\n```text\n{printed.getvalue().rstrip()}\n```"
 
 
 EXAMPLES = {

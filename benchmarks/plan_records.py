@@ -27,7 +27,7 @@ LEFT_OUT = {
     "asynchronous_gpu.json": "records the time of the whole run with its first, cold steps, not the time of one step",
     "asynchronous_gpu_split.json": "as asynchronous_gpu.json",
     "doors_h200.json": "ten steps each, in which kernels are compiled; the longest completion is not recorded",
-    "quickstart_shape_h200.json": "recorded before decode steps and training passes of FP8 became CUDA graphs",
+    "quickstart_shape_h200.json": "an earlier version, whose steps took 8 to 13 s",
     "smollm2_arithmetic_graphs_h200.json": "another program used the GPU at the same time",
     "smollm2_arithmetic_h200.json": "another run used the GPU at the same time",
     "precision_h200.json": "log-probs and bytes of weights; no times",
@@ -87,10 +87,11 @@ def _rollout(
 
 
 def _rollouts() -> Iterator[Record]:
-    for file, use in (
+    uses: tuple[tuple[str, Use], ...] = (
         ("rollout.json", "fitted"), ("rollout_7b.json", "fitted"), ("rollout_generate.json", "checked"),
         ("rollout_7b_generate.json", "checked"), ("rollout_vllm.json", "checked"),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for file, use in uses:
         for row in read(file)["rows"]:
             count, group = row["sequences"], row.get("group") or 1
             rollouts = Rollouts(count, count // group, row["prompt"], row["new"], row["new"], count)

@@ -10,10 +10,11 @@ PACKAGES = [
     "errors", "core.errors", "core.types", "core.protocols", "core.section", "core.metrics", "core.deadlines",
     "core.prompts", "core.admission", "core.runner", "core.advantages", "core.batching", "core.layout", "core.losses",
     "core.terms", "core.collect", "core.learn", "core.ranks", "core.evaluate", "core.state",
-    "core.stop_rules", "core.loop", "config", "runs", "planning", "rewards", "envs", "watch", "server", "rollout.remote",
+    "core.stop_rules", "core.loop", "config", "runs", "rewards", "envs", "watch", "server", "rollout.remote",
     "rollout.weight_channels", "split.commands", "split.rendezvous", "split.heartbeat", "split.calls",
     "split.tcp_calls", "split.remote_trainer", "split.orchestrator", "split.inference_process", "split.supervisor",
     "models.chat", "models.tokenizer", "signals", "cli", "surfaces", "grpo_trainer", "launcher",
+    "planning",
 ]  # fmt: skip
 HEAVY = ("torch", "transformers", "peft", "accelerate", "safetensors.torch")
 

@@ -93,7 +93,7 @@ def plan(
     recompute
         Use activation checkpointing. Default: only if a row needs it.
     reference
-        Keep a frozen reference model, which scores every token.
+        A reference model scores every token: a frozen copy, or the model without adapters.
     teacher
         A teacher model that scores every token: shape, folder or hub id.
     sharding
@@ -120,11 +120,9 @@ def plan(
     _check_numbers(given, price_per_hour)
     file = _read_run(model) if model.endswith(FILE_SUFFIXES) else RunFile(model, {})
     settings = {**file.settings, **{name: value for name, value in given.items() if value is not None}}
-    shape = read_shape(file.model)
-    if teacher is not None:
-        settings["teacher"] = teacher
-    if settings.get("teacher") is not None:
-        settings["teacher"] = read_shape(settings["teacher"])
+    shape = read_shape(file.model, "MODEL" if file.model == model else f"{model}: train.model")
+    named = teacher or settings.get("teacher")
+    settings["teacher"] = read_shape(named, "--teacher") if named else None
     found = estimate(shape, device, _workload(settings))
     found = replace(found, assumptions=(*found.assumptions, *file.notes))
     if as_json:
@@ -171,7 +169,8 @@ def _read_run(path: str) -> RunFile:
         "lora_rank": train.lora_rank if train.lora else 0,
         "gpus": max(train.gpus, 1), "sharding": train.sharding if "sharding" in train.model_fields_set else None,
         "recompute": train.recompute if isinstance(train.recompute, bool) else None,
-        "reference": train.reference == "frozen", "teacher": train.teacher.model if train.teacher else None,
+        "reference": train.reference in ("frozen", "adapter-off"),
+        "teacher": train.teacher.model if train.teacher else None,
     }  # fmt: skip
     if train.max_steps is not None:
         settings["steps"] = train.max_steps

@@ -49,7 +49,7 @@ class Workload:
     slots: int | None = None
     lora_rank: int = 0
     recompute: bool | None = None
-    reference: bool = False  # a frozen copy of the model that scores every token
+    reference: bool = False  # a reference model scores every token: a frozen copy, or the model without its adapters
     teacher: ModelShape | None = None
     gpus: int = 1
     sharding: str | None = None  # none, fsdp, or None = fsdp only if it is needed
@@ -263,7 +263,7 @@ def _held(shape: ModelShape, workload: Workload) -> Iterator[tuple[str, float]]:
     yield f"{'adapters, ' if workload.lora_rank else ''}masters, moments and gradients", trained * part * STATE_BYTES
     if workload.lora_rank:
         yield "adapter weights", 2.0 * trained
-    if workload.reference:
+    if workload.reference and not workload.lora_rank:
         yield "reference model", 2.0 * shape.parameters * part
     if workload.teacher is not None:
         yield "teacher", 2.0 * workload.teacher.parameters

@@ -44,6 +44,9 @@ KNOWN_SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+MAX_FILE_BYTES = 1_000_000
+MOST = 10**9  # of any size in a config.json
+_OPTIONAL = ("head_dim", "num_key_value_heads")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 _TIED_BY_DEFAULT = ("gemma", "cohere")  # families whose config.json may leave out tie_word_embeddings=true
 
@@ -99,19 +102,24 @@ class ModelShape:
         return 2 * 2 * self.layers * self.keys
 
 
-def read_shape(model: str) -> ModelShape:
-    """From a known name, a folder or config.json, or a hub id in the local cache. Nothing is downloaded."""
+def read_shape(model: str, argument: str = "MODEL") -> ModelShape:
+    """From a known name, a folder or config.json, or a hub id in the local cache. Nothing is downloaded.
+
+    `argument` is what messages call it.
+    """
     if model in KNOWN_SHAPES:
-        return shape_of(model, KNOWN_SHAPES[model])
+        return shape_of(model, KNOWN_SHAPES[model], argument)
     path = Path(model).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        path = _cached(model) or _unknown(model)
+        path = _cached(model) or _unknown(model, argument)
     try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"command line: MODEL: {path} is not a readable config.json: {error}") from error
-    return shape_of(model, found if isinstance(found, dict) else {})
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"command line: {argument}: {path} is not a readable config.json: {error}") from error
+    return shape_of(model, found if isinstance(found, dict) else {}, argument)
 
 
 def _cached(model: str) -> Path | None:
@@ -127,24 +135,25 @@ def _cached(model: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _unknown(model: str) -> Path:
+def _unknown(model: str, argument: str) -> Path:
     raise ConfigError(
-        f"command line: MODEL: {model!r} is not a known shape, a folder with config.json or a model in the hub cache; "
-        f"known shapes: {', '.join(KNOWN_SHAPES)}"
+        f"command line: {argument}: {model!r} is not a known shape, a folder with config.json or a model in the "
+        f"hub cache; known shapes: {', '.join(KNOWN_SHAPES)}"
     )
 
 
-def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
+def shape_of(name: str, config: Mapping[str, Any], argument: str = "MODEL") -> ModelShape:
     """From the keys of a config.json."""
     inner = config.get("text_config")
     config = {**config, **inner} if isinstance(inner, dict) else config
     if any(config.get(key) for key in _EXPERTS):
         raise ConfigError(
-            f"command line: MODEL: {name}: `shoal plan` does not know mixture-of-experts models; use a dense model"
+            f"command line: {argument}: {name}: mixture-of-experts models cannot be planned; use a dense model"
         )
     wrong = [key for key in _NEEDED if not _is_size(config.get(key))]
+    wrong += [key for key in _OPTIONAL if config.get(key) is not None and not _is_size(config[key])]
     if wrong:
-        raise ConfigError(f"command line: MODEL: {name}: config.json needs a positive whole number for {wrong[0]}")
+        raise ConfigError(f"command line: {argument}: {name}: config.json has no usable size for {wrong[0]}")
     heads, hidden, layers = (config[key] for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     dim = config.get("head_dim") or hidden // heads
     queries, keys = heads * dim, (config.get("num_key_value_heads") or heads) * dim
@@ -167,4 +176,4 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST

@@ -56,7 +56,7 @@ def test_it_answers_within_a_second_of_processor_time():
         (["qwen2.5-0.5b", "--price-per-hour", "-1"], ["--price-per-hour"]),
         (["qwen2.5-0.5b", "--price-per-hour", "nan"], ["--price-per-hour"]),
         (["qwen2.5-0.5b", "--steps", "many"], ["--steps"]),
-        (["qwen2.5-0.5b", "--teacher", "no-model"], ["no-model"]),
+        (["qwen2.5-0.5b", "--teacher", "no-model"], ["--teacher", "no-model"]),
         (["missing.yaml"], ["missing.yaml"]),
         ([], ["MODEL"]),
     ],
@@ -66,6 +66,16 @@ def test_wrong_input_is_one_message(words: list[str], named: list[str], capsys: 
     shown = capsys.readouterr()
     assert shown.out == "" and len(shown.err.splitlines()) == 1
     assert all(word in shown.err for word in named), shown.err
+
+
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    weights, deep, experts = (tmp_path / name for name in ("model.gguf", "deep.json", "config.json"))
+    weights.write_bytes(b"GGUF" + bytes(2_000_000))
+    deep.write_text("[" * 200_000)
+    experts.write_text('{"num_experts": 4}')
+    for path, word in ((weights, "bytes"), (deep, "deep.json"), (tmp_path, "mixture-of-experts")):
+        assert main(["plan", str(path)]) == 2
+        assert word in capsys.readouterr().err
 
 
 def test_cost_is_hours_times_devices_times_price(capsys: pytest.CaptureFixture[str]):

@@ -123,6 +123,13 @@ def test_memory_of_full_training_adapters_and_shards():
     assert sharded.fits and sum(parts.values()) == sharded.used
 
 
+def test_a_reference_is_a_copy_only_without_adapters_and_takes_a_pass():
+    shape, workload = read_shape("qwen2.5-0.5b"), Workload(reference=True)
+    assert dict(estimate(shape, H200, workload).memory["device"].parts)["reference model"] == 2 * shape.parameters
+    plain, scored = (estimate(shape, H200, Workload(lora_rank=8, reference=given)) for given in (False, True))
+    assert plain.memory == scored.memory and plain.parts_s["training"] < scored.parts_s["training"]
+
+
 def test_slots_fall_until_a_row_fits():
     """24 GiB do not hold the caches of 512 long sequences beside the optimizer state."""
     found = estimate(read_shape("qwen2.5-0.5b"), DEVICES["4090"], Workload(rollouts=512, sequence_len=8192))
