@@ -87,7 +87,8 @@ def predictions(found: Sequence[Record], constants: Constants = CONSTANTS) -> li
     for record in found:
         parts = record.predict(constants)
         row: dict[str, Any] = {
-            "file": record.file, "name": record.name, "use": record.use, "measured_s": record.total_s,
+            "file": record.file, "shape": record.shape, "name": record.name, "use": record.use,
+            "measured_s": record.total_s,
             "predicted_s": sum(parts.values()), "error": sum(parts.values()) / record.total_s - 1,
             "parts": {part: [seconds, parts[part]] for part, seconds in record.parts_s.items()}, "note": record.note,
         }  # fmt: skip
@@ -108,14 +109,17 @@ def _short(value: Any) -> Any:
 
 
 def left_out_fits(found: Sequence[Record]) -> list[dict[str, Any]]:
-    """Per fitted file: errors of its records with constants that were fitted without it."""
+    """Per fitted file and per shape: errors of its records with constants that were fitted without it."""
     fitted = [record for record in found if record.use == "fitted"]
     rows = []
-    for file in sorted({record.file for record in fitted}):
-        constants = fit([record for record in fitted if record.file != file])
-        errors = [row["error"] for row in predictions([r for r in fitted if r.file == file], constants)]
-        rows.append({"file": file, "records": len(errors), "mean": _mean(errors), "largest": _largest(errors)})
-        print(rows[-1], flush=True)
+    for kind in ("file", "shape"):
+        for name in sorted({getattr(record, kind) for record in fitted}):
+            left_out = [record for record in fitted if getattr(record, kind) == name]
+            errors = [row["error"] for row in predictions(left_out, fit([r for r in fitted if r not in left_out]))]
+            rows.append({
+                "kind": kind, "name": name, "records": len(errors), "mean": _mean(errors), "largest": _largest(errors)
+            })  # fmt: skip
+            print(rows[-1], flush=True)
     return rows
 
 
@@ -174,10 +178,10 @@ def step_table(result: dict[str, Any]) -> str:
 
 def left_out_table(result: dict[str, Any]) -> str:
     rows = [
-        [f"`{row['file']}`", str(row["records"]), f"{100 * row['mean']:.0f} %", percent(row["largest"])]
+        [f"`{row['name']}`", str(row["records"]), f"{100 * row['mean']:.0f} %", percent(row["largest"])]
         for row in result["leave_one_out"]
     ]
-    return table(["file left out of the fit", "runs", "mean time error", "largest time error"], rows)
+    return table(["file or shape left out of the fit", "runs", "mean time error", "largest time error"], rows)
 
 
 def reasons_table(result: dict[str, Any]) -> str:

@@ -49,6 +49,7 @@ Parts = dict[str, float]
 @dataclass(frozen=True)
 class Record:
     file: str
+    shape: str
     name: str
     use: Use  # fitted: the constants come from it; checked: only compared; shown: compared, but not comparable
     total_s: float
@@ -83,7 +84,7 @@ def _rollout(
     total = row.get("seconds") or rollouts.count * rollouts.new_tokens / row["tokens_per_s"]
     prefill_s = row.get("prefill_s")
     parts = {"prefill": prefill_s, "decode": total - prefill_s} if prefill_s else {}
-    return Record(file, name, use, total, parts, predict, row.get("memory_gib"), memory / GIB)
+    return Record(file, shape_name, name, use, total, parts, predict, row.get("memory_gib"), memory / GIB)
 
 
 def _rollouts() -> Iterator[Record]:
@@ -129,9 +130,10 @@ def _trained(file: str, name: str, shape_name: str, sizes: tuple[int, int], row:
     state = 2.0 * shape.parameters + STATE_BYTES * trained
     memory = state + TrainingMemory(shape, bool(rank)).at(tokens, again)
     if "seconds" not in row:  # only the rate of forward and backward is recorded
-        return Record(file, name, use, tokens / row["tokens_per_s"], {}, lambda c: {"train": predict(c)["train"]})
+        alone, seconds = (lambda constants: {"train": predict(constants)["train"]}), tokens / row["tokens_per_s"]
+        return Record(file, shape_name, name, use, seconds, {}, alone)
     parts = {"train": row["seconds"], "optimizer": row["optimizer_s"]}
-    return Record(file, name, use, sum(parts.values()), parts, predict, row["memory_gib"], memory / GIB)
+    return Record(file, shape_name, name, use, sum(parts.values()), parts, predict, row["memory_gib"], memory / GIB)
 
 
 def _training() -> Iterator[Record]:
@@ -175,7 +177,7 @@ def _step(file: str, shape_name: str, longest: int, use: Use = "fitted", note: s
     parts["other"] = row["step_s"] - sum(parts.values())
     predict = _predict_step(shape_name, workload)
     memory, predicted = row["memory"]["allocated_gib"], _peak_gib(shape_name, workload)
-    return Record(file, f"step, {row['name']}", use, row["step_s"], parts, predict, memory, predicted, note)
+    return Record(file, shape_name, f"step, {row['name']}", use, row["step_s"], parts, predict, memory, predicted, note)
 
 
 def _steps() -> Iterator[Record]:
@@ -191,7 +193,7 @@ def _repeated() -> Iterator[Record]:
     predict = _predict_step("qwen2.5-0.5b", _workload(row, 256, False))
     (repeated,) = read(file)["rows"]
     for when in ("before", "after"):
-        yield Record(file, f"step, 0.5b, {when}", "checked", 1 / repeated[when], {}, predict)
+        yield Record(file, "qwen2.5-0.5b", f"step, 0.5b, {when}", "checked", 1 / repeated[when], {}, predict)
     file, found = "restructuring_h200.json", read("train.json")
     sizes = (found["sequences"], found["length"])
     for row in read(file)["rows"]:
@@ -219,5 +221,5 @@ def _shown() -> Iterator[Record]:
     other = row["step_s"] - row["rollout_s"] - row["train_s"]
     parts = {"sampling": row["rollout_s"], "training": row["train_s"], "other": other}
     note = "FP8, and graphs are captured in many of its 40 steps; the longest completion is taken as twice the mean"
-    yield Record("quickstart.json", "step, quickstart", "shown", row["step_s"], parts,
+    yield Record("quickstart.json", "qwen3-0.6b", "step, quickstart", "shown", row["step_s"], parts,
                  _predict_step("qwen3-0.6b", workload), note=note)  # fmt: skip
