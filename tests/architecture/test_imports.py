@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 LEVELS = [
     ["core"],
     ["config", "signals"],
-    ["runs"],
+    ["runs", "planning"],
     ["models", "rewards", "watch"],
     ["engine", "envs"],
     ["trainer", "server"],

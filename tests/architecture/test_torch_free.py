@@ -14,6 +14,7 @@ PACKAGES = [
     "rollout.weight_channels", "split.commands", "split.rendezvous", "split.heartbeat", "split.calls",
     "split.tcp_calls", "split.remote_trainer", "split.orchestrator", "split.inference_process", "split.supervisor",
     "models.chat", "models.tokenizer", "signals", "cli", "surfaces", "grpo_trainer", "launcher",
+    "planning",
 ]  # fmt: skip
 HEAVY = ("torch", "transformers", "peft", "accelerate", "safetensors.torch")
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from shoal.build.model import LoadedModel
-from shoal.build.sampler import GPU_PREFILL_TOKENS
 from shoal.config.infer import InferConfig
 from shoal.config.orch import EvalSamplingConfig, SamplingConfig
 from shoal.config.schema import RunConfig
@@ -25,6 +24,7 @@ from shoal.core.protocols import Ranks
 from shoal.engine.kv_cache import SlotCache
 from shoal.models.attention import KEY_MULTIPLE, ROW_MULTIPLE, round_up
 from shoal.models.decoder import Decoder, LayerShape
+from shoal.planning.memory import GOOD_MICRO_BATCH, GPU_PREFILL_TOKENS, MIN_MICRO_BATCH, RESERVE, SURE_SLOTS
 from shoal.runs.events import EventLog
 from shoal.trainer.pass_graphs import sizes
 from shoal.watch.console import Console
@@ -34,13 +34,9 @@ if TYPE_CHECKING:
 
 
 CPU_SHARE = 0.25  # default share of free memory for the KV cache
-RESERVE = 0.06  # share of the device kept free for fragmentation and unplanned use
-GOOD_MICRO_BATCH = 32_768  # tokens; enough to keep a large GPU busy
 KEYS_PER_TOKEN = 4  # gathered keys per token of a captured pass with shared prompts
 POOL = 1.25  # memory of all captured passes, relative to the largest one (fragmentation)
-MIN_MICRO_BATCH = 0.75  # captured passes may shrink a micro-batch at most to this share
 GIB = 2**30
-SURE_SLOTS = 256
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from shoal.core.errors import DeadlineError
 from shoal.core.protocols import EndpointEnvironment, Environment, Ranks, RolloutEngine
 from shoal.core.ranks import SingleProcess
 from shoal.core.types import SamplingParams
+from shoal.planning.memory import GPU_PREFILL_TOKENS
 from shoal.rollout.remote.client import Waiting
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 REMEDIES = "set train.recompute=true, or lower infer.max_num_seqs"
 CLOSE_LIMIT_S = 20.0
 LEAVE_LIMIT_S = 1.0  # after a signal if there is nothing to save, and if the device thread has timed out
-# Prompt tokens of one prefill: enough to fill the device, and few enough to delay decoding only a little.
-CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS = 8192, 32_768
+# Prompt tokens of one prefill; on a GPU GPU_PREFILL_TOKENS.
+CPU_PREFILL_TOKENS = 8192
 
 
 def sampling_params(orch: OrchConfig, temperature: float) -> SamplingParams:

@@ -139,6 +139,7 @@ VERBS = {
     "explain": ("shoal.cli.inspect_run:explain", "Explain a metric: meaning, healthy range, what to change."),
     "export": ("shoal.cli.make_files:export", "Write a folder to publish: merged weights and a model card."),
     "envs": ("shoal.cli.envs:app", "List environments, show one, or create one."),
+    "plan": ("shoal.cli.plan:plan", "Predict step time, memory and cost of a run, without a GPU."),
     "shapes": ("shoal.cli.make_files:shapes", "List the layouts that a recipe can request."),
     "make-model": ("shoal.cli.make_files:make_model", "Create a model with random weights."),
     "init": ("shoal.cli.make_files:init", "Write the example configurations into a folder."),

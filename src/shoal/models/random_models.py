@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from shoal.core.errors import ConfigError
+from shoal.planning.shapes import KNOWN_SHAPES
 
 # Printable ASCII and the line break, enough for the built-in tasks; other characters become <unk>.
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
@@ -72,24 +73,12 @@ def tiny_config(vocab_size: int) -> Qwen3Config:
 
 
 def shape_config(shape: str) -> Qwen2Config | Qwen3Config:
+    if shape not in SHAPES:
+        raise ConfigError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
+    sizes = {key: value for key, value in KNOWN_SHAPES[shape].items() if key != "model_type"}
     theta = {"rope_type": "default", "rope_theta": 1_000_000.0}
-    common = {"vocab_size": 151_936, "max_position_embeddings": 32_768, "bos_token_id": None}
-    if shape == "qwen3-0.6b":
-        return Qwen3Config(
-            hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-            num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, rope_parameters=theta, **common,
-        )  # fmt: skip
-    if shape == "qwen2.5-0.5b":
-        return Qwen2Config(
-            hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-            num_key_value_heads=2, tie_word_embeddings=True, rope_parameters=theta, **common,
-        )  # fmt: skip
-    if shape == "qwen2.5-7b":
-        return Qwen2Config(
-            hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28,
-            num_key_value_heads=4, tie_word_embeddings=False, rope_parameters=theta, **common,
-        )  # fmt: skip
-    raise ConfigError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
+    made = Qwen3Config if KNOWN_SHAPES[shape]["model_type"] == "qwen3" else Qwen2Config
+    return made(rope_parameters=theta, bos_token_id=None, **sizes)
 
 
 SHAPES = ("qwen3-0.6b", "qwen2.5-0.5b", "qwen2.5-7b")

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.build.model import LoadedModel, load
 from shoal.build.remote_engines import ENGINES, check_key, launch_of
-from shoal.build.sampler import CLOSE_LIMIT_S, CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS
+from shoal.build.sampler import CLOSE_LIMIT_S, CPU_PREFILL_TOKENS
 from shoal.build.signals import handled_signals
 from shoal.config.infer import InferConfig
 from shoal.config.train import TrainConfig
 from shoal.core.errors import ConfigError, EngineError, ShoalError
+from shoal.planning.memory import GPU_PREFILL_TOKENS
 from shoal.rollout.remote.process import ServerProcess, check_interpreter
 from shoal.runs.events import setup_logging, stop_logging
 from shoal.runs.secrets import CONTROL, write_token
