@@ -121,6 +121,7 @@ class InProcessSettings:
     context_tokens: int
     noise_seed: int = 0
     sleeps: bool = False
+    adapter_name: str = "default"  # followed by the version
 
 
 class InProcessVllm:
@@ -288,7 +289,8 @@ class InProcessVllm:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
         elif version != self._loaded:
             number = next(self._adapter_ids)  # a resumed run may publish the same version number again
-            self._loop.switch(LoRARequest(f"shoal-v{version:06d}.{number}", number, path))
+            name = f"{self._settings.adapter_name}-v{version:06d}.{number}"
+            self._loop.switch(LoRARequest(name, number, path))
 
     def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})

@@ -226,7 +226,7 @@ class RemoteEngine(ServerApi):
 
     async def _switch_adapter(self, coming: _Served, path: str, again: bool) -> None:
         """One adapter name per version: caches use it as key, and requests in flight finish with their adapter."""
-        coming.adapter = f"shoal-v{coming.version:06d}"
+        coming.adapter = f"{self.settings.adapter_name}-v{coming.version:06d}"
         if coming.adapter == self._served.adapter and coming.proof == self._served.proof and not again:
             return
         try:
