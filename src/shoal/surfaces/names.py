@@ -19,6 +19,7 @@ from shoal.config.resolve import resolve_run
 from shoal.config.rules import check_run
 from shoal.config.schema import RunConfig
 from shoal.core.errors import ArgumentError, ConfigError
+from shoal.surfaces.excepthook import one_line_if_uncaught
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ def named_arguments(kind: type, synonyms: Mapping[str, str] | None = None) -> No
         to = Translation(kind.__name__, defaults)
         for name in (name for name in values if name not in defaults):
             to.refuse_unknown(name, defaults, near=(synonyms or {}).get(name))
-        to.raise_problems()
+        with one_line_if_uncaught():
+            to.raise_problems()
         fill(self, *args, **values)
 
     kind.__init__ = checked  # type: ignore[misc]

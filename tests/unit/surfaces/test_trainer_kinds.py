@@ -92,7 +92,12 @@ def test_a_script_ends_with_one_line_and_other_errors_keep_their_traceback(tmp_p
     assert done.returncode == 1 and done.stdout == "caught\n"
     (line,) = done.stderr.splitlines()
     assert line.startswith("mine.py:7: GRPOTrainer: group_size: is 1, and in a group of one")
-    script.write_text("\n".join([*script.read_text().splitlines()[:-1], "1 / 0"]))
+    for line, said in (("GRPOConfig(learning_rat=1e-5)", "learning_rate"), ("recipe.Config(tis=3)", "log_path")):
+        script.write_text(f"from shoal import GRPOConfig\nfrom shoal.recipes import config as recipe\n{line}\n")
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+        (told,) = done.stderr.splitlines()
+        assert told.startswith("mine.py:3: ") and said in told
+    script.write_text("1 / 0\n" + script.read_text())
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert "Traceback" in done.stderr and "ZeroDivisionError" in done.stderr
 
