@@ -35,6 +35,8 @@ def test_a_key_written_as_an_option_is_answered_with_the_key(capsys: pytest.Capt
     said = capsys.readouterr().err
     assert "keys are written as train.learning_rate=VALUE; see `shoal grpo --help`" in said
     assert len(said.splitlines()) == 1
+    assert main(["serve", "models/tiny", "--port", "8001"]) == 2
+    assert "keys are written as infer.port=VALUE; see `shoal serve --help`" in capsys.readouterr().err
     assert main(["grpo", "--nonsense", "1"]) == 2 and "keys are written" not in capsys.readouterr().err
 
 
