@@ -39,6 +39,7 @@ WRONG: dict[str, tuple[tuple, dict[str, Any], str]] = {
     "held-out": (("m", ROWS, judge), {"eval_dataset": 5, "eval_steps": 2}, "eval_dataset: must be a list of items"),
     "a number to judge": (("m", ROWS, 3), {}, "reward_funcs: must be a function, or a list of them, not 3"),
     "one of several": (("m", ROWS, [judge, 3]), {}, "reward_funcs: holds 3, which is not a function"),
+    "a reward model": (("m", ROWS, "org/judge"), {}, "reward_funcs: 'org/judge' does not name a function; write mod"),
     "weights": (("m", ROWS, judge), {"reward_weights": 3}, "reward_weights: must be a list of numbers, not 3"),
     "a list of settings": (("m", ROWS, judge), {"generation_args": [1]}, "generation_args: must be a dictionary"),
     "one beta": (("m", ROWS, judge), {"optimizer_args": {"betas": 0.9}}, "optimizer_args['betas']: must be two"),
