@@ -168,6 +168,7 @@ def test_a_new_environment_passes_its_own_test(tmp_path: Path, capsys: pytest.Ca
         (["demo", "--seed", "-3"], "--seed"),
         (["export", "./nothing", "out"], "does not exist"),
         (["eval", "Qwen/Qwen3-0.6B", "--env", "arithmetic", "--adapter", "x"], "--adapter"),
+        (["serve", "Qwen/Qwen3-0.6B", "--adapter", "x", "--checkpoint", "best"], "cannot be combined with --adapter"),
         (["eval", "Qwen/Qwen3-0.6B", "--env", "arithmetic", "--against", "./nothing"], "--against"),
         (["eval", "Qwen/Qwen3-0.6B", "--env", "arithmetic", "--checkpoint", "best"], "--checkpoint"),
         (["nonsense"], "nonsense"),
