@@ -126,6 +126,8 @@ CASES = [
     train("unknown sink", "  report_to: wandbb", "run.yaml:7", "train.report_to", "wandbb", "`wandb`"),
     typo("unknown model", "./model", "./modle", "run.yaml:2", "train.model", "./modle", "does not exist", "make-model"),
     typo("misspelt folder", "./model", "model/tny", "run.yaml:2", "train.model", "model/tny", "does not exist", "make-model"),
+    train("unknown teacher", "  teacher: {model: ./techer}", "run.yaml:7", "train.teacher.model", "./techer", "does not exist"),
+    train("no adapter", "  teacher: {adapter: ./model}", "run.yaml:7", "train.teacher.adapter", "./model", "PEFT"),
     train("unknown optimizer", "  optimizer: adam", "run.yaml:7", "train.optimizer", '"adam"', "adamw"),
     train("unknown recipe", "  recipe: fp16", "run.yaml:7", "train.recipe", '"fp16"', "bf16"),
     # keys that exclude each other
