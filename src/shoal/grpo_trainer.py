@@ -353,7 +353,16 @@ def _rewards(functions: Any, weights: Sequence[float] | None, items: Items) -> R
             "GRPOTrainer: reward_funcs: cannot be combined with items that have get_reward; keep one of them"
         )
     many = [functions] if callable(functions) or isinstance(functions, str) else list(functions)
-    return RewardFunctions([load_object(f) if isinstance(f, str) else f for f in many], weights)
+    return RewardFunctions([_named_reward(f) if isinstance(f, str) else f for f in many], weights)
+
+
+def _named_reward(name: str) -> Any:
+    if ":" not in name:  # TRL's name of a reward model
+        raise ArgumentError(
+            f"GRPOTrainer: reward_funcs: {name!r} does not name a function; write module:function. A reward model is "
+            "not supported: pass a function that calls it"
+        )
+    return load_object(name)
 
 
 def _with_precision(overrides: Sequence[str], model: Any, to: Translation) -> list[str]:

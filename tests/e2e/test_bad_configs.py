@@ -126,6 +126,8 @@ CASES = [
     train("unknown sink", "  report_to: wandbb", "run.yaml:7", "train.report_to", "wandbb", "`wandb`"),
     typo("unknown model", "./model", "./modle", "run.yaml:2", "train.model", "./modle", "does not exist", "make-model"),
     typo("misspelt folder", "./model", "model/tny", "run.yaml:2", "train.model", "model/tny", "does not exist", "make-model"),
+    train("unknown teacher", "  teacher: {model: ./techer}", "run.yaml:7", "train.teacher.model", "./techer", "does not exist"),
+    train("no adapter", "  teacher: {adapter: ./model}", "run.yaml:7", "train.teacher.adapter", "./model", "PEFT"),
     train("unknown optimizer", "  optimizer: adam", "run.yaml:7", "train.optimizer", '"adam"', "adamw"),
     train("unknown recipe", "  recipe: fp16", "run.yaml:7", "train.recipe", '"fp16"', "bf16"),
     # keys that exclude each other
@@ -176,6 +178,8 @@ CASES = [
     Bad("override of nothing", text=RUN, argv=("trian.max_steps=3",), says=("command line", "trian.max_steps=3", "train.max_steps")),
     Bad("override without a section", text=RUN, argv=("max_steps=3",), says=("command line", "max_steps=3", "train.max_steps=3")),
     Bad("typo in an override", text=RUN, argv=("train.maxsteps=3",), says=("command line", "train.maxsteps", "3", "`max_steps`")),
+    Bad("key of a single value", text=RUN, argv=("orch.env=arithmetic", "orch.env.0.args.level=2"),
+        says=("command line: orch.env.0.args.level=2", "'arithmetic' is a single value", "[{id: arithmetic")),
     Bad("unknown flag", text=RUN, argv=("--dryrun",), says=("--dryrun", "--dry-run")),
     Bad("unknown verb", text=RUN, argv=("gpro", "run.yaml"), says=("gpro", "grpo")),
     Bad("used run directory", text=RUN, files={"out/status.json": "{}"}, says=("run.yaml:3", "train.output_dir", "./out", "--resume")),

@@ -102,6 +102,7 @@ def test_solved_prompts_end_the_run_well(new_run: NewRun):
     assert command.wait() == 0, command.text()
     status = run.status()
     assert status["state"] == "solved" and status["step"] == 5 and not status["resumable"]
+    assert "the unchanged weights, because no step trained anything, are in out/final" in command.text()
     assert (run.path / "final" / "model.safetensors").exists()
     assert [record["rollout_ids"] for record in run.journal()] == [[]] * 5, "steps that train nothing are recorded"
     assert len(run.events("flat")) == 5

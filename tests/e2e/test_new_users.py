@@ -51,6 +51,8 @@ def test_an_evaluation_without_one_reward_is_no_evaluation(warm: WarmPython, mod
     asked = ["eval", str(model), "--env", "mine.py:Mine", "--num-examples", "3"]
     text = said(warm, tmp_path, 3, *asked, "--max-tokens", "8")
     assert "none of 3 rollouts got a reward: KeyError: 'answer' (mine.py:" in text and "nan" not in text
+    text = said(warm, tmp_path, 4, *asked, "--max-tokens", "8", "--out", "/proc/x")
+    assert "could not create /proc/x: no folder can be created there" in text and "none of 3" not in text, "at once"
     text = said(warm, tmp_path, 2, *asked, "--max-tokens", "100000")
     assert "--max-tokens" in text and "100000 leaves no room for a prompt in the" in text
 

@@ -52,6 +52,7 @@ def test_a_reward_that_fails_everywhere_ends_the_run_in_step_1(new_run: NewRun):
     assert command.wait() == 3, command.text()
     text = command.text()
     assert "Traceback" not in text.split("every rollout of step 1")[0]
+    assert "shoal: error: the reward failed on every rollout of step 1" in text, "one error, not one per line"
     assert (
         "KeyError: 'the key'" in text and "line" in text and "in always_broken_reward" in text and "in lookup" in text
     )

@@ -40,6 +40,9 @@ def watch() -> None:
     LLM.__init__, LLM.sleep, LLM.wake_up = started, slept, woke
 
 
+NOISE = "{enabled: true, sigma_start: 0.2, sigma_end: 0.1, num_stages: 2}"  # none in the first step
+
+
 def main(model: str, output_dir: str, kind: str) -> None:
     watch()
     trainer = GRPOTrainer(
@@ -61,6 +64,7 @@ def main(model: str, output_dir: str, kind: str) -> None:
         lora_rank=4,
         lora_alpha=8,
         device="cpu",
+        overrides=[] if kind == "lora" else [f"train.noise_scheduler={NOISE}"],
     )
     trainer.train()
     (Path(output_dir) / "seen.json").write_text(json.dumps(SEEN), "utf-8")

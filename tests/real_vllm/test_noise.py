@@ -70,6 +70,8 @@ def test_the_noise_of_a_run(tmp_path: Path) -> None:
     out = tmp_path / "out"
     sigmas = [row["noise/sigma"] for row in lines(out / "metrics.jsonl")]
     assert sigmas == pytest.approx([0.0, 0.2, 0.1])
+    applied = [row["noise/applied"] for row in lines(out / "metrics.jsonl")]
+    assert applied == pytest.approx(sigmas, rel=0.2)
     for version, folder, sigma in ((0, contract_model(), 0.0), (2, out / "weights" / "v000002", 0.1)):
         drawn = lines(out / "rollouts" / f"step_{version + 1:06d}.jsonl")
         assert {span[2] for row in drawn for span in row["spans"]} == {version}

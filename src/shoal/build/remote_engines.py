@@ -69,6 +69,7 @@ def make_in_process(config: RunConfig, model: LoadedModel, device: ThreadPoolExe
         config.infer.max_model_len,
         config.train.seed,
         sleeps=bool(config.infer.engine_args.get("enable_sleep_mode")),
+        adapter_name=config.orch.model.lora_adapter or "",
     )
     return InProcessVllm(arguments, device, lambda: file_tensors(model), settings)
 
@@ -246,6 +247,7 @@ def make_remote(
         return_s=min(client.timeout, shorten_deadline(min(config.orch.deadline_s, config.orch.sync_deadline_s))),
         start_s=infer.start_deadline_s if attach is None else config.orch.deadline_s,
         lora_rank=config.train.lora_rank if config.train.lora else None,
+        adapter_name=config.orch.model.lora_adapter or "",
         noise_seed=config.train.seed,
         log=log_of(infer, folder) if process is not None or attach is not None else None,
         **({} if attach is None else {"whereabouts": attach.whereabouts, "trouble": attach.trouble}),

@@ -46,7 +46,7 @@ from shoal.rewards.isolation import isolation_of
 from shoal.rewards.pool import RewardPool
 from shoal.runs.checkpoints import Checkpoint, checkpoint_folders, resume_hint
 from shoal.runs.events import EventLog, forward_log_warnings, setup_logging, stop_logging
-from shoal.runs.journal import damaged_lines
+from shoal.runs.journal import damaged_lines, read_lines
 from shoal.runs.run_dir import FollowerRunDir, RunDir, is_used, read_status
 from shoal.watch.console import BaseConsole, make_console
 from shoal.watch.sinks import check_sinks
@@ -405,5 +405,11 @@ def last_line(path: Path) -> str:
     if (path / "report.html").exists():
         lines.append(f"the report is {path / 'report.html'}")
     if (path / "final").exists():
-        lines.append(f"the trained weights are in {path / 'final'}")
+        kind = "unchanged weights, because no step trained anything," if _trained_nothing(path) else "trained weights"
+        lines.append(f"the {kind} are in {path / 'final'}")
     return "; ".join(lines)
+
+
+def _trained_nothing(path: Path) -> bool:
+    trained = [bool(record.get("rollout_ids", True)) for record in read_lines(path / "journal.jsonl")]
+    return bool(trained) and not any(trained)

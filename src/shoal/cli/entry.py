@@ -150,6 +150,7 @@ VERBS = {
 
 
 # Names that other systems use, or that are easily tried.
+TAKEN_SECTIONS = {"serve": ("infer",), "chat": ("infer",), "sft": ("train",)}  # of which a command takes overrides
 SIMILAR = {"train": "grpo", "rl": "grpo", "infer": "serve", "evaluate": "eval", "generate": "chat", "finetune": "sft"}
 
 
@@ -316,7 +317,7 @@ def _dispatch(arguments: list[str]) -> int:
     try:
         result = make_app()(arguments, print_error=False, exit_on_error=False)
     except CycloptsError as error:
-        hint = _key_hint(str(error)) if arguments[0].startswith("grpo") else ""
+        hint = _key_hint(arguments[0], str(error))
         verb = " ".join(["shoal", *(error.command_chain or ())])
         return _complain(f"{_usage_problem(error)}; {hint}see `{verb} --help`", EXIT_USAGE)
     return result if isinstance(result, int) else EXIT_DONE
@@ -332,13 +333,14 @@ def _usage_problem(error: CycloptsError) -> str:
     return " ".join(str(error).split()).split(" Available commands:")[0].rstrip(".")
 
 
-def _key_hint(message: str) -> str:
+def _key_hint(verb: str, message: str) -> str:
     """A hint if a key was written as an option: `--learning_rate 1e-5` for `train.learning_rate=1e-5`."""
     from shoal.config.schema import SECTIONS
 
     found = re.search(r"Unknown option: .?--([\w-]+)", message)
     key = found.group(1).replace("-", "_") if found else ""
-    section = next((name for name, known in SECTIONS.items() if key in known.model_fields), None)
+    taken = SECTIONS if verb.startswith("grpo") else TAKEN_SECTIONS.get(verb, ())
+    section = next((name for name in taken if key in SECTIONS[name].model_fields), None)
     return f"keys are written as {section}.{key}=VALUE; " if section else ""
 
 

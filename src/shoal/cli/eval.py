@@ -15,6 +15,7 @@ from shoal.config.problems import Findings, Origins
 from shoal.config.section_rules import model_problem
 from shoal.config.yaml_text import Source, parse_yaml
 from shoal.core.errors import ConfigError
+from shoal.runs.files import storage
 from shoal.runs.weight_files import Weights, find_weights
 from shoal.watch.text import count
 
@@ -95,6 +96,8 @@ def _new_folders(out: str | None, count: int) -> list[Path]:
     path = Path(out)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"command line: --out: {out} exists and is not an empty folder; name another one")
+    with storage(f"create {path}"):
+        path.mkdir(parents=True, exist_ok=True)  # before the answers are sampled, which would be lost
     return [path] if count == 1 else [path / "first", path / "second"]
 
 

@@ -284,6 +284,11 @@ def _slot(target: Any, part: str | int, shown: str) -> Any:
         return str(part)
     if isinstance(target, list) and isinstance(part, int) and part <= len(target):
         return part
+    if isinstance(target, str):
+        raise ConfigError(
+            f"{COMMAND_LINE}: {shown}: {printable(repr(target))} is a single value without keys; write all of it, "
+            "e.g. orch.env='[{id: arithmetic, args: {level: 2}}]'"
+        )
     raise ConfigError(f"{COMMAND_LINE}: {shown}: there is no key {printable(str(part))!r} to set")
 
 

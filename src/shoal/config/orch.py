@@ -49,7 +49,10 @@ def _clip_bounds(value: Any) -> Any:
 
 class OrchModelConfig(Section):
     name: NonEmpty | None = Field(default=None, description="Model name in requests; must equal train.model.")
-    lora_adapter: Name | None = Field(default=None, description="Name of the served adapter. Default: default.")
+    lora_adapter: Name | None = Field(
+        default=None,
+        description="Name of the trained adapter on the server; vLLM and SGLang append the version. Default: default.",
+    )
     lora_rank: PositiveInt | None = Field(default=None, description="Rank of the adapter; must equal train.lora_rank.")
     lora_alpha: PositiveInt | None = Field(
         default=None, description="Scale of the adapter; must equal train.lora_alpha."

@@ -71,9 +71,14 @@ def _check_exclusive(train: TrainConfig, findings: Findings) -> None:
 
 
 def _check_model(train: TrainConfig, findings: Findings) -> None:
-    problem = model_problem(train.model) if train.model is not None else None
-    if problem is not None:
-        findings.error("train.model", *problem)
+    teacher = train.teacher
+    for key, model in (("train.model", train.model), ("train.teacher.model", teacher and teacher.model)):
+        if model is not None and (problem := model_problem(model)) is not None:
+            findings.error(key, *problem)
+    adapter = teacher.adapter if teacher is not None else None
+    if adapter is not None and not (Path(adapter).expanduser() / "adapter_config.json").is_file():
+        what = f"{show(adapter)} has no adapter_config.json"
+        findings.error("train.teacher.adapter", what, "use an adapter folder written by PEFT")
     if train.adapter_path is not None:
         _check_adapter(train, train.adapter_path, findings)
 

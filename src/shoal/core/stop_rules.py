@@ -6,6 +6,7 @@ The loop calls `observe` once per step and then `outcome`.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -70,7 +71,7 @@ class StopRules:
     def first_step_failed(self, rollouts: Sequence[Rollout]) -> StoppedByPolicy:
         """The error for a first step in which every rollout failed."""
         first = next((rollout for rollout in rollouts if rollout.traceback), None) or next(iter(rollouts), None)
-        shown = f"\n{first.traceback}" if first is not None and first.traceback else ""
+        shown = "\n" + textwrap.indent(first.traceback, "  ") if first is not None and first.traceback else ""
         return StoppedByPolicy(
             f"the reward failed on every rollout of step 1 ({self._last_failure or 'on all processes'}), so nothing "
             f"was trained; fix the reward, then resume, or start in another train.output_dir{shown}"

@@ -100,7 +100,8 @@ def read_splits(spec: DatasetSpec, needed: Sequence[str], make: MakeTask) -> dic
         )
     if held:
         removed = keep - len(trained)
-        same = f"; {removed} other rows are left out, since they have the same prompts" if removed else ""
+        some = "1 other row is" if removed == 1 else f"{removed} other rows are"
+        same = f"; {some} left out, with the prompt of a held-out row" if removed else ""
         text = "%s: no eval or test split, so the last %d of %d rows are held out for evaluation%s"
         log.info(text, spec.path or spec.name, len(held), len(train), same)
     return {"train": trained, "eval": held}
@@ -262,7 +263,8 @@ def _from_hub(spec: DatasetSpec, read: Callable[[str, str | None], Any]) -> Any:
     except Exception as error:  # the hub client has many exception types; all mean that the data is unavailable
         first_line = (str(error).splitlines() or [type(error).__name__])[0][:300]
         raise DataError(
-            f"dataset {spec.name!r} cannot be loaded: {first_line}. Without a network, set dataset.path to a local copy"
+            f"dataset {spec.name!r} cannot be loaded: {first_line}. Without a network, set the path of a local copy "
+            "(orch.dataset.path, or dataset.path of shoal sft)"
         ) from error
 
 

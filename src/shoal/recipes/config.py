@@ -19,6 +19,7 @@ from shoal.core.errors import ArgumentError
 from shoal.core.losses import BUILT_IN, CISPO, DAPO, DRO, GRPO, GSPO, LOSSES, ImportanceSampling, Loss, Reinforce
 from shoal.core.section import IN_MEMORY
 from shoal.envs.readers import SUFFIXES
+from shoal.surfaces.excepthook import one_line_if_uncaught
 from shoal.surfaces.names import Key, Translation, keys_of, named_arguments
 
 Kind = TypeVar("Kind", bound=type)
@@ -33,12 +34,13 @@ def strict(kind: Kind) -> Kind:
 
     @wraps(fill)
     def checked(self: Any, *args: Any, **values: Any) -> None:
-        for name in required:
-            if name not in values and not set(values) - set(kind.__annotations__):
-                raise ArgumentError(f"{kind.__name__}: {name}: is required; write {kind.__name__}({name}=…)")
-        for name, value in values.items():
-            _check_object(kind.__name__, name, value)
-        fill(self, *args, **values)
+        with one_line_if_uncaught():
+            for name in required:
+                if name not in values and not set(values) - set(kind.__annotations__):
+                    raise ArgumentError(f"{kind.__name__}: {name}: is required; write {kind.__name__}({name}=…)")
+            for name, value in values.items():
+                _check_object(kind.__name__, name, value)
+            fill(self, *args, **values)
 
     kind.__init__ = checked  # type: ignore[misc]
     return kind

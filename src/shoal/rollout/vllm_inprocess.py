@@ -121,6 +121,7 @@ class InProcessSettings:
     context_tokens: int
     noise_seed: int = 0
     sleeps: bool = False
+    adapter_name: str = "default"  # followed by the version
 
 
 class InProcessVllm:
@@ -136,6 +137,7 @@ class InProcessVllm:
         self._device = device
         self._weights = weights
         self._settings = settings
+        self.applied_sigma = 0.0  # of the noise on the norms after rounding
         self._llm: Any = device.submit(_make, arguments).result()
         self._loop = DrawLoop(self._llm.llm_engine, SamplingParams, settings.reading, self._wake)
         self._calls: dict[str, PendingCall] = {}
@@ -268,6 +270,7 @@ class InProcessVllm:
             self._clean = {name: tensor.clone() for name, tensor in self._weights() if is_noisy_norm(name, tensor.ndim)}
         if sigma > 0 or self._sigma > 0:
             self._reload(_noisy(self._clean, sigma, seed, version))
+            self.applied_sigma = _applied_sigma(self._clean, _noisy(self._clean, sigma, seed, version))
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.llm_engine.set_weight_version(str(version))
         self._loop.version = self._loaded = version
@@ -288,7 +291,8 @@ class InProcessVllm:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
         elif version != self._loaded:
             number = next(self._adapter_ids)  # a resumed run may publish the same version number again
-            self._loop.switch(LoRARequest(f"shoal-v{version:06d}.{number}", number, path))
+            name = f"{self._settings.adapter_name}-v{version:06d}.{number}"
+            self._loop.switch(LoRARequest(name, number, path))
 
     def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
@@ -356,6 +360,11 @@ def _make(arguments: Mapping[str, Any]) -> Any:
     except (TypeError, ValueError) as error:  # includes pydantic errors
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"vllm_args (infer.engine_args): vLLM rejected its arguments: {reason}") from error
+
+
+def _applied_sigma(clean: Mapping[str, torch.Tensor], noisy: Iterator[tuple[str, torch.Tensor]]) -> float:
+    apart = [(tensor.double() - clean[name].double()).flatten() for name, tensor in noisy]
+    return float(torch.cat(apart).square().mean().sqrt())
 
 
 def _noisy(

@@ -78,7 +78,7 @@ def storage_error(action: str, error: Exception) -> StorageError:
     if isinstance(error, OSError):
         cause = _CAUSES.get(error.errno or 0, error.strerror or str(error))
         if error.errno == errno.ENOENT and action.startswith("create "):
-            cause = "no folder can be created there; choose another train.output_dir"
+            cause = "no folder can be created there; choose another folder"
     return StorageError(f"could not {action}: {cause}")
 
 

@@ -39,6 +39,8 @@ def find_weights(name: str, *, adapter: str | None = None, checkpoint: str | Non
     """`checkpoint` selects one of a run directory: a step, `best`, `newest` or `final` (the default if it exists)."""
     path = Path(name).expanduser()
     if adapter is not None:
+        if checkpoint is not None:
+            raise ConfigError("command line: --checkpoint: cannot be combined with --adapter; remove one of them")
         if not (Path(adapter).expanduser() / ADAPTER_FILE).is_file():
             raise ConfigError(
                 f"command line: --adapter: {adapter!r} has no {ADAPTER_FILE}; name an adapter folder in PEFT format"

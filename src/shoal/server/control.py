@@ -19,6 +19,7 @@ from msgspec import Meta
 from shoal.core.protocols import NoiseMeter, RolloutEngine
 from shoal.server.request_schema import (
     MAX_PATH_CHARACTERS,
+    AdapterName,
     BadRequest,
     LoadAdapterBody,
     UnknownModel,
@@ -29,11 +30,13 @@ from shoal.server.sessions import Session
 
 
 class Names:
-    """The model names that requests may use. While `adapter` is loaded by name, it is the only model."""
+    """The model names that requests may use. While `adapter` is loaded by name, it is the only model. `trained` is the
+    name of the adapter that a run trains (`orch.model.lora_adapter`)."""
 
     def __init__(self, model: str, version: Callable[[], int]) -> None:
         self.model = model
         self.adapter: str | None = None
+        self.trained: str | None = None
         self.sessions: dict[str, Session] = {}
         self._version = version
 
@@ -52,14 +55,16 @@ class Names:
                     "model",
                 )
             raise self._unknown(name)
-        if name and name not in (self.model, self.pinned, self.adapter):
+        if name and name not in (self.model, self.pinned, self.adapter, self.trained):
             raise self._unknown(name)
 
     def _unknown(self, name: str) -> UnknownModel:
         return UnknownModel(f"the model {name[:80]!r} does not exist; this server serves {self.listed()[0]!r}", "model")
 
     def listed(self) -> list[str]:
-        return [self.adapter] if self.adapter is not None else [self.model, self.pinned]
+        if self.adapter is not None:
+            return [self.adapter]
+        return [self.model, self.pinned, *([self.trained] if self.trained is not None else [])]
 
     def as_openai(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._described(name) for name in self.listed()]}
@@ -108,6 +113,7 @@ class Manifest(msgspec.Struct):
     tensors: list[Tensor] | None = None
     address: Annotated[str, Meta(pattern=r"^.+:[0-9]{1,5}\Z")] | None = None
     adapter: dict[str, Any] | None = None
+    adapter_name: AdapterName | None = None
     sigma: Annotated[float, Meta(ge=0, lt=1e18)] = 0.0
     noise_seed: Count = 0
 
@@ -221,7 +227,7 @@ class Control:
             found = await self.engine.load(manifest["version"], manifest)
             self.hash, self._version = found, self.engine.version
             if "path" in manifest or "tensors" in manifest:
-                self.names.adapter = None
+                self.names.adapter, self.names.trained = None, manifest.get("adapter_name")
         measured = {"applied_sigma": self.engine.applied_sigma} if isinstance(self.engine, NoiseMeter) else {}
         return {**self.version(), **measured}
 
@@ -249,7 +255,7 @@ class Control:
                 raise BadRequest(f"{name!r} is the name of the model; choose another for the adapter", "lora_name")
             await self._require_idle()
             self.hash = await self.engine.load_adapter(folder)
-            self.names.adapter = name
+            self.names.adapter, self.names.trained = name, None
         return {"loaded": name, **self.version()}
 
     async def unload_adapter(self, body: UnloadAdapterBody) -> dict[str, Any]:

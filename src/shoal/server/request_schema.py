@@ -237,10 +237,13 @@ class DetokenizeBody(Struct):
     tokens: Annotated[list[TokenId], Meta(min_length=1)]
 
 
+AdapterName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+
+
 class LoadAdapterBody(Struct):
     """POST /v1/load_lora_adapter."""
 
-    lora_name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+    lora_name: AdapterName
     lora_path: Annotated[str, Meta(min_length=1, max_length=MAX_PATH_CHARACTERS)]
 
 

@@ -151,7 +151,7 @@ def make_engine(config: RunConfig, rendezvous: Rendezvous, chat: Chat) -> Rollou
     connections, token_file = max(64, 2 * orch.batch_size), rendezvous.presence.folder / CONTROL
     seen = {"whereabouts": where, "silent_s": functools.partial(silent_s, rendezvous)}
     address = Address(client.base_url, key, limit_s, client.timeout, connections, token_file=token_file, **seen)
-    return HttpRolloutEngine(address, config.train.model, config.train.seed, waits.report)
+    return HttpRolloutEngine(address, config.train.model, config.train.seed, waits.report, orch.model.lora_adapter)
 
 
 def describe_server_state(rendezvous: Rendezvous, config: RunConfig) -> tuple[str, str]:

@@ -401,4 +401,21 @@ class GRPOConfig:
 KEYS = keys_of(GRPOConfig)
 DEFAULTS = {field.name: field.default for field in fields(GRPOConfig)}
 _NAMES = names_by_key(KEYS)
-named_arguments(GRPOConfig, {short: _NAMES[key] for short, key in OPTIMIZER_KEYS.items() if key in _NAMES})
+# Fields of earlier versions of TRL and transformers.
+REMOVED = {
+    "max_prompt_length": "TRL 1.16 does not have it; prompts without room for max_completion_length tokens within "
+    "vllm_max_model_length are excluded",
+    "overwrite_output_dir": "an output_dir that holds a run is never overwritten; remove it",
+    "logging_dir": "metrics and the report are in output_dir; remove it",
+    "save_safetensors": "weights are always safetensors; remove it",
+    "warmup_ratio": "warmup_steps below 1 is the share of the steps",
+}
+RENAMED = {
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "use_liger_loss": "use_liger_kernel",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "wandb_log_unique_prompts": "log_unique_prompts",
+    **{short: _NAMES[key] for short, key in OPTIMIZER_KEYS.items() if key in _NAMES},
+}
+named_arguments(GRPOConfig, RENAMED, REMOVED)

@@ -19,6 +19,7 @@ from shoal.config.resolve import resolve_run
 from shoal.config.rules import check_run
 from shoal.config.schema import RunConfig
 from shoal.core.errors import ArgumentError, ConfigError
+from shoal.surfaces.excepthook import one_line_if_uncaught
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,11 @@ def keys_of(surface: Any) -> dict[str, Key]:
     return found
 
 
-def named_arguments(kind: type, synonyms: Mapping[str, str] | None = None) -> None:
-    """Make a dataclass report all unknown arguments by name. `synonyms`: usual wrong name → field."""
+def named_arguments(
+    kind: type, synonyms: Mapping[str, str] | None = None, removed: Mapping[str, str] | None = None
+) -> None:
+    """Make a dataclass report all unknown arguments by name. `synonyms`: usual wrong name → field. `removed`: name in
+    earlier versions of the other system → what to do."""
     fill: Callable[..., None] = kind.__init__
     defaults = {field.name: field.default for field in fields(kind)}
 
@@ -60,8 +64,9 @@ def named_arguments(kind: type, synonyms: Mapping[str, str] | None = None) -> No
     def checked(self: Any, *args: Any, **values: Any) -> None:
         to = Translation(kind.__name__, defaults)
         for name in (name for name in values if name not in defaults):
-            to.refuse_unknown(name, defaults, near=(synonyms or {}).get(name))
-        to.raise_problems()
+            to.refuse_unknown(name, defaults, (removed or {}).get(name), (synonyms or {}).get(name))
+        with one_line_if_uncaught():
+            to.raise_problems()
         fill(self, *args, **values)
 
     kind.__init__ = checked  # type: ignore[misc]

@@ -278,8 +278,7 @@ CATALOGUE = _catalogue(
     Metric("noise/sigma", "Standard deviation of the noise added to the norm weights of the sampler.", "1"),
     Metric(
         "noise/applied",
-        "Standard deviation of the noise that is left after rounding to the precision of the norm weights. Only the "
-        "embedded engine reports it.",
+        "Standard deviation of the noise that is left after rounding to the precision of the norm weights.",
         "1",
         "close to noise/sigma",
         "raise train.noise_scheduler.sigma_end, or set train.recipe to fp32: bf16 rounds small noise away",

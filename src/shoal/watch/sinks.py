@@ -210,12 +210,12 @@ def check_sinks(names: Sequence[str]) -> None:
         if name not in TRACKERS:
             near = difflib.get_close_matches(name, TRACKERS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(TRACKERS)}"
-            raise ConfigError(f"report_to: unknown tracker {name!r}; {hint}")
+            raise ConfigError(f"train.report_to: unknown tracker {name!r}; {hint}")
         tracker = TRACKERS[name]
         if importlib.util.find_spec(tracker.package) is None:
-            raise ConfigError(f"report_to: {name} needs the package {tracker.package}; {tracker.install}")
+            raise ConfigError(f"train.report_to: {name} needs the package {tracker.package}; {tracker.install}")
         if problem := tracker.problem():
-            raise ConfigError(f"report_to: {name}: {problem}")
+            raise ConfigError(f"train.report_to: {name}: {problem}")
 
 
 def open_sinks(

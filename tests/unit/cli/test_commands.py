@@ -35,6 +35,8 @@ def test_a_key_written_as_an_option_is_answered_with_the_key(capsys: pytest.Capt
     said = capsys.readouterr().err
     assert "keys are written as train.learning_rate=VALUE; see `shoal grpo --help`" in said
     assert len(said.splitlines()) == 1
+    assert main(["serve", "models/tiny", "--port", "8001"]) == 2
+    assert "keys are written as infer.port=VALUE; see `shoal serve --help`" in capsys.readouterr().err
     assert main(["grpo", "--nonsense", "1"]) == 2 and "keys are written" not in capsys.readouterr().err
 
 
@@ -166,6 +168,7 @@ def test_a_new_environment_passes_its_own_test(tmp_path: Path, capsys: pytest.Ca
         (["demo", "--seed", "-3"], "--seed"),
         (["export", "./nothing", "out"], "does not exist"),
         (["eval", "Qwen/Qwen3-0.6B", "--env", "arithmetic", "--adapter", "x"], "--adapter"),
+        (["serve", "Qwen/Qwen3-0.6B", "--adapter", "x", "--checkpoint", "best"], "cannot be combined with --adapter"),
         (["eval", "Qwen/Qwen3-0.6B", "--env", "arithmetic", "--against", "./nothing"], "--against"),
         (["eval", "Qwen/Qwen3-0.6B", "--env", "arithmetic", "--checkpoint", "best"], "--checkpoint"),
         (["nonsense"], "nonsense"),

@@ -113,6 +113,10 @@ def test_notices_go_to_stderr(capsys: pytest.CaptureFixture[str]):
     assert main([*THREE, "--dry-run", "train.lora=false"]) == 0
     err = capsys.readouterr().err
     assert all(line.startswith("note: ") for line in err.splitlines()) and "train.learning_rate" in err
+    one = ["grpo", "train.model=Qwen/Qwen3-0.6B", "train.max_steps=1", "orch.env=arithmetic", "--dry-run"]
+    for loss, told in (([], True), (["train.loss.type=grpo"], False)):
+        assert main([*one, *loss]) == 0
+        assert ("train.loss.type: is masked, the default: no clip, but" in capsys.readouterr().err) is told
 
 
 def test_a_used_folder_is_refused_with_the_two_ways_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -229,5 +229,5 @@ def test_a_data_set_by_name_through_the_datasets_library(tmp_path, monkeypatch, 
     splits = read_splits(spec, ("prompt", "answer"), make)
     assert prompts(splits["train"]) == ["q0", "q1", "q3"] and prompts(splits["eval"]) == ["q4", "q5"]
     assert "3 rows used, 1 invalid rows" in caplog.text and "[train]:row 3: prompt is null" in caplog.text
-    with pytest.raises(DataError, match=r"set dataset\.path"):
+    with pytest.raises(DataError, match=r"orch\.dataset\.path, or dataset\.path of shoal sft"):
         read_splits(DatasetSpec(name="no/such-data-set"), ("prompt",), make)

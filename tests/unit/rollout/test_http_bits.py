@@ -59,12 +59,16 @@ def test_the_same_bits_as_the_engine_in_this_process(kind: Any, sigma: float, tm
     async def there() -> list[Any]:
         lora = {"enable_lora": True, "max_lora_rank": 8} if kind == "lora" else {}
         async with serving(save(base, tmp_path / "base"), **lora) as server:
-            engine = HttpRolloutEngine(server.address(), noise_seed=11)
+            engine = HttpRolloutEngine(server.address(), noise_seed=11, adapter_name="pond")
             await engine.load(0, {"sigma": sigma})
             found = await drawn(engine)
             await engine.load(2, {**describe(save(trained.model, tmp_path / "v2"), 2, kind), "sigma": sigma})
             found += await drawn(engine)
             await engine.close()
+            _, models = await server.ask("/v1/models")
+            assert ("pond" in [model["id"] for model in models["data"]]) == (kind == "lora")
+            asked = {"model": "pond", "prompt": PROMPTS[0], "max_tokens": 1}
+            assert (await server.ask("/v1/completions", asked))[0] == (200 if kind == "lora" else 404)
             return found
 
     assert asyncio.run(there()) == asyncio.run(here())

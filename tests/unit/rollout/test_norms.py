@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.remote.norm_noise import write_noisy_norms
+from shoal.rollout.remote.norm_noise import applied_sigma, write_noisy_norms
 from support.models import small_model
 
 NORMS = [
@@ -58,6 +58,8 @@ def test_sigma_zero_takes_it_off(model: Path, tmp_path: Path) -> None:
 def test_bf16_is_rounded_as_torch_rounds(model: Path, tmp_path: Path) -> None:
     clean = load_file(model / "model.safetensors")
     exact = noisy(model, tmp_path / "a")
+    apart = torch.cat([exact[name].double() - clean[name].double() for name in NORMS])
+    assert applied_sigma(model, tmp_path / "a") == pytest.approx(float(apart.square().mean().sqrt()), rel=1e-6)
     save_file({name: tensor.bfloat16() for name, tensor in clean.items()}, model / "model.safetensors")
     found = noisy(model, tmp_path / "b")
     for name in NORMS:
@@ -66,6 +68,9 @@ def test_bf16_is_rounded_as_torch_rounds(model: Path, tmp_path: Path) -> None:
         assert found[name].dtype == torch.bfloat16
         # The noise is known here only to fp32 rounding, which moves a value across a bf16 boundary very seldom.
         assert (found[name] != expected).sum() <= 1
+    assert applied_sigma(model, tmp_path / "b") == pytest.approx(0.1, rel=0.15)
+    noisy(model, tmp_path / "b", sigma=1e-5)
+    assert applied_sigma(model, tmp_path / "b") < 3e-6, "bf16 rounds most of it away"
 
 
 def test_a_model_without_rms_norms_is_refused(model: Path, tmp_path: Path) -> None:

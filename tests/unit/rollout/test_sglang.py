@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,10 @@ def test_adapters_by_versioned_names(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
+            engine.settings = replace(engine.settings, adapter_name="pond")
             await engine.load(1, adapter(1, 4))
             await engine.load(2, adapter(2, 4))
-            assert list(double.adapters) == ["shoal-v000002"]
+            assert list(double.adapters) == ["pond-v000002"]
             drawn = await engine.generate(ask("r", PROMPT))
             assert drawn.spans == [Span(0, len(drawn.token_ids), 2)]
             with pytest.raises(EngineError, match="LoRA rank 16 exceeds max_lora_rank 8"):

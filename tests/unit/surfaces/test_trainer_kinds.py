@@ -39,6 +39,7 @@ WRONG: dict[str, tuple[tuple, dict[str, Any], str]] = {
     "held-out": (("m", ROWS, judge), {"eval_dataset": 5, "eval_steps": 2}, "eval_dataset: must be a list of items"),
     "a number to judge": (("m", ROWS, 3), {}, "reward_funcs: must be a function, or a list of them, not 3"),
     "one of several": (("m", ROWS, [judge, 3]), {}, "reward_funcs: holds 3, which is not a function"),
+    "a reward model": (("m", ROWS, "org/judge"), {}, "reward_funcs: 'org/judge' does not name a function; write mod"),
     "weights": (("m", ROWS, judge), {"reward_weights": 3}, "reward_weights: must be a list of numbers, not 3"),
     "a list of settings": (("m", ROWS, judge), {"generation_args": [1]}, "generation_args: must be a dictionary"),
     "one beta": (("m", ROWS, judge), {"optimizer_args": {"betas": 0.9}}, "optimizer_args['betas']: must be two"),
@@ -92,7 +93,12 @@ def test_a_script_ends_with_one_line_and_other_errors_keep_their_traceback(tmp_p
     assert done.returncode == 1 and done.stdout == "caught\n"
     (line,) = done.stderr.splitlines()
     assert line.startswith("mine.py:7: GRPOTrainer: group_size: is 1, and in a group of one")
-    script.write_text("\n".join([*script.read_text().splitlines()[:-1], "1 / 0"]))
+    for line, said in (("GRPOConfig(learning_rat=1e-5)", "learning_rate"), ("recipe.Config(tis=3)", "log_path")):
+        script.write_text(f"from shoal import GRPOConfig\nfrom shoal.recipes import config as recipe\n{line}\n")
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+        (told,) = done.stderr.splitlines()
+        assert told.startswith("mine.py:3: ") and said in told
+    script.write_text("1 / 0\n" + script.read_text())
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert "Traceback" in done.stderr and "ZeroDivisionError" in done.stderr
 

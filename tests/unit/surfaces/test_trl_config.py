@@ -11,7 +11,7 @@ import pytest
 from shoal import GRPOConfig, GRPOTrainer
 from shoal.config.resolve import as_data
 from shoal.core.errors import ArgumentError
-from shoal.surfaces.grpo_config import DEFAULTS, KEYS
+from shoal.surfaces.grpo_config import DEFAULTS, KEYS, REMOVED, RENAMED
 
 TABLE = json.loads((Path(__file__).parents[2] / "fixtures" / "trl_1_16_defaults.json").read_text())
 ROWS = [{"prompt": "a"}] * 4
@@ -198,6 +198,15 @@ def test_all_wrong_fields_are_reported_at_once_with_the_nearest_name():
     assert {line.split(": ")[1] for line in lines} == {
         "entropy_coef", "learning_rate", "num_generations", "loss_type",
     }  # fmt: skip
+
+
+def test_fields_of_earlier_versions_are_answered_with_what_replaced_them():
+    with pytest.raises(ArgumentError) as caught:
+        GRPOConfig(max_prompt_length=512, warmup_ratio=0.1, evaluation_strategy="steps")  # type: ignore[call-arg]
+    first, second, third = str(caught.value).splitlines()
+    assert "vllm_max_model_length" in first and "did you mean" not in first
+    assert "warmup_steps below 1" in second and "did you mean eval_strategy" in third
+    assert not set(REMOVED) & set(KEYS) and set(RENAMED.values()) <= set(KEYS)
 
 
 def test_the_two_styles_are_not_mixed():

@@ -18,7 +18,7 @@ from typing import Any
 from shoal.core.errors import ConfigError, DeadlineError, EngineError, ShoalError
 from shoal.core.types import Completion, Request
 from shoal.rollout.remote.client import ConnectionLost, RequestRefused, ResponseTimeout, Waiting
-from shoal.rollout.remote.norm_noise import noisy_norms
+from shoal.rollout.remote.norm_noise import applied_sigma, noisy_norms
 from shoal.rollout.remote.process import ServerProcess
 from shoal.rollout.remote.server_api import HEALTH_S, ServerApi
 from shoal.rollout.remote.server_info import (
@@ -62,6 +62,7 @@ class RemoteEngine(ServerApi):
         self._running = asyncio.Event()
         self._running.set()
         self._connected = False
+        self.applied_sigma = 0.0  # of the noise on the norms after rounding
         self._lock = asyncio.Lock()  # one load, restart or connection at a time
         self.path = self.link.name
 
@@ -226,7 +227,7 @@ class RemoteEngine(ServerApi):
 
     async def _switch_adapter(self, coming: _Served, path: str, again: bool) -> None:
         """One adapter name per version: caches use it as key, and requests in flight finish with their adapter."""
-        coming.adapter = f"shoal-v{coming.version:06d}"
+        coming.adapter = f"{self.settings.adapter_name}-v{coming.version:06d}"
         if coming.adapter == self._served.adapter and coming.proof == self._served.proof and not again:
             return
         try:
@@ -249,6 +250,7 @@ class RemoteEngine(ServerApi):
         base = model_folder(self.settings.model) if lora else Path(str(coming.manifest.get("path", "")))
         async with noisy_norms(base, self.settings.scratch, coming.noise, coming.version) as folder:
             await self.read_weights(str(folder), coming.version, partial=True)
+            self.applied_sigma = await asyncio.to_thread(applied_sigma, base, folder)
 
     async def _verify(self) -> None:
         """The same weights must give the same log-probs after a fixed prompt, and new weights others."""

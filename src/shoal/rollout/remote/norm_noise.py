@@ -61,6 +61,13 @@ def write_noisy_norms(model: Path, target: Path, sigma: float, seed: int, versio
     return sorted(noisy)
 
 
+def applied_sigma(model: Path, noisy: Path) -> float:
+    """Standard deviation of the noise that is left in `noisy` after rounding to the precision of the files."""
+    clean = dict(_norms(model))
+    apart = [values.astype(np.float64) - clean[name][1] for name, (_, values) in _norms(noisy)]
+    return float(np.sqrt(np.mean(np.concatenate([values.ravel() for values in apart]) ** 2)))
+
+
 def normal(seed: int, version: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
     digest = hashlib.blake2b(f"{seed}/{version}/{name}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).standard_normal(shape)

@@ -39,6 +39,7 @@ class RemoteSettings:
     start_s: float = 300.0  # until the server responds
     return_s: float = 570.0  # until a lost server is back
     lora_rank: int | None = None  # None = full weights
+    adapter_name: str = "default"  # followed by the version
     noise_seed: int = 0
     log: Path | None = None  # the log of the server
     whereabouts: Callable[[], tuple[str, str] | None] = lambda: None  # reason and remedy while it does not respond

@@ -35,7 +35,8 @@ HEARTBEAT_EVERY_S = 0.5  # between checks of its heartbeat
 
 
 class HttpRolloutEngine:
-    """`model` is the model that the server must serve (None = any); `noise_seed` is the run's seed for QeRL noise."""
+    """`model` is the model that the server must serve (None = any); `noise_seed` is the run's seed for QeRL noise;
+    `adapter_name` is the name under which the server serves a trained adapter."""
 
     def __init__(
         self,
@@ -43,10 +44,12 @@ class HttpRolloutEngine:
         model: str | None = None,
         noise_seed: int = 0,
         waiting: Waiting = lambda _: None,
+        adapter_name: str | None = None,
     ) -> None:
         self._link = HttpClient(address, report_changes(waiting))
         self._model = model
         self._noise_seed = noise_seed
+        self._adapter_name = adapter_name
         self._facts: dict[str, Any] = {}  # what the server reports about itself
         self._wanted: dict[str, Any] | None = None  # the manifest it must serve; None = nothing loaded yet
         self._version = self._loading = 0
@@ -102,6 +105,8 @@ class HttpRolloutEngine:
         """A manifest without weights changes the noise of the current version."""
         await self.describe()
         body = {"noise_seed": self._noise_seed, **(manifest or {}), "version": version}
+        if body.get("kind") == "lora":
+            body["adapter_name"] = self._adapter_name
         self._loading = version  # tokens may be sampled with it from now on
         reply = await self._send("/shoal/load", body, self._link.address.deadline_s)
         before = self._wanted
