@@ -1,11 +1,12 @@
 """Long runs on a CPU: memory of a run over many steps, and the server under many clients and attackers.
 
-    python benchmarks/soak.py OUT.json [--steps 2000] [--clients 500] [--seconds 150] [--smoke]
+    python benchmarks/soak.py OUT.json [--steps 2000] [--clients 500] [--seconds 300] [--smoke]
 
 `steps`: one run of a tiny model. The resident memory of its process at the end is compared with the memory after a
 tenth of the steps. `server`: each client sends one request after another to `shoal serve`, and compares the answer with
-that of an idle server. A first phase has clients only. In a second one, attackers send oversized bodies, bodies that
-are not JSON and incomplete headers, read slowly, and disconnect before the answer. Each phase lasts `--seconds`.
+that of an idle server. A first phase of `--seconds` / 5 has clients only. In a second one, which lasts `--seconds`,
+attackers send oversized bodies, bodies that are not JSON and incomplete headers, read slowly, and disconnect before
+the answer. The script exits with 1 if a limit of LIMITS is exceeded.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ PAUSE_S = 0.2  # of an attacker between two attacks
 OVERSIZED_BYTES = 24 * MiB
 ANSWER_LIMIT_S = 120.0
 STEP_LIMIT_S = 30.0
+# Largest values of a row that pass.
+LIMITS = {"growth": 0.01, "wrong": 0, "lost": 0, "p99_ratio": 3.0, "memory_growth": 0.10}
 
 
 def resident_mib(pid: int) -> float:
@@ -250,9 +253,10 @@ async def soak_server(command: Command, base: str, clients: int, seconds: float)
         expected = [await ask(http, base, number) for number in range(PROMPTS)]
     await phase(base, expected, clients, ATTACKERS, min(20.0, seconds))  # warm-up: buffers reach their size
     rows = []
-    for name, attackers in (("server, clients", 0), ("server, clients and attackers", ATTACKERS)):
+    phases = (("server, clients", 0, seconds / 5), ("server, clients and attackers", ATTACKERS, seconds))
+    for name, attackers, length in phases:
         before, began = resident_mib(command.pid), time.monotonic()
-        tally = await phase(base, expected, clients, attackers, seconds)
+        tally = await phase(base, expected, clients, attackers, length)
         rows.append(
             {
                 "name": name,
@@ -277,7 +281,7 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--steps", type=int, default=2000)
     made.add_argument("--clients", type=int, default=500)
-    made.add_argument("--seconds", type=float, default=150, help="length of each of the two phases of the server")
+    made.add_argument("--seconds", type=float, default=300, help="length of the attack on the server")
     made.add_argument("--only", choices=("steps", "server"))
     asked = made.parse_args()
     steps, clients, seconds = (20, 20, 5.0) if asked.smoke else (asked.steps, asked.clients, asked.seconds)
@@ -295,6 +299,19 @@ def main() -> None:
     print_table("memory", result["rows"][:1], ["name", "steps", "seconds", "resident_mib_after_warm_up", "growth"])
     columns = ["name", "answers", "wrong", "lost", "attacks", "p50_s", "p99_s", "memory_growth"]
     print_table("server", [row for row in result["rows"] if "wrong" in row], columns)
+    problems = [] if asked.smoke else exceeded(result["rows"])
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    raise SystemExit(bool(problems))
+
+
+def exceeded(rows: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"{row['name']}: {key} is {row[key]:.3g}, more than {limit}"
+        for row in rows
+        for key, limit in LIMITS.items()
+        if row.get(key, 0) > limit
+    ]
 
 
 if __name__ == "__main__":
