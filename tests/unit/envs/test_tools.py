@@ -11,7 +11,7 @@ import pytest
 from shoal.core.runner import GroupRunner, RunnerSettings
 from shoal.core.types import Prompt, Request, SamplingParams
 from shoal.envs import ask
-from shoal.envs.tools import ToolCall, ToolUse, parse_tool_calls, tool_schema, tools_called
+from shoal.envs.tools import ToolCall, ToolUse, calls_of, parse_tool_calls, tool_schema, tools_called
 from shoal.models.chat import Chat
 from shoal.rewards.pool import RewardPool
 from support.models import TOKENIZER
@@ -116,7 +116,8 @@ def test_a_conversation_with_a_tool_is_one_sequence():
     rollout = asyncio.run(run())
     assert (rollout.raw_reward, rollout.parts) == (2.0, {"right": 1.0, "calls": 1.0}), rollout.error
     assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
-    assert rollout.messages[2]["content"] == "5" and rollout.messages[1]["content"] == call
+    assert rollout.messages[2]["content"] == "5" and rollout.messages[1]["text"] == call
+    assert calls_of(rollout.messages[1]) == [(rollout.messages[2]["tool_call_id"], ToolCall("add", {"a": 2, "b": 3}))]
     first, second = (str(TOKENIZER.decode(turn.prompt_ids)) for turn in rollout.turns)
     assert first.startswith("tools:[") and "AGAIN" not in second and second.count(call) == 1
     so_far = rollout.turns[0].prompt_ids + rollout.turns[0].completion.token_ids
