@@ -197,7 +197,7 @@ class Chat:
         try:
             text = self._render([*before, *_marked(marks, marks)], True, tools)
             # The sampled end closes the turn, and is not one that the template writes after the results.
-            if not end or end not in text.rpartition(argument)[2].partition(first)[0]:
+            if not end or argument not in text or end not in text.rpartition(argument)[2].partition(first)[0]:
                 return None
             special = {i: message for i, message in marks.items() if self._special_in([message])}
             text = self._render([*before, *_marked(marks, special)], True, tools)
