@@ -51,12 +51,12 @@ class Chat:
     ) -> None:
         """`history`: later prompts contain the sampled ids of earlier turns, or what the template makes of them."""
         self.tokenizer = tokenizer
-        self.format = ResponseFormat.of(getattr(tokenizer, "chat_template", None))
         self._history = history
         self._kwargs = dict(template_kwargs or {})
         self._system_prompt = system_prompt
         special = special_tokens(tokenizer)
         self._special = [token for token in special if token]
+        self.format = ResponseFormat.of(getattr(tokenizer, "chat_template", None), self._special)
         self._special_ids = frozenset(special.values())
         self._any_special = re.compile(
             "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"\b\B"

@@ -7,7 +7,7 @@ content, unchanged.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,11 +49,11 @@ class ResponseFormat:
     harmony: bool = False
 
     @classmethod
-    def of(cls, template: Any) -> ResponseFormat:
-        """The format of a chat template, or of a tokenizer's templates by name."""
+    def of(cls, template: Any, special_tokens: Iterable[str] = ()) -> ResponseFormat:
+        """The format of a tokenizer's chat template, or of its templates by name."""
         text = "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template or "")
         reasoning = next((tags for tags in REASONING_TAGS if tags[1] in text), None)
-        return cls(syntax_of(text), reasoning, all(marker in text for marker in HARMONY))
+        return cls(syntax_of(text, special_tokens), reasoning, all(marker in text for marker in HARMONY))
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -328,6 +328,10 @@ SYNTAXES = (
 )  # fmt: skip
 
 
-def syntax_of(template: str) -> CallSyntax:
-    """The syntax that a chat template uses. Without a known mark: the one of Hermes."""
-    return next((syntax for syntax in SYNTAXES if any(mark in template for mark in syntax.marks)), HERMES)
+def syntax_of(template: str, special_tokens: Iterable[str] = ()) -> CallSyntax:
+    """The syntax with a mark in the chat template, else among the special tokens, else the one of Hermes."""
+    for texts in ([template], set(special_tokens)):
+        for syntax in SYNTAXES:
+            if any(mark in text for mark in syntax.marks for text in texts):
+                return syntax
+    return HERMES

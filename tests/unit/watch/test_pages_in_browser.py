@@ -234,8 +234,8 @@ def test_a_conversation_is_shown_as_turns_with_tool_calls(browser: Browser, tmp_
         assert turns.nth(0).locator("details.reasoning").inner_text().endswith("first the sum"), "its tokens"
         assert page.locator("#group .rollout >> nth=1 >> .turn").count() == 0
         page.click('[data-tint="advantage"]')
-        for turn, advantage in ((0, "-1"), (2, "+0.5")):
-            turns.nth(turn).locator(":not(details) > pre > .token >> nth=0").hover()
+        for turn, token, advantage in ((0, 2, "-1"), (2, 8, "+0.5")):
+            turns.nth(turn).locator(f"[data-i='{token}']").hover()
             assert page.inner_text("#tip").replace("\n", " ").endswith(f"advantage {advantage}"), "its own"
         page.click('[data-view="tokens"]')
         assert page.locator("#group .rollout >> nth=0 >> .token").count() == 11
