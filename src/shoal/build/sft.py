@@ -122,7 +122,7 @@ def _prepare(config: SftConfig, tasks: Sequence[Task], events: EventLog, console
 
     train = config.train
     with console.progress(f"loading {train.model}"):
-        model = load(train)
+        model = load(train, {"chat_template": config.chat_template})
     for notice in model.notices:
         console.note(notice)
     samples, too_long = supervised_samples(tasks, model.chat, _end_id(model), train.sequence_len)

@@ -14,7 +14,7 @@ from pydantic import Field
 from shoal.config.infer import InferConfig
 from shoal.config.orch import DatasetConfig, OrchConfig
 from shoal.config.train import TrainConfig
-from shoal.core.section import PositiveInt, Section
+from shoal.core.section import NonEmpty, PositiveInt, Section
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ class SftConfig(Section):
     train: TrainConfig = Field(description="The trainer, as in a GRPO run. Keys used only by GRPO are rejected.")
     dataset: DatasetConfig = Field(
         description="Rows with messages, or with prompt and completion.", json_schema_extra={"binding": True}
+    )
+    chat_template: NonEmpty | None = Field(
+        default=None,
+        description="Chat template instead of the tokenizer's: chatml, plain (for base models) or a file. It is saved "
+        "with the model.",
+        json_schema_extra={"binding": True},
     )
     batch_size: PositiveInt = Field(
         default=16, description="Rows per optimizer step.", json_schema_extra={"binding": True}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.core.errors import DataError
 from shoal.core.types import Completion, Message, Tools
-from shoal.models.response_format import ParsedResponse, ResponseFormat
+from shoal.models.response_format import ParsedResponse, ResponseFormat, held_back
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,11 +134,8 @@ class Chat:
         return message if parsed.content == text else {**message, "text": text}
 
     def _parse(self, prompt_ids: Sequence[int], completion: Completion, tools: Tools) -> tuple[ParsedResponse, str]:
-        text = completion.text
+        text, thinking = completion.text, self.opens_reasoning(prompt_ids)
         has_special = any(i in self._special_ids for i in completion.token_ids[:-1])
-        thinking = self.format.reasoning is not None and self.format.opens_reasoning(
-            self.full_text(prompt_ids[-_PROMPT_TAIL_TOKENS:])
-        )
         raw = self._text_with_markers(completion) if has_special else text
         parsed = self.format.parse(raw, thinking=thinking, tools=tools)
         if not parsed.marked:
@@ -147,6 +144,23 @@ class Chat:
             return parsed, text
         content, reasoning = (self._any_special.sub("", part).strip() for part in (parsed.content, parsed.reasoning))
         return ParsedResponse(content, reasoning, parsed.calls, marked=True), text
+
+    @property
+    def splits_answers(self) -> bool:
+        """Whether the chat template has reasoning."""
+        return bool(self.format.markers)
+
+    def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt ends inside the reasoning."""
+        if self.format.reasoning is None:
+            return False
+        return self.format.opens_reasoning(self.full_text(prompt_ids[-_PROMPT_TAIL_TOKENS:]))
+
+    def split_so_far(self, text: str, thinking: bool) -> tuple[str, str]:
+        """Reasoning and content of the part `text` of an answer, which has special tokens. A marker is not split."""
+        certain = text[: len(text) - held_back(text, self.format.markers)]
+        parsed = self.format.parse(certain, thinking=thinking)
+        return self._any_special.sub("", parsed.reasoning), self._any_special.sub("", parsed.content)
 
     def _text_with_markers(self, completion: Completion) -> str:
         """The text with special tokens, cut where a stop string cut the text without them."""
@@ -233,14 +247,16 @@ class Chat:
         # Most templates need the arguments of calls as objects, some as JSON.
         has_calls = any(message.get("tool_calls") for message in messages)
         for as_objects in (True, False) if has_calls else (True,):
-            given = [self._for_template(message, as_objects) for message in messages]
             try:
+                given = [self._for_template(message, as_objects) for message in messages]
                 return str(
                     self.tokenizer.apply_chat_template(
                         given, tokenize=False, add_generation_prompt=generation, **variables
                     )
                 )
-            except Exception as error:  # Jinja errors, and exceptions raised by the template itself
+            except (
+                Exception
+            ) as error:  # Jinja errors, and exceptions raised by the template itself; calls of another form
                 problem = problem or error
         roles = [m.get("role") for m in messages]
         raise DataError(f"the chat template rejected messages with the roles {roles}: {problem}") from problem

@@ -13,18 +13,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from shoal.core.errors import ConfigError
+from shoal.models.chat_templates import CHATML
 
 # Printable ASCII and the line break, enough for the built-in tasks; other characters become <unk>.
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>")
 TAGS = ("<reversed_text>", "</reversed_text>", "<answer>", "</answer>", "<think>", "</think>")
 ROLES = ("system", "user", "assistant", "tool")
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
-)
+CHAT_TEMPLATE = CHATML
 
 
 def character_tokenizer(size: int | None = None) -> PreTrainedTokenizerFast:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.config.section_rules import looks_like_path
 from shoal.core.errors import ModelError
 from shoal.models.chat import special_tokens
+from shoal.models.chat_templates import HOW, with_chat_template
 from shoal.models.template_check import CONVERSATION, check_template
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def torch_left_out() -> Iterator[None]:
         sys.modules.pop("torch", None)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """`chat_template`: a built-in name or a file, instead of the template of the tokenizer."""
     from transformers import AutoTokenizer
 
     folder, gguf = locate(name)
@@ -60,8 +62,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **extra)
     except Exception as error:  # the libraries raise various exceptions for a bad folder
         raise ModelError(f"no tokenizer could be loaded from {name!r}: {first_line(error)}") from error
+    if chat_template is not None:
+        tokenizer = with_chat_template(tokenizer, chat_template)
     if tokenizer.chat_template is None:
-        raise ModelError(f"the tokenizer of {name!r} has no chat template, which Shoal requires")
+        raise ModelError(f"the tokenizer of {name!r} has no chat template, which Shoal requires; {HOW}")
     check_template(tokenizer, name)
     return tokenizer
 
