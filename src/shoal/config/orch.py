@@ -323,7 +323,6 @@ class OrchConfig(Section):
         default="sampled",
         description="Earlier turns in a prompt: their sampled tokens, or what the chat template makes of them, such as "
         "without reasoning.",
-        json_schema_extra={"binding": True},
     )
     sampling: SamplingConfig = Field(
         default_factory=SamplingConfig,

@@ -10,12 +10,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from shoal.core.types import Tools
 
 Parameters = Mapping[str, Mapping[str, Any]]  # tool name → parameter name → JSON schema
-LONGEST_EXPRESSION = 100_000  # characters of a call in the syntax of Python
+LONGEST_CALL = 100_000  # characters
 
 
 def _refuse_constant(name: str) -> None:
@@ -40,14 +41,18 @@ class ToolCall:
         return {"id": call_id, "type": "function", "function": function}
 
 
+Reader = Callable[[re.Match[str], Parameters], list[ToolCall]]
+
+
 @dataclass(frozen=True)
 class CallSyntax:
-    """How a family writes calls. `region` finds one or more calls in a text; `read` gets its match."""
+    """How a family writes calls. `region` matches one or more calls at an `opener`; `read` gets its match."""
 
     name: str
     marks: tuple[str, ...]  # a chat template with one of these texts uses the syntax
+    opener: re.Pattern[str]
     region: re.Pattern[str]
-    read: Callable[[re.Match[str], Parameters], list[ToolCall]]
+    read: Reader
     noise: tuple[str, ...] = ()  # markers around all calls
     bare: bool = False  # a whole answer that is one JSON object is a call too
     short_ids: bool = False  # the template requires ids of nine letters and digits
@@ -61,10 +66,13 @@ def parse_tool_calls(text: str, syntax: CallSyntax | None = None, tools: Tools =
     syntax, parameters = syntax or HERMES, parameters_of(tools)
     calls: list[ToolCall] = []
     rest, at = "", 0
-    for match in syntax.region.finditer(text):
-        if found := _read(syntax.read, match, parameters):
+    starts = [match.start() for match in syntax.opener.finditer(text)]
+    # Only up to the next opener, so that many of them without an end take no long time.
+    for start, end in pairwise([*starts, len(text)]):
+        match = syntax.region.match(text, start, end)
+        if match is not None and (found := _read(syntax.read, match, parameters)):
             calls += found
-            rest += text[at : match.start()]
+            rest += text[at:start]
             at = match.end()
     if not calls:
         whole = re.fullmatch(r"(.*)", text, re.DOTALL)
@@ -76,7 +84,9 @@ def parse_tool_calls(text: str, syntax: CallSyntax | None = None, tools: Tools =
     return rest.strip(), calls
 
 
-def _read(read: Callable[..., list[ToolCall]], match: re.Match[str], parameters: Parameters) -> list[ToolCall]:
+def _read(read: Reader, match: re.Match[str], parameters: Parameters) -> list[ToolCall]:
+    if len(match[0]) > LONGEST_CALL:
+        return []
     try:
         calls = read(match, parameters)
         json.dumps([call.arguments for call in calls], ensure_ascii=False).encode()  # lone surrogates cannot be sent
@@ -163,7 +173,7 @@ def _tagged_call(name: str, pairs: Sequence[tuple[str, str]], parameters: Parame
 
 _XML_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _INVOKE_PARAMETER = re.compile(r'<parameter name="([^"\n]+)">(.*?)</parameter>', re.DOTALL)
-_GLM_PARAMETER = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_GLM_PARAMETER = re.compile(r"<arg_key>([^<]+)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _DSML_PARAMETER = re.compile(
     r'<｜DSML｜parameter name="([^"\n]+)" string="(true|false)">(.*?)</｜DSML｜parameter>', re.DOTALL
 )
@@ -229,8 +239,6 @@ _WORDS = {"None": "null", "True": "true", "False": "false"}
 def _read_python(match: re.Match[str], parameters: Parameters) -> list[ToolCall]:
     """`[name(key=value), …]` with literal values; or JSON calls."""
     body = match[1].strip()
-    if len(body) > LONGEST_EXPRESSION:
-        raise MalformedCall("too long")
     if body.startswith(("{", "[{")):
         return _read_json(match, parameters)
     tree = ast.parse(body, mode="eval").body
@@ -271,59 +279,49 @@ def _python_value(text: str) -> Any:
         return text
 
 
-def _pattern(text: str) -> re.Pattern[str]:
-    return re.compile(text, re.DOTALL)
+def _syntax(name: str, marks: str | tuple[str, ...], opener: str, rest: str, read: Reader, **more: Any) -> CallSyntax:
+    """`opener` and `rest` are the parts of the region's pattern."""
+    marks = (marks,) if isinstance(marks, str) else marks
+    return CallSyntax(name, marks, re.compile(opener), re.compile(opener + rest, re.DOTALL), read, **more)
 
 
-HERMES = CallSyntax("hermes", ("<tool_call>",), _pattern(r"<tool_call>\s*(.*?)\s*</tool_call>"), _read_json, bare=True)
+HERMES = _syntax("hermes", "<tool_call>", "<tool_call>", r"\s*(.*?)\s*</tool_call>", _read_json, bare=True)
 # In the order in which they are looked for: a mark of a later syntax may occur in the templates of an earlier one.
 SYNTAXES = (
-    CallSyntax(
-        "deepseek-dsml", ("｜DSML｜",),
-        _pattern(r'<｜DSML｜invoke name="([^"\n]+)">(.*?)</｜DSML｜invoke>'), _read_dsml,
-        tuple(f"<{slash}｜DSML｜{name}>" for name in ("function_calls", "tool_calls") for slash in ("", "/")),
+    _syntax(
+        "deepseek-dsml", "｜DSML｜", '<｜DSML｜invoke name="', r'([^"\n]+)">(.*?)</｜DSML｜invoke>', _read_dsml,
+        noise=tuple(f"<{slash}｜DSML｜{name}>" for name in ("function_calls", "tool_calls") for slash in ("", "/")),
     ),
-    CallSyntax(
-        "deepseek", ("<｜tool▁call▁begin｜>",),
-        _pattern(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>"), _read_deepseek,
-        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    _syntax(
+        "deepseek", "<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>", "(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>",
+        _read_deepseek, noise=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
-    CallSyntax(
-        "kimi", ("<|tool_call_argument_begin|>",),
-        _pattern(r"<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>"), _read_kimi,
-        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    _syntax(
+        "kimi", "<|tool_call_argument_begin|>", r"<\|tool_call_begin\|>",
+        r"(.*?)<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>", _read_kimi,
+        noise=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
-    CallSyntax(
-        "gemma", ("<|tool_call>",), _pattern(r"<\|tool_call>call:([^\s{]+)(\{.*?\})<tool_call\|>"), _read_gemma,
+    _syntax("gemma", "<|tool_call>", r"<\|tool_call>", r"call:([^\s{]+)(\{.*?\})<tool_call\|>", _read_gemma),
+    _syntax(
+        "lfm2", ("<|tool_call_start|>", "<|tool_list_start|>"), r"<\|tool_call_start\|>", r"(.*?)<\|tool_call_end\|>",
+        _read_python,
     ),
-    CallSyntax(
-        "lfm2", ("<|tool_call_start|>", "<|tool_list_start|>"),
-        _pattern(r"<\|tool_call_start\|>(.*?)<\|tool_call_end\|>"), _read_python,
+    _syntax("mistral", "[TOOL_CALLS]", r"\[TOOL_CALLS\]", "(.*)", _read_mistral, short_ids=True),
+    _syntax(
+        "minimax", "minimax:tool_call", '<invoke name="', r'([^"\n]+)">(.*?)</invoke>', _read_invoke,
+        noise=("<minimax:tool_call>", "</minimax:tool_call>"),
     ),
-    CallSyntax(
-        "mistral", ("[TOOL_CALLS]",), _pattern(r"\[TOOL_CALLS\]((?:(?!\[TOOL_CALLS\]).)*)"), _read_mistral,
-        short_ids=True,
-    ),
-    CallSyntax(
-        "minimax", ("minimax:tool_call",), _pattern(r'<invoke name="([^"\n]+)">(.*?)</invoke>'), _read_invoke,
-        ("<minimax:tool_call>", "</minimax:tool_call>"),
-    ),
-    CallSyntax(
-        "minimax-json", ("<tool_calls>",), _pattern(r"<tool_calls>\s*(.*?)\s*</tool_calls>"), _read_objects,
-    ),
-    CallSyntax("glm", ("<arg_key>",), _pattern(r"<tool_call>([^<{]+?)((?:<arg_key>.*?)?)</tool_call>"), _read_glm),
-    CallSyntax(
-        "xml", ("<function=",),
-        _pattern(r"<(?:seed:)?tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</(?:seed:)?tool_call>"), _read_xml,
+    _syntax("minimax-json", "<tool_calls>", "<tool_calls>", "(.*?)</tool_calls>", _read_objects),
+    _syntax("glm", "<arg_key>", "<tool_call>", "([^<{]+)((?:<arg_key>.*?)?)</tool_call>", _read_glm),
+    _syntax(
+        "xml", "<function=", "<(?:seed:)?tool_call>",
+        r"\s*<function=([^>\n]+)>(.*?)</function>\s*</(?:seed:)?tool_call>", _read_xml,
     ),
     HERMES,
-    CallSyntax(
-        "json-list", ("<|tool_call|>",),
-        _pattern(r"<\|tool_call\|>\s*(\[.*?\}\s*\])(?:\s*<\|/tool_call\|>)?"), _read_json,
-    ),
-    CallSyntax(
-        "llama", ("<|python_tag|>", "dictionary of argument name"),
-        _pattern(r"\A\s*(?:<\|python_tag\|>)?\s*([\[{].*?)\s*(?:<\|eo[tm]_id\|>)?\s*\Z"), _read_llama,
+    _syntax("json-list", "<|tool_call|>", r"<\|tool_call\|>", "(.*)", _read_json),
+    _syntax(
+        "llama", ("<|python_tag|>", "dictionary of argument name"), r"\A\s*(?:<\|python_tag\|>)?\s*",
+        r"([\[{].*?)\s*(?:<\|eo[tm]_id\|>)?\s*\Z", _read_llama,
     ),
 )  # fmt: skip
 
