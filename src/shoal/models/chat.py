@@ -160,7 +160,8 @@ class Chat:
         """Reasoning and content of the part `text` of an answer, which has special tokens. A marker is not split."""
         certain = text[: len(text) - held_back(text, self.format.markers)]
         parsed = self.format.parse(certain, thinking=thinking)
-        return self._any_special.sub("", parsed.reasoning), self._any_special.sub("", parsed.content)
+        reasoning, content = (self._any_special.sub("", part) for part in (parsed.reasoning, parsed.content))
+        return (reasoning.strip(), content.strip()) if parsed.marked else (reasoning, content)
 
     def _text_with_markers(self, completion: Completion) -> str:
         """The text with special tokens, cut where a stop string cut the text without them."""

@@ -68,7 +68,7 @@ class ResponseFormat:
         self, text: str, *, thinking: bool = False, tools: Tools = None, with_calls: bool = True
     ) -> ParsedResponse:
         """`thinking`: the prompt opened the reasoning. `with_calls`: tool calls are looked for."""
-        if self.harmony and HARMONY[1] in text:
+        if self.harmony and any(marker in text for marker in HARMONY):
             return _parse_harmony(text, bool(tools))
         reasoning, content, marked = _split_reasoning(text, self.reasoning, thinking)
         calls: list[ToolCall] = []
