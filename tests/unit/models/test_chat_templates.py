@@ -10,6 +10,8 @@ from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from shoal.build.model import make_chat
+from shoal.build.sampler import chat_options
+from shoal.config.orch import OrchConfig
 from shoal.core.errors import ModelError
 from shoal.models.chat_templates import CHATML, PLAIN, with_chat_template
 from shoal.models.random_models import character_tokenizer
@@ -41,6 +43,15 @@ def test_a_base_model_gets_a_template_which_is_saved(tmp_path: Path) -> None:
     assert make_chat(name, chat_template="plain").full_text(
         make_chat(name, chat_template="plain").prompt_ids(TALK)
     ) == ("User: hi\n\nAssistant: ho<|im_end|>\n\nUser: and?\n\nAssistant:")
+
+
+def test_the_keys_of_a_run_reach_its_chat(tmp_path: Path) -> None:
+    orch = OrchConfig.model_validate({"env": "arithmetic", "chat_template": "plain", "chat_history": "template"})
+    chat = make_chat(base_model(tmp_path), **chat_options(orch))
+    prompt = chat.prompt_ids(TALK[:1])
+    sampled = [prompt[0], EOS]  # no tokenizer would write these ids
+    after = chat.next_prompt_ids([*prompt, *sampled], TALK[:2], TALK[2:])
+    assert after == chat.prompt_ids(TALK) and after[: len(prompt) + 2] != [*prompt, *sampled]
 
 
 def test_the_object_of_the_caller_is_not_changed() -> None:
