@@ -315,8 +315,8 @@ class OrchConfig(Section):
     )
     chat_template: NonEmpty | None = Field(
         default=None,
-        description="Chat template instead of the tokenizer's: chatml, plain (for base models) or a file. It is saved "
-        "with the model.",
+        description="Chat template that replaces the tokenizer's, also in final/: chatml, plain (for base models) or a "
+        "file.",
         json_schema_extra={"binding": True},
     )
     chat_history: Literal["sampled", "template"] = Field(

@@ -58,8 +58,8 @@ class SftConfig(Section):
     )
     chat_template: NonEmpty | None = Field(
         default=None,
-        description="Chat template instead of the tokenizer's: chatml, plain (for base models) or a file. It is saved "
-        "with the model.",
+        description="Chat template that replaces the tokenizer's, also in final/: chatml, plain (for base models) or a "
+        "file.",
         json_schema_extra={"binding": True},
     )
     batch_size: PositiveInt = Field(
