@@ -215,7 +215,7 @@ def _read_kimi(match: re.Match[str], _: Parameters) -> list[ToolCall]:
     return [named_call(name, match[2], call_id)]
 
 
-def _read_deepseek(match: re.Match[str], _: Parameters) -> list[ToolCall]:
+def _read_deepseek(match: re.Match[str], _parameters: Parameters) -> list[ToolCall]:
     """`function<sep>NAME`, then a block of JSON; since V3.1 `NAME<sep>JSON`."""
     first, second = match[1].strip(), match[2].strip()
     if first != "function":
