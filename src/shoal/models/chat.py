@@ -255,9 +255,7 @@ class Chat:
                         given, tokenize=False, add_generation_prompt=generation, **variables
                     )
                 )
-            except (
-                Exception
-            ) as error:  # Jinja errors, and exceptions raised by the template itself; calls of another form
+            except Exception as error:  # Jinja errors, exceptions raised by the template, calls of another form
                 problem = problem or error
         roles = [m.get("role") for m in messages]
         raise DataError(f"the chat template rejected messages with the roles {roles}: {problem}") from problem
