@@ -194,6 +194,9 @@ class Characters:
     def prompt_ids(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
         return [ord(letter) % 128 for message in messages for letter in str(message["content"])]
 
+    def message(self, prompt_ids: Any, completion: Any, tools: Any = None) -> Message:
+        return {"role": "assistant", "content": completion.text}
+
     def next_prompt_ids(self, so_far: Any, messages: Any, following: Any, tools: Any = None) -> list[int]:
         raise NotImplementedError("episodes of this environment have one turn")
 

@@ -79,6 +79,17 @@ class LoadedModel:
         return [line for line in (self.precision.notice, None if plain else f"training: {self.path}") if line]
 
 
+def make_chat(model: str, tokenizer: Any = None, chat_template: str | None = None, **options: Any) -> Chat:
+    """`tokenizer`: an object of the caller, which is not changed. `options` are those of Chat."""
+    from shoal.models.chat import Chat
+    from shoal.models.chat_templates import with_chat_template
+    from shoal.models.tokenizer import load_tokenizer
+
+    if tokenizer is None:
+        return Chat(load_tokenizer(model, chat_template), **options)
+    return Chat(with_chat_template(tokenizer, chat_template) if chat_template else tokenizer, **options)
+
+
 def load(
     train: TrainConfig, chat_options: Mapping[str, Any] | None = None, given: PythonObjects | None = None
 ) -> LoadedModel:
@@ -94,18 +105,17 @@ def _load(train: TrainConfig, chat_options: Mapping[str, Any] | None, given: Pyt
     from shoal.models import fp8_linear as hybrid
     from shoal.models import fused
     from shoal.models import precision as precisions
-    from shoal.models.chat import Chat
     from shoal.models.decoder import Decoder
     from shoal.models.load import adopt_model, load_model
     from shoal.models.lora import LoraSettings, attach
     from shoal.models.quantize import count_weights
-    from shoal.models.tokenizer import check_found, eos_token_ids, load_tokenizer
+    from shoal.models.tokenizer import check_found, eos_token_ids
 
     assert train.model is not None
     if given.model is None:
         check_found("train.model", train.model)
     precision = precisions.choose(train, given.local_rank if given.processes > 1 else None)
-    chat = Chat(given.tokenizer or load_tokenizer(train.model), **(chat_options or {}))
+    chat = make_chat(train.model, given.tokenizer, **(chat_options or {}))
     torch.manual_seed(train.seed)
     if given.model is not None:
         model = adopt_model(given.model, precision)

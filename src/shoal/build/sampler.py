@@ -116,7 +116,13 @@ class Sampler:
 
 
 def chat_options(orch: OrchConfig) -> dict[str, Any]:
-    return {"template_kwargs": orch.sampling.chat_template_kwargs, "system_prompt": orch.sampling.system_prompt}
+    """The arguments of make_chat."""
+    return {
+        "chat_template": orch.chat_template,
+        "template_kwargs": orch.sampling.chat_template_kwargs,
+        "system_prompt": orch.sampling.system_prompt,
+        "history": orch.chat_history,
+    }
 
 
 def load_model(

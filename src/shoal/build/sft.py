@@ -129,7 +129,7 @@ def _prepare(config: SupervisedConfig, tasks: Sequence[Task], events: EventLog, 
 
     train = config.train
     with console.progress(f"loading {train.model}"):
-        model = load(train)
+        model = load(train, {"chat_template": config.chat_template})
     for notice in model.notices:
         console.note(notice)
     items, make_steps = _items(config, tasks, model, events)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from shoal.cli.output import say
-from shoal.config.fields import nearest
+from shoal.config.model_shapes import shape_of, shape_problem
 from shoal.config.reference import SCHEMA_LINE, reference_page, schema_file
 from shoal.config.schema import LAYOUTS, SECTIONS
 from shoal.config.section_rules import model_problem
@@ -106,14 +106,13 @@ def _missing(model: str) -> tuple[str, str] | None:
     """The problem if the model is neither a local folder nor in the hub cache."""
     if Path(model).expanduser().exists():
         return None
+    if shape_of(model) is not None:
+        return f"{model!r} has no files", "train a folder that `shoal make-model DIR --shape NAME` wrote"
     from huggingface_hub import try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(model, "config.json"), str):
         return None
     return f"{model!r} is neither a folder nor a model in the hub cache", "check the path"
-
-
-SHAPES = ("qwen3-0.6b", "qwen2.5-0.5b", "qwen2.5-7b")
 
 
 def make_model(*where: str, shape: str | None = None, seed: int = 0) -> None:
@@ -124,7 +123,7 @@ def make_model(*where: str, shape: str | None = None, seed: int = 0) -> None:
     where
         The word tiny and a folder, or a folder alone together with --shape.
     shape
-        qwen3-0.6b, qwen2.5-0.5b or qwen2.5-7b: a random model of that shape.
+        A random model of that shape, such as qwen3-0.6b, gemma-3-4b or gpt-oss-20b.
     seed
         Seed of the weights.
     """
@@ -140,10 +139,8 @@ def make_model(*where: str, shape: str | None = None, seed: int = 0) -> None:
 
 def _kind_and_folder(where: tuple[str, ...], shape: str | None) -> tuple[str, Path]:
     usage = "write shoal make-model tiny DIR, or shoal make-model DIR --shape qwen3-0.6b"
-    if shape is not None and shape not in SHAPES:
-        near = nearest(shape, list(SHAPES))
-        hint = f"did you mean {near}?" if near else f"known: {', '.join(SHAPES)}"
-        raise ConfigError(f"command line: --shape: there is no shape {shape!r}; {hint}")
+    if shape is not None and (problem := shape_problem(shape)):
+        raise ConfigError(f"command line: --shape: {problem[0]}; {problem[1]}")
     if len(where) == 2 and where[0] == "tiny" and shape is None:
         return "tiny", Path(where[1])
     if len(where) == 1 and shape is not None:

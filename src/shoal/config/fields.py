@@ -129,23 +129,31 @@ def nearest(word: str, known: list[str]) -> str | None:
     return next((near for near in found if sorted(near) == sorted(word)), found[0] if found else None)
 
 
+ALIKE = 0.85
+
+
+def _likeness(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first, second).ratio()
+
+
 def suggestion(root: type[Section], parent: KeyPath, key: str) -> str:
     """How to fix an unknown key: its name in Shoal, the same key in another section, a similar key, or all keys."""
     siblings = list(known_keys(*sections_at(root, parent)))
     elsewhere = [found.dotted for found in walk_keys(root) if found.path[-1] == key]
     elsewhere.sort(key=lambda dotted: dotted.count("."))
-    near = nearest(key, siblings)
+    near, far = nearest(key, siblings), nearest(key, [found.path[-1] for found in walk_keys(root)])
+    if near is not None and far is not None and _likeness(key, far) > ALIKE > _likeness(key, near):
+        near = None  # a key of another section is meant
     takes_arguments = {"id", "args"} <= set(siblings)  # of an environment: any name is possible
     renamed = _renamed(root, key)
     if renamed is not None and not elsewhere and not takes_arguments:
         return f"the key in Shoal is `{renamed}`"
-    if near is not None and (not elsewhere or difflib.SequenceMatcher(None, key, near).ratio() > 0.85):
+    if near is not None and (not elsewhere or _likeness(key, near) > ALIKE):
         return f"did you mean `{near}`?"
     if takes_arguments:
         return f"put arguments under `args`: {{{key}: …}}"
     if elsewhere:
         return f"`{key}` belongs at `{elsewhere[0]}`"
-    far = nearest(key, [found.path[-1] for found in walk_keys(root)])
     if far is not None:
         return f"did you mean `{next(k.dotted for k in walk_keys(root) if k.path[-1] == far)}`?"
     return f"known keys here: {', '.join(siblings)}" if siblings else "remove it"

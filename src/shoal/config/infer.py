@@ -59,6 +59,11 @@ class InferConfig(Section):
         description="Precision of the engine's weights; auto follows train.recipe.",
         json_schema_extra={"started_only": True},
     )
+    chat_template: NonEmpty | None = Field(
+        default=None,
+        description="Chat template of a server instead of the tokenizer's: chatml, plain or a file, as in orch.",
+        json_schema_extra={"split_only": True},
+    )
     max_model_len: PositiveInt | None = Field(
         default=None, description="Maximum prompt plus completion tokens. Default: seq_len; with grpo-infer 2048."
     )

@@ -317,6 +317,17 @@ class OrchConfig(Section):
     max_steps: PositiveInt | None = Field(
         default=None, description="Optimizer steps to train; must equal train.max_steps."
     )
+    chat_template: NonEmpty | None = Field(
+        default=None,
+        description="Chat template that replaces the tokenizer's, also in final/: chatml, plain (for base models) or a "
+        "file.",
+        json_schema_extra={"binding": True},
+    )
+    chat_history: Literal["sampled", "template"] = Field(
+        default="sampled",
+        description="Earlier turns in a prompt: their sampled tokens, or what the chat template makes of them, such as "
+        "without reasoning.",
+    )
     sampling: SamplingConfig = Field(
         default_factory=SamplingConfig,
         description="Sampling settings for completions.",

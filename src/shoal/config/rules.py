@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from shoal.config.fields import given, marked
 from shoal.config.infer import InferConfig
 from shoal.config.loss_rules import check_adapter_off, check_loss
+from shoal.config.model_shapes import shape_of
 from shoal.config.orch import OrchConfig
 from shoal.config.problems import Findings, Origins, problems_from, redact, render, show
 from shoal.config.schema import DpoConfig, RunConfig, SupervisedConfig
@@ -36,6 +37,7 @@ SERVER_ONLY = marked(InferConfig, "server_only")
 STARTED_ONLY = marked(InferConfig, "started_only")
 GRPO_ONLY = marked(TrainConfig, "grpo_only")
 NOT_SFT = marked(TrainConfig, "not_sft")
+WRITE_SHAPE = "write them with `shoal make-model DIR --shape NAME`, and use the folder"
 SPLIT_ONLY = {"train": marked(TrainConfig, "split_only"), "infer": marked(InferConfig, "split_only")}
 REMOTE_ONLY = {"infer": marked(InferConfig, "remote_only"), "orch": marked(OrchConfig, "remote_only")}
 
@@ -67,9 +69,11 @@ def check_section(name: str, section: TrainConfig | InferConfig | OrchConfig) ->
     """Checks for one process of the split layout. The sections are compared when the processes connect."""
     findings = Findings()
     model = section.model.name if isinstance(section, OrchConfig) else section.model
+    key = "orch.model.name" if name == "orch" else f"{name}.model"
     if model is None:
-        key = "orch.model.name" if name == "orch" else f"{name}.model"
         findings.error(key, "is required but not set", "set it to a model folder, a hub id or a GGUF file")
+    elif shape_of(model) is not None:
+        findings.error(key, f"{show(model)} has no files, which other processes need", WRITE_SHAPE)
     if isinstance(section, TrainConfig):
         check_train(section, findings)
         check_loss(section, findings)
@@ -116,6 +120,8 @@ def _check_models(config: RunConfig, findings: Findings) -> None:
         findings.error("train.model", "is required but not set", "set it to a model folder, a hub id or a GGUF file")
         return
     first_key, first = named[0]
+    if shape_of(first) is not None and config.infer.engine != "embedded":
+        findings.error(first_key, f"{show(first)} has no files, which {config.infer.engine} needs", WRITE_SHAPE)
     if first_key != "train.model" and (problem := model_problem(first)) is not None:
         findings.error(first_key, *problem)
     for key, model in named[1:]:

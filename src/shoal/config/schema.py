@@ -15,7 +15,7 @@ from shoal.config.infer import InferConfig
 from shoal.config.orch import DatasetConfig, OrchConfig
 from shoal.config.preference import PreferenceLossConfig, SigmoidLoss
 from shoal.config.train import TrainConfig
-from shoal.core.section import PositiveInt, Section
+from shoal.core.section import NonEmpty, PositiveInt, Section
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,12 @@ class SupervisedConfig(Section):
     train: TrainConfig = Field(description="The trainer, as in a GRPO run. Keys used only by GRPO are rejected.")
     dataset: DatasetConfig = Field(
         description="Rows with messages, or with prompt and completion. Preference training: chosen and rejected.",
+        json_schema_extra={"binding": True},
+    )
+    chat_template: NonEmpty | None = Field(
+        default=None,
+        description="Chat template that replaces the tokenizer's, also in final/: chatml, plain (for base models) or a "
+        "file.",
         json_schema_extra={"binding": True},
     )
     batch_size: PositiveInt = Field(

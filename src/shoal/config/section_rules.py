@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shoal.config.fields import given, marked, nearest
+from shoal.config.model_shapes import shape_of, shape_problem
 from shoal.config.orch import AdvantageConfig, DatasetConfig, OrchConfig, TemperatureSchedule
 from shoal.config.problems import Findings, show
 from shoal.config.train import TrainConfig
@@ -85,6 +86,8 @@ def _check_model(train: TrainConfig, findings: Findings) -> None:
 
 def model_problem(model: str) -> tuple[str, str] | None:
     """What is wrong with a model name, as (what, fix), or None. Loads nothing."""
+    if (shape := shape_of(model)) is not None:
+        return shape_problem(shape)
     folder = Path(model).expanduser()
     if folder.is_dir():
         if (folder / "config.json").is_file():

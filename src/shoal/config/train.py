@@ -99,7 +99,8 @@ class TeacherConfig(Section):
 class TrainConfig(Section):
     model: NonEmpty | None = Field(
         default=None,
-        description="Model to train: a local folder, a hub id or a GGUF file.",
+        description="Model to train: a local folder, a hub id, a GGUF file, or random weights of a shape, such as "
+        "shape:qwen3-0.6b.",
         json_schema_extra={"binding": True},
     )
     output_dir: NonEmpty = Field(

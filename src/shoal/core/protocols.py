@@ -183,8 +183,8 @@ class Episode(Protocol):
     messages: list[Message]  # the conversation so far, which the policy continues
     # An episode may also have `tools: Tools`.
 
-    async def reply(self, completion: str) -> list[Message] | None:
-        """Receive the policy's completion. Returns the messages that follow it, or None at the end of the episode."""
+    async def reply(self, answer: Message) -> list[Message] | None:
+        """Receive the policy's answer (see Tokens.message). Returns the messages that follow it, or None at the end."""
 
 
 class Environment(Protocol):
@@ -219,10 +219,16 @@ class Tokens(Protocol):
     def prompt_ids(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """Token ids of the first prompt."""
 
+    def message(self, prompt_ids: Sequence[int], completion: Completion, tools: Tools = None) -> Message:
+        """The answer to a prompt, split into content, reasoning and calls of the offered tools."""
+
     def next_prompt_ids(
         self, so_far: Sequence[int], messages: Sequence[Message], following: Sequence[Message], tools: Tools = None
     ) -> list[int]:
-        """Token ids of the next prompt: exactly `so_far`, then the tokens of the messages that follow."""
+        """Token ids of the next prompt: `so_far`, then the tokens of the messages that follow.
+
+        If the prompt does not start with `so_far`, the next turn is a sample of its own.
+        """
 
 
 class EndpointSession(Protocol):

@@ -134,7 +134,7 @@ class GroupRunner:
             request = Request(f"{prompt.split}:{rollout.rollout_id}/{turn}", prompt_ids, turn_sampling)
             completion = await self._generate(request)
             rollout.turns.append(Turn(prompt_ids, completion, sampling.temperature))
-            following = await episode.reply(completion.text)
+            following = await episode.reply(self._tokens.message(prompt_ids, completion, tools))
             rollout.messages = list(episode.messages)
             if following is None or completion.finish_reason != "stop":
                 break

@@ -6,6 +6,6 @@ by id. This package does not import torch. Rewards run in `shoal.rewards.pool`.
 
 from shoal.core.types import Message, Task
 from shoal.envs.base import MultiTurn, SingleTurn, ask
-from shoal.rewards.outcome import answer_of
+from shoal.rewards.outcome import answer_of, full_text_of, reasoning_of
 
-__all__ = ["Message", "MultiTurn", "SingleTurn", "Task", "answer_of", "ask"]
+__all__ = ["Message", "MultiTurn", "SingleTurn", "Task", "answer_of", "ask", "full_text_of", "reasoning_of"]

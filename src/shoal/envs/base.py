@@ -47,6 +47,11 @@ class TaskList(Sequence[Task]):
         return self._make(position)
 
 
+def as_message(answer: Message | str) -> Message:
+    """The message of an answer, which may be given as text."""
+    return {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
+
+
 class OneAnswer:
     """A single-turn episode: it ends after one answer."""
 
@@ -54,11 +59,11 @@ class OneAnswer:
         self.messages: list[Message] = [dict(message) for message in task.messages]
         self._over = False
 
-    async def reply(self, completion: str) -> list[Message] | None:
+    async def reply(self, answer: Message | str) -> list[Message] | None:
         if self._over:
             raise RuntimeError("this episode has ended; start a new one")
         self._over = True
-        self.messages.append({"role": "assistant", "content": completion})
+        self.messages.append(as_message(answer))
         return None
 
 
@@ -71,11 +76,11 @@ class Dialogue:
         self._task = task
         self._turns_left = environment.max_turns
 
-    async def reply(self, completion: str) -> list[Message] | None:
+    async def reply(self, answer: Message | str) -> list[Message] | None:
         if self._turns_left <= 0:
             raise RuntimeError("this episode has ended; start a new one")
         self._turns_left -= 1
-        self.messages.append({"role": "assistant", "content": completion})
+        self.messages.append(as_message(answer))
         # No reply to the last answer: the policy has no turn left to answer it.
         reply = await self._environment.reply(self._task, self.messages) if self._turns_left else None
         if not reply:

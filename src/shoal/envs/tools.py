@@ -1,7 +1,6 @@
-"""Tool use in OpenAI's format: schemas from Python functions, a parser of tool calls, the environment `ToolUse`.
+"""Tool use in OpenAI's format: schemas from Python functions, and the environment `ToolUse`.
 
-`parse_tool_calls` accepts `<tool_call>{…}</tool_call>` or one bare JSON object. Calls that are not valid JSON stay in
-the text.
+`models.tool_calls` reads the calls from the answers. They are in `tool_calls` of the answer's message.
 """
 
 from __future__ import annotations
@@ -9,52 +8,27 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from shoal.core.protocols import Episode
 from shoal.core.types import Message, Task
 from shoal.envs.base import Dialogue, MultiTurn
-from shoal.rewards.outcome import answer_of
+from shoal.models.tool_calls import ToolCall, parse_tool_calls
+
+__all__ = ["ToolCall", "ToolDialogue", "ToolUse", "calls_of", "parse_tool_calls", "tool_schema", "tools_called"]
 
 TOOL_LIMIT_S = 10.0
-_TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    name: str
-    arguments: dict[str, Any]
-
-    def as_openai(self, call_id: str) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": json.dumps(self.arguments, ensure_ascii=False)}
-        return {"id": call_id, "type": "function", "function": function}
-
-
-def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """Return the text without tool calls, and the calls."""
-    found = [(match.span(), _as_call(match.group(1))) for match in _TAGGED.finditer(text)]
-    if found and all(call is not None for _, call in found):
-        rest = text
-        for (start, end), _ in reversed(found):
-            rest = rest[:start] + rest[end:]
-        return rest.strip(), [call for _, call in found if call is not None]
-    whole = _as_call(text.strip()) if not found else None
-    return ("", [whole]) if whole is not None else (text, [])
-
-
-def _as_call(text: str) -> ToolCall | None:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        return None
-    arguments = data.get("arguments", data.get("parameters"))
-    return ToolCall(data["name"], arguments) if isinstance(arguments, dict) else None
+def calls_of(message: Message) -> list[tuple[str, ToolCall]]:
+    """The ids and calls of an answer."""
+    found = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        found.append((str(call["id"]), ToolCall(function["name"], json.loads(function["arguments"]))))
+    return found
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
@@ -94,17 +68,10 @@ class ToolUse(MultiTurn):
         return ToolDialogue(self, task)
 
     async def reply(self, task: Task, messages: Sequence[Message]) -> list[Message] | None:
-        _, calls = parse_tool_calls(answer_of(messages))
-        if not calls:
-            return None
-        results = []
-        for number, call in enumerate(calls):
-            call_id = f"call_{len(messages)}_{number}"
-            # For the rollout record only: the chat template receives the text that the model wrote.
-            messages[-1].setdefault("tool_calls", []).append(call.as_openai(call_id))
-            content = await self.run_tool(call)
-            results.append({"role": "tool", "tool_call_id": call_id, "name": call.name, "content": content})
-        return results
+        return [
+            {"role": "tool", "tool_call_id": call_id, "name": call.name, "content": await self.run_tool(call)}
+            for call_id, call in calls_of(messages[-1])
+        ] or None
 
     async def run_tool(self, call: ToolCall) -> str:
         """Run a tool and return its result, or an error message, as text for the model."""

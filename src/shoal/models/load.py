@@ -15,12 +15,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.quantization_config import Mxfp4Config
 
+from shoal.config.model_shapes import shape_of
 from shoal.core.errors import ModelError
 from shoal.models.decoder import STATELESS
 from shoal.models.gguf import load_gguf, unquantised
 from shoal.models.multimodal import SUPPORTED, auto_class, freeze_other_parts, is_multimodal
 from shoal.models.precision import Precision
 from shoal.models.quantize import quantise_linears
+from shoal.models.random_models import random_model
 from shoal.models.tokenizer import eos_token_ids, first_line, load_tokenizer, locate, turn_end_id
 
 __all__ = ["adopt_model", "check_architecture", "check_config", "eos_token_ids", "load_model", "load_tokenizer"]
@@ -40,10 +42,14 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str 
 
     `stored` names the format of quantised linear layers; the device then never holds all of them in `dtype` at once.
     """
-    folder, gguf = locate(name)
+    shape = shape_of(name)
+    folder, gguf = ("", None) if shape is not None else locate(name)
     try:
         with _LOADING:
-            if gguf:
+            if shape is not None:
+                model = random_model(shape, dtype, device)
+                model.name_or_path = model.config.name_or_path = name
+            elif gguf:
                 model = load_gguf(folder, gguf, dtype)
             else:
                 config = check_architecture(folder)

@@ -1,31 +1,29 @@
 """Models with random weights: the demo's tiny model with a character tokenizer, and known shapes.
 
-Called by `shoal make-model`. Seeded: the same command gives the same weights.
+Called by `shoal make-model`, and for `train.model: shape:NAME`. Seeded: the same command gives the same weights.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from shoal.config.model_shapes import SHAPES, shape_problem
 from shoal.core.errors import ConfigError
-from shoal.planning.shapes import KNOWN_SHAPES
+from shoal.models.chat_templates import CHATML
 
 # Printable ASCII and the line break, enough for the built-in tasks; other characters become <unk>.
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>")
 TAGS = ("<reversed_text>", "</reversed_text>", "<answer>", "</answer>", "<think>", "</think>")
 ROLES = ("system", "user", "assistant", "tool")
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
-)
+CHAT_TEMPLATE = CHATML
 
 
 def character_tokenizer(size: int | None = None) -> PreTrainedTokenizerFast:
@@ -52,51 +50,40 @@ def character_tokenizer(size: int | None = None) -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_config(vocab_size: int) -> Qwen3Config:
-    """Three layers, wide initial weights, and a small rotary base that separates the positions of short texts."""
-    return Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        initializer_range=0.04,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        eos_token_id=SPECIAL.index("<|im_end|>"),
-        pad_token_id=SPECIAL.index("<|endoftext|>"),
-        bos_token_id=None,
-    )
+def shape_config(name: str) -> Any:
+    """The config of a shape. Its special tokens are those of `character_tokenizer`."""
+    if problem := shape_problem(name):
+        raise ConfigError(f"{problem[0]}; {problem[1]}")
+    shape = SHAPES[name]
+    config = getattr(transformers, shape.config)(**{"vocab_size": len(character_tokenizer()), **shape.arguments})
+    config.bos_token_id = None
+    config.eos_token_id = SPECIAL.index("<|im_end|>")
+    config.pad_token_id = SPECIAL.index("<|endoftext|>")
+    return config
 
 
-def shape_config(shape: str) -> Qwen2Config | Qwen3Config:
-    if shape not in SHAPES:
-        raise ConfigError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
-    sizes = {key: value for key, value in KNOWN_SHAPES[shape].items() if key != "model_type"}
-    theta = {"rope_type": "default", "rope_theta": 1_000_000.0}
-    made = Qwen3Config if KNOWN_SHAPES[shape]["model_type"] == "qwen3" else Qwen2Config
-    return made(rope_parameters=theta, bos_token_id=None, **sizes)
+def shape_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    return character_tokenizer(shape_config(name).vocab_size)
 
 
-SHAPES = ("qwen3-0.6b", "qwen2.5-0.5b", "qwen2.5-7b")
+def tiny_config(vocab_size: int) -> Any:
+    config = shape_config("tiny")
+    config.vocab_size = vocab_size
+    return config
+
+
+def random_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
+    """A model of a shape, whose weights are drawn on the device. The same seed and device give the same weights."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(shape_config(name), dtype=dtype)
 
 
 def make_model(kind: str, folder: Path, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:
-    """Write model and tokenizer into `folder`; `kind` is "tiny" or one of SHAPES."""
-    torch.manual_seed(seed)
-    if kind == "tiny":
-        tokenizer = character_tokenizer()
-        config, default_dtype = tiny_config(len(tokenizer)), torch.float32
-    else:
-        config, default_dtype = shape_config(kind), torch.bfloat16
-        tokenizer = character_tokenizer(config.vocab_size)
-        config.eos_token_id = SPECIAL.index("<|im_end|>")
-        config.pad_token_id = SPECIAL.index("<|endoftext|>")
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype or default_dtype)
+    """Write model and tokenizer into `folder`; `kind` is one of SHAPES."""
+    dtype = dtype or (torch.float32 if kind == "tiny" else torch.bfloat16)
+    model: Any = random_model(kind, dtype, torch.device("cpu"), seed)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    shape_tokenizer(kind).save_pretrained(folder)
     return model

@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.config.model_shapes import shape_of
 from shoal.config.section_rules import looks_like_path
 from shoal.core.errors import ModelError
 from shoal.models.chat import special_tokens
+from shoal.models.chat_templates import HOW, with_chat_template
 from shoal.models.template_check import CONVERSATION, check_template
 
 if TYPE_CHECKING:
@@ -51,22 +53,35 @@ def torch_left_out() -> Iterator[None]:
         sys.modules.pop("torch", None)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    folder, gguf = locate(name)
-    extra = {"gguf_file": gguf} if gguf else {}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **extra)
-    except Exception as error:  # the libraries raise various exceptions for a bad folder
-        raise ModelError(f"no tokenizer could be loaded from {name!r}: {first_line(error)}") from error
+def load_tokenizer(name: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """`chat_template`: a built-in name or a file, instead of the template of the tokenizer."""
+    tokenizer = _read_tokenizer(name)
+    if chat_template is not None:
+        tokenizer = with_chat_template(tokenizer, chat_template)
     if tokenizer.chat_template is None:
-        raise ModelError(f"the tokenizer of {name!r} has no chat template, which Shoal requires")
+        raise ModelError(f"the tokenizer of {name!r} has no chat template, which Shoal requires; {HOW}")
     check_template(tokenizer, name)
     return tokenizer
 
 
+def _read_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    if (shape := shape_of(name)) is not None:
+        from shoal.models.random_models import shape_tokenizer
+
+        return shape_tokenizer(shape)
+    folder, gguf = locate(name)
+    extra = {"gguf_file": gguf} if gguf else {}
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **extra)
+    except Exception as error:  # the libraries raise various exceptions for a bad folder
+        raise ModelError(f"no tokenizer could be loaded from {name!r}: {first_line(error)}") from error
+
+
 def locate(name: str) -> tuple[str, str | None]:
+    if (shape := shape_of(name)) is not None:
+        raise ModelError(f"{name!r} has no files; write them with `shoal make-model DIR --shape {shape}`")
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return str(path.parent), path.name
@@ -87,7 +102,8 @@ def locate(name: str) -> tuple[str, str | None]:
 def check_found(key: str, name: str) -> None:
     """Check that the model's files exist; raises ModelError that names the config key."""
     try:
-        locate(name)
+        if shape_of(name) is None:
+            locate(name)
     except ModelError as error:
         raise ModelError(f"{key}: {error}") from error
 

@@ -1,6 +1,6 @@
 """The shape of a model, from a config.json or a known name: counts of weights, keys and values, without torch.
 
-`KNOWN_SHAPES` is also what `shoal make-model --shape` builds.
+`shoal plan` reads it.
 """
 
 from __future__ import annotations
@@ -11,42 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.config.model_shapes import SHAPES
 from shoal.core.errors import ConfigError
 
-_QWEN = {"vocab_size": 151_936, "max_position_embeddings": 32_768}
+# Shapes of which every layer is the same dense decoder layer with full attention.
+_KINDS = {"LlamaConfig": "llama", "Qwen2Config": "qwen2", "Qwen3Config": "qwen3"}
 KNOWN_SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": {
-        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-        "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True, "vocab_size": 49_152,
-        "max_position_embeddings": 8192,
-    },
-    "qwen2.5-0.5b": {
-        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True, **_QWEN,
-    },
-    "qwen3-0.6b": {
-        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True, **_QWEN,
-    },
-    "qwen2.5-7b": {
-        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False, **_QWEN,
-    },
-    "llama-3-8b": {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 128_256,
-        "max_position_embeddings": 8192,
-    },
-    "llama-3-70b": {
-        "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 128_256,
-        "max_position_embeddings": 8192,
-    },
-}  # fmt: skip
+    name: {"model_type": _KINDS[shape.config], **shape.arguments}
+    for name, shape in SHAPES.items()
+    if shape.config in _KINDS and "vocab_size" in shape.arguments
+}
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 MAX_FILE_BYTES = 1_000_000
 MOST = 10**9  # of any size in a config.json
 _OPTIONAL = ("head_dim", "num_key_value_heads")
+_ATTENTION = {"full_attention", "sliding_attention"}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 _TIED_BY_DEFAULT = ("gemma", "cohere")  # families whose config.json may leave out tie_word_embeddings=true
 
@@ -150,6 +129,9 @@ def shape_of(name: str, config: Mapping[str, Any], argument: str = "MODEL") -> M
         raise ConfigError(
             f"command line: {argument}: {name}: mixture-of-experts models cannot be planned; use a dense model"
         )
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and (others := sorted({str(kind) for kind in kinds} - _ATTENTION)):
+        raise ConfigError(f"command line: {argument}: {name}: layers of the kind {others[0]} cannot be planned")
     wrong = [key for key in _NEEDED if not _is_size(config.get(key))]
     wrong += [key for key in _OPTIONAL if config.get(key) is not None and not _is_size(config[key])]
     if wrong:

@@ -16,11 +16,13 @@ from typing import Any
 
 from shoal.core.errors import ArgumentError
 from shoal.core.types import Message, Task
-from shoal.rewards.outcome import RewardValueError, answer_of, call
+from shoal.rewards.outcome import RewardValueError, answer_of, call, full_text_of, last_answer, reasoning_of
 
 Function = Callable[..., Any]
 FORMS = "write f(completion, …) with columns by name, f(task, messages), or TRL's f(prompts, completions, **columns)"
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+_GIVEN = ("prompt", "item", "row", "reasoning", "full_text")  # parameters that need no column
 
 
 @dataclass(frozen=True)
@@ -133,10 +135,11 @@ class _Plain:
     by_name: bool
 
     def required(self) -> list[str]:
-        return [name for name, needed in self.others.items() if needed and name not in ("prompt", "item", "row")]
+        return [name for name, needed in self.others.items() if needed and name not in _GIVEN]
 
     def __call__(self, scored: RewardInput) -> Any:
-        known = {**scored.columns, "prompt": scored.prompt, "item": scored.item, "row": scored.item}
+        known = {"reasoning": reasoning_of(scored.messages), "full_text": full_text_of(scored.messages)}
+        known |= {**scored.columns, "prompt": scored.prompt, "item": scored.item, "row": scored.item}
         named = {name: known[name] for name in self.others if name in known}
         if self.by_name:
             return call(partial(self.function, completion=scored.completion, **named))
@@ -161,7 +164,7 @@ class _Grouped:
         answers = [
             scored.completion
             if isinstance(scored.prompt, str)
-            else [{"role": "assistant", "content": scored.completion}]
+            else [last_answer(scored.messages) or {"role": "assistant", "content": scored.completion}]
             for scored in group
         ]
         named: dict[str, list[Any]] = {

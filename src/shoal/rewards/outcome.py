@@ -61,12 +61,25 @@ class RewardValueError(ValueError):
     """The reward function returned something that is not a reward."""
 
 
+def last_answer(messages: Sequence[Message]) -> Message:
+    """Return the last assistant message, empty if there is none."""
+    return next((message for message in reversed(messages) if message.get("role") == "assistant"), {})
+
+
 def answer_of(messages: Sequence[Message]) -> str:
-    """Return the text of the last assistant message, empty if there is none."""
-    for message in reversed(messages):
-        if message.get("role") == "assistant":
-            return str(message.get("content") or "")
-    return ""
+    """Return the last answer of the model: without reasoning and tool calls, if its chat template has them."""
+    return str(last_answer(messages).get("content") or "")
+
+
+def reasoning_of(messages: Sequence[Message]) -> str:
+    """Return the reasoning before the last answer, empty if there is none."""
+    return str(last_answer(messages).get("reasoning_content") or "")
+
+
+def full_text_of(messages: Sequence[Message]) -> str:
+    """Return the last answer with its reasoning and tool calls, as the model wrote it without special tokens."""
+    answer = last_answer(messages)
+    return str(answer.get("text") or answer.get("content") or "")
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:

@@ -134,7 +134,9 @@ def _details(rollout: Rollout) -> dict[str, Any]:
         given["token_advantages"] = [
             [round(v, 6) for v in (turn[:1] if len(set(turn)) == 1 else turn)] for turn in rollout.token_advantages
         ]
-    detailed = len(rollout.turns) > 1 or any(given[name] is not None for name in ("turn_rewards", "token_rewards"))
+    conversation = not _is_plain(rollout.messages[len(rollout.prompt.messages) :], "assistant")
+    rewarded = any(given[name] is not None for name in ("turn_rewards", "token_rewards"))
+    detailed = len(rollout.turns) > 1 or rewarded or (conversation and bool(rollout.turns))
     return {name: value for name, value in given.items() if value is not None} if detailed else {}
 
 
@@ -165,5 +167,10 @@ def _spans(turns: Sequence[Turn]) -> list[list[int]]:
 
 def _as_text(messages: Sequence[Mapping[str, Any]], bare: bool = False) -> str:
     if bare and len(messages) == 1:
-        return str(messages[0].get("content") or "")
-    return "\n\n".join(f"[{m.get('role')}] {m.get('content') or ''}" for m in messages)
+        return _whole(messages[0])
+    return "\n\n".join(f"[{m.get('role')}] {_whole(m)}" for m in messages)
+
+
+def _whole(message: Mapping[str, Any]) -> str:
+    """The text of a message; that of an answer includes its reasoning and tool calls."""
+    return str(message.get("text") or message.get("content") or "")

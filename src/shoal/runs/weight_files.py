@@ -24,6 +24,7 @@ from shoal.runs.files import digest_files
 Kind = Literal["full", "lora"]
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 ADAPTER_FILE = "adapter_config.json"
+TEMPLATE_FILE = "chat_template.jinja"  # beside it, if the base model has another chat template or none
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from prometheus_client import Counter, disable_created_metrics
 
 from shoal.core.protocols import Heard, RolloutEngine, ScoringEngine, StreamingEngine
 from shoal.core.types import Completion, Message, Request, SamplingParams, ScoreRequest
-from shoal.envs.tools import parse_tool_calls
 from shoal.models.chat import LONGEST_TOKEN_CHARS
 from shoal.server.request_schema import (
     MAX_PROMPTS,
@@ -27,7 +26,7 @@ from shoal.server.request_schema import (
     TokenizeBody,
     chat_messages,
 )
-from shoal.server.sessions import ChatTokens, Session, call_id
+from shoal.server.sessions import ChatTokens, Session
 
 __all__ = ["BadRequest", "CompletionRequest", "Completions", "ServedModel"]
 
@@ -241,11 +240,12 @@ class Completions:
             before = request.echo[request.prompt_number(number)] if request.echo else ""
             common |= {"text": before + completion.text, "finish_reason": reason}
             return common | _training_fields(completion) if request.return_token_ids else common
-        message = self._message(request, number, completion)
+        message = self.message(request, number, completion)
         if request.session is not None:
             conversation = request.messages, request.tools
             request.session.record(conversation, request.prompt(number), completion, message)
-        return {**common, "message": message, "finish_reason": "tool_calls" if message.get("tool_calls") else reason}
+        sent = {key: value for key, value in message.items() if key != "text"}
+        return {**common, "message": sent, "finish_reason": "tool_calls" if message.get("tool_calls") else reason}
 
     async def _whole_details(self, request: CompletionRequest, number: int, completion: Completion) -> dict[str, Any]:
         """The details of a finished completion, with scores by the engine if they are requested."""
@@ -262,15 +262,10 @@ class Completions:
         fields = self.details(request, text.token_ids, values, [None, *scored.top])
         return fields | {"token_ids": completion.token_ids} if request.return_token_ids else fields
 
-    def _message(self, request: CompletionRequest, number: int, completion: Completion) -> Message:
-        text, calls = parse_tool_calls(completion.text) if request.tools else (completion.text, [])
-        message: Message = {"role": "assistant", "content": text}
-        if calls:
-            session = request.session
-            name, turn = (session.name, len(session.turns)) if session else (completion.request_id, 0)
-            ids = [call_id(name, turn, 100 * number + i) for i in range(len(calls))]
-            message["tool_calls"] = [call.as_openai(id_) for call, id_ in zip(calls, ids, strict=True)]
-        return message
+    def message(self, request: CompletionRequest, number: int, completion: Completion) -> Message:
+        session = request.session
+        scope = f"{session.name}/{len(session.turns)}" if session else f"{completion.request_id}/{number}"
+        return self.served.tokens.message(request.prompt(number), completion, request.tools, scope)
 
     def details(
         self,

@@ -4,7 +4,6 @@ continues an earlier turn.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -30,6 +29,19 @@ class ChatTokens(Tokens, Protocol):
 
     def token_text(self, token_id: int) -> str: ...
 
+    @property
+    def splits_answers(self) -> bool:
+        """Whether the chat template has reasoning."""
+        ...
+
+    def message(
+        self, prompt_ids: Sequence[int], completion: Completion, tools: Tools = None, scope: str = ""
+    ) -> Message: ...
+
+    def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool: ...
+
+    def split_so_far(self, text: str, thinking: bool) -> tuple[str, str]: ...
+
 
 @dataclass
 class SessionTurn:
@@ -39,7 +51,6 @@ class SessionTurn:
     tools: Tools
     ids: list[int]
     response: Message
-    text: str
 
 
 @dataclass
@@ -69,8 +80,7 @@ class Session:
             before = len(past.messages)
             continues = messages[:before] == past.messages and len(messages) > before + 1 and tools == past.tools
             if continues and _same_response(messages[before], past.response):
-                raw = {"role": "assistant", "content": past.text}
-                return chat.next_prompt_ids(past.ids, [*past.messages, raw], messages[before + 1 :], tools)
+                return chat.next_prompt_ids(past.ids, [*past.messages, past.response], messages[before + 1 :], tools)
         return chat.prompt_ids(messages, tools)
 
     def record(
@@ -84,9 +94,7 @@ class Session:
             return
         messages, tools = conversation
         self.turns.append(Turn(prompt_ids, completion, self.sampling.temperature))
-        self.finished.append(
-            SessionTurn(messages, tools, [*prompt_ids, *completion.token_ids], response, completion.text)
-        )
+        self.finished.append(SessionTurn(messages, tools, [*prompt_ids, *completion.token_ids], response))
         self.conversation = [*messages, response]
 
 
@@ -98,7 +106,3 @@ def _same_response(sent_back: Message, response: Message) -> bool:
         return message.get("role"), (message.get("content") or "").strip(), calls
 
     return key(sent_back) == key(response)
-
-
-def call_id(session: str, turn: int, number: int) -> str:
-    return "call_" + hashlib.blake2b(f"{session}/{turn}/{number}".encode(), digest_size=8).hexdigest()

@@ -16,8 +16,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from shoal.core.errors import EngineError, RequestError
-from shoal.core.types import Completion
+from shoal.core.types import Completion, Message
 from shoal.server.completions import CompletionRequest, Completions, usage
+from shoal.server.sessions import ChatTokens
 
 _UNFINISHED = "�"
 
@@ -65,6 +66,39 @@ class TextSoFar:
         return piece
 
 
+class AnswerSoFar:
+    """The parts of an answer that are being sampled. Returns text that is new and certain, by the key of a delta."""
+
+    def __init__(self, tokens: ChatTokens, request: CompletionRequest, number: int) -> None:
+        self._tokens = tokens
+        self._chat = request.chat
+        self._splits = request.chat and tokens.splits_answers
+        self._thinking = self._splits and tokens.opens_reasoning(request.prompt(number))
+        self._text = TextSoFar(tokens.full_text if self._splits else tokens.text, request.sampling.stop)
+        self._sent = {"reasoning_content": "", "content": ""}
+
+    def add(self, token_ids: Sequence[int]) -> dict[str, str]:
+        piece = self._text.add(token_ids)
+        if not self._splits:
+            return {"content" if self._chat else "text": piece}
+        reasoning, content = self._tokens.split_so_far(self._text.sent, self._thinking)
+        return self._new({"reasoning_content": reasoning, "content": content})
+
+    def finish(self, text: str, message: Message) -> dict[str, str]:
+        """The parts of the whole answer that were not sent yet."""
+        if not self._splits:
+            return {"content" if self._chat else "text": self._text.finish(text)}
+        return self._new({key: str(message.get(key) or "") for key in self._sent})
+
+    def _new(self, parts: dict[str, str]) -> dict[str, str]:
+        found = {}
+        for key, part in parts.items():
+            if part.startswith(self._sent[key]) and part != self._sent[key]:
+                found[key] = part[len(self._sent[key]) :]
+                self._sent[key] = part
+        return found or {"content": ""}
+
+
 async def stream(
     completions: Completions, request: CompletionRequest, failed: Callable[[EngineError], None]
 ) -> AsyncIterator[bytes]:
@@ -109,18 +143,19 @@ async def _choice(
         for piece in _whole(await completions.choice(request, number, completion)):
             events.put_nowait({"choices": [piece]})
         return completion
-    text = TextSoFar(completions.served.tokens.text, request.sampling.stop)
+    answer = AnswerSoFar(completions.served.tokens, request, number)
     sent = 0
 
     def on_tokens(token_ids: list[int], values: list[float]) -> None:
         nonlocal sent
         first, sent = sent == 0, sent + len(token_ids)
-        piece = text.add(token_ids)
+        piece = answer.add(token_ids)
         events.put_nowait({"choices": [_piece(completions, request, number, (piece, token_ids, values), first)]})
 
     completion = await completions.generate(request, number, on_tokens)
     rest = completion.token_ids[sent:], completion.logprobs[sent:]
-    last = _piece(completions, request, number, (text.finish(completion.text), *rest), sent == 0)
+    message = completions.message(request, number, completion) if request.chat else {}
+    last = _piece(completions, request, number, (answer.finish(completion.text, message), *rest), sent == 0)
     last["finish_reason"] = "stop" if completion.finish_reason == "stop" else "length"
     events.put_nowait({"choices": [last]})
     return completion
@@ -130,13 +165,13 @@ def _piece(
     completions: Completions,
     request: CompletionRequest,
     number: int,
-    tokens: tuple[str, list[int], list[float]],
+    tokens: tuple[dict[str, str], list[int], list[float]],
     first: bool,
 ) -> dict[str, Any]:
-    text, token_ids, values = tokens
-    content: dict[str, Any] = {"text": text}
-    if request.chat:
-        content = {"delta": {**({"role": "assistant"} if first else {}), "content": text}}
+    parts, token_ids, values = tokens
+    content: dict[str, Any] = (
+        {"delta": {**({"role": "assistant"} if first else {}), **parts}} if request.chat else parts
+    )
     return {"index": number, **content, **completions.details(request, token_ids, values), "finish_reason": None}
 
 

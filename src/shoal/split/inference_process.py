@@ -144,7 +144,7 @@ def make_inference(infer: InferConfig, readers: Mapping[str, Reader] | None = No
 
     device = ThreadPoolExecutor(1, thread_name_prefix="device")
     try:
-        model = device.submit(load, train_config(infer)).result()
+        model = device.submit(load, train_config(infer), {"chat_template": infer.chat_template}).result()
         inner, weights, plan = device.submit(_engine, infer, model, readers).result()
     except BaseException:
         device.shutdown(wait=False, cancel_futures=True)

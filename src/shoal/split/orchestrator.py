@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.build.evaluate import make_evaluator
 from shoal.build.load import Run
+from shoal.build.model import make_chat
 from shoal.build.parts import make_collector, make_observer, make_run_group, running
 from shoal.build.prompts import loop_settings, make_stream, total_steps
 from shoal.build.remote_engines import ExternalServer, facts_of_files, make_remote, shorten_deadline
@@ -101,12 +102,11 @@ def _resources(
 
 
 def load_chat(config: RunConfig) -> Chat:
-    from shoal.models.chat import Chat
-    from shoal.models.tokenizer import load_tokenizer, torch_left_out
+    from shoal.models.tokenizer import torch_left_out
 
     assert config.train.model is not None
     with torch_left_out():
-        return Chat(load_tokenizer(config.train.model), **chat_options(config.orch))
+        return make_chat(config.train.model, **chat_options(config.orch))
 
 
 def make_caller(train: TrainConfig, rendezvous: Rendezvous) -> Caller:

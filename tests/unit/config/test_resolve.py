@@ -152,5 +152,5 @@ def test_the_keys_that_a_resumed_run_cannot_change():
         "train.model", "train.seed", "train.sequence_len", "train.lora", "train.lora_rank", "train.lora_alpha",
         "train.lora_target_modules", "train.adapter_path", "train.loss.type", "orch.env", "orch.dataset",
         "orch.batch_size", "orch.rollouts_per_example", "orch.seq_len", "orch.sampling", "orch.reward.function",
-        "orch.reward.parts", "dataset", "batch_size", "loss.type",
+        "orch.reward.parts", "orch.chat_template", "dataset", "batch_size", "chat_template", "loss.type",
     } == BINDING_KEYS  # fmt: skip

@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
 
 from shoal.core.errors import ConfigError
 from shoal.models.attention import KEY_MULTIPLE, ROW_MULTIPLE
-from shoal.models.random_models import SHAPES, shape_config
+from shoal.models.random_models import shape_config
 from shoal.planning import estimate as estimates
 from shoal.planning import memory
 from shoal.planning.devices import CONSTANTS, DEVICES, GIB
@@ -38,19 +37,21 @@ limits = load_limits()
 
 def exact(name: str):
     """Counted on the real model, without storage."""
-    if name in SHAPES:
-        return limits.ModelShape.of(shape_config(name))
-    sizes = {key: value for key, value in KNOWN_SHAPES[name].items() if key != "model_type"}
-    return limits.ModelShape.of(LlamaConfig(**sizes))
+    return limits.ModelShape.of(shape_config(name))
 
 
-@pytest.mark.parametrize("name", [*SHAPES, "smollm2-135m"])
+@pytest.mark.parametrize("name", KNOWN_SHAPES)
 def test_a_shape_counts_what_the_model_has(name: str):
     shape, model = read_shape(name), exact(name)
     assert shape.parameters == model.parameters
     assert shape.layers * shape.layer_weights == model.body_weights and shape.head_weights == model.head_weights
     assert shape.key_value_bytes == model.cache_bytes
     assert shape.adapter_rank_numbers == model.adapter_numbers
+
+
+def test_layers_without_attention_are_refused():
+    with pytest.raises(ConfigError, match="linear_attention"):
+        shape_of("model", {**KNOWN_SHAPES["qwen2.5-0.5b"], "layer_types": ["full_attention", "linear_attention"]})
 
 
 def test_the_large_shapes_have_their_published_parameters():
@@ -81,7 +82,7 @@ def test_a_config_that_cannot_be_planned_is_refused(change: dict[str, object], w
         shape_of("model", {**KNOWN_SHAPES["qwen2.5-0.5b"], **change})
 
 
-@pytest.mark.parametrize("name", [*SHAPES, "smollm2-135m"])
+@pytest.mark.parametrize("name", KNOWN_SHAPES)
 @pytest.mark.parametrize(("count", "prompt", "new"), [(8, 128, 256), (512, 128, 256), (128, 4096, 64)])
 def test_no_prediction_is_faster_than_the_device_allows(name: str, count: int, prompt: int, new: int):
     shape, model = exact(name), TimeModel(read_shape(name), H200, CONSTANTS)

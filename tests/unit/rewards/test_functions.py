@@ -214,3 +214,28 @@ def test_other_answers_are_other_data():
     one = ItemEnvironment([ROW], rewards=RewardFunctions([correct])).tasks("train")[0].data
     two = ItemEnvironment([{**ROW, "answer": "6"}], rewards=RewardFunctions([correct])).tasks("train")[0].data
     assert one != two and one == ItemEnvironment([dict(ROW)], rewards=RewardFunctions([correct])).tasks("train")[0].data
+
+
+def test_reasoning_and_the_whole_text_are_parameters():
+    answer = {"role": "assistant", "content": "5", "reasoning_content": "2 and 3", "text": "<think>2 and 3</think>5"}
+    task = Task([{"role": "user", "content": "2 + 3?"}], {"answer": "5"})
+    seen = []
+
+    def plain(completion, reasoning, full_text, answer):
+        seen.append((completion, reasoning, full_text, answer))
+        return 1.0
+
+    functions = RewardFunctions([plain])
+    functions.check(["answer"])
+    assert functions(input_of(task, [*task.messages, answer])) == 1.0
+    assert seen == [("5", "2 and 3", "<think>2 and 3</think>5", "5")]
+    without = {"role": "assistant", "content": "<answer>5</answer>"}
+    functions(input_of(task, [*task.messages, without]))
+    assert seen[1] == ("<answer>5</answer>", "", "<answer>5</answer>", "5")
+
+    def named(completion, reasoning):
+        seen.append(reasoning)
+        return 1.0
+
+    RewardFunctions([named])(RewardInput({}, {"reasoning": "a column"}, "?", "5", task, [answer]))
+    assert seen[2] == "a column", "columns come first"

@@ -189,14 +189,25 @@ def make_conversations(path: Path, text: str = "") -> Path:
                 {"role": f"tool{text}", "name": f"add{text}", "content": f"3{text}"},
                 {"role": "assistant", "content": answer},
             ]
-            pieces = ["call", " add", "<end>", "<tool>", "3", "</tool>", *re.findall(" ?[^ ]+", answer)]
+            pieces = [
+                "first the",
+                " sum",
+                "call",
+                " add",
+                "<end>",
+                "<tool>",
+                "3",
+                "</tool>",
+                *re.findall(" ?[^ ]+", answer),
+            ]
             line = {
                 "rollout_id": "a", "group": f"sums/0/{step}/0", "prompt_id": "sums/0", "env": "sums", "status": "ok",
                 "prompt": "1 + 2?", "completion": "all", "prompt_messages": [system, user], "messages": messages,
-                "turn_rewards": [0.25, 0.75], "token_advantages": [[-1.0], [0.5] * (len(pieces) - 6)],
-                "advantage": 0.1, "turn_tokens": [3, len(pieces) - 6],
+                "turn_rewards": [0.25, 0.75], "token_advantages": [[-1.0], [0.5] * (len(pieces) - 8)],
+                "advantage": 0.1, "turn_tokens": [5, len(pieces) - 8],
                 "token_texts": pieces, "parts": {f"sum{text}": 1.0},
-                "loss_mask": [1, 1, 1, 0, 0, 0] + [1] * (len(pieces) - 6), "sampler_logprobs": [-1.0] * len(pieces),
+                "loss_mask": [1, 1, 1, 1, 1, 0, 0, 0] + [1] * (len(pieces) - 8),
+                "sampler_logprobs": [-1.0] * len(pieces),
             }  # fmt: skip
             plain = {key: value for key, value in line.items() if "messages" not in key and "turn_" not in key}
             run_dir.write_rollouts(step, [{**line, "reward": 0.5 * step}, {**plain, "reward": 0.0}])
@@ -214,17 +225,20 @@ def test_a_conversation_is_shown_as_turns_with_tool_calls(browser: Browser, tmp_
         turns = page.locator("#group .rollout >> nth=0 >> .turn")
         roles = page.locator("#group .rollout >> nth=0 >> .role").all_inner_texts()
         assert roles == ["assistantreward 0.25", "tool · add", "assistantreward 0.75"], "with the rewards of the turns"
-        tokens = [turns.nth(i).locator(".token").all_inner_texts() for i in range(3)]
-        assert tokens == [["call", " add", "<end>"], [], ["It", " is", " 3."]], "without those of the chat template"
+        tokens = [turns.nth(i).locator(".token").all_text_contents() for i in range(3)]
+        first = ["first the", " sum", "call", " add", "<end>"]
+        assert tokens == [first, [], ["It", " is", " 3."]], "without those of the chat template"
         assert '{"a": 1, "b": 2}' in turns.nth(0).locator(".call").inner_text()
-        assert "first the sum" in turns.nth(0).inner_text() and "3" in turns.nth(1).inner_text()
+        assert "first the sum" not in turns.nth(0).inner_text() and "3" in turns.nth(1).inner_text()
+        turns.nth(0).locator("details.reasoning summary").click()
+        assert turns.nth(0).locator("details.reasoning").inner_text().endswith("first the sum"), "its tokens"
         assert page.locator("#group .rollout >> nth=1 >> .turn").count() == 0
         page.click('[data-tint="advantage"]')
-        for turn, advantage in ((0, "-1"), (2, "+0.5")):
-            turns.nth(turn).locator(".token >> nth=0").hover()
+        for turn, token, advantage in ((0, 2, "-1"), (2, 8, "+0.5")):
+            turns.nth(turn).locator(f"[data-i='{token}']").hover()
             assert page.inner_text("#tip").replace("\n", " ").endswith(f"advantage {advantage}"), "its own"
         page.click('[data-view="tokens"]')
-        assert page.locator("#group .rollout >> nth=0 >> .token").count() == 9
+        assert page.locator("#group .rollout >> nth=0 >> .token").count() == 11
         assert page.locator("#group .rollout .turn").count() == 0
 
 
@@ -313,6 +327,7 @@ def test_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> None:
     with opened(browser, write_report(make_conversations(tmp_path / "turns", MARKUP))) as page:
         page.keyboard.press("2")
         page.wait_for_selector("#group .turn")
+        page.eval_on_selector_all("details.reasoning", "all => all.forEach(each => (each.open = true))")
         # two prompts, two parts, reasoning, call, arguments, role, name and result
         assert page.inner_text("#group").count(MARKUP) == 10
         page.keyboard.press("x")

@@ -94,8 +94,21 @@ shoal.drawConversation = (rollout, how) => {
   const ranges = turnRanges(), rewards = rollout.turn_rewards.slice();
   return rollout.messages.map((message) => {
     const own = message.role === "assistant";
-    return shoal.drawMessage(message, own && ranges.length ? shoal.drawTokens(rollout, how, ranges.shift()) : null, own ? rewards.shift() : undefined);
+    const range = own && ranges.length ? ranges.shift() : null;
+    if (!range) return shoal.drawMessage(message, null, own ? rewards.shift() : undefined);
+    const answer = answerStart(range, message.reasoning);
+    const draw = (from, to) => shoal.drawTokens(rollout, how, [from, to]);
+    return shoal.drawMessage(message, draw(answer, range[1]), rewards.shift(), answer > range[0] ? draw(range[0], answer) : null);
   });
+
+  // The first token after the reasoning; the first of the turn if the reasoning is not found in its tokens.
+  function answerStart([start, end], reasoning) {
+    const texts = rollout.tokens.text.slice(start, end), found = reasoning ? texts.join("").indexOf(reasoning) : -1;
+    if (found < 0) return start;
+    let at = start;
+    for (let length = 0; at < end && length < found + reasoning.length; at++) length += rollout.tokens.text[at].length;
+    return at;
+  }
 
   // The place of each turn of the policy in the tokens; empty if turns and messages do not correspond.
   function turnRanges() {
@@ -109,11 +122,13 @@ shoal.drawConversation = (rollout, how) => {
 
 shoal.ROLES = { system: "system", user: "user", assistant: "assistant", tool: "tool" };
 
-// One message: its role, its reward if it has one, its text or the given elements, and its tool calls.
-shoal.drawMessage = (message, body, reward) => {
+// One message: its role, its reward if it has one, its reasoning (collapsed), its text and its tool calls. `body` and
+// `thoughts` are elements that replace the text and the reasoning.
+shoal.drawMessage = (message, body, reward, thoughts) => {
   const { make } = shoal;
   const calls = message.tool_calls.map((call) => make("div", { class: "call" }, make("b", {}, call.name), make("pre", {}, call.arguments)));
-  const reasoning = message.reasoning ? make("pre", { class: "reasoning", "aria-label": "Reasoning" }, message.reasoning) : null;
+  const shown = thoughts || [make("pre", { "aria-label": "Reasoning" }, message.reasoning)];
+  const reasoning = message.reasoning ? make("details", { class: "reasoning" }, make("summary", {}, "Reasoning"), ...shown) : null;
   const text = body || (message.content || !calls.length ? [make("pre", { tabindex: "0" }, message.content || "(empty)")] : []);
   return make("section", { class: "turn turn-" + (shoal.ROLES[message.role] || "other") },
     make("div", { class: "role" }, message.role + (message.name ? " · " + message.name : ""), typeof reward === "number" ? make("span", { class: "turn-reward" }, "reward " + shoal.number(reward)) : null), reasoning, ...text, ...calls);
