@@ -15,12 +15,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.core.deadlines import wait_without_suspension
-from shoal.core.errors import ConfigError, HardwareError, RewardServerError
+from shoal.core.errors import ConfigError, EpisodeError, HardwareError, RewardServerError
 from shoal.core.protocols import Environment
 from shoal.core.types import Message, Score
 from shoal.rewards import isolation, sandbox
@@ -28,10 +29,13 @@ from shoal.rewards.keeper import READY, RESTART, become_keeper
 from shoal.rewards.outcome import INVALID_REPLY, PartCheck, parse_reply
 from shoal.rewards.server import START_LIMIT_S, Limits
 from shoal.rewards.worker import (
+    CALL,
+    CLOSE,
     JOB,
     MAX_JOB_BYTES,
     MAX_REPLY_BYTES,
     NO_JOB,
+    OPEN,
     PING,
     RESULT,
     STARTED,
@@ -62,6 +66,9 @@ class Job:
 class RewardPool:
     """Runs `Environment.reward` in worker processes that can be killed. Implements `protocols.Judge`.
 
+    A stateful environment has a worker of its own while `environment` is open: at most `processes` at a time, with
+    `call_timeout_s` for each call.
+
     `weights` overrides, per environment, the weights of named reward parts (default: the environment's attribute
     `weights`, else 1). `keep_env` names secrets that reward code may read. `isolated` is for rewards that run code
     written by the model; `start` raises HardwareError if the kernel does not allow it.
@@ -77,12 +84,16 @@ class RewardPool:
         weights: Mapping[str, Mapping[str, float]] | None = None,
         keep_env: Sequence[str] = (),
         isolated: bool = False,
+        processes: int = 64,
+        call_timeout_s: float = 60.0,
     ) -> None:
-        if workers < 1 or timeout_s <= 0 or memory_bytes <= 0:
+        if min(workers, processes) < 1 or min(timeout_s, call_timeout_s) <= 0 or memory_bytes <= 0:
             raise ConfigError("the reward pool needs at least one worker, a positive timeout and positive memory")
         self.notices: list[str] = []  # what the console should say about these rewards
         self._environments = dict(environments)
-        self._limits = Limits(workers, timeout_s, memory_bytes, isolated)
+        self._limits = Limits(workers, timeout_s, memory_bytes, isolated, call_timeout_s)
+        self._processes = processes
+        self._places = asyncio.Semaphore(processes)  # of one event loop
         given = weights or {}
         self._weights = {
             name: {**(getattr(env, "weights", None) or {}), **given.get(name, {})}
@@ -94,6 +105,7 @@ class RewardPool:
         self._pid = 0
         self._socket: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._last_loop: asyncio.AbstractEventLoop | None = None
         self._link: socket.socket | None = None  # to the keeper
         self._waiting: dict[bytes, Job] = {}
         self._unsent = bytearray()
@@ -146,30 +158,81 @@ class RewardPool:
         return await self._score(env, {"env": env, "split": split, "index": index, "group": group}, len(group))
 
     async def _score(self, env: str, fields: Mapping[str, Any], count: int) -> list[Score]:
+        return self._noted(env, _to_scores(await self._request(_new_name(), JOB, fields), count))
+
+    def _noted(self, env: str, scores: list[Score]) -> list[Score]:
+        for score in scores:
+            score.part_weights = {name: w for name, w in self._weights.get(env, {}).items() if name in score.parts}
+            if score.status == "ok" and score.reward is not None:
+                self._parts.note(env, score.parts)
+        return scores
+
+    @contextlib.asynccontextmanager
+    async def environment(
+        self, env: str, split: str, index: int, phase: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    ) -> AsyncIterator[EnvironmentProcess]:
+        """A process with the stateful environment of a task. The environment is closed however the block ends.
+
+        Waits while all places are taken. A place is free again once its process has ended.
+        """
+        if self._broken is None:
+            self._attach(asyncio.get_running_loop())
+        if self._places.locked():
+            with phase("environment_wait"):
+                await self._places.acquire()
+        else:
+            await self._places.acquire()
+        places, name = self._places, _new_name()
+
+        async def call(kind: int, fields: Mapping[str, Any]) -> bytes:
+            with phase("environment"):
+                return await self._request(name, kind, fields)
+
+        try:
+            process = EnvironmentProcess(call, lambda scores: self._noted(env, scores))
+            await process.open({"env": env, "split": split, "index": index})
+            yield process
+        finally:
+            self._close_environment(name, places)
+
+    def _close_environment(self, name: bytes, places: asyncio.Semaphore) -> None:
+        """Nobody waits until it is closed, except for its place."""
+
+        def closed(reply: asyncio.Future[bytes]) -> None:
+            self._waiting.pop(name, None)
+            places.release()
+            reply.cancelled() or reply.exception()  # read, or asyncio logs it
+
+        if self._failed is None and self._broken is None:
+            self._post(name, CLOSE, b"{}").reply.add_done_callback(closed)
+        else:
+            places.release()
+
+    async def _request(self, name: bytes, kind: int, fields: Mapping[str, Any]) -> bytes:
+        """Send a job and return its outcome: JSON with a status."""
         body = json.dumps(fields).encode()
         if len(body) > MAX_JOB_BYTES:
-            return _errors(f"a job of {len(body):,} bytes; the limit is {MAX_JOB_BYTES:,}", count)
+            return _error(f"a job of {len(body):,} bytes; the limit is {MAX_JOB_BYTES:,}")
         if self._failed is not None:
             raise RewardServerError(self._failed)
         if self._broken is None:
             self._attach(asyncio.get_running_loop())
         if self._broken is not None:
-            return _errors(self._broken, count)
-        name, reply = os.urandom(len(NO_JOB)), asyncio.get_running_loop().create_future()
-        job = self._waiting[name] = Job(pack(name, JOB, body), reply)
+            return _error(self._broken)
+        job = self._post(name, kind, body)
         try:
-            self._send(job.frame)
-            if self._watch is None or self._watch.done():
-                self._watch = asyncio.create_task(self._watch_server())
-                self._watch.add_done_callback(self._on_watch_end)
-            scores = _to_scores(await reply, count)
-            for score in scores:
-                score.part_weights = {name: w for name, w in self._weights.get(env, {}).items() if name in score.parts}
-                if score.status == "ok" and score.reward is not None:
-                    self._parts.note(env, score.parts)
-            return scores
+            return await job.reply
         finally:
-            self._waiting.pop(name, None)
+            if self._waiting.get(name) is job:
+                del self._waiting[name]
+
+    def _post(self, name: bytes, kind: int, body: bytes) -> Job:
+        job = self._waiting[name] = Job(pack(name, kind, body), asyncio.get_running_loop().create_future())
+        self._send(job.frame)
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._watch_server())
+            self._watch.add_done_callback(self._on_watch_end)
+        return job
 
     async def close(self) -> None:
         """End the server, its workers and all processes they started."""
@@ -216,7 +279,7 @@ class RewardPool:
             self._news.clear()
             await self._until_news(PING_S)
             self._quiet_s += min(time.monotonic() - began, 2 * PING_S) if self._proven else 0.0
-            if self._quiet_s > self._limits.timeout_s + 2 * START_LIMIT_S:
+            if self._quiet_s > max(self._limits.timeout_s, self._limits.call_timeout_s) + 2 * START_LIMIT_S:
                 self._lost = "the reward server returns no results"
 
     async def _until_news(self, limit_s: float) -> None:
@@ -235,10 +298,9 @@ class RewardPool:
             self._fail(reason)
             return
         self._socket, self._lost, self._quiet_s = server, None, 0.0
-        error = json.dumps({"status": "error", "error": f"{reason}; it was replaced"}).encode()
         for job in self._waiting.values():
             if job.started and not job.reply.done():
-                job.reply.set_result(error)
+                job.reply.set_result(_error(f"{reason}; it was replaced"))
         self._attach(asyncio.get_running_loop())
         self._unsent.clear()  # jobs that came meanwhile wait as well
         self._send(b"".join(job.frame for job in self._waiting.values() if not job.reply.done()))
@@ -290,6 +352,8 @@ class RewardPool:
         if self._loop is not None:
             self._waiting.clear()
         self._detach()
+        if self._last_loop is not loop:
+            self._last_loop, self._places = loop, asyncio.Semaphore(self._processes)
         self._loop = loop
         loop.add_reader(self._socket, self._receive)
         if self._unsent:
@@ -363,9 +427,47 @@ class RewardPool:
     def _break(self, reason: str) -> None:
         self._detach()
         self._broken = reason
-        for job in self._waiting.values():
-            if not job.reply.done():
-                job.reply.set_result(json.dumps({"status": "error", "error": reason}).encode())
+        for job in list(self._waiting.values()):
+            if not job.reply.done() and not job.reply.get_loop().is_closed():
+                job.reply.set_result(_error(reason))
+
+
+class EnvironmentProcess:
+    """The process of one stateful environment. Each call has a deadline; a failed call raises EpisodeError."""
+
+    def __init__(
+        self,
+        request: Callable[[int, Mapping[str, Any]], Awaitable[bytes]],
+        note: Callable[[list[Score]], list[Score]],
+    ) -> None:
+        self._request = request
+        self._note = note
+        self.opened: dict[str, Any] = {}  # what `open` of the environment returned
+
+    async def open(self, task: Mapping[str, Any]) -> None:
+        self.opened = (await self._call(OPEN, task))[1]
+
+    async def call_tools(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return (await self._call(CALL, {"tools": list(calls)}))[1]
+
+    async def score(self, messages: Sequence[Message]) -> Score:
+        score, _ = await self._call(CALL, {"messages": list(messages)})
+        return self._note([score])[0]
+
+    async def _call(self, kind: int, fields: Mapping[str, Any]) -> tuple[Score, dict[str, Any]]:
+        body = await self._request(kind, fields)
+        score = _to_scores(body, 1)[0]
+        if score.status != "ok":
+            raise EpisodeError(score)
+        return score, json.loads(body).get("value") or {}
+
+
+def _new_name() -> bytes:
+    return os.urandom(len(NO_JOB))
+
+
+def _error(error: str) -> bytes:
+    return json.dumps({"status": "error", "error": error}).encode()
 
 
 def _to_scores(body: bytes, count: int) -> list[Score]:
