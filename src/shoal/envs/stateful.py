@@ -23,6 +23,7 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.core.types import Message, Score, Task
 from shoal.envs.base import TaskList, _Base
 from shoal.envs.datasets import DatasetSpec, read_splits, to_messages
+from shoal.envs.items import ItemError, Items, columns_of
 from shoal.envs.tools import parse_tool_calls
 from shoal.rewards.functions import RewardFunctions, RewardInput
 from shoal.rewards.outcome import answer_of
@@ -90,8 +91,8 @@ def _schema(kind: type, name: str) -> dict[str, Any]:
 class StatefulEnvironment(_Base):
     """Tasks and episodes of a class of stateful environments.
 
-    The tasks come from `tasks(split)` of the class, a data set, or `rows`. Without any, `reset` makes them. With
-    several `factories`, the column `environment` of a task selects one.
+    The tasks come from `tasks(split)` of the class, a data set, or `rows` per split. Without any, `reset` makes them.
+    With several `factories`, the column `environment` of a task selects one.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class StatefulEnvironment(_Base):
         *,
         name: str = "",
         dataset: DatasetSpec | None = None,
-        rows: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+        rows: Mapping[str, Items] | None = None,
         functions: RewardFunctions | None = None,
         max_turns: int | None = None,
     ) -> None:
@@ -120,8 +121,7 @@ class StatefulEnvironment(_Base):
         self.pool: RewardPool | None = None
         self._functions = functions
         self._dataset = dataset
-        self._rows = rows
-        self._found: dict[str, list[StatefulTask]] | None = None
+        self._found = None if rows is None else {split: _of_items(rows[split], split, self.name) for split in rows}
         if functions is None and not any(kind is None or has_reward(kind) for kind in kinds):
             self.reward = MethodType(_Base.reward, self)  # scored by orch.reward.function
 
@@ -131,14 +131,11 @@ class StatefulEnvironment(_Base):
         return getattr(self.reward, "__func__", None) is StatefulEnvironment.reward
 
     def tasks(self, split: str) -> Sequence[StatefulTask]:
-        if self._rows is not None:
-            rows = self._rows.get(split, ())
-            return TaskList(len(rows), lambda index: _row_task(rows[index], split, index))  # type: ignore[return-value]
-        if self._dataset is not None:
-            if self._found is None:
-                splits = read_splits(self._dataset, (), lambda row: _row_task(row, "", 0))
-                self._found = {name: _numbered(tasks, name) for name, tasks in splits.items()}
-            return self._found[split]
+        if self._found is None and self._dataset is not None:
+            splits = read_splits(self._dataset, (), lambda row: _row_task(row, "", 0))
+            self._found = {name: _numbered(tasks, name) for name, tasks in splits.items()}
+        if self._found is not None:
+            return self._found.get(split, [])
         if callable(getattr(self._kind, "tasks", None)):
             return _numbered(self._kind.tasks(split), split)  # type: ignore[attr-defined]
         make = lambda index: StatefulTask([{"role": "user", "content": ""}], {}, split, index)  # noqa: E731
@@ -168,6 +165,18 @@ def _row_task(row: Any, split: str, index: int) -> StatefulTask:
     prompt = row.get("prompt")
     messages = to_messages(prompt) if prompt is not None else [{"role": "user", "content": ""}]
     return StatefulTask(messages, dict(row), split, index)
+
+
+def _of_items(items: Items, split: str, name: str) -> list[StatefulTask]:
+    tasks = []
+    for index in range(len(items)):
+        try:
+            tasks.append(_row_task(columns_of(items[index]), split, index))
+        except DataError as error:
+            raise ItemError(name, split, f"item {index}: {error}") from error
+    if split == "train" and not tasks:
+        raise ItemError(name, split, "is empty; provide at least one item")
+    return tasks
 
 
 def _numbered(tasks: Sequence[Task], split: str) -> list[StatefulTask]:
@@ -210,7 +219,7 @@ class StatefulEpisode:
         answer: Message = {"role": "assistant", "content": completion}
         self.messages.append(answer)
         _, calls = parse_tool_calls(completion)
-        if not calls:
+        if not calls or self._turns == self._environment.max_turns:
             return None
         made = [{"name": call.name, "arguments": call.arguments} for call in calls]
         # For the rollout record only: the chat template receives the text that the model wrote.
@@ -222,8 +231,7 @@ class StatefulEpisode:
             for call, name, content in zip(calls, ids, found["results"], strict=True)
         ]
         self.messages.extend(following)
-        over = found["over"] or self._turns == self._environment.max_turns
-        return None if over else following
+        return None if found["over"] else following
 
     async def score(self, messages: Sequence[Message]) -> Score | None:
         assert self._process is not None, "the episode is not running"

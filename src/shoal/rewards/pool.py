@@ -238,7 +238,7 @@ class RewardPool:
         """End the server, its workers and all processes they started."""
         self._detach()
         self._break("the reward pool is closed")
-        if self._watch is not None:
+        if self._watch is not None and not self._watch.get_loop().is_closed():
             self._watch.cancel()
         for connection in (self._socket, self._link):
             if connection is not None:
