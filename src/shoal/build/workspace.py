@@ -149,9 +149,13 @@ def reward_workers(orch: OrchConfig, environments: Mapping[str, Environment]) ->
         processes=orch.stateful.processes,
         call_timeout_s=orch.stateful.timeout_s,
     )
-    for environment in environments.values():
+    for label, environment in environments.items():
         if isinstance(environment, StatefulEnvironment):
             environment.pool = pool
+            if environment.needs_isolation and not isolated:
+                raise ConfigError(
+                    f"orch.env: {label}: {environment.kind} runs code written by the model; set orch.reward.isolated"
+                )
     pool.notices += notices
     pool.start()
     try:

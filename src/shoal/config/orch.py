@@ -347,9 +347,7 @@ class OrchConfig(Section):
         default_factory=TruncatedConfig,
         description="Completions cut at max_tokens: one word, or {type, tokens, factor}.",
     )
-    stateful: StatefulConfig = Field(
-        default_factory=StatefulConfig, description="Processes of stateful environments."
-    )
+    stateful: StatefulConfig = Field(default_factory=StatefulConfig, description="Processes of stateful environments.")
     groups: GroupsConfig = Field(
         default_factory=GroupsConfig, description="Handling of groups without a training signal."
     )

@@ -118,6 +118,8 @@ class StatefulEnvironment(_Base):
         self.weights = {**(getattr(self._kind, "weights", None) or {}), **(functions.weights if functions else {})}
         self.keep_env = tuple(getattr(self._kind, "keep_env", ()))
         self.max_turns: int | None = max_turns if max_turns is not None else getattr(self._kind, "max_turns", None)
+        self.kind = " or ".join(kind.__name__ for kind in kinds if kind is not None)
+        self.needs_isolation = any(getattr(kind, "needs_isolation", False) for kind in kinds)
         self.pool: RewardPool | None = None
         self._functions = functions
         self._dataset = dataset

@@ -423,7 +423,9 @@ def _environment(to: Translation, fields: Mapping[str, Any], given: Mapping[str,
         f"({to.data['train'].get('sequence_len')} tokens)"
     )
     if given["reward_funcs"] is not None:
-        to.notices.append("reward_funcs: are called once per rollout, in its environment process, with lists of length 1")
+        to.notices.append(
+            "reward_funcs: are called once per rollout, in its environment process, with lists of length 1"
+        )
 
 
 def in_own_arguments(name: str, keys: Mapping[str, Key]) -> str | None:
