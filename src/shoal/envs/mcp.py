@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ConfigError
+from shoal.envs.stateful import BrokenEnvironment
 
 PROTOCOL = "2025-06-18"
 CLOSE_LIMIT_S = 2.0  # for the server to end after its input was closed
@@ -125,13 +126,13 @@ class McpServer:
             self._process.stdin.write(json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise RuntimeError(self._end()) from None
+            raise BrokenEnvironment(self._end()) from None
 
     def _receive(self) -> dict[str, Any]:
         assert self._process is not None and self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(self._end())
+            raise BrokenEnvironment(self._end())
         return json.loads(line)
 
     def _end(self) -> str:

@@ -14,10 +14,11 @@ import aiohttp
 
 from shoal.core.errors import ConfigError
 from shoal.envs.mcp import openai_tool, text_of
-from shoal.envs.stateful import EndEpisode
+from shoal.envs.stateful import BrokenEnvironment, EndEpisode
 
 MAX_MESSAGE_BYTES = 2**26
 STEP = "step"
+INVALID_ACTION = "VALIDATION_ERROR"  # the model's fault; it may try again
 
 
 class OpenEnv:
@@ -94,7 +95,7 @@ class OpenEnv:
         """The MCP tools of the server, empty if it has none."""
         try:
             found = await self._request("mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}})
-        except RuntimeError:
+        except BrokenEnvironment:
             return []
         return [openai_tool(tool) for tool in (found.get("result") or {}).get("tools") or ()]
 
@@ -110,14 +111,17 @@ class OpenEnv:
 
     async def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         assert self._socket is not None, "reset opens the session"
-        await self._socket.send_json({"type": kind, "data": dict(data)})
-        message = await self._socket.receive()
+        try:
+            await self._socket.send_json({"type": kind, "data": dict(data)})
+            message = await self._socket.receive()
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise BrokenEnvironment(f"the OpenEnv server {self.url}: {error}") from error
         if message.type is not aiohttp.WSMsgType.TEXT:
-            raise RuntimeError(f"the OpenEnv server {self.url} closed the session")
+            raise BrokenEnvironment(f"the OpenEnv server {self.url} closed the session")
         found = json.loads(message.data)
-        if found.get("type") == "error":
-            problem = found.get("data") or {}
-            raise RuntimeError(
-                f"{problem.get('message')}: {problem['errors']}" if "errors" in problem else f"{problem.get('message')}"
-            )
-        return found["data"]
+        if found.get("type") != "error":
+            return found["data"]
+        problem = found.get("data") or {}
+        if problem.get("code") == INVALID_ACTION:
+            raise ValueError(f"{problem.get('message')}: {problem.get('errors')}")
+        raise BrokenEnvironment(f"the OpenEnv server {self.url}: {problem.get('code')}: {problem.get('message')}")

@@ -28,8 +28,8 @@ from shoal.envs.gsm8k import Gsm8k
 from shoal.envs.items import ItemEnvironment
 from shoal.envs.reasoning import ReasoningGym
 from shoal.envs.reverse_text import ReverseText
-from shoal.envs.user_code import load_object
 from shoal.envs.stateful import StatefulEnvironment, is_stateful
+from shoal.envs.user_code import load_object
 from shoal.envs.verifiers_env import Verifiers
 
 REASONING_GYM = "reasoning-gym:"

@@ -40,6 +40,10 @@ class EndEpisode(Exception):
     """A tool raises it to end the conversation. Its text is the result of the tool, and the model gets no more turn."""
 
 
+class BrokenEnvironment(Exception):
+    """A tool raises it if the environment cannot go on. The rollout is an error, and is not trained."""
+
+
 @dataclass(frozen=True, slots=True)
 class StatefulTask(Task):
     split: str = "train"
@@ -283,6 +287,8 @@ class LiveEpisode:
             except EndEpisode as end:
                 results += [str(end)] + ["the episode is over"] * (len(calls) - len(results) - 1)
                 return {"results": results, "over": True}
+            except BrokenEnvironment:
+                raise
             except Exception as error:  # user code, called with arguments written by the model
                 results.append(f"error: {type(error).__name__}: {error}")
         return {"results": results, "over": False}
