@@ -14,7 +14,7 @@ from shoal.models.chat import Chat
 from shoal.models.tokenizer import load_tokenizer
 from support.folders import write_model
 
-STEPS = 250
+STEPS = 100
 
 
 def write_calling_model(folder: Path) -> Path:
@@ -23,7 +23,7 @@ def write_calling_model(folder: Path) -> Path:
     chat, rng = Chat(load_tokenizer(str(folder))), random.Random(0)
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     for _ in range(STEPS):
         ids, labels = zip(*(_example(chat, rng) for _ in range(8)), strict=True)
         loss = model(input_ids=torch.tensor(ids), labels=torch.tensor(labels)).loss
@@ -42,7 +42,7 @@ def _example(chat: Chat, rng: random.Random) -> tuple[list[int], list[int]]:
     ids = chat.prompt_ids(messages)
     labels = [-100] * len(ids)
     for text, result in ((call, str(step)), ("ok", None)):
-        said = [*chat.encode(text), *chat.end_of_turn]
+        said = [*chat.encode(text), chat.tokenizer.eos_token_id]
         ids, labels = ids + said, labels + said
         if result is not None:
             messages += [{"role": "assistant", "content": text}]
