@@ -1,4 +1,4 @@
-"""A model that calls tools trains in a stateful environment: by command, killed and resumed, and through GRPOTrainer."""
+"""A model that calls tools trains in a stateful environment: killed and resumed, and through GRPOTrainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.calling_model import write_calling_model
 from .helpers.processes import WarmPython
 from .helpers.runs import Run, assert_same_run, assert_trained_once, base_config, fingerprint
 
-STEPS = 3
+STEPS = 2
 ENVIRONMENT = '''
 import random
 
@@ -56,6 +56,7 @@ def run_of(folder: Path, warm: WarmPython, model: Path, **orch: Any) -> Run:
     return run
 
 
+@pytest.mark.long("three runs of the command")
 def test_a_killed_run_continues_with_equal_bits(tmp_path: Path, warm: WarmPython, calling: Path) -> None:
     whole = run_of(tmp_path / "whole", warm, calling)
     assert whole.grpo().wait() == 0
@@ -70,7 +71,7 @@ def test_a_killed_run_continues_with_equal_bits(tmp_path: Path, warm: WarmPython
     assert all("time/environment" in line for line in whole.lines("metrics.jsonl") if line["step"] > 0)
 
     killed = run_of(tmp_path / "killed", warm, calling, stateful={"processes": 3})  # rollouts wait for a process
-    assert killed.start(kill_at=("appended:journal.jsonl", 2)).wait() == -9
+    assert killed.start(kill_at=("appended:journal.jsonl", 1)).wait() == -9
     assert killed.grpo("--resume").wait() == 0
     assert_trained_once(killed, STEPS)
     assert_same_run(killed, fingerprint(whole))

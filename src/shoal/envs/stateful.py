@@ -147,6 +147,10 @@ class StatefulEnvironment(_Base):
         make = lambda index: StatefulTask([{"role": "user", "content": ""}], {}, split, index)  # noqa: E731
         return TaskList(GENERATED.get(split, 0), make)  # type: ignore[return-value]
 
+    def prepare(self) -> None:
+        """Import what makes schemas once, before the workers fork."""
+        import transformers.utils.chat_template_utils  # noqa: F401
+
     def start(self, task: Task) -> StatefulEpisode:
         assert isinstance(task, StatefulTask)
         return StatefulEpisode(self, task)
