@@ -194,6 +194,10 @@ class GRPOTrainer:
         if self._factory is None:
             assert train is not None
             return ItemEnvironment(train, held_out, name, self._rewards)
+        if train is None and isinstance(self._factory, Mapping):
+            raise ArgumentError(
+                "GRPOTrainer: train_dataset: is needed with several environments; its column `environment` selects one"
+            )
         rows = {"train": train, "eval": held_out} if train is not None else None
         made = StatefulEnvironment(
             self._factory, name=name, rows=rows, functions=self._rewards, max_turns=self._max_turns

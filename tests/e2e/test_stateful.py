@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +18,10 @@ from .helpers.processes import WarmPython
 from .helpers.runs import Run, assert_same_run, assert_trained_once, base_config, fingerprint
 
 STEPS = 2
-ENVIRONMENT = '''
-import random
-
-class Increment:
-    """Reach a number that `reset` draws."""
-
-    def reset(self, **columns):
-        self.count, self.target = 0, random.randint(1, 6)
-        return f"Increment the counter by {self.target}."
-
-    def increment(self, step: int) -> int:
-        """
-        Increment the counter.
-
-        Args:
-            step: By how much.
-        """
-        self.count += step
-        return self.count
-
-    def get_reward(self):
-        return {"near": 1 - abs(self.count - self.target) / 6, "right": float(self.count == self.target)}
-'''
+PAGE = Path(__file__).parents[2] / "docs/environments.md"
+ENVIRONMENT = re.findall(
+    r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8").partition("## Stateful")[2], re.DOTALL
+)[0]
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +120,8 @@ def test_what_environment_factory_refuses(tmp_path: Path) -> None:
         GRPOTrainer("model", reward_funcs=counted)
     with pytest.raises(ArgumentError, match="environment_factory: must be a class"):
         GRPOTrainer("model", environment_factory=3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="column `environment` selects one"):
+        GRPOTrainer("model", environment_factory={"a": IncrementEnv}, device="cpu", output_dir=str(tmp_path))
     with pytest.raises(ArgumentError, match="has no get_reward"):
         GRPOTrainer("model", environment_factory=Silent, device="cpu", output_dir=str(tmp_path))
     with pytest.raises(ArgumentError, match="is not used without environment_factory"):

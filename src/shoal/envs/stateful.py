@@ -109,7 +109,7 @@ class StatefulEnvironment(_Base):
         functions: RewardFunctions | None = None,
         max_turns: int | None = None,
     ) -> None:
-        self._factories = factories if isinstance(factories, Mapping) else {None: factories}
+        self._factories: dict[Any, Factory] = {**factories} if isinstance(factories, Mapping) else {None: factories}
         kinds = [_class_of(factory) for factory in self._factories.values()]
         self._kind = kinds[0] or object
         for kind in kinds:
@@ -310,7 +310,8 @@ class LiveEpisode:
         if self._functions is None:
             return value
         columns = {**self._task.data, "environments": self._object}
-        scored = RewardInput(columns, columns, list(self._task.messages), answer_of(messages), self._task, messages)
+        prompt = columns.get("prompt", self._task.messages)
+        scored = RewardInput(columns, columns, prompt, answer_of(messages), self._task, messages)
         found = self._functions(scored)
         if not own:
             return found

@@ -157,11 +157,11 @@ class _Grouped:
         return []
 
     def score(self, group: Sequence[RewardInput]) -> list[Any]:
-        # TRL passes messages as completions if the prompts are messages.
+        # TRL passes messages as completions if the prompts are messages: all that follow the prompt.
         answers = [
             scored.completion
             if isinstance(scored.prompt, str)
-            else [{"role": "assistant", "content": scored.completion}]
+            else list(scored.messages[len(scored.prompt) :]) or [{"role": "assistant", "content": scored.completion}]
             for scored in group
         ]
         named: dict[str, list[Any]] = {

@@ -201,7 +201,8 @@ class RewardPool:
         def closed(reply: asyncio.Future[bytes]) -> None:
             self._waiting.pop(name, None)
             places.release()
-            reply.cancelled() or reply.exception()  # read, or asyncio logs it
+            if not reply.cancelled():
+                reply.exception()  # read, or asyncio logs it
 
         if self._failed is None and self._broken is None:
             self._post(name, CLOSE, b"{}").reply.add_done_callback(closed)
