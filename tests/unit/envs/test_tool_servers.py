@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shoal.core.errors import ConfigError
-from shoal.core.runner import GroupRunner, RunnerSettings
-from shoal.core.types import Prompt, Request, Rollout, SamplingParams
 from shoal.envs import ask
 from shoal.envs.code_tools import CodeTools
 from shoal.envs.mcp import McpServer
 from shoal.envs.openenv import OpenEnv
 from shoal.envs.stateful import StatefulEnvironment
-from shoal.models.chat import Chat
 from shoal.rewards.isolation import why_not
-from shoal.rewards.pool import RewardPool
 from support import mcp_notes
-from support.models import TOKENIZER
 from support.openenv_double import openenv_double
-from support.scripted import ScriptedEngine
-
-CHAT = Chat(TOKENIZER)
+from support.stateful import play, results
 
 
 class Notes(McpServer):
@@ -59,27 +49,6 @@ class Programs(CodeTools):
 
     def get_reward(self) -> float:
         return 1.0
-
-
-def play(kind: Any, calls: Sequence[tuple[str, dict[str, Any]]], size: int = 1, **options: Any) -> list[Rollout]:
-    """Rollouts in which the policy makes these calls, one per turn."""
-    environment = StatefulEnvironment(kind, name="env")
-    pool = environment.pool = RewardPool({"env": environment}, call_timeout_s=10, **options)
-    said = [f"<tool_call>{json.dumps({'name': name, 'arguments': values})}</tool_call>" for name, values in calls]
-
-    def script(request: Request) -> tuple[str, Any]:
-        return [*said, "ok"][int(request.request_id.rpartition("/")[2])], "stop"
-
-    pool.start()
-    try:
-        runner = GroupRunner(ScriptedEngine(script), {"env": environment}, pool, CHAT, RunnerSettings(4000))
-        return asyncio.run(runner.run(Prompt("env", 0, []), size, SamplingParams(max_tokens=300))).rollouts
-    finally:
-        asyncio.run(pool.close())
-
-
-def results(rollout: Rollout) -> list[str]:
-    return [message["content"] for message in rollout.messages if message["role"] == "tool"]
 
 
 def test_tools_of_an_mcp_server() -> None:
