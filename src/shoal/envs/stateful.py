@@ -29,7 +29,8 @@ from shoal.rewards.functions import RewardFunctions, RewardInput
 from shoal.rewards.outcome import answer_of
 
 if TYPE_CHECKING:
-    from shoal.rewards.pool import EnvironmentProcess, RewardPool
+    from shoal.rewards.environment_process import EnvironmentProcess
+    from shoal.rewards.pool import RewardPool
 
 RESERVED = frozenset(("reset", "get_reward", "reward", "close", "tasks", "list_tools", "call_tool"))
 GENERATED = {"train": 1000, "eval": 100}  # tasks of an environment that makes them in `reset`
@@ -244,8 +245,11 @@ class StatefulEpisode:
         return None if found["over"] else following
 
     async def score(self, messages: Sequence[Message]) -> Score | None:
-        assert self._process is not None, "the episode is not running"
-        return await self._process.score(messages) if self._environment.scores_itself else None
+        environment = self._environment
+        assert self._process is not None and environment.pool is not None, "the episode is not running"
+        if not environment.scores_itself:
+            return None
+        return environment.pool.noted(environment.name, [await self._process.score(messages)])[0]
 
 
 class LiveEpisode:

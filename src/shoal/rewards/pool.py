@@ -15,27 +15,27 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from shoal.core.deadlines import wait_without_suspension
-from shoal.core.errors import ConfigError, EpisodeError, HardwareError, RewardServerError
+from shoal.core.errors import ConfigError, HardwareError, RewardServerError
 from shoal.core.protocols import Environment
 from shoal.core.types import Message, Score
 from shoal.rewards import isolation, sandbox
+from shoal.rewards.environment_process import CloseReport, EnvironmentProcess, Phase, Places
 from shoal.rewards.keeper import READY, RESTART, become_keeper
 from shoal.rewards.outcome import INVALID_REPLY, PartCheck, parse_reply
 from shoal.rewards.server import START_LIMIT_S, Limits
 from shoal.rewards.worker import (
-    CALL,
     CLOSE,
     JOB,
     MAX_JOB_BYTES,
     MAX_REPLY_BYTES,
     NO_JOB,
-    OPEN,
     PING,
     RESULT,
     STARTED,
@@ -92,8 +92,8 @@ class RewardPool:
         self.notices: list[str] = []  # what the console should say about these rewards
         self._environments = dict(environments)
         self._limits = Limits(workers, timeout_s, memory_bytes, isolated, call_timeout_s)
-        self._processes = processes
-        self._places = asyncio.Semaphore(processes)  # of one event loop
+        self._places = Places(processes)
+        self._report_close = CloseReport()
         given = weights or {}
         self._weights = {
             name: {**(getattr(env, "weights", None) or {}), **given.get(name, {})}
@@ -105,7 +105,6 @@ class RewardPool:
         self._pid = 0
         self._socket: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._last_loop: asyncio.AbstractEventLoop | None = None
         self._link: socket.socket | None = None  # to the keeper
         self._waiting: dict[bytes, Job] = {}
         self._unsent = bytearray()
@@ -158,9 +157,10 @@ class RewardPool:
         return await self._score(env, {"env": env, "split": split, "index": index, "group": group}, len(group))
 
     async def _score(self, env: str, fields: Mapping[str, Any], count: int) -> list[Score]:
-        return self._noted(env, _to_scores(await self._request(_new_name(), JOB, fields), count))
+        return self.noted(env, _to_scores(await self._request(_new_name(), JOB, fields), count))
 
-    def _noted(self, env: str, scores: list[Score]) -> list[Score]:
+    def noted(self, env: str, scores: list[Score]) -> list[Score]:
+        """Fill in the weights of named parts, and note their names."""
         for score in scores:
             score.part_weights = {name: w for name, w in self._weights.get(env, {}).items() if name in score.parts}
             if score.status == "ok" and score.reward is not None:
@@ -169,45 +169,34 @@ class RewardPool:
 
     @contextlib.asynccontextmanager
     async def environment(
-        self, env: str, split: str, index: int, phase: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        self, env: str, split: str, index: int, phase: Phase = nullcontext
     ) -> AsyncIterator[EnvironmentProcess]:
         """A process with the stateful environment of a task. The environment is closed however the block ends.
 
-        Waits while all places are taken. A place is free again once its process has ended.
+        Waits while all places are taken. A place is free again once its process has ended. The caller counts the
+        named parts of its reward with `noted`.
         """
-        if self._broken is None:
-            self._attach(asyncio.get_running_loop())
-        if self._places.locked():
-            with phase("environment_wait"):
-                await self._places.acquire()
-        else:
-            await self._places.acquire()
-        places, name = self._places, _new_name()
-
-        async def call(kind: int, fields: Mapping[str, Any]) -> bytes:
-            with phase("environment"):
-                return await self._request(name, kind, fields)
-
+        release, name = await self._places.take(phase), _new_name()
+        process = EnvironmentProcess(partial(self._request, name), phase)
         try:
-            process = EnvironmentProcess(call, lambda scores: self._noted(env, scores))
             await process.open({"env": env, "split": split, "index": index})
             yield process
         finally:
-            self._close_environment(name, places)
+            self._close_environment(env, name, release)
 
-    def _close_environment(self, name: bytes, places: asyncio.Semaphore) -> None:
+    def _close_environment(self, env: str, name: bytes, release: Callable[[], None]) -> None:
         """Nobody waits until it is closed, except for its place."""
 
         def closed(reply: asyncio.Future[bytes]) -> None:
             self._waiting.pop(name, None)
-            places.release()
-            if not reply.cancelled():
-                reply.exception()  # read, or asyncio logs it
+            release()
+            if not reply.cancelled() and reply.exception() is None and self._broken is None:
+                self._report_close(env, reply.result())
 
         if self._failed is None and self._broken is None:
             self._post(name, CLOSE, b"{}").reply.add_done_callback(closed)
         else:
-            places.release()
+            release()
 
     async def _request(self, name: bytes, kind: int, fields: Mapping[str, Any]) -> bytes:
         """Send a job and return its outcome: JSON with a status."""
@@ -353,8 +342,6 @@ class RewardPool:
         if self._loop is not None:
             self._waiting.clear()
         self._detach()
-        if self._last_loop is not loop:
-            self._last_loop, self._places = loop, asyncio.Semaphore(self._processes)
         self._loop = loop
         loop.add_reader(self._socket, self._receive)
         if self._unsent:
@@ -431,36 +418,6 @@ class RewardPool:
         for job in list(self._waiting.values()):
             if not job.reply.done() and not job.reply.get_loop().is_closed():
                 job.reply.set_result(_error(reason))
-
-
-class EnvironmentProcess:
-    """The process of one stateful environment. Each call has a deadline; a failed call raises EpisodeError."""
-
-    def __init__(
-        self,
-        request: Callable[[int, Mapping[str, Any]], Awaitable[bytes]],
-        note: Callable[[list[Score]], list[Score]],
-    ) -> None:
-        self._request = request
-        self._note = note
-        self.opened: dict[str, Any] = {}  # what `open` of the environment returned
-
-    async def open(self, task: Mapping[str, Any]) -> None:
-        self.opened = (await self._call(OPEN, task))[1]
-
-    async def call_tools(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return (await self._call(CALL, {"tools": list(calls)}))[1]
-
-    async def score(self, messages: Sequence[Message]) -> Score:
-        score, _ = await self._call(CALL, {"messages": list(messages)})
-        return self._note([score])[0]
-
-    async def _call(self, kind: int, fields: Mapping[str, Any]) -> tuple[Score, dict[str, Any]]:
-        body = await self._request(kind, fields)
-        score = _to_scores(body, 1)[0]
-        if score.status != "ok":
-            raise EpisodeError(score)
-        return score, json.loads(body).get("value") or {}
 
 
 def _new_name() -> bytes:

@@ -167,7 +167,9 @@ class Server:
     def _pass_on(self, frame: Frame) -> None:
         """Pass a frame on to the worker of a stateful environment."""
         worker = next((worker for worker in self._workers.values() if worker.keeps and worker.job == frame.job), None)
-        if worker is None:
+        if worker is None and frame.kind == CLOSE:
+            self._reply(Frame(frame.job, RESULT, b'{"status": "ok"}'))
+        elif worker is None:
             self._reply_error(frame.job, "error", "the process of the environment has ended")
         elif frame.kind == CLOSE:
             self._close(worker, ENVIRONMENT_CLOSE_LIMIT_S)
@@ -252,6 +254,8 @@ class Server:
                     self._remove(worker)
             elif worker.job is None:
                 continue
+            elif now > worker.deadline and worker.closing:
+                self._fail(worker, "error", "the environment did not close in time, and was killed")
             elif now > worker.deadline and worker.started:
                 self._fail(worker, "timeout", f"{worker.what} took longer than {self._limit_s(worker):g} s")
             elif now > worker.deadline:

@@ -177,8 +177,11 @@ def keep_environment(channel: socket.socket, judging: Judging, frames: Iterator[
             break
         channel.sendall(pack(job, RESULT, json.dumps(outcome).encode()))
     closed = _outcome(live.close)
-    worst = outcome if outcome["status"] != "ok" else closed
-    channel.sendall(pack(job, LAST_RESULT, json.dumps(worst).encode()))
+    if outcome["status"] == "ok" or live.interrupted:  # nobody waits for the outcome of the call any more
+        outcome = closed
+    elif closed["status"] != "ok":
+        outcome["error"] += f"; close failed as well: {closed['error']}"
+    channel.sendall(pack(job, LAST_RESULT, json.dumps(outcome).encode()))
 
 
 class _LiveEnvironment:
@@ -187,10 +190,11 @@ class _LiveEnvironment:
         self._episode: Any = None
         self._weights: Mapping[str, float] = {}
         self._busy = False
+        self.interrupted = False
 
     def interrupt(self, *_: Any) -> None:
         if self._busy:
-            self._busy = False
+            self._busy, self.interrupted = False, True
             raise _Ended("the call was ended")
 
     def make(self, body: bytes) -> dict[str, Any]:

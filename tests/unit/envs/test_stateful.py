@@ -201,10 +201,27 @@ def test_a_failure_excludes_its_rollout_alone(
     assert (good.status, good.reward) == ("ok", 1.0)
 
 
-def test_a_failing_close_costs_no_rollout(world: Any) -> None:
-    for kind in ("close raises", "close hangs"):
-        (rollout,) = play(world, [tool("add", amount=3), "ok"], kind=kind).rollouts
+def test_a_failing_close_costs_no_rollout(caplog: pytest.LogCaptureFixture) -> None:
+    with started() as world:
+        runner, prompt = runner_of(world, [tool("add", amount=3), "ok"], "counter", "close raises")
+
+        async def main() -> RolloutGroup:
+            group = await runner.run(prompt, 3, SamplingParams(max_tokens=200))
+            while not caplog.messages:
+                await asyncio.sleep(0.01)
+            return group
+
+        assert asyncio.run(asyncio.wait_for(main(), 10)).rewards == [1.0] * 3
+    (warning,) = caplog.messages
+    assert "counter: an environment was not closed properly: ValueError: no close" in warning
+
+
+def test_a_close_that_hangs_ends_with_the_run() -> None:
+    began = time.monotonic()
+    with started() as world:
+        (rollout,) = play(world, [tool("add", amount=3), "ok"], kind="close hangs").rollouts
         assert (rollout.status, rollout.reward) == ("ok", 1.0)
+    assert time.monotonic() - began < 6
 
 
 def test_a_cancelled_rollout_is_closed(world: Any) -> None:
