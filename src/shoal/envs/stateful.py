@@ -183,7 +183,8 @@ def _of_items(items: Items, split: str, name: str) -> list[StatefulTask]:
     for index in range(len(items)):
         try:
             tasks.append(_row_task(columns_of(items[index]), split, index))
-        except DataError as error:
+            json.dumps(tasks[-1].data)  # compared when a run is resumed
+        except (DataError, TypeError, ValueError) as error:
             raise ItemError(name, split, f"item {index}: {error}") from error
     if split == "train" and not tasks:
         raise ItemError(name, split, "is empty; provide at least one item")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.runner import GroupRunner, RunnerSettings
 from shoal.core.types import Prompt, Request, RolloutGroup, SamplingParams
 from shoal.envs.registry import as_environment, load_environment
@@ -356,6 +356,11 @@ class NoReset:
 def test_a_class_that_cannot_be_used_is_one_clear_error(kind: type, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         StatefulEnvironment(kind)
+
+
+def test_rows_that_cannot_be_used_are_named() -> None:
+    with pytest.raises(DataError, match="train item 1: Object of type object"):
+        StatefulEnvironment(Other, rows={"train": [{"prompt": "x"}, {"prompt": "x", "image": object()}]})
 
 
 def test_a_class_is_named_like_any_environment(tmp_path: Path) -> None:
