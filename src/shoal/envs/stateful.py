@@ -15,7 +15,7 @@ import random
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -80,17 +80,23 @@ def check_class(kind: type) -> None:
         _schema(kind, name)
 
 
+@cache
 def _schema(kind: type, name: str) -> dict[str, Any]:
-    from transformers.utils.chat_template_utils import get_json_schema
+    from transformers.utils import chat_template_utils
 
+    # It would import torch, only to know torch.Tensor. Reward workers must be forked before that.
+    torch_available, chat_template_utils.is_torch_available = chat_template_utils.is_torch_available, lambda: False
     try:
-        return get_json_schema(MethodType(getattr(kind, name), kind))  # without the parameter self
+        # Of a method, because a function would have the parameter self.
+        return chat_template_utils.get_json_schema(MethodType(getattr(kind, name), kind))
     except Exception as error:
         first = str(error).partition("\n")[0]
         raise ConfigError(
             f"{kind.__name__}.{name} cannot be a tool: {first}; write type hints and a Google-style docstring with "
             "Args, or start the name with an underscore"
         ) from None
+    finally:
+        chat_template_utils.is_torch_available = torch_available
 
 
 class StatefulEnvironment(_Base):

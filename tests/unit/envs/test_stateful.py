@@ -20,6 +20,7 @@ from shoal.core.types import Prompt, Request, RolloutGroup, SamplingParams
 from shoal.envs.registry import as_environment, load_environment
 from shoal.envs.stateful import StatefulEnvironment
 from shoal.models.chat import Chat
+from shoal.models.random_models import character_tokenizer
 from shoal.rewards.functions import RewardFunctions
 from shoal.rewards.pool import RewardPool
 from support.models import TOKENIZER
@@ -356,6 +357,25 @@ class NoReset:
 def test_a_class_that_cannot_be_used_is_one_clear_error(kind: type, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         StatefulEnvironment(kind)
+
+
+def test_schemas_are_made_without_torch(tmp_path: Path) -> None:
+    """Reward workers are forked after this, and before torch is imported. The orchestrator never imports torch."""
+    character_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "mover.py").write_text(
+        'class Mover:\n    def reset(self): ...\n    def move(self) -> None:\n        "Move."\n'
+    )
+    script = """
+import sys
+from shoal.envs.registry import load_environment
+load_environment("mover.py:Mover")
+from shoal.models.tokenizer import load_tokenizer, torch_left_out
+with torch_left_out():
+    load_tokenizer(".")
+assert "transformers" in sys.modules and "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=60)
 
 
 def test_rows_that_cannot_be_used_are_named() -> None:
