@@ -30,7 +30,7 @@ from . import stateful_examples
 from .stateful_examples import KINDS, Counter
 
 CHAT = Chat(TOKENIZER)
-TIMEOUT_S = 0.6
+TIMEOUT_S = 1.0
 
 
 def lengths(completions: Any, environments: Any, **columns: Any) -> list[float]:
@@ -178,15 +178,15 @@ def test_how_a_conversation_goes_on_and_ends(world: Any, said: list[str], messag
     "kind, said, status, word, closes",
     [
         ("reset raises", "ok", "error", "ValueError: no reset (stateful_examples.py:", True),
-        ("reset hangs", "ok", "timeout", "longer than 0.6 s", True),
+        ("reset hangs", "ok", "timeout", "longer than 1 s", True),
         ("reset ends", "ok", "error", "exit code 3", False),
         ("reset returns a number", "ok", "error", "return text or None", True),
         ("reset returns much", "ok", "error", "larger than", False),
-        ("plain", tool("hang"), "timeout", "longer than 0.6 s", True),
+        ("plain", tool("hang"), "timeout", "longer than 1 s", True),
         ("plain", tool("die"), "error", "SIGKILL", False),
         ("plain", tool("give_up"), "error", "the board is gone", True),
         ("reward raises", "ok", "error", "no reward", True),
-        ("reward hangs", "ok", "timeout", "longer than 0.6 s", True),
+        ("reward hangs", "ok", "timeout", "longer than 1 s", True),
         ("reward is a list", "ok", "error", "of type list, not a number", True),
     ],
 )
@@ -240,7 +240,7 @@ def test_a_cancelled_rollout_is_closed(world: Any) -> None:
             await running
         began = time.monotonic()
         while count("closed plain") < closed + 2:
-            assert time.monotonic() - began < 0.4, "the call was not interrupted"
+            assert time.monotonic() - began < 0.8, "the call was not interrupted"
             await asyncio.sleep(0.01)
 
     asyncio.run(main())
