@@ -231,7 +231,8 @@ class Server:
                 worker.deadline = math.inf
                 self._reply(frame)
             return
-        self._durations.append(time.monotonic() - worker.since)
+        if not worker.keeps:
+            self._durations.append(time.monotonic() - worker.since)
         worker.job = None
         self._reply(Frame(frame.job, RESULT, frame.body))
         if frame.kind == LAST_RESULT or worker.slow:
