@@ -6,10 +6,11 @@ STAMP := $(VENV)/.installed
 DEMO_DIR ?= outputs/demo
 DEMO_SEED ?= 1
 VERIFIERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-verifiers
+TOOL_SERVERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-tool-servers
 LM_EVAL ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-lm-eval
 VLLM ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-vllm
 
-.PHONY: venv environments demo test faults soak fuzz test-slow test-models test-verifiers test-lm-eval test-vllm check lock audit clean
+.PHONY: venv environments demo test faults soak fuzz test-slow test-models test-verifiers test-tool-servers test-lm-eval test-vllm check lock audit clean
 
 venv: $(STAMP)
 
@@ -22,9 +23,10 @@ $(STAMP): pyproject.toml constraints.txt
 	-test `uname` != Linux || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'triton>=3.6'
 	@touch $@
 
-# What test-verifiers, test-lm-eval and test-vllm install, ahead of them.
+# What test-verifiers, test-tool-servers, test-lm-eval and test-vllm install, ahead of them.
 environments: venv
 	$(BIN)/python tests/verifiers/install.py $(VERIFIERS)
+	$(BIN)/python tests/tool_servers/install.py $(TOOL_SERVERS)
 	$(BIN)/python tests/lm_eval/install.py $(LM_EVAL)
 	$(BIN)/python tests/real_vllm/install.py $(VLLM)
 
@@ -34,7 +36,7 @@ demo: venv
 # Two workers with one thread each. A file is the unit of work, in the order of the collection: long files come first.
 WORKERS ?= 2
 # Tests with a target of their own.
-SEPARATE := slow or faults or gpu or vllm or verifiers or lm_eval or models
+SEPARATE := slow or faults or gpu or vllm or verifiers or tool_servers or lm_eval or models
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: venv
@@ -70,6 +72,11 @@ test-models: venv
 test-verifiers: venv
 	$(BIN)/python tests/verifiers/install.py $(VERIFIERS)
 	SHOAL_VERIFIERS=$(VERIFIERS) $(BIN)/python -m pytest -q -m verifiers
+
+# Real servers of OpenEnv and MCP, in Pythons of their own outside the clone.
+test-tool-servers: venv
+	$(BIN)/python tests/tool_servers/install.py $(TOOL_SERVERS)
+	SHOAL_TOOL_SERVERS=$(TOOL_SERVERS) $(BIN)/python -m pytest -q -m tool_servers
 
 # lm-eval-harness against the inference server and on its own, in a Python of its own outside the clone.
 test-lm-eval: venv

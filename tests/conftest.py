@@ -18,7 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup leaves it ignored, and what tests start would inherit that
 
 LONG_S = 5.0
-CAMPAIGNS = {"long", "slow", "faults", "gpu", "lm_eval", "models", "vllm", "verifiers"}
+CAMPAIGNS = {"long", "slow", "faults", "gpu", "lm_eval", "models", "vllm", "verifiers", "tool_servers"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -23,8 +23,10 @@ from shoal.config.orch import EnvConfig, EvalConfig
 from shoal.config.resolve import resolve_run
 from shoal.config.schema import RunConfig
 from shoal.core.errors import ArgumentError
+from shoal.core.protocols import Environment
 from shoal.core.section import IN_MEMORY
 from shoal.envs.items import ItemEnvironment, ItemError, Items, judges_itself
+from shoal.envs.stateful import StatefulEnvironment
 from shoal.envs.user_code import load_object
 from shoal.rewards.functions import RewardFunctions
 from shoal.runs.run_dir import is_used, read_metrics
@@ -64,8 +66,9 @@ class GRPOTrainer:
             Any, Key("train.model", "a name, or a transformers model that is trained in place", composed=True)
         ],
         train_dataset: Annotated[
-            Items, Key("orch.env", "items with `get_reward`, a list of rows, or a `datasets.Dataset`", composed=True)
-        ],
+            Items | None,
+            Key("orch.env", "items with `get_reward`, a list of rows, or a `datasets.Dataset`", composed=True),
+        ] = None,
         reward_funcs: Annotated[
             RewardFunction | Sequence[RewardFunction] | None,
             Key(note="the functions run in the reward workers; the default is `get_reward` of the items"),
@@ -133,6 +136,10 @@ class GRPOTrainer:
         adapter_path: Annotated[str | Path | None, Key("train.adapter_path")] = None,
         resume_from_checkpoint: Annotated[bool | str | None, Key("train.resume_from_checkpoint", composed=True)] = None,
         reward_weights: Annotated[Sequence[float] | None, Key(note="the weights of several reward functions")] = None,
+        environment_factory: Annotated[
+            Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
+            Key(note="a class of stateful environments, one object per rollout, whose methods are tools"),
+        ] = None,
         tokenizer: Annotated[
             Any,
             Key(note="the tokenizer of a model object; the default comes from the folder or hub id of the model"),
@@ -164,13 +171,17 @@ class GRPOTrainer:
         weights = arguments["reward_weights"]
         if (args := arguments["args"]) is not None:
             weights = args.reward_weights
-        self._rewards = _rewards(arguments["reward_funcs"], weights, train_dataset)
+        self._factory = arguments["environment_factory"]
+        self._rewards = _rewards(arguments["reward_funcs"], weights, train_dataset, self._factory)
+        self._max_turns = None
+        if args is not None and args.max_tool_calling_iterations is not None:
+            self._max_turns = args.max_tool_calling_iterations + 1
         self._eval_dataset = eval_dataset
         if eval_dataset is not None and arguments["eval_steps"] is None and args is None:
             self.notices.append("eval_dataset: is only used by test() unless eval_steps is set")
         held_out = eval_dataset if eval_dataset is not None else ()
         with _about("GRPOTrainer", train="train_dataset", eval="eval_dataset"):
-            environment = ItemEnvironment(train_dataset, held_out, LABEL, self._rewards)
+            environment = self._environment(LABEL, train_dataset, held_out)
         self._given = PythonObjects(
             environments={LABEL: environment},
             model=None if isinstance(model, str) else model,
@@ -178,6 +189,22 @@ class GRPOTrainer:
             processes=self._processes,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         )
+
+    def _environment(self, name: str, train: Items | None, held_out: Items) -> Environment:
+        if self._factory is None:
+            assert train is not None
+            return ItemEnvironment(train, held_out, name, self._rewards)
+        if train is None and isinstance(self._factory, Mapping):
+            raise ArgumentError(
+                "GRPOTrainer: train_dataset: is needed with several environments; its column `environment` selects one"
+            )
+        rows = {"train": train, "eval": held_out} if train is not None else None
+        made = StatefulEnvironment(
+            self._factory, name=name, rows=rows, functions=self._rewards, max_turns=self._max_turns
+        )
+        if not made.scores_itself:
+            raise ArgumentError("GRPOTrainer: reward_funcs: is needed, because the environment has no get_reward()")
+        return made
 
     @property
     def output_dir(self) -> Path:
@@ -221,7 +248,7 @@ class GRPOTrainer:
         if not _is_main():
             return {}
         with _about("GRPOTrainer.test", train="dataset", eval="dataset"):
-            environment = ItemEnvironment(items, items, TEST, self._rewards)
+            environment = self._environment(TEST, items, items)
         given = PythonObjects(
             environments={TEST: environment},
             model=None if self._finished and not self.config.train.lora else self._given.model,
@@ -338,21 +365,23 @@ def _check_vllm() -> None:
         )
 
 
-def _rewards(functions: Any, weights: Sequence[float] | None, items: Items) -> RewardFunctions | None:
+def _rewards(functions: Any, weights: Any, items: Items | None, factory: Any) -> RewardFunctions | None:
     if functions is None:
         if weights is not None:
             raise ArgumentError("GRPOTrainer: reward_weights: is not used without reward_funcs; remove it")
-        if len(items) and not judges_itself(items[0]):
+        if factory is None and items and not judges_itself(items[0]):
             raise ArgumentError(
                 f"GRPOTrainer: reward_funcs: the items of train_dataset ({type(items[0]).__name__}) have no "
                 "get_reward(completion); add it, or pass a reward function"
             )
         return None
-    if len(items) and judges_itself(items[0]):
+    if items and judges_itself(items[0]):
         raise ArgumentError(
             "GRPOTrainer: reward_funcs: cannot be combined with items that have get_reward; keep one of them"
         )
     many = [functions] if callable(functions) or isinstance(functions, str) else list(functions)
+    if factory is not None and weights is None:
+        weights = [1.0] * len(many)  # as a sum of named parts, because get_reward of the environment is another part
     return RewardFunctions([_named_reward(f) if isinstance(f, str) else f for f in many], weights)
 
 

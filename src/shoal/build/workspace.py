@@ -39,6 +39,7 @@ from shoal.core.types import Task
 from shoal.envs.base import lacks_reward
 from shoal.envs.datasets import DataNotice, DatasetSpec, collect_row_problems, fingerprint
 from shoal.envs.registry import load_environment, takes_data
+from shoal.envs.stateful import StatefulEnvironment
 from shoal.envs.user_code import checked_tasks, load_object
 from shoal.models.tokenizer import check_found
 from shoal.rewards.functions import FunctionReward, RewardFunctions
@@ -145,7 +146,16 @@ def reward_workers(orch: OrchConfig, environments: Mapping[str, Environment]) ->
         timeout_s=reward.timeout_s,
         weights=dict.fromkeys(environments, reward.parts) if reward.parts else None,
         isolated=isolated,
+        processes=orch.stateful.processes,
+        call_timeout_s=orch.stateful.timeout_s,
     )
+    for label, environment in environments.items():
+        if isinstance(environment, StatefulEnvironment):
+            environment.pool = pool
+            if environment.needs_isolation and not isolated:
+                raise ConfigError(
+                    f"orch.env: {label}: {environment.kind} runs code written by the model; set orch.reward.isolated"
+                )
     pool.notices += notices
     pool.start()
     try:

@@ -218,6 +218,15 @@ class RewardConfig(Section):
     )
 
 
+class StatefulConfig(Section):
+    processes: PositiveInt = Field(
+        default=64, description="Maximum number of stateful environments at a time; further rollouts wait."
+    )
+    timeout_s: PositiveFloat = Field(
+        default=60.0, description="Time limit of one call of a stateful environment: reset, a turn's tools, reward."
+    )
+
+
 class TruncatedConfig(Section):
     type: Literal["keep", "mask", "zero", "overlong"] = Field(
         default="keep",
@@ -353,6 +362,7 @@ class OrchConfig(Section):
         default_factory=TruncatedConfig,
         description="Completions cut at max_tokens: one word, or {type, tokens, factor}.",
     )
+    stateful: StatefulConfig = Field(default_factory=StatefulConfig, description="Processes of stateful environments.")
     groups: GroupsConfig = Field(
         default_factory=GroupsConfig, description="Handling of groups without a training signal."
     )

@@ -5,6 +5,8 @@ Any other exception is a bug: the command exits with code 70 and writes a crash 
 
 from __future__ import annotations
 
+from typing import Any
+
 EXIT_DONE = 0
 EXIT_USAGE = 2
 EXIT_STOPPED = 3
@@ -59,6 +61,14 @@ class MemoryStop(StoppedByPolicy):
 
 class UserCodeError(StoppedByPolicy, ValueError):
     """A loss, an advantage or a filter written by the user raised an error or returned an unusable value."""
+
+
+class EpisodeError(Exception):
+    """A stateful environment failed in one rollout. `score` has the status and the error of that rollout."""
+
+    def __init__(self, score: Any) -> None:
+        super().__init__(score.error)
+        self.score = score
 
 
 class RewardServerError(StoppedByPolicy):

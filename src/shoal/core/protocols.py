@@ -187,6 +187,16 @@ class Episode(Protocol):
         """Receive the policy's answer (see Tokens.message). Returns the messages that follow it, or None at the end."""
 
 
+class StatefulEpisode(Episode, Protocol):
+    """An episode with a process of its own, which holds its state."""
+
+    def running(self, phase: Any) -> AbstractAsyncContextManager[Any]:
+        """The process runs while the block runs. Afterwards the environment is closed, however the block ended."""
+
+    async def score(self, messages: Sequence[Message]) -> Score | None:
+        """The reward from the state; None if the environment has no reward of its own."""
+
+
 class Environment(Protocol):
     """Provides tasks and rewards. `reward` runs in a worker process that may be killed."""
 

@@ -10,11 +10,20 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from shoal.core.advantages import RewardShape
-from shoal.core.errors import ConfigError, DataError, EngineError, StoppedByPolicy, StorageError
-from shoal.core.protocols import Endpoint, EndpointEnvironment, Environment, Judge, RolloutEngine, Tokens
+from shoal.core.errors import ConfigError, DataError, EngineError, EpisodeError, StoppedByPolicy, StorageError
+from shoal.core.protocols import (
+    Endpoint,
+    EndpointEnvironment,
+    Environment,
+    Episode,
+    Judge,
+    RolloutEngine,
+    StatefulEpisode,
+    Tokens,
+)
 from shoal.core.types import (
     Completion,
     Message,
@@ -102,21 +111,36 @@ class GroupRunner:
                 if environment is not None:
                     score = await self._run_endpoint_episode(environment, rollout, sampling)
                     return self._apply_score(rollout, score, sampling)
-                await self._run_episode(rollout, sampling)
+                score = await self._run_episode(rollout, sampling, phase)
         except (StoppedByPolicy, StorageError, asyncio.CancelledError):
             raise
+        except EpisodeError as error:
+            rollout.status, rollout.error, rollout.traceback = error.score.status, str(error), error.score.traceback
+            return rollout
         except Exception as error:  # the environment is user code
             rollout.status, rollout.error = "error", f"{type(error).__name__}: {error}"
             return rollout
+        if score is not None:
+            return self._apply_score(rollout, score, sampling)
         if not self._scores_groups(prompt.env):
             with phase("reward"):
                 await self._score(rollout, sampling)
         return rollout
 
-    async def _run_episode(self, rollout: Rollout, sampling: SamplingParams) -> None:
+    async def _run_episode(self, rollout: Rollout, sampling: SamplingParams, phase: Phase) -> Score | None:
         prompt = rollout.prompt
         environment = self._environments[prompt.env]
         episode = environment.start(environment.tasks(prompt.split)[prompt.index])
+        if not hasattr(episode, "running"):
+            return await self._converse(episode, rollout, sampling)
+        stateful = cast(StatefulEpisode, episode)
+        async with stateful.running(phase):
+            rollout.prompt = replace(prompt, messages=list(episode.messages))  # with the first observation
+            await self._converse(episode, rollout, sampling)
+            return await stateful.score(self._messages_for_reward(rollout))
+
+    async def _converse(self, episode: Episode, rollout: Rollout, sampling: SamplingParams) -> None:
+        prompt = rollout.prompt
         tools: Tools = getattr(episode, "tools", None) or None
         prompt_ids = self._tokens.prompt_ids(episode.messages, tools)
         while True:

@@ -9,7 +9,7 @@ import copy
 import difflib
 import inspect
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from types import MethodType
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -28,6 +28,7 @@ from shoal.envs.gsm8k import Gsm8k
 from shoal.envs.items import ItemEnvironment
 from shoal.envs.reasoning import ReasoningGym
 from shoal.envs.reverse_text import ReverseText
+from shoal.envs.stateful import StatefulEnvironment, is_stateful
 from shoal.envs.user_code import load_object
 from shoal.envs.verifiers_env import Verifiers
 
@@ -155,6 +156,8 @@ def load_environment(
 
 def as_environment(found: Any, what: str) -> Environment:
     """Return an environment unchanged; wrap items with `get_reward` (one, a list, {"train": […], "eval": […]})."""
+    if is_stateful(found):
+        return StatefulEnvironment(found)
     if callable(getattr(found, "tasks", None)) and callable(getattr(found, "reward", None)):
         if not callable(getattr(found, "start", None)):
             found.start = MethodType(lambda self, task: OneAnswer(task), found)
@@ -181,6 +184,9 @@ def _load_built_in(id: str, args: dict[str, Any], dataset: DatasetSpec | None) -
 
 def _load_user(id: str, args: dict[str, Any], dataset: DatasetSpec | None) -> Environment:
     found = load_object(id)
+    if is_stateful(found):
+        _bind(found, id, **args)
+        return StatefulEnvironment(partial(found, **args), dataset=dataset)
     if inspect.isclass(found) or inspect.isroutine(found):
         if dataset is not None:
             if "dataset" not in inspect.signature(found).parameters:
@@ -192,11 +198,15 @@ def _load_user(id: str, args: dict[str, Any], dataset: DatasetSpec | None) -> En
     return as_environment(copy.copy(found), id)
 
 
-def _construct(factory: Any, what: str, /, *positional: str, **args: Any) -> Any:
+def _bind(factory: Any, what: str, /, *positional: str, **args: Any) -> None:
     try:
         inspect.signature(factory).bind(*positional, **args)
     except TypeError as error:
         raise ConfigError(f"{what}: {error}; its signature is {inspect.signature(factory)}") from error
+
+
+def _construct(factory: Any, what: str, /, *positional: str, **args: Any) -> Any:
+    _bind(factory, what, *positional, **args)
     try:
         return factory(*positional, **args)
     except ShoalError:

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import inspect
 import json
+import logging
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ from shoal.models.response_format import ParsedResponse, ResponseFormat, held_ba
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 # Placeholder for a message's content while the template is rendered; private-use characters do not occur in data.
 _MARK = "\ue0f1{}\ue0f2"
@@ -63,6 +66,7 @@ class Chat:
         )
         self._prompts: dict[str, list[int]] = {}
         self._remembered = 0  # characters and ids in _prompts
+        self._tools_checked = False
         self._lock = threading.Lock()  # encoding switches a setting of the tokenizer; servers encode in a thread
         self.token_text = lru_cache(maxsize=1 << 18)(self._token_text)  # more than vocabularies have
 
@@ -108,9 +112,16 @@ class Chat:
         if wrong := sorted(reserved.keys() & template_kwargs.keys()):
             raise DataError(f"chat_template_kwargs: {wrong[0]} is not a variable of the chat template")
 
+    def _check_tools(self, messages: list[Message], tools: Tools) -> None:
+        self._tools_checked = True
+        if self._render(messages, True, tools) == self._render(messages, True):
+            log.warning("the chat template ignores tools, so the model does not see them; use a model that has tools")
+
     def _prompt_ids(
         self, messages: list[Message], tools: Tools, template_kwargs: Mapping[str, Any] | None
     ) -> list[int]:
+        if tools and not self._tools_checked:
+            self._check_tools(messages, tools)
         if self._special_in(messages):
             return self._encode_marked(messages, 0, tools, template_kwargs)
         return self._encode(self._render(messages, True, tools, template_kwargs))

@@ -47,6 +47,10 @@ def torch_left_out() -> Iterator[None]:
         return
     sys.modules["torch"] = None  # type: ignore[assignment]  # as if torch were not installed
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers warns about it
+    if "transformers" in sys.modules:  # for the schemas of tools; it remembers that torch can be imported
+        from transformers.utils import is_torch_available
+
+        is_torch_available.cache_clear()
     try:
         yield
     finally:

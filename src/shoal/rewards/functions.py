@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.core.errors import ArgumentError
 from shoal.core.types import Message, Task
-from shoal.rewards.outcome import RewardValueError, answer_of, call, full_text_of, last_answer, reasoning_of
+from shoal.rewards.outcome import RewardValueError, answer_of, call, full_text_of, reasoning_of
 
 Function = Callable[..., Any]
 FORMS = "write f(completion, …) with columns by name, f(task, messages), or TRL's f(prompts, completions, **columns)"
@@ -160,11 +160,11 @@ class _Grouped:
         return []
 
     def score(self, group: Sequence[RewardInput]) -> list[Any]:
-        # TRL passes messages as completions if the prompts are messages.
+        # TRL passes messages as completions if the prompts are messages: all that follow the prompt.
         answers = [
             scored.completion
             if isinstance(scored.prompt, str)
-            else [last_answer(scored.messages) or {"role": "assistant", "content": scored.completion}]
+            else list(scored.messages[len(scored.prompt) :]) or [{"role": "assistant", "content": scored.completion}]
             for scored in group
         ]
         named: dict[str, list[Any]] = {

@@ -12,16 +12,18 @@ import os
 import select
 import signal
 import socket
+import time
 from dataclasses import replace
 
 from shoal.rewards import cgroups, isolation, sandbox
-from shoal.rewards.server import Limits, become_server
+from shoal.rewards.server import END_CLOSE_LIMIT_S, Limits, become_server
 from shoal.rewards.worker import Fingerprint, Judging
 
 READY = b"ready"
 RESTART = b"restart"
 CHECK_S = 0.5  # how often the keeper looks for the end of its parent and of the server
 END_LIMIT_S = 3.0
+SERVER_END_LIMIT_S = END_CLOSE_LIMIT_S + 0.5
 
 
 class Keeper:
@@ -51,6 +53,10 @@ class Keeper:
                 self._end_server()  # what it left; the main process notices the end and asks for another one
 
     def end(self) -> None:
+        """The server ends by itself, after its stateful environments have closed."""
+        deadline = time.monotonic() + SERVER_END_LIMIT_S
+        while self._server and sandbox.end_of(self._server) is None and time.monotonic() < deadline:
+            time.sleep(0.005)
         self._end_server()
 
     def _offer(self) -> socket.socket | None:

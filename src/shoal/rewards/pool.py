@@ -15,8 +15,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from shoal.core.deadlines import wait_without_suspension
@@ -24,10 +26,12 @@ from shoal.core.errors import ConfigError, HardwareError, RewardServerError
 from shoal.core.protocols import Environment
 from shoal.core.types import Message, Score
 from shoal.rewards import isolation, sandbox
+from shoal.rewards.environment_process import CloseReport, EnvironmentProcess, Phase, Places
 from shoal.rewards.keeper import READY, RESTART, become_keeper
 from shoal.rewards.outcome import INVALID_REPLY, PartCheck, parse_reply
 from shoal.rewards.server import START_LIMIT_S, Limits
 from shoal.rewards.worker import (
+    CLOSE,
     JOB,
     MAX_JOB_BYTES,
     MAX_REPLY_BYTES,
@@ -62,6 +66,9 @@ class Job:
 class RewardPool:
     """Runs `Environment.reward` in worker processes that can be killed. Implements `protocols.Judge`.
 
+    A stateful environment has a worker of its own while `environment` is open: at most `processes` at a time, with
+    `call_timeout_s` for each call.
+
     `weights` overrides, per environment, the weights of named reward parts (default: the environment's attribute
     `weights`, else 1). `keep_env` names secrets that reward code may read. `isolated` is for rewards that run code
     written by the model; `start` raises HardwareError if the kernel does not allow it.
@@ -77,12 +84,16 @@ class RewardPool:
         weights: Mapping[str, Mapping[str, float]] | None = None,
         keep_env: Sequence[str] = (),
         isolated: bool = False,
+        processes: int = 64,
+        call_timeout_s: float = 60.0,
     ) -> None:
-        if workers < 1 or timeout_s <= 0 or memory_bytes <= 0:
+        if min(workers, processes) < 1 or min(timeout_s, call_timeout_s) <= 0 or memory_bytes <= 0:
             raise ConfigError("the reward pool needs at least one worker, a positive timeout and positive memory")
         self.notices: list[str] = []  # what the console should say about these rewards
         self._environments = dict(environments)
-        self._limits = Limits(workers, timeout_s, memory_bytes, isolated)
+        self._limits = Limits(workers, timeout_s, memory_bytes, isolated, call_timeout_s)
+        self._places = Places(processes)
+        self._report_close = CloseReport()
         given = weights or {}
         self._weights = {
             name: {**(getattr(env, "weights", None) or {}), **given.get(name, {})}
@@ -146,36 +157,78 @@ class RewardPool:
         return await self._score(env, {"env": env, "split": split, "index": index, "group": group}, len(group))
 
     async def _score(self, env: str, fields: Mapping[str, Any], count: int) -> list[Score]:
+        return self.noted(env, _to_scores(await self._request(_new_name(), JOB, fields), count))
+
+    def noted(self, env: str, scores: list[Score]) -> list[Score]:
+        """Fill in the weights of named parts, and note their names."""
+        for score in scores:
+            score.part_weights = {name: w for name, w in self._weights.get(env, {}).items() if name in score.parts}
+            if score.status == "ok" and score.reward is not None:
+                self._parts.note(env, score.parts)
+        return scores
+
+    @contextlib.asynccontextmanager
+    async def environment(
+        self, env: str, split: str, index: int, phase: Phase = nullcontext
+    ) -> AsyncIterator[EnvironmentProcess]:
+        """A process with the stateful environment of a task. The environment is closed however the block ends.
+
+        Waits while all places are taken. A place is free again once its process has ended. The caller counts the
+        named parts of its reward with `noted`.
+        """
+        release, name = await self._places.take(phase), _new_name()
+        process = EnvironmentProcess(partial(self._request, name), phase)
+        try:
+            await process.open({"env": env, "split": split, "index": index})
+            yield process
+        finally:
+            self._close_environment(env, name, release)
+
+    def _close_environment(self, env: str, name: bytes, release: Callable[[], None]) -> None:
+        """Nobody waits until it is closed, except for its place."""
+
+        def closed(reply: asyncio.Future[bytes]) -> None:
+            self._waiting.pop(name, None)
+            release()
+            if not reply.cancelled() and reply.exception() is None and self._broken is None:
+                self._report_close(env, reply.result())
+
+        if self._failed is None and self._broken is None:
+            self._post(name, CLOSE, b"{}").reply.add_done_callback(closed)
+        else:
+            release()
+
+    async def _request(self, name: bytes, kind: int, fields: Mapping[str, Any]) -> bytes:
+        """Send a job and return its outcome: JSON with a status."""
         body = json.dumps(fields).encode()
         if len(body) > MAX_JOB_BYTES:
-            return _errors(f"a job of {len(body):,} bytes; the limit is {MAX_JOB_BYTES:,}", count)
+            return _error(f"a job of {len(body):,} bytes; the limit is {MAX_JOB_BYTES:,}")
         if self._failed is not None:
             raise RewardServerError(self._failed)
         if self._broken is None:
             self._attach(asyncio.get_running_loop())
         if self._broken is not None:
-            return _errors(self._broken, count)
-        name, reply = os.urandom(len(NO_JOB)), asyncio.get_running_loop().create_future()
-        job = self._waiting[name] = Job(pack(name, JOB, body), reply)
+            return _error(self._broken)
+        job = self._post(name, kind, body)
         try:
-            self._send(job.frame)
-            if self._watch is None or self._watch.done():
-                self._watch = asyncio.create_task(self._watch_server())
-                self._watch.add_done_callback(self._on_watch_end)
-            scores = _to_scores(await reply, count)
-            for score in scores:
-                score.part_weights = {name: w for name, w in self._weights.get(env, {}).items() if name in score.parts}
-                if score.status == "ok" and score.reward is not None:
-                    self._parts.note(env, score.parts)
-            return scores
+            return await job.reply
         finally:
-            self._waiting.pop(name, None)
+            if self._waiting.get(name) is job:
+                del self._waiting[name]
+
+    def _post(self, name: bytes, kind: int, body: bytes) -> Job:
+        job = self._waiting[name] = Job(pack(name, kind, body), asyncio.get_running_loop().create_future())
+        self._send(job.frame)
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._watch_server())
+            self._watch.add_done_callback(self._on_watch_end)
+        return job
 
     async def close(self) -> None:
         """End the server, its workers and all processes they started."""
         self._detach()
         self._break("the reward pool is closed")
-        if self._watch is not None:
+        if self._watch is not None and not self._watch.get_loop().is_closed():
             self._watch.cancel()
         for connection in (self._socket, self._link):
             if connection is not None:
@@ -216,7 +269,7 @@ class RewardPool:
             self._news.clear()
             await self._until_news(PING_S)
             self._quiet_s += min(time.monotonic() - began, 2 * PING_S) if self._proven else 0.0
-            if self._quiet_s > self._limits.timeout_s + 2 * START_LIMIT_S:
+            if self._quiet_s > max(self._limits.timeout_s, self._limits.call_timeout_s) + 2 * START_LIMIT_S:
                 self._lost = "the reward server returns no results"
 
     async def _until_news(self, limit_s: float) -> None:
@@ -235,10 +288,9 @@ class RewardPool:
             self._fail(reason)
             return
         self._socket, self._lost, self._quiet_s = server, None, 0.0
-        error = json.dumps({"status": "error", "error": f"{reason}; it was replaced"}).encode()
         for job in self._waiting.values():
             if job.started and not job.reply.done():
-                job.reply.set_result(error)
+                job.reply.set_result(_error(f"{reason}; it was replaced"))
         self._attach(asyncio.get_running_loop())
         self._unsent.clear()  # jobs that came meanwhile wait as well
         self._send(b"".join(job.frame for job in self._waiting.values() if not job.reply.done()))
@@ -363,9 +415,17 @@ class RewardPool:
     def _break(self, reason: str) -> None:
         self._detach()
         self._broken = reason
-        for job in self._waiting.values():
-            if not job.reply.done():
-                job.reply.set_result(json.dumps({"status": "error", "error": reason}).encode())
+        for job in list(self._waiting.values()):
+            if not job.reply.done() and not job.reply.get_loop().is_closed():
+                job.reply.set_result(_error(reason))
+
+
+def _new_name() -> bytes:
+    return os.urandom(len(NO_JOB))
+
+
+def _error(error: str) -> bytes:
+    return json.dumps({"status": "error", "error": error}).encode()
 
 
 def _to_scores(body: bytes, count: int) -> list[Score]:

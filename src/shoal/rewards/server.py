@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -23,10 +24,14 @@ from shoal.rewards.isolation import MAX_PROCESSES
 from shoal.rewards.outcome import INVALID_REPLY, parse_reply
 from shoal.rewards.run_code import Sandboxes
 from shoal.rewards.worker import (
+    CALL,
+    CLOSE,
     JOB,
     LAST_RESULT,
     MAX_JOB_BYTES,
     MAX_REPLY_BYTES,
+    NO_JOB,
+    OPEN,
     PING,
     RESULT,
     STARTED,
@@ -44,6 +49,8 @@ START_LIMIT_S = 30.0  # from sending a job to a worker until the worker reports 
 SWEEP_S = 2.0
 END_LIMIT_S = 3.0
 CLOSED_LIMIT_S = 1.0
+ENVIRONMENT_CLOSE_LIMIT_S = 5.0  # for `close` of a stateful environment, and for a call that must end before it
+END_CLOSE_LIMIT_S = 2.0  # the same at the end of the run
 STALL_S = 0.5
 MAX_FORGIVEN = 3  # suspensions of the server for which one job gets more time
 SLOW_S = 0.1  # no call that is shorter than this gets a substitute,
@@ -59,6 +66,7 @@ class Limits:
     timeout_s: float
     memory_bytes: int
     isolated: bool = False  # a new process in its own namespaces for each job
+    call_timeout_s: float = 60.0  # of each call of a stateful environment
 
 
 @dataclass(slots=True)
@@ -75,6 +83,13 @@ class Worker:
     slow: bool = False
     groups: list[Path] = field(default_factory=list)
     sandboxes: Sandboxes | None = None
+    what: str = "the reward"  # for messages
+    keeps: bool = False  # it belongs to a stateful environment; `job` is its OPEN, `deadline` is infinite between calls
+    closing: bool = False
+
+    @property
+    def busy(self) -> bool:
+        return self.job is not None and self.deadline < math.inf
 
 
 class Server:
@@ -100,7 +115,7 @@ class Server:
         self._selector.register(self._control, selectors.EVENT_READ)
         last = time.monotonic()
         while not self._stopping and os.getppid() == self._parent:
-            busy = bool(self._dying) or any(worker.job is not None for worker in self._workers.values())
+            busy = bool(self._dying) or any(worker.busy for worker in self._workers.values())
             events = self._selector.select(TICK_S if busy else 1.0)
             now = time.monotonic()
             if now - last > TICK_S + STALL_S and busy:
@@ -126,7 +141,7 @@ class Server:
     def _forgive(self, gap_s: float) -> None:
         """Extend deadlines by the time this process was suspended. Not without end: a reward can suspend it."""
         for worker in self._workers.values():
-            if worker.job is not None and worker.forgiven < MAX_FORGIVEN:
+            if worker.busy and worker.forgiven < MAX_FORGIVEN:
                 worker.since += gap_s
                 worker.deadline += gap_s
                 worker.forgiven += 1
@@ -144,6 +159,37 @@ class Server:
                 self._reply(frame)
             elif frame.kind == JOB:
                 self._jobs.append(frame)
+            elif frame.kind == OPEN:  # the pool limits their number
+                self._give(self._fork(), frame)
+            elif frame.kind in (CALL, CLOSE):
+                self._pass_on(frame)
+
+    def _pass_on(self, frame: Frame) -> None:
+        """Pass a frame on to the worker of a stateful environment."""
+        worker = next((worker for worker in self._workers.values() if worker.keeps and worker.job == frame.job), None)
+        if worker is None and frame.kind == CLOSE:
+            self._reply(Frame(frame.job, RESULT, b'{"status": "ok"}'))
+        elif worker is None:
+            self._reply_error(frame.job, "error", "the process of the environment has ended")
+        elif frame.kind == CLOSE:
+            self._close(worker, ENVIRONMENT_CLOSE_LIMIT_S)
+        else:
+            worker.since, worker.forgiven = time.monotonic(), 0
+            worker.deadline = worker.since + self._limits.call_timeout_s
+            self._reply(Frame(frame.job, STARTED, b""))
+            worker.unsent += pack(*frame)
+            self._write_worker(worker)
+
+    def _close(self, worker: Worker, limit_s: float) -> None:
+        """Have a worker close its environment. A call that runs is interrupted."""
+        if worker.closing:
+            return
+        if worker.busy:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGTERM)
+        worker.closing, worker.deadline = True, time.monotonic() + limit_s
+        worker.unsent += pack(worker.job or NO_JOB, CLOSE)
+        self._write_worker(worker)
 
     def _read_worker(self, worker: Worker) -> None:
         try:
@@ -162,7 +208,7 @@ class Server:
             for frame in worker.frames.feed(data):
                 self._on_frame(worker, frame)
         except OversizedFrame:
-            self._fail(worker, "error", f"the result of the reward is larger than {MAX_REPLY_BYTES:,} bytes")
+            self._fail(worker, "error", f"the result of {worker.what} is larger than {MAX_REPLY_BYTES:,} bytes")
 
     def _on_frame(self, worker: Worker, frame: Frame) -> None:
         if worker.pid not in self._workers:
@@ -173,18 +219,27 @@ class Server:
         if frame.kind == STARTED:
             if not worker.started:
                 worker.started, worker.since = True, time.monotonic()
-                worker.deadline = min(worker.deadline, worker.since + self._limits.timeout_s)
+                worker.deadline = min(worker.deadline, worker.since + self._limit_s(worker))
             return
         try:
             parse_reply(frame.body)
         except ValueError:
             self._fail(worker, "error", INVALID_REPLY)
             return
-        self._durations.append(time.monotonic() - worker.since)
+        if worker.keeps and frame.kind == RESULT:
+            if not worker.closing:
+                worker.deadline = math.inf
+                self._reply(frame)
+            return
+        if not worker.keeps:
+            self._durations.append(time.monotonic() - worker.since)
         worker.job = None
         self._reply(Frame(frame.job, RESULT, frame.body))
         if frame.kind == LAST_RESULT or worker.slow:
             self._remove(worker)
+
+    def _limit_s(self, worker: Worker) -> float:
+        return self._limits.call_timeout_s if worker.keeps else self._limits.timeout_s
 
     def _check_workers(self, now: float) -> None:
         slow_s = self._slow_s()
@@ -195,16 +250,18 @@ class Server:
             if end is not None:
                 self._read_rest(worker)
                 if worker.job is not None:
-                    self._fail(worker, "error", f"the reward ended its process: {end}")
+                    self._fail(worker, "error", f"{worker.what} ended its process: {end}")
                 elif worker.pid in self._workers:
                     self._remove(worker)
             elif worker.job is None:
                 continue
+            elif now > worker.deadline and worker.closing:
+                self._fail(worker, "error", "the environment did not close in time, and was killed")
             elif now > worker.deadline and worker.started:
-                self._fail(worker, "timeout", f"the reward took longer than {self._limits.timeout_s:g} s")
+                self._fail(worker, "timeout", f"{worker.what} took longer than {self._limit_s(worker):g} s")
             elif now > worker.deadline:
                 self._fail(worker, "error", f"the reward worker did not start within {START_LIMIT_S:g} s")
-            elif self._jobs and not worker.slow and now - worker.since > slow_s:
+            elif self._jobs and not worker.slow and not worker.keeps and now - worker.since > slow_s:
                 self._substitute(worker)
         # This process adopts a worker's children when the worker ends, so sweep then.
         if self._reap_dying() or now - self._last_sweep > SWEEP_S:
@@ -219,11 +276,14 @@ class Server:
 
     def _fail(self, worker: Worker, status: str, error: str) -> None:
         seconds = time.monotonic() - worker.since if worker.started else 0.0
-        job, worker.job = worker.job, None
-        self._remove(worker)
+        job = worker.job
+        if worker.keeps and status == "timeout" and not worker.closing:
+            self._close(worker, ENVIRONMENT_CLOSE_LIMIT_S)
+        else:
+            worker.job = None
+            self._remove(worker)
         if job is not None:
-            body = json.dumps({"status": status, "error": error, "seconds": seconds}).encode()
-            self._reply(Frame(job, RESULT, body))
+            self._reply_error(job, status, error, seconds)
 
     def _slow_s(self) -> float:
         """How long a call may take before another worker starts beside it, from the durations of recent calls."""
@@ -276,16 +336,19 @@ class Server:
 
     def _dispatch(self) -> None:
         idle = [worker for worker in self._workers.values() if worker.job is None]
-        working = sum(not worker.slow for worker in self._workers.values())
+        working = sum(not worker.slow and not worker.keeps for worker in self._workers.values())
         while self._jobs and (idle or working < self._limits.workers):
             working += not idle
-            worker = idle.pop() if idle else self._fork()
-            frame = self._jobs.popleft()
-            worker.job, worker.started, worker.forgiven, worker.since = frame.job, False, 0, time.monotonic()
-            worker.deadline = worker.since + START_LIMIT_S + self._limits.timeout_s
-            self._reply(Frame(frame.job, STARTED, b""))
-            worker.unsent += pack(*frame)
-            self._write_worker(worker)
+            self._give(idle.pop() if idle else self._fork(), self._jobs.popleft())
+
+    def _give(self, worker: Worker, frame: Frame) -> None:
+        worker.job, worker.started, worker.forgiven, worker.since = frame.job, False, 0, time.monotonic()
+        if frame.kind == OPEN:
+            worker.keeps, worker.what = True, "the environment"
+        worker.deadline = worker.since + START_LIMIT_S + self._limit_s(worker)
+        self._reply(Frame(frame.job, STARTED, b""))
+        worker.unsent += pack(*frame)
+        self._write_worker(worker)
 
     def _write_worker(self, worker: Worker) -> None:
         """Send without blocking: a worker that does not read must not hold up the others."""
@@ -335,6 +398,10 @@ class Server:
             self._selector.register(requests[0], selectors.EVENT_READ, worker)
         return worker
 
+    def _reply_error(self, job: bytes, status: str, error: str, seconds: float = 0.0) -> None:
+        body = json.dumps({"status": status, "error": error, "seconds": seconds}).encode()
+        self._reply(Frame(job, RESULT, body))
+
     def _reply(self, frame: Frame) -> None:
         self._unsent += pack(*frame)
         self._flush()
@@ -353,7 +420,13 @@ class Server:
             self._selector.modify(self._control, selectors.EVENT_READ | waiting)
 
     def _end(self) -> None:
-        """Kill all workers and descendants."""
+        """Let stateful environments close, then kill all workers and descendants."""
+        keeping = [worker for worker in self._workers.values() if worker.keeps]
+        for worker in keeping:
+            self._close(worker, END_CLOSE_LIMIT_S)
+        deadline = time.monotonic() + END_CLOSE_LIMIT_S
+        while any(sandbox.end_of(worker.pid) is None for worker in keeping) and time.monotonic() < deadline:
+            time.sleep(0.01)
         for worker in list(self._workers.values()):
             self._remove(worker)
         sandbox.end_descendants(END_LIMIT_S)

@@ -1,8 +1,9 @@
 """A reward worker process, and the frames between pool, server and workers.
 
 The server forks workers with all environments and tasks in memory. A worker receives a job, reports its start, calls
-the reward and sends the outcome. A reward that ends the process loses only its own job. A frame is a length, a job
-id, a kind and JSON text; received data is never executed. Job ids are random: only the receiver of a job can answer it.
+the reward and sends the outcome. A reward that ends the process loses only its own job. A worker that receives OPEN
+belongs to one stateful environment until that is closed. A frame is a length, a job id, a kind and JSON text; received
+data is never executed. Job ids are random: only the receiver of a job can answer it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import dropwhile
+from functools import partial
+from itertools import chain, dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +37,9 @@ STARTED = 1  # worker → server: the work starts, and with it the timeout; serv
 RESULT = 2  # worker → server → pool: the outcome
 LAST_RESULT = 3  # an outcome from a worker that must be replaced
 PING = 4  # pool → server → pool: the server is alive
+OPEN = 5  # pool → server → worker: start a stateful environment
+CALL = 6  # pool → server → worker: call it; the job id is that of OPEN
+CLOSE = 7  # pool → server → worker: close it, and end the worker
 NO_JOB = bytes(16)
 
 
@@ -100,38 +105,117 @@ class Confinement:
 
 def serve(channel: socket.socket, judging: Judging, max_jobs: int = MAX_JOBS) -> None:
     """Process jobs until the server closes the channel or this worker must be replaced."""
-    frames = FrameBuffer(MAX_JOB_BYTES)
     done = 0
+    frames = _receive(channel)
+    for frame in frames:
+        if frame.kind == OPEN:
+            keep_environment(channel, judging, chain([frame], frames))
+            return
+        if frame.kind != JOB:
+            continue
+        channel.sendall(pack(frame.job, STARTED))
+        outcome = score(judging, frame.body)
+        done += 1
+        # After an error the process is not trusted: what the reward changed may make each later one fail.
+        fit = done < max_jobs and outcome["status"] == "ok" and _is_clean() and _is_unchanged(judging)
+        channel.sendall(pack(frame.job, RESULT if fit else LAST_RESULT, json.dumps(outcome).encode()))
+        if not fit:
+            return
+
+
+def _receive(channel: socket.socket) -> Iterator[Frame]:
+    frames = FrameBuffer(MAX_JOB_BYTES)
     while data := channel.recv(1 << 16):
-        for frame in frames.feed(data):
-            if frame.kind != JOB:
-                continue
-            channel.sendall(pack(frame.job, STARTED))
-            outcome = score(judging, frame.body)
-            done += 1
-            # After an error the process is not trusted: what the reward changed may make each later one fail.
-            fit = done < max_jobs and outcome["status"] == "ok" and _is_clean() and _is_unchanged(judging)
-            channel.sendall(pack(frame.job, RESULT if fit else LAST_RESULT, json.dumps(outcome).encode()))
-            if not fit:
-                return
+        yield from frames.feed(data)
 
 
 def score(judging: Judging, body: bytes) -> dict[str, Any]:
     """Score one job. Returns the fields of `Score`, ready for JSON."""
-    began = time.perf_counter()
-    outcome: dict[str, Any]
-    try:
+
+    def make() -> dict[str, Any]:
         job = json.loads(body)
         environment = judging.environments[job["env"]]
         task = judging.tasks[job["env"], job["split"]][job["index"]]
         weights = judging.weights.get(job["env"], {})
         if "group" in job:
-            outcome = {"status": "ok", "group": _score_group(environment, task, job["group"], weights)}
-        else:
-            outcome = {"status": "ok", **read_score(call(environment.reward, task, job["messages"]), weights)}
+            return {"group": _score_group(environment, task, job["group"], weights)}
+        return read_score(call(environment.reward, task, job["messages"]), weights)
+
+    return _outcome(make)
+
+
+def _outcome(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What user code returned, or its error, ready for JSON."""
+    began = time.perf_counter()
+    outcome: dict[str, Any]
+    try:
+        outcome = {"status": "ok", **make()}
     except BaseException as error:  # includes SystemExit: a reward that calls exit() has failed
         outcome = {"status": "error", "error": describe(error), "traceback": user_traceback(error)}
     return {**outcome, "seconds": time.perf_counter() - began}
+
+
+class _Ended(BaseException):
+    """The server ends the call that runs."""
+
+
+def keep_environment(channel: socket.socket, judging: Judging, frames: Iterator[Frame]) -> None:
+    """Make the calls of one stateful environment, and close it after an error, CLOSE, SIGTERM or the end of input.
+
+    SIGTERM interrupts a call that takes too long or whose rollout was cancelled.
+    """
+    live = _LiveEnvironment(judging)
+    signal.signal(signal.SIGTERM, live.interrupt)
+    job, outcome = NO_JOB, {"status": "ok"}
+    for frame in frames:
+        job = frame.job
+        if frame.kind == CLOSE:
+            break
+        channel.sendall(pack(job, STARTED))
+        outcome = _outcome(partial(live.make, frame.body))
+        if outcome["status"] != "ok":
+            break
+        channel.sendall(pack(job, RESULT, json.dumps(outcome).encode()))
+    closed = _outcome(live.close)
+    if outcome["status"] == "ok" or live.interrupted:  # nobody waits for the outcome of the call any more
+        outcome = closed
+    elif closed["status"] != "ok":
+        outcome["error"] += f"; close failed as well: {closed['error']}"
+    channel.sendall(pack(job, LAST_RESULT, json.dumps(outcome).encode()))
+
+
+class _LiveEnvironment:
+    def __init__(self, judging: Judging) -> None:
+        self._judging = judging
+        self._episode: Any = None
+        self._weights: Mapping[str, float] = {}
+        self._busy = False
+        self.interrupted = False
+
+    def interrupt(self, *_: Any) -> None:
+        if self._busy:
+            self._busy, self.interrupted = False, True
+            raise _Ended("the call was ended")
+
+    def make(self, body: bytes) -> dict[str, Any]:
+        call = json.loads(body)
+        self._busy = True
+        try:
+            if "env" in call:
+                task = self._judging.tasks[call["env"], call["split"]][call["index"]]
+                self._weights = self._judging.weights.get(call["env"], {})
+                self._episode = self._judging.environments[call["env"]].live(task)
+                return {"value": self._episode.open()}
+            if "messages" in call:
+                return read_score(self._episode.reward(call["messages"]), self._weights)
+            return {"value": self._episode.call_tools(call["tools"])}
+        finally:
+            self._busy = False
+
+    def close(self) -> dict[str, Any]:
+        if self._episode is not None:
+            self._episode.close()
+        return {}
 
 
 def _score_group(
@@ -266,6 +350,7 @@ def _enter_process_namespace(connections: Iterable[socket.socket | None]) -> Non
     pid = os.fork()
     if pid == 0:
         return
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGTERM))
     for connection in connections:
         if connection is not None:
             connection.close()

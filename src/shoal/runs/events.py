@@ -19,7 +19,7 @@ from shoal.runs.files import storage
 from shoal.runs.secrets import redact
 
 # These packages have no access to the event log. Their log warnings mean that the run continues, but slower.
-FORWARDED_LOGGERS = ("shoal.engine", "shoal.trainer", "shoal.models", "shoal.core.learn")
+FORWARDED_LOGGERS = ("shoal.engine", "shoal.trainer", "shoal.models", "shoal.rewards", "shoal.core.learn")
 _COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CHATTY_LOGGERS = ("asyncio", "urllib3", "filelock", "fsspec", "matplotlib", "aiohttp.access")
 Level = Literal["notice", "warning", "error"]

@@ -173,7 +173,7 @@ class GRPOConfig:
     entropy_coef_delta: Annotated[float, Key(note="only for use_adaptive_entropy, which is not supported")] = 0.005
     entropy_target: Annotated[float, Key(note="only for use_adaptive_entropy, which is not supported")] = 0.2
     max_tool_calling_iterations: Annotated[
-        int | None, Key(note="use an environment with tools; its `max_turns` is the limit", refused=True)
+        int | None, Key(note="only with `environment_factory`; the limit of answers is one more", composed=True)
     ] = None
     vllm_importance_sampling_correction: Annotated[
         bool, Key("train.loss.correction.type", "only with use_vllm", composed=True)

@@ -206,7 +206,8 @@ def object_problems(given: Mapping[str, Any]) -> dict[str, str]:
     held_out, weights, overrides = (given[name] for name in ("eval_dataset", "reward_weights", "overrides"))
     found = {
         "model": _model_problem(given["model"]),
-        "train_dataset": _items_problem(given["train_dataset"]),
+        "train_dataset": _items_problem(given["train_dataset"]) if not owns_data(given) else None,
+        "environment_factory": _factory_problem(given["environment_factory"]),
         "eval_dataset": None if held_out is None else _items_problem(held_out),
         "reward_funcs": _rewards_problem(given["reward_funcs"]),
     }
@@ -215,6 +216,18 @@ def object_problems(given: Mapping[str, Any]) -> dict[str, str]:
     if not _is_list(overrides):
         found["overrides"] = f"must be a list such as ['train.seed=3'], not {_shown(overrides)}"
     return {name: problem for name, problem in found.items() if problem is not None}
+
+
+def owns_data(given: Mapping[str, Any]) -> bool:
+    """True if the tasks come from `reset` of the environment."""
+    return given["train_dataset"] is None and given["environment_factory"] is not None
+
+
+def _factory_problem(factory: Any) -> str | None:
+    for made in factory.values() if isinstance(factory, Mapping) else () if factory is None else (factory,):
+        if not callable(made):
+            return f"must be a class or a function that returns an environment, not {_shown(made)}"
+    return None
 
 
 def _model_problem(model: Any) -> str | None:

@@ -54,7 +54,11 @@ TRAINER = KeyTable(
         ),
         KeyRow("tools", "orch.env", "write a multi-turn environment", refused=True),
         KeyRow("rollout_func", "orch.env", "write your own environment", refused=True),
-        KeyRow("environment_factory", "orch.env", "name your own environment as `module:function`", refused=True),
+        KeyRow(
+            "environment_factory",
+            (),
+            "pass the same class, function or dictionary; see [environments.md](../environments.md#from-trl)",
+        ),
     ),
 )
 
@@ -72,7 +76,7 @@ OUTPUT_DIR = "trainer_output"
 CONTEXT = 2048
 ADVANTAGE_EPS = 1e-4
 WITH_ARGS = ("model", "train_dataset", "reward_funcs", "eval_dataset", "args", "processing_class", "peft_config",
-             "overrides")  # fmt: skip
+             "environment_factory", "overrides")  # fmt: skip
 _AGGREGATIONS = {
     "grpo": "seq-mean-token-mean",
     "bnpo": "token-mean",
@@ -114,6 +118,7 @@ def translate(config: GRPOConfig, given: Mapping[str, Any], processes: int = 1) 
     _evaluation(to, fields, given["eval_dataset"], updates)
     _engine(to, fields)
     _adapter(to, given["peft_config"])
+    _environment(to, fields, given)
     put_resume(to, fields["resume_from_checkpoint"], str(fields["output_dir"] or OUTPUT_DIR))
     return to
 
@@ -401,6 +406,26 @@ def _adapter(to: Translation, peft: Any) -> None:
         to.put("peft_config.target_modules", "train.lora_target_modules", sorted(layers))
     elif layers is None:
         to.notices.append("peft_config.target_modules: is not set, so all linear layers have an adapter")
+
+
+def _environment(to: Translation, fields: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    calls = fields["max_tool_calling_iterations"]
+    if given.get("environment_factory") is None:
+        if calls is not None:
+            to.refuse("max_tool_calling_iterations", "is not used without environment_factory", "remove it")
+        return
+    if calls is not None and (not isinstance(calls, int) or calls < 0):
+        to.refuse("max_tool_calling_iterations", f"must be a whole number of at least 0, not {calls!r}")
+    if given["train_dataset"] is None and not (isinstance(fields["max_steps"], int) and fields["max_steps"] > 0):
+        to.refuse("max_steps", "is needed without a train_dataset", "set the number of optimizer updates")
+    to.notices.append(
+        "max_completion_length: limits each answer; a whole conversation is limited by vllm_max_model_length "
+        f"({to.data['train'].get('sequence_len')} tokens)"
+    )
+    if given["reward_funcs"] is not None:
+        to.notices.append(
+            "reward_funcs: are called once per rollout, in its environment process, with lists of length 1"
+        )
 
 
 def in_own_arguments(name: str, keys: Mapping[str, Key]) -> str | None:

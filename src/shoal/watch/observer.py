@@ -67,7 +67,7 @@ class RunObserver:
         self.sinks.close()
 
 
-PHASES = ("rollout", "reward", "train", "sync", "eval", "save")
+PHASES = ("rollout", "environment", "environment_wait", "reward", "train", "sync", "eval", "save")
 
 
 class Phases:

@@ -154,3 +154,15 @@ def test_text_for_people_has_no_special_tokens_and_for_logs_all(chat: Chat) -> N
     ids = [*chat.tokenizer.encode("hello", add_special_tokens=False), special_tokens(chat.tokenizer)["<|im_end|>"]]
     assert (chat.text(ids), chat.full_text(ids)) == ("hello", "hello<|im_end|>")
     assert "".join(chat.token_text(i) for i in ids) == "hello<|im_end|>"
+
+
+@pytest.mark.parametrize("template, warnings", [("{{ tools }}", 0), ("{{ messages }}", 1)])
+def test_a_template_that_ignores_tools_is_reported_once(
+    template: str, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = template
+    chat = Chat(tokenizer)
+    for text in ("a", "b"):
+        chat.prompt_ids([{"role": "user", "content": text}], [{"type": "function", "function": {"name": "add"}}])
+    assert sum("ignores tools" in message for message in caplog.messages) == warnings

@@ -80,6 +80,7 @@ IN_THE_CONFIGURATION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 ELSEWHERE = {
     **dict.fromkeys(("args", "processing_class", "peft_config"), "test_trl_config"),
     "adapter_path": "test_grpo_trainer: test_an_adapter_to_start_from_must_exist",
+    "environment_factory": "e2e/test_stateful: test_environment_factory_of_trl",
     "reward_funcs": "test_grpo_trainer: test_a_model_object_and_trl_rewards",
     "reward_weights": "test_grpo_trainer: test_a_model_object_and_trl_rewards",
     "tokenizer": "test_grpo_trainer: test_a_model_object_and_trl_rewards",

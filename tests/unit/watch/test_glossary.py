@@ -11,6 +11,7 @@ import shoal
 from shoal.core.metrics import SUMMED
 from shoal.runs.run_dir import read_metrics
 from shoal.watch.glossary import CATALOGUE, FAMILIES, checked_metrics, find_metric, nearest_metrics, sort_metrics
+from shoal.watch.observer import PHASES
 from shoal.watch.sinks import Sinks
 
 OLD_RUNS = Path(__file__).parents[2] / "fixtures/ca3ec84"
@@ -18,7 +19,7 @@ PACKAGES_THAT_MEASURE = ("signals", "build", "core", "rollout", "trainer")
 # Names that the code builds from parts.
 BUILT_NAMES = {
     'f"reward/p{share}"': ("reward/p10", "reward/p50", "reward/p90"),
-    'f"time/{phase}"': ("time/rollout", "time/reward", "time/train", "time/sync", "time/eval", "time/save"),
+    'f"time/{phase}"': tuple(f"time/{phase}" for phase in PHASES),
     'f"reward/part/{name}"': ("reward/part/<name>",),
     'f"reward/env/{name}"': ("reward/env/<env>",),
     'f"group/env/{name}"': ("group/env/<env>",),

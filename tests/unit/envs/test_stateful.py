@@ -1,0 +1,392 @@
+"""Stateful environments in their processes: tools change the state, the reward sees it, and everything is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.runner import GroupRunner, RunnerSettings
+from shoal.core.types import Prompt, Request, RolloutGroup, SamplingParams
+from shoal.envs.registry import as_environment, load_environment
+from shoal.envs.stateful import StatefulEnvironment
+from shoal.models.chat import Chat
+from shoal.models.random_models import character_tokenizer
+from shoal.rewards.functions import RewardFunctions
+from shoal.rewards.pool import RewardPool
+from support.models import TOKENIZER
+from support.scripted import ScriptedEngine
+
+from . import stateful_examples
+from .stateful_examples import KINDS, Counter
+
+CHAT = Chat(TOKENIZER)
+TIMEOUT_S = 1.0
+
+
+def lengths(completions: Any, environments: Any, **columns: Any) -> list[float]:
+    return [10.0 * environments[0].count]
+
+
+def wrong_length(completions: Any, **columns: Any) -> list[float]:
+    return [1.0, 2.0]
+
+
+class Other:
+    """Selected by the column `environment`."""
+
+    def reset(self, **columns: Any) -> str:
+        return f"other {sorted(columns)}"
+
+    def wave(self) -> str:
+        """Wave."""
+        return "hello"
+
+
+ROWS: dict[str, Any] = {"train": [{"prompt": "Go: ", "environment": name, "kind": "plain"} for name in ("a", "b", "c")]}
+
+
+def make_environments() -> dict[str, StatefulEnvironment]:
+    functions = RewardFunctions([lengths], [2.0])
+    return {
+        "counter": StatefulEnvironment(Counter, name="counter"),
+        "wrong": StatefulEnvironment(Counter, name="wrong", functions=RewardFunctions([wrong_length])),
+        "mixed": StatefulEnvironment({"a": Counter, "b": Other}, name="mixed", rows=ROWS, functions=functions),
+    }
+
+
+@contextmanager
+def started(processes: int = 16) -> Iterator[tuple[RewardPool, dict[str, StatefulEnvironment]]]:
+    environments = make_environments()
+    pool = RewardPool(environments, timeout_s=5, call_timeout_s=TIMEOUT_S, processes=processes)
+    for environment in environments.values():
+        environment.pool = pool
+    pool.start()
+    try:
+        yield pool, environments
+    finally:
+        asyncio.run(pool.close())
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    stateful_examples.LOG = tmp_path_factory.mktemp("stateful") / "log"
+    stateful_examples.LOG.touch()
+    with started() as found:
+        yield found
+
+
+def tool(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def play(
+    world: Any, said: Sequence[str], env: str = "counter", kind: str | int = "plain", size: int = 1
+) -> RolloutGroup:
+    """Rollouts in which the policy says these things, one per turn."""
+    runner, prompt = runner_of(world, said, env, kind)
+    return asyncio.run(runner.run(prompt, size, SamplingParams(max_tokens=200)))
+
+
+def runner_of(world: Any, said: Sequence[str], env: str, kind: str | int) -> tuple[GroupRunner, Prompt]:
+    pool, environments = world
+    index = kind if isinstance(kind, int) else KINDS.index(kind)
+
+    def script(request: Request) -> tuple[str, Any]:
+        return said[int(request.request_id.rpartition("/")[2])], "stop"
+
+    runner = GroupRunner(ScriptedEngine(script), environments, pool, CHAT, RunnerSettings(context_tokens=4000))
+    return runner, Prompt(env, index, environments[env].tasks("train")[index].messages)
+
+
+def events() -> list[list[str]]:
+    return [line.rsplit(" ", 2) for line in stateful_examples.LOG.read_text().splitlines()]
+
+
+def count(event: str, limit_s: float = 5.0, expected: int | None = None) -> int:
+    """How often it happened. Environments close after their rollouts have ended."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        found = sum(name == event for name, *_ in events())
+        if expected is None or found == expected or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
+
+
+def test_tools_change_the_state_that_the_reward_sees(world: Any) -> None:
+    before = count("closed plain")
+    said = [tool("add", amount=1) + tool("add_later", amount=2), tool("nothing"), "I am done."]
+    group = play(world, said, size=2)
+    for rollout in group.rollouts:
+        assert (rollout.status, rollout.reward) == ("ok", 1.0), rollout.error
+        assert [m["content"] for m in rollout.messages if m["role"] == "tool"] == [
+            "1", '{"count": 3}', "error: there is no tool 'nothing'",
+        ]  # fmt: skip
+        assert rollout.prompt.messages == [{"role": "user", "content": "Count to 3."}]
+        assert len(rollout.turns) == 3
+    assert group.max_reward == 1.0
+    assert count("closed plain", expected=before + 2) == before + 2
+
+
+def test_schemas_come_from_type_hints_and_docstrings(world: Any) -> None:
+    async def schemas() -> list[dict[str, Any]]:
+        environment = world[1]["counter"]
+        episode = environment.start(environment.tasks("train")[0])
+        async with episode.running(nullcontext):
+            return episode.tools
+
+    found = {schema["function"]["name"]: schema["function"] for schema in asyncio.run(schemas())}
+    assert set(found) == {"add", "add_later", "finish", "hang", "die", "give_up"}
+    assert found["add"]["parameters"] == {
+        "type": "object",
+        "properties": {"amount": {"type": "integer", "description": "How much to add."}},
+        "required": ["amount"],
+    }
+
+
+@pytest.mark.parametrize(
+    "said, messages, reward",
+    [
+        ([tool("add", amount="3"), "ok"], ["error: TypeError"], 0.0),  # the model's error is a message for the model
+        ([tool("add", wrong=3), "ok"], ["error: TypeError"], 0.0),
+        (
+            [tool("add", amount=3), tool("finish") + tool("add", amount=1)],
+            ["3", "you reached 3", "the episode is over"],
+            1.0,
+        ),
+        ([tool("add", amount=1)] * 4, ["1", "2", "3"], 1.0),  # max_turns: nothing answers the last one
+    ],
+)  # fmt: skip
+def test_how_a_conversation_goes_on_and_ends(world: Any, said: list[str], messages: list[str], reward: float) -> None:
+    (rollout,) = play(world, said).rollouts
+    assert (rollout.status, rollout.reward, len(rollout.turns)) == ("ok", reward, len(said)), rollout.error
+    results = [m["content"] for m in rollout.messages if m["role"] == "tool"]
+    assert len(results) == len(messages)
+    assert all(result.startswith(start) for result, start in zip(results, messages, strict=True))
+
+
+@pytest.mark.parametrize(
+    "kind, said, status, word, closes",
+    [
+        ("reset raises", "ok", "error", "ValueError: no reset (stateful_examples.py:", True),
+        ("reset hangs", "ok", "timeout", "longer than 1 s", True),
+        ("reset ends", "ok", "error", "exit code 3", False),
+        ("reset returns a number", "ok", "error", "return text or None", True),
+        ("reset returns much", "ok", "error", "larger than", False),
+        ("plain", tool("hang"), "timeout", "longer than 1 s", True),
+        ("plain", tool("die"), "error", "SIGKILL", False),
+        ("plain", tool("give_up"), "error", "the board is gone", True),
+        ("reward raises", "ok", "error", "no reward", True),
+        ("reward hangs", "ok", "timeout", "longer than 1 s", True),
+        ("reward is a list", "ok", "error", "of type list, not a number", True),
+    ],
+)
+def test_a_failure_excludes_its_rollout_alone(
+    world: Any, kind: str, said: str, status: str, word: str, closes: bool
+) -> None:
+    """Counted by its status, never scored 0, and closed if its process still can."""
+    closed = count(f"closed {kind}")
+    (rollout,) = play(world, [said, "ok"], kind=kind).rollouts
+    assert (rollout.status, rollout.reward) == (status, None) and word in (rollout.error or "")
+    assert count(f"closed {kind}", expected=closed + closes) == closed + closes
+    (good,) = play(world, [tool("add", amount=3), "ok"], kind="random").rollouts
+    assert (good.status, good.reward) == ("ok", 1.0)
+
+
+def test_a_failing_close_costs_no_rollout(caplog: pytest.LogCaptureFixture) -> None:
+    with started() as world:
+        runner, prompt = runner_of(world, [tool("add", amount=3), "ok"], "counter", "close raises")
+
+        async def main() -> RolloutGroup:
+            group = await runner.run(prompt, 3, SamplingParams(max_tokens=200))
+            while not caplog.messages:
+                await asyncio.sleep(0.01)
+            return group
+
+        assert asyncio.run(asyncio.wait_for(main(), 10)).rewards == [1.0] * 3
+    (warning,) = caplog.messages
+    assert "counter: an environment was not closed properly: ValueError: no close" in warning
+
+
+def test_a_close_that_hangs_ends_with_the_run() -> None:
+    began = time.monotonic()
+    with started() as world:
+        (rollout,) = play(world, [tool("add", amount=3), "ok"], kind="close hangs").rollouts
+        assert (rollout.status, rollout.reward) == ("ok", 1.0)
+    assert time.monotonic() - began < 6
+
+
+def test_a_cancelled_rollout_is_closed(world: Any) -> None:
+    """Also while a tool runs, which is interrupted."""
+    made, closed = count("made plain"), count("closed plain")
+
+    async def main() -> None:
+        runner, prompt = runner_of(world, [tool("hang")], "counter", "plain")
+        running = asyncio.create_task(runner.run(prompt, 2, SamplingParams(max_tokens=200)))
+        while count("made plain") < made + 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        began = time.monotonic()
+        while count("closed plain") < closed + 2:
+            assert time.monotonic() - began < 0.8, "the call was not interrupted"
+            await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+def test_all_rollouts_of_a_task_have_the_same_random_numbers(world: Any) -> None:
+    first = play(world, ["ok"], kind="random", size=2).rollouts
+    again = play(world, ["ok"], kind="random").rollouts
+    assert len({rollout.prompt.messages[0]["content"] for rollout in [*first, *again]}) == 1
+    assert first[0].turns[0].prompt_ids == again[0].turns[0].prompt_ids
+    assert "0." in CHAT.full_text(first[0].turns[0].prompt_ids)
+
+
+def test_trl_reward_functions_see_the_object(world: Any) -> None:
+    """The reward of the environment has the weight 1 beside those of the functions."""
+    (rollout,) = play(world, [tool("add", amount=3), "ok"], env="mixed", kind=0).rollouts
+    assert rollout.status == "ok" and rollout.parts == {"lengths": 30.0, "Counter": 1.0} and rollout.reward == 61.0
+    (other,) = play(world, [tool("wave"), "ok"], env="mixed", kind=1).rollouts
+    assert other.prompt.messages[0]["content"] == "Go: other ['kind', 'prompt']"
+    assert [m["content"] for m in other.messages if m["role"] == "tool"] == ["hello"]
+    (unknown,) = play(world, ["ok"], env="mixed", kind=2).rollouts
+    assert unknown.status == "error" and "'c'; there are a, b" in (unknown.error or "")
+    (wrong,) = play(world, ["ok"], env="wrong").rollouts
+    assert wrong.status == "error" and "wrong_length returned 2 rewards for 1 completions" in (wrong.error or "")
+
+
+def test_further_rollouts_wait_for_a_free_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stateful_examples, "LOG", tmp_path / "log")
+    phases: list[str] = []
+
+    def phase(name: str) -> Any:
+        phases.append(name)
+        return nullcontext()
+
+    with started(processes=2) as world:
+        runner, prompt = runner_of(world, [tool("add", amount=3), "ok"], "counter", "plain")
+        group = asyncio.run(runner.run(prompt, 6, SamplingParams(max_tokens=200), phase))
+    assert group.rewards == [1.0] * 6 and phases.count("environment_wait") == 4
+    lives = {pid: [float(at) for name, other, at in events() if other == pid] for _, pid, _ in events()}
+    assert len(lives) == 6
+    for start, _ in lives.values():
+        assert sum(first <= start <= last for first, last in lives.values()) <= 2
+
+
+ENDING = """
+import asyncio, os, sys
+from contextlib import nullcontext
+from pathlib import Path
+from shoal.envs import ask
+from shoal.envs.registry import as_environment
+from shoal.rewards.pool import RewardPool
+
+class Open:
+    @staticmethod
+    def tasks(split):
+        return [ask("go")]
+    def reset(self):
+        return None
+    def list_tools(self):
+        return []
+    def call_tool(self, name, arguments):
+        raise AssertionError
+    def get_reward(self):
+        return 1.0
+    def close(self):
+        Path(sys.argv[1]).write_text("closed")
+
+environment = as_environment(Open, "open")
+pool = environment.pool = RewardPool({"Open": environment})
+pool.start()
+
+async def main():
+    async with environment.start(environment.tasks("train")[0]).running(nullcontext):
+        os.kill(os.getpid(), int(sys.argv[2]))
+        await asyncio.sleep(60)
+
+try:
+    asyncio.run(main())
+finally:
+    asyncio.run(pool.close())
+"""
+
+
+@pytest.mark.parametrize("signal", [2, 9])
+def test_environments_close_however_the_run_ends(tmp_path: Path, signal: int) -> None:
+    file = tmp_path / "closed"
+    ended = subprocess.run([sys.executable, "-c", ENDING, str(file), str(signal)], capture_output=True, timeout=60)
+    assert ended.returncode != 0
+    deadline = time.monotonic() + 5
+    while not file.exists():
+        assert time.monotonic() < deadline, ended.stderr.decode()
+        time.sleep(0.01)
+
+
+class NoHints:
+    def reset(self) -> None: ...
+
+    def move(self, where):  # type: ignore[no-untyped-def]
+        """Move."""
+
+
+class NoTools:
+    def reset(self) -> None: ...
+
+
+class NoReset:
+    def move(self) -> None:
+        """Move."""
+
+
+@pytest.mark.parametrize(
+    "kind, words", [(NoHints, "NoHints.move cannot be a tool"), (NoTools, "has no tools"), (NoReset, "no method reset")]
+)
+def test_a_class_that_cannot_be_used_is_one_clear_error(kind: type, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        StatefulEnvironment(kind)
+
+
+def test_schemas_are_made_without_torch(tmp_path: Path) -> None:
+    """Reward workers are forked after this, and before torch is imported. The orchestrator never imports torch."""
+    character_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "mover.py").write_text(
+        'class Mover:\n    def reset(self): ...\n    def move(self) -> None:\n        "Move."\n'
+    )
+    script = """
+import sys
+from shoal.envs.registry import load_environment
+load_environment("mover.py:Mover")
+from shoal.models.tokenizer import load_tokenizer, torch_left_out
+with torch_left_out():
+    load_tokenizer(".")
+assert "transformers" in sys.modules and "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=60)
+
+
+def test_rows_that_cannot_be_used_are_named() -> None:
+    with pytest.raises(DataError, match="train item 1: Object of type object"):
+        StatefulEnvironment(Other, rows={"train": [{"prompt": "x"}, {"prompt": "x", "image": object()}]})
+
+
+def test_a_class_is_named_like_any_environment(tmp_path: Path) -> None:
+    environment = load_environment("shoal.envs.openenv:OpenEnv", {"url": "http://127.0.0.1:1"}, "web")
+    assert isinstance(environment, StatefulEnvironment) and environment.name == "web"
+    assert len(environment.tasks("train")) > len(environment.tasks("eval")) > 0  # `reset` makes them
+    with pytest.raises(ConfigError, match="its signature is"):
+        load_environment("shoal.envs.openenv:OpenEnv", {"adress": "x"})
+    assert not as_environment(Counter, "x").needs_isolation  # type: ignore[attr-defined]
