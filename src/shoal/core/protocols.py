@@ -212,6 +212,9 @@ class EndpointEnvironment(Protocol):
     async def play(self, task: Task, base_url: str, model: str) -> EpisodeResult:
         """Make one rollout. An exception becomes the rollout's error, TimeoutError its timeout."""
 
+    # An environment that scores a group together also has `async play_group(task, [(base_url, model), …])`, which is
+    # called instead. It makes one rollout per pair and returns an EpisodeResult for each; an exception is that of all.
+
 
 class Tokens(Protocol):
     """The tokenizer and its chat template, as the runner uses them."""

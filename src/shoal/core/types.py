@@ -182,6 +182,7 @@ class EpisodeResult:
     reward: float | None
     parts: dict[str, float] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)  # the conversation; empty = as the endpoint recorded it
+    error: str | None = None  # of this rollout, if the environment made others of its group
 
 
 @dataclass(slots=True)
