@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -56,18 +57,48 @@ class OrchModelConfig(Section):
     )
 
 
+def _steps_as_numbers(value: Any) -> Any:
+    """In JSON, the keys of a mapping are texts."""
+    if not isinstance(value, dict):
+        return value
+    return {int(key) if isinstance(key, str) and key.isdecimal() else key: item for key, item in value.items()}
+
+
+WeightSchedule = Annotated[
+    dict[NonNegativeInt, NonNegativeFloat], Field(min_length=1), BeforeValidator(_steps_as_numbers)
+]
+Weight = Annotated[
+    Annotated[PositiveFloat, Tag("number")] | Annotated[WeightSchedule, Tag("schedule")],
+    Discriminator(lambda value: "schedule" if isinstance(value, dict) else "number"),
+]
+
+
 class EnvConfig(Section):
     id: NonEmpty = Field(
         description="A built-in environment, reasoning-gym:TASK, verifiers:ID, or your own as module:function."
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
     name: Name | None = Field(default=None, description="Name in metrics and files. Default: the id.")
-    weight: PositiveFloat = Field(default=1.0, description="Sampling weight relative to the other environments.")
+    weight: Weight = Field(
+        default=1.0,
+        description="Sampling weight relative to the other environments: a number, or a mapping from steps to weights, "
+        "linear between them.",
+    )
 
     @property
     def label(self) -> str:
         """The name in metrics and files: `name`, else the id with characters replaced that file names cannot have."""
         return self.name or re.sub(r"[^A-Za-z0-9._-]+", "-", self.id).strip("-.")[:64]
+
+    def weight_at(self, step: int) -> float:
+        """The weight of a step; steps count from 1. Before the first step of a schedule it has its first weight."""
+        if isinstance(self.weight, float | int):
+            return self.weight
+        points = sorted(self.weight.items())
+        for (before, low), (after, high) in pairwise(points):
+            if before <= step <= after:
+                return low + (high - low) * (step - before) / (after - before)
+        return points[0][1] if step < points[0][0] else points[-1][1]
 
 
 EnvList = Annotated[

@@ -96,6 +96,7 @@ class Loop:
         with parts.phases("train"):
             result = await parts.learner.learn(collected.kept, tally)
         tally_groups(tally, collected.all, collected.kept, progress.step)
+        tally.values(parts.stream.shares(collected.all))
         if (passed_over := parts.stream.passed_over) is not None:
             tally.value("batch/passed_over", passed_over)
         if parts.collector.admission.synchronous:

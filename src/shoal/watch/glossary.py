@@ -301,6 +301,11 @@ FAMILIES = _catalogue(
     Metric("reward/part/<name>", "Mean of one named part of the reward, before weighting.", "reward"),
     Metric("reward/env/<env>", "Mean reward of one environment, if there are several.", "reward", "rises"),
     Metric(
+        "batch/env/<env>",
+        "Share of the prompts of the step that come from one environment, if there are several.",
+        "fraction",
+    ),
+    Metric(
         "group/env/<env>",
         "Share of groups of one environment whose rewards differ, if there are several environments.",
         "fraction",

@@ -1,10 +1,12 @@
 """Rules across keys: what is an error, what is only a notice, and what the seed's own files give."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from shoal.config.load import load_run
+from shoal.config.orch import OrchConfig
 from shoal.config.problems import dotted
 from shoal.config.rules import check_run
 from shoal.config.schema import RunConfig
@@ -103,6 +105,8 @@ def test_corrections_and_kl_where_they_exist(loss: str):
         (["infer.engine=vllm", "orch.sampling.top_p=0.9"], "orch.sampling"),
         (["orch.weight_sync_interval=0", "orch.max_off_policy_steps=2"], "orch.max_off_policy_steps"),
         (["orch.env=[arithmetic, arithmetic]"], "orch.env.1"),
+        (["orch.env=[{id: arithmetic, weight: {0: 1, 10: 0}}]"], "orch.env"),
+        (["orch.env=[{id: arithmetic, weight: {5: 0, 10: 1}}, {id: countdown, weight: {2: 2, 4: 0}}]"], "orch.env"),
         (["orch.eval.sampling.max_tokens=4096"], "orch.eval.sampling.max_tokens"),
         (["orch.reward.scale=0"], "orch.reward.scale"),
         (["orch.client.base_url=nowhere", "infer.engine=vllm"], "orch.client.base_url"),
@@ -186,3 +190,20 @@ def test_an_adapter_to_start_from_keeps_its_own_shape(tmp_path: Path):
     start = ("train.lora=true", f"train.adapter_path={tmp_path}")
     assert errors(*start) == errors(*start, "train.lora_rank=8", "train.lora_alpha=64") == []
     assert errors(*start, "train.lora_rank=4", "train.lora_dropout=0.1") == ["train.lora_rank", "train.lora_dropout"]
+
+
+def test_weights_of_environments_by_step():
+    """Linear between the points, constant outside; a weight of 0 is allowed while another environment has one."""
+    overrides = ["orch.env=[{id: arithmetic, weight: {10: 1, 20: 0, 30: 4}}, {id: countdown, weight: {10: 0, 20: 1}}]"]
+    assert errors(*overrides) == []
+    first, second = run(*overrides).orch.env
+    assert [first.weight_at(step) for step in (1, 10, 15, 20, 25, 30, 99)] == [1, 1, 0.5, 0, 2, 4, 4]
+    assert [second.weight_at(step) for step in (1, 10, 12, 20, 99)] == [0, 0, 0.2, 1, 1]
+    sent = json.loads(json.dumps(run(*overrides).orch.model_dump(mode="json", exclude_unset=True)))
+    assert OrchConfig.model_validate(sent).env == [first, second], "another process gets the same schedule"
+
+
+@pytest.mark.parametrize("weight", ["0", "{}", "{-1: 2}", "{a: 1}", "{1: -1}", "{1.5: 1}", "[1]"])
+def test_a_weight_that_is_no_schedule_is_refused(weight: str):
+    with pytest.raises(ConfigError, match="weight"):
+        run(f"orch.env=[{{id: arithmetic, weight: {weight}}}]")

@@ -21,6 +21,7 @@ BUILT_NAMES = {
     'f"time/{phase}"': ("time/rollout", "time/reward", "time/train", "time/sync", "time/eval", "time/save"),
     'f"reward/part/{name}"': ("reward/part/<name>",),
     'f"reward/env/{name}"': ("reward/env/<env>",),
+    'f"batch/env/{name}"': ("batch/env/<env>",),
     'f"group/env/{name}"': ("group/env/<env>",),
     'f"completion/env/{name}"': ("completion/env/<env>",),
     'f"eval/{name}/{key}"': tuple(name for name in FAMILIES if name.startswith("eval/")),

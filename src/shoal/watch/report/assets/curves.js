@@ -10,6 +10,7 @@ shoal.CHARTS = [
   { title: "Groups", names: ["group/mixed_frac", "group/all_good_frac", "group/all_bad_frac"], note: "only mixed groups give a training signal", healthy: "group/mixed_frac", percent: true, zero: true },
   { title: "Reward parts", names: ["reward/part/*"] },
   { title: "Reward by environment", names: ["reward/env/*"] },
+  { title: "Share of prompts by environment", names: ["batch/env/*"], zero: true },
   { title: "Loss", names: ["sft/loss"], zero: true },
   { title: "KL to the reference", names: ["policy/kl_ref"], zero: true, note: "policy against reference, in nats" },
   { title: "Entropy", names: ["policy/entropy"], zero: true, note: "falls slowly, not to 0" },
