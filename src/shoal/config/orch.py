@@ -269,6 +269,16 @@ class GroupsConfig(Section):
     )
 
 
+class ReplayConfig(Section):
+    fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.25, description="Replayed groups per step, relative to the groups sampled: 0.25 = one for each four."
+    )
+    max_age: PositiveInt = Field(
+        default=4, description="Largest age of a replayed group: weight versions since it was sampled."
+    )
+    times: PositiveInt = Field(default=1, description="How often a group is replayed at most.")
+
+
 class BufferConfig(Section):
     easy_threshold: float | None = Field(default=None, description="Prompts with a mean reward above this are easy.")
     hard_threshold: float | None = Field(default=None, description="Prompts with a mean reward below this are hard.")
@@ -281,6 +291,10 @@ class BufferConfig(Section):
     zero_variance_fraction: Fraction | None = Field(
         default=None,
         description="Relative sampling probability of a prompt, for each of up to four zero-variance groups in a row.",
+    )
+    replay: ReplayConfig | None = Field(
+        default=None,
+        description="Train useful groups of earlier steps again, besides those of the step. Default: none.",
     )
 
 
@@ -372,7 +386,9 @@ class OrchConfig(Section):
     groups: GroupsConfig = Field(
         default_factory=GroupsConfig, description="Handling of groups without a training signal."
     )
-    buffer: BufferConfig = Field(default_factory=BufferConfig, description="Sample easy and hard prompts less often.")
+    buffer: BufferConfig = Field(
+        default_factory=BufferConfig, description="Sample easy and hard prompts less often; replay useful groups."
+    )
     eval: EvalConfig | None = Field(default=None, description="Evaluation on held-out prompts. Default: none.")
     client: ClientConfig = Field(
         default_factory=ClientConfig,
@@ -389,6 +405,12 @@ class OrchConfig(Section):
         if isinstance(data, dict) and data.get("dataset") and "env" not in data:
             return {**data, "env": [{"id": "dataset"}]}
         return data
+
+    @property
+    def replayed_groups(self) -> int:
+        """Groups that a step replays at most."""
+        groups = self.batch_size / self.rollouts_per_example
+        return round(self.buffer.replay.fraction * groups) if self.buffer.replay is not None else 0
 
     @property
     def env_lists(self) -> list[tuple[str, list[EnvConfig]]]:

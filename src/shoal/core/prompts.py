@@ -122,7 +122,7 @@ class PromptStream:
         if any(callable(weight) for weight in self._weights.values()):
             due, total = self.cursor.due, sum(weights.values())
             due |= {name: due.get(name, 0.0) + weight / total for name, weight in weights.items()}
-            weights = {name: due[name] for name, weight in weights.items() if weight > 0}
+            weights = {name: due[name] for name, weight in weights.items() if weight > 0 and due[name] > 0}
         return min(weights, key=lambda name: (self.cursor.drawn[name] + 1) / weights[name])
 
     def _draw(self, name: str) -> Prompt:

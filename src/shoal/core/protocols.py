@@ -177,6 +177,19 @@ class WeightChannel(Protocol):
         """Make `version` available. Returns the manifest for RolloutEngine.load."""
 
 
+class Replay(Protocol):
+    """Groups of earlier steps that are trained again. Its state is part of every checkpoint."""
+
+    metrics: Mapping[str, float]  # of the last draw
+
+    def draw(self, kept: Sequence[RolloutGroup], version: int) -> list[RolloutGroup]:
+        """The groups to train besides `kept`, which it may store. Called before learning, which changes rewards."""
+
+    def state(self) -> Any: ...
+
+    def load_state(self, state: Any) -> None: ...
+
+
 class Episode(Protocol):
     """One attempt at one task; used once."""
 

@@ -14,15 +14,7 @@ from typing import Any
 
 from shoal.core.advantages import RewardShape
 from shoal.core.errors import ConfigError, DataError, EngineError, StoppedByPolicy, StorageError
-from shoal.core.protocols import (
-    Endpoint,
-    EndpointEnvironment,
-    EndpointSession,
-    Environment,
-    Judge,
-    RolloutEngine,
-    Tokens,
-)
+from shoal.core.protocols import Endpoint, EndpointEnvironment, Environment, Judge, RolloutEngine, Tokens
 from shoal.core.types import (
     Completion,
     EpisodeResult,
@@ -171,11 +163,8 @@ class GroupRunner:
         try:
             async with AsyncExitStack() as stack:
                 sessions = [await stack.enter_async_context(self._session(rollout, sampling)) for rollout in rollouts]
-                task, play_group = (
-                    environment.tasks(prompt.split)[prompt.index],
-                    getattr(environment, "play_group", None),
-                )
-                if play_group is not None:
+                task = environment.tasks(prompt.split)[prompt.index]
+                if (play_group := getattr(environment, "play_group", None)) is not None:
                     results = await play_group(task, [(session.base_url, session.model) for session in sessions])
                 else:
                     results = [await environment.play(task, sessions[0].base_url, sessions[0].model)]
@@ -184,8 +173,8 @@ class GroupRunner:
         return [_episode_score(rollout, result) for rollout, result in zip(rollouts, results, strict=True)]
 
     @asynccontextmanager
-    async def _session(self, rollout: Rollout, sampling: SamplingParams) -> AsyncIterator[EndpointSession]:
-        """A session of the endpoint, which records the turns of the rollout in exact token ids."""
+    async def _session(self, rollout: Rollout, sampling: SamplingParams) -> AsyncIterator[Any]:
+        """An EndpointSession, which records the turns of the rollout in exact token ids."""
         endpoint, settings = self._endpoint, self._settings
         assert endpoint is not None, "an EndpointEnvironment needs an endpoint"
 

@@ -38,7 +38,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A task that was dispatched. (env, index, epoch, attempt) identifies a group; attempt is 0."""
+    """A task that was dispatched. (env, index, epoch, attempt) identifies a group; attempt counts its replays."""
 
     env: str  # name of the environment
     index: int  # position in the split

@@ -218,6 +218,12 @@ CATALOGUE = _catalogue(
         "Prompts that orch.buffer skipped since the start of the run, because of the rewards of their earlier groups.",
         "prompts",
     ),
+    Metric(
+        "replay/frac",
+        "Share of the trained rollouts that were sampled for earlier steps (orch.buffer.replay).",
+        "fraction",
+    ),
+    Metric("replay/age", "Mean age of the replayed rollouts, in weight versions.", "versions"),
     Metric("tokens/prompt", "Prompt tokens of the step.", "tokens"),
     Metric("tokens/completion", "Completion tokens of the step.", "tokens"),
     Metric(

@@ -100,6 +100,16 @@ def test_corrections_and_kl_where_they_exist(loss: str):
         (["orch.groups.uniform=keep", "orch.advantage.mean=none", "train.loss.type=grpo"], "orch.groups.uniform"),
         (["orch.buffer={easy_threshold: 0.2, easy_fraction: 0.1, hard_threshold: 0.8, hard_fraction: 0.1}"],
          "orch.buffer.easy_threshold"),
+        (["orch.buffer.replay={}", "orch.rollouts_per_example=1", "orch.advantage={mean: batch, std: batch}"],
+         "orch.buffer.replay"),
+        (["orch.buffer.replay={fraction: 0.01}"], "orch.buffer.replay.fraction"),
+        (["orch.buffer.replay={}", "orch.weight_sync_interval=0"], "orch.buffer.replay"),
+        (["orch.buffer.replay={}", "train.loss.type=grpo", "train.recompute_old=true"], "orch.buffer.replay"),
+        (["orch.buffer.replay={}", "train.loss.type=dro"], "orch.buffer.replay"),
+        (["orch.buffer.replay={}", "train.loss.type=gspo"], "orch.buffer.replay"),
+        (["orch.buffer.replay={}", "train.loss={type: reinforce, ratio: none}"], "orch.buffer.replay"),
+        (["orch.buffer.replay={}", "train.loss.type=grpo", "train.ppo_epochs=2", "train.recipe=bf16"],
+         "orch.buffer.replay"),
         (["orch.sampling={min_tokens: 40, max_tokens: 20}"], "orch.sampling.min_tokens"),
         (["orch.sampling.top_k=500"], "orch.sampling.top_k"),
         (["infer.engine=vllm", "orch.sampling.top_p=0.9"], "orch.sampling"),
@@ -207,3 +217,25 @@ def test_weights_of_environments_by_step():
 def test_a_weight_that_is_no_schedule_is_refused(weight: str):
     with pytest.raises(ConfigError, match="weight"):
         run(f"orch.env=[{{id: arithmetic, weight: {weight}}}]")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.loss.type=grpo"],
+        ["train.loss.type=grpo", "train.ppo_epochs=2", "train.recipe=fp32"],
+        ["train.loss={type: gspo, correction: {type: tis}}"],
+        ["train.loss.type=decoupled"],
+        ["train.loss.type=masked"],
+        ["train.loss.type=reinforce"],
+        ["train.loss={type: dro, correction: {type: icepop}}"],
+    ],
+)
+def test_losses_that_weigh_replayed_tokens(overrides: list[str]):
+    assert errors("orch.buffer.replay={fraction: 0.5, max_age: 2}", *overrides) == []
+
+
+def test_replayed_groups_per_step():
+    sizes = ["orch.batch_size=40", "orch.rollouts_per_example=4"]
+    found = [run(*sizes, f"orch.buffer.replay.fraction={part}").orch.replayed_groups for part in (0.1, 0.26, 1.0)]
+    assert found == [1, 3, 10] and run(*sizes).orch.replayed_groups == 0

@@ -23,6 +23,7 @@ shoal.CHARTS = [
   { title: "Gradient norm", names: ["optim/grad_norm"], zero: true },
   { title: "Learning rate", names: ["optim/lr"], zero: true, exact: true },
   { title: "Staleness", names: ["staleness/mean", "staleness/max"], zero: true, onlyAbove: 0, note: "versions between sampling and training" },
+  { title: "Replayed", names: ["replay/frac"], percent: true, zero: true, onlyAbove: 0, note: "share of the trained rollouts" },
   { title: "Time split", stack: ["time/rollout", "time/reward", "time/train", "time/sync", "time/eval", "time/save", "time/idle"], instead: "time/step", note: "per step; legend: whole run" },
   { title: "Throughput", names: ["throughput/rollout_tok_s", "throughput/train_tok_s"], zero: true, note: "tokens per second" },
   { title: "Reward failures", names: ["reward/error_frac", "reward/timeout_frac"], percent: true, zero: true, onlyAbove: 0 },
