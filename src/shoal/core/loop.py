@@ -93,9 +93,9 @@ class Loop:
         failed_first = step == 1 and not await any_rank(parts.ranks, tried)
         parts.observer.doing(f"training of step {step}")
         self._boundary = {}  # the weights change now: nothing can be saved until the step is recorded
-        replayed = parts.replay.draw(collected.kept, progress.step) if parts.replay is not None else []
+        groups = parts.replay.mix(collected.kept, progress.step) if parts.replay is not None else collected.kept
         with parts.phases("train"):
-            result = await parts.learner.learn([*collected.kept, *replayed], tally)
+            result = await parts.learner.learn(groups, tally)
         tally_groups(tally, collected.all, collected.kept, progress.step)
         tally.values(parts.stream.shares(collected.all))
         if parts.replay is not None:
@@ -115,7 +115,8 @@ class Loop:
         # Read before `begin`, which draws the prompts of the next step.
         drawn = {"cursor": dict(parts.stream.cursor.positions), "set_aside": parts.stream.cursor.set_aside}
         drawn |= {"passed_over": passed_over} if passed_over is not None else {}
-        drawn |= {"replayed": [group.prompt.group_id for group in replayed]} if replayed else {}
+        replayed = [group.prompt.group_id for group in groups if group.prompt.attempt > 0]
+        drawn |= {"replayed": replayed} if replayed else {}
         if not (failed_first or self._is_ending() or self._is_save_due(step)):
             parts.collector.begin(step)  # the engine samples while this step is written to disk
         await self._record(metrics, collected, result, drawn)

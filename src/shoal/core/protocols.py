@@ -180,10 +180,10 @@ class WeightChannel(Protocol):
 class Replay(Protocol):
     """Groups of earlier steps that are trained again. Its state is part of every checkpoint."""
 
-    metrics: Mapping[str, float]  # of the last draw
+    metrics: Mapping[str, float]  # of the last step
 
-    def draw(self, kept: Sequence[RolloutGroup], version: int) -> list[RolloutGroup]:
-        """The groups to train besides `kept`, which it may store. Called before learning, which changes rewards."""
+    def mix(self, kept: Sequence[RolloutGroup], version: int) -> Sequence[RolloutGroup]:
+        """All groups to train: `kept`, which are stored as they are now, before learning, and earlier ones."""
 
     def state(self) -> Any: ...
 

@@ -39,15 +39,21 @@ class GroupReplay:
         self._stored: list[RolloutGroup] = []
         self.metrics: Mapping[str, float] = {}
 
-    def draw(self, kept: Sequence[RolloutGroup], version: int) -> list[RolloutGroup]:
-        """The groups to replay in a step that trains `kept` with the weights of `version`; none if it trains nothing.
+    def mix(self, kept: Sequence[RolloutGroup], version: int) -> list[RolloutGroup]:
+        """All groups to train in a step with the weights of `version`: `kept`, and among them the replayed ones.
 
-        Stores copies of `kept` for later steps. Called before learning, which changes rewards.
+        Stores copies of `kept` for later steps. A step that has nothing to train replays nothing.
         """
+        replayed = self._draw(version) if kept else []
+        self._stored += [_copy(group, group.prompt) for group in kept if self._is_useful(group)]
+        self.metrics = _metrics(kept, replayed, version)
+        return _spread(kept, replayed)
+
+    def _draw(self, version: int) -> list[RolloutGroup]:
         settings = self._settings
         stored = [group for group in self._stored if version - _oldest(group) <= settings.max_age]
         order = sorted(stored, key=lambda group: self._rank(group, version))
-        chosen = {id(group) for group in order[: settings.groups]} if kept else set()
+        chosen = {id(group) for group in order[: settings.groups]}
         self._stored, replayed = [], []
         for group in stored:
             if id(group) in chosen:
@@ -55,8 +61,6 @@ class GroupReplay:
                 replayed.append(_copy(group, group.prompt))
             if group.prompt.attempt < settings.times:
                 self._stored.append(group)
-        self._stored += [_copy(group, group.prompt) for group in kept if self._is_useful(group)]
-        self.metrics = _metrics(kept, replayed, version)
         return replayed
 
     def _is_useful(self, group: RolloutGroup) -> bool:
@@ -82,6 +86,12 @@ def _copy(group: RolloutGroup, prompt: Prompt) -> RolloutGroup:
     """The scored rollouts as they were before learning. Turns are shared: nothing changes them."""
     rollouts = [replace(r, prompt=prompt, advantage=None, token_advantages=None) for r in group.scored]
     return replace(group, prompt=prompt, rollouts=rollouts)
+
+
+def _spread(kept: Sequence[RolloutGroup], replayed: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """Both in their order, evenly mixed, so that each minibatch has its share of both."""
+    places = [((at + 0.5) / len(groups), group) for groups in (kept, replayed) for at, group in enumerate(groups)]
+    return [group for _, group in sorted(places, key=lambda place: place[0])]
 
 
 def _metrics(kept: Sequence[RolloutGroup], replayed: Sequence[RolloutGroup], version: int) -> dict[str, float]:

@@ -34,33 +34,48 @@ def names(groups: list[RolloutGroup]) -> list[str]:
     return [group.prompt.group_id for group in groups]
 
 
+def draw(made: GroupReplay, kept: list[RolloutGroup], version: int) -> list[RolloutGroup]:
+    """The replayed groups of a step."""
+    mixed = made.mix(kept, version)
+    assert [found for found in mixed if found.prompt.attempt == 0] == kept, "in their order"
+    return [found for found in mixed if found.prompt.attempt > 0]
+
+
 def test_by_hand():
     """One group per step, each replayed once while it is at most two versions old."""
     made = replay()
-    assert made.draw([group(0)], 0) == [] and made.metrics == {"replay/frac": 0.0}
-    (again,) = made.draw([group(1, 1)], 1)
+    assert draw(made, [group(0)], 0) == [] and made.metrics == {"replay/frac": 0.0}
+    (again,) = draw(made, [group(1, 1)], 1)
     assert again.prompt.group_id == "env/0/0/1" and again.version == 0
     assert [rollout.rollout_id for rollout in again.rollouts] == ["env/0/0/1/0", "env/0/0/1/1"]
     assert [rollout.reward for rollout in again.rollouts] == [0.0, 1.0]
+    assert [rollout.turns for rollout in again.rollouts] == [rollout.turns for rollout in group(0).rollouts]
     assert made.metrics == {"replay/frac": 0.5, "replay/age": 1.0}
-    assert names(made.draw([group(2, 2)], 2)) == ["env/1/0/1"]
-    assert made.draw([group(5, 5)], 5) == [], "the group of version 2 is too old"
-    assert made.draw([], 6) == [], "a step that trains nothing replays nothing"
-    assert names(made.draw([group(7, 7)], 7)) == ["env/5/0/1"], "and costs no stored group"
+    assert names(draw(made, [group(2, 2)], 2)) == ["env/1/0/1"]
+    assert draw(made, [group(5, 5)], 5) == [], "the group of version 2 is too old"
+    assert draw(made, [], 6) == [], "a step that trains nothing replays nothing"
+    assert names(draw(made, [group(7, 7)], 7)) == ["env/5/0/1"], "and costs no stored group"
+
+
+def test_replayed_groups_are_spread_over_the_minibatches():
+    made = replay(groups=2)
+    made.mix([group(0), group(1)], 0)
+    mixed = made.mix([group(index, 1) for index in range(2, 6)], 1)
+    assert ["r" if found.prompt.attempt else "k" for found in mixed] == list("krkkrk")
 
 
 def test_only_useful_groups_are_stored():
     """Two different rewards are needed; rollouts without one are left out. Parts count if advantages use them."""
     groups = [group(0, 0, (1.0, 1.0)), group(1, 0, (1.0, None)), group(2, 0, (None, 0.0, 1.0)), group(3, 0, (None,))]
     made = replay(groups=9)
-    made.draw(groups, 0)
-    (found,) = made.draw([group(9, 1)], 1)
+    draw(made, groups, 0)
+    (found,) = draw(made, [group(9, 1)], 1)
     assert found.prompt.index == 2 and [rollout.index for rollout in found.rollouts] == [1, 2]
     alike = group(4, 0, (1.0, 1.0))
     alike.rollouts[0].parts = {"style": 1.0}
     detailed = GroupReplay(ReplaySettings(9, 2), every_reward)
-    detailed.draw([alike], 0)
-    assert names(detailed.draw([group(9, 1)], 1)) == ["env/4/0/1"]
+    draw(detailed, [alike], 0)
+    assert names(draw(detailed, [group(9, 1)], 1)) == ["env/4/0/1"]
 
 
 def test_learning_changes_no_stored_group():
@@ -68,9 +83,9 @@ def test_learning_changes_no_stored_group():
     made, fresh = replay(groups=1, max_age=9, times=3), group(0)
     expected = [-np.sqrt(0.5), np.sqrt(0.5)]  # of the rewards 0 and 1, with the unbiased standard deviation √½
     for version in range(3):
-        groups = [fresh] if version == 0 else made.draw([group(version, version, (1.0, 1.0))], version)
+        groups = [fresh] if version == 0 else draw(made, [group(version, version, (1.0, 1.0))], version)
         if version == 0:
-            made.draw(groups, 0)
+            draw(made, groups, 0)
         assert [rollout.reward for rollout in groups[0].rollouts] == [0.0, 1.0]
         AdvantageNormalizer().assign(groups)
         found = [rollout.advantage for rollout in groups[0].rollouts]
@@ -94,7 +109,7 @@ def test_any_run(counts: list[int], limits: tuple[int, int, int], stop: int):
     for version, count in enumerate(counts):
         kept = [group(index + number, version) for number in range(count)]
         index += count
-        found = made.draw(kept, version)
+        found = draw(made, kept, version)
         if version == stop:
             state = json.loads(msgspec.json.encode(made.state()))
             made = replay(*limits)
@@ -106,7 +121,7 @@ def test_any_run(counts: list[int], limits: tuple[int, int, int], stop: int):
         undisturbed = replay(*limits)
         start = 0
         for earlier, size in enumerate(counts[: version + 1]):
-            expected = undisturbed.draw([group(start + number, earlier) for number in range(size)], earlier)
+            expected = draw(undisturbed, [group(start + number, earlier) for number in range(size)], earlier)
             start += size
         assert found == expected
     assert max(seen.values(), default=0) <= 1 and max(times.values(), default=0) <= limits[2]
@@ -117,16 +132,16 @@ def test_every_group_has_the_same_chance():
     drawn = Counter[int]()
     for seed in range(2000):
         made = replay(seed=seed)
-        made.draw([group(index) for index in range(4)], 0)
-        drawn.update(again.prompt.index for again in made.draw([group(9, 1)], 1))
+        draw(made, [group(index) for index in range(4)], 0)
+        drawn.update(again.prompt.index for again in draw(made, [group(9, 1)], 1))
     assert sorted(drawn) == [0, 1, 2, 3] and all(400 < count < 600 for count in drawn.values())  # 500 ± 19
 
 
 def test_the_age_is_that_of_the_oldest_token():
     made, mixed = replay(max_age=2), group(0, 3)
     mixed.rollouts[1].turns[0].completion.spans.insert(0, Span(0, 1, 1))
-    made.draw([mixed], 3)
-    assert made.draw([group(1, 4, (1.0, 1.0))], 4) == []
+    draw(made, [mixed], 3)
+    assert draw(made, [group(1, 4, (1.0, 1.0))], 4) == []
     assert made.metrics == {"replay/frac": 0.0}
 
 
@@ -134,4 +149,4 @@ def test_the_age_is_that_of_the_oldest_token():
 def test_a_state_of_an_earlier_run(state: list[object]):
     made = replay()
     made.load_state(state)
-    assert len(made.draw([group(1, 1)], 1)) == len(state)
+    assert len(draw(made, [group(1, 1)], 1)) == len(state)
