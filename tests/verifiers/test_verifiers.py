@@ -179,13 +179,12 @@ def test_v0_scores_a_group_together(made: list[Any], kind: str):
     assert len({request.sampling.seed for request in engine.requests}) == len(engine.requests)
 
 
-@pytest.mark.parametrize(("reward", "says"), [("rank_fails", "no ranking"), ("rank_short", "IndexError")])
-def test_v0_an_error_of_the_group_is_that_of_all(made: list[Any], reward: str, says: str):
-    environment = verifiers("v0", "examples-v0", args={"kind": "single", "reward": reward})
+def test_v0_an_error_of_the_group_is_that_of_all(made: list[Any]):
+    environment = verifiers("v0", "examples-v0", args={"kind": "single", "reward": "rank_fails"})
     made.append(environment)
     rollouts, _ = play(environment, lambda _: ("4", "stop"), size=2)
     assert [(rollout.status, rollout.reward) for rollout in rollouts] == [("error", None)] * 2
-    assert all(says in str(rollout.error) for rollout in rollouts)
+    assert all("no ranking" in str(rollout.error) for rollout in rollouts)
 
 
 def test_v0_a_rollout_that_fails_is_not_compared(made: list[Any]):
@@ -198,13 +197,6 @@ def test_v0_a_rollout_that_fails_is_not_compared(made: list[Any]):
     assert sorted(rollout.parts["rank"] for rollout in rollouts if rollout.scored) == [0.0, 1.0]
     (failed,) = [rollout for rollout in rollouts if not rollout.scored]
     assert "broken" in str(failed.error), failed.error
-
-
-def test_a_group_that_takes_too_long(made: list[Any]):
-    environment = verifiers("v0", "examples-v0", args={"kind": "single", "reward": "rank"}, timeout_s=0.01)
-    made.append(environment)
-    rollouts, _ = play(environment, lambda _: ("4", "stop"), size=2)
-    assert [rollout.status for rollout in rollouts] == ["timeout"] * 2 and "group of 2" in str(rollouts[0].error)
 
 
 def test_a_run_trains_on_one(tmp_path: Path):

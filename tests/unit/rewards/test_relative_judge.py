@@ -16,8 +16,10 @@ from shoal.core.types import Message, Score
 from shoal.envs import ask
 from shoal.envs.datasets import DatasetSpec
 from shoal.envs.registry import load_environment
+from shoal.rewards.compose import NamedRewards
 from shoal.rewards.functions import RewardFunctions, input_of
 from shoal.rewards.http_judge import JudgeError, RelativeJudge
+from shoal.rewards.outcome import RewardValueError
 from shoal.rewards.pool import RewardPool
 from support.judge_server import Judge, Reply, chat
 
@@ -242,3 +244,19 @@ def test_functions_over_conversations():
     both = RewardFunctions([rank, lambda completion: float(len(completion))], [1.0, 2.0])
     group = [input_of(TASK, conversation("a")), input_of(TASK, conversation("a", "bb"))]
     assert both.score_group(group) == [{"rank": 3.0, "lambda": 1.0}, {"rank": 5.0, "lambda": 2.0}]
+
+
+def test_a_part_that_compares_the_rollouts(judge: Judge):
+    """Named parts of which one is a judge over the group: the environment sets `reward_group`."""
+
+    def short(completion: str) -> float | None:
+        return None if completion == "cc" else float(len(completion) < 3)
+
+    rewards = NamedRewards(short=short, judged=(RelativeJudge(judge.url, "m"), 0.5))
+    assert rewards.group(TASK, GROUP) == [
+        {"short": 1.0, "judged": pytest.approx(0.1)}, {"short": 0.0, "judged": pytest.approx(0.3)}, None,
+        {"short": 0.0, "judged": pytest.approx(0.4)},
+    ]  # fmt: skip
+    assert rewards.weights["judged"] == 0.5 and len(judge.requests) == 1
+    with pytest.raises(RewardValueError, match="'judged' compares the rollouts"):
+        rewards(TASK, GROUP[0])

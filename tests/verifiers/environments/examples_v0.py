@@ -25,10 +25,6 @@ def rank_fails(completions, **_):
     raise ValueError("no ranking")
 
 
-def rank_short(completions, **_):
-    return [1.0]
-
-
 class Fails(SimpleMultiTurnEnv):
     async def env_response(self, messages, state, **kwargs):
         if "break" in str(messages[-1]["content"]):
@@ -39,7 +35,7 @@ class Fails(SimpleMultiTurnEnv):
 def load_environment(kind="single", reward="says", **settings):
     rows = {"question": ["What is 2 + 2?", "Name the capital of France."], "answer": ["4", "Paris"]}
     kinds = {"single": SingleTurnEnv, "multi": SimpleMultiTurnEnv, "tools": BasicToolEnv, "multi_fails": Fails}
-    over_groups = {"rank": rank, "rank_fails": rank_fails, "rank_short": rank_short}
+    over_groups = {"rank": rank, "rank_fails": rank_fails}
     if reward in over_groups:
         rubric = Rubric(funcs=[over_groups[reward], says], weights=[1.0, 1.0])
     else:
