@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -25,9 +26,10 @@ class Judge:
                 judge.requests.append((dict(self.headers), body))
                 status, content = judge.reply(len(judge.requests))
                 data = content if isinstance(content, bytes) else json.dumps(content).encode()
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(data)
+                with contextlib.suppress(ConnectionError):  # the client has given up
+                    self.send_response(status)
+                    self.end_headers()
+                    self.wfile.write(data)
 
             def log_message(self, *_: Any) -> None: ...
 
