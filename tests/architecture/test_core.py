@@ -41,7 +41,7 @@ def test_the_core_imports_only_itself():
 def test_the_core_can_be_read_in_an_evening():
     files = [path for path in CORE if path.name != "__init__.py"]
     assert len(files) <= 25
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 4_550
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 4_650
 
 
 def test_the_check_sees_imports_of_other_packages(tmp_path: Path):

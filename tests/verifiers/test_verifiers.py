@@ -156,6 +156,49 @@ def test_v0_tools(made: list[Any]):
     one_sample(rollout)
 
 
+@pytest.mark.parametrize("kind", ["single", "multi"])
+def test_v0_scores_a_group_together(made: list[Any], kind: str):
+    """The reward is the rank of the length within the group, plus 1 for an answer that says 4."""
+    environment = verifiers("v0", "examples-v0", args={"kind": kind, "reward": "rank"})
+    made.append(environment)
+    answers = ["It is 4. DONE", "4 DONE", "I think that it is five. DONE"]
+    texts = iter(answers)
+
+    def answer(request: Request) -> Any:
+        return (next(texts) if kind == "single" or "more" in said(request) else "more"), "stop"
+
+    rollouts, engine = play(environment, answer, size=3)
+    assert [rollout.status for rollout in rollouts] == ["ok"] * 3, [rollout.error for rollout in rollouts]
+    found = {rollout.messages[-1]["content"]: rollout for rollout in rollouts}
+    assert [found[text].reward for text in answers] == [2.0, 1.0, 2.0]
+    assert [(found[text].parts["rank"], found[text].parts["says"]) for text in answers] == [(1, 1), (0, 1), (2, 0)]
+    assert {len(rollout.turns) for rollout in rollouts} == {1 if kind == "single" else 2}
+    for rollout in rollouts:
+        assert rollout.messages[-1]["content"] == rollout.turns[-1].completion.text, "each has its own session"
+        one_sample(rollout)
+    assert len({request.sampling.seed for request in engine.requests}) == len(engine.requests)
+
+
+def test_v0_an_error_of_the_group_is_that_of_all(made: list[Any]):
+    environment = verifiers("v0", "examples-v0", args={"kind": "single", "reward": "rank_fails"})
+    made.append(environment)
+    rollouts, _ = play(environment, lambda _: ("4", "stop"), size=2)
+    assert [(rollout.status, rollout.reward) for rollout in rollouts] == [("error", None)] * 2
+    assert all("no ranking" in str(rollout.error) for rollout in rollouts)
+
+
+def test_v0_a_rollout_that_fails_is_not_compared(made: list[Any]):
+    """One of three conversations has an error: the other two are ranked among themselves."""
+    environment = verifiers("v0", "examples-v0", args={"kind": "multi_fails", "reward": "rank"})
+    made.append(environment)
+    texts = iter(["a DONE", "break", "longer DONE"])
+    rollouts, _ = play(environment, lambda _: (next(texts), "stop"), size=3)
+    assert sorted(rollout.status for rollout in rollouts) == ["error", "ok", "ok"]
+    assert sorted(rollout.parts["rank"] for rollout in rollouts if rollout.scored) == [0.0, 1.0]
+    (failed,) = [rollout for rollout in rollouts if not rollout.scored]
+    assert "broken" in str(failed.error), failed.error
+
+
 def test_a_run_trains_on_one(tmp_path: Path):
     """`shoal grpo` with a model of random weights; the environment rewards the share of letters."""
     model = tmp_path / "model"

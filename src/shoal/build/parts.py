@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -34,13 +34,14 @@ from shoal.core.loop import Loop
 from shoal.core.prompts import PromptStream
 from shoal.core.protocols import Ranks, RolloutEngine, WeightChannel
 from shoal.core.state import Parts
-from shoal.core.types import Prompt
+from shoal.core.types import Prompt, Rollout
 from shoal.envs.user_code import load_filter, load_function
 from shoal.rollout.group_exchange import GroupExchange
 from shoal.rollout.remote.client import WaitReporter
 from shoal.runs.events import EventLog
 from shoal.runs.run_dir import FollowerRunDir, RunDir
 from shoal.signals.advantages import every_reward, total_reward
+from shoal.signals.replay import GroupReplay, ReplaySettings
 from shoal.signals.rows import make_row_signals
 from shoal.signals.teacher import AskTeacher, make_teacher
 from shoal.watch.health import LiveHealth
@@ -95,6 +96,7 @@ async def build_colocated(run: Run, workspace: Workspace) -> AsyncIterator[Loop]
         on_device=sampler.on_device,
         token_text=chat.token_text,
         ranks=ranks,
+        replay=make_replay(config.orch),
         snapshot=files.snapshot if plan.host_copy and ranks.world == 1 else None,
         save_shards=partial(files.save_shards, ranks.cpu_group) if model.sharded is not None else None,
     )
@@ -165,11 +167,23 @@ def make_collector(orch: OrchConfig, run_group: RunGroup, stream: PromptStream, 
     )
     with about("orch.groups.filter"):
         keep = load_filter(orch.groups.filter) if orch.groups.filter is not None else None
-    several = ranks.world > 1
-    detailed = orch.advantage.per_part or orch.advantage.credit != "outcome"
-    uniform, compares = orch.groups.uniform or "refill", every_reward if detailed else total_reward
-    rules = GroupRules(uniform, orch.groups.max_refill, keep, orch.deadline_s, several, compares)
+    several, uniform = ranks.world > 1, orch.groups.uniform or "refill"
+    rules = GroupRules(uniform, orch.groups.max_refill, keep, orch.deadline_s, several, _compares(orch))
     return Collector(GroupExchange(run_group, ranks) if several else run_group, stream, admission, rules)
+
+
+def make_replay(orch: OrchConfig) -> GroupReplay | None:
+    replay, seed = orch.buffer.replay, orch.sampling.seed
+    if replay is None:
+        return None
+    assert seed is not None
+    return GroupReplay(ReplaySettings(orch.replayed_groups, replay.max_age, replay.times, seed), _compares(orch))
+
+
+def _compares(orch: OrchConfig) -> Callable[[Rollout], Hashable]:
+    """What differs between the rollouts of a useful group."""
+    detailed = orch.advantage.per_part or orch.advantage.credit != "outcome"
+    return every_reward if detailed else total_reward
 
 
 def make_observer(config: RunConfig, workspace: Workspace) -> RunObserver:

@@ -97,7 +97,7 @@ def make_stream(
             events.warn("set-aside", f"a prompt is longer than {max_tokens} tokens (seq_len - max_tokens) and skipped")
         return False
 
-    weights = {env.label: env.weight for env in orch.env}
+    weights = {env.label: env.weight_at if isinstance(env.weight, dict) else env.weight for env in orch.env}
     buffer = Buffer(
         orch.buffer.easy_threshold,
         orch.buffer.hard_threshold,

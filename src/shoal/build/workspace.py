@@ -183,6 +183,7 @@ def _make_environments(config: RunConfig, objects: PythonObjects) -> dict[str, E
             environment.max_reward = None  # type: ignore[attr-defined]  # of its own reward
             environment.reward = scorer.reward  # type: ignore[method-assign]
             environment.reward_group = scorer.reward_group  # type: ignore[attr-defined]
+            environment.keep_env = [*getattr(environment, "keep_env", ()), *scorer.keep_env]  # type: ignore[attr-defined]
     for label, environment in environments.items():
         if orch.reward.max is not None or orch.reward.parts:
             with contextlib.suppress(AttributeError):

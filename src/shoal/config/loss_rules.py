@@ -6,7 +6,7 @@ from shoal.config.fields import given
 from shoal.config.orch import OrchConfig
 from shoal.config.problems import Findings
 from shoal.config.train import TrainConfig
-from shoal.core.losses import BUILT_IN, Decoupled, Loss, Masked
+from shoal.core.losses import BUILT_IN, Decoupled, Loss, Masked, Reinforce
 
 SEQUENCE_RATIO_TOKENS = 64  # products of ratios collapse with length: above this, ratio_type sequence gives a notice
 
@@ -22,6 +22,43 @@ def check_loss(train: TrainConfig, findings: Findings, orch: OrchConfig | None =
         what = f"is not used by {train.loss.type}, which has no ratio to clamp"
         findings.error("train.loss.ratio_log_cap", what, "remove it")
     _advise_ratio_type(train.loss, findings, orch)
+
+
+def check_replay(train: TrainConfig, orch: OrchConfig, remote: bool, findings: Findings) -> None:
+    """`orch.buffer.replay` trains tokens of older policies, so the loss must weigh them by the ratio to the sampler.
+
+    `remote`: the sampler's log-probs differ from the policy's by more than rounding, so `auto` recomputes old_logprobs.
+    """
+    if orch.buffer.replay is None:
+        return
+    if orch.rollouts_per_example == 1:
+        what = "stores groups whose rewards differ, and orch.rollouts_per_example is 1"
+        findings.error("orch.buffer.replay", what, "remove it, or sample several rollouts per prompt")
+    elif orch.replayed_groups == 0:
+        groups = orch.batch_size // orch.rollouts_per_example
+        what = f"is less than half of one group, because a step has {groups} groups"
+        findings.error("orch.buffer.replay.fraction", what, f"set it to {1 / groups:.2g} or more")
+    if orch.weight_sync_interval == 0:
+        what = "needs the age of a group, and orch.weight_sync_interval is 0"
+        findings.error("orch.buffer.replay", what, "remove it, or set orch.weight_sync_interval to 1 or more")
+    if not _weighs_sampler(train, remote):
+        what = "has tokens of older policies, and the loss would train them as if the present policy had sampled them"
+        hint = "set train.loss.correction.type to tis" if train.loss.takes_correction else "use another loss"
+        findings.error("orch.buffer.replay", what, hint)
+
+
+def _weighs_sampler(train: TrainConfig, remote: bool) -> bool:
+    """Whether the loss has the ratio of the policy to the sampler: in a correction, in its own formula, or in the ratio
+    to old_logprobs, if these are those of the sampler."""
+    loss = train.loss
+    if isinstance(loss, Reinforce):
+        return loss.ratio == "on"
+    if not loss.takes_correction or loss.correction.type != "none":
+        return True
+    several = train.ppo_epochs * train.minibatches > 1 and train.recipe != "fp32"
+    forced = loss.needs_old or several or remote or (train.recipe == "fp8-hybrid" and not train.quantised)
+    recomputes = forced if train.recompute_old == "auto" else train.recompute_old
+    return loss.uses_ratio and not recomputes
 
 
 def _check_correction(train: TrainConfig, findings: Findings) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -59,18 +60,48 @@ class OrchModelConfig(Section):
     )
 
 
+def _steps_as_numbers(value: Any) -> Any:
+    """In JSON, the keys of a mapping are texts."""
+    if not isinstance(value, dict):
+        return value
+    return {int(key) if isinstance(key, str) and key.isdecimal() else key: item for key, item in value.items()}
+
+
+WeightSchedule = Annotated[
+    dict[NonNegativeInt, NonNegativeFloat], Field(min_length=1), BeforeValidator(_steps_as_numbers)
+]
+Weight = Annotated[
+    Annotated[PositiveFloat, Tag("number")] | Annotated[WeightSchedule, Tag("schedule")],
+    Discriminator(lambda value: "schedule" if isinstance(value, dict) else "number"),
+]
+
+
 class EnvConfig(Section):
     id: NonEmpty = Field(
         description="A built-in environment, reasoning-gym:TASK, verifiers:ID, or your own as module:function."
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
     name: Name | None = Field(default=None, description="Name in metrics and files. Default: the id.")
-    weight: PositiveFloat = Field(default=1.0, description="Sampling weight relative to the other environments.")
+    weight: Weight = Field(
+        default=1.0,
+        description="Sampling weight relative to the other environments: a number, or a mapping from steps to weights, "
+        "linear between them.",
+    )
 
     @property
     def label(self) -> str:
         """The name in metrics and files: `name`, else the id with characters replaced that file names cannot have."""
         return self.name or re.sub(r"[^A-Za-z0-9._-]+", "-", self.id).strip("-.")[:64]
+
+    def weight_at(self, step: int) -> float:
+        """The weight of a step; steps count from 1. Before the first step of a schedule it has its first weight."""
+        if isinstance(self.weight, float | int):
+            return self.weight
+        points = sorted(self.weight.items())
+        for (before, low), (after, high) in pairwise(points):
+            if before <= step <= after:
+                return low + (high - low) * (step - before) / (after - before)
+        return points[0][1] if step < points[0][0] else points[-1][1]
 
 
 EnvList = Annotated[
@@ -251,6 +282,16 @@ class GroupsConfig(Section):
     )
 
 
+class ReplayConfig(Section):
+    fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.25, description="Replayed groups per step, relative to the groups sampled: 0.25 = one for each four."
+    )
+    max_age: PositiveInt = Field(
+        default=4, description="Largest age of a replayed group: weight versions since it was sampled."
+    )
+    times: PositiveInt = Field(default=1, description="How often a group is replayed at most.")
+
+
 class BufferConfig(Section):
     easy_threshold: float | None = Field(default=None, description="Prompts with a mean reward above this are easy.")
     hard_threshold: float | None = Field(default=None, description="Prompts with a mean reward below this are hard.")
@@ -263,6 +304,10 @@ class BufferConfig(Section):
     zero_variance_fraction: Fraction | None = Field(
         default=None,
         description="Relative sampling probability of a prompt, for each of up to four zero-variance groups in a row.",
+    )
+    replay: ReplayConfig | None = Field(
+        default=None,
+        description="Train useful groups of earlier steps again, besides those of the step. Default: none.",
     )
 
 
@@ -366,7 +411,9 @@ class OrchConfig(Section):
     groups: GroupsConfig = Field(
         default_factory=GroupsConfig, description="Handling of groups without a training signal."
     )
-    buffer: BufferConfig = Field(default_factory=BufferConfig, description="Sample easy and hard prompts less often.")
+    buffer: BufferConfig = Field(
+        default_factory=BufferConfig, description="Sample easy and hard prompts less often; replay useful groups."
+    )
     eval: EvalConfig | None = Field(default=None, description="Evaluation on held-out prompts. Default: none.")
     client: ClientConfig = Field(
         default_factory=ClientConfig,
@@ -383,6 +430,12 @@ class OrchConfig(Section):
         if isinstance(data, dict) and data.get("dataset") and "env" not in data:
             return {**data, "env": [{"id": "dataset"}]}
         return data
+
+    @property
+    def replayed_groups(self) -> int:
+        """Groups that a step replays at most."""
+        groups = self.batch_size / self.rollouts_per_example
+        return round(self.buffer.replay.fraction * groups) if self.buffer.replay is not None else 0
 
     @property
     def env_lists(self) -> list[tuple[str, list[EnvConfig]]]:

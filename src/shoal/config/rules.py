@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from shoal.config.fields import given, marked
 from shoal.config.infer import InferConfig
-from shoal.config.loss_rules import check_adapter_off, check_loss
+from shoal.config.loss_rules import check_adapter_off, check_loss, check_replay
 from shoal.config.model_shapes import shape_of
 from shoal.config.orch import OrchConfig
 from shoal.config.problems import Findings, Origins, problems_from, redact, render, show
@@ -46,6 +46,7 @@ def check_run(config: RunConfig) -> Findings:
     """All checks of a co-located run that need no model."""
     findings = Findings()
     check_common(config, findings)
+    check_replay(config.train, config.orch, config.infer.engine != "embedded", findings)
     _check_colocated(config, findings)
     _advise_reward(config, findings)
     return findings
@@ -331,6 +332,7 @@ def check_split(config: RunConfig) -> Findings:
     findings = Findings()
     check_common(config, findings)
     train, infer = config.train, config.infer
+    check_replay(train, config.orch, infer.engine != "embedded" or train.quantised, findings)
     if given(infer, "weights"):
         findings.error("infer.weights", "is not used: a server always has its own copy", "remove it")
     _check_port(config, findings)

@@ -345,6 +345,11 @@ def _check_envs(orch: OrchConfig, findings: Findings) -> None:
                     f"{key}.{index}", f"is a second environment with the name {show(env.label)}", "set another `name`"
                 )
             seen.add(env.label)
+    points = {max(1, step) for env in orch.env if isinstance(env.weight, dict) for step in env.weight}
+    # Weights are linear between the points, so a sum of 0 at any step is 0 at a point too.
+    if empty := [step for step in sorted(points) if not any(env.weight_at(step) for env in orch.env)]:
+        what = f"the weights of all environments are 0 at step {empty[0]}"
+        findings.error("orch.env", what, "give at least one environment a weight above 0 there")
 
 
 def _check_staleness(orch: OrchConfig, findings: Findings) -> None:

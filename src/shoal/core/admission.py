@@ -46,10 +46,7 @@ class Admission:
 
     def allows(self, version: int, useful_share: float = 1.0, spare: int = 0) -> bool:
         """`useful_share`: expected share of running groups that are kept. `spare`: how many may exceed the places."""
-        horizon = self.window_start(version) + max(self.interval, 1) + self.async_level
-        if self.last_step is not None:
-            horizon = min(horizon, self.last_step)
-        places, running = horizon * self.batch - self.accepted, self.running + self.group
+        places, running = self._horizon(version) * self.batch - self.accepted, self.running + self.group
         if running <= places:
             return True
         if not self.synchronous or running > places + spare * self.group or places <= 0:
@@ -57,6 +54,15 @@ class Admission:
         missing = places / self.group  # one standard deviation more, so that the step rarely waits for one more round
         ahead = (missing + math.sqrt(missing * (1 - useful_share))) / useful_share
         return running <= math.ceil(ahead) * self.group
+
+    def _horizon(self, version: int) -> int:
+        """The last step that a group may be dispatched for."""
+        horizon = self.window_start(version) + max(self.interval, 1) + self.async_level
+        return horizon if self.last_step is None else min(horizon, self.last_step)
+
+    def step_of_next(self, version: int) -> int:
+        """The step that the next group is for."""
+        return min(max((self.accepted + self.running) // self.batch, version) + 1, self._horizon(version))
 
     def is_stale(self, version: int, oldest: int) -> bool:
         if self.interval == 0:

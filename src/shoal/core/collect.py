@@ -175,7 +175,8 @@ class Collector:
         spare = self._refills_left if ahead and self._rules.uniform != "skip" else 0
         while self.admission.allows(version, share, spare):
             position = self._stream.position() if not self._again else None
-            prompt = self._again.pop(0) if self._again else self._stream.next()
+            step = self.admission.step_of_next(version)
+            prompt = self._again.pop(0) if self._again else self._stream.next(step)
             if self.admission.synchronous:
                 self._begun.append((self._order, prompt, position))
             task = asyncio.ensure_future(self._run_group(prompt))

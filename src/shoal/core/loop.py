@@ -93,9 +93,13 @@ class Loop:
         failed_first = step == 1 and not await any_rank(parts.ranks, tried)
         parts.observer.doing(f"training of step {step}")
         self._boundary = {}  # the weights change now: nothing can be saved until the step is recorded
+        groups = parts.replay.mix(collected.kept, progress.step) if parts.replay is not None else collected.kept
         with parts.phases("train"):
-            result = await parts.learner.learn(collected.kept, tally)
+            result = await parts.learner.learn(groups, tally)
         tally_groups(tally, collected.all, collected.kept, progress.step)
+        tally.values(parts.stream.shares(collected.all))
+        if parts.replay is not None:
+            tally.values(parts.replay.metrics)
         if (passed_over := parts.stream.passed_over) is not None:
             tally.value("batch/passed_over", passed_over)
         if parts.collector.admission.synchronous:
@@ -111,6 +115,8 @@ class Loop:
         # Read before `begin`, which draws the prompts of the next step.
         drawn = {"cursor": dict(parts.stream.cursor.positions), "set_aside": parts.stream.cursor.set_aside}
         drawn |= {"passed_over": passed_over} if passed_over is not None else {}
+        replayed = [group.prompt.group_id for group in groups if group.prompt.attempt > 0]
+        drawn |= {"replayed": replayed} if replayed else {}
         if not (failed_first or self._is_ending() or self._is_save_due(step)):
             parts.collector.begin(step)  # the engine samples while this step is written to disk
         await self._record(metrics, collected, result, drawn)
@@ -279,7 +285,8 @@ class Loop:
     def state(self) -> dict[str, Any]:
         """The state between two steps. `store` writes it into a checkpoint."""
         stream, collector = self.parts.stream.state(), self.parts.collector.state()
-        return {"progress": replace(self.progress), "cursor": stream, "collector": collector}
+        replay = self.parts.replay.state() if self.parts.replay is not None else []
+        return {"progress": replace(self.progress), "cursor": stream, "collector": collector, "replay": replay}
 
     async def restore(self, folder: Path) -> None:
         """Continue from the checkpoint in `folder`."""
@@ -288,6 +295,8 @@ class Loop:
         self.progress = Progress(**state["progress"])
         self.parts.stream.load_state(state["cursor"])
         self.parts.collector.load_state(state["collector"])
+        if self.parts.replay is not None:
+            self.parts.replay.load_state(state.get("replay", []))
         self._saving.saved_step = self.progress.step
         await self.parts.on_device(self.parts.files.load, folder)
 

@@ -1,4 +1,4 @@
-"""The stream of prompts: shuffled epochs over each environment, with environments mixed by weight.
+"""The stream of prompts: shuffled epochs over each environment, with environments mixed by weight, fixed or by step.
 
 The order depends on the seed only, so a cursor of a few numbers is enough to resume. Prompts that are too long are
 skipped and counted. The buffer may skip prompts that were too easy or too hard.
@@ -18,6 +18,7 @@ from shoal.core.protocols import Environment
 from shoal.core.types import Message, Prompt, RolloutGroup
 
 Fits = Callable[[Sequence[Message]], bool]
+WeightAt = Callable[[int], float]  # step → weight
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Cursor:
 
     positions: dict[str, int] = field(default_factory=dict)  # per environment, over all epochs
     drawn: dict[str, int] = field(default_factory=dict)  # prompts returned per environment, for the mixture
+    due: dict[str, float] = field(default_factory=dict)  # sum of each environment's share, if shares change by step
     set_aside: int = 0  # prompts skipped because they are too long
     passed_over: int = 0  # prompts skipped by the buffer
     means: dict[str, float] = field(default_factory=dict)  # prompt_id → last mean reward, if the buffer is active
@@ -66,7 +68,7 @@ class PromptStream:
     def __init__(
         self,
         environments: Mapping[str, Environment],
-        weights: Mapping[str, float],
+        weights: Mapping[str, float | WeightAt],
         seed: int,
         fits: Fits,
         buffer: Buffer | None = None,
@@ -85,8 +87,9 @@ class PromptStream:
     def __len__(self) -> int:
         return sum(len(self._environments[name].tasks("train")) for name in self._weights)
 
-    def next(self) -> Prompt:
-        name = self._next_environment()
+    def next(self, step: int = 1) -> Prompt:
+        """The next prompt, for a group of this step."""
+        name = self._next_environment(step)
         size = len(self._environments[name].tasks("train"))
         passed, unfit = 0, set()
         while True:
@@ -107,15 +110,20 @@ class PromptStream:
     def position(self) -> dict[str, Any]:
         """Where the stream stands; `rewind` returns there. The history of the buffer is not part of it."""
         cursor = self.cursor
-        place = {"positions": dict(cursor.positions), "drawn": dict(cursor.drawn)}
+        place = {"positions": dict(cursor.positions), "drawn": dict(cursor.drawn), "due": dict(cursor.due)}
         return {**place, "set_aside": cursor.set_aside, "passed_over": cursor.passed_over}
 
     def rewind(self, position: Mapping[str, Any]) -> None:
         self.cursor = replace(self.cursor, **position)
 
-    def _next_environment(self) -> str:
-        """The environment furthest behind its share; ties go to the first."""
-        return min(self._weights, key=lambda name: (self.cursor.drawn[name] + 1) / self._weights[name])
+    def _next_environment(self, step: int) -> str:
+        """The environment furthest behind its share of all draws; ties go to the first."""
+        weights = {name: weight(step) if callable(weight) else weight for name, weight in self._weights.items()}
+        if any(callable(weight) for weight in self._weights.values()):
+            due, total = self.cursor.due, sum(weights.values())
+            due |= {name: due.get(name, 0.0) + weight / total for name, weight in weights.items()}
+            weights = {name: due[name] for name, weight in weights.items() if weight > 0 and due[name] > 0}
+        return min(weights, key=lambda name: (self.cursor.drawn[name] + 1) / weights[name])
 
     def _draw(self, name: str) -> Prompt:
         tasks = self._environments[name].tasks("train")
@@ -148,6 +156,12 @@ class PromptStream:
     def passed_over(self) -> int | None:
         """Prompts skipped by the buffer so far; None without one."""
         return self.cursor.passed_over if self._buffer.active else None
+
+    def shares(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Metrics of the mixture, if there are several environments: the share of the groups that each has."""
+        names = [group.prompt.env for group in groups]
+        several = len(self._weights) > 1 and names
+        return {f"batch/env/{name}": names.count(name) / len(names) for name in self._weights} if several else {}
 
     def observe(self, group: RolloutGroup) -> None:
         """Store what the buffer needs to know about a prompt."""

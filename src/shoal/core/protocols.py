@@ -177,6 +177,19 @@ class WeightChannel(Protocol):
         """Make `version` available. Returns the manifest for RolloutEngine.load."""
 
 
+class Replay(Protocol):
+    """Groups of earlier steps that are trained again. Its state is part of every checkpoint."""
+
+    metrics: Mapping[str, float]  # of the last step
+
+    def mix(self, kept: Sequence[RolloutGroup], version: int) -> Sequence[RolloutGroup]:
+        """All groups to train: `kept`, which are stored as they are now, before learning, and earlier ones."""
+
+    def state(self) -> Any: ...
+
+    def load_state(self, state: Any) -> None: ...
+
+
 class Episode(Protocol):
     """One attempt at one task; used once."""
 
@@ -221,6 +234,9 @@ class EndpointEnvironment(Protocol):
 
     async def play(self, task: Task, base_url: str, model: str) -> EpisodeResult:
         """Make one rollout. An exception becomes the rollout's error, TimeoutError its timeout."""
+
+    # An environment that scores a group together also has `async play_group(task, [(base_url, model), …])`, which is
+    # called instead. It makes one rollout per pair and returns an EpisodeResult for each; an exception is that of all.
 
 
 class Tokens(Protocol):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from shoal.core.protocols import (
 )
 from shoal.core.types import (
     Completion,
+    EpisodeResult,
     Message,
     Prompt,
     Request,
@@ -90,9 +91,12 @@ class GroupRunner:
     ) -> RolloutGroup:
         """`size` rollouts of one prompt, started together so that they share one prefill."""
         version = self._engine.version
-        running = [asyncio.ensure_future(self._rollout(prompt, i, sampling, phase)) for i in range(size)]
+        rollouts = [Rollout(prompt, index, []) for index in range(size)]
+        together = getattr(self._endpoint_environments.get(prompt.env), "play_group", None) is not None
+        parts = [rollouts] if together else [[rollout] for rollout in rollouts]
+        running = [asyncio.ensure_future(self._roll_out(part, sampling, phase)) for part in parts]
         try:
-            rollouts = await asyncio.gather(*running)
+            await asyncio.gather(*running)
             if self._scores_groups(prompt.env):
                 await self._score_group(prompt, rollouts, sampling, phase)
             environment = self._endpoint_environments.get(prompt.env) or self._environments[prompt.env]
@@ -103,29 +107,32 @@ class GroupRunner:
             await asyncio.gather(*running, return_exceptions=True)
             raise
 
-    async def _rollout(self, prompt: Prompt, index: int, sampling: SamplingParams, phase: Phase) -> Rollout:
-        rollout = Rollout(prompt, index, [])
-        environment = self._endpoint_environments.get(prompt.env)
+    async def _roll_out(self, rollouts: Sequence[Rollout], sampling: SamplingParams, phase: Phase) -> None:
+        """Make one rollout, or all rollouts of a group that its environment makes together."""
+        env = rollouts[0].prompt.env
+        environment = self._endpoint_environments.get(env)
         try:
             with phase("rollout"):
                 if environment is not None:
-                    score = await self._run_endpoint_episode(environment, rollout, sampling)
-                    return self._apply_score(rollout, score, sampling)
-                score = await self._run_episode(rollout, sampling, phase)
+                    scores = await self._run_endpoint_episodes(environment, rollouts, sampling)
+                else:
+                    scores = [await self._run_episode(rollouts[0], sampling, phase)]
         except (StoppedByPolicy, StorageError, asyncio.CancelledError):
             raise
         except EpisodeError as error:
-            rollout.status, rollout.error, rollout.traceback = error.score.status, str(error), error.score.traceback
-            return rollout
+            for rollout in rollouts:
+                rollout.status, rollout.error, rollout.traceback = error.score.status, str(error), error.score.traceback
+            return
         except Exception as error:  # the environment is user code
-            rollout.status, rollout.error = "error", f"{type(error).__name__}: {error}"
-            return rollout
-        if score is not None:
-            return self._apply_score(rollout, score, sampling)
-        if not self._scores_groups(prompt.env):
-            with phase("reward"):
-                await self._score(rollout, sampling)
-        return rollout
+            for rollout in rollouts:
+                rollout.status, rollout.error = "error", f"{type(error).__name__}: {error}"
+            return
+        for rollout, score in zip(rollouts, scores, strict=True):
+            if score is not None:
+                self._apply_score(rollout, score, sampling)
+            elif not self._scores_groups(env):
+                with phase("reward"):
+                    await self._score(rollout, sampling)
 
     async def _run_episode(self, rollout: Rollout, sampling: SamplingParams, phase: Phase) -> Score | None:
         prompt = rollout.prompt
@@ -172,34 +179,41 @@ class GroupRunner:
         except ConfigError as error:
             raise EngineError(str(error)) from error
 
-    async def _run_endpoint_episode(
-        self, environment: EndpointEnvironment, rollout: Rollout, sampling: SamplingParams
-    ) -> Score:
-        """The environment sends requests to the endpoint, whose session records the turns in exact token ids."""
-        assert self._endpoint is not None, "an EndpointEnvironment needs an endpoint"
-        prompt, settings = rollout.prompt, self._settings
+    async def _run_endpoint_episodes(
+        self, environment: EndpointEnvironment, rollouts: Sequence[Rollout], sampling: SamplingParams
+    ) -> Sequence[Score | None]:
+        """The environment sends requests to the endpoint, with one session per rollout."""
+        prompt = rollouts[0].prompt
+        try:
+            async with AsyncExitStack() as stack:
+                sessions = [await stack.enter_async_context(self._session(rollout, sampling)) for rollout in rollouts]
+                task = environment.tasks(prompt.split)[prompt.index]
+                if (play_group := getattr(environment, "play_group", None)) is not None:
+                    results = await play_group(task, [(session.base_url, session.model) for session in sessions])
+                else:
+                    results = [await environment.play(task, sessions[0].base_url, sessions[0].model)]
+        except TimeoutError as error:
+            return [Score("timeout", error=str(error)) for _ in rollouts]
+        return [_episode_score(rollout, result) for rollout, result in zip(rollouts, results, strict=True)]
+
+    @asynccontextmanager
+    async def _session(self, rollout: Rollout, sampling: SamplingParams) -> AsyncIterator[Any]:
+        """An EndpointSession, which records the turns of the rollout in exact token ids."""
+        endpoint, settings = self._endpoint, self._settings
+        assert endpoint is not None, "an EndpointEnvironment needs an endpoint"
 
         def seed_of(turn: int) -> int:
             return rollout_seed(settings.seed, rollout.rollout_id, turn)
 
-        endpoint = self._endpoint
-        opened = endpoint.session(rollout.rollout_id, sampling, settings.context_tokens, seed_of)
         try:
-            async with opened as session:
+            async with endpoint.session(rollout.rollout_id, sampling, settings.context_tokens, seed_of) as session:
                 try:
-                    task = environment.tasks(prompt.split)[prompt.index]
-                    result = await environment.play(task, session.base_url, session.model)
+                    yield session
                 finally:
                     rollout.turns, rollout.messages = session.turns, session.conversation
-        except TimeoutError as error:
-            return Score("timeout", error=str(error))
         finally:
             if endpoint.failure is not None:
                 raise endpoint.failure
-        if not rollout.turns:
-            return Score("error", error="the environment sent no request to the model")
-        rollout.messages = result.messages or rollout.messages
-        return Score("ok", result.reward, result.parts)
 
     async def _score(self, rollout: Rollout, sampling: SamplingParams) -> None:
         prompt = rollout.prompt
@@ -255,6 +269,15 @@ class GroupRunner:
         if rollout.reward is None and not self._settings.needs_reward and rollout.turns:
             rollout.status, rollout.reward = "ok", 0.0
         return rollout
+
+
+def _episode_score(rollout: Rollout, result: EpisodeResult) -> Score:
+    if result.error is not None:
+        return Score("error", error=result.error)
+    if not rollout.turns:
+        return Score("error", error="the environment sent no request to the model")
+    rollout.messages = result.messages or rollout.messages
+    return Score("ok", result.reward, result.parts)
 
 
 def _with_hint(messages: Sequence[Message], hint: str) -> list[Message]:

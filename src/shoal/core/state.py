@@ -16,7 +16,7 @@ from shoal.core.deadlines import within
 from shoal.core.evaluate import Evaluator
 from shoal.core.learn import Learner, OnDevice
 from shoal.core.prompts import PromptStream
-from shoal.core.protocols import Files, Observer, Phases, Ranks, RolloutEngine, RunStore, WeightChannel
+from shoal.core.protocols import Files, Observer, Phases, Ranks, Replay, RolloutEngine, RunStore, WeightChannel
 from shoal.core.ranks import SingleProcess
 
 
@@ -37,6 +37,7 @@ class Parts:
     on_device: OnDevice
     token_text: Callable[[int], str]
     ranks: Ranks = field(default_factory=SingleProcess)
+    replay: Replay | None = None
     save_shards: Callable[[Path], None] | None = None  # for sharded weights: all ranks call it before `files.save`
     # Copies what `files.save` writes and returns the writer: checkpoints are written while the run continues.
     snapshot: Callable[[], Callable[[Path], None]] | None = None

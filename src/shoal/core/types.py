@@ -38,7 +38,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A task that was dispatched. (env, index, epoch, attempt) identifies a group; attempt is 0."""
+    """A task that was dispatched. (env, index, epoch, attempt) identifies a group; attempt counts its replays."""
 
     env: str  # name of the environment
     index: int  # position in the split
@@ -182,6 +182,7 @@ class EpisodeResult:
     reward: float | None
     parts: dict[str, float] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)  # the conversation; empty = as the endpoint recorded it
+    error: str | None = None  # of this rollout, if the environment made others of its group
 
 
 @dataclass(slots=True)

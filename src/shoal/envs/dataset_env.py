@@ -14,6 +14,7 @@ from shoal.envs.datasets import DatasetSpec, read_splits, to_messages
 from shoal.envs.user_code import load_object
 from shoal.rewards import math_parser
 from shoal.rewards.functions import FunctionReward, RewardFunctions
+from shoal.rewards.http_judge import HttpJudge, RelativeJudge
 from shoal.rewards.numeric import last_number, same_number
 from shoal.rewards.outcome import answer_of
 
@@ -37,14 +38,12 @@ def math(task: Task, messages: Sequence[Message]) -> float:
 
 
 GRADERS: dict[str, Reward] = {"math": math, "numeric": numeric, "exact": exact}
-JUDGE = "judge"
+JUDGES = {"judge": HttpJudge, "relative-judge": RelativeJudge}
 
 
-def _judge(settings: Mapping[str, Any]) -> Reward:
-    from shoal.rewards.http_judge import HttpJudge
-
+def _judge(reward: str, settings: Mapping[str, Any]) -> Any:
     try:
-        return HttpJudge(**settings)
+        return JUDGES[reward](**settings)
     except TypeError as error:
         raise ConfigError(f"dataset: judge: {str(error).partition(') ')[2] or error}") from None
 
@@ -58,31 +57,37 @@ class DatasetEnvironment(SingleTurn):
         self,
         reward: Annotated[
             str,
-            Field(description="`math`, `numeric`, `exact`, `judge` or `module:function`"),
+            Field(description="`math`, `numeric`, `exact`, `judge`, `relative-judge` or `module:function`"),
         ] = "math",
         system_prompt: Annotated[str | None, Field(description="added before every prompt without one")] = None,
         judge: Annotated[
             Mapping[str, Any] | None,
-            Field(description="a judge over HTTP: `{url, model, best, api_key_var, timeout_s, retries}`"),
+            Field(
+                description="a judge over HTTP: `{url, model, best, api_key_var, timeout_s, retries}`; relative-judge "
+                "also takes `rubric`, `seed` and `request`"
+            ),
         ] = None,
         dataset: DatasetSpec | None = None,
     ) -> None:
         if dataset is None:
             raise ConfigError("environment 'dataset' needs a dataset: set orch.dataset.path or orch.dataset.name")
-        if reward not in (*GRADERS, JUDGE) and ":" not in reward:
-            known = ", ".join((*GRADERS, JUDGE))
+        if reward not in (*GRADERS, *JUDGES) and ":" not in reward:
+            known = ", ".join((*GRADERS, *JUDGES))
             raise ConfigError(f"dataset: unknown reward {reward!r}; use {known} or module:function")
-        if (reward == JUDGE) != (judge is not None):
-            raise ConfigError("dataset: `reward: judge` needs `judge: {url: …}`, and `judge` needs `reward: judge`")
+        if (reward in JUDGES) != (judge is not None):
+            raise ConfigError(
+                "dataset: `reward: judge` or `relative-judge` needs `judge: {url: …}`, and `judge` needs one of these "
+                "rewards"
+            )
         self._dataset = dataset
-        self._grader = _judge(judge) if judge is not None else GRADERS.get(reward) or load_object(reward)
+        self._grader = _judge(reward, judge) if judge is not None else GRADERS.get(reward) or load_object(reward)
         functions = RewardFunctions([self._grader], label=f"dataset: reward {reward}")
         self._scorer = FunctionReward(functions)
         self.max_reward = 1.0 if reward in GRADERS else None
         self.reward_group = self._scorer.reward_group
         # The pool reads both attributes from the environment, not from its grader.
         self.weights = getattr(self._grader, "weights", {})
-        self.keep_env = getattr(self._grader, "keep_env", ())
+        self.keep_env = functions.keep_env
         self._needed = ("prompt", *(("answer",) if reward in GRADERS else functions.columns()))
         self._system_prompt = system_prompt
         self._splits: dict[str, list[Task]] | None = None
@@ -98,8 +103,8 @@ class DatasetEnvironment(SingleTurn):
     def prepare(self) -> None:
         if self._grader is math:
             math_parser.prepare()
-        elif callable(prepare := getattr(self._grader, "prepare", None)):
-            prepare()
+        else:
+            self._scorer.prepare()
 
     def _task(self, row: Mapping[str, Any]) -> Task:
         messages = to_messages(row["prompt"])

@@ -49,6 +49,7 @@ class ItemEnvironment(SingleTurn):
     ) -> None:
         self.name = name
         self.weights = rewards.weights if rewards is not None else {}
+        self.keep_env = rewards.keep_env if rewards is not None else ()
         self.reward_group = self._reward_group if rewards is not None and rewards.takes_groups else None
         self._rewards = rewards
         self._items: dict[str, Items] = {"train": train, "eval": eval}

@@ -1,7 +1,8 @@
 """`verifiers:<id>`: an environment of the verifiers package, run by another Python interpreter (`args.python`).
 
-The environment runs its own conversations against the run's endpoint and scores them. The other interpreter runs
-verifiers_host.py. Requests and replies are lines of JSON. Only the secrets named in `keep_env` are passed on.
+The environment runs its own conversations against the run's endpoint and scores them, one by one or all rollouts of a
+group together. The other interpreter runs verifiers_host.py. Requests and replies are lines of JSON. Only the secrets
+named in `keep_env` are passed on.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Verifiers:
         ] = "null",
         max_turns: Annotated[int | None, Field(description="0.4: maximum number of model turns per rollout")] = None,
         num_tasks: Annotated[int, Field(description="maximum number of tasks")] = 1000,
-        timeout_s: Annotated[float, Field(description="time limit of a rollout")] = 300.0,
+        timeout_s: Annotated[
+            float, Field(description="time limit of a rollout, or of a group that is scored together")
+        ] = 300.0,
         keep_env: Annotated[
             Sequence[str], Field(description="environment variables with secrets to pass on; others are removed")
         ] = (),
@@ -66,6 +69,7 @@ class Verifiers:
         settings = {"harness": harness, "max_turns": max_turns, "num_tasks": num_tasks}
         loaded = self._host.load({"do": "load", "env": id, "args": dict(args or {}), "settings": settings}, self.name)
         self.version = str(loaded["version"])
+        self.play_group = self._play if loaded["scores_groups"] else None
         self._tasks = _splits(loaded["tasks"], self.name)
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -78,18 +82,26 @@ class Verifiers:
         raise RuntimeError(f"{self.name} computes its own rewards")
 
     async def play(self, task: Task, base_url: str, model: str) -> EpisodeResult:
-        where = {"split": task.data["split"], "index": task.data["index"], "base_url": base_url, "model": model}
+        (result,) = await self._play(task, [(base_url, model)])
+        return result
+
+    async def _play(self, task: Task, sessions: Sequence[tuple[str, str]]) -> list[EpisodeResult]:
+        """Make one rollout per (base_url, model). The host scores them together if the environment compares them."""
+        where = {"split": task.data["split"], "index": task.data["index"], "sessions": sessions}
         try:
             async with asyncio.timeout(self._timeout_s):
                 found = await self._host.request({"do": "play", **where})
         except TimeoutError:
-            raise TimeoutError(f"a rollout of {self.name} took longer than {self._timeout_s:g} s") from None
-        reward = found.get("reward")
+            what = "a rollout" if self.play_group is None else f"a group of {len(sessions)} rollouts"
+            raise TimeoutError(f"{what} of {self.name} took longer than {self._timeout_s:g} s") from None
+        return [self._result(fields) for fields in found["rollouts"]]
+
+    def _result(self, fields: Mapping[str, Any]) -> EpisodeResult:
+        reward = fields.get("reward")
         if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
             raise ValueError(f"{self.name} returned the reward {reward!r}, not a finite number")
-        return EpisodeResult(
-            None if reward is None else float(reward), found.get("parts") or {}, found.get("messages") or []
-        )
+        parts, messages = fields.get("parts") or {}, fields.get("messages") or []
+        return EpisodeResult(None if reward is None else float(reward), parts, messages, fields.get("error"))
 
     def close(self) -> None:
         self._host.close()

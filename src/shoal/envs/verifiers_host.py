@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import itertools
 import json
+import logging
 import os
 import sys
 import traceback
@@ -25,8 +27,10 @@ class Classic:
         import verifiers
 
         self._env = verifiers.load_environment(env_id, **args)  # type: ignore[attr-defined]
-        if getattr(self._env, "requires_group_rollouts", False):
-            raise ValueError(f"{env_id} scores the rollouts of a group together, which Shoal does not support")
+        self.scores_groups = bool(getattr(self._env, "requires_group_rollouts", False))
+        if self.scores_groups and not getattr(self._env, "score_rollouts", True):
+            raise ValueError(f"{env_id} has score_rollouts=False, so it computes no rewards")
+        logging.getLogger("verifiers").addHandler(GroupErrors())
         train = self._env.get_dataset()
         held_out = self._env.get_eval_dataset() if self._has_eval() else None
         most = settings["num_tasks"]
@@ -42,20 +46,77 @@ class Classic:
             for split, rows in self._rows.items()
         }
 
-    async def play(self, split, index, base_url, model):
+    async def play(self, split, index, sessions):
         from verifiers.types import ClientConfig
 
         row = self._rows[split][index]
-        client = ClientConfig(api_base_url=base_url, api_key_var=KEY_VARIABLE, max_retries=0)
-        output = await self._env.run_rollout(dict(row), client, model, {})
+        seats = [
+            (ClientConfig(api_base_url=url, api_key_var=KEY_VARIABLE, max_retries=0), model) for url, model in sessions
+        ]
+        if self.scores_groups:
+            return await self._play_group(row, seats)
+        output = await self._env.run_rollout(dict(row), *seats[0], {})
         if output.get("error"):
             raise RuntimeError(f"{output['error']}")
-        messages = [*as_messages(output.get("prompt")), *as_messages(output.get("completion"))]
-        return {"reward": output.get("reward"), "parts": numbers(output.get("metrics")), "messages": messages}
+        return [_rollout(output)]
+
+    async def _play_group(self, row, seats):
+        """As `run_group` of verifiers, with a client and a model per rollout. A rollout that failed is not compared."""
+        from verifiers.clients import resolve_client
+
+        runs = [self._env.rollout(dict(row), resolve_client(client), model, {}) for client, model in seats]
+        states = await asyncio.gather(*runs, return_exceptions=True)
+        errors = [state if isinstance(state, BaseException) else state.get("error") for state in states]
+        finished = [state for state in states if not isinstance(state, BaseException)]
+        compared = [state for state in finished if not state.get("error")]
+        try:
+            if compared:
+                with collect_errors() as failed:
+                    await self._env.rubric.score_group(compared)
+                if failed:
+                    raise RuntimeError(failed[0])
+        finally:
+            for state in finished:
+                await self._env.rubric.cleanup(state)
+        return [
+            _rollout(state)
+            if error is None
+            else {"error": f"{type(error).__name__}: {str(error) or repr(error.__cause__)}"[:2000]}
+            for state, error in zip(states, errors, strict=True)
+        ]
+
+
+def _rollout(output):
+    messages = [*as_messages(output.get("prompt")), *as_messages(output.get("completion"))]
+    return {"reward": output.get("reward"), "parts": numbers(output.get("metrics")), "messages": messages}
+
+
+GROUP_ERRORS: contextvars.ContextVar[Any] = contextvars.ContextVar("GROUP_ERRORS", default=None)
+
+
+class GroupErrors(logging.Handler):
+    """verifiers scores all rollouts 0 if a function over the group raises, and logs the error. This collects it."""
+
+    def emit(self, record):
+        errors, text = GROUP_ERRORS.get(), record.getMessage()
+        if errors is not None and text.startswith("Error calling group reward function"):
+            errors.append(text)
+
+
+@contextlib.contextmanager
+def collect_errors():
+    errors: list[str] = []
+    token = GROUP_ERRORS.set(errors)
+    try:
+        yield errors
+    finally:
+        GROUP_ERRORS.reset(token)
 
 
 class Modern:
     """A taskset of `verifiers.v1` with its own environment, or the single-agent one."""
+
+    scores_groups = False  # nothing in this release compares episodes
 
     def __init__(self, env_id, args, settings):
         from verifiers.v1.configs.agent import AgentConfig
@@ -87,13 +148,14 @@ class Modern:
             return system or [{"role": "user", "content": "(the environment opens the conversation)"}]
         return system + as_messages(data.prompt)
 
-    async def play(self, split, index, base_url, model):
+    async def play(self, split, index, sessions):
         from verifiers.v1 import EvalClientConfig, ModelContext
 
         async with self._lock:
             if self._serving is None:
                 self._serving = contextlib.AsyncExitStack()
                 await self._serving.enter_async_context(self._env.serving())
+        ((base_url, model),) = sessions
         client = EvalClientConfig(base_url=base_url, api_key_var=KEY_VARIABLE)
         episode = await self._env.run_episode(self._tasks[index], ModelContext(model=model, client=client))
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
@@ -101,7 +163,7 @@ class Modern:
             raise RuntimeError(errors[0].message if errors else "the episode failed")
         trace = episode.traces[0]
         parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-        return {"reward": trace.reward, "parts": {**numbers(trace.metrics), **numbers(parts)}, "messages": []}
+        return [{"reward": trace.reward, "parts": {**numbers(trace.metrics), **numbers(parts)}, "messages": []}]
 
     async def close(self):
         if self._serving is not None:
@@ -142,7 +204,8 @@ def load(request):
     number = release()
     kind = Modern if tuple(int(part) for part in number.split(".")[:2]) >= (0, 4) else Classic
     environment = kind(request["env"], request["args"], request["settings"])
-    return environment, {"version": number, "tasks": environment.tasks()}
+    found = {"version": number, "tasks": environment.tasks(), "scores_groups": environment.scores_groups}
+    return environment, found
 
 
 async def serve(requests, answer):
@@ -156,7 +219,8 @@ async def serve(requests, answer):
             if request["do"] == "load":
                 environment, result = load(request)
             else:
-                result = await environment.play(*(request[k] for k in ("split", "index", "base_url", "model")))
+                fields = (request[name] for name in ("split", "index", "sessions"))
+                result = {"rollouts": await environment.play(*fields)}
             answer({"id": request["id"], "ok": result})
         except BaseException as error:
             traceback.print_exc()

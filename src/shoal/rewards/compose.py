@@ -30,10 +30,28 @@ class NamedRewards:
     def __call__(self, task: Task, messages: Sequence[Message]) -> dict[str, float] | None:
         parts: dict[str, float] = {}
         for name, function in self._functions.items():
+            if function.takes_groups:
+                raise RewardValueError(
+                    f"part {name!r} compares the rollouts of a group; use reward_group = rewards.group"
+                )
             value = function(input_of(task, messages))
             if value is None:
                 return None
-            if isinstance(value, Mapping):
-                raise RewardValueError(f"part {name!r} returned named parts; it must return a number")
-            parts[name] = value
+            parts[name] = _number(name, value)
         return parts
+
+    def group(self, task: Task, conversations: Sequence[Sequence[Message]]) -> list[dict[str, float] | None]:
+        """Score a group, if a part compares its rollouts: the `reward_group` of an environment."""
+        inputs = [input_of(task, messages) for messages in conversations]
+        columns = {name: function.score_group(inputs) for name, function in self._functions.items()}
+        rows = [{name: values[at] for name, values in columns.items()} for at in range(len(inputs))]
+        return [
+            None if None in row.values() else {name: _number(name, value) for name, value in row.items()}
+            for row in rows
+        ]
+
+
+def _number(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        raise RewardValueError(f"part {name!r} returned named parts; it must return a number")
+    return value

@@ -1,9 +1,9 @@
 """Adapts reward functions to one reward. Used by `GRPOTrainer`, the recipe, `orch.reward.function` and `dataset`.
 
-A function has one of three forms, recognised by its parameter names, everywhere in the same way:
+A function has one of four forms, recognised by its parameter names, everywhere in the same way:
 `f(completion, …)` takes columns of the row, `prompt` or `row` by name; `f(task, messages)` takes the task and the
-conversation; `f(prompts, completions, **columns)` is TRL's form, which takes lists over the whole group. A first
-parameter with another name takes the completion.
+conversation; `f(task, conversations)` takes all conversations of a group; `f(prompts, completions, **columns)` is TRL's
+form, which takes lists over the whole group. A first parameter with another name takes the completion.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from shoal.core.types import Message, Task
 from shoal.rewards.outcome import RewardValueError, answer_of, call, full_text_of, reasoning_of
 
 Function = Callable[..., Any]
-FORMS = "write f(completion, …) with columns by name, f(task, messages), or TRL's f(prompts, completions, **columns)"
+FORMS = (
+    "write f(completion, …) with columns by name, f(task, messages), f(task, conversations), or TRL's "
+    "f(prompts, completions, **columns)"
+)
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 _GIVEN = ("prompt", "item", "row", "reasoning", "full_text")  # parameters that need no column
@@ -69,6 +72,16 @@ class RewardFunctions:
     def takes_groups(self) -> bool:
         """True if a function takes the whole group, so that rewards are computed by `score_group`."""
         return any(isinstance(function, _Grouped) for function in self._functions.values())
+
+    @property
+    def keep_env(self) -> list[str]:
+        """Environment variables with secrets that the functions read, such as the key of a judge."""
+        return [name for f in self._functions.values() for name in getattr(f.function, "keep_env", ())]
+
+    def prepare(self) -> None:
+        for function in self._functions.values():
+            if callable(prepare := getattr(function.function, "prepare", None)):
+                prepare()
 
     def columns(self) -> list[str]:
         """Return the columns that the functions require by name."""
@@ -159,7 +172,7 @@ class _Grouped:
     def required(self) -> list[str]:
         return []
 
-    def score(self, group: Sequence[RewardInput]) -> list[Any]:
+    def arguments(self, group: Sequence[RewardInput]) -> dict[str, Any]:
         # TRL passes messages as completions if the prompts are messages: all that follow the prompt.
         answers = [
             scored.completion
@@ -173,7 +186,10 @@ class _Grouped:
             if name not in ("prompts", "completions")
         }
         named |= {"prompts": [scored.prompt for scored in group], "completions": answers}
-        values = call(partial(self.function, **{n: v for n, v in named.items() if self.takes_any or n in self.takes}))
+        return {name: value for name, value in named.items() if self.takes_any or name in self.takes}
+
+    def score(self, group: Sequence[RewardInput]) -> list[Any]:
+        values = call(partial(self.function, **self.arguments(group)))
         if isinstance(values, str | Mapping) or not hasattr(values, "__len__"):
             raise RewardValueError(
                 f"{self.name} returned {type(values).__name__}, not a list with one reward per completion"
@@ -181,6 +197,14 @@ class _Grouped:
         if len(values) != len(group):
             raise RewardValueError(f"{self.name} returned {len(values)} rewards for {len(group)} completions")
         return list(values)
+
+
+@dataclass(frozen=True)
+class _GroupedConversations(_Grouped):
+    """`f(task, conversations)`: one call for the whole group."""
+
+    def arguments(self, group: Sequence[RewardInput]) -> dict[str, Any]:
+        return {"task": group[0].task, "conversations": [scored.messages for scored in group]}
 
 
 def _adapted(function: Any, name: str, label: str) -> _Conversation | _Plain | _Grouped:
@@ -194,12 +218,15 @@ def _adapted(function: Any, name: str, label: str) -> _Conversation | _Plain | _
     if "completions" in parameters:
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         return _Grouped(function, name, label, tuple(parameters), takes_any)
-    if "completion" not in parameters and {"task", "messages"} & set(parameters):
+    if "completion" not in parameters and {"task", "messages", "conversations"} & set(parameters):
+        grouped = "conversations" in parameters
         try:
-            signature.bind(task=None, messages=None)
+            signature.bind(task=None, **{"conversations" if grouped else "messages": None})
         except TypeError:
             raise ArgumentError(f"{label}: {name}{signature} is not a reward function; {FORMS}") from None
-        return _Conversation(function, name, label)
+        return (
+            _GroupedConversations(function, name, label, (), False) if grouped else _Conversation(function, name, label)
+        )
     if "prompts" in parameters or not parameters:
         raise ArgumentError(f"{label}: {name}{signature} takes no completion; {FORMS}")
     first = next(iter(parameters))
@@ -227,6 +254,8 @@ class FunctionReward:
 
     def __init__(self, functions: RewardFunctions) -> None:
         self._functions = functions
+        self.keep_env = functions.keep_env
+        self.prepare = functions.prepare
         self.reward_group = self._reward_group if functions.takes_groups else None
 
     def reward(self, task: Task, messages: Sequence[Message]) -> Any:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.build.evaluate import make_evaluator
 from shoal.build.load import Run
 from shoal.build.model import make_chat
-from shoal.build.parts import make_collector, make_observer, make_run_group, running
+from shoal.build.parts import make_collector, make_observer, make_replay, make_run_group, running
 from shoal.build.prompts import loop_settings, make_stream, total_steps
 from shoal.build.remote_engines import ExternalServer, facts_of_files, make_remote, shorten_deadline
 from shoal.build.sampler import chat_options, make_runner
@@ -67,6 +67,7 @@ async def build_split(rendezvous: Rendezvous, run: Run, workspace: Workspace) ->
         phases=phases,
         on_device=run_inline,
         token_text=chat.token_text,
+        replay=make_replay(config.orch),
     )
     loop = Loop(parts, loop_settings(config, steps, len(stream), run.command))
 

@@ -221,6 +221,12 @@ CATALOGUE = _catalogue(
         "Prompts that orch.buffer skipped since the start of the run, because of the rewards of their earlier groups.",
         "prompts",
     ),
+    Metric(
+        "replay/frac",
+        "Share of the trained rollouts that were sampled for earlier steps (orch.buffer.replay).",
+        "fraction",
+    ),
+    Metric("replay/age", "Mean age of the replayed rollouts, in weight versions.", "versions"),
     Metric("tokens/prompt", "Prompt tokens of the step.", "tokens"),
     Metric("tokens/completion", "Completion tokens of the step.", "tokens"),
     Metric(
@@ -347,6 +353,11 @@ FAMILIES = _catalogue(
     ),
     Metric("reward/part/<name>", "Mean of one named part of the reward, before weighting.", "reward"),
     Metric("reward/env/<env>", "Mean reward of one environment, if there are several.", "reward", "rises"),
+    Metric(
+        "batch/env/<env>",
+        "Share of the prompts of the step that come from one environment, if there are several.",
+        "fraction",
+    ),
     Metric(
         "group/env/<env>",
         "Share of groups of one environment whose rewards differ, if there are several environments.",

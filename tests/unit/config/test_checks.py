@@ -1,10 +1,12 @@
 """Rules across keys: what is an error, what is only a notice, and what the seed's own files give."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from shoal.config.load import load_run, load_supervised
+from shoal.config.orch import OrchConfig
 from shoal.config.problems import dotted
 from shoal.config.rules import check_run, check_supervised
 from shoal.config.schema import DpoConfig, RunConfig, SftConfig
@@ -98,11 +100,23 @@ def test_corrections_and_kl_where_they_exist(loss: str):
         (["orch.groups.uniform=keep", "orch.advantage.mean=none", "train.loss.type=grpo"], "orch.groups.uniform"),
         (["orch.buffer={easy_threshold: 0.2, easy_fraction: 0.1, hard_threshold: 0.8, hard_fraction: 0.1}"],
          "orch.buffer.easy_threshold"),
+        (["orch.buffer.replay={}", "orch.rollouts_per_example=1", "orch.advantage={mean: batch, std: batch}"],
+         "orch.buffer.replay"),
+        (["orch.buffer.replay={fraction: 0.01}"], "orch.buffer.replay.fraction"),
+        (["orch.buffer.replay={}", "orch.weight_sync_interval=0"], "orch.buffer.replay"),
+        (["orch.buffer.replay={}", "train.loss.type=grpo", "train.recompute_old=true"], "orch.buffer.replay"),
+        (["orch.buffer.replay={}", "train.loss.type=dro"], "orch.buffer.replay"),
+        (["orch.buffer.replay={}", "train.loss.type=gspo"], "orch.buffer.replay"),
+        (["orch.buffer.replay={}", "train.loss={type: reinforce, ratio: none}"], "orch.buffer.replay"),
+        (["orch.buffer.replay={}", "train.loss.type=grpo", "train.ppo_epochs=2", "train.recipe=bf16"],
+         "orch.buffer.replay"),
         (["orch.sampling={min_tokens: 40, max_tokens: 20}"], "orch.sampling.min_tokens"),
         (["orch.sampling.top_k=500"], "orch.sampling.top_k"),
         (["infer.engine=vllm", "orch.sampling.top_p=0.9"], "orch.sampling"),
         (["orch.weight_sync_interval=0", "orch.max_off_policy_steps=2"], "orch.max_off_policy_steps"),
         (["orch.env=[arithmetic, arithmetic]"], "orch.env.1"),
+        (["orch.env=[{id: arithmetic, weight: {0: 1, 10: 0}}]"], "orch.env"),
+        (["orch.env=[{id: arithmetic, weight: {5: 0, 10: 1}}, {id: countdown, weight: {2: 2, 4: 0}}]"], "orch.env"),
         (["orch.eval.sampling.max_tokens=4096"], "orch.eval.sampling.max_tokens"),
         (["orch.reward.scale=0"], "orch.reward.scale"),
         (["orch.client.base_url=nowhere", "infer.engine=vllm"], "orch.client.base_url"),
@@ -232,3 +246,42 @@ def test_keys_of_the_preference_loss(override: str, says: str):
 def test_the_reference_of_sft_has_no_effect():
     found = check_supervised(load_supervised(SftConfig, None, [*PAIRS, "train.reference=frozen"]).config).errors
     assert "train.reference" in [dotted(problem.path) for problem in found]
+
+
+def test_weights_of_environments_by_step():
+    """Linear between the points, constant outside; a weight of 0 is allowed while another environment has one."""
+    overrides = ["orch.env=[{id: arithmetic, weight: {10: 1, 20: 0, 30: 4}}, {id: countdown, weight: {10: 0, 20: 1}}]"]
+    assert errors(*overrides) == []
+    first, second = run(*overrides).orch.env
+    assert [first.weight_at(step) for step in (1, 10, 15, 20, 25, 30, 99)] == [1, 1, 0.5, 0, 2, 4, 4]
+    assert [second.weight_at(step) for step in (1, 10, 12, 20, 99)] == [0, 0, 0.2, 1, 1]
+    sent = json.loads(json.dumps(run(*overrides).orch.model_dump(mode="json", exclude_unset=True)))
+    assert OrchConfig.model_validate(sent).env == [first, second], "another process gets the same schedule"
+
+
+@pytest.mark.parametrize("weight", ["0", "{}", "{-1: 2}", "{a: 1}", "{1: -1}", "{1.5: 1}", "[1]"])
+def test_a_weight_that_is_no_schedule_is_refused(weight: str):
+    with pytest.raises(ConfigError, match="weight"):
+        run(f"orch.env=[{{id: arithmetic, weight: {weight}}}]")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.loss.type=grpo"],
+        ["train.loss.type=grpo", "train.ppo_epochs=2", "train.recipe=fp32"],
+        ["train.loss={type: gspo, correction: {type: tis}}"],
+        ["train.loss.type=decoupled"],
+        ["train.loss.type=masked"],
+        ["train.loss.type=reinforce"],
+        ["train.loss={type: dro, correction: {type: icepop}}"],
+    ],
+)
+def test_losses_that_weigh_replayed_tokens(overrides: list[str]):
+    assert errors("orch.buffer.replay={fraction: 0.5, max_age: 2}", *overrides) == []
+
+
+def test_replayed_groups_per_step():
+    sizes = ["orch.batch_size=40", "orch.rollouts_per_example=4"]
+    found = [run(*sizes, f"orch.buffer.replay.fraction={part}").orch.replayed_groups for part in (0.1, 0.26, 1.0)]
+    assert found == [1, 3, 10] and run(*sizes).orch.replayed_groups == 0

@@ -52,6 +52,21 @@ def test_windows_of_three(version: int, groups: int):
     assert dispatch_all(admission, version) == groups
 
 
+@pytest.mark.parametrize(
+    ("interval", "level", "steps"),
+    # Two groups per step: the step that each group at version 0 is dispatched for, then the one after.
+    [(1, 0, [1, 1, 1]), (3, 0, [1, 1, 2, 2, 3, 3, 3]), (1, 2, [1, 1, 2, 2, 3, 3, 3])],
+)
+def test_the_step_that_a_group_is_for(interval: int, level: int, steps: list[int]):
+    admission, found = Admission(batch=8, group=4, interval=interval, async_level=level), []
+    while admission.allows(0):
+        found.append(admission.step_of_next(0))
+        admission.dispatch()
+    assert [*found, admission.step_of_next(0)] == steps
+    settle_all(admission)
+    assert admission.step_of_next(4) == 5, "a place that a stale group left empty belongs to the present step"
+
+
 def test_windows_sync_at_their_start_only():
     admission = Admission(batch=8, group=4, interval=3)
     assert [version for version in range(8) if admission.syncs_at(version)] == [0, 3, 6]

@@ -112,11 +112,11 @@ def test_a_prompt_that_fails_early_costs_no_step_before_it(tmp_path: Path):
     stream, drawn = world.loop.parts.stream, []
     ordinary = stream.next
 
-    def failing() -> Prompt:
+    def failing(step: int) -> Prompt:
         drawn.append(None)
         if len(drawn) > 4:
             raise DataError("letters: there is no fifth")
-        return ordinary()
+        return ordinary(step)
 
     stream.next = failing  # type: ignore[method-assign]
     with pytest.raises(DataError, match="no fifth"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -67,6 +68,66 @@ def test_any_prefix_is_within_one_prompt_of_its_share():
     for total in range(1, 400):
         seen[stream.next().env] += 1
         assert all(abs(seen[name] - total * weight) < 2 for name, weight in weights.items())
+
+
+def linear(step: int, start: float, end: float, steps: int = 20) -> float:
+    return start + (end - start) * min(1.0, step / steps)
+
+
+def changing(sizes: dict[str, int], *slopes: tuple[float, float]) -> PromptStream:
+    """Each environment's weight goes from the first to the second number within 20 steps."""
+    weights = {name: partial(linear, start=a, end=b) for name, (a, b) in zip(sizes, slopes, strict=True)}
+    return PromptStream({name: Letters(size, name) for name, size in sizes.items()}, weights, 0, fits)
+
+
+def test_weights_change_with_the_steps():
+    """From all of a to all of b: 8 prompts per step, by hand."""
+    stream = changing({"a": 5, "b": 5}, (1, 0), (0, 1))
+    steps = [Counter(stream.next(step).env for _ in range(8)) for step in range(25)]
+    assert [steps[step]["b"] for step in (0, 5, 10, 15, 20, 24)] == [0, 2, 4, 6, 8, 8]
+    assert all(counts == {"b": 8} for counts in steps[20:])
+    assert abs(sum(counts["a"] for counts in steps) - sum(8 * (1 - min(1, step / 20)) for step in range(25))) < 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    slopes=st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5)), min_size=2, max_size=4),
+    counts=st.lists(st.integers(0, 12), min_size=25, max_size=25),
+)
+def test_any_prefix_follows_the_weights(slopes: list[tuple[float, float]], counts: list[int]):
+    """After each draw, every environment has its share of all draws so far, up to the number of environments."""
+    names = [f"e{i}" for i in range(len(slopes))]
+    slopes = [(a + 0.01, b + 0.01) if i == 0 else (a, b) for i, (a, b) in enumerate(slopes)]
+    stream, due, seen = changing(dict.fromkeys(names, 7), *slopes), Counter[str](), Counter[str]()
+    for step, count in enumerate(counts):
+        now = {name: linear(step, *slope) for name, slope in zip(names, slopes, strict=True)}
+        for _ in range(count):
+            due.update({name: weight / sum(now.values()) for name, weight in now.items()})  # type: ignore[arg-type]
+            chosen = stream.next(step).env
+            seen[chosen] += 1
+            assert now[chosen] > 0, "an environment with weight 0 is not drawn"
+            assert all(abs(seen[name] - due[name]) < len(names) for name in names)
+
+
+@settings(max_examples=60, deadline=None)
+@given(before=st.integers(0, 80), back=st.integers(0, 10), slope=st.tuples(st.floats(0, 3), st.floats(0.1, 3)))
+def test_changing_weights_continue_at_any_point(before: int, back: int, slope: tuple[float, float]):
+    """After a resume, and after surplus prompts were returned, the draws are those of an undisturbed stream."""
+
+    def fresh() -> PromptStream:
+        return changing({"a": 3, "b": 4, "c": 5}, (1, 1), slope, (2, 0))
+
+    whole = fresh()
+    wanted = [whole.next(number // 4) for number in range(before + 30)]
+    stream = fresh()
+    assert [stream.next(number // 4) for number in range(before)] == wanted[:before]
+    place = stream.position()
+    for number in range(before, before + back):
+        stream.next(number // 4)
+    stream.rewind(place)
+    resumed = fresh()
+    resumed.load_state(json.loads(json.dumps(stream.state())))
+    assert [resumed.next(number // 4) for number in range(before, before + 30)] == wanted[before:]
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 
 from shoal.core.advantages import RewardShape
@@ -16,11 +17,23 @@ from shoal.core.batching import rollout_samples
 from shoal.core.errors import ConfigError, EngineError
 from shoal.core.protocols import Environment, RolloutEngine
 from shoal.core.runner import GroupRunner, RunnerSettings, rollout_seed
-from shoal.core.types import FinishReason, Message, Prompt, Request, RolloutGroup, SamplingParams, Task
+from shoal.core.types import (
+    EpisodeResult,
+    FinishReason,
+    Message,
+    Prompt,
+    Request,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Task,
+)
 from shoal.envs import MultiTurn, SingleTurn, answer_of, ask
 from shoal.models.chat import Chat
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.embedded import EmbeddedRolloutEngine
+from shoal.server.app import LocalEndpoint
+from shoal.server.completions import ServedModel
 from support.engines import make_engine
 from support.models import EOS, TOKENIZER, small_decoder
 from support.scripted import Script, ScriptedEngine
@@ -182,6 +195,73 @@ def test_a_group_is_scored_when_all_of_it_is_complete(pool: RewardPool) -> None:
     group = play(ScriptedEngine(script), pool, Prompt("ranked", 0, []), 4)
     assert [r.raw_reward for r in group.rollouts] == [2.0, None, 1.0, 0.0]
     assert [r.status for r in group.rollouts] == ["ok", "error", "ok", "ok"]
+
+
+class Tournament:
+    """Makes the rollouts of a group together at the endpoint, each in its own session, and ranks their lengths."""
+
+    name = "tournament"
+
+    def tasks(self, split: str) -> list[Task]:
+        return [ask("write"), ask("fail"), ask("hang"), ask("one fails")]
+
+    async def play(self, task: Task, base_url: str, model: str) -> EpisodeResult:
+        raise AssertionError("its rollouts are made together")
+
+    async def play_group(self, task: Task, sessions: Sequence[tuple[str, str]]) -> list[EpisodeResult]:
+        async with aiohttp.ClientSession() as http:
+            lengths = [await self._length(http, task, *session) for session in sessions]
+        kind = task.messages[0]["content"]
+        if kind != "write" and kind != "one fails":
+            raise TimeoutError("too slow") if kind == "hang" else RuntimeError("no ranking")
+        results = [EpisodeResult(float(sorted(lengths).index(length)), {"length": length}) for length in lengths]
+        return [*results[:-1], EpisodeResult(None, error="lost")] if kind == "one fails" else results
+
+    async def _length(self, http: aiohttp.ClientSession, task: Task, base_url: str, model: str) -> int:
+        body = {"model": model, "messages": task.messages}
+        async with http.post(f"{base_url}/chat/completions", json=body) as response:
+            return len((await response.json())["choices"][0]["message"]["content"])
+
+
+def compete(index: int) -> list[Rollout]:
+    texts = iter(["aa", "a", "aaaa"])
+    engine = ScriptedEngine(lambda _: (next(texts), "stop"))
+    endpoint = LocalEndpoint(ServedModel(engine, CHAT, "scripted", 256))
+    environments: Any = {"tournament": Tournament()}
+    runner = GroupRunner(engine, environments, RewardPool({}), CHAT, RunnerSettings(context_tokens=256), endpoint)
+
+    async def run() -> list[Rollout]:
+        try:
+            return (await runner.run(Prompt("tournament", index, []), 3, SamplingParams(max_tokens=32))).rollouts
+        finally:
+            await endpoint.close()
+
+    rollouts = asyncio.run(run())
+    assert [len(rollout.turns) for rollout in rollouts] == [1] * 3
+    assert len({request.sampling.seed for request in engine.requests}) == 3
+    return rollouts
+
+
+def test_an_environment_at_the_endpoint_scores_a_group_together() -> None:
+    rollouts = compete(0)
+    assert [rollout.reward for rollout in rollouts] == [1.0, 0.0, 2.0]
+    assert [rollout.parts["length"] for rollout in rollouts] == [2, 1, 4]
+    assert [rollout.turns[0].completion.text for rollout in rollouts] == ["aa", "a", "aaaa"]
+
+
+@pytest.mark.parametrize(
+    ("index", "statuses", "error"),
+    [
+        (1, ["error"] * 3, "RuntimeError: no ranking"),
+        (2, ["timeout"] * 3, "too slow"),
+        (3, ["ok", "ok", "error"], "lost"),
+    ],
+)
+def test_what_fails_at_the_endpoint_is_excluded(index: int, statuses: list[str], error: str) -> None:
+    rollouts = compete(index)
+    assert [rollout.status for rollout in rollouts] == statuses
+    assert {rollout.error for rollout in rollouts if rollout.status != "ok"} == {error}
+    assert [rollout.scored for rollout in rollouts] == [status == "ok" for status in statuses]
 
 
 def test_an_error_of_the_call_excludes_the_group(pool: RewardPool) -> None:

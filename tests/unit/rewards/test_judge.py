@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,47 +16,17 @@ from shoal.envs.registry import load_environment
 from shoal.rewards.compose import NamedRewards
 from shoal.rewards.http_judge import HttpJudge, JudgeError
 from shoal.rewards.pool import RewardPool
+from support.judge_server import Judge, Reply, chat
 
 TASK = ask("What is {2} + 2?", answer="4")
 MESSAGES = [*TASK.messages, {"role": "assistant", "content": "It is {4}."}]
-Reply = tuple[int, Any]
-
-
-class Judge:
-    """Answers with what it is told to and remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.requests: list[tuple[dict[str, str], Any]] = []
-        self.reply: Callable[[int], Reply] = lambda _: (200, {"score": 1})
-        judge = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                judge.requests.append((dict(self.headers), body))
-                status, content = judge.reply(len(judge.requests))
-                data = content if isinstance(content, bytes) else json.dumps(content).encode()
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/judge"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
 
 @pytest.fixture
 def judge() -> Iterator[Judge]:
     made = Judge()
     yield made
-    made.server.shutdown()
-    made.server.server_close()
-
-
-def chat(text: str) -> dict[str, Any]:
-    return {"choices": [{"message": {"content": text}}]}
+    made.close()
 
 
 def ask_judge(reward: HttpJudge) -> float:

@@ -22,6 +22,7 @@ BUILT_NAMES = {
     'f"time/{phase}"': tuple(f"time/{phase}" for phase in PHASES),
     'f"reward/part/{name}"': ("reward/part/<name>",),
     'f"reward/env/{name}"': ("reward/env/<env>",),
+    'f"batch/env/{name}"': ("batch/env/<env>",),
     'f"group/env/{name}"': ("group/env/<env>",),
     'f"completion/env/{name}"': ("completion/env/<env>",),
     'f"eval/{name}/{key}"': tuple(name for name in FAMILIES if name.startswith("eval/")),

@@ -357,6 +357,7 @@ def _has_text(run: Path, head: GroupHead, text: str) -> bool:
 class _JournalLine(msgspec.Struct):
     step: int
     rollout_ids: list[str] = []
+    replayed: list[str] = []  # groups of earlier steps: their rollouts are stored with those steps
     dropped: dict[str, str | None] = {}
 
 
@@ -394,8 +395,9 @@ class PromptSteps:
                     record = _journal_line.decode(line)
                 except msgspec.DecodeError:
                     continue
+                replayed = set(record.replayed)
                 for name in {
-                    *(_prompt_of(i, 3) for i in record.rollout_ids),
+                    *(_prompt_of(i, 3) for i in record.rollout_ids if i.rpartition("/")[0] not in replayed),
                     *(_prompt_of(g, 2) for g in record.dropped),
                 }:
                     self._steps.setdefault(name, set()).add(record.step)
