@@ -70,13 +70,14 @@ def ignore_stop_requests() -> None:
 def silence(*keep: int) -> None:
     """Redirect every inherited descriptor except `keep` to /dev/null: terminal, logs, locks, sockets.
 
-    Descriptors are replaced, not closed: an inherited Python object could otherwise close a reused number.
+    Descriptors are replaced, not closed: an inherited Python object could otherwise close a reused number. Programs
+    that are started later do not inherit them, because they would count against the program's limit of open files.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in open_descriptors():
         if descriptor not in (*keep, null):
             with contextlib.suppress(OSError):
-                os.dup2(null, descriptor)
+                os.dup2(null, descriptor, inheritable=descriptor <= 2)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)  # noqa: SIM115

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -160,8 +161,12 @@ def exec_here(script: str, arguments: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
+    """The run has more files open than a program may open."""
     made = RewardPool({"it": Judged()}, workers=1, timeout_s=30, memory_bytes=MEMORY_BYTES, isolated=True)
-    made.start()
+    with contextlib.ExitStack() as stack:
+        for _ in range(isolation.MAX_FILES + 50):
+            stack.enter_context(Path(os.devnull).open())
+        made.start()
     yield made
     asyncio.run(made.close())
 
