@@ -33,7 +33,7 @@ def test_the_command_writes_the_pages(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "field", ["entropy_coef", "top_entropy_quantile", "use_adaptive_entropy", "multi_objective_aggregation"]
+    "field", ["sync_ref_model", "off_policy_mask_threshold", "router_aux_loss_coef", "f_divergence_type"]
 )
 def test_what_does_not_exist_is_not_promised(field: str):
     assert f"| `{field}` | not supported |" in page("trl")
