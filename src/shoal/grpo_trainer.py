@@ -62,10 +62,11 @@ class GRPOTrainer:
         self,
         model: Annotated[
             Any, Key("train.model", "a name, or a transformers model that is trained in place", composed=True)
-        ],
+        ] = None,
         train_dataset: Annotated[
-            Items, Key("orch.env", "items with `get_reward`, a list of rows, or a `datasets.Dataset`", composed=True)
-        ],
+            Items | None,
+            Key("orch.env", "items with `get_reward`, a list of rows, or a `datasets.Dataset`", composed=True),
+        ] = None,
         reward_funcs: Annotated[
             RewardFunction | Sequence[RewardFunction] | None,
             Key(note="the functions run in the reward workers; the default is `get_reward` of the items"),
