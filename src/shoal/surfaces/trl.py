@@ -69,6 +69,65 @@ FIELDS = KeyTable(
     columns=("Field", "Configuration key"),
 )
 
+# For documentation only: `shoal dpo` has no Python class. Fields of both configurations are in FIELDS.
+DPO = KeyTable(
+    "TRL: fields of `DPOConfig`",
+    (
+        KeyRow("trl dpo, DPOTrainer", "`shoal dpo`", "[preference-data.md](../preference-data.md) shows a run"),
+        KeyRow("model", "train.model"),
+        KeyRow("ref_model", "train.reference", "a copy of `train.model`, or the model without the adapter"),
+        KeyRow("train_dataset", "dataset.path", "or `dataset.name`; rows with prompt, chosen and rejected"),
+        KeyRow("eval_dataset", note="metrics cover the pairs of each step", refused=True),
+        KeyRow("peft_config", "train.lora", "set `train.lora: true` and `train.lora_rank`"),
+        KeyRow("beta", "loss.beta"),
+        KeyRow("loss_type", "loss.type", "`sigmoid`, `robust`, `hinge` and `ipo`; others are not supported"),
+        KeyRow(
+            'loss_type=["sigmoid", "sft"]',
+            "loss.sft_weight",
+            "the weight of sft if that of the other loss is 1. Its mean covers a step, in TRL a micro-batch. Other "
+            "combinations are not supported",
+        ),
+        KeyRow("loss_weights", "loss.sft_weight", "only together with the loss type sft"),
+        KeyRow(
+            "label_smoothing",
+            "loss.label_smoothing",
+            "the same for `robust`. TRL 1.16 does not use it for sigmoid; in Shoal it selects conservative DPO there",
+        ),
+        KeyRow("max_length", "train.sequence_len", "a pair with a longer side is skipped; in TRL it is truncated"),
+        KeyRow("truncation_mode", note="nothing is truncated"),
+        KeyRow(
+            "precompute_ref_log_probs",
+            note="reference_logprobs are computed in each step, which gives the same loss",
+        ),
+        KeyRow("precompute_ref_batch_size", note="the memory plan sets the size of a pass"),
+        KeyRow("reference_free", note="TRL 1.16 does not have it either", refused=True),
+        KeyRow("sync_ref_model", note="the reference is always the initial model", refused=True),
+        KeyRow("ref_model_mixup_alpha, ref_model_sync_steps", note="only for sync_ref_model", refused=True),
+        KeyRow("f_divergence_type", note="the divergence is always reverse_kl", refused=True),
+        KeyRow("f_alpha_divergence_coef", note="only for f_divergence_type", refused=True),
+        KeyRow("ld_alpha", note="all tokens of a completion have the same weight", refused=True),
+        KeyRow("use_weighting", note="all pairs have the same weight", refused=True),
+        KeyRow("discopop_tau", note="only for the loss type discopop", refused=True),
+        KeyRow("router_aux_loss_coef", note="there is no router auxiliary loss", refused=True),
+        KeyRow("disable_dropout", note="dropout is always off"),
+        KeyRow("padding_free, pad_to_multiple_of", note="rows are packed, not padded"),
+        KeyRow("per_device_train_batch_size", "batch_size", "counts the pairs of an optimizer step"),
+        KeyRow("gradient_accumulation_steps", "batch_size", "multiply per_device_train_batch_size by it"),
+        KeyRow("learning_rate", "train.learning_rate", "the default is 5e-6, in TRL 1e-6"),
+        KeyRow("num_train_epochs, max_steps", ("train.epochs", "train.max_steps"), "one of them is required"),
+        KeyRow("dataset_num_proc", note="rows are read in one process"),
+        KeyRow("activation_offloading", "train.recompute", "activations are recomputed instead"),
+        KeyRow("model_init_kwargs", "train.recipe", "only dtype"),
+        KeyRow("trust_remote_code", note="Shoal does not run code from model repositories", refused=True),
+        KeyRow("pad_token", note="rows are packed, not padded"),
+    ),
+    intro=(
+        "`shoal dpo dpo.yaml` has keys instead of a Python class. Fields that `GRPOConfig` has too, such as those of "
+        "the optimizer, have the same keys of `train`."
+    ),
+    columns=("Field", "Configuration key"),
+)
+
 OUTPUT_DIR = "trainer_output"
 CONTEXT = 2048
 WITH_ARGS = ("model", "train_dataset", "reward_funcs", "eval_dataset", "args", "processing_class", "peft_config",
