@@ -212,7 +212,7 @@ class GRPOConfig:
             "train.loss.correction.type",
             "token_truncate is `tis`, and token_mask is `icepop`. Shoal does not support the product of the ratios "
             "over a completion: sequence_mask is applied as `icepop` per token, and sequence_truncate as `tis`, with a "
-            "notice",
+            "notice. Both are refused with vespo, as in TRL",
             composed=True,
         ),
     ] = "sequence_mask"

@@ -24,7 +24,12 @@ TRAINER = KeyTable(
         KeyRow(
             "model", "train.model", "pass a name or a transformers model as `model=`, and an adapter as `adapter_path=`"
         ),
-        KeyRow("reward_funcs", (), "pass the same functions as `reward_funcs=`; they are called once per group"),
+        KeyRow(
+            "reward_funcs",
+            (),
+            "pass the same functions as `reward_funcs=`; they are called once per group. A completion for which all of "
+            "them return None is not trained; in TRL its advantage is 0, and its tokens are in the denominators",
+        ),
         KeyRow("args", "`args=GRPOConfig(…)`", "without `args`, Shoal's own arguments and defaults apply"),
         KeyRow("train_dataset", "orch.env", "pass it as `train_dataset=`"),
         KeyRow("eval_dataset", "orch.eval", "pass it as `eval_dataset=`, with `eval_strategy`"),

@@ -103,7 +103,7 @@ def _top_entropy(to: Translation, fields: Mapping[str, Any], updates: int) -> No
 
 
 def _entropy_bonus(to: Translation, fields: Mapping[str, Any], updates: int, processes: int) -> None:
-    name = "use_adaptive_entropy" if fields["use_adaptive_entropy"] else "entropy_coef"
+    name, key = ("use_adaptive_entropy", "target") if fields["use_adaptive_entropy"] else ("entropy_coef", "coef")
     aggregation = _AGGREGATIONS.get(fields["loss_type"])
     to.put("entropy_coef", "train.loss.entropy.coef", fields["entropy_coef"])
     if fields["top_entropy_quantile"] != 1.0:
@@ -112,7 +112,7 @@ def _entropy_bonus(to: Translation, fields: Mapping[str, Any], updates: int, pro
         to.refuse("top_entropy_quantile", what, fix)
     if aggregation == "seq-mean-token-sum-norm":
         what = f"is not supported with {fields['loss_type']}, whose bonus is a sum over max_completion_length"
-        to.refuse(name, what, "use overrides=['train.loss.entropy.coef=…'] to accept this")
+        to.refuse(name, what, f"use overrides=['train.loss.entropy.{key}=…'] to accept this")
     elif aggregation == "seq-mean-token-mean":
         to.notices.append(f"{name}: the mean entropy gives each completion the same weight, in TRL each token")
     elif fields["gradient_accumulation_steps"] != 1 or processes > 1:
@@ -125,6 +125,8 @@ def _entropy_bonus(to: Translation, fields: Mapping[str, Any], updates: int, pro
 def _adaptive(to: Translation, fields: Mapping[str, Any], updates: int) -> None:
     for field, key in _ADAPTIVE.items():
         to.put(field, f"train.loss.entropy.{key}", fields[field])
+    if fields["entropy_target"] is None:
+        to.refuse("entropy_target", "must be a number, not None")
     coef, low, high = (fields[name] for name in ("entropy_coef", "entropy_coef_min", "entropy_coef_max"))
     change = fields["entropy_coef_delta"]
     numbers = all(isinstance(value, int | float) for value in (coef, low, high, change))

@@ -177,6 +177,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"use_adaptive_entropy": True, "entropy_coef": 2.0},
         "entropy_coef: is 2.0, outside entropy_coef_min (0.0) and entropy_coef_max (1.0)",
     ),
+    "target of dr_grpo": (
+        {"use_adaptive_entropy": True, "loss_type": "dr_grpo"},
+        "use overrides=['train.loss.entropy.target=…'] to accept this",
+    ),
+    "no target": ({"use_adaptive_entropy": True, "entropy_target": None}, "entropy_target: must be a number, not None"),
     "quantile": ({"top_entropy_quantile": 0.0}, "top_entropy_quantile: must be greater than 0, not 0.0"),
     "objectives": ({"multi_objective_aggregation": "sum"}, "or normalize_then_sum, not 'sum'"),
     "sequence vespo": ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "importance_sampling_level: "),
