@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from shoal.config.fields import known_keys, sections_at, walk_keys
-from shoal.config.schema import RunConfig
+from shoal.config.schema import DpoConfig, RunConfig
 from shoal.grpo_trainer import KEYS as TRAINER_KEYS
 from shoal.launcher.keys import KEYS as LAUNCHER_KEYS
 from shoal.recipes.config import KEYS as RECIPE_KEYS
@@ -408,7 +408,7 @@ PAGES: dict[str, tuple[str, str, tuple[KeyTable, ...]]] = {
         "Change `from trl import GRPOConfig, GRPOTrainer` to `from shoal import GRPOConfig, GRPOTrainer`. With "
         "`args=GRPOConfig(…)`, the defaults of TRL 1.16 apply ([grpo-trainer.md](../grpo-trainer.md)). The last table "
         "lists Shoal's own arguments, which apply without `args`.",
-        (trl.TRAINER, trl.FIELDS, TRAINER, ARGUMENTS),
+        (trl.TRAINER, trl.FIELDS, trl.DPO, TRAINER, ARGUMENTS),
     ),
     "verl": ("verl", "Write a YAML file with `shoal init`, and run it with `shoal grpo`.", (VERL,)),
     "openrlhf": ("OpenRLHF", "Write a YAML file with `shoal init`, and run it with `shoal grpo`.", (OPENRLHF,)),
@@ -463,7 +463,7 @@ def _cell(text: str) -> str:
 
 def unknown_keys() -> list[str]:
     """Keys in the tables that the schema does not have."""
-    known = {key.dotted for key in walk_keys(RunConfig)}
+    known = {key.dotted for root in (RunConfig, DpoConfig) for key in walk_keys(root)}
     named = [
         key
         for _, _, tables in PAGES.values()

@@ -64,7 +64,7 @@ class GRPOTrainer:
         self,
         model: Annotated[
             Any, Key("train.model", "a name, or a transformers model that is trained in place", composed=True)
-        ],
+        ] = None,
         train_dataset: Annotated[
             Items | None,
             Key("orch.env", "items with `get_reward`, a list of rows, or a `datasets.Dataset`", composed=True),

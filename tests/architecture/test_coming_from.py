@@ -12,7 +12,9 @@ import pytest
 
 from shoal import coming_from as seeds
 from shoal.coming_from import PAGES, page, unknown_keys
+from shoal.config.preference import PREFERENCE_LOSSES
 from shoal.surfaces.names import KeyTable
+from shoal.surfaces.trl import DPO
 
 ROOT = Path(__file__).parents[2]
 SHARED = os.environ.get("SHOAL_SHARED")
@@ -33,10 +35,27 @@ def test_the_command_writes_the_pages(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "field", ["entropy_coef", "top_entropy_quantile", "use_adaptive_entropy", "multi_objective_aggregation"]
+    "field", ["sync_ref_model", "off_policy_mask_threshold", "router_aux_loss_coef", "f_divergence_type"]
 )
 def test_what_does_not_exist_is_not_promised(field: str):
     assert f"| `{field}` | not supported |" in page("trl")
+
+
+# What DPOConfig of TRL 1.16 has besides transformers' TrainingArguments, and `reference_free` of earlier versions.
+DPO_FIELDS = (
+    "learning_rate model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout dataset_num_proc "
+    "max_length truncation_mode padding_free pad_to_multiple_of precompute_ref_log_probs precompute_ref_batch_size "
+    "loss_type loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef label_smoothing beta use_weighting "
+    "discopop_tau activation_offloading sync_ref_model ref_model_mixup_alpha ref_model_sync_steps pad_token "
+    "reference_free"
+)
+
+
+def test_every_field_of_dpo_config_has_a_row():
+    rows = {name: row for row in DPO.rows for name in row.theirs.split(", ")}
+    assert [name for name in DPO_FIELDS.split() if name not in rows] == []
+    for kind in PREFERENCE_LOSSES:
+        assert f"`{kind.choice()}`" in rows["loss_type"].note
 
 
 def test_every_key_exists():

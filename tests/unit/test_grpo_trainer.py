@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
@@ -165,6 +166,43 @@ def test_trls_constructor_trains(model: str, tmp_path: Path):
     assert last["reward/mean"] == pytest.approx(1.5 * last["reward/part/loud"])
     rollouts = lines(tmp_path, "rollouts/step_000002.jsonl")
     assert len(rollouts) == 8 and all(line["advantage"] is not None for line in rollouts)
+
+
+def test_trls_entropy_vespo_and_objectives(model: str, tmp_path: Path):
+    """One function does not apply to all completions. The advantages are those of TRL's formula."""
+
+    def loud(completions, **_):
+        return [capitals(text) for text in completions]
+
+    def dense(completions, **_):
+        return [None if "e" in text else len(set(text)) / 6 for text in completions]
+
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=[loud, dense],
+        args=GRPOConfig(
+            output_dir=str(tmp_path), max_steps=2, learning_rate=1e-3, num_generations=4, max_completion_length=6,
+            per_device_train_batch_size=8, vllm_max_model_length=64, reward_weights=[1.0, 0.5], loss_type="vespo",
+            multi_objective_aggregation="normalize_then_sum", entropy_coef=0.01, use_adaptive_entropy=True,
+            entropy_target=50.0, save_strategy="no",
+        ),
+        train_dataset=[{"prompt": f"Shout {word}"} for word in WORDS], overrides=["orch.reward.workers=1"],
+    )  # fmt: skip
+    trainer.train()
+    assert [line["policy/entropy_coef"] for line in trainer.metrics] == pytest.approx([0.0, 0.015])
+    assert all(line["policy/gate"] == pytest.approx(1.0, abs=1e-4) for line in trainer.metrics)
+    missing = 0
+    for step in (1, 2):
+        rollouts = sorted(lines(tmp_path, f"rollouts/step_{step:06d}.jsonl"), key=lambda rollout: rollout["group"])
+        rewards = [[rollout["parts"].get(name, math.nan) for name in ("loud", "dense")] for rollout in rollouts]
+        table = torch.tensor(rewards, dtype=torch.float64).view(-1, 4, 2)
+        missing += int(table.isnan().sum())
+        away = table - table.nanmean(1, keepdim=True)
+        count = (~table.isnan()).sum(1, keepdim=True)
+        std = (away.square().nansum(1, keepdim=True) / (count - 1)).sqrt()
+        total = (away / (std + 1e-4) * torch.tensor([1.0, 0.5])).nansum(2).flatten()
+        wanted = (total - total.mean()) / (total.std() + 1e-4)
+        assert [rollout["advantage"] for rollout in rollouts] == pytest.approx(wanted.tolist(), abs=1e-6)
+    assert missing
 
 
 def test_lora_on_a_model_object_leaves_the_object_alone(model: str, tmp_path: Path):

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from shoal.config.fields import known_keys, nearest, sections_at, variants_of
 from shoal.config.problems import Origins, Problem, printable, problems_from, render, show
-from shoal.config.schema import SECTIONS, RunConfig, SupervisedConfig
+from shoal.config.schema import SECTIONS, DpoConfig, RunConfig, SftConfig, SupervisedConfig
 from shoal.config.yaml_text import KeyPath, Source, parse_yaml
 from shoal.core.errors import ConfigError
 from shoal.core.section import Section
@@ -31,6 +31,7 @@ SHARED = {
     "infer": {("model",): "model", ("output_dir",): "output_dir"},
     "orch": {("model", "name"): "model", ("output_dir",): "output_dir"},
 }
+COMMANDS: dict[str, type[Section]] = {"grpo": RunConfig, SftConfig.verb: SftConfig, DpoConfig.verb: DpoConfig}
 Config = TypeVar("Config", bound=Section)
 Supervised = TypeVar("Supervised", bound=SupervisedConfig)
 
@@ -172,6 +173,7 @@ class _KeyReader(Generic[Config]):
             self._refuse_other_section(document.value, str(prefix[0]), shown)
             self.data[str(prefix[0])] = document.value
         else:
+            self._refuse_other_command(document.value, shown)
             self._refuse_loose_section(document.value, shown)
             self.data = document.value
         for path, line in document.lines.items():
@@ -189,6 +191,13 @@ class _KeyReader(Generic[Config]):
         best = max(fits, key=lambda section: fits[section])
         if value and fits[best] == len(value) and fits[name] * 2 <= len(value):
             raise ConfigError(f"{shown}:1: looks like the `{best}` section, but --{name} needs the `{name}` section")
+
+    def _refuse_other_command(self, value: dict[str, Any], shown: str) -> None:
+        """One message for the file of another command, instead of one message per key."""
+        fits = [command for command, model in COMMANDS.items() if set(value) <= set(model.model_fields)]
+        if fits and not set(value) <= set(self.model.model_fields):
+            keys = ", ".join(value)
+            raise ConfigError(f"{shown}:1: has the keys of `shoal {fits[0]}` ({keys}); run `shoal {fits[0]} {shown}`")
 
     def _refuse_loose_section(self, value: dict[str, Any], shown: str) -> None:
         """One message for train.yaml passed as the file of a whole run, instead of one message per key."""
@@ -240,7 +249,10 @@ class _KeyReader(Generic[Config]):
             return
         elsewhere = [name for name in sections if name in SECTIONS and first in SECTIONS[name].model_fields]
         near = nearest(first, sections)
-        if elsewhere:
+        other = [command for command, model in COMMANDS.items() if first in model.model_fields]
+        if other and self.model is not RunConfig:
+            fix = f"it is a section of `shoal {other[0]}`"
+        elif elsewhere:
             fix = f"write {elsewhere[0]}.{shown}"
         elif near and len(path) > 1:
             fix = f"did you mean `{near}.{'.'.join(map(str, path[1:]))}`?"

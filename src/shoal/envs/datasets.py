@@ -268,6 +268,9 @@ def _from_hub(spec: DatasetSpec, read: Callable[[str, str | None], Any]) -> Any:
         ) from error
 
 
+PAIR = {"chosen", "rejected"}
+
+
 def supervised_tasks(spec: DatasetSpec) -> list[Task]:
     """Return tasks for supervised training; `data["completion"]` is the target text. An eval split is not used."""
     splits = read_splits(spec, (), _task)
@@ -281,18 +284,22 @@ def _task(row: Mapping[str, Any]) -> Task:
         messages = to_messages(row["messages"])
         completion = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
     if not isinstance(completion, str) or not messages:
-        raise DataError("a row needs messages that end with an assistant message, or a prompt and a completion")
+        other = "; `shoal dpo` trains on chosen and rejected" if row.keys() >= PAIR else ""
+        raise DataError(f"a row needs messages that end with an assistant message, or a prompt and a completion{other}")
     check_unicode(completion, "completion")
     return Task(messages, {"completion": completion})
 
 
 def preference_tasks(spec: DatasetSpec) -> list[Task]:
     """Return tasks for preference training; `data` has the texts `chosen` and `rejected`."""
-    return read_train(spec, ("chosen", "rejected"), _pair)
+    return read_train(spec, (), _pair)
 
 
 def _pair(row: Mapping[str, Any]) -> Task:
     """Each side is a text, or messages that end with the answer. Messages that both start with are the prompt."""
+    if not PAIR & row.keys() and {"messages", "completion"} & row.keys():
+        raise DataError("a row needs chosen and rejected; `shoal sft` trains on rows with one completion")
+    row = _with_columns(dict(row), {}, sorted(PAIR))
     chosen, rejected = (_side(row[name], name) for name in ("chosen", "rejected"))
     prompt = to_messages(row["prompt"]) if row.get("prompt") is not None else []
     shared = chosen[:-1]

@@ -64,6 +64,10 @@ class AdvantageNormalizer:
         """Whether zero-variance groups are trained."""
         return keeps_uniform(self.mean, self.std)
 
+    @property
+    def compares_groups(self) -> bool:
+        return "group" in (self.mean, self.std) or self.std == "mean"
+
     def assign(self, groups: Sequence[RolloutGroup]) -> None:
         """Set the advantage of every scored rollout."""
         estimates = self.estimate([group.rewards for group in groups])
@@ -80,6 +84,18 @@ class AdvantageNormalizer:
             return [_by_mean(group).tolist() for group in groups]
         batch = np.concatenate(groups)
         return [(self._centre(group, batch) / self._scale(group, batch)).tolist() for group in groups]
+
+    def estimate_known(self, groups_rewards: list[list[float | None]]) -> list[list[float]]:
+        """The same where some rewards are None. These, and a reward that is alone in its group if groups are compared,
+        get the advantage 0."""
+        known = [[value for value in group if value is not None] for group in groups_rewards]
+        used = [len(group) > (1 if self.compares_groups else 0) for group in known]
+        estimates = iter(self.estimate([group for group, is_used in zip(known, used, strict=True) if is_used]))
+        result = []
+        for group, is_used in zip(groups_rewards, used, strict=True):
+            values = iter(next(estimates) if is_used else [0.0] * len(group))
+            result.append([0.0 if value is None else next(values) for value in group])
+        return result
 
     def _centre(self, group: np.ndarray, batch: np.ndarray) -> np.ndarray:
         if self.mean == "none":
@@ -121,8 +137,9 @@ def _checked(rewards: Sequence[float], mean: Statistic, std: Scale) -> np.ndarra
 class PartAdvantages:
     """GDPO: each part of the reward is normalised by itself, then the parts are added with their weights.
 
-    What shaping and a KL in the reward add to the total counts as one more part with weight 1. With `rescale` the sums
-    are divided by their standard deviation over the batch, after subtracting the mean.
+    A part is compared among the rollouts that have it. What shaping and a KL in the reward add to the total counts as
+    one more part with weight 1. With `rescale` the sums are divided by their standard deviation over the batch, after
+    subtracting the mean.
     """
 
     normalizer: AdvantageNormalizer
@@ -132,12 +149,13 @@ class PartAdvantages:
         parts = [[_parts_of(rollout) for rollout in group.scored] for group in groups]
         sums = [np.zeros(len(group)) for group in parts]
         for name in sorted({name for group in parts for rollout in group for name in rollout}):
-            values = [[rollout.get(name, (0.0, 0.0))[0] for rollout in group] for group in parts]
-            for at, advantages in enumerate(self.normalizer.estimate(values)):
+            values = [[rollout[name][0] if name in rollout else None for rollout in group] for group in parts]
+            for at, advantages in enumerate(self.normalizer.estimate_known(values)):
                 weights = [rollout.get(name, (0.0, 1.0))[1] for rollout in parts[at]]
                 sums[at] += np.array(weights) * np.array(advantages)
         if self.rescale:
-            sums = [np.array(v) for v in AdvantageNormalizer("batch", "batch").estimate([v.tolist() for v in sums])]
+            over_batch = AdvantageNormalizer("batch", "batch", eps=self.normalizer.eps)
+            sums = [np.array(values) for values in over_batch.estimate([values.tolist() for values in sums])]
         for group, advantages in zip(groups, sums, strict=True):
             for rollout, advantage in zip(group.scored, advantages.tolist(), strict=True):
                 rollout.advantage = advantage
@@ -182,16 +200,12 @@ class TurnAdvantages:
         for k in range(max(map(len, rewards.values()), default=0)):
             # A rollout that alone reaches turn k is compared with nobody: its advantage there is 0.
             there = [[r for r in group.scored if len(r.turns) > k] for group in groups]
-            there = [rollouts for rollouts in there if len(rollouts) > 1 or not self._compares_groups]
+            there = [rollouts for rollouts in there if len(rollouts) > 1 or not self.normalizer.compares_groups]
             values = [[rewards[r.rollout_id][k] for r in rollouts] for rollouts in there if rollouts]
             for rollouts, advantages in zip(filter(None, there), self.normalizer.estimate(values), strict=True):
                 for rollout, advantage in zip(rollouts, advantages, strict=True):
                     assert rollout.token_advantages is not None
                     rollout.token_advantages[k] = [advantage] * len(rollout.turns[k].completion.token_ids)
-
-    @property
-    def _compares_groups(self) -> bool:
-        return "group" in (self.normalizer.mean, self.normalizer.std) or self.normalizer.std == "mean"
 
     def _assign_tokens(self, groups: Sequence[RolloutGroup]) -> None:
         values = [[v for r in group.scored for v in returns(token_rewards(r), self.discount)] for group in groups]

@@ -84,10 +84,11 @@ class TopEntropy:
 
 
 def entropy_threshold(entropies: np.ndarray, fraction: float) -> float:
-    """The smallest entropy among the top `fraction` of the tokens: the ceil(fraction · N) largest ones, and ties."""
+    """The smallest entropy at or above the (1 - fraction) quantile of N tokens. The tokens at or above it are the
+    floor(fraction · (N - 1)) + 1 largest ones, and ties."""
     if not len(entropies):
         return 0.0
-    count = max(1, int(np.ceil(fraction * len(entropies) - 1e-9)))
+    count = 1 + int(np.floor(fraction * (len(entropies) - 1) + 1e-9))
     return float(np.sort(entropies)[-count])
 
 

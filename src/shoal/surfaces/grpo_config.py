@@ -115,16 +115,16 @@ class GRPOConfig:
     ] = None
     sapo_temperature_neg: Annotated[float, Key("train.loss.tau_neg", "only for loss_type sapo", composed=True)] = 1.05
     sapo_temperature_pos: Annotated[float, Key("train.loss.tau_pos", "only for loss_type sapo", composed=True)] = 1.0
-    vespo_k_pos: Annotated[float, Key(note="only for loss_type vespo, which is not supported")] = 2.0
-    vespo_lambda_pos: Annotated[float, Key(note="only for loss_type vespo, which is not supported")] = 3.0
-    vespo_k_neg: Annotated[float, Key(note="only for loss_type vespo, which is not supported")] = 3.0
-    vespo_lambda_neg: Annotated[float, Key(note="only for loss_type vespo, which is not supported")] = 2.0
+    vespo_k_pos: Annotated[float, Key("train.loss.k_pos", "only for loss_type vespo", composed=True)] = 2.0
+    vespo_lambda_pos: Annotated[float, Key("train.loss.rate_pos", "only for loss_type vespo", composed=True)] = 3.0
+    vespo_k_neg: Annotated[float, Key("train.loss.k_neg", "only for loss_type vespo", composed=True)] = 3.0
+    vespo_lambda_neg: Annotated[float, Key("train.loss.rate_neg", "only for loss_type vespo", composed=True)] = 2.0
     importance_sampling_level: Annotated[
         str,
         Key(
             "train.loss.type",
             "sequence selects the loss `gspo` with epsilon and the aggregation of loss_type. Value and gradient equal "
-            "TRL's for grpo, bnpo, dr_grpo and dapo. It is not supported with cispo, sapo, delta, or beta with "
+            "TRL's for grpo, bnpo, dr_grpo and dapo. It is not supported with cispo, sapo, vespo, delta, or beta with "
             "use_bias_correction_kl",
             composed=True,
         ),
@@ -133,8 +133,9 @@ class GRPOConfig:
     multi_objective_aggregation: Annotated[
         str,
         Key(
-            note="use overrides=['orch.advantage.per_part=true', 'orch.advantage.rescale=true'] for normalize_then_sum",
-            refused=True,
+            ("orch.advantage.per_part", "orch.advantage.rescale"),
+            "normalize_then_sum sets both. Advantages equal TRL's, also with weights and None rewards",
+            composed=True,
         ),
     ] = "sum_then_normalize"
     scale_rewards: Annotated[
@@ -149,9 +150,9 @@ class GRPOConfig:
         str,
         Key(
             ("train.loss.type", "train.loss.aggregation"),
-            "the aggregation is seq-mean-token-mean for grpo and sapo, token-mean for bnpo, dapo and cispo, and "
+            "the aggregation is seq-mean-token-mean for grpo and sapo, token-mean for bnpo, dapo, cispo and vespo, and "
             "seq-mean-token-sum-norm for dr_grpo. For bnpo the mean covers the step, in TRL a micro-batch. luspo is "
-            "not supported. For vespo use overrides=['train.loss.type=vespo']",
+            "not supported",
             composed=True,
         ),
     ] = "dapo"
@@ -162,16 +163,43 @@ class GRPOConfig:
     ref_model_mixup_alpha: Annotated[float, Key(note="only for sync_ref_model, which is not supported")] = 0.6
     ref_model_sync_steps: Annotated[int, Key(note="only for sync_ref_model, which is not supported")] = 512
     top_entropy_quantile: Annotated[
-        float, Key(note="use overrides=['train.loss.entropy.top_fraction=…']", refused=True)
+        float,
+        Key(
+            "train.loss.entropy.top_fraction",
+            "the selection covers an update, in TRL a micro-batch. It cannot be combined with an entropy bonus, which "
+            "covers the selected tokens in TRL and all tokens in Shoal",
+            composed=True,
+        ),
     ] = 1.0
-    entropy_coef: Annotated[float, Key(note="use overrides=['train.loss.entropy.coef=…']", refused=True)] = 0.0
-    use_adaptive_entropy: Annotated[bool, Key(note="use overrides=['train.loss.entropy.target=…']", refused=True)] = (
-        False
-    )
-    entropy_coef_min: Annotated[float, Key(note="only for use_adaptive_entropy, which is not supported")] = 0.0
-    entropy_coef_max: Annotated[float, Key(note="only for use_adaptive_entropy, which is not supported")] = 1.0
-    entropy_coef_delta: Annotated[float, Key(note="only for use_adaptive_entropy, which is not supported")] = 0.005
-    entropy_target: Annotated[float, Key(note="only for use_adaptive_entropy, which is not supported")] = 0.2
+    entropy_coef: Annotated[
+        float,
+        Key(
+            "train.loss.entropy.coef",
+            "for dapo, bnpo, cispo and vespo, the bonus is a mean over the tokens of an update, in TRL of each "
+            "micro-batch. For grpo and sapo, each completion has the same weight in the mean. dr_grpo is not supported",
+            composed=True,
+        ),
+    ] = 0.0
+    use_adaptive_entropy: Annotated[
+        bool,
+        Key(
+            "train.loss.entropy.target",
+            "sets the target to entropy_target; the coefficient changes after each step, in TRL after each update",
+            composed=True,
+        ),
+    ] = False
+    entropy_coef_min: Annotated[
+        float, Key("train.loss.entropy.coef_min", "only with use_adaptive_entropy", composed=True)
+    ] = 0.0
+    entropy_coef_max: Annotated[
+        float, Key("train.loss.entropy.coef_max", "only with use_adaptive_entropy", composed=True)
+    ] = 1.0
+    entropy_coef_delta: Annotated[
+        float, Key("train.loss.entropy.delta", "only with use_adaptive_entropy", composed=True)
+    ] = 0.005
+    entropy_target: Annotated[
+        float, Key("train.loss.entropy.target", "only with use_adaptive_entropy", composed=True)
+    ] = 0.2
     max_tool_calling_iterations: Annotated[
         int | None, Key(note="only with `environment_factory`; the limit of answers is one more", composed=True)
     ] = None
@@ -184,7 +212,7 @@ class GRPOConfig:
             "train.loss.correction.type",
             "token_truncate is `tis`, and token_mask is `icepop`. Shoal does not support the product of the ratios "
             "over a completion: sequence_mask is applied as `icepop` per token, and sequence_truncate as `tis`, with a "
-            "notice",
+            "notice. Both are refused with vespo, as in TRL",
             composed=True,
         ),
     ] = "sequence_mask"
@@ -386,8 +414,11 @@ class GRPOConfig:
     ddp_static_graph: Annotated[Any, Key(note="gradients are summed once per step")] = None
     ddp_backend: Annotated[Any, Key(note="the backend is nccl on GPUs and gloo on CPUs")] = None
     ddp_timeout: Annotated[int, Key(note="`orch.deadline_s` limits waits")] = 1800
-    fsdp: Annotated[Any, Key(note="use overrides=['train.sharding=fsdp']", refused=True)] = None
-    fsdp_config: Annotated[Any, Key(note="use overrides=['train.sharding=fsdp']", refused=True)] = None
+    fsdp: Annotated[
+        Any,
+        Key("train.sharding", "True, full_shard and full_shard auto_wrap set `fsdp`", composed=True),
+    ] = None
+    fsdp_config: Annotated[Any, Key(note="each decoder layer is sharded; the options do not change the results")] = None
     deepspeed: Annotated[Any, Key(note="use overrides=['train.sharding=fsdp']", refused=True)] = None
     debug: Annotated[str, Key(note="the log is in logs/ of the run directory")] = ""
     skip_memory_metrics: Annotated[bool, Key(note="no counterpart")] = True

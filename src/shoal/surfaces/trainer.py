@@ -233,12 +233,16 @@ def _factory_problem(factory: Any) -> str | None:
 def _model_problem(model: Any) -> str | None:
     if isinstance(model, str) or hasattr(model, "parameters"):
         return None
+    if model is None:
+        return "is required: a folder, a hub id or a transformers model"
     if callable(model) or hasattr(model, "__len__"):
         return f"is {_shown(model)}, not a model; the order is {ORDER}"
     return f"must be a folder, a hub id or a transformers model, not {_shown(model)}"
 
 
 def _items_problem(items: Any) -> str | None:
+    if items is None:
+        return "is required: a list of items or a datasets.Dataset"
     if isinstance(items, str | bytes):
         return f"is text ({items!r}), not items; load them, e.g. datasets.load_dataset({items!r}, split='train')"
     if callable(items) or hasattr(items, "parameters"):

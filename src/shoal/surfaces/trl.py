@@ -14,6 +14,7 @@ from shoal.core.section import IN_MEMORY
 from shoal.surfaces.grpo_config import DEFAULTS, KEYS, GRPOConfig
 from shoal.surfaces.names import Key, KeyRow, KeyTable, Translation, rows_of
 from shoal.surfaces.trainer import COMPLETIONS_SHOWN, GENERATION_KEYS, LABEL, NESTED, put_resume
+from shoal.surfaces.trl_loss import put_advantage, put_correction, put_loss
 
 TRAINER = KeyTable(
     "TRL: arguments of `GRPOTrainer`",
@@ -23,7 +24,12 @@ TRAINER = KeyTable(
         KeyRow(
             "model", "train.model", "pass a name or a transformers model as `model=`, and an adapter as `adapter_path=`"
         ),
-        KeyRow("reward_funcs", (), "pass the same functions as `reward_funcs=`; they are called once per group"),
+        KeyRow(
+            "reward_funcs",
+            (),
+            "pass the same functions as `reward_funcs=`; they are called once per group. A completion for which all of "
+            "them return None is not trained; in TRL its advantage is 0, and its tokens are in the denominators",
+        ),
         KeyRow("args", "`args=GRPOConfig(…)`", "without `args`, Shoal's own arguments and defaults apply"),
         KeyRow("train_dataset", "orch.env", "pass it as `train_dataset=`"),
         KeyRow("eval_dataset", "orch.eval", "pass it as `eval_dataset=`, with `eval_strategy`"),
@@ -72,26 +78,75 @@ FIELDS = KeyTable(
     columns=("Field", "Configuration key"),
 )
 
+# For documentation only: `shoal dpo` has no Python class. Fields of both configurations are in FIELDS.
+DPO = KeyTable(
+    "TRL: fields of `DPOConfig`",
+    (
+        KeyRow("trl dpo, DPOTrainer", "`shoal dpo`", "[preference-data.md](../preference-data.md) shows a run"),
+        KeyRow("model", "train.model"),
+        KeyRow("ref_model", "train.reference", "a copy of `train.model`, or the model without the adapter"),
+        KeyRow("train_dataset", "dataset.path", "or `dataset.name`; rows with prompt, chosen and rejected"),
+        KeyRow("eval_dataset", note="metrics cover the pairs of each step", refused=True),
+        KeyRow("peft_config", "train.lora", "set `train.lora: true` and `train.lora_rank`"),
+        KeyRow("beta", "loss.beta"),
+        KeyRow("loss_type", "loss.type", "`sigmoid`, `robust`, `hinge` and `ipo`; others are not supported"),
+        KeyRow(
+            'loss_type=["sigmoid", "sft"]',
+            "loss.sft_weight",
+            "the weight of sft if that of the other loss is 1. Its mean covers a step, in TRL a micro-batch. Other "
+            "combinations are not supported",
+        ),
+        KeyRow("loss_weights", "loss.sft_weight", "only together with the loss type sft"),
+        KeyRow(
+            "label_smoothing",
+            "loss.label_smoothing",
+            "the same for `robust`. TRL 1.16 does not use it for sigmoid; in Shoal it selects conservative DPO there",
+        ),
+        KeyRow("max_length", "train.sequence_len", "a pair with a longer side is skipped; in TRL it is truncated"),
+        KeyRow("truncation_mode", note="nothing is truncated"),
+        KeyRow(
+            "precompute_ref_log_probs",
+            note="reference_logprobs are computed in each step, which gives the same loss",
+        ),
+        KeyRow("precompute_ref_batch_size", note="the memory plan sets the size of a pass"),
+        KeyRow("reference_free", note="TRL 1.16 does not have it either", refused=True),
+        KeyRow("sync_ref_model", note="the reference is always the initial model", refused=True),
+        KeyRow("ref_model_mixup_alpha, ref_model_sync_steps", note="only for sync_ref_model", refused=True),
+        KeyRow("f_divergence_type", note="the divergence is always reverse_kl", refused=True),
+        KeyRow("f_alpha_divergence_coef", note="only for f_divergence_type", refused=True),
+        KeyRow("ld_alpha", note="all tokens of a completion have the same weight", refused=True),
+        KeyRow("use_weighting", note="all pairs have the same weight", refused=True),
+        KeyRow("discopop_tau", note="only for the loss type discopop", refused=True),
+        KeyRow("router_aux_loss_coef", note="there is no router auxiliary loss", refused=True),
+        KeyRow("disable_dropout", note="dropout is always off"),
+        KeyRow("padding_free, pad_to_multiple_of", note="rows are packed, not padded"),
+        KeyRow("per_device_train_batch_size", "batch_size", "counts the pairs of an optimizer step"),
+        KeyRow("gradient_accumulation_steps", "batch_size", "multiply per_device_train_batch_size by it"),
+        KeyRow("learning_rate", "train.learning_rate", "the default is 5e-6, in TRL 1e-6"),
+        KeyRow("num_train_epochs, max_steps", ("train.epochs", "train.max_steps"), "one of them is required"),
+        KeyRow("dataset_num_proc", note="rows are read in one process"),
+        KeyRow("activation_offloading", "train.recompute", "activations are recomputed instead"),
+        KeyRow("model_init_kwargs", "train.recipe", "only dtype"),
+        KeyRow("trust_remote_code", note="Shoal does not run code from model repositories", refused=True),
+        KeyRow("pad_token", note="rows are packed, not padded"),
+    ),
+    intro=(
+        "`shoal dpo dpo.yaml` has keys instead of a Python class. Fields that `GRPOConfig` has too, such as those of "
+        "the optimizer, have the same keys of `train`."
+    ),
+    columns=("Field", "Configuration key"),
+)
+
 OUTPUT_DIR = "trainer_output"
 CONTEXT = 2048
-ADVANTAGE_EPS = 1e-4
 WITH_ARGS = ("model", "train_dataset", "reward_funcs", "eval_dataset", "args", "processing_class", "peft_config",
              "environment_factory", "overrides")  # fmt: skip
-_AGGREGATIONS = {
-    "grpo": "seq-mean-token-mean",
-    "bnpo": "token-mean",
-    "dr_grpo": "seq-mean-token-sum-norm",
-    "dapo": "token-mean",
-    "cispo": "token-mean",
-    "sapo": "seq-mean-token-mean",
-}
 _OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adamw"),
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit"),
 }
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine", "constant": "constant",
               "constant_with_warmup": "constant"}  # fmt: skip
-_STD = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "auto": None}
 # PEFT's options of an adapter that Shoal has not: name → the value that has no effect.
 _PEFT_UNUSED = {"bias": "none", "use_rslora": False, "use_dora": False, "modules_to_save": None, "rank_pattern": {},
@@ -111,12 +166,14 @@ def translate(config: GRPOConfig, given: Mapping[str, Any], processes: int = 1) 
     updates = _batch(to, fields, processes)
     _length(to, fields, updates)
     _sampling(to, fields)
-    _loss(to, fields)
+    put_loss(to, fields, updates, processes)
+    put_advantage(to, fields)
     _schedule(to, fields, updates)
     _precision(to, fields)
     _saving(to, fields, updates)
     _evaluation(to, fields, given["eval_dataset"], updates)
     _engine(to, fields)
+    _sharding(to, fields)
     _adapter(to, given["peft_config"])
     _environment(to, fields, given)
     put_resume(to, fields["resume_from_checkpoint"], str(fields["output_dir"] or OUTPUT_DIR))
@@ -167,6 +224,10 @@ def _batch(to: Translation, fields: Mapping[str, Any], processes: int) -> int:
         to.refuse("steps_per_generation", f"is {passes}, neither a multiple nor a divisor of "
                   f"gradient_accumulation_steps ({accumulated})")  # fmt: skip
         passes = accumulated
+    if passes < accumulated and (
+        fields["scale_rewards"] == "batch" or fields["multi_objective_aggregation"] == "normalize_then_sum"
+    ):
+        to.notices.append("steps_per_generation: statistics of the batch cover an update, in TRL a generation batch")
     if passes < accumulated and iterations > 1:
         to.refuse("num_iterations", "is not supported with fewer steps_per_generation than gradient_accumulation_steps")
     rollouts, minibatches = per_pass * max(passes, accumulated), max(1, passes // accumulated)
@@ -210,60 +271,6 @@ def _sampling(to: Translation, fields: Mapping[str, Any]) -> None:
     if fields["log_completions"]:
         shown = fields["num_completions_to_print"]
         to.put("log_completions", "train.show_completions", COMPLETIONS_SHOWN if shown is None else shown)
-
-
-def _loss(to: Translation, fields: Mapping[str, Any]) -> None:
-    kind, level = fields["loss_type"], fields["importance_sampling_level"]
-    if kind not in _AGGREGATIONS:
-        to.refuse("loss_type", f"{kind!r} is not supported", f"use one of {', '.join(_AGGREGATIONS)}")
-        return
-    if level not in ("token", "sequence"):
-        to.refuse("importance_sampling_level", f"must be token or sequence, not {level!r}")
-    sequence, clipped = level == "sequence", kind not in ("cispo", "sapo")
-    if sequence and not clipped:
-        to.refuse("importance_sampling_level", f"sequence is not supported with loss_type {kind}", "use token")
-    loss = kind if not clipped else "gspo" if sequence else "grpo"
-    to.put("loss_type", "train.loss.type", loss)
-    to.put("loss_type", "train.loss.aggregation", _AGGREGATIONS[kind])
-    if kind == "bnpo":
-        to.notices.append("loss_type: bnpo averages over the tokens of a whole update, in TRL of each micro-batch")
-    high = fields["epsilon"] if fields["epsilon_high"] is None else fields["epsilon_high"]
-    if clipped:
-        to.put("epsilon", "train.loss.clip_low", fields["epsilon"])
-        to.put("epsilon_high", "train.loss.clip_high", high)
-    elif kind == "cispo":
-        to.put("epsilon_high", "train.loss.ratio_high", high)
-    else:
-        to.put("sapo_temperature_pos", "train.loss.tau_pos", fields["sapo_temperature_pos"])
-        to.put("sapo_temperature_neg", "train.loss.tau_neg", fields["sapo_temperature_neg"])
-    _dual_clip(to, fields, loss, high)
-    unbiased = bool(fields["use_bias_correction_kl"])
-    if fields["beta"]:
-        if sequence and unbiased:
-            to.refuse("use_bias_correction_kl", "is not supported with importance_sampling_level sequence", "set False")
-        to.put("beta", "train.loss.kl.beta", fields["beta"])
-        to.put("use_bias_correction_kl", "train.loss.kl.estimator", "k3-unbiased" if unbiased else "k3")
-    try:
-        std = _STD[fields["scale_rewards"]]
-    except (KeyError, TypeError):
-        to.refuse("scale_rewards", f"must be group, batch or none, not {fields['scale_rewards']!r}")
-        return
-    to.put("scale_rewards", "orch.advantage", {"mean": "group", "std": std})
-    if std != "none":
-        to.data["orch"]["advantage"]["eps"] = ADVANTAGE_EPS
-    if std == "batch":
-        to.data["orch"].pop("groups")  # kept anyway
-
-
-def _dual_clip(to: Translation, fields: Mapping[str, Any], loss: str, high: Any) -> None:
-    delta = fields["delta"]
-    if delta is None:
-        return
-    if loss != "grpo":
-        to.refuse("delta", f"is not supported with {'importance_sampling_level sequence' if loss == 'gspo' else loss}")
-    elif isinstance(high, int | float) and delta < 1 + high:
-        to.refuse("delta", f"is {delta}, below 1 + epsilon_high ({1 + high:g})", "raise it, or remove it")
-    to.put("delta", "train.loss.dual_clip", delta)
 
 
 def _schedule(to: Translation, fields: Mapping[str, Any], updates: int) -> None:
@@ -363,27 +370,17 @@ def _engine(to: Translation, fields: Mapping[str, Any]) -> None:
     if fields["vllm_enable_sleep_mode"]:
         to.put("vllm_enable_sleep_mode", "infer.engine_args.enable_sleep_mode", True)
     if fields["vllm_importance_sampling_correction"]:
-        _correction(to, fields)
+        put_correction(to, fields)
 
 
-def _correction(to: Translation, fields: Mapping[str, Any]) -> None:
-    mode, low = fields["vllm_importance_sampling_mode"], fields["vllm_importance_sampling_clip_min"]
-    high = fields["vllm_importance_sampling_cap"] or fields["vllm_importance_sampling_clip_max"]
-    level, _, action = str(mode).partition("_")
-    if level not in ("token", "sequence") or action not in ("truncate", "mask"):
-        to.refuse("vllm_importance_sampling_mode", f"{mode!r} is not known")
+def _sharding(to: Translation, fields: Mapping[str, Any]) -> None:
+    asked = fields["fsdp"]
+    if not asked:
         return
-    if level == "sequence":
-        to.notices.append(
-            f"vllm_importance_sampling_mode: {mode} is applied per token (as token_{action}), not to the product of "
-            "the ratios of a completion"
-        )
-    to.put("vllm_importance_sampling_mode", "train.loss.correction.type", "tis" if action == "truncate" else "icepop")
-    to.put("vllm_importance_sampling_clip_max", "train.loss.correction.cap", 1e9 if high is None else high)
-    if action == "mask":
-        to.put("vllm_importance_sampling_clip_min", "train.loss.correction.floor", low or 0.0)
-    elif low is not None:
-        to.refuse("vllm_importance_sampling_clip_min", "is only supported with token_mask", "remove it")
+    parts = {str(getattr(part, "value", part)) for part in (asked if isinstance(asked, list) else str(asked).split())}
+    if asked is not True and not {"full_shard"} <= parts <= {"full_shard", "auto_wrap"}:
+        to.refuse("fsdp", f"{asked!r} is not supported", "use True, 'full_shard' or 'full_shard auto_wrap'")
+    to.put("fsdp", "train.sharding", "fsdp")
 
 
 def _adapter(to: Translation, peft: Any) -> None:

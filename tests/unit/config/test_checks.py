@@ -1,6 +1,7 @@
 """Rules across keys: what is an error, what is only a notice, and what the seed's own files give."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,33 @@ def test_keys_of_the_preference_loss(override: str, says: str):
     with pytest.raises(ConfigError) as caught:
         load_supervised(DpoConfig, None, [*PAIRS, override])
     assert says in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+FILES = {
+    "grpo": "orch: {env: [{id: arithmetic}]}\ntrain: {model: m}\n",
+    "sft": "train: {model: m}\ndataset: {path: d}\n",
+    "dpo": "train: {model: m}\ndataset: {path: d}\nloss: {beta: 0.2}\n",
+}
+
+
+@pytest.mark.parametrize(("command", "file"), [("sft", "dpo"), ("sft", "grpo"), ("dpo", "grpo"), ("grpo", "sft")])
+def test_the_file_of_another_command_names_that_command(tmp_path: Path, monkeypatch, command: str, file: str):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(FILES[file])
+    load = {
+        "grpo": load_run,
+        "sft": partial(load_supervised, SftConfig),
+        "dpo": partial(load_supervised, DpoConfig),
+    }[command]
+    with pytest.raises(
+        ConfigError, match=rf"^mine.yaml:1: has the keys of `shoal {file}` \([^\n]*`shoal {file} mine.yaml`$"
+    ):
+        load("mine.yaml")
+
+
+def test_an_override_of_another_command_names_that_command():
+    with pytest.raises(ConfigError, match=r"'loss' is not a section; it is a section of `shoal dpo`$"):
+        load_supervised(SftConfig, None, [*PAIRS, "loss.beta=0.2"])
 
 
 def test_the_reference_of_sft_has_no_effect():

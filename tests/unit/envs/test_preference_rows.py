@@ -10,7 +10,7 @@ import pytest
 
 from shoal.core.errors import DataError
 from shoal.core.types import Message, Task
-from shoal.envs.datasets import DatasetSpec, collect_row_problems, preference_tasks
+from shoal.envs.datasets import DatasetSpec, collect_row_problems, preference_tasks, supervised_tasks
 
 USER: Message = {"role": "user", "content": "one"}
 SYSTEM: Message = {"role": "system", "content": "be brief"}
@@ -66,6 +66,8 @@ def test_longer_conversations_and_other_columns(tmp_path: Path):
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]}, "more than the last message"),
         ({"chosen": [USER], "rejected": [USER, BAD]}, "chosen ends with the role user"),
         ({"prompt": "one", "chosen": [{**GOOD, "tool_calls": [{}]}], "rejected": "two"}, "tool calls"),
+        ({"prompt": "one", "completion": "ONE"}, "`shoal sft` trains on rows with one completion"),
+        ({"messages": [USER, GOOD]}, "`shoal sft` trains on rows with one completion"),
         ([1], "of type list"),
     ],
 )
@@ -75,6 +77,13 @@ def test_unusable_rows_are_named_and_counted(tmp_path: Path, row: Any, says: str
     (problem,) = problems
     assert problem.warning and "1 rows used, 1 invalid rows excluded" in problem.text
     assert "rows.jsonl:1: " in problem.text and says in problem.text
+
+
+def test_pairs_are_not_for_supervised_training(tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "one", "chosen": "ONE", "rejected": "two"}\n')
+    with pytest.raises(DataError, match="a prompt and a completion; `shoal dpo` trains on chosen and rejected"):
+        supervised_tasks(DatasetSpec(str(file)))
 
 
 def test_no_usable_row(tmp_path: Path):

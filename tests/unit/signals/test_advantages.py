@@ -68,6 +68,22 @@ def test_gdpo_tells_apart_what_the_sum_of_the_parts_does_not() -> None:
     assert len({total_reward(r) for r in group.rollouts}) == 1 and len({every_reward(r) for r in group.rollouts}) == 2
 
 
+def test_gdpo_compares_a_part_among_the_rollouts_that_have_it() -> None:
+    """By hand: `a` is 0 and 2 in the first two rollouts (mean 1, std √2), `b` only in the last one."""
+    group = make_group(make_prompt(0), [0.0, 2.0, 7.0])
+    for rollout, parts in zip(group.rollouts, ({"a": 0.0}, {"a": 2.0}, {"b": 7.0}), strict=True):
+        rollout.parts = parts
+    PartAdvantages(AdvantageNormalizer()).assign([group])
+    assert advantages(group) == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0], abs=1e-6)
+
+
+def test_gdpo_rescales_with_the_same_eps() -> None:
+    group = make_group(make_prompt(0), [0.0, 1.0])
+    PartAdvantages(AdvantageNormalizer(eps=0.5), rescale=True).assign([group])
+    first = 0.5 / (0.5**0.5 + 0.5)
+    assert advantages(group)[1] == pytest.approx(first / (first * 2**0.5 + 0.5))
+
+
 def advantages(group: RolloutGroup) -> list[float]:
     return [float(rollout.advantage) for rollout in group.rollouts if rollout.advantage is not None]
 

@@ -150,7 +150,16 @@ def test_the_mask_covers_the_top_share_of_an_optimizer_step() -> None:
 
     step = StepRows([], [Batch([first, second])], None, score)  # type: ignore[arg-type]
     asyncio.run(TopEntropy(0.4, Policy(), SingleProcess()).annotate(step))
-    # Five tokens under the policy loss, entropies 1 5 2 4 3: two of them are kept.
+    # Five tokens under the policy loss, entropies 1 5 2 4 3: two of them are at or above the 0.6 quantile, 3.4.
     assert first.signals["top_entropy"][1:].tolist() == [0, 1, 0]
     assert second.signals["top_entropy"][1:3].tolist() == [1, 0]
     assert entropy_threshold(np.arange(10.0), 0.2) == 8.0 and entropy_threshold(np.arange(10.0), 1.0) == 0.0
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.1, 0.2, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 10, 11, 64])
+def test_the_threshold_selects_what_is_at_or_above_the_quantile(fraction: float, tokens: int) -> None:
+    entropies = np.random.default_rng(tokens).permutation(tokens).astype(np.float32)
+    quantile = torch.quantile(torch.tensor(entropies), 1 - fraction).item()
+    kept = entropies >= entropy_threshold(entropies, fraction)
+    np.testing.assert_array_equal(kept, entropies >= quantile - 1e-5)  # 1 - fraction is rounded

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shoal import GRPOConfig
 from shoal.core.errors import ArgumentError
 from shoal.grpo_trainer import GRPOTrainer
 
@@ -33,9 +34,9 @@ WRONG: dict[str, tuple[tuple, dict[str, Any], str]] = {
     "model and data swapped": ((ROWS, "m", judge), {}, f"model: is a list, not a model; {ORDER}"),
     "data and reward swapped": (("m", judge, ROWS), {}, f"train_dataset: is a function, not items; {ORDER}"),
     "reward and model swapped": ((judge, ROWS, "m"), {}, f"model: is a function, not a model; {ORDER}"),
-    "no model": ((None, ROWS, judge), {}, "model: must be a folder, a hub id or a transformers model, not None"),
+    "no model": ((None, ROWS, judge), {}, "model: is required: a folder, a hub id or a transformers model"),
     "a file's name": (("m", "d.jsonl", judge), {}, "train_dataset: is text ('d.jsonl'), not items; load them"),
-    "no data": (("m", None, judge), {}, "train_dataset: must be a list of items or a datasets.Dataset, not None"),
+    "no data": (("m", None, judge), {}, "train_dataset: is required: a list of items or a datasets.Dataset"),
     "held-out": (("m", ROWS, judge), {"eval_dataset": 5, "eval_steps": 2}, "eval_dataset: must be a list of items"),
     "a number to judge": (("m", ROWS, 3), {}, "reward_funcs: must be a function, or a list of them, not 3"),
     "one of several": (("m", ROWS, [judge, 3]), {}, "reward_funcs: holds 3, which is not a function"),
@@ -80,6 +81,15 @@ def test_all_wrong_arguments_are_reported_at_once():
     assert set(said) == {"train_dataset", "groupsize", "clip_eps", "ppo_steps", "eval_steps", "max_new_tokens"}
     assert "group_size (default 4)" in said["groupsize"]
     assert all(f"the default is {value}" in said[name] for name, value in (("clip_eps", 0.2), ("max_new_tokens", 256)))
+
+
+def test_required_arguments_are_reported_with_the_others():
+    with pytest.raises(ArgumentError) as caught:
+        GRPOTrainer(reward_funcs=judge, groupsize=4, clip_eps=-1.0)
+    said = [line.split(": ")[1] for line in str(caught.value).splitlines()]
+    assert sorted(said) == ["clip_eps", "groupsize", "model", "train_dataset"]
+    with pytest.raises(ArgumentError, match=r"^GRPOTrainer: train_dataset: is required: a list of items or a [^\n]*$"):
+        GRPOTrainer("m", reward_funcs=judge, args=GRPOConfig())
 
 
 def test_a_script_ends_with_one_line_and_other_errors_keep_their_traceback(tmp_path: Path):

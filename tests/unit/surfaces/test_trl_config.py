@@ -100,6 +100,29 @@ TRANSLATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"train.loss.type": "gspo", "train.loss.clip_low": 3e-4, "train.loss.clip_high": 4e-4,
          "train.loss.aggregation": "token-mean"},
     ),
+    "vespo": (
+        {"loss_type": "vespo", "vespo_k_neg": 2.5, "vespo_lambda_pos": 0.0},
+        {"train.loss.type": "vespo", "train.loss.k_pos": 2.0, "train.loss.rate_pos": 1e-4, "train.loss.k_neg": 2.5,
+         "train.loss.rate_neg": 2.0, "train.loss.aggregation": "token-mean"},
+    ),
+    "entropy_coef": (
+        {"entropy_coef": 0.01},
+        {"train.loss.entropy.coef": 0.01, "train.loss.entropy.target": None, "train.loss.entropy.top_fraction": 1.0},
+    ),
+    "adaptive entropy": (
+        {"use_adaptive_entropy": True, "entropy_coef_delta": 0.01},
+        {"train.loss.entropy.coef": 0.0, "train.loss.entropy.target": 0.2, "train.loss.entropy.delta": 0.01,
+         "train.loss.entropy.coef_min": 0.0, "train.loss.entropy.coef_max": 1.0},
+    ),
+    "top entropy": ({"top_entropy_quantile": 0.2}, {"train.loss.entropy.top_fraction": 0.2}),
+    "objectives": (
+        {"multi_objective_aggregation": "normalize_then_sum"},
+        {"orch.advantage.per_part": True, "orch.advantage.rescale": True, "orch.advantage.std": "group",
+         "orch.advantage.eps": 1e-4, "orch.groups.uniform": "keep"},
+    ),
+    "fsdp": ({"fsdp": "full_shard auto_wrap"}, {"train.sharding": "fsdp"}),
+    "fsdp as a flag": ({"fsdp": True}, {"train.sharding": "fsdp"}),
+    "fsdp as a list": ({"fsdp": ["full_shard"]}, {"train.sharding": "fsdp"}),
     "batch std": ({"scale_rewards": "batch"}, {"orch.advantage.std": "batch", "orch.groups.uniform": "keep"}),
     "truncated": ({"mask_truncated_completions": True}, {"orch.truncated.type": "mask"}),
     "schedule": (
@@ -144,11 +167,26 @@ def test_a_peft_config():
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "entropy_coef": ({"entropy_coef": 0.01}, "entropy_coef: 0.01 is not supported"),
-    "top_entropy_quantile": ({"top_entropy_quantile": 0.2}, "top_entropy_quantile: 0.2 is not supported"),
-    "use_adaptive_entropy": ({"use_adaptive_entropy": True}, "use_adaptive_entropy: True is not supported"),
-    "objectives": ({"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation: "),
-    "vespo": ({"loss_type": "vespo"}, "loss_type: 'vespo' is not supported"),
+    "negative entropy_coef": ({"entropy_coef": -0.01}, "entropy_coef: must be at least 0, not -0.01"),
+    "bonus and mask": (
+        {"entropy_coef": 0.01, "top_entropy_quantile": 0.2},
+        "top_entropy_quantile: cannot be combined with entropy_coef",
+    ),
+    "bonus of dr_grpo": ({"entropy_coef": 0.01, "loss_type": "dr_grpo"}, "entropy_coef: is not supported with dr_grpo"),
+    "range": (
+        {"use_adaptive_entropy": True, "entropy_coef": 2.0},
+        "entropy_coef: is 2.0, outside entropy_coef_min (0.0) and entropy_coef_max (1.0)",
+    ),
+    "target of dr_grpo": (
+        {"use_adaptive_entropy": True, "loss_type": "dr_grpo"},
+        "use overrides=['train.loss.entropy.target=…'] to accept this",
+    ),
+    "no target": ({"use_adaptive_entropy": True, "entropy_target": None}, "entropy_target: must be a number, not None"),
+    "quantile": ({"top_entropy_quantile": 0.0}, "top_entropy_quantile: must be greater than 0, not 0.0"),
+    "objectives": ({"multi_objective_aggregation": "sum"}, "or normalize_then_sum, not 'sum'"),
+    "sequence vespo": ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "importance_sampling_level: "),
+    "vespo with delta": ({"loss_type": "vespo", "delta": 4.0}, "delta: is not supported with vespo"),
+    "fsdp": ({"fsdp": "full_shard offload"}, "fsdp: 'full_shard offload' is not supported; use True"),
     "luspo": ({"loss_type": "luspo"}, "loss_type: 'luspo' is not supported"),
     "cispo's default": ({"loss_type": "cispo"}, "epsilon_high: must be at least 1, not 0.2"),
     "sequence sapo": ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, "importance_sampling_level: "),
@@ -181,6 +219,49 @@ def test_a_field_without_an_effect_gives_a_notice():
     ]  # fmt: skip
 
 
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+UPDATES = {"steps_per_generation": 2}
+# The fields of a call → what the notices say; a call without a difference from TRL has none.
+DIFFERENCES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "bonus": ({"entropy_coef": 0.01}, []),
+    "bonus, micro-batches": (
+        {"entropy_coef": 0.01, **ACCUMULATED},
+        ["entropy_coef: the bonus is a mean over the tokens"],
+    ),
+    "bonus, sapo": (
+        {"entropy_coef": 0.01, "loss_type": "sapo"},
+        ["entropy_coef: the mean entropy gives each completion"],
+    ),
+    "bonus, top_p": ({"entropy_coef": 0.01, "top_p": 0.9}, ["entropy_coef: the entropy covers", "orch.sampling: is"]),
+    "target": ({"use_adaptive_entropy": True}, []),
+    "target, updates": (
+        {"use_adaptive_entropy": True, **UPDATES},
+        ["use_adaptive_entropy: the coefficient changes after"],
+    ),
+    "mask": ({"top_entropy_quantile": 0.2}, []),
+    "mask, micro-batches": ({"top_entropy_quantile": 0.2, **ACCUMULATED}, ["top_entropy_quantile: the tokens are"]),
+    "mask, updates": ({"top_entropy_quantile": 0.2, **UPDATES}, ["top_entropy_quantile: the entropies are those of"]),
+    "vespo": ({"loss_type": "vespo"}, []),
+    "objectives": ({"multi_objective_aggregation": "normalize_then_sum"}, []),
+    "objectives, scale": (
+        {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"},
+        ["scale_rewards: has no effect with multi_objective_aggregation"],
+    ),
+    "batch std, generations": (
+        {"scale_rewards": "batch", "steps_per_generation": 1, **ACCUMULATED},
+        ["steps_per_generation: statistics of the batch cover an update"],
+    ),
+    "fsdp": ({"fsdp": True, "fsdp_config": {"version": 2}}, ["fsdp_config: has no effect: each decoder layer"]),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_a_notice_names_a_difference(case: str):
+    given, said = DIFFERENCES[case]
+    notices = trainer(per_device_train_batch_size=16, **given).notices
+    assert len(notices) == len(said) and all(map(str.startswith, notices, said)), notices
+
+
 def test_every_field_is_set_refused_or_explained():
     for name, key in KEYS.items():
         assert key.keys or key.note, name
@@ -193,7 +274,7 @@ def test_all_wrong_fields_are_reported_at_once_with_the_nearest_name():
     assert first == "GRPOConfig: lr: is not an argument; did you mean learning_rate (default 1e-06)?"
     assert "num_generations (default 8)" in second and "entropy_coef (default 0.0)" in third
     with pytest.raises(ArgumentError) as caught:
-        trainer(entropy_coef=0.1, learning_rate=-1.0, num_generations=3, loss_type="vespo")
+        trainer(entropy_coef=-0.1, learning_rate=-1.0, num_generations=3, loss_type="luspo")
     lines = str(caught.value).splitlines()
     assert {line.split(": ")[1] for line in lines} == {
         "entropy_coef", "learning_rate", "num_generations", "loss_type",

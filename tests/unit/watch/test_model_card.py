@@ -33,6 +33,23 @@ def test_steps_are_those_of_the_weights(tmp_path: Path, planned: object, weights
     assert f"| Steps | {steps} |" in model_card(Weights("org/model", str(run / weights), run)).splitlines()
 
 
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        (CONFIG.format(planned=1), "to raise a reward"),
+        ("train: {model: org/model}\ndataset: {path: d}\n", "to imitate the completions"),
+        ("train: {model: org/model}\ndataset: {path: d}\nloss: {type: ipo}\n", "to prefer the chosen"),
+    ],
+)
+def test_the_limits_are_those_of_the_training(tmp_path: Path, config: str, limit: str):
+    with RunDir.create(tmp_path / "run", config, {}) as run_dir:
+        run_dir.write_status("finished", step=1, reason="", resumable=False, next_command=None)
+    (line,) = [
+        line for line in model_card(Weights("org/model", None, tmp_path / "run")).splitlines() if "trained to" in line
+    ]
+    assert line.startswith(f"The model was trained {limit}")
+
+
 def test_a_preference_run_is_named_by_its_loss(tmp_path: Path):
     config = "train: {model: org/model}\ndataset: {path: d}\nloss: {type: ipo}\n"
     with RunDir.create(tmp_path / "run", config, {}) as run_dir:

@@ -28,7 +28,7 @@ def rank_fails(completions, **_):
 class Fails(SimpleMultiTurnEnv):
     async def env_response(self, messages, state, **kwargs):
         if "break" in str(messages[-1]["content"]):
-            raise vf.Error("broken")
+            raise vf.Error("broken")  # type: ignore[attr-defined]
         return await super().env_response(messages, state, **kwargs)
 
 

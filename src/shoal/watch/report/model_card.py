@@ -56,7 +56,7 @@ def model_card(weights: Weights, *, merged: bool = True) -> str:
         _origin(weights, config, adapter),
         _results(weights.run),
         f"## Use\n\n{ADAPTER_USE.format(base=_base_arguments(weights.model)) if adapter else USE}",
-        "## Limits\n\nThe model was trained to raise a reward and may do well only by that reward. Evaluate it.",
+        f"## Limits\n\n{_limits(config)} Evaluate it." if config else "",
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -104,6 +104,14 @@ def _origin(weights: Weights, config: dict[str, Any], adapter: bool) -> str:
     lines = "\n".join(f"| {name} | {show(value).strip(chr(34))} |" for name, value in rows.items() if value is not None)
     start = Path(str(train.get("model"))).name if _local(train.get("model")) else train.get("model")
     return f"Trained from `{start}` with Shoal, {how}.\n\n| | |\n|---|---|\n{lines}"
+
+
+def _limits(config: dict[str, Any]) -> str:
+    if config.get("orch") is not None:
+        return "The model was trained to raise a reward and may do well only by that reward."
+    if "loss" in config:
+        return "The model was trained to prefer the chosen to the rejected completions of its data set."
+    return "The model was trained to imitate the completions of its data set."
 
 
 def algorithm(config: dict[str, Any]) -> str:
