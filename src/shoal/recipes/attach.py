@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from shoal.build.remote_engines import shorten_deadline
+from shoal.build.signals import outside_event_loop
 from shoal.config.schema import RunConfig
 from shoal.core.errors import ArgumentError, DeadlineError, EngineError
 from shoal.core.types import Completion, Request
@@ -41,7 +42,7 @@ KEPT_CHECKPOINTS = 2
 COMPARED = ("model", "dtype", "max_model_len", "enable_lora", "max_lora_rank")
 START_S = 300.0
 STOP_S = 30.0
-LOOK_S = 0.05
+LOOK_S, CHECK_S = 0.05, 0.5
 CONCURRENT = 32  # scoring requests
 LAST_CHARACTERS = 600  # of the server's output, in an error message
 
@@ -87,11 +88,13 @@ class TrainerFolder:
 class BackgroundEngine:
     """An HTTP engine on an event loop in a thread of its own.
 
-    A connection belongs to one event loop, but a script starts a new one with each `asyncio.run`.
+    A connection belongs to one event loop, but a script starts a new one with each `asyncio.run`. `check` is called
+    during requests, and raises if the server has ended.
     """
 
-    def __init__(self, engine: HttpRolloutEngine) -> None:
+    def __init__(self, engine: HttpRolloutEngine, check: Callable[[], None]) -> None:
         self._engine = engine
+        self._check = check
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="server client", daemon=True)
         self._thread.start()
@@ -101,11 +104,17 @@ class BackgroundEngine:
         return self._engine.version
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Wait for the work, which has its own deadline."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return outside_event_loop(lambda: asyncio.run(self._await(work)))
 
     async def _await(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        """The result of the work, which has its own deadline."""
+        future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        try:
+            while not (await asyncio.wait([future], timeout=CHECK_S))[0]:
+                self._check()
+            return future.result()
+        finally:
+            future.cancel()  # no effect if it is done
 
     async def generate(self, request: Request) -> Completion:
         return await self._await(self._engine.generate(request))
@@ -114,7 +123,7 @@ class BackgroundEngine:
         return await self._await(self._engine.load(version, manifest))
 
     def close(self) -> None:
-        self.run(self._engine.close())
+        asyncio.run_coroutine_threadsafe(self._engine.close(), self._loop).result(STOP_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_S)
         self._loop.close()
@@ -159,10 +168,9 @@ class Server:
             connections=max(64, 2 * run.orch.batch_size),
             name=self._name,
             token_file=self.folder / HANDSHAKE / CONTROL,
-            whereabouts=self._whereabouts,
         )
         http = HttpRolloutEngine(self.address, self._section["model"], run.train.seed)
-        engine = BackgroundEngine(http)
+        engine = BackgroundEngine(http, self._check_alive)
         try:
             engine.run(http.connect())
         except BaseException:
@@ -200,13 +208,14 @@ class Server:
 
     def _about(self) -> dict[str, Any] | None:
         """What the running server wrote about itself; None while it starts. Raises if it has other settings."""
-        pid = self.pid
-        with suppress(OSError, ValueError):
+        try:
             about = json.loads((self.folder / HANDSHAKE / "infer.json").read_bytes())
-            if about.get("pid") == pid:
-                self._check(about)
-                return about
-        return None
+        except (OSError, ValueError):
+            return None
+        if about.get("pid") != self.pid:
+            return None
+        self._check(about)
+        return about
 
     def _check(self, about: Mapping[str, Any]) -> None:
         if about["host"] != socket.gethostname():
@@ -221,8 +230,7 @@ class Server:
                     f"or stop it first (process {about['pid']})"
                 )
 
-    def _whereabouts(self) -> None:
-        """Called while nothing answers. Raises if nothing will."""
+    def _check_alive(self) -> None:
         if self.pid is None:
             raise EngineError(
                 f"{self._name} has ended; setup_infra starts it again (its log is in {self.folder / 'logs'})"
@@ -255,7 +263,6 @@ class Server:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineError(f"the answer of {self._name} cannot be read: {error!r}") from error
         except ConnectionLost as error:
-            self._whereabouts()
             raise EngineError(f"{self._name} does not respond: {error}") from error
         finally:
             await client.close()
