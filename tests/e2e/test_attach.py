@@ -31,7 +31,7 @@ LOOP = """
 import os, signal, sys
 from e2e.test_attach import config, sample, step, write_sample
 from shoal.recipes.infra import setup_infra
-infra = setup_infra(config(sys.argv[1], sys.argv[2]))
+infra = setup_infra(config(sys.argv[1], sys.argv[2], lora_rank=int(sys.argv[3])))
 step(infra)
 write_sample(infra, "first.json")
 os.kill(os.getpid(), signal.SIGKILL)
@@ -86,19 +86,23 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             raise AssertionError(f"{lock} is still held")
 
 
-def test_a_killed_loop_is_continued_by_another_process(warm: WarmPython, raw_model: Path, folder: Path, tmp_path: Path):
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_killed_loop_is_continued_by_another_process(
+    warm: WarmPython, raw_model: Path, folder: Path, tmp_path: Path, lora_rank: int
+):
     model, tests = str(raw_model), str(Path(__file__).parents[1])
     (tmp_path / "loop.py").write_text(LOOP)
     path = os.pathsep.join([tests, str(Path(tests) / "e2e")])
     env = environment(PYTHONPATH=path, OMP_NUM_THREADS="1")
-    killed = warm.start(["loop.py", model, str(folder)], tmp_path, env=env, python=True, spares=1)
+    killed = warm.start(["loop.py", model, str(folder), str(lora_rank)], tmp_path, env=env, python=True, spares=1)
     assert killed.wait() == -signal.SIGKILL, killed.text()
     first = json.loads((tmp_path / "first.json").read_text())
     assert first["version"] == 1 and alive(first["pid"])
     token = folder / "deployments" / "pond" / "handshake" / "infer.token"
     assert token.stat().st_mode & 0o777 == 0o600
 
-    with setup_infra(config(model, str(folder))) as infra:
+    named = config(model, str(folder), lora_rank=lora_rank)
+    with setup_infra(named) as infra:
         assert infra.policy.version == infra.sampler.version == 1
         sample(infra)  # the seed of a sample contains the number of the call
         write_sample(infra, str(tmp_path / "second.json"))
@@ -111,8 +115,8 @@ def test_a_killed_loop_is_continued_by_another_process(warm: WarmPython, raw_mod
     assert alive(first["pid"])
 
     with pytest.raises(ArgumentError, match=r"'pond' is running with infer.max_model_len 64, not 32"):
-        setup_infra(config(model, str(folder), max_seq_len=32))
-    fresh = replace(config(model, str(folder)), infra=InfraConfig(training_shape_id="cpu-fp32"))
+        setup_infra(replace(named, max_seq_len=32))
+    fresh = replace(named, infra=InfraConfig(training_shape_id="cpu-fp32"))
     with setup_infra(fresh) as infra:  # another trainer takes over, at a lower version
         assert infra.sampler.version == 0
         assert_synced(infra)
