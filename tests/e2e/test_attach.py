@@ -146,6 +146,8 @@ def test_the_reference_can_be_a_process(warm: WarmPython, raw_model: Path, folde
         for ours, theirs in zip(other.reference.forward(datums), expected, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
         assert max(abs(a - b).max() for a, b in zip(other.policy.forward(datums), expected, strict=True)) > 1e-3
+        with pytest.raises(ArgumentError, match=r"sampled with top_k, top_p or min_p"):
+            other.reference.forward(build_grpo_datums(sample(other, top_k=4)))
         with pytest.raises(ForwardOnlyError):
             other.reference.optim_step(AdamParams())
         server.kill()

@@ -238,6 +238,11 @@ class Server:
 
     def logprobs(self, datums: Sequence[Datum]) -> list[np.ndarray]:
         """N-1 log-probs of the N tokens of each datum."""
+        if any(datum.sample.kept_ids is not None for datum in datums):
+            raise ArgumentError(
+                f"reference.forward: datums: {self._name} cannot score tokens that were sampled with top_k, top_p or "
+                "min_p; remove infra.ref_trainer_id"
+            )
         return self.engine.run(self._score(datums))
 
     async def _score(self, datums: Sequence[Datum]) -> list[np.ndarray]:
