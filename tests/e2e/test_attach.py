@@ -86,6 +86,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             raise AssertionError(f"{lock} is still held")
 
 
+@pytest.mark.long("starts a loop, kills it, and attaches three times")
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_a_killed_loop_is_continued_by_another_process(
     warm: WarmPython, raw_model: Path, folder: Path, tmp_path: Path, lora_rank: int
