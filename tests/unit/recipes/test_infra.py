@@ -342,6 +342,18 @@ def test_a_trainer_continues_from_its_newest_good_checkpoint(model: str, tmp_pat
         setup_infra(config(model, lora_rank=4, **named))
 
 
+def test_ids_are_checked_before_anything_starts(model: str):
+    for wrong in ("../pond", "", 3):
+        with pytest.raises(ArgumentError, match=r"infra.trainer_id: is .*; use at most 64 letters"):
+            setup_infra(config(model, infra=InfraConfig(trainer_id=wrong)))  # type: ignore[arg-type]
+    for given in (
+        {"infra": InfraConfig(ref_trainer_id="ref")},
+        {"infra": InfraConfig(ref_trainer_id="ref"), "lora_rank": 4},
+    ):
+        with pytest.raises(ArgumentError, match=r"infra.ref_trainer_id: needs infra.ref_training_shape_id"):
+            setup_infra(config(model, **given))
+
+
 def test_tokenizers_must_agree(model: str, tmp_path: Path):
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
