@@ -98,8 +98,9 @@ RECIPE = KeyTable(
         ),
         KeyRow(
             "--forward-only",
-            "`infra.reference`",
-            "the reference is a frozen copy in the same process",
+            "`shoal grpo-train FILE --forward-only`",
+            "or `infra.ref_trainer_id`, which starts this process; without it the reference is a frozen copy beside "
+            "the policy",
         ),
         KeyRow("asyncio.run(...)", "`asyncio.run(infra.sampler.sample_with_tokens(…))`"),
         KeyRow(

@@ -16,12 +16,13 @@ from shoal.cli.output import notices, say
 from shoal.config.infer import InferConfig
 from shoal.config.load import ConfigDraft, load_section
 from shoal.config.orch import OrchConfig
+from shoal.config.problems import Origins
 from shoal.config.resolve import as_yaml
 from shoal.config.rules import check_section
 from shoal.config.train import TrainConfig
 from shoal.core.errors import EXIT_TERMINATED, ConfigError
 from shoal.rewards.sandbox import die_with_parent
-from shoal.split.supervisor import SUPERVISOR
+from shoal.split.supervisor import SUPERVISOR, free_port
 
 DryRun = Flag = Annotated[bool, Parameter(negative=())]
 
@@ -60,7 +61,7 @@ def grpo_train(
     file: str,
     *overrides: str,
     dry_run: DryRun = False,
-    forward_only: Annotated[bool, Parameter(negative=(), show=False)] = False,
+    forward_only: Flag = False,
 ) -> None:
     """Train for the split layout.
 
@@ -73,18 +74,28 @@ def grpo_train(
     dry_run
         Check everything, print the configuration, and stop.
     forward_only
-        Not supported: the trainer computes the reference itself.
+        Serve only the reference log-probs of train.model, for the loop of a recipe.
     """
-    if forward_only:
-        raise ConfigError(
-            "--forward-only: no trainer serves the reference alone: grpo-train holds it beside the policy; "
-            "set train.reference=frozen (or adapter-off with train.lora), and leave this flag out"
-        )
     loaded = read_section("train", file, overrides, dry_run)
-    if loaded is not None:
+    if loaded is not None and forward_only:
+        serve_reference(loaded.config)
+    elif loaded is not None:
         from shoal.split import commands as split
 
         split.serve_training(loaded.config, loaded.origins, ("grpo-train", file, *overrides))
+
+
+def serve_reference(train: TrainConfig) -> None:
+    """`grpo-train --forward-only`: a server of the frozen model in train.output_dir."""
+    if train.lora:
+        raise ConfigError(
+            "--forward-only: train.lora: the reference of an adapter is its base model; remove train.lora"
+        )
+    from shoal.split import commands as split
+    from shoal.split.inference_process import infer_section
+
+    section = {**infer_section(train), "output_dir": train.output_dir, "port": free_port()}
+    split.serve_inference(InferConfig.model_validate(section), Origins(), _tell)
 
 
 def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool) -> ConfigDraft[Any] | None:

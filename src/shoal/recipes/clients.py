@@ -155,8 +155,9 @@ class PolicyClient:
     def __init__(self, policy: TrainedPolicy, device: Device, chat: Any) -> None:
         self._policy = policy
         self._device = device
-        self._files = PolicyFiles(policy, chat)
+        self.files = PolicyFiles(policy, chat)
         self.version = 0
+        self.after_step: Callable[[int], None] = lambda _: None  # runs on the device thread
 
     def forward(self, datums: Sequence[Datum]) -> list[np.ndarray]:
         """Log-probs under the current weights: N-1 values for the N tokens of each datum. No gradient."""
@@ -213,13 +214,14 @@ class PolicyClient:
         """
         result = dict(self._device.do(self._policy.optim_step, _own_step(adam_params)))
         self.version += 1
+        self._device.do(self.after_step, self.version)
         return result
 
     def export(self, folder: str | Path) -> Path:
         """Write the weights in the format of transformers (or PEFT)."""
         if Path(folder).is_file():
             raise ArgumentError(f"export: folder: {str(folder)!r} is a file; use a folder")
-        self._device.do(self._files.export, Path(folder))
+        self._device.do(self.files.export, Path(folder))
         return Path(folder)
 
 
@@ -228,21 +230,25 @@ class ForwardOnlyError(ConfigError, RuntimeError):
 
 
 class ReferenceClient:
-    """The frozen reference: forward only."""
+    """The frozen reference: forward only. `score` computes the log-probs, here or in another process."""
 
-    def __init__(self, policy: TrainedPolicy, device: Device) -> None:
-        self._policy = policy
-        self._device = device
+    def __init__(self, score: Callable[[Sequence[Datum]], list[np.ndarray]]) -> None:
+        self._score = score
 
     def forward(self, datums: Sequence[Datum]) -> list[np.ndarray]:
         """Log-probs under the reference: N-1 values for the N tokens of each datum."""
-        return _forward(self._policy.reference_logprobs, self._device, datums)
+        return self._score(datums)
 
     def forward_backward_custom(self, *_: Any) -> NoReturn:
         raise ForwardOnlyError("the reference is forward-only; train the policy")
 
     def optim_step(self, *_: Any) -> NoReturn:
         raise ForwardOnlyError("the reference is forward-only; call optim_step on the policy")
+
+
+def local_reference(policy: TrainedPolicy, device: Device, datums: Sequence[Datum]) -> list[np.ndarray]:
+    """The log-probs of the reference that the policy contains."""
+    return _forward(policy.reference_logprobs, device, datums)
 
 
 def _forward(score: Callable[..., PendingPass], device: Device, datums: Sequence[Datum]) -> list[np.ndarray]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_a
 from shoal.config.schema import LAYOUTS, Layout, RunConfig
 from shoal.core.errors import ArgumentError
 from shoal.core.losses import BUILT_IN, CISPO, DAPO, DRO, GRPO, GSPO, LOSSES, ImportanceSampling, Loss, Reinforce
-from shoal.core.section import IN_MEMORY
+from shoal.core.section import IN_MEMORY, NAME_PATTERN
 from shoal.envs.readers import SUFFIXES
 from shoal.surfaces.excepthook import one_line_if_uncaught
 from shoal.surfaces.names import Key, Translation, keys_of, named_arguments
@@ -93,7 +94,12 @@ class InfraConfig:
     ref_training_shape_id: Annotated[
         str | None, Key("train.reference", "a frozen copy; with LoRA the base model is the reference", composed=True)
     ] = None
-    trainer_id: Annotated[str | None, Key(note="setup_infra attaches to the running trainer with this id")] = None
+    trainer_id: Annotated[
+        str | None, Key(note="setup_infra attaches to this trainer, or continues from its newest checkpoint")
+    ] = None
+    ref_trainer_id: Annotated[
+        str | None, Key(note="the reference is a process of its own (`grpo-train --forward-only`) with this id")
+    ] = None
 
 
 def _owned_weights(scope: WeightSyncScope) -> str | None:
@@ -108,7 +114,9 @@ class DeployConfig:
     weight_sync_scope: Annotated[
         WeightSyncScope, Key("infer.weights", "PER_DEPLOYMENT sets `own`", convert=_owned_weights)
     ] = WeightSyncScope.PER_TRAINER
-    deployment_id: Annotated[str | None, Key(note="setup_infra attaches to the running deployment with this id")] = None
+    deployment_id: Annotated[
+        str | None, Key(note="with PER_DEPLOYMENT: a server process that setup_infra starts, or attaches to")
+    ] = None
 
 
 @strict
@@ -282,6 +290,7 @@ def translate(config: Config, in_memory: bool = False) -> tuple[RunConfig, list[
         to.refuse(
             "deployment.tokenizer_model", "is required", "set it to the model whose tokenizer the deployment uses"
         )
+    _ids(to, config)
     if config.policy_loss not in POLICY_LOSSES:
         near = difflib.get_close_matches(str(config.policy_loss), POLICY_LOSSES, n=1)
         fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(POLICY_LOSSES)}"
@@ -303,6 +312,22 @@ def _value(config: Config, name: str) -> Any:
     outer, _, inner = name.partition(".")
     value = getattr(config, outer)
     return getattr(value, inner) if inner and value is not None else value
+
+
+def _ids(to: Translation, config: Config) -> None:
+    ids = {
+        "deployment.deployment_id": config.deployment.deployment_id,
+        "infra.trainer_id": config.infra.trainer_id,
+        "infra.ref_trainer_id": config.infra.ref_trainer_id,
+    }
+    for name, id in ids.items():
+        if id is not None and not (isinstance(id, str) and re.match(NAME_PATTERN, id)):
+            to.refuse(name, f"is {id!r}", "use at most 64 letters, digits, dots, dashes and underscores")
+    if config.infra.ref_trainer_id is not None and config.infra.ref_training_shape_id is None:
+        what = "needs infra.ref_training_shape_id, and full fine-tuning"
+        to.refuse("infra.ref_trainer_id", what, "set infra.ref_training_shape_id, or remove infra.ref_trainer_id")
+    if config.infra.trainer_id is not None and config.infra.trainer_id == config.infra.ref_trainer_id:
+        to.refuse("infra.ref_trainer_id", "equals infra.trainer_id", "use another id")
 
 
 def _batch(to: Translation, config: Config) -> None:

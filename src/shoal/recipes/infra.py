@@ -1,14 +1,16 @@
 """`setup_infra`: starts a policy, its reference and a deployment in parallel from one `Config`.
 
-All of them run in this process. A trainer or deployment with an id can be reused until its `Infra` is closed.
+The policy runs in this process. A deployment with an id is a server process that outlives this one (attach.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from shoal.build.load import PythonObjects
@@ -18,7 +20,8 @@ from shoal.build.sampler import DeviceThread, Sampler, load_model, make_engine, 
 from shoal.build.signals import outside_event_loop
 from shoal.config.schema import RunConfig
 from shoal.core.errors import ArgumentError, DeadlineError, ModelError
-from shoal.recipes.clients import DeploymentSampler, Device, PolicyClient, ReferenceClient
+from shoal.recipes.attach import Server, TrainerFolder, start_deployment, start_reference
+from shoal.recipes.clients import DeploymentSampler, Device, PolicyClient, ReferenceClient, local_reference
 from shoal.recipes.config import Config, WeightSyncScope, check_config, translate
 from shoal.rewards.pool import RewardPool
 from shoal.surfaces.excepthook import one_line_if_uncaught
@@ -32,33 +35,50 @@ class _Trainer:
     sampler: Any  # build.Sampler
     policy: Any  # TrainedPolicy
     client: PolicyClient
+    folder: TrainerFolder | None = None  # of a trainer with an id
     stopped: bool = False
+
+    def stop(self) -> None:
+        _close(self)
+        if self.folder is not None:
+            self.folder.release()
 
 
 @dataclass
 class _Deployment:
-    """An engine with its own weights."""
+    """An engine with its own weights, in this process."""
 
     run: RunConfig
     sampler: Any
     stopped: bool = False
 
+    @property
+    def engine(self) -> Any:
+        return self.sampler.engine
+
+    def stop(self) -> None:
+        _close(self)
+
 
 Piece = TypeVar("Piece")
 _TRAINERS: dict[str, _Trainer] = {}
-_DEPLOYMENTS: dict[str, _Deployment] = {}
+_SERVERS: dict[str, Server] = {}
+_LOCK = threading.Lock()
 
 
 class Infra:
     """The parts of a custom loop: `policy`, and `reference` and `sampler` if requested."""
 
-    def __init__(self, config: Config, trainer: _Trainer, deployment: _Deployment | None, wants: _Wants) -> None:
+    def __init__(self, config: Config, parts: _Parts, wants: _Wants) -> None:
         self.config = config
-        self._trainer = trainer
-        self._deployment = deployment
+        self._trainer = trainer = parts.trainer
+        self._deployment = parts.deployment
+        self._reference_server = parts.reference
+        self._channel: Any = None
         self.policy = trainer.client
-        device = _device(trainer)
-        self._reference = ReferenceClient(trainer.policy, device) if wants.reference else None
+        local = partial(local_reference, trainer.policy, _device(trainer))
+        score = parts.reference.logprobs if parts.reference is not None else local
+        self._reference = ReferenceClient(score) if wants.reference else None
         self.tokenizer = trainer.sampler.model.chat.tokenizer
         self._synced = self.policy.version  # setup_infra syncs
         self._sampler = self._make_sampler() if wants.inference else None
@@ -94,7 +114,7 @@ class Infra:
 
     @property
     def _engine(self) -> Any:
-        return (self._deployment or self._trainer).sampler.engine
+        return self._deployment.engine if self._deployment is not None else self._trainer.sampler.engine
 
     async def sync_weights(self) -> int:
         """Load the current policy weights into the sampler, and return their version. Limit: weight_sync_timeout."""
@@ -109,21 +129,43 @@ class Infra:
         return self._synced
 
     async def _sync(self) -> None:
+        if isinstance(self._deployment, Server):
+            manifest = await self._weights(self._deployment).publish(self.policy.version)
+            await self._deployment.engine.load(self.policy.version, manifest)
+            return
         if self._deployment is not None:
             source, target = self._trainer.sampler.model.decoder.model, self._deployment.sampler.model.decoder.model
             await self._deployment.sampler.on_device(_write_weights, source, target)
         await self._engine.load(self.policy.version)
 
+    def _weights(self, server: Server) -> Any:
+        """Writes weights into the folder of the server."""
+        if self._channel is None:
+            from shoal.rollout.weight_channels import FolderWeightChannel
+
+            train, write = self._trainer.run.train, self._trainer.client.files.export
+            export = partial(self._trainer.sampler.on_device, write)
+            self._channel = FolderWeightChannel(server.folder, "lora" if train.lora else "full", export, train.seed)
+        return self._channel
+
     def close(self) -> None:
-        """Stop the trainer and deployment. A deployment with its own weights and an id keeps running."""
-        _stop(_TRAINERS, self._trainer)
-        if self._deployment is not None and self._deployment not in _DEPLOYMENTS.values():
-            _stop(_DEPLOYMENTS, self._deployment)
+        """Stop the trainer and the deployment. A deployment or reference with an id keeps running."""
+        _stop(self._trainer)
+        for part in (self._deployment, self._reference_server):
+            _detach(part) if isinstance(part, Server) else _stop(part)
+        self._deployment = self._reference_server = None
 
     def close_deployment(self) -> None:
-        """Stop a deployment with its own weights too."""
+        """Stop a deployment with an id too."""
         if self._deployment is not None:
-            _stop(_DEPLOYMENTS, self._deployment)
+            _stop(self._deployment)
+            self._deployment = None
+
+    def close_reference(self) -> None:
+        """Stop a reference with an id too."""
+        if self._reference_server is not None:
+            _stop(self._reference_server)
+            self._reference_server = None
 
     def __enter__(self) -> Infra:
         return self
@@ -154,16 +196,8 @@ def setup_infra(config: Config, needs_reference: bool = False, needs_inference: 
         run, _ = translate(config, in_memory=True)
         run = _with_reference(config, run, needs_reference)
         check_tokenizers(config)
-    owns = config.deployment.weight_sync_scope is WeightSyncScope.PER_DEPLOYMENT and needs_inference
-    deployment_id = config.deployment.deployment_id if owns else None
-    with ThreadPoolExecutor(2) as parallel:
-        trainer = parallel.submit(_attach, _TRAINERS, config.infra.trainer_id, run, _start_trainer)
-        deployment = parallel.submit(_attach, _DEPLOYMENTS, deployment_id, run, _start_deployment) if owns else None
     infra = Infra(
-        config,
-        trainer.result(),
-        deployment.result() if deployment is not None else None,
-        _Wants(needs_reference, needs_inference),
+        config, _start_parts(config, run, needs_reference, needs_inference), _Wants(needs_reference, needs_inference)
     )
     try:
         outside_event_loop(lambda: asyncio.run(infra.sync_weights()))
@@ -181,19 +215,59 @@ def _with_reference(config: Config, run: RunConfig, needed: bool) -> RunConfig:
             "setup_infra: needs_reference: full fine-tuning needs infra.ref_training_shape_id for a reference "
             "(`shoal shapes` lists the values)"
         )
-    kind = "adapter-off" if run.train.lora else "frozen"
+    kind = "adapter-off" if run.train.lora else "none" if config.infra.ref_trainer_id is not None else "frozen"
     return run.model_copy(update={"train": run.train.model_copy(update={"reference": kind})})
 
 
-def _attach(running: dict[str, Any], id: str | None, run: RunConfig, start: Callable[[RunConfig], Any]) -> Any:
-    if id is None or id not in running:
-        started = start(run)
-        if id is not None:
-            running[id] = started
-        return started
-    found = running[id]
+@dataclass(frozen=True)
+class _Parts:
+    trainer: _Trainer
+    deployment: _Deployment | Server | None = None
+    reference: Server | None = None
+
+
+def _start_parts(config: Config, run: RunConfig, needs_reference: bool, needs_inference: bool) -> _Parts:
+    """Start or attach to all parts in parallel. If one fails, the others are closed."""
+    trainer_id, reference_id = config.infra.trainer_id, config.infra.ref_trainer_id
+    every = config.weight_sync.dcp_save_interval
+    started: dict[str, Future[Any]] = {}
+    with ThreadPoolExecutor(3) as parallel:
+        started["trainer"] = parallel.submit(_attach_trainer, trainer_id, run, every)
+        if config.deployment.weight_sync_scope is WeightSyncScope.PER_DEPLOYMENT and needs_inference:
+            id = config.deployment.deployment_id
+            make = partial(_attach_server, id, run, start_deployment) if id else partial(_start_deployment, run)
+            started["deployment"] = parallel.submit(make)
+        if reference_id and needs_reference:
+            started["reference"] = parallel.submit(_attach_server, reference_id, run, start_reference)
+    if errors := [error for part in started.values() if (error := part.exception()) is not None]:
+        for part in (part.result() for part in started.values() if part.exception() is None):
+            _detach(part) if isinstance(part, Server) else _stop(part)
+        raise errors[0]
+    return _Parts(**{name: part.result() for name, part in started.items()})
+
+
+def _attach_trainer(id: str | None, run: RunConfig, every: int) -> _Trainer:
+    if id is None:
+        return _start_trainer(run, None)
+    key = f"{run.train.output_dir} {id}"
+    if key not in _TRAINERS:
+        _TRAINERS[key] = _start_trainer(run, TrainerFolder(id, run, every))
+    return _same_model(id, _TRAINERS[key], run)
+
+
+def _attach_server(id: str, run: RunConfig, start: Callable[[str, RunConfig], Server]) -> Server:
+    key = f"{run.train.output_dir} {start.__name__} {id}"
+    if key not in _SERVERS:
+        _SERVERS[key] = start(id, run)
+    found = _same_model(id, _SERVERS[key], run)
+    with _LOCK:
+        found.users += 1
+    return found
+
+
+def _same_model(id: str, found: Piece, run: RunConfig) -> Piece:
     for key in ("model", "lora", "lora_rank", "recipe"):
-        ours, theirs = getattr(run.train, key), getattr(found.run.train, key)
+        ours, theirs = getattr(run.train, key), getattr(found.run.train, key)  # type: ignore[attr-defined]
         if ours != theirs:
             raise ArgumentError(
                 f"setup_infra: {id!r} is running with train.{key} {theirs!r}, not {ours!r}; use another id"
@@ -201,14 +275,24 @@ def _attach(running: dict[str, Any], id: str | None, run: RunConfig, start: Call
     return found
 
 
-def _start_trainer(run: RunConfig) -> _Trainer:
+def _start_trainer(run: RunConfig, folder: TrainerFolder | None) -> _Trainer:
+    """A trainer with a folder continues from its newest checkpoint."""
     own = run.model_copy(update={"infer": run.infer.model_copy(update={"weights": "own"})})
     thread = DeviceThread(run.orch.deadline_s)
-    model = load_model(own, PythonObjects(), thread)
-    policy = thread.run(make_policy, run.train, model, run.train.max_steps or 1)
-    sampler = _sampler(own, model, thread, policy)
-    device = Device(thread.executor, run.train.sequence_len)
-    return _Trainer(run, sampler, policy, PolicyClient(policy, device, sampler.model.chat))
+    try:
+        model = load_model(own, PythonObjects(), thread)
+        policy = thread.run(make_policy, run.train, model, run.train.max_steps or 1)
+        sampler = _sampler(own, model, thread, policy)
+        device = Device(thread.executor, run.train.sequence_len)
+        client = PolicyClient(policy, device, sampler.model.chat)
+        if folder is not None:
+            client.version = device.do(folder.restore, client.files.load)
+            client.after_step = partial(folder.save_if_due, save=client.files.save)
+    except BaseException:
+        if folder is not None:
+            folder.release()
+        raise
+    return _Trainer(run, sampler, policy, client, folder)
 
 
 def _start_deployment(run: RunConfig) -> _Deployment:
@@ -239,12 +323,29 @@ def _write_weights(source: Any, target: Any) -> None:
             parameter.copy_(theirs[name])
 
 
-def _stop(running: dict[str, Any], what: _Trainer | _Deployment) -> None:
-    for id in [id for id, found in running.items() if found is what]:
-        del running[id]
-    if not what.stopped:
-        what.stopped = True
-        outside_event_loop(lambda: asyncio.run(what.sampler.close()))
+def _stop(part: _Trainer | _Deployment | Server | None) -> None:
+    for running in (_TRAINERS, _SERVERS):
+        for id in [id for id, found in running.items() if found is part]:
+            del running[id]
+    if part is not None:
+        part.stop()
+
+
+def _detach(server: Server) -> None:
+    """Leave the server running. The last Infra of this process ends the connection."""
+    with _LOCK:
+        server.users -= 1
+        last = server.users <= 0
+    if last:
+        for id in [id for id, found in _SERVERS.items() if found is server]:
+            del _SERVERS[id]
+        server.detach()
+
+
+def _close(part: _Trainer | _Deployment) -> None:
+    if not part.stopped:
+        part.stopped = True
+        outside_event_loop(lambda: asyncio.run(part.sampler.close()))
 
 
 def check_tokenizers(config: Config) -> None:

@@ -268,9 +268,9 @@ class RunLock:
             self._descriptor = None
 
 
-def find_holder(folder: Path) -> dict[str, Any] | None:
+def find_holder(folder: Path, name: str = LOCK_NAME) -> dict[str, Any] | None:
     """The process that holds the lock of `folder` (pid, host, started_at), or None."""
-    path = folder / LOCK_NAME
+    path = folder / name
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

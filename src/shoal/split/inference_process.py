@@ -109,6 +109,7 @@ async def _watch_server(
 RECIPES = {"auto": "auto", "bfloat16": "bf16", "float32": "fp32"}
 DEFAULT_CONTEXT_TOKENS = 2048  # as train.sequence_len
 DEFAULT_SLOTS = 256
+REFERENCE_SLOTS = 8  # texts are scored without the KV cache
 DEFAULT_LORA_RANK = 16  # as train.lora_rank
 
 
@@ -136,6 +137,17 @@ def train_config(infer: InferConfig) -> TrainConfig:
     """A training section for loading the model; nothing is trained."""
     lora = {"lora": True, "lora_rank": infer.max_lora_rank or DEFAULT_LORA_RANK} if infer.enable_lora else {}
     return TrainConfig.model_validate({"model": infer.model, "recipe": RECIPES[infer.dtype], **lora})
+
+
+def infer_section(train: TrainConfig) -> dict[str, Any]:
+    """The section of a server with the model of `train`, such as a reference."""
+    dtypes = {recipe: dtype for dtype, recipe in RECIPES.items()}
+    return {
+        "model": str(train.model),
+        "dtype": dtypes.get(train.recipe, "auto"),
+        "max_model_len": train.sequence_len,
+        "max_num_seqs": REFERENCE_SLOTS,
+    }
 
 
 def make_inference(infer: InferConfig, readers: Mapping[str, Reader] | None = None) -> Inference:

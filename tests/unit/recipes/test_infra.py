@@ -1,4 +1,4 @@
-"""setup_infra and its clients on a tiny model: sampling, gradients of any loss, syncs, re-attaching."""
+"""setup_infra and its clients on a tiny model: sampling, gradients of any loss, syncs, checkpoints of a trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shoal.core.errors import ArgumentError, DeadlineError
+from shoal.core.errors import ArgumentError, DeadlineError, RunLockedError
+from shoal.recipes.attach import TrainerFolder
 from shoal.recipes.clients import AdamParams
 from shoal.recipes.config import POLICY_LOSSES, Config, DeployConfig, InfraConfig, WeightSyncConfig, WeightSyncScope
 from shoal.recipes.datums import Datum, PromptGroup, build_grpo_datums, make_grpo_loss_fn
@@ -282,35 +283,75 @@ def test_without_inference_there_is_no_sampler(model: str):
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_deployment_outlives_its_trainer(model: str, lora_rank: int):
-    """It owns its weights: another trainer writes to the same engine, which is not started again."""
-    deploy = DeployConfig(model, WeightSyncScope.PER_DEPLOYMENT, deployment_id=f"pond-{lora_rank}")
-    with setup_infra(config(model, deployment=deploy, lora_rank=lora_rank)) as first:
-        assert first.sampler is not None
-        engine = first.sampler.engine
-        step(first)
-        asyncio.run(first.sync_weights())
-        moved = sample(first, seed=3)
-    with setup_infra(config(model, deployment=deploy, lora_rank=lora_rank)) as second:
-        assert second.sampler is not None and second.sampler.engine is engine
-        fresh = sample(second, seed=3)  # the weights of the new trainer's start
-        assert [c.logprobs for c in fresh[0].completions] != [c.logprobs for c in moved[0].completions]
-        datums = build_grpo_datums(fresh)
-        for datum, values in zip(datums, second.policy.forward(datums), strict=True):
-            sampler = np.array(datum.sampler_logprobs[1:], dtype=float)
-            np.testing.assert_allclose(values[datum.loss_mask], sampler[datum.loss_mask], atol=1e-5)
-        second.close_deployment()
+def test_a_deployment_has_its_own_weights(model: str, lora_rank: int):
+    deploy = DeployConfig(model, WeightSyncScope.PER_DEPLOYMENT)
+    window = WeightSyncConfig(weight_sync_interval=2)
+    with setup_infra(config(model, deployment=deploy, lora_rank=lora_rank, weight_sync=window)) as infra:
+
+        def largest_gap() -> float:
+            """Between the log-probs of the policy and of the deployment."""
+            datums = build_grpo_datums(sample(infra))
+            sampled = [np.array(d.sampler_logprobs[1:], dtype=float)[d.loss_mask] for d in datums]
+            ours = [values[d.loss_mask] for values, d in zip(infra.policy.forward(datums), datums, strict=True)]
+            return max(abs(one - other).max() for one, other in zip(ours, sampled, strict=True))
+
+        assert largest_gap() < 1e-5
+        step(infra)
+        assert largest_gap() > 1e-3
+        asyncio.run(infra.sync_weights())
+        assert largest_gap() < 1e-5
 
 
-def test_a_running_trainer_is_found_again(model: str):
-    named = InfraConfig(trainer_id="carp")
-    with setup_infra(config(model, infra=named)) as first:
-        again = setup_infra(config(model, infra=named))
+def test_a_running_trainer_is_found_again(model: str, tmp_path: Path):
+    named = {"log_path": str(tmp_path), "infra": InfraConfig(trainer_id="carp")}
+    with setup_infra(config(model, **named)) as first:
+        again = setup_infra(config(model, **named))
         assert again.policy is first.policy
         with pytest.raises(ArgumentError, match=r"setup_infra: 'carp' is running with train.lora False, not True"):
-            setup_infra(config(model, infra=named, lora_rank=4))
-    with setup_infra(config(model, infra=named)) as later:
+            setup_infra(config(model, lora_rank=4, **named))
+    with setup_infra(config(model, **named)) as later:
         assert later.policy is not first.policy
+
+
+def test_a_trainer_continues_from_its_newest_good_checkpoint(model: str, tmp_path: Path):
+    saving = WeightSyncConfig(dcp_save_interval=2)
+    named = {"log_path": str(tmp_path), "infra": InfraConfig(trainer_id="carp"), "weight_sync": saving}
+    checkpoints = tmp_path / "trainers" / "carp" / "checkpoints"
+
+    def train(infra: Infra, steps: int) -> None:
+        for _ in range(steps):
+            infra.policy.forward_backward_custom(datums, _imitate)
+            infra.policy.optim_step()
+
+    with setup_infra(config(model, **named)) as first:
+        datums = build_grpo_datums(sample(first))
+        train(first, 6)
+    assert [path.name for path in sorted(checkpoints.glob("step_*"))] == ["step_000004", "step_000006"]
+    (checkpoints / "step_000006" / "trainer.safetensors").write_bytes(b"damaged")
+    with setup_infra(config(model, **named)) as second:
+        assert second.policy.version == second.sampler.version == 4
+        with pytest.raises(RunLockedError, match=r"the trainer 'carp' runs in another process"):
+            TrainerFolder("carp", second._trainer.run, 0)
+        train(second, 1)
+        restored = second.policy.forward(datums)
+    with setup_infra(config(model)) as undisturbed:
+        train(undisturbed, 5)
+        for ours, theirs in zip(restored, undisturbed.policy.forward(datums), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    with pytest.raises(ArgumentError, match=r"checkpoint of trainer 'carp' has train.lora False, not True"):
+        setup_infra(config(model, lora_rank=4, **named))
+
+
+def test_ids_are_checked_before_anything_starts(model: str):
+    for wrong in ("../pond", "", 3):
+        with pytest.raises(ArgumentError, match=r"infra.trainer_id: is .*; use at most 64 letters"):
+            setup_infra(config(model, infra=InfraConfig(trainer_id=wrong)))  # type: ignore[arg-type]
+    for given in (
+        {"infra": InfraConfig(ref_trainer_id="ref")},
+        {"infra": InfraConfig(ref_trainer_id="ref"), "lora_rank": 4},
+    ):
+        with pytest.raises(ArgumentError, match=r"infra.ref_trainer_id: needs infra.ref_training_shape_id"):
+            setup_infra(config(model, **given))
 
 
 def test_tokenizers_must_agree(model: str, tmp_path: Path):

@@ -131,8 +131,9 @@ IN_THE_CONFIGURATION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 ELSEWHERE = {
     "deployment.tokenizer_model": "test_infra: test_tokenizers_must_agree",
-    "deployment.deployment_id": "test_infra: test_a_deployment_outlives_its_trainer",
+    "deployment.deployment_id": "test_attach: test_a_killed_loop_is_continued_by_another_process",
     "infra.trainer_id": "test_infra: test_a_running_trainer_is_found_again",
+    "infra.ref_trainer_id": "test_attach: test_the_reference_can_be_a_process",
 }
 
 
