@@ -28,7 +28,7 @@ from shoal.config.load import load_run, load_supervised
 from shoal.config.resolve import resolve_supervised
 from shoal.config.rules import check_supervised
 from shoal.config.schema import SftConfig
-from shoal.core.errors import ShoalError
+from shoal.core.errors import Interrupted, ShoalError
 from shoal.runs.run_dir import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -40,15 +40,13 @@ HELD_OUT = "eval/exact-reverse/mean"
 
 
 class Arm(NamedTuple):
-    group: str
     name: str
     overrides: list[str]  # as on the command line; empty for the base run
 
 
 def read_arms() -> list[Arm]:
-    groups = yaml.safe_load((EXPERIMENT / "arms.yaml").read_text("utf-8"))
-    found = [Arm(group, name, list(keys)) for group, arms in groups.items() for name, keys in arms.items()]
-    return [Arm(BASE, BASE, []), *found]
+    groups = read_config("arms.yaml").values()
+    return [Arm(BASE, []), *(Arm(name, keys) for arms in groups for name, keys in arms.items())]
 
 
 def read_config(name: str) -> dict[str, Any]:
@@ -94,9 +92,11 @@ def run_arm(arm: Arm, seed: int, model: Path, folder: Path) -> dict[str, Any]:
     task = f"{EXPERIMENT / 'task.py'}:ExactReverse"
     config["orch"]["env"] = [{"id": task, "name": "exact-reverse", "args": {"seed": seed}}]
     start, cpu = time.monotonic(), time.process_time()
-    found: dict[str, Any] = {"group": arm.group, "arm": arm.name, "seed": seed}
+    found: dict[str, Any] = {"arm": arm.name, "seed": seed}
     try:
         run = api.train(load(load_run(write_yaml(folder / "run.yaml", config), overrides=arm.overrides)))
+    except Interrupted:
+        raise
     except ShoalError as error:  # recorded, so that the other arms are still measured
         return {**found, "error": str(error)}
     spent = {"seconds": time.monotonic() - start, "cpu_seconds": time.process_time() - cpu}
@@ -156,8 +156,7 @@ def main() -> None:
                     break
                 with tempfile.TemporaryDirectory(dir=name) as folder:
                     runs.append(run_arm(arm, seed, model, Path(folder)))
-                described["overrides"] = {arm.name: arm.overrides for arm in read_arms()}
-                write_result(asked.out, {**described, "runs": runs})
+                write_result(asked.out, {**described, "arms": read_config("arms.yaml"), "runs": runs})
                 print(seed, arm.name, json.dumps(runs[-1].get("held_out", runs[-1])), flush=True)
 
 

@@ -1,8 +1,9 @@
 """The task of the ablations: reverse three or four random letters exactly.
 
 The warm-up teaches both to copy the letters and to reverse them. GRPO then has to find out which of the two is
-rewarded, which a tiny model learns in a few steps. Random letters give enough different prompts, so that the warm-up
-does not memorise them. GRPO sees few, so that each comes again and prompt selection has an effect. The reward is 1 or 0, so that zero-variance groups exist.
+rewarded, which a tiny model learns in a few steps. The random letters of the warm-up give enough different prompts to
+prevent memorising. GRPO has few prompts, so that each is sampled several times and prompt selection has an effect. The
+reward is 1 or 0, so that zero-variance groups exist.
 """
 
 from __future__ import annotations
