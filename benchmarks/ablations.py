@@ -114,7 +114,12 @@ def figures(metrics: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-PER_STEP = {"rollouts": "batch/rollouts", "mixed": "group/mixed_frac", "clipped": "policy/clip_frac"}
+PER_STEP = {
+    "rollouts": "batch/rollouts",
+    "mixed": "group/mixed_frac",
+    "clipped": "policy/clip_frac",
+    "staleness": "staleness/mean",
+}
 
 
 def mean(steps: list[dict[str, Any]], name: str) -> float | None:

@@ -64,8 +64,9 @@ def rows(result: dict[str, Any]) -> list[Row]:
     seeds = sorted({seed for _, seed in runs})
     found = []
     for group, arms in {BASE: {BASE: []}, **result["arms"]}.items():
-        base = OWN_BASE.get(group, BASE)
+        own = OWN_BASE.get(group, BASE)
         for name in arms:
+            base = BASE if name == own else own
             mine = [runs[name, seed] for seed in seeds if (name, seed) in runs]
             pairs = [(run, runs[base, run["seed"]]) for run in mine if (base, run["seed"]) in runs]
             gains = [after_start(run) - after_start(other) for run, other in pairs]

@@ -44,8 +44,8 @@ and the configuration.
 - **mean of the evaluations**: the mean over the evaluations after steps {evaluated}. A run that learns earlier has a
   higher mean, and the mean has less noise than the last evaluation.
 - **difference to base**: the difference of this mean, paired by seed, with the 95 % interval of Student's t
-  distribution. A difference is bold if its interval does not contain 0. The losses with 8 updates per step are compared
-  with `masked` at 8 updates.
+  distribution. A difference is bold if its interval does not contain 0. Losses with 8 updates per step are compared
+  with `masked, 8 updates`, which itself is compared with the base run.
 - **steps to {threshold}**: the first evaluation with at least this reward, for each seed; – = not reached.
 - **rollouts per step**: including those that replace zero-variance groups.
 - **CPU seconds**: CPU time of one run on one thread, including loading and evaluations. Wall time cannot be compared,
@@ -59,6 +59,7 @@ READING = """### What one can conclude
 - {fewer}
 - The arms with `max_async_level` above 0 or `weight_sync_interval` above 1 sample and train at the same time, so
   repeating them may give different figures.
+- {stale}
 - The ablations show whether an option runs and whether it prevents learning. They do not show which option is best for
   a real model. The model is tiny, a completion has about seven tokens, a run has {steps} steps, and no arm has a
   learning rate of its own. Stale rollouts, long completions and sparse rewards matter more in real runs."""
@@ -105,8 +106,10 @@ def ablations(result: Result) -> Iterator[str]:
     yield "![Held-out reward of the arms over the steps](images/results_ablations.svg)"
     yield "The lines are means over the seeds, and the areas reach from the lowest to the highest seed."
     yield READING.format(
-        noise=noise(found), clear=clear(found), equal=equal(found), fewer=fewer(found, len(seeds)), steps=steps
-    )
+        noise=noise(found), clear=clear(found), equal=equal(found), fewer=fewer(found, len(seeds)), stale=stale(found),
+        steps=steps,
+    )  # fmt: skip
+    yield result.get("note", "")
     words = shlex.join(["--seeds", *map(str, seeds)])
     yield source("ablations_cpu", result, f"OMP_NUM_THREADS={result['threads']} python benchmarks/ablations.py {words}")
 
@@ -148,6 +151,20 @@ def equal(found: list[Row]) -> str:
 def fewer(found: list[Row], seeds: int) -> str:
     few = [row for row in found if len(row.runs) < seeds]
     return wrap(f"These arms have results for fewer than {seeds} seeds: {names(few)}.")
+
+
+def stale(found: list[Row]) -> str:
+    """The age that the rollouts really had; it was not recorded for every run."""
+    ages = [
+        f"{run['staleness_mean']:.1f} with `{row.name}` (seed {run['seed']})"
+        for row in found
+        for run in row.runs
+        if run.get("staleness_mean")
+    ]
+    return wrap(
+        "`max_async_level` is an upper bound. On one busy core, sampling rarely runs that far ahead. The mean age of "
+        f"the trained tokens, in weight versions, was {', '.join(ages) or 'not recorded'}."
+    )
 
 
 def names(found: list[Row]) -> str:
@@ -236,7 +253,7 @@ def page(folder: Path) -> str:
         parts.append(title)
         parts += write(result) if result else [f"Not measured yet: `{command}`."]
     parts += ["## Not measured yet", "\n".join(f"- {text}" for text in MISSING)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def main() -> None:
