@@ -60,6 +60,8 @@ READING = """### What one can conclude
 - The arms with `max_async_level` above 0 or `weight_sync_interval` above 1 sample and train at the same time, so
   repeating them may give different figures.
 - {stale}
+- `skip`, `keep` and the arms with batch statistics replace no groups, so they sample fewer rollouts than the base run.
+  Batch statistics imply `keep`: compare them with `keep`. The second LoRA arm also changes the learning rate.
 - The ablations show whether an option runs and whether it prevents learning. They do not show which option is best for
   a real model. The model is tiny, a completion has about seven tokens, a run has {steps} steps, and no arm has a
   learning rate of its own. Stale rollouts, long completions and sparse rewards matter more in real runs."""
@@ -125,7 +127,7 @@ def noise(found: list[Row]) -> str:
     return wrap(
         f"The base run and {len(same) - 1} repetitions with other sampling seeds differ by up to "
         f"{reward(max(spreads))} within a seed, although nothing else changes. A difference of this size, or one whose "
-        "interval contains 0, is noise."
+        "interval contains 0, is not statistically significant."
     )
 
 
