@@ -55,6 +55,7 @@ class Experiment:
     limit: int  # steps
     target: float | None  # of `metric`, with a teacher the share of its reward; None: every run takes all steps
     metric: str = "reward/raw_mean"
+    floor: float | None = None  # for the entropy, in nats
     needs_teacher: bool = False
     max_tokens: int = 8
     batch_size: int = 64
@@ -85,10 +86,10 @@ EXPERIMENTS = (
     Experiment(
         "entropy", "Entropy bonus", "two letters, each of them one of four",
         (
-            Arm("bonus", "AnyOf", {"loss": {"type": "grpo", "entropy": {"coef": 0.2}}}, KEEP),
+            Arm("bonus", "AnyOf", {"loss": {"type": "grpo", "entropy": {"coef": 0.1}}}, KEEP),
             Arm("plain", "AnyOf", {}, KEEP),
         ),
-        limit=60, target=None,
+        limit=60, target=None, floor=0.3,
     ),
     Experiment(
         "feedback", "Self-distillation", "two letters, both right, with the answer as feedback",
