@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import write_result
+from performance_tables import table
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "signals_cpu.json"
@@ -31,7 +33,6 @@ TASKS = ROOT / "benchmarks" / "signals_tasks.py"
 SEARCH_SEED, SEEDS = 0, (1, 2, 3)
 GRID = (2e-4, 5e-4, 1e-3)
 WINDOW = 5
-LENGTH = 2  # letters of a code
 KEEP = {"groups": {"uniform": "keep"}}  # the bonus also acts on groups that are solved
 Curve = list[float]
 
@@ -59,6 +60,7 @@ class Experiment:
     needs_teacher: bool = False
     max_tokens: int = 8
     batch_size: int = 64
+    length: int = 2  # letters of a code
 
 
 EXPERIMENTS = (
@@ -69,6 +71,15 @@ EXPERIMENTS = (
             Arm("GRPO", "Exact"),
         ),
         limit=260, target=0.9, needs_teacher=True,
+    ),
+    Experiment(
+        "distillation-3", "Teacher", "three letters, all right",
+        (
+            Arm("distillation", "Exact", {"teacher": {"model": "TEACHER", "reward_weight": 0}}),
+            Arm("GRPO", "Exact"),
+        ),
+        limit=300, target=0.9, needs_teacher=True,
+        length=3,
     ),
     Experiment(
         "turns", "Rewards per turn", "two turns, and only the first one matters",
@@ -168,7 +179,7 @@ def common(model: Path, folder: Path, seed: int, steps: int, learning_rate: floa
     }  # fmt: skip
 
 
-def make_student(work: Path, seed: int) -> Path:
+def make_student(work: Path, seed: int, length: int) -> Path:
     """Random weights, then supervised steps: it repeats an answer after a hint, and else answers random letters."""
     from signals_tasks import warm_up_rows
 
@@ -176,41 +187,43 @@ def make_student(work: Path, seed: int) -> Path:
 
     if not (work / f"random-{seed}").exists():
         api.make_model("tiny", work / f"random-{seed}", seed)
-    hints = warm_up_rows(seed, 60 * 64, LENGTH, hinted=1.0)
-    hinted = supervise(work / f"random-{seed}", work / f"hints-{seed}", seed, 60, hints, 3e-3)
-    mixed = warm_up_rows(seed, 40 * 64, LENGTH, hinted=0.5)
-    return supervise(hinted, work / f"student-{seed}", seed, 40, mixed, 1e-3)
+    hints = warm_up_rows(seed, 60 * 64, length, hinted=1.0)
+    hinted = supervise(work / f"random-{seed}", work / f"hints-{length}-{seed}", seed, 60, hints, 3e-3)
+    mixed = warm_up_rows(seed, 40 * 64, length, hinted=0.5)
+    return supervise(hinted, work / f"student-{length}-{seed}", seed, 40, mixed, 1e-3)
 
 
-def make_teacher(work: Path, seed: int) -> Path:
+def make_teacher(work: Path, seed: int, length: int) -> Path:
     from signals_tasks import Exact, solved_rows
 
-    rows = solved_rows(Exact(LENGTH, seed), 60 * 64)
-    return supervise(make_student(work, seed), work / f"teacher-{seed}", seed, 60, rows, 1e-3)
+    rows = solved_rows(Exact(length, seed), 60 * 64)
+    return supervise(make_student(work, seed, length), work / f"teacher-{length}-{seed}", seed, 60, rows, 1e-3)
 
 
-def teacher_reward(work: Path, seed: int) -> float:
+def teacher_reward(work: Path, seed: int, length: int) -> float:
     """At temperature 1, over 32 answers per key."""
     from shoal import api
 
     found = api.evaluate(
-        model=str(make_teacher(work, seed)), env=f"{TASKS}:Exact", env_args={"length": LENGTH, "seed": seed},
+        model=str(make_teacher(work, seed, length)), env=f"{TASKS}:Exact", env_args={"length": length, "seed": seed},
         num_examples=8, rollouts_per_example=32, temperature=1.0, max_tokens=8, device="cpu",
     )  # fmt: skip
     return next(value for name, value in found.items() if name.endswith("/mean"))
 
 
 def config_of(experiment: Experiment, arm: Arm, seed: int, learning_rate: float, work: Path) -> dict[str, Any]:
-    changes = json.loads(json.dumps(arm.train).replace("TEACHER", str(work / f"teacher-{seed}" / "final")))
+    changes = json.loads(
+        json.dumps(arm.train).replace("TEACHER", str(work / f"teacher-{experiment.length}-{seed}" / "final"))
+    )
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=work)) / "run"
-    settings = common(make_student(work, seed), folder, seed, experiment.limit, learning_rate)
+    settings = common(make_student(work, seed, experiment.length), folder, seed, experiment.limit, learning_rate)
     return {
         "train": {
             **settings, "lr_scheduler_type": "constant", "warmup_steps": 5, "weight_decay": 0.0, "logging_steps": 50,
             "loss": {"type": "grpo"}, **changes,
         },
         "orch": {
-            "env": [{"id": f"{TASKS}:{arm.env}", "args": {"length": LENGTH, "seed": seed}}],
+            "env": [{"id": f"{TASKS}:{arm.env}", "args": {"length": experiment.length, "seed": seed}}],
             "batch_size": experiment.batch_size, "rollouts_per_example": 8,
             "sampling": {"max_tokens": experiment.max_tokens}, **arm.orch,
         },
@@ -226,7 +239,7 @@ def measure(experiment: Experiment, arm: Arm, seed: int, learning_rate: float, w
     """One run: its steps, the step that reached the target, and the curves."""
     target, name = experiment.target, experiment.metric
     if target is not None and experiment.needs_teacher:
-        target = round(target * teacher_reward(work, seed), 4)
+        target = round(target * teacher_reward(work, seed, experiment.length), 4)
 
     def reached(steps: list[dict[str, float]]) -> bool:
         means = moving_mean([metrics[name] for metrics in steps])
@@ -261,10 +274,10 @@ def key(arm: Arm, seed: int, learning_rate: float) -> str:
     return f"{arm.name}, seed {seed}, {learning_rate:g}"
 
 
-def record(work: Path, only: list[str]) -> None:
-    """Run what RESULT does not have yet; it is written after each run."""
-    found = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    settings = {"grid": GRID, "window": WINDOW, "search_seed": SEARCH_SEED, "seeds": SEEDS, "length": LENGTH}
+def record(work: Path, only: list[str], out: Path) -> None:
+    """Run what `out` does not have yet; it is written after each run."""
+    found = json.loads(out.read_text()) if out.exists() else {}
+    settings = {"grid": GRID, "window": WINDOW, "search_seed": SEARCH_SEED, "seeds": SEEDS}
     runs: dict[str, Any] = found.get("runs", {})
     for experiment in (one for one in EXPERIMENTS if not only or one.name in only):
         for arm in experiment.arms:
@@ -275,25 +288,100 @@ def record(work: Path, only: list[str]) -> None:
                 if name not in of_arm:
                     of_arm[name] = measure(experiment, arm, seed, rate, work)
                     described = {one.name: asdict(one) for one in EXPERIMENTS}
-                    write_result(RESULT, {**settings, "experiments": described, "runs": runs})
+                    write_result(out, {**settings, "experiments": described, "runs": runs})
                     shown = {k: v for k, v in of_arm[name].items() if k != "curves"}
                     print(f"RECORDED {experiment.name}: {name}: {shown}", file=sys.stderr, flush=True)
                 return of_arm[name]
 
-            best = max(GRID, key=lambda rate: rank(run(SEARCH_SEED, rate)))
+            for rate in GRID:
+                run(SEARCH_SEED, rate)
             for seed in SEEDS:
-                run(seed, best)
+                run(seed, best_rate(of_arm, arm))
+
+
+def best_rate(runs: dict[str, Any], arm: Arm) -> float:
+    return max(GRID, key=lambda rate: rank(runs[key(arm, SEARCH_SEED, rate)]))
+
+
+def reported(runs: dict[str, Any], arm: Arm) -> list[dict[str, Any]]:
+    return [runs[key(arm, seed, best_rate(runs, arm))] for seed in SEEDS]
+
+
+def ratio(experiment: Experiment, runs: dict[str, Any]) -> str:
+    """Mean steps of the second arm over mean steps of the first. A run that misses the target counts as the limit."""
+    first, second = (reported(runs, arm) for arm in experiment.arms)
+    if experiment.target is None or not all(run["reached"] for run in first):
+        return ""
+    missed = not all(run["reached"] for run in second)
+    steps = [sum(run["reached"] or experiment.limit for run in arm) for arm in (first, second)]
+    return f"{'> ' if missed else ''}{steps[1] / steps[0]:.1f}"
+
+
+def rows_of(experiment: Experiment, runs: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for at, arm in enumerate(experiment.arms):
+        of_seeds = reported(runs, arm)
+        steps = [str(run["reached"] or f"not in {run['steps']}") for run in of_seeds]
+        goal = "" if experiment.target is None else ", ".join(steps)
+        rows.append(
+            [
+                "" if at else f"{experiment.title}: {experiment.task}",
+                arm.name,
+                f"{best_rate(runs, arm):g}",
+                goal,
+                ", ".join(f"{run['final']:.2f}" for run in of_seeds),
+                ", ".join(f"{run['lowest_entropy']:.2f}" for run in of_seeds),
+                "" if at else ratio(experiment, runs),
+            ]
+        )
+    return rows
+
+
+def section(result: dict[str, Any]) -> str:
+    """The generated part of the page."""
+    machine, runs = result["machine"], result["runs"]
+    heads = ["Experiment", "Arm", "Learning rate", "Steps to the target", "Value at the end", "Lowest entropy", "Ratio"]
+    done = [experiment for experiment in EXPERIMENTS if experiment.name in runs]
+    goals = [f"{one.title.lower()} {goal(one)}" for one in done]
+    return "\n".join(
+        [
+            table(heads, [row for experiment in done for row in rows_of(experiment, runs[experiment.name])]),
+            "",
+            f"Three seeds each, on {machine['date']} with one core, torch {machine['torch']} and the tiny model of",
+            "`shoal make-model tiny` ([signals_cpu.json](../benchmarks/results/signals_cpu.json)). "
+            f"The targets: {'; '.join(goals)}.",
+        ]
+    )
+
+
+def goal(experiment: Experiment) -> str:
+    if experiment.target is None:
+        return f"none, every run has {experiment.limit} steps"
+    of = " of the teacher's reward" if experiment.needs_teacher else ""
+    return f"{experiment.target:g}{of} within {experiment.limit} steps"
+
+
+def write_page(page: str, result: dict[str, Any]) -> str:
+    block = re.compile(r"(<!-- signals: begin[^>]*-->\n).*?(<!-- signals: end -->)", re.DOTALL)
+    if len(block.findall(page)) != 1:
+        raise SystemExit("docs/learning-signals.md has no pair of markers for the table")
+    return block.sub(lambda found: f"{found[1]}\n{section(result)}\n\n{found[2]}", page)
 
 
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("experiment", nargs="*", help="only these")
+    made.add_argument("--page", action="store_true", help="only write the table")
+    made.add_argument("--out", type=Path, default=RESULT)
     made.add_argument("--work", type=Path, help="folder for models and runs; default: a temporary one")
     asked = made.parse_args()
+    if asked.page:
+        PAGE.write_text(write_page(PAGE.read_text("utf-8"), json.loads(RESULT.read_text())), "utf-8")
+        return
     with tempfile.TemporaryDirectory() as folder:
         work = asked.work or Path(folder)
         work.mkdir(parents=True, exist_ok=True)
-        record(work, asked.experiment)
+        record(work, asked.experiment, asked.out)
 
 
 if __name__ == "__main__":
