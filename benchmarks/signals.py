@@ -34,6 +34,8 @@ SEARCH_SEED, SEEDS = 0, (1, 2, 3)
 GRID = (2e-4, 5e-4, 1e-3)
 WINDOW = 5
 KEEP = {"groups": {"uniform": "keep"}}  # the bonus also acts on groups that are solved
+# At least 0.1 while the entropy is below 0.6, and more in each step that does not raise it above.
+BONUS = {"coef": 0.1, "coef_min": 0.1, "coef_max": 0.3, "delta": 0.02, "target": 0.6}
 Curve = list[float]
 
 
@@ -97,10 +99,10 @@ EXPERIMENTS = (
     Experiment(
         "entropy", "Entropy bonus", "two letters, each of them one of four",
         (
-            Arm("bonus", "AnyOf", {"loss": {"type": "grpo", "entropy": {"coef": 0.1}}}, KEEP),
+            Arm("bonus", "AnyOf", {"loss": {"type": "grpo", "entropy": BONUS}}, KEEP),
             Arm("plain", "AnyOf", {}, KEEP),
         ),
-        limit=60, target=None, floor=0.3,
+        limit=60, target=None, floor=0.1,
     ),
     Experiment(
         "feedback", "Self-distillation", "two letters, both right, with the answer as feedback",
@@ -142,6 +144,8 @@ def train(config: dict[str, Any], done: Callable[[list[dict[str, float]]], bool]
     try:
         api.train(run, lambda run, workspace: watched(build_colocated, run, workspace, steps, lambda: done(steps)))
     except Interrupted:
+        if not done(steps):
+            raise  # by a signal
         return steps, "target"
     except StoppedByPolicy as error:
         return steps, str(error).split(";")[0]
