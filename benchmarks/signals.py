@@ -75,15 +75,6 @@ EXPERIMENTS = (
         limit=260, target=0.9, needs_teacher=True,
     ),
     Experiment(
-        "distillation-3", "Teacher", "three letters, all right",
-        (
-            Arm("distillation", "Exact", {"teacher": {"model": "TEACHER", "reward_weight": 0}}),
-            Arm("GRPO", "Exact"),
-        ),
-        limit=300, target=0.9, needs_teacher=True,
-        length=3,
-    ),
-    Experiment(
         "turns", "Rewards per turn", "two turns, and only the first one matters",
         (
             Arm("`credit: turn`", "FirstTurn", orch={"advantage": {"credit": "turn"}}),
