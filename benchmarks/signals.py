@@ -83,6 +83,14 @@ EXPERIMENTS = (
         limit=60, target=0.35, max_tokens=36, batch_size=16,
     ),
     Experiment(
+        "chance", "Rewards per turn", "two turns, and the reward of the second one is chance",
+        (
+            Arm("`credit: turn`", "ChanceTurn", orch={"advantage": {"credit": "turn"}}),
+            Arm("`credit: outcome`", "ChanceTurn"),
+        ),
+        limit=60, target=0.35, metric="reward/part/first", max_tokens=36, batch_size=16,
+    ),
+    Experiment(
         "ranking", "Ranking reward", "a judge compares the answers of a group",
         (Arm("ranking", "Ranked"), Arm("constant", "Constant")),
         limit=40, target=0.5, metric="reward/part/quality",

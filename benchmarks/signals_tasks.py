@@ -90,6 +90,17 @@ class FirstTurn(_Codes, MultiTurn):
         return Reward(turns=[share(first, task), *(0.0 for _ in others)])
 
 
+class ChanceTurn(FirstTurn):
+    """The reward of the second turn is chance: a coin that depends on its whole text."""
+
+    max_reward = 2.0
+
+    def reward(self, task: Task, messages: Sequence[Message]) -> Reward:
+        first, *others = answers(messages)
+        coins = [float(random.Random(other).random() < 0.5) for other in others]
+        return Reward(parts={"first": share(first, task), "chance": sum(coins)}, turns=[share(first, task), *coins])
+
+
 class Ranked(_Codes, SingleTurn):
     """A judge that can only compare: the reward is the share of the other answers of the group that are worse.
     `quality` is recorded without a weight."""
