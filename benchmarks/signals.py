@@ -324,44 +324,46 @@ def rows_of(experiment: Experiment, runs: dict[str, Any]) -> list[list[str]]:
     rows = []
     for at, arm in enumerate(experiment.arms):
         of_seeds = reported(runs, arm)
-        steps = [str(run["reached"] or f"not in {run['steps']}") for run in of_seeds]
-        goal = "" if experiment.target is None else ", ".join(steps)
+        steps = [str(run["reached"] or f"– ({run['steps']})") for run in of_seeds]
         rows.append(
             [
                 "" if at else f"{experiment.title}: {experiment.task}",
+                "" if at else goal(experiment),
                 arm.name,
                 f"{best_rate(runs, arm):g}",
-                goal,
-                ", ".join(f"{run['final']:.2f}" for run in of_seeds),
-                ", ".join(f"{run['lowest_entropy']:.2f}" for run in of_seeds),
+                "" if experiment.target is None else ", ".join(steps),
                 "" if at else ratio(experiment, runs),
+                ", ".join(f"{run['final']:.2f}" for run in of_seeds),
+                ", ".join(
+                    f"{run['lowest_entropy']:.2f}" if run["curves"]["policy/entropy"] else "–" for run in of_seeds
+                ),
             ]
         )
     return rows
 
 
+def goal(experiment: Experiment) -> str:
+    if experiment.target is None:
+        return f"none, {experiment.limit} steps"
+    of = " of the teacher" if experiment.needs_teacher else ""
+    return f"{experiment.target:g}{of} within {experiment.limit} steps"
+
+
 def section(result: dict[str, Any]) -> str:
     """The generated part of the page."""
     machine, runs = result["machine"], result["runs"]
-    heads = ["Experiment", "Arm", "Learning rate", "Steps to the target", "Value at the end", "Lowest entropy", "Ratio"]
-    done = [experiment for experiment in EXPERIMENTS if experiment.name in runs]
-    goals = [f"{one.title.lower()} {goal(one)}" for one in done]
+    heads = [
+        "Experiment", "Target", "Arm", "Learning rate", "Steps to the target", "Ratio", "Value at the end",
+        "Lowest entropy",
+    ]  # fmt: skip
     return "\n".join(
         [
-            table(heads, [row for experiment in done for row in rows_of(experiment, runs[experiment.name])]),
+            table(heads, [row for one in EXPERIMENTS for row in rows_of(one, runs[one.name])]),
             "",
-            f"Three seeds each, on {machine['date']} with one core, torch {machine['torch']} and the tiny model of",
-            "`shoal make-model tiny` ([signals_cpu.json](../benchmarks/results/signals_cpu.json)). "
-            f"The targets: {'; '.join(goals)}.",
+            f"Measured on {machine['date']} with one thread per run and torch {machine['torch']}",
+            f"([signals_cpu.json](../benchmarks/results/{RESULT.name})).",
         ]
     )
-
-
-def goal(experiment: Experiment) -> str:
-    if experiment.target is None:
-        return f"none, every run has {experiment.limit} steps"
-    of = " of the teacher's reward" if experiment.needs_teacher else ""
-    return f"{experiment.target:g}{of} within {experiment.limit} steps"
 
 
 def write_page(page: str, result: dict[str, Any]) -> str:
