@@ -77,6 +77,11 @@ def _unless_noisy(judge: Judge) -> Judge:
     return judge_without_noise
 
 
+def _unless_taught(judge: Judge) -> Judge:
+    """No finding with a teacher: it gives a signal to groups whose rewards are equal, too."""
+    return lambda row, history: judge(row, history) if "teacher/kl" not in row else None
+
+
 def _below(metric: str, limit: float, words: str) -> Judge:
     def judge(row: Row, _: History) -> RuleMatch | None:
         value = row[metric]
@@ -204,7 +209,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "mixed",
         "group/mixed_frac",
-        _too_few_mixed,
+        _unless_taught(_too_few_mixed),
         f"too hard: {glossary.EASIER_PROMPTS}; too easy: {glossary.HARDER_PROMPTS}",
     ),
     Rule(
@@ -237,7 +242,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "reward-errors", "reward/error_frac", _reward_errors, f"{glossary.FIX_REWARD}; or raise orch.reward.timeout_s"
     ),
-    Rule("reward-flat", "reward/std", _reward_flat, glossary.EASIER_PROMPTS),
+    Rule("reward-flat", "reward/std", _unless_taught(_reward_flat), glossary.EASIER_PROMPTS),
     Rule(
         "wasted-tokens",
         "tokens/used_frac",

@@ -110,6 +110,12 @@ def test_zero_variance_groups_suggest_easier_or_harder_prompts(good: float, bad:
     assert f"prompts are {side}" in finding.what and finding.remedy == remedy
 
 
+def test_a_teacher_needs_no_rewards_that_differ() -> None:
+    flat = {"reward/std": 0.0, "group/mixed_frac": 0.0, "group/all_bad_frac": 1.0}
+    assert {f.check for f in check_rows(rows(40, 20, 29, **flat), {})} == {"reward-flat", "mixed"}
+    assert check_rows(rows(40, 20, 29, **flat, **{"teacher/kl": 2.0}), {}) == []
+
+
 def test_failed_rewards_give_no_finding_about_the_prompts() -> None:
     failing = {"group/mixed_frac": 0.0, "group/all_good_frac": 0.0, "group/all_bad_frac": 0.0, "reward/error_frac": 1.0}
     assert [f.check for f in check_rows(rows(40, 20, 29, **failing), {})] == ["reward-errors"]
