@@ -127,14 +127,14 @@ def mean(steps: list[dict[str, Any]], name: str) -> float | None:
     return round(sum(values) / len(values), 4) if values else None
 
 
-def earlier_runs(path: Path, described: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs of an unfinished campaign, if it measured the same configuration."""
+def earlier(path: Path, described: dict[str, Any]) -> dict[str, Any]:
+    """The result of an unfinished campaign, if it measured the same configuration."""
     if not path.exists():
-        return []
+        return {"runs": []}
     found = json.loads(path.read_text("utf-8"))
     if any(found[key] != value for key, value in described.items()):
         raise SystemExit(f"{path} was measured with another configuration; remove it, or name another file with --out")
-    return found["runs"]
+    return found
 
 
 def main() -> None:
@@ -147,7 +147,9 @@ def main() -> None:
     end = time.monotonic() + 60 * asked.minutes
     described = {"config": read_config("config.yaml"), "warm_up": read_config("warm_up.yaml")}
     described["threads"] = os.environ.get("OMP_NUM_THREADS", "unset")
-    runs = earlier_runs(asked.out, described)
+    found = earlier(asked.out, described)
+    runs = found["runs"]
+    described |= {"note": found["note"]} if "note" in found else {}
     measured = {(run["seed"], run["arm"]) for run in runs}
     arms = [arm for arm in read_arms() if asked.only is None or arm.name in asked.only]
     with tempfile.TemporaryDirectory() as name:

@@ -56,8 +56,7 @@ READING = """### What one can conclude
 - {noise}
 - {clear}
 - {equal}
-- {fewer}
-- The arms with `max_async_level` above 0 or `weight_sync_interval` above 1 sample and train at the same time, so
+{fewer}- The arms with `max_async_level` above 0 or `weight_sync_interval` above 1 sample and train at the same time, so
   repeating them may give different figures.
 - {stale}
 - `skip`, `keep` and the arms with batch statistics replace no groups, so they sample fewer rollouts than the base run.
@@ -152,7 +151,7 @@ def equal(found: list[Row]) -> str:
 
 def fewer(found: list[Row], seeds: int) -> str:
     few = [row for row in found if len(row.runs) < seeds]
-    return wrap(f"These arms have results for fewer than {seeds} seeds: {names(few)}.")
+    return f"- {wrap(f'These arms have results for fewer than {seeds} seeds: {names(few)}.')}\n" if few else ""
 
 
 def stale(found: list[Row]) -> str:
