@@ -170,6 +170,8 @@ class Chat:
     def split_so_far(self, text: str, thinking: bool) -> tuple[str, str]:
         """Reasoning and content of the part `text` of an answer, which has special tokens. A marker is not split."""
         certain = text[: len(text) - held_back(text, self.format.markers)]
+        if not certain.strip():
+            return "", ""  # white space before the reasoning is no part of the answer
         parsed = self.format.parse(certain, thinking=thinking)
         reasoning, content = (self._any_special.sub("", part) for part in (parsed.reasoning, parsed.content))
         return (reasoning.strip(), content.strip()) if parsed.marked else (reasoning, content)
