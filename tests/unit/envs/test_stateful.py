@@ -22,6 +22,7 @@ from shoal.envs.stateful import StatefulEnvironment
 from shoal.models.chat import Chat
 from shoal.models.random_models import character_tokenizer
 from shoal.rewards.functions import RewardFunctions
+from shoal.rewards.http_judge import HttpJudge
 from shoal.rewards.pool import RewardPool
 from support.models import TOKENIZER
 from support.scripted import ScriptedEngine
@@ -151,6 +152,43 @@ def test_schemas_come_from_type_hints_and_docstrings(world: Any) -> None:
         "properties": {"amount": {"type": "integer", "description": "How much to add."}},
         "required": ["amount"],
     }
+
+
+class Static:
+    """A tool may be a static method."""
+
+    keep_env = ("POND_KEY",)
+
+    def reset(self) -> str:
+        return "go"
+
+    @staticmethod
+    def power(base: int, exponent: int = 2) -> int:
+        """Raise a number to a power.
+
+        Args:
+            base: The number.
+            exponent: The power.
+        """
+        return int(base**exponent)
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+def test_a_static_method_is_a_tool_with_all_its_arguments() -> None:
+    environment = StatefulEnvironment(Static)
+    opened = environment.live(environment.tasks("train")[0]).open()
+    (schema,) = opened["tools"]
+    assert schema["function"]["parameters"]["required"] == ["base"]
+    assert list(schema["function"]["parameters"]["properties"]) == ["base", "exponent"]
+
+
+def test_rewards_of_an_environment_keep_the_secrets_that_they_name() -> None:
+    """Of each class, and of the functions that score beside it, such as a judge."""
+    judge = HttpJudge("http://localhost/score", api_key_var="JUDGE_KEY")
+    environment = StatefulEnvironment({"a": Other, "b": Static}, rows=ROWS, functions=RewardFunctions([judge]))
+    assert set(environment.keep_env) == {"JUDGE_KEY", "POND_KEY"}
 
 
 @pytest.mark.parametrize(
