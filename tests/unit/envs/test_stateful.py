@@ -53,6 +53,24 @@ class Other:
         return "hello"
 
 
+class Slow:
+    """Takes its time to close."""
+
+    def reset(self) -> str:
+        return "go"
+
+    def wait(self) -> str:
+        """Wait."""
+        time.sleep(0.1)
+        return "done"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+    def close(self) -> None:
+        time.sleep(0.5)
+
+
 ROWS: dict[str, Any] = {"train": [{"prompt": "Go: ", "environment": name, "kind": "plain"} for name in ("a", "b", "c")]}
 
 
@@ -282,6 +300,53 @@ def test_a_cancelled_rollout_is_closed(world: Any) -> None:
             await asyncio.sleep(0.01)
 
     asyncio.run(main())
+
+
+def test_a_rollout_that_is_cancelled_at_once_gives_no_warning(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The process may not have created its object yet, so there is nothing to close."""
+
+    async def main() -> None:
+        runner, prompt = runner_of(world, ["ok"], "counter", "plain")
+        for _ in range(3):
+            running = asyncio.create_task(runner.run(prompt, 2, SamplingParams(max_tokens=200)))
+            for _ in range(4):
+                await asyncio.sleep(0)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        while world[0]._waiting:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+    assert not [record.message for record in caplog.records]
+
+
+def test_a_place_is_taken_until_its_environment_is_closed() -> None:
+    """Also if the result of the last call arrives after the rollout was cancelled."""
+
+    async def main(pool: RewardPool) -> None:
+        opened = asyncio.Event()
+
+        async def rollout() -> None:
+            async with pool.environment("slow", "train", 0) as process:
+                opened.set()
+                await process.call_tools([{"name": "wait", "arguments": {}}])
+
+        running = asyncio.create_task(rollout())
+        await opened.wait()
+        await asyncio.sleep(0.01)
+        time.sleep(0.3)  # the result arrives, but this process does not read it yet
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        began = time.monotonic()
+        async with pool.environment("slow", "train", 0):
+            assert time.monotonic() - began > 0.4
+
+    pool = RewardPool({"slow": StatefulEnvironment(Slow, name="slow")}, processes=1, call_timeout_s=5)
+    pool.start()
+    try:
+        asyncio.run(main(pool))
+    finally:
+        asyncio.run(pool.close())
 
 
 def test_all_rollouts_of_a_task_have_the_same_random_numbers(world: Any) -> None:
