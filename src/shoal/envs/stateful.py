@@ -330,8 +330,11 @@ class LiveEpisode:
         found = self._functions(scored)
         if not own:
             return found
+        # None excludes the rollout; from all functions of TRL's form it means that none of them applies.
+        if value is None or (found is None and not self._functions.takes_groups):
+            return None
         parts = dict(found) if isinstance(found, Mapping) else {} if found is None else {"reward": found}
-        return {**parts, type(self._object).__name__: value}
+        return {**parts, **(value if isinstance(value, Mapping) else {type(self._object).__name__: value})}
 
     def close(self) -> None:
         """Close the object if it has a method `close`, also if `reset` failed."""

@@ -209,6 +209,38 @@ def test_rewards_of_an_environment_keep_the_secrets_that_they_name() -> None:
     assert set(environment.keep_env) == {"JUDGE_KEY", "POND_KEY"}
 
 
+def applies_not(completions: Any, **columns: Any) -> list[None]:
+    return [None]
+
+
+def excludes(completion: str) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("own", "functions", "reward"),
+    [
+        (0.5, [lengths], {"lengths": 20.0, "Rated": 0.5}),
+        ({"speed": 1.0, "style": 2.0}, [lengths], {"lengths": 20.0, "speed": 1.0, "style": 2.0}),
+        (None, [lengths], None),
+        (0.5, [applies_not], {"Rated": 0.5}),
+        (0.5, [excludes], None),
+    ],
+)
+def test_the_reward_of_an_environment_beside_functions(own: Any, functions: list[Any], reward: Any) -> None:
+    class Rated(Static):
+        count = 2
+
+        def get_reward(self) -> Any:  # type: ignore[override]
+            return own
+
+    scored = RewardFunctions(functions, [1.0])
+    environment = StatefulEnvironment(Rated, functions=scored)
+    episode = environment.live(environment.tasks("train")[0])
+    episode.open()
+    assert episode.reward([{"role": "assistant", "content": "ok"}]) == reward
+
+
 @pytest.mark.parametrize(
     "said, messages, reward",
     [
