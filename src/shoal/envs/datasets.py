@@ -282,6 +282,7 @@ def _task(row: Mapping[str, Any]) -> Task:
         messages, completion = to_messages(row.get("prompt")), row.get("completion")
     else:
         messages = to_messages(row["messages"])
+        _check_answer(messages[-1], "messages")
         completion = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
     if not isinstance(completion, str) or not messages:
         other = "; `shoal dpo` trains on chosen and rejected" if row.keys() >= PAIR else ""
@@ -323,6 +324,16 @@ def _side(value: Any, name: str) -> list[Message]:
     messages = to_messages(value)
     if messages[-1]["role"] != "assistant":
         raise DataError(f"{name} ends with the role {messages[-1]['role']}, not with an assistant message")
-    if messages[-1].get("tool_calls"):
-        raise DataError(f"{name} ends with tool calls, which are not supported")
+    _check_answer(messages[-1], name)
     return messages
+
+
+def _check_answer(message: Message, name: str) -> None:
+    """Only the content of an answer is trained, so an answer with other parts would lose them."""
+    if message.get("tool_calls"):
+        raise DataError(f"{name} ends with tool calls, which are not supported")
+    if message.get("reasoning_content") or message.get("thinking"):
+        raise DataError(
+            f"{name} ends with an answer whose reasoning is not in its content; write it into the content, as the "
+            "model does (such as <think>…</think>)"
+        )

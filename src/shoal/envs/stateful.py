@@ -87,8 +87,10 @@ def _schema(kind: type, name: str) -> dict[str, Any]:
     # It would import torch, only to know torch.Tensor. Reward workers must be forked before that.
     torch_available, chat_template_utils.is_torch_available = chat_template_utils.is_torch_available, lambda: False
     try:
+        function = getattr(kind, name)
         # Of a method, because a function would have the parameter self.
-        return chat_template_utils.get_json_schema(MethodType(getattr(kind, name), kind))
+        own = isinstance(inspect.getattr_static(kind, name), staticmethod)
+        return chat_template_utils.get_json_schema(function if own else MethodType(function, kind))
     except Exception as error:
         first = str(error).partition("\n")[0]
         raise ConfigError(
@@ -127,7 +129,10 @@ class StatefulEnvironment(_Base):
         self.name = name or self._kind.__name__
         self.max_reward = getattr(self._kind, "max_reward", None)
         self.weights = {**(getattr(self._kind, "weights", None) or {}), **(functions.weights if functions else {})}
-        self.keep_env = tuple(getattr(self._kind, "keep_env", ()))
+        self.keep_env = [
+            *(functions.keep_env if functions else ()),
+            *(n for k in kinds for n in getattr(k, "keep_env", ())),
+        ]
         self.max_turns: int | None = max_turns if max_turns is not None else getattr(self._kind, "max_turns", None)
         self.kind = " or ".join(kind.__name__ for kind in kinds if kind is not None)
         self.needs_isolation = any(getattr(kind, "needs_isolation", False) for kind in kinds)
@@ -155,8 +160,11 @@ class StatefulEnvironment(_Base):
         return TaskList(GENERATED.get(split, 0), make)  # type: ignore[return-value]
 
     def prepare(self) -> None:
-        """Import what makes schemas once, before the workers fork."""
+        """Import what makes schemas, and what the reward functions need, once, before the workers fork."""
         import transformers.utils.chat_template_utils  # noqa: F401
+
+        if self._functions is not None:
+            self._functions.prepare()
 
     def start(self, task: Task) -> StatefulEpisode:
         assert isinstance(task, StatefulTask)
@@ -322,8 +330,11 @@ class LiveEpisode:
         found = self._functions(scored)
         if not own:
             return found
+        # None excludes the rollout; from all functions of TRL's form it means that none of them applies.
+        if value is None or (found is None and not self._functions.takes_groups):
+            return None
         parts = dict(found) if isinstance(found, Mapping) else {} if found is None else {"reward": found}
-        return {**parts, type(self._object).__name__: value}
+        return {**parts, **(value if isinstance(value, Mapping) else {type(self._object).__name__: value})}
 
     def close(self) -> None:
         """Close the object if it has a method `close`, also if `reset` failed."""

@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 # Placeholder for a message's content while the template is rendered; private-use characters do not occur in data.
 _MARK = "\ue0f1{}\ue0f2"
-_MARKS = re.compile("\ue0f1(\\d+)\ue0f2")
+_MARKS = re.compile("\ue0f1(\\d{1,9})\ue0f2")
+_SPECIAL_TEXT = 10**8  # placeholders from here on stand for the text of a special token
 _PROMPT_TAIL_TOKENS = 16  # of a prompt, enough to see whether it opens the reasoning
 History = Literal["sampled", "template"]
 
@@ -124,7 +125,7 @@ class Chat:
             self._check_tools(messages, tools)
         if self._special_in(messages):
             return self._encode_marked(messages, 0, tools, template_kwargs)
-        return self._encode(self._render(messages, True, tools, template_kwargs))
+        return self._encode_pieces(self._render(messages, True, tools, template_kwargs), {})
 
     def message(
         self, prompt_ids: Sequence[int], completion: Completion, tools: Tools = None, scope: str = ""
@@ -170,6 +171,8 @@ class Chat:
     def split_so_far(self, text: str, thinking: bool) -> tuple[str, str]:
         """Reasoning and content of the part `text` of an answer, which has special tokens. A marker is not split."""
         certain = text[: len(text) - held_back(text, self.format.markers)]
+        if not certain.strip():
+            return "", ""  # white space before the reasoning is no part of the answer
         parsed = self.format.parse(certain, thinking=thinking)
         reasoning, content = (self._any_special.sub("", part) for part in (parsed.reasoning, parsed.content))
         return (reasoning.strip(), content.strip()) if parsed.marked else (reasoning, content)
@@ -273,15 +276,23 @@ class Chat:
 
     def _for_template(self, message: Message, as_objects: bool) -> Message:
         """A message as templates expect it: text as content, arguments of calls as objects or as JSON."""
-        found = {key: value for key, value in message.items() if key != "text"}
+        found = {key: v if key == "content" else self._as_plain(v) for key, v in message.items() if key != "text"}
         found["content"] = "" if message.get("content") is None else message["content"]
         if self.format.harmony and message.get("reasoning_content"):
-            found["thinking"] = message["reasoning_content"]
+            found["thinking"] = found["reasoning_content"]
             if message.get("tool_calls"):  # the template accepts one of the two
                 found["content"] = ""
         if message.get("tool_calls"):
-            found["tool_calls"] = [_with_arguments(call, as_objects) for call in message["tool_calls"]]
+            found["tool_calls"] = [_with_arguments(call, as_objects) for call in found["tool_calls"]]
         return found
+
+    def _as_plain(self, value: Any) -> Any:
+        """Reasoning, calls or a name with placeholders for the texts of special tokens, which are encoded as text."""
+        if isinstance(value, str):
+            return self._any_special.sub(lambda f: _MARK.format(_SPECIAL_TEXT + self._special.index(f[0])), value)
+        if isinstance(value, Mapping):
+            return {key: self._as_plain(item) for key, item in value.items()}
+        return [self._as_plain(item) for item in value] if isinstance(value, list) else value
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -323,7 +334,9 @@ class Chat:
             if at % 2 == 0:
                 ids += self._encode(piece) if piece else []
                 continue
+            number = int(piece) - _SPECIAL_TEXT
             content = str(messages[int(piece)].get("content") or "") if int(piece) in messages else ""
+            content = self._special[number] if 0 <= number < len(self._special) else content
             ids += list(self.tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True))
         return ids
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -196,13 +196,14 @@ def setup_infra(config: Config, needs_reference: bool = False, needs_inference: 
         run, _ = translate(config, in_memory=True)
         run = _with_reference(config, run, needs_reference)
         check_tokenizers(config)
-    infra = Infra(
-        config, _start_parts(config, run, needs_reference, needs_inference), _Wants(needs_reference, needs_inference)
-    )
+    shared = list(_TRAINERS.values())
+    parts = _start_parts(config, run, needs_reference, needs_inference)
+    infra = Infra(config, parts, _Wants(needs_reference, needs_inference))
     try:
         outside_event_loop(lambda: asyncio.run(infra.sync_weights()))
     except BaseException:
-        infra.close()
+        for part in (parts.trainer, parts.deployment, parts.reference):
+            _leave(part, shared)
         raise
     return infra
 
@@ -229,7 +230,7 @@ class _Parts:
 def _start_parts(config: Config, run: RunConfig, needs_reference: bool, needs_inference: bool) -> _Parts:
     """Start or attach to all parts in parallel. If one fails, the others are closed."""
     trainer_id, reference_id = config.infra.trainer_id, config.infra.ref_trainer_id
-    every = config.weight_sync.dcp_save_interval
+    every, shared = config.weight_sync.dcp_save_interval, list(_TRAINERS.values())
     started: dict[str, Future[Any]] = {}
     with ThreadPoolExecutor(3) as parallel:
         started["trainer"] = parallel.submit(_attach_trainer, trainer_id, run, every)
@@ -241,7 +242,7 @@ def _start_parts(config: Config, run: RunConfig, needs_reference: bool, needs_in
             started["reference"] = parallel.submit(_attach_server, reference_id, run, start_reference)
     if errors := [error for part in started.values() if (error := part.exception()) is not None]:
         for part in (part.result() for part in started.values() if part.exception() is None):
-            _detach(part) if isinstance(part, Server) else _stop(part)
+            _leave(part, shared)
         raise errors[0]
     return _Parts(**{name: part.result() for name, part in started.items()})
 
@@ -329,6 +330,14 @@ def _stop(part: _Trainer | _Deployment | Server | None) -> None:
             del running[id]
     if part is not None:
         part.stop()
+
+
+def _leave(part: _Trainer | _Deployment | Server | None, shared: Sequence[_Trainer]) -> None:
+    """Close a part of an Infra that could not be set up. `shared`: trainers of another Infra, which go on."""
+    if isinstance(part, Server):
+        _detach(part)
+    elif not any(part is trainer for trainer in shared):
+        _stop(part)
 
 
 def _detach(server: Server) -> None:

@@ -177,6 +177,8 @@ class RelativeJudge(_Client):
         return order
 
     def _prompt(self, task: Task, conversations: Sequence[Sequence[Message]]) -> str:
+        # `text` repeats the content, the reasoning and the calls of an answer.
+        conversations = [[{k: v for k, v in m.items() if k != "text"} for m in found] for found in conversations]
         # Each attempt keeps at least its last message, also if all are equal.
         columns = zip(*(conversation[:-1] for conversation in conversations), strict=False)
         shared = len(list(takewhile(lambda column: all(message == column[0] for message in column), columns)))

@@ -33,6 +33,7 @@ from shoal.rewards.server import START_LIMIT_S, Limits
 from shoal.rewards.worker import (
     CLOSE,
     JOB,
+    LAST_RESULT,
     MAX_JOB_BYTES,
     MAX_REPLY_BYTES,
     NO_JOB,
@@ -61,6 +62,7 @@ class Job:
     frame: bytes
     reply: asyncio.Future[bytes]
     started: bool = False
+    closes: bool = False  # waits for the end of an environment; the result of its last call may still arrive
 
 
 class RewardPool:
@@ -218,6 +220,7 @@ class RewardPool:
 
     def _post(self, name: bytes, kind: int, body: bytes) -> Job:
         job = self._waiting[name] = Job(pack(name, kind, body), asyncio.get_running_loop().create_future())
+        job.closes = kind == CLOSE
         self._send(job.frame)
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._watch_server())
@@ -391,7 +394,7 @@ class RewardPool:
         self._quiet_s = 0.0
         if frame.kind == STARTED:
             job.started = True
-        elif frame.kind == RESULT:
+        elif frame.kind == LAST_RESULT or (frame.kind == RESULT and not job.closes):
             self._restarts = 0
             job.reply.set_result(frame.body)
 

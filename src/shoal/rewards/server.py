@@ -51,6 +51,7 @@ END_LIMIT_S = 3.0
 CLOSED_LIMIT_S = 1.0
 ENVIRONMENT_CLOSE_LIMIT_S = 5.0  # for `close` of a stateful environment, and for a call that must end before it
 END_CLOSE_LIMIT_S = 2.0  # the same at the end of the run
+CLOSED = b'{"status": "ok"}'  # the outcome of CLOSE if there is nothing to close
 STALL_S = 0.5
 MAX_FORGIVEN = 3  # suspensions of the server for which one job gets more time
 SLOW_S = 0.1  # no call that is shorter than this gets a substitute,
@@ -168,7 +169,7 @@ class Server:
         """Pass a frame on to the worker of a stateful environment."""
         worker = next((worker for worker in self._workers.values() if worker.keeps and worker.job == frame.job), None)
         if worker is None and frame.kind == CLOSE:
-            self._reply(Frame(frame.job, RESULT, b'{"status": "ok"}'))
+            self._reply(Frame(frame.job, LAST_RESULT, CLOSED))
         elif worker is None:
             self._reply_error(frame.job, "error", "the process of the environment has ended")
         elif frame.kind == CLOSE:
@@ -234,7 +235,7 @@ class Server:
         if not worker.keeps:
             self._durations.append(time.monotonic() - worker.since)
         worker.job = None
-        self._reply(Frame(frame.job, RESULT, frame.body))
+        self._reply(Frame(frame.job, LAST_RESULT if worker.keeps else RESULT, frame.body))
         if frame.kind == LAST_RESULT or worker.slow:
             self._remove(worker)
 
@@ -249,7 +250,10 @@ class Server:
             end = sandbox.end_of(worker.pid)
             if end is not None:
                 self._read_rest(worker)
-                if worker.job is not None:
+                if worker.job is not None and worker.closing and not worker.started:  # it created nothing
+                    self._reply(Frame(worker.job, LAST_RESULT, CLOSED))
+                    self._remove(worker)
+                elif worker.job is not None:
                     self._fail(worker, "error", f"{worker.what} ended its process: {end}")
                 elif worker.pid in self._workers:
                     self._remove(worker)
@@ -276,14 +280,15 @@ class Server:
 
     def _fail(self, worker: Worker, status: str, error: str) -> None:
         seconds = time.monotonic() - worker.since if worker.started else 0.0
-        job = worker.job
+        job, kind = worker.job, RESULT
         if worker.keeps and status == "timeout" and not worker.closing:
             self._close(worker, ENVIRONMENT_CLOSE_LIMIT_S)
         else:
+            kind = LAST_RESULT if worker.keeps else RESULT
             worker.job = None
             self._remove(worker)
         if job is not None:
-            self._reply_error(job, status, error, seconds)
+            self._reply_error(job, status, error, seconds, kind)
 
     def _slow_s(self) -> float:
         """How long a call may take before another worker starts beside it, from the durations of recent calls."""
@@ -398,9 +403,9 @@ class Server:
             self._selector.register(requests[0], selectors.EVENT_READ, worker)
         return worker
 
-    def _reply_error(self, job: bytes, status: str, error: str, seconds: float = 0.0) -> None:
+    def _reply_error(self, job: bytes, status: str, error: str, seconds: float = 0.0, kind: int = RESULT) -> None:
         body = json.dumps({"status": status, "error": error, "seconds": seconds}).encode()
-        self._reply(Frame(job, RESULT, body))
+        self._reply(Frame(job, kind, body))
 
     def _reply(self, frame: Frame) -> None:
         self._unsent += pack(*frame)

@@ -66,6 +66,7 @@ def test_longer_conversations_and_other_columns(tmp_path: Path):
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]}, "more than the last message"),
         ({"chosen": [USER], "rejected": [USER, BAD]}, "chosen ends with the role user"),
         ({"prompt": "one", "chosen": [{**GOOD, "tool_calls": [{}]}], "rejected": "two"}, "tool calls"),
+        ({"prompt": "one", "chosen": [{**GOOD, "reasoning_content": "hm"}], "rejected": "two"}, "reasoning is not in"),
         ({"prompt": "one", "completion": "ONE"}, "`shoal sft` trains on rows with one completion"),
         ({"messages": [USER, GOOD]}, "`shoal sft` trains on rows with one completion"),
         ([1], "of type list"),

@@ -22,6 +22,7 @@ from shoal.envs.stateful import StatefulEnvironment
 from shoal.models.chat import Chat
 from shoal.models.random_models import character_tokenizer
 from shoal.rewards.functions import RewardFunctions
+from shoal.rewards.http_judge import HttpJudge
 from shoal.rewards.pool import RewardPool
 from support.models import TOKENIZER
 from support.scripted import ScriptedEngine
@@ -50,6 +51,24 @@ class Other:
     def wave(self) -> str:
         """Wave."""
         return "hello"
+
+
+class Slow:
+    """Takes its time to close."""
+
+    def reset(self) -> str:
+        return "go"
+
+    def wait(self) -> str:
+        """Wait."""
+        time.sleep(0.1)
+        return "done"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+    def close(self) -> None:
+        time.sleep(0.5)
 
 
 ROWS: dict[str, Any] = {"train": [{"prompt": "Go: ", "environment": name, "kind": "plain"} for name in ("a", "b", "c")]}
@@ -153,6 +172,75 @@ def test_schemas_come_from_type_hints_and_docstrings(world: Any) -> None:
     }
 
 
+class Static:
+    """A tool may be a static method."""
+
+    keep_env = ("POND_KEY",)
+
+    def reset(self) -> str:
+        return "go"
+
+    @staticmethod
+    def power(base: int, exponent: int = 2) -> int:
+        """Raise a number to a power.
+
+        Args:
+            base: The number.
+            exponent: The power.
+        """
+        return int(base**exponent)
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+def test_a_static_method_is_a_tool_with_all_its_arguments() -> None:
+    environment = StatefulEnvironment(Static)
+    opened = environment.live(environment.tasks("train")[0]).open()
+    (schema,) = opened["tools"]
+    assert schema["function"]["parameters"]["required"] == ["base"]
+    assert list(schema["function"]["parameters"]["properties"]) == ["base", "exponent"]
+
+
+def test_rewards_of_an_environment_keep_the_secrets_that_they_name() -> None:
+    """Of each class, and of the functions that score beside it, such as a judge."""
+    judge = HttpJudge("http://localhost/score", api_key_var="JUDGE_KEY")
+    environment = StatefulEnvironment({"a": Other, "b": Static}, rows=ROWS, functions=RewardFunctions([judge]))
+    assert set(environment.keep_env) == {"JUDGE_KEY", "POND_KEY"}
+
+
+def applies_not(completions: Any, **columns: Any) -> list[None]:
+    return [None]
+
+
+def excludes(completion: str) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("own", "functions", "reward"),
+    [
+        (0.5, [lengths], {"lengths": 20.0, "Rated": 0.5}),
+        ({"speed": 1.0, "style": 2.0}, [lengths], {"lengths": 20.0, "speed": 1.0, "style": 2.0}),
+        (None, [lengths], None),
+        (0.5, [applies_not], {"Rated": 0.5}),
+        (0.5, [excludes], None),
+    ],
+)
+def test_the_reward_of_an_environment_beside_functions(own: Any, functions: list[Any], reward: Any) -> None:
+    class Rated(Static):
+        count = 2
+
+        def get_reward(self) -> Any:  # type: ignore[override]
+            return own
+
+    scored = RewardFunctions(functions, [1.0])
+    environment = StatefulEnvironment(Rated, functions=scored)
+    episode = environment.live(environment.tasks("train")[0])
+    episode.open()
+    assert episode.reward([{"role": "assistant", "content": "ok"}]) == reward
+
+
 @pytest.mark.parametrize(
     "said, messages, reward",
     [
@@ -244,6 +332,53 @@ def test_a_cancelled_rollout_is_closed(world: Any) -> None:
             await asyncio.sleep(0.01)
 
     asyncio.run(main())
+
+
+def test_a_rollout_that_is_cancelled_at_once_gives_no_warning(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The process may not have created its object yet, so there is nothing to close."""
+
+    async def main() -> None:
+        runner, prompt = runner_of(world, ["ok"], "counter", "plain")
+        for _ in range(3):
+            running = asyncio.create_task(runner.run(prompt, 2, SamplingParams(max_tokens=200)))
+            for _ in range(4):
+                await asyncio.sleep(0)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        while world[0]._waiting:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+    assert not [record.message for record in caplog.records]
+
+
+def test_a_place_is_taken_until_its_environment_is_closed() -> None:
+    """Also if the result of the last call arrives after the rollout was cancelled."""
+
+    async def main(pool: RewardPool) -> None:
+        opened = asyncio.Event()
+
+        async def rollout() -> None:
+            async with pool.environment("slow", "train", 0) as process:
+                opened.set()
+                await process.call_tools([{"name": "wait", "arguments": {}}])
+
+        running = asyncio.create_task(rollout())
+        await opened.wait()
+        await asyncio.sleep(0.01)
+        time.sleep(0.3)  # the result arrives, but this process does not read it yet
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        began = time.monotonic()
+        async with pool.environment("slow", "train", 0):
+            assert time.monotonic() - began > 0.4
+
+    pool = RewardPool({"slow": StatefulEnvironment(Slow, name="slow")}, processes=1, call_timeout_s=5)
+    pool.start()
+    try:
+        asyncio.run(main(pool))
+    finally:
+        asyncio.run(pool.close())
 
 
 def test_all_rollouts_of_a_task_have_the_same_random_numbers(world: Any) -> None:

@@ -46,6 +46,21 @@ def test_a_row_without_an_answer_is_not_usable(tmp_path: Path):
         supervised_tasks(DatasetSpec(str(tmp_path / "rows.jsonl")))
 
 
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ({"reasoning_content": "1 + 1 is 2"}, "reasoning is not in its content; write it into the content"),
+        ({"thinking": "1 + 1 is 2"}, "reasoning is not in its content; write it into the content"),
+        ({"tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}, "tool calls, which are not supported"),
+    ],
+)
+def test_a_part_of_an_answer_is_not_lost_silently(tmp_path: Path, part: dict, says: str):
+    messages = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2", **part}]
+    write(tmp_path / "rows.jsonl", {"messages": messages})
+    with pytest.raises(DataError, match=says):
+        supervised_tasks(DatasetSpec(str(tmp_path / "rows.jsonl")))
+
+
 def test_a_completion_that_is_no_text_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     rows = [{"prompt": "a", "completion": "A"}, {"prompt": "b", "completion": "\ud800"}]
     write(tmp_path / "rows.jsonl", *rows)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shoal.core.errors import ArgumentError, DeadlineError, RunLockedError
+from shoal.core.errors import ArgumentError, DeadlineError, RunLockedError, StorageError
 from shoal.recipes.attach import TrainerFolder
 from shoal.recipes.clients import AdamParams
 from shoal.recipes.config import POLICY_LOSSES, Config, DeployConfig, InfraConfig, WeightSyncConfig, WeightSyncScope
@@ -311,6 +311,17 @@ def test_a_running_trainer_is_found_again(model: str, tmp_path: Path):
             setup_infra(config(model, lora_rank=4, **named))
     with setup_infra(config(model, **named)) as later:
         assert later.policy is not first.policy
+
+
+def test_a_part_that_fails_leaves_the_trainer_of_others_running(model: str, tmp_path: Path):
+    named = {"log_path": str(tmp_path), "infra": InfraConfig(trainer_id="carp")}
+    with setup_infra(config(model, **named)) as first:
+        (tmp_path / "deployments").write_text("no folder")
+        deploy = DeployConfig(model, WeightSyncScope.PER_DEPLOYMENT, deployment_id="pond")
+        with pytest.raises(StorageError, match="deployments"):
+            setup_infra(config(model, deployment=deploy, **named))
+        step(first)
+        assert setup_infra(config(model, **named)).policy is first.policy
 
 
 def test_a_trainer_continues_from_its_newest_good_checkpoint(model: str, tmp_path: Path):

@@ -72,6 +72,14 @@ def test_each_rollout_gets_its_own_score_in_one_request(judge: Judge):
     assert text.count("Write {count} words.") == 1 and text.count("Be brief.") == 1, "the shared start is sent once"
 
 
+def test_reasoning_is_sent_once(judge: Judge):
+    """`text` of an answer repeats its parts."""
+    answers = [{"content": text, "reasoning_content": "hm", "text": f"<think>hm</think>{text}"} for text in "ab"]
+    compare(RelativeJudge(judge.url, "m"), [[*TASK.messages, {"role": "assistant", **answer}] for answer in answers])
+    text = judge.requests[0][1]["messages"][0]["content"]
+    assert text.count("hm") == 2 and "<think>" not in text
+
+
 def test_settings_of_the_request(judge: Judge):
     reward = RelativeJudge(
         judge.url, "m", rubric="Prefer {best} rhymes.", best=4, request={"max_tokens": 7, "temperature": 0.5}

@@ -35,6 +35,8 @@ def chat_of(template: str) -> Chat:
         (THINKING, "<think>\n1 < 2 </th\n</think>\n\nyes <b>\n", "1 < 2 </th", "yes <b>"),
         (THINKING, "no <thi thoughts \n", "", "no <thi thoughts \n"),
         (THINKING, "<think>never ends", "never ends", ""),
+        (THINKING, "\n <think>late</think>\nyes", "late", "yes"),
+        (THINKING, "\n no thoughts", "", "\n no thoughts"),
         (CHAT_TEMPLATE, "<think>a</think>b", "", "<think>a</think>b"),
         (
             HARMONY,
