@@ -421,7 +421,7 @@ def test_further_rollouts_wait_for_a_free_process(tmp_path: Path, monkeypatch: p
 
 
 ENDING = """
-import asyncio, os, sys
+import asyncio, os, signal, sys
 from contextlib import nullcontext
 from pathlib import Path
 from shoal.envs import ask
@@ -443,6 +443,7 @@ class Open:
     def close(self):
         Path(sys.argv[1]).write_text("closed")
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it
 environment = as_environment(Open, "open")
 pool = environment.pool = RewardPool({"Open": environment})
 pool.start()

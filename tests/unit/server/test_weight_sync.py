@@ -138,7 +138,7 @@ def test_syncs_that_race_are_taken_up_one_after_the_other(published: dict[int, A
 
         async def load(version: int) -> None:
             status, reply = await server.ask("/shoal/load", published[version])
-            assert (status, reply) == (200, {"version": version, "hash": proofs[version]})
+            assert (status, reply) == (200, {"version": version, "hash": proofs[version], "applied_sigma": 0.0})
 
         async def refuse() -> None:
             assert (await server.ask("/shoal/load", unknown))[0] == 409
