@@ -37,7 +37,7 @@ from shoal.core.protocols import Environment
 from shoal.core.types import RolloutGroup, SamplingParams
 from shoal.rewards.pool import RewardPool
 from shoal.runs.run_dir import RunDir
-from shoal.runs.weight_files import Weights
+from shoal.runs.weight_files import Weights, template_of
 from shoal.watch.console import stderr_console
 
 if TYPE_CHECKING:
@@ -255,6 +255,7 @@ def evaluation_config(
         | ({"adapter_path": adapter} if adapter is not None else {}),
         "orch": {
             "env": [{"id": env, "args": env_args}],
+            "chat_template": template_of(adapter),
             "batch_size": max(2, min(256, settings.num_examples * settings.rollouts_per_example)),
             "rollouts_per_example": 1,
             "sampling": {"max_tokens": sampling.max_tokens, "seed": sampling.seed},
