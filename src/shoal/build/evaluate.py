@@ -182,10 +182,17 @@ def score(models: Sequence[Weights], task: EvalTask, folders: Sequence[Path] = (
             scores.append(Scores(metrics, _by_prompt(groups), task.settings.rollouts_per_example))
         return scores
 
-    with reward_workers(first.config.orch, environments) as rewards:
+    with reward_workers(_isolated_if_needed(first.config.orch, environments), environments) as rewards:
         for notice in rewards.notices:
             log.warning("%s", notice)
         return asyncio.run(run_all(rewards))
+
+
+def _isolated_if_needed(orch: OrchConfig, environments: Mapping[str, Environment]) -> OrchConfig:
+    """`shoal eval` has no key for it: code written by the model is isolated if an environment runs any."""
+    if not any(getattr(environment, "needs_isolation", False) for environment in environments.values()):
+        return orch
+    return orch.model_copy(update={"reward": orch.reward.model_copy(update={"isolated": True})})
 
 
 def evaluate_run(run: Run) -> dict[str, float]:
