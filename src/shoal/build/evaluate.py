@@ -37,7 +37,7 @@ from shoal.core.protocols import Environment
 from shoal.core.types import RolloutGroup, SamplingParams
 from shoal.rewards.pool import RewardPool
 from shoal.runs.run_dir import RunDir
-from shoal.runs.weight_files import Weights
+from shoal.runs.weight_files import Weights, template_of
 from shoal.watch.console import stderr_console
 
 if TYPE_CHECKING:
@@ -182,10 +182,17 @@ def score(models: Sequence[Weights], task: EvalTask, folders: Sequence[Path] = (
             scores.append(Scores(metrics, _by_prompt(groups), task.settings.rollouts_per_example))
         return scores
 
-    with reward_workers(first.config.orch, environments) as rewards:
+    with reward_workers(_isolated_if_needed(first.config.orch, environments), environments) as rewards:
         for notice in rewards.notices:
             log.warning("%s", notice)
         return asyncio.run(run_all(rewards))
+
+
+def _isolated_if_needed(orch: OrchConfig, environments: Mapping[str, Environment]) -> OrchConfig:
+    """`shoal eval` has no key for it: code written by the model is isolated if an environment runs any."""
+    if not any(getattr(environment, "needs_isolation", False) for environment in environments.values()):
+        return orch
+    return orch.model_copy(update={"reward": orch.reward.model_copy(update={"isolated": True})})
 
 
 def evaluate_run(run: Run) -> dict[str, float]:
@@ -255,6 +262,7 @@ def evaluation_config(
         | ({"adapter_path": adapter} if adapter is not None else {}),
         "orch": {
             "env": [{"id": env, "args": env_args}],
+            "chat_template": template_of(adapter),
             "batch_size": max(2, min(256, settings.num_examples * settings.rollouts_per_example)),
             "rollouts_per_example": 1,
             "sampling": {"max_tokens": sampling.max_tokens, "seed": sampling.seed},

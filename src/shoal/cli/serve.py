@@ -20,7 +20,7 @@ from shoal.config.rules import check_section
 from shoal.config.section_rules import model_problem
 from shoal.core.errors import ConfigError
 from shoal.core.types import Message, Request, SamplingParams
-from shoal.runs.weight_files import ADAPTER_FILE, TEMPLATE_FILE, Weights, find_weights
+from shoal.runs.weight_files import ADAPTER_FILE, Weights, find_weights, template_of
 
 if TYPE_CHECKING:
     from shoal.split.inference_process import Inference
@@ -192,8 +192,8 @@ def _loaded(
         given = {"model": weights.model}
         if (found := _adapter(weights)) is not None:
             given |= {"enable_lora": True, "max_lora_rank": _rank(found)}
-            if draft.config.chat_template is None and (found / TEMPLATE_FILE).is_file():
-                given["chat_template"] = str(found / TEMPLATE_FILE)
+            if draft.config.chat_template is None and (template := template_of(found)) is not None:
+                given["chat_template"] = template
         config = draft.config.model_copy(update=given)
         findings = check_section("infer", config)
         findings.raise_errors(draft.origins)

@@ -19,7 +19,7 @@ from shoal.models.load import load_model
 from shoal.models.multimodal import copy_processor, excluded_from_adapters
 from shoal.models.quantize import lora_layers
 from shoal.models.tokenizer import load_tokenizer, locate
-from shoal.runs.weight_files import TEMPLATE_FILE
+from shoal.runs.weight_files import template_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -158,9 +158,7 @@ def export_folder(model: str, adapter: str | None, target: Path, card: str) -> N
 
         loaded = PeftModel.from_pretrained(loaded, str(Path(adapter).expanduser())).merge_and_unload()  # type: ignore[operator]
     loaded.save_pretrained(target)
-    template = None if adapter is None else Path(adapter).expanduser() / TEMPLATE_FILE
-    source = str(template) if template is not None and template.is_file() else None
-    load_tokenizer(model, source).save_pretrained(target)
+    load_tokenizer(model, template_of(adapter)).save_pretrained(target)
     copy_processor(loaded, target)
     (target / CARD).write_text(card, "utf-8")
 

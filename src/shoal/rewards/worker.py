@@ -166,22 +166,17 @@ def keep_environment(channel: socket.socket, judging: Judging, frames: Iterator[
     """
     live = _LiveEnvironment(judging)
     signal.signal(signal.SIGTERM, live.interrupt)
-    job, outcome = NO_JOB, {"status": "ok"}
+    job = NO_JOB
     for frame in frames:
         job = frame.job
         if frame.kind == CLOSE:
             break
         channel.sendall(pack(job, STARTED))
         outcome = _outcome(partial(live.make, frame.body))
+        channel.sendall(pack(job, RESULT, json.dumps(outcome).encode()))
         if outcome["status"] != "ok":
             break
-        channel.sendall(pack(job, RESULT, json.dumps(outcome).encode()))
-    closed = _outcome(live.close)
-    if outcome["status"] == "ok" or live.interrupted:  # nobody waits for the outcome of the call any more
-        outcome = closed
-    elif closed["status"] != "ok":
-        outcome["error"] += f"; close failed as well: {closed['error']}"
-    channel.sendall(pack(job, LAST_RESULT, json.dumps(outcome).encode()))
+    channel.sendall(pack(job, LAST_RESULT, json.dumps(_outcome(live.close)).encode()))
 
 
 class _LiveEnvironment:
@@ -190,11 +185,10 @@ class _LiveEnvironment:
         self._episode: Any = None
         self._weights: Mapping[str, float] = {}
         self._busy = False
-        self.interrupted = False
 
     def interrupt(self, *_: Any) -> None:
         if self._busy:
-            self._busy, self.interrupted = False, True
+            self._busy = False
             raise _Ended("the call was ended")
 
     def make(self, body: bytes) -> dict[str, Any]:

@@ -36,6 +36,12 @@ class Weights:
     run: Path | None = None  # the run directory of these weights
 
 
+def template_of(adapter: Path | str | None) -> str | None:
+    """The chat template that an adapter was trained with, if it is not that of the base model."""
+    file = None if adapter is None else Path(adapter).expanduser() / TEMPLATE_FILE
+    return str(file) if file is not None and file.is_file() else None
+
+
 def find_weights(name: str, *, adapter: str | None = None, checkpoint: str | None = None) -> Weights:
     """`checkpoint` selects one of a run directory: a step, `best`, `newest` or `final` (the default if it exists)."""
     path = Path(name).expanduser()

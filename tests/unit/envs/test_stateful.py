@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError, DataError, EpisodeError
 from shoal.core.runner import GroupRunner, RunnerSettings
 from shoal.core.types import Prompt, Request, RolloutGroup, SamplingParams
 from shoal.envs.registry import as_environment, load_environment
-from shoal.envs.stateful import StatefulEnvironment
+from shoal.envs.stateful import BrokenEnvironment, StatefulEnvironment
 from shoal.models.chat import Chat
 from shoal.models.random_models import character_tokenizer
 from shoal.rewards.functions import RewardFunctions
@@ -66,6 +66,10 @@ class Slow:
 
     def get_reward(self) -> float:
         return 1.0
+
+    def give_up(self) -> None:
+        """Give up."""
+        raise BrokenEnvironment("no more")
 
     def close(self) -> None:
         time.sleep(0.5)
@@ -377,6 +381,23 @@ def test_a_place_is_taken_until_its_environment_is_closed() -> None:
     pool.start()
     try:
         asyncio.run(main(pool))
+    finally:
+        asyncio.run(pool.close())
+
+
+def test_a_slow_close_hides_no_error() -> None:
+    """The failed call is answered before the environment is closed, so close is no part of its time limit."""
+
+    async def main(pool: RewardPool) -> None:
+        async with pool.environment("slow", "train", 0) as process:
+            await process.call_tools([{"name": "give_up", "arguments": {}}])
+
+    pool = RewardPool({"slow": StatefulEnvironment(Slow, name="slow")}, processes=1, call_timeout_s=0.4)
+    pool.start()
+    try:
+        with pytest.raises(EpisodeError, match="BrokenEnvironment: no more") as caught:
+            asyncio.run(main(pool))
+        assert caught.value.score.status == "error"
     finally:
         asyncio.run(pool.close())
 
