@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from shoal.config.train import TeacherConfig
 from shoal.core.errors import ConfigError, EngineError
 from shoal.rollout.remote.client import Address, ConnectionLost, HttpClient, RequestRefused, retry
 
 CONCURRENT = 32  # requests
+CONNECT_LIMIT_S = 10.0
 TokenText = Callable[[int], str]
 
 
@@ -28,6 +31,7 @@ class PromptScorer:
         if teacher.api_key_var and not key:
             raise ConfigError(f"train.teacher.api_key_var: the environment variable {teacher.api_key_var} is not set")
         base = teacher.url.rstrip("/").removesuffix("/v1") + "/v1"
+        _check_listening(base)
         self._address = Address(
             base, key, deadline_s, deadline_s, name="the teacher", kind="teacher", start="start the server"
         )
@@ -95,3 +99,16 @@ class PromptScorer:
                     f"{text!r} there and {ours!r} here"
                 )
         return float(found["logprob"])
+
+
+def _check_listening(base: str) -> None:
+    """Before the first step: a wrong address should not be noticed only after the first rollouts."""
+    url = urlsplit(base)
+    address = (url.hostname or "", url.port or (443 if url.scheme == "https" else 80))
+    try:
+        socket.create_connection(address, CONNECT_LIMIT_S).close()
+    except OSError as error:
+        raise EngineError(
+            f"train.teacher.url: no server can be reached at {base}: {error.strerror or error}; start the server, or "
+            "correct the address"
+        ) from error
