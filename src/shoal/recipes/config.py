@@ -321,7 +321,7 @@ def _ids(to: Translation, config: Config) -> None:
         "infra.ref_trainer_id": config.infra.ref_trainer_id,
     }
     for name, id in ids.items():
-        if id is not None and not (isinstance(id, str) and re.match(NAME_PATTERN, id)):
+        if id is not None and not (isinstance(id, str) and re.fullmatch(NAME_PATTERN, id)):
             to.refuse(name, f"is {id!r}", "use at most 64 letters, digits, dots, dashes and underscores")
     if config.infra.ref_trainer_id is not None and config.infra.ref_training_shape_id is None:
         what = "needs infra.ref_training_shape_id, and full fine-tuning"

@@ -354,7 +354,7 @@ def test_a_trainer_continues_from_its_newest_good_checkpoint(model: str, tmp_pat
 
 
 def test_ids_are_checked_before_anything_starts(model: str):
-    for wrong in ("../pond", "", 3):
+    for wrong in ("../pond", "pond\n", "", 3):
         with pytest.raises(ArgumentError, match=r"infra.trainer_id: is .*; use at most 64 letters"):
             setup_infra(config(model, infra=InfraConfig(trainer_id=wrong)))  # type: ignore[arg-type]
     for given in (
