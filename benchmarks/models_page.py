@@ -57,7 +57,7 @@ REFUSED = {
     "more than once": "refused: attends twice per layer",
     "at random": "refused: draws its experts at random in training",
 }
-OTHER = "refused: attention or state that Shoal cannot reach"
+OTHER = "refused: Shoal cannot access the attention or the recurrent state"
 GROUPS = (FUSED, MODULES, CPU_ONLY, *dict.fromkeys(REFUSED.values()), OTHER)
 
 
