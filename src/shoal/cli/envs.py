@@ -109,7 +109,9 @@ def _show_task(id: str) -> None:
     tasks = environment.tasks("train")
     say(f"one of {len(tasks)} tasks:")
     for message in tasks[0].messages:
-        say(f"  {message['role']}: {message['content']}")
+        say(f"  {message['role']}: {message['content'] or '(written by reset)'}")
+    if tools := [getattr(tool, "__name__", tool) for tool in getattr(environment, "tools", ())]:
+        say(f"  tools: {', '.join(tools)}")
     solution = getattr(environment, "solution", None)
     answer = solution(tasks[0]) if callable(solution) else None
     if answer is not None:

@@ -169,12 +169,12 @@ def _tasks(spec: DatasetSpec, rows: Iterator[RawRow], needed: Sequence[str], mak
 def _with_columns(row: dict[str, Any], columns: Mapping[str, str], needed: Sequence[str]) -> dict[str, Any]:
     """Rename the columns of a row to Shoal's names and check the required ones."""
     mapped = dict(row)
-    for name in {*needed, *columns}:
+    for name in dict.fromkeys((*needed, *columns)):
         column = columns.get(name, name)
         if column not in row:
             near = difflib.get_close_matches(column, list(map(str, row)), n=1)
             hint = f"nearest is {near[0]!r}" if near else f"columns are {', '.join(map(str, list(row)[:12]))}"
-            fix = f"set columns.{name} to the name of the column"
+            fix = f"set {name} in dataset.columns to the name of the column"
             raise DataError(f"no column {column!r} for {name}; {hint}; {fix}")
         mapped[name] = row[column]
     for name in needed:

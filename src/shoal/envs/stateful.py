@@ -144,6 +144,12 @@ class StatefulEnvironment(_Base):
             self.reward = MethodType(_Base.reward, self)  # scored by orch.reward.function
 
     @property
+    def tools(self) -> list[str]:
+        """Names of the tools that are methods, without those that an object lists when it runs."""
+        kinds = [kind for factory in self._factories.values() if (kind := _class_of(factory)) is not None]
+        return [name for kind in kinds if not hasattr(kind, "list_tools") for name in tools_of(kind)]
+
+    @property
     def scores_itself(self) -> bool:
         """False if a reward function scores the conversation in a reward worker."""
         return getattr(self.reward, "__func__", None) is StatefulEnvironment.reward

@@ -134,6 +134,15 @@ def test_envs(capsys: pytest.CaptureFixture[str]):
     assert "reverse-text" in capsys.readouterr().err
 
 
+def test_the_tools_of_a_stateful_environment_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    look = "def look(self) -> str:\n        'Look around.'\n        return 'a tree'"
+    methods = f"def reset(self):\n        return 'go'\n    {look}\n"
+    (tmp_path / "garden.py").write_text(f"class Garden:\n    {methods}")
+    assert main(["envs", "show", f"{tmp_path}/garden.py:Garden"]) == 0
+    shown = capsys.readouterr().out
+    assert "written by reset" in shown and "tools: look" in shown
+
+
 def test_a_new_environment_passes_its_own_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["envs", "new", "letter-count"]) == 0
     assert "letter-count/letter_count.py" in capsys.readouterr().out

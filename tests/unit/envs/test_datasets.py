@@ -102,7 +102,7 @@ def test_a_column_that_no_row_has_is_missed_once(tmp_path):
     assert "no usable row (3 bad)" in first
     assert second.strip() == (
         "in each of them: no column 'prompt' for prompt; columns are question, answer; "
-        "set columns.prompt to the name of the column"
+        "set prompt in dataset.columns to the name of the column"
     )
 
 
