@@ -45,6 +45,25 @@ def campaign(*names: str) -> str:
     return f"{sum(row['kills'] for row in rows)} kills, 0 differences"
 
 
+def attacked() -> str:
+    """The p99 of clients with attackers beside them, and of the same clients alone."""
+    alone, row = read("soak_cpu.json")["rows"]
+    return (
+        f"{row['clients']} clients and {row['attackers']} attackers for {row['seconds']:.0f} s: "
+        f"{row['answers']:,} answers, {row['wrong']} wrong, {row['lost']} lost; p99 {row['p99_s']:.2f} s, and "
+        f"{alone['p99_s']:.2f} s without attackers"
+    )
+
+
+def missed() -> str:
+    row = read("soak_cpu.json")["rows"][1]
+    return (
+        f"The resident memory of the server grew by {row['memory_growth']:.0%} during the attack "
+        "([soak_cpu.json](../benchmarks/results/soak_cpu.json)). The limit of `make soak` is 10 %. The cause is not "
+        "known: the attack sends bodies of 24 MiB, and the allocator may keep their memory."
+    )
+
+
 def promises() -> tuple[Promise, ...]:
     return (
         Promise(
@@ -126,6 +145,7 @@ def promises() -> tuple[Promise, ...]:
                 "unit/server/test_attacks.py::test_deeply_nested_json_gets_400",
                 "unit/server/test_attacks.py::test_connections_with_incomplete_headers_are_closed",
             ),
+            attacked(),
         ),
         Promise(
             "No request causes a server error, whether it follows or violates the published schema.",
@@ -346,7 +366,6 @@ FAULTS = (
 UNPROVEN = (
     "5,000 kills in one campaign, and kills on a GPU with captured graphs and a save in flight",
     "memory growth over 2,000 steps",
-    "the server under 500 clients for five minutes with slow readers and oversized bodies",
 )
 
 
@@ -368,6 +387,7 @@ def page() -> str:
         "```bash",
         "make faults                                   # kills at every stage of a run, servers that stop",
         ".venv/bin/python benchmarks/kills.py kills.json   # the kills of the table",
+        "make soak                                     # long runs, and a server under attack",
         "```",
         "",
         "## Promises",
@@ -388,6 +408,10 @@ def page() -> str:
         "| Fault | Outcome | Tests |",
         "|---|---|---|",
         *(f"| {fault.text} | {fault.outcome} | {'<br>'.join(map(link, fault.tests))} |" for fault in FAULTS),
+        "",
+        "## Limits that were missed",
+        "",
+        missed(),
         "",
         "## Not measured",
         "",

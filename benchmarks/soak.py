@@ -296,7 +296,8 @@ def main() -> None:
             with serving(Path(name) / "server", model) as (command, base):
                 result["rows"] += asyncio.run(soak_server(command, base, clients, seconds))
             write_result(asked.out, result)
-    print_table("memory", result["rows"][:1], ["name", "steps", "seconds", "resident_mib_after_warm_up", "growth"])
+    columns = ["name", "steps", "seconds", "resident_mib_after_warm_up", "growth"]
+    print_table("memory", [row for row in result["rows"] if "growth" in row], columns)
     columns = ["name", "answers", "wrong", "lost", "attacks", "p50_s", "p99_s", "memory_growth"]
     print_table("server", [row for row in result["rows"] if "wrong" in row], columns)
     problems = [] if asked.smoke else exceeded(result["rows"])
