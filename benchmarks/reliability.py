@@ -72,7 +72,7 @@ def promises() -> tuple[Promise, ...]:
             (
                 "e2e/test_resume.py::test_killed_at_every_stage",
                 "e2e/test_resume.py::test_killed_at_any_moment",
-                "e2e/test_resume.py::test_modes_that_run_ahead_lose_nothing_and_train_nothing_twice",
+                "e2e/test_resume.py::test_asynchronous_modes_train_every_rollout_once",
             ),
             kills(),
         ),
@@ -86,7 +86,7 @@ def promises() -> tuple[Promise, ...]:
             "Each of the three processes of the split layout can be killed without a loss.",
             "on one machine with a shared folder",
             (
-                "e2e/test_split.py::test_whoever_is_killed_comes_back",
+                "e2e/test_split.py::test_killed_component_returns",
                 "e2e/test_split.py::test_killed_one_after_the_other",
             ),
             campaign("three processes, places"),
@@ -97,7 +97,7 @@ def promises() -> tuple[Promise, ...]:
             (
                 "unit/runs/test_checkpoints.py::test_damaged_checkpoint_is_skipped_with_a_reason",
                 "unit/runs/test_checkpoints.py::test_checkpoint_of_another_run_is_skipped",
-                "e2e/test_stopping.py::test_a_damaged_checkpoint_is_passed_over",
+                "e2e/test_stopping.py::test_damaged_checkpoint_is_skipped",
             ),
         ),
         Promise(
@@ -111,13 +111,13 @@ def promises() -> tuple[Promise, ...]:
         Promise(
             "A damaged `status.json` does not prevent a resume.",
             "if one checkpoint has a valid manifest",
-            ("unit/runs/test_history.py::test_a_damaged_status_does_not_block_a_resume",),
+            ("unit/runs/test_history.py::test_damaged_status_does_not_block_a_resume",),
         ),
         Promise(
             "A wrong configuration ends with exit code 2, and the message names the key, the place and the fix.",
             "always",
             (
-                "e2e/test_bad_configs.py::test_bad_configuration_is_explained",
+                "e2e/test_bad_configs.py::test_bad_configuration_gives_clear_errors",
                 "unit/config/test_arbitrary_input.py::test_overrides",
                 "unit/config/test_arbitrary_input.py::test_configuration_files_that_are_any_bytes",
             ),
@@ -127,14 +127,14 @@ def promises() -> tuple[Promise, ...]:
             "A chat template that is invalid, never ends or produces too much text ends with exit code 2.",
             "within 10 s and with at most 1 GiB of memory",
             (
-                "unit/models/test_template_check.py::test_a_bad_template_is_one_clear_error",
-                "unit/models/test_template_check.py::test_an_endless_template_is_stopped",
+                "unit/models/test_template_check.py::test_bad_template_is_one_clear_error",
+                "unit/models/test_template_check.py::test_endless_template_is_stopped",
             ),
         ),
         Promise(
             "Damaged safetensors, GGUF and journal files cause error messages, never tracebacks.",
             "always",
-            ("fuzz/test_readers.py::test_a_damaged_file_is_an_error_of_ours",),
+            ("fuzz/test_readers.py::test_damaged_file_raises_storage_error",),
         ),
         Promise(
             "No large, slow or deeply nested request delays other clients of the server.",
@@ -175,7 +175,7 @@ def promises() -> tuple[Promise, ...]:
             "Secrets are written to no file of the run directory and passed to no reward process.",
             "for environment variables whose name marks them as secret",
             (
-                "e2e/test_surroundings.py::test_secrets_are_in_no_file_and_on_no_line",
+                "e2e/test_surroundings.py::test_secrets_are_in_no_file_and_no_log_line",
                 "unit/rewards/test_pool.py::test_secrets_do_not_reach_rewards",
             ),
         ),
@@ -183,31 +183,31 @@ def promises() -> tuple[Promise, ...]:
             "A stopped or killed reward server is replaced within a time that does not depend on the batch.",
             "the calls that were running end with an error",
             (
-                "unit/rewards/test_pool_attacks.py::test_a_server_that_a_reward_stopped_is_replaced",
-                "e2e/test_faults.py::test_a_reward_that_kills_its_server_costs_one_rollout",
+                "unit/rewards/test_pool_attacks.py::test_server_that_a_reward_stopped_is_replaced",
+                "e2e/test_faults.py::test_reward_that_kills_its_server_costs_one_rollout",
             ),
             "replaced within 10 s",
         ),
         Promise(
             "Hanging reward calls do not occupy the workers of other calls.",
             "if at most 32 calls hang at a time",
-            ("unit/rewards/test_pool_attacks.py::test_hanging_calls_cost_their_share_and_no_more",),
+            ("unit/rewards/test_pool_attacks.py::test_hanging_calls_slow_the_pool_by_their_share",),
         ),
         Promise(
             "Changes that a reward makes in its process do not affect later rewards.",
             "after an error, and for functions of common modules and of the environment",
             (
-                "unit/rewards/test_pool_attacks.py::test_what_a_reward_changes_does_not_reach_the_next",
-                "unit/rewards/test_pool_timeouts.py::test_a_worker_with_invalid_replies_is_replaced",
+                "unit/rewards/test_pool_attacks.py::test_changes_by_a_reward_do_not_affect_the_next",
+                "unit/rewards/test_pool_timeouts.py::test_worker_with_invalid_replies_is_replaced",
             ),
         ),
         Promise(
             "Code that an isolated reward runs with `run_code` cannot change its reward or read the answers.",
             "on Linux with user namespaces ([SECURITY.md](../SECURITY.md))",
             (
-                "unit/rewards/test_isolate_attacks.py::test_the_judge_cannot_be_taken_over",
-                "unit/rewards/test_isolate_attacks.py::test_the_answers_are_not_in_the_memory_of_the_program",
-                "unit/rewards/test_isolate_attacks.py::test_the_program_shares_no_namespace_with_the_judge",
+                "unit/rewards/test_isolate_attacks.py::test_judge_cannot_be_taken_over",
+                "unit/rewards/test_isolate_attacks.py::test_answers_are_not_in_the_memory_of_the_program",
+                "unit/rewards/test_isolate_attacks.py::test_program_shares_no_namespace_with_the_judge",
             ),
         ),
         Promise(
@@ -228,7 +228,7 @@ FAULTS = (
         "The run resumes.",
         (
             "e2e/test_resume.py::test_killed_at_every_stage",
-            "e2e/test_resume.py::test_killed_again_and_again",
+            "e2e/test_resume.py::test_killed_repeatedly",
             "unit/runs/test_checkpoints.py::test_kill_at_each_stage",
         ),
     ),
@@ -236,34 +236,34 @@ FAULTS = (
         "The engine is killed, restarted or stopped.",
         "The run waits, loads the weights again and continues, or ends with a reason after the timeout.",
         (
-            "e2e/test_server_lost.py::test_one_that_is_killed_and_started_again",
-            "e2e/test_server_stopped.py::test_one_that_is_stopped_for_good",
+            "e2e/test_server_lost.py::test_killed_server_is_restarted_elsewhere",
+            "e2e/test_server_stopped.py::test_server_suspended_forever",
         ),
     ),
     Fault(
         "The run is killed, and some of its child processes are stopped or in other sessions.",
         "All child processes end with the run.",
         (
-            "e2e/test_faults.py::test_a_killed_run_leaves_no_process_behind",
+            "e2e/test_faults.py::test_killed_run_leaves_no_process_behind",
             "unit/rewards/test_pool_attacks.py::test_stopped_servers_do_not_outlive_a_killed_run",
-            "unit/rewards/test_pool_attacks.py::test_a_chain_of_sessions_does_not_outlive_a_killed_run",
+            "unit/rewards/test_pool_attacks.py::test_setsid_chain_ends_with_a_killed_run",
         ),
     ),
     Fault(
         "The reward server is killed or suspended, or its keeper is killed.",
         "The server is replaced. Without its keeper, the run ends with exit code 3 and the state saved.",
         (
-            "e2e/test_faults.py::test_a_reward_that_kills_its_server_costs_one_rollout",
-            "e2e/test_faults.py::test_a_killed_reward_server_stops_the_run_with_its_state_saved",
-            "e2e/test_signals.py::test_the_reward_server_alone_is_stopped_for_a_while",
+            "e2e/test_faults.py::test_reward_that_kills_its_server_costs_one_rollout",
+            "e2e/test_faults.py::test_killed_reward_server_stops_the_run_with_its_state_saved",
+            "e2e/test_signals.py::test_reward_server_suspended_for_a_while",
         ),
     ),
     Fault(
         "A process is suspended with SIGSTOP for a while, or a clock is set.",
         "The run continues.",
         (
-            "e2e/test_signals.py::test_stopped_for_a_while",
-            "e2e/test_split_faults.py::test_clocks_that_are_set_do_not_matter",
+            "e2e/test_signals.py::test_process_suspended_for_a_while",
+            "e2e/test_split_faults.py::test_clock_changes_have_no_effect",
         ),
     ),
     Fault(
@@ -271,20 +271,20 @@ FAULTS = (
         "The first signal saves and ends the run with exit code 130 or 143, the second ends it immediately, and "
         "`--resume` continues. A closed stdout does not end the run.",
         (
-            "e2e/test_stopping.py::test_a_signal_saves_and_the_next_command_continues",
-            "e2e/test_stopping.py::test_a_second_signal_ends_it_at_once",
-            "e2e/test_stopping.py::test_a_reader_that_goes_away_does_not_end_the_run",
-            "e2e/test_signals.py::test_a_hangup_saves",
+            "e2e/test_stopping.py::test_signal_saves_and_the_next_command_continues",
+            "e2e/test_stopping.py::test_second_signal_ends_the_run_at_once",
+            "e2e/test_stopping.py::test_closed_pipe_does_not_end_the_run",
+            "e2e/test_signals.py::test_sighup_saves",
         ),
     ),
     Fault(
         "The disk is full, read-only or failing, or the folder is removed.",
         "The run ends with exit code 4, and can be resumed when the disk works again.",
         (
-            "e2e/test_storage.py::test_a_disk_that_fills_up",
-            "e2e/test_storage.py::test_a_read_only_disk",
-            "e2e/test_storage.py::test_a_device_that_fails_while_it_is_written_to",
-            "e2e/test_storage.py::test_a_folder_that_is_removed_while_the_run_goes_on",
+            "e2e/test_storage.py::test_disk_that_fills_up",
+            "e2e/test_storage.py::test_read_only_disk",
+            "e2e/test_storage.py::test_device_failure_during_write",
+            "e2e/test_storage.py::test_folder_removed_during_the_run",
         ),
     ),
     Fault(
@@ -292,54 +292,54 @@ FAULTS = (
         "The command ends with exit code 2.",
         (
             "e2e/test_stopping.py::test_changed_data_cannot_be_continued",
-            "e2e/test_stopping.py::test_a_changed_model_cannot_be_continued",
+            "e2e/test_stopping.py::test_resume_with_another_model_is_refused",
         ),
     ),
     Fault(
         "Gradients or weights contain NaN or infinity.",
         "The optimizer step is skipped. After several such steps the run ends with exit code 3.",
         (
-            "e2e/test_faults.py::test_one_bad_gradient_is_skipped_and_counted",
-            "e2e/test_faults.py::test_gradients_that_are_no_numbers_stop_the_run_with_its_state_saved",
-            "unit/rollout/test_embedded.py::test_weights_that_became_no_numbers_end_it",
+            "e2e/test_faults.py::test_one_nonfinite_gradient_is_skipped_and_counted",
+            "e2e/test_faults.py::test_nonfinite_gradients_stop_the_run_with_a_checkpoint",
+            "unit/rollout/test_embedded.py::test_nonfinite_weights_end_the_run",
         ),
     ),
     Fault(
         "A reward fails, hangs, forks, prints without end or returns an invalid value.",
         "The rollout is excluded and counted.",
         (
-            "unit/rewards/test_pool.py::test_a_failing_reward_is_an_error_for_its_job_alone",
-            "unit/rewards/test_pool.py::test_a_flood_of_output_goes_nowhere",
-            "unit/rewards/test_pool_timeouts.py::test_a_hanging_reward_is_a_timeout_and_its_worker_is_replaced",
+            "unit/rewards/test_pool.py::test_failing_reward_affects_only_its_job",
+            "unit/rewards/test_pool.py::test_excess_output_is_discarded",
+            "unit/rewards/test_pool_timeouts.py::test_hanging_reward_is_a_timeout_and_its_worker_is_replaced",
         ),
     ),
     Fault(
         "A server refuses or resets connections, is slow or busy, or answers with HTML, wrong ids or log-probs.",
         "The request is sent again, or the run ends and the message names the server.",
         (
-            "unit/rollout/test_http.py::test_an_answer_that_no_sampler_gives_ends_it_and_names_the_server",
-            "unit/rollout/test_http.py::test_a_busy_server_is_asked_later",
-            "unit/rollout/test_http.py::test_a_connection_that_breaks_within_an_answer_is_asked_again",
+            "unit/rollout/test_http.py::test_invalid_sampler_answer_ends_the_run_and_names_the_server",
+            "unit/rollout/test_http.py::test_busy_server_is_retried",
+            "unit/rollout/test_http.py::test_connection_lost_within_a_response_is_retried",
         ),
     ),
     Fault(
         "Answers arrive in another order than the requests.",
         "They are assigned to the requests by id.",
-        ("unit/rollout/test_http.py::test_answers_go_to_whom_they_belong_in_any_order",),
+        ("unit/rollout/test_http.py::test_answers_match_their_requests_in_any_order",),
     ),
     Fault(
         "A weight sync is cut off at any tensor, or two weight syncs run at the same time.",
         "An incomplete version changes nothing, and syncs run one after the other.",
         (
-            "unit/server/test_weight_sync.py::test_a_file_that_is_cut_or_changed_at_any_tensor_changes_nothing",
-            "unit/server/test_weight_sync.py::test_syncs_that_race_are_taken_up_one_after_the_other",
+            "unit/server/test_weight_sync.py::test_damaged_file_changes_no_tensor",
+            "unit/server/test_weight_sync.py::test_concurrent_syncs_are_served_in_order",
         ),
     ),
     Fault(
         "HOME is unset, LANG is C, the umask is 077, or prompts contain control characters and markup.",
         "The run works as usual.",
         (
-            "e2e/test_surroundings.py::test_a_bare_environment",
+            "e2e/test_surroundings.py::test_bare_environment",
             "e2e/test_surroundings.py::test_hostile_prompts",
             "unit/runs/test_run_dir.py::test_files_follow_the_umask",
         ),
@@ -348,7 +348,7 @@ FAULTS = (
         "Rows of a data set are not JSON, not UTF-8, deeply nested, too large or without columns.",
         "The rows are excluded and named with file and line. If no row is left, the exit code is 2.",
         (
-            "unit/envs/test_datasets.py::test_a_bad_row_is_set_aside_and_named",
+            "unit/envs/test_datasets.py::test_bad_row_is_skipped_and_reported",
             "unit/config/test_arbitrary_input.py::test_rows_of_a_data_set",
             "unit/config/test_arbitrary_input.py::test_nesting_is_bounded_everywhere",
         ),
@@ -357,8 +357,8 @@ FAULTS = (
         "A wait would not end.",
         "The run ends at the deadline, and the stacks of all threads are in `logs/`.",
         (
-            "e2e/test_faults.py::test_a_wait_past_the_deadline_stops_the_run",
-            "e2e/test_deadline.py::test_a_hanging_device_ends_the_run",
+            "e2e/test_faults.py::test_wait_past_the_deadline_stops_the_run",
+            "e2e/test_deadline.py::test_hanging_device_ends_the_run",
             "unit/watch/test_watchdog.py::test_watchdog_names_the_waiter_and_dumps_stacks_once",
         ),
     ),

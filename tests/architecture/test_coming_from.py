@@ -21,14 +21,14 @@ SHARED = os.environ.get("SHOAL_SHARED")
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_committed_page_is_current(name: str):
+def test_committed_page_is_current(name: str):
     assert (ROOT / "docs" / "coming-from" / f"{name}.md").read_text(encoding="utf-8") == page(name), (
         "run: python -m shoal.coming_from docs/coming-from"
     )
     assert page(name).splitlines()[0] == f"# Coming from {PAGES[name][0]}"
 
 
-def test_the_command_writes_the_pages(tmp_path: Path):
+def test_command_writes_the_pages(tmp_path: Path):
     command = [sys.executable, "-m", "shoal.coming_from", str(tmp_path)]
     assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {f"{n}.md": page(n) for n in PAGES}
@@ -37,7 +37,7 @@ def test_the_command_writes_the_pages(tmp_path: Path):
 @pytest.mark.parametrize(
     "field", ["sync_ref_model", "off_policy_mask_threshold", "router_aux_loss_coef", "f_divergence_type"]
 )
-def test_what_does_not_exist_is_not_promised(field: str):
+def test_unsupported_fields_are_marked(field: str):
     assert f"| `{field}` | not supported |" in page("trl")
 
 
@@ -62,7 +62,7 @@ def test_every_key_exists():
     assert unknown_keys() == []
 
 
-def test_a_row_says_something():
+def test_row_has_text():
     """A key, words in its place, or the reason why there is no counterpart."""
     for table in (table for _, _, tables in PAGES.values() for table in tables):
         assert table.rows

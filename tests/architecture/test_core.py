@@ -34,17 +34,17 @@ def violations(path: Path) -> list[str]:
     ]
 
 
-def test_the_core_imports_only_itself():
+def test_core_imports_only_itself():
     assert [wrong for path in CORE for wrong in violations(path)] == []
 
 
-def test_the_core_can_be_read_in_an_evening():
+def test_core_size_is_bounded():
     files = [path for path in CORE if path.name != "__init__.py"]
     assert len(files) <= 25
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 4_650
 
 
-def test_the_check_sees_imports_of_other_packages(tmp_path: Path):
+def test_check_detects_imports_of_other_packages(tmp_path: Path):
     module = tmp_path / "module.py"
     module.write_text("import json\n\n\ndef late():\n    import torch\n    from shoal.config import load\n")
     assert [wrong.split()[-1] for wrong in violations(module)] == ["torch", "shoal.config"]

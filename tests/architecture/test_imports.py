@@ -73,13 +73,13 @@ def test_imports_go_downwards():
     assert [problem for path in MODULES for problem in upward_imports(path)] == []
 
 
-def test_the_check_sees_an_upward_import(tmp_path: Path):
+def test_check_detects_an_upward_import(tmp_path: Path):
     module = tmp_path / "module.py"
     module.write_text("def late():\n    from shoal.trainer import policy\n    import shoal.cli.grpo\n")
     assert {package for package, _ in imported_packages(module)} == {"trainer", "cli"}
 
 
-def test_peft_is_imported_where_an_adapter_is():
+def test_peft_is_imported_only_with_adapters():
     """Importing peft takes a second, which runs without adapters need not wait for."""
     top = set()
     for path in MODULES:

@@ -67,7 +67,7 @@ def snapshot() -> str:
     return "\n".join(lines)
 
 
-def test_the_public_interface_is_the_one_agreed_on():
+def test_public_interface_is_unchanged():
     assert snapshot() == SNAPSHOT.read_text(encoding="utf-8"), "see the top of this file"
 
 

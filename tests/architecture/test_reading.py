@@ -57,19 +57,19 @@ def test_each_arrow_is_an_import_or_a_call(caller: str, kind: str, target: str, 
         assert calls(caller, function) and defines(target, function)
 
 
-def test_the_diagram_is_connected():
+def test_diagram_is_connected():
     reached = {"cli/grpo.py"}
     for caller, _, target, _ in arrows():
         assert caller in reached, f"no arrow leads to {caller} before it calls"
         reached.add(target)
 
 
-def test_the_check_sees_a_wrong_arrow():
+def test_check_detects_a_wrong_arrow():
     assert not imports("core/loop.py", "trainer/policy.py")
     assert not calls("core/loop.py", "forward_backward") and not defines("core/loop.py", "forward_backward")
 
 
-def test_the_tour_names_every_file_of_the_core_once():
+def test_tour_names_every_file_of_the_core_once():
     tour = PAGE.read_text(encoding="utf-8").partition("## The core, in order")[2].partition("\n## ")[0]
     named = re.findall(r"^\*\*\[(\w+\.py)\]", tour, re.MULTILINE)
     assert sorted(named) == sorted(path.name for path in CORE if path.name != "__init__.py")

@@ -70,7 +70,7 @@ def test_every_command_is_accepted(page: str, reader: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_runs_of_the_pages_draw_no_remark(page: str, reader: Path, capsys: pytest.CaptureFixture[str]):
+def test_documented_runs_have_no_findings(page: str, reader: Path, capsys: pytest.CaptureFixture[str]):
     """A newcomer's first run does not begin with advice about the page's own settings."""
     save_files(reader)
     assert main(["make-model", "tiny", "models/tiny"]) == 0
@@ -93,13 +93,13 @@ def test_commands_in_running_text_are_commands(page: str, capsys: pytest.Capture
         assert all(flag in known for flag in flags if flag != "--help"), words
 
 
-def test_a_wrong_command_would_be_seen(reader: Path):
+def test_wrong_command_is_detected(reader: Path):
     with pytest.raises(Exception, match="--no-such-flag"):
         make_app().parse_args(["grpo", "--no-such-flag"], print_error=False, exit_on_error=False)
     assert main(["grpo", "train.modle=x", "--dry-run"]) == 2
 
 
-def test_the_environment_of_the_readme(reader: Path):
+def test_environment_of_the_readme(reader: Path):
     save_files(reader)
     environment = load_environment("orders.py:Orders")
     train, held_out = environment.tasks("train"), environment.tasks("eval")
@@ -145,7 +145,7 @@ def map_paths() -> list[str]:
     return paths
 
 
-def test_the_map_is_current():
+def test_documentation_map_is_current():
     paths = map_paths()
     for path in paths:
         assert (ROOT / path).exists(), f"the map names {path}, which does not exist"
@@ -161,12 +161,12 @@ def test_the_map_is_current():
         assert not missing, f"not in the map: {sorted(missing)}"
 
 
-def test_the_index_links_every_page():
+def test_index_links_every_page():
     linked = {target.partition("#")[0] for target in LINK.findall(text_of("docs/index.md"))}
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
     assert not pages - linked
 
 
-def test_the_picture_is_small_enough_to_read_at_once():
+def test_diagram_is_small():
     (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text_of("README.md"))
     assert 10_000 < (ROOT / picture).stat().st_size < 300_000

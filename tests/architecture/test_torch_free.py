@@ -58,7 +58,7 @@ def import_without_torch(packages: dict[str, list[str]]) -> dict[str, list[str]]
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_rooms_import_without_torch():
+def test_packages_import_without_torch():
     modules = {package: modules_of(package) for package in PACKAGES}
     assert [package for package, names in modules.items() if not names] == [], (
         "these are gone; remove them from the list"
@@ -66,13 +66,13 @@ def test_rooms_import_without_torch():
     assert import_without_torch(modules) == {}
 
 
-def test_the_block_works():
+def test_block_works():
     """Also behind a package that imported the same module before."""
     found = import_without_torch({"fine": ["shoal.core.types"], "torch": ["torch"], "engine": ["shoal.engine.engine"]})
     assert found.keys() == {"torch", "engine"} and "not allowed here" in found["torch"][0]
 
 
-def test_a_tokenizer_loads_without_torch(tmp_path: Path):
+def test_tokenizer_loads_without_torch(tmp_path: Path):
     """What grpo-orch needs of transformers, which imports torch wherever it finds it."""
     from shoal.models.random_models import character_tokenizer
 

@@ -125,7 +125,7 @@ def test_messages_are_chat_messages_and_tasks_survive_json(environment):
         assert json.loads(json.dumps([task.messages, task.data])) == [task.messages, task.data]
 
 
-def test_the_known_solution_earns_the_full_reward(environment):
+def test_known_solution_earns_the_full_reward(environment):
     for split in ("train", "eval"):
         for task in environment.tasks(split)[:30]:
             assert reward_of(environment, task, environment.solution(task)) == 1.0
@@ -134,13 +134,13 @@ def test_the_known_solution_earns_the_full_reward(environment):
 @pytest.mark.parametrize(
     "answer", ["", " ", "I do not know.", "</answer><answer>", "\\boxed{", "\0\x1b[31m", "9" * 5000]
 )
-def test_a_useless_answer_earns_no_full_reward_and_raises_nothing(environment, answer):
+def test_useless_answer_has_no_full_reward_and_does_not_raise(environment, answer):
     for task in environment.tasks("eval")[:5]:
         reward = reward_of(environment, task, answer)
         assert reward is not None and 0 <= reward < 1
 
 
-def test_an_episode_keeps_the_conversation_and_is_used_once(environment):
+def test_episode_keeps_the_conversation_and_is_used_once(environment):
     task = environment.tasks("train")[0]
     episode = environment.start(task)
     assert episode.messages == task.messages

@@ -33,11 +33,11 @@ def test_exchange_returns_the_bytes_of_every_rank(ranks: Ranks):
         assert asyncio.run(ranks.exchange(mine)) == [mine]
 
 
-def test_the_result_of_rank_0_is_everybodys(ranks: Ranks):
+def test_result_of_rank_0_is_everybodys(ranks: Ranks):
     assert asyncio.run(ranks.on_main(lambda: asyncio.sleep(0, {"step": 3}))) == {"step": 3}
 
 
-def test_an_error_of_rank_0_is_raised(ranks: Ranks):
+def test_error_of_rank_0_is_raised(ranks: Ranks):
     async def fail() -> None:
         raise KeyError("gone")
 
@@ -45,7 +45,7 @@ def test_an_error_of_rank_0_is_raised(ranks: Ranks):
         asyncio.run(ranks.on_main(fail))
 
 
-def test_the_sum_over_one_rank_is_its_own_gradient(ranks: Ranks):
+def test_sum_over_one_rank_is_its_own_gradient(ranks: Ranks):
     masters = {"weight": torch.zeros(3), "bias": torch.zeros(2)}
     for master in masters.values():
         master.grad = torch.arange(len(master), dtype=torch.float32)
@@ -56,12 +56,12 @@ def test_the_sum_over_one_rank_is_its_own_gradient(ranks: Ranks):
     }
 
 
-def test_a_tensor_that_is_not_sharded_is_gathered_as_it_is(ranks: Ranks):
+def test_tensor_that_is_not_sharded_is_gathered_as_it_is(ranks: Ranks):
     tensor = torch.arange(4)
     assert ranks.gather_full(tensor) is tensor
 
 
-def test_the_minimum_over_one_rank_is_its_own(ranks: Ranks):
+def test_minimum_over_one_rank_is_its_own(ranks: Ranks):
     assert ranks.minimum([5, 0, 7]) == [5, 0, 7]
 
 

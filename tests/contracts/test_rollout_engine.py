@@ -164,14 +164,14 @@ def assert_well_formed(completion: Completion, request: Request) -> None:
         assert ids[-1] == EOS or ids[-1] in request.sampling.stop_token_ids
 
 
-def test_it_is_one(bench: Bench) -> None:
+def test_engine_implements_the_protocol(bench: Bench) -> None:
     async def check(served: Served) -> None:
         assert isinstance(served.engine, RolloutEngine) and served.engine.version == 0
 
     bench.run(check)
 
 
-def test_it_connects_twice_and_draws_after_a_rest(bench: Bench) -> None:
+def test_connect_is_idempotent_and_sampling_works_after_rest(bench: Bench) -> None:
     request = ask("a", SHORT, seed=1, max_tokens=4)
 
     async def check(served: Served) -> None:
@@ -202,7 +202,7 @@ def test_every_completion_is_well_formed(bench: Bench) -> None:
     bench.run(check)
 
 
-def test_greedy_is_transformers_greedy(bench: Bench) -> None:
+def test_greedy_equals_generate(bench: Bench) -> None:
     async def check(served: Served) -> None:
         for prompt in (SHORT, LONG):
             (answer,) = await draw(served, ask("r", prompt, temperature=0.0, max_tokens=20))
@@ -214,7 +214,7 @@ def test_greedy_is_transformers_greedy(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("temperature", (1.0, 0.6, 1.5))
-def test_logprobs_are_those_of_the_distribution_drawn_from(bench: Bench, temperature: float) -> None:
+def test_logprobs_match_the_sampled_distribution(bench: Bench, temperature: float) -> None:
     async def check(served: Served) -> None:
         requests = [ask(f"{i}", LONG, seed=i, temperature=temperature, max_tokens=20) for i in range(4)]
         for answer in await draw(served, *requests):
@@ -224,7 +224,7 @@ def test_logprobs_are_those_of_the_distribution_drawn_from(bench: Bench, tempera
     bench.run(check)
 
 
-def test_what_was_kept_is_said_or_nothing_was_cut(bench: Bench) -> None:
+def test_kept_ids_are_returned_or_none(bench: Bench) -> None:
     """Training on a truncated distribution needs the kept ids; an engine that cannot give them says None."""
 
     async def check(served: Served) -> None:
@@ -238,7 +238,7 @@ def test_what_was_kept_is_said_or_nothing_was_cut(bench: Bench) -> None:
     bench.run(check)
 
 
-def test_a_seed_decides(bench: Bench) -> None:
+def test_seed_determines_the_result(bench: Bench) -> None:
     async def check(served: Served) -> None:
         requests = [ask(f"{i}", SHORT, seed=s, max_tokens=20) for i, s in enumerate((1, 1, 2, 3))]
         first, again, *others = [answer.token_ids for answer in await draw(served, *requests)]
@@ -289,7 +289,7 @@ def test_min_tokens(bench: Bench) -> None:
     bench.run(check)
 
 
-def test_many_at_once_are_all_answered(bench: Bench) -> None:
+def test_many_concurrent_calls_are_answered(bench: Bench) -> None:
     async def check(served: Served) -> None:
         requests = [ask(f"{i}", (SHORT, LONG)[i % 2], seed=i, max_tokens=1 + i % 9) for i in range(70)]
         answers = await draw(served, *requests)
@@ -298,7 +298,7 @@ def test_many_at_once_are_all_answered(bench: Bench) -> None:
     bench.run(check)
 
 
-def test_a_new_version(bench: Bench) -> None:
+def test_new_version(bench: Bench) -> None:
     """New weights: another version, another hash, other log-probs; the same again is the same hash."""
     other = small_model("qwen3", seed=9)
 
@@ -318,7 +318,7 @@ def test_a_new_version(bench: Bench) -> None:
     bench.run(check)
 
 
-def test_a_prompt_is_not_remembered_from_an_older_version(bench: Bench) -> None:
+def test_prompt_cache_ends_with_the_weight_version(bench: Bench) -> None:
     """What was computed of a prompt belongs to the weights that computed it: a prefix cache goes by version."""
     other = small_model("qwen3", seed=9)
 
@@ -334,7 +334,7 @@ def test_a_prompt_is_not_remembered_from_an_older_version(bench: Bench) -> None:
     bench.run(check)
 
 
-def test_a_pause_holds_everything_and_versions_may_change_in_it(bench: Bench) -> None:
+def test_pause_stops_sampling_and_allows_version_changes(bench: Bench) -> None:
     async def check(served: Served) -> None:
         await served.engine.pause()
         call = asyncio.create_task(served.engine.generate(ask("r", SHORT, max_tokens=8)))

@@ -58,7 +58,7 @@ def test_only_the_main_process_writes(store: RunStore, main: RunDir):
     assert changed == (written if store is main else set())
 
 
-def test_the_state_of_a_checkpoint_is_read_by_all(store: RunStore, main: RunDir):
+def test_state_of_a_checkpoint_is_read_by_all(store: RunStore, main: RunDir):
     assert store.read_state(save(main, 1)) == STATE
 
 
@@ -70,7 +70,7 @@ def test_rollouts_are_written_with_the_log_probs_of_the_policy(main: RunDir):
     assert line["policy_logprobs"] == [-0.1, -0.2] and line["token_texts"] == ["7", "2"]
 
 
-def test_a_checkpoint_holds_files_and_state_or_does_not_exist(main: RunDir):
+def test_checkpoint_is_complete_or_absent(main: RunDir):
     folder = save(main, 2)
     assert json.loads((folder / LOOP_FILE).read_text()) == STATE and (folder / "weights").exists()
     with pytest.raises(ValueError, match="cut"), main.checkpoint(3, STATE):
@@ -85,7 +85,7 @@ def test_shards_become_part_of_the_checkpoint(main: RunDir):
     assert (main.path / "checkpoints/step_000001/shards/rank0").read_bytes() == b"shard"
 
 
-def test_a_follower_makes_no_folders(tmp_path: Path):
+def test_follower_rank_creates_no_folders(tmp_path: Path):
     store: RunStore = FollowerRunDir(tmp_path)
     for make in (
         lambda: store.checkpoint(1, STATE),

@@ -85,7 +85,7 @@ def test_two_processes_train_one_model(runs: Path):
     assert ranks[0]["test"]["mean"] >= 0 and ranks[1]["test"] == {}
 
 
-def test_the_main_process_alone_writes(runs: Path):
+def test_main_process_alone_writes(runs: Path):
     folder = runs / "two"
     status = json.loads((folder / "status.json").read_text())
     assert status["state"] == "finished" and status["step"] == 4
@@ -112,14 +112,14 @@ def test_two_processes_are_one_process_with_twice_the_prompts(runs: Path):
     assert all(torch.allclose(one[name], two[name], atol=2e-4) for name in one)
 
 
-def test_a_run_of_two_processes_continues(warm: WarmPython, runs: Path, raw_model: Path):
+def test_run_of_two_processes_continues(warm: WarmPython, runs: Path, raw_model: Path):
     launch(warm, runs, raw_model, "two", "1", "5", "yes", "0")
     assert [line["step"] for line in read(runs / "two", "journal.jsonl")] == [1, 2, 3, 4, 5]
     ranks = [json.loads((runs / f"two-rank{rank}.json").read_text()) for rank in (0, 1)]
     assert ranks[0]["weights"] == ranks[1]["weights"]
 
 
-def test_started_so_without_saying_so_it_refuses(warm: WarmPython, raw_model: Path, tmp_path: Path):
+def test_undeclared_world_size_is_refused(warm: WarmPython, raw_model: Path, tmp_path: Path):
     """Two processes with the environment that the launcher gives its own."""
     (tmp_path / "script.py").write_text(SCRIPT)
     words = ["script.py", str(raw_model), "out", "1", "2", "no", "0"]
@@ -130,7 +130,7 @@ def test_started_so_without_saying_so_it_refuses(warm: WarmPython, raw_model: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_the_example_runs_under_the_launcher(raw_model: Path, tmp_path: Path):
+def test_example_runs_under_the_launcher(raw_model: Path, tmp_path: Path):
     """The guide's command as printed. Without GPUs accelerate starts one process, which starts two."""
     options = ["--num_processes", "2"]
     example = [str(ROOT / "examples" / "grpo_trainer_math.py"), "--model", str(raw_model), "--num-steps", "2"]

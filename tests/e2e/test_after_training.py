@@ -83,7 +83,7 @@ def test_from_an_sft_adapter_to_a_folder_to_publish(new_run: NewRun, model: Path
     assert run(warm, tmp_path, "export", str(started.path), "published", code=2).count("exists already") == 1
 
 
-def test_any_checkpoint_is_scored_and_two_are_compared(new_run: NewRun, model: Path, warm: WarmPython):
+def test_checkpoints_are_scored_and_compared(new_run: NewRun, model: Path, warm: WarmPython):
     """A run rewarded for letters beats its start by more than its interval; the numbers agree whatever names it."""
     trained = new_run(
         train={**LORA, "max_steps": 12, "learning_rate": 2e-2, "save_steps": 6, "save_total_limit": 4},
@@ -155,7 +155,7 @@ def test_early_stop_names_the_best_step(new_run: NewRun):
     assert stuck.status()["step"] == 2 and stuck.events("early-stop")[0]["message"].endswith("since step 0")
 
 
-def test_a_mixture_of_experts_trains(new_run: NewRun, tmp_path: Path):
+def test_mixture_of_experts_trains(new_run: NewRun, tmp_path: Path):
     """Router and experts under our attention: sampler and trainer agree, and both kinds of weights move."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig

@@ -83,7 +83,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_weigh_the_age_of_what_they_train(new_run: NewRun, name: str):
+def test_losses_correct_for_stale_tokens(new_run: NewRun, name: str):
     orch = {"max_async_level": 2, "groups": {"uniform": "keep"}}
     run = finished(new_run(train={**FAST, "loss": LOSSES[name]}, orch=orch))
     shares = []

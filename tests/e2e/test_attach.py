@@ -88,7 +88,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.long("starts a loop, kills it, and attaches three times")
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_killed_loop_is_continued_by_another_process(
+def test_killed_loop_is_continued_by_another_process(
     warm: WarmPython, raw_model: Path, folder: Path, tmp_path: Path, lora_rank: int
 ):
     model, tests = str(raw_model), str(Path(__file__).parents[1])
@@ -127,7 +127,7 @@ def test_a_killed_loop_is_continued_by_another_process(
     wait_until(lambda: not alive(first["pid"]), 10, "the end of the server")
 
 
-def test_the_reference_can_be_a_process(warm: WarmPython, raw_model: Path, folder: Path, tmp_path: Path):
+def test_reference_can_be_a_process(warm: WarmPython, raw_model: Path, folder: Path, tmp_path: Path):
     """Its log-probs equal those of the frozen copy beside the policy, also at another temperature."""
     model = str(raw_model)
     keys = {"model": model, "output_dir": str(folder / "trainers" / "ref"), "recipe": "fp32", "sequence_len": 64}

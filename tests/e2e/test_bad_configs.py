@@ -246,13 +246,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     return {case.name: result for case, result in zip(CASES, json.loads(child.stdout), strict=True)}
 
 
-def test_there_are_fifty_and_none_twice():
+def test_fifty_distinct_entries():
     assert len(CASES) >= 50
     assert len({case.name for case in CASES}) == len(CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_bad_configuration_is_explained(case: Bad, outcomes: dict[str, list]):
+def test_bad_configuration_gives_clear_errors(case: Bad, outcomes: dict[str, list]):
     code, out, err, seconds = outcomes[case.name]
     assert code == 2, err
     assert out == ""
@@ -263,7 +263,7 @@ def test_bad_configuration_is_explained(case: Bad, outcomes: dict[str, list]):
     assert not missing, f"{missing} not in:\n{err}"
 
 
-def test_the_good_configuration_passes(tmp_path: Path):
+def test_good_configuration_passes(tmp_path: Path):
     write_case(tmp_path, Bad("good", text=RUN))
     result = subprocess.run(
         [sys.executable, "-m", "shoal", "grpo", "run.yaml", "--dry-run"], cwd=tmp_path, capture_output=True, text=True
@@ -273,7 +273,7 @@ def test_the_good_configuration_passes(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["typo in a key", "tab", "models differ", "unknown environment", "used run directory"])
-def test_as_a_real_command(name: str, tmp_path: Path):
+def test_real_command(name: str, tmp_path: Path):
     case = next(case for case in CASES if case.name == name)
     argv = write_case(tmp_path, case)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -84,13 +84,13 @@ def test_kills_are_counted(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_quickstart_is_timed(tmp_path: Path):
+def test_quickstart_is_timed(tmp_path: Path):
     (row,) = smoke("quickstart", tmp_path)["rows"]
     assert row["steps"] == 2 and row["supervised_step_s"] > 0 and 0 < row["step_s"] < row["seconds"]
 
 
 @pytest.mark.slow
-def test_a_server_under_attack_answers_its_clients(tmp_path: Path):
+def test_server_under_attack_answers_its_clients(tmp_path: Path):
     quiet, attacked = smoke("soak", tmp_path, "--only", "server", OMP_NUM_THREADS="1")["rows"]
     assert quiet["answers"] and attacked["answers"] and attacked["attacks"]
     assert not quiet["wrong"] + quiet["lost"] + attacked["wrong"] + attacked["lost"] + len(attacked["unexpected"])

@@ -65,7 +65,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython, mode
     return run
 
 
-def test_a_curriculum_with_replay(undisturbed: Run) -> None:
+def test_curriculum_with_replay(undisturbed: Run) -> None:
     assert_replayed(undisturbed)
     steps = undisturbed.steps()
     drawn = [Counter(rollout["env"] for rollout in undisturbed.rollouts() if rollout["step"] == n) for n in range(1, 5)]
@@ -78,7 +78,7 @@ def test_a_curriculum_with_replay(undisturbed: Run) -> None:
 
 
 @pytest.mark.parametrize("place", [("written:step_000003.jsonl", 1), ("appended:journal.jsonl", 3)])
-def test_a_killed_run_continues_exactly(
+def test_killed_run_continues_exactly(
     tmp_path: Path, warm: WarmPython, model: Path, undisturbed: Run, place: tuple[str, int]
 ) -> None:
     run = Run(tmp_path, warm).write(config_of(model))

@@ -43,7 +43,7 @@ def test_damaged_records_and_status_are_repaired(trained: Run, copied: Callable[
     assert all(any(name in text for text in named) for name in ("status.json", "journal.jsonl", "metrics.jsonl")), named
 
 
-def test_a_finished_run_without_final_writes_it_again(trained: Run, copied: Callable[[], Run]):
+def test_finished_run_without_final_writes_it_again(trained: Run, copied: Callable[[], Run]):
     run = copied()
     shutil.rmtree(run.path / "final")
     command = run.grpo("--resume")
@@ -52,7 +52,7 @@ def test_a_finished_run_without_final_writes_it_again(trained: Run, copied: Call
 
 
 @pytest.mark.parametrize("left", ["nothing", "damaged"])
-def test_a_finished_run_whose_weights_are_lost_is_an_error(copied: Callable[[], Run], left: str):
+def test_finished_run_whose_weights_are_lost_is_an_error(copied: Callable[[], Run], left: str):
     run = copied()
     shutil.rmtree(run.path / "final")
     for checkpoint in (run.path / "checkpoints").glob("step_*"):

@@ -12,7 +12,7 @@ from .helpers.processes import WarmPython, environment
 HANG = "import time\n\n\ndef loss(inputs):\n    time.sleep(300)\n    return -inputs.policy_logprobs\n"
 
 
-def test_a_hanging_device_ends_the_run(tmp_path: Path, warm: WarmPython, model: Path) -> None:
+def test_hanging_device_ends_the_run(tmp_path: Path, warm: WarmPython, model: Path) -> None:
     (tmp_path / "hanging_loss.py").write_text(HANG)
     run = tmp_path / "run"
     command = [

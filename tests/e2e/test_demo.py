@@ -67,7 +67,7 @@ sys.exit(main(["demo", *sys.argv[1:]]))
 """
 
 
-def test_a_short_demo_learns_and_says_the_same_again(warm: WarmPython, tmp_path: Path) -> None:
+def test_short_demo_learns_and_is_reproducible(warm: WarmPython, tmp_path: Path) -> None:
     command = ["-c", SHORT, "--dir", "demo", "--seed", "1"]
     done = warm.run(command, tmp_path, python=True)
     assert done.wait() == 0, done.text()
@@ -86,7 +86,7 @@ def refusal(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -
     return capsys.readouterr().err
 
 
-def test_a_used_folder_is_never_taken_for_another_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_used_folder_is_not_reused_by_a_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "demo"
     _prepare_folder(folder, 1)
     message = refusal(folder, capsys, "--seed", "2")
@@ -96,7 +96,7 @@ def test_a_used_folder_is_never_taken_for_another_demo(tmp_path: Path, capsys: p
     assert "edited" in refusal(folder, capsys, "--seed", "1")
 
 
-def test_a_folder_of_something_else_and_a_file_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_folder_and_file_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     assert "not empty" in refusal(tmp_path, capsys)
     assert "is a file" in refusal(tmp_path / "thesis.tex", capsys)

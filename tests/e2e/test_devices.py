@@ -113,14 +113,14 @@ def test_two_ranks_with_shards_train_as_one_does(one: Run, shards: Run):
     assert not list((shards.path / "checkpoints").glob(".tmp-*"))
 
 
-def test_a_checkpoint_in_shards_is_exported_like_any_other(shards: Run):
+def test_sharded_checkpoint_is_exported(shards: Run):
     command = shards.warm.run(["export", "out", "published", "--checkpoint", "2"], shards.folder)
     assert command.wait() == 0, command.text()
     published = load_file(shards.folder / "published" / "model.safetensors")
     assert all(torch.equal(published[name], tensor) for name, tensor in weights_of(shards, 2).items())
 
 
-def test_it_goes_on_with_four_ranks_and_then_with_one(one: Run, shards: Run, tmp_path: Path):
+def test_sharded_run_continues_with_four_ranks_and_one(one: Run, shards: Run, tmp_path: Path):
     """Two ranks took four steps, four take the fifth, and one alone, without shards, takes the sixth."""
     shutil.copytree(shards.folder, tmp_path / "copy")
     run = Run(tmp_path / "copy", shards.warm)
@@ -139,7 +139,7 @@ def test_it_goes_on_with_four_ranks_and_then_with_one(one: Run, shards: Run, tmp
     assert not (run.path / "checkpoints" / "step_000006" / "shards").exists()
 
 
-def test_a_damaged_shard_is_not_resumed_from(shards: Run, tmp_path: Path):
+def test_damaged_shard_is_not_resumed(shards: Run, tmp_path: Path):
     shutil.copytree(shards.folder, tmp_path / "copy")
     run = Run(tmp_path / "copy", shards.warm)
     shard = sorted((run.path / "checkpoints" / "step_000004" / "shards").iterdir())[1]
@@ -206,7 +206,7 @@ def test_two_ranks_train_as_one_does_until_one_of_them_ends(one: Run, make: Call
         (["train.gpus=2", "train.model=./nowhere"], "nowhere"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(make: Callable[..., Run], changes: list[str], said: str):
+def test_impossible_settings_give_one_line(make: Callable[..., Run], changes: list[str], said: str):
     run = make("refused")
     command = run.start(*changes, spares=2)
     assert command.wait(START_S) == 2, command.text()
@@ -215,14 +215,14 @@ def test_what_cannot_be_done_is_said_in_one_line(make: Callable[..., Run], chang
     assert not (run.path / "status.json").exists()
 
 
-def test_the_same_configuration_file_runs_on_any_number(shards: Run):
+def test_same_configuration_file_runs_on_any_number(shards: Run):
     """What is written down says how it ran, and nothing binds a resumed run to it."""
     written = yaml.safe_load((shards.path / "config.yaml").read_text())
     assert (written["train"]["gpus"], written["train"]["sharding"]) == (2, "fsdp")
     assert not any("gpus" in key or "sharding" in key for key in shards.status()["binding"])
 
 
-def test_the_guide_starts_with_what_works(warm: WarmPython, tmp_path: Path):
+def test_guide_starts_with_a_working_command(warm: WarmPython, tmp_path: Path):
     page = (Path(__file__).parents[2] / "docs" / "scale-out.md").read_text(encoding="utf-8")
     block = page.split("```bash\n", 1)[1].split("```", 1)[0].replace("\\\n", " ")
     commands = [shlex.split(line) for line in block.splitlines()]

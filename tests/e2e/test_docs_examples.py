@@ -54,7 +54,7 @@ def rewards(folder: Path) -> list[float]:
     return [line["reward/mean"] for line in lines if line["step"] > 0]
 
 
-def test_the_page_of_the_trainer_starts_with_what_works(warm: WarmPython, reader: Path):
+def test_trainer_page_starts_with_a_working_script(warm: WarmPython, reader: Path):
     (reader / "example.py").write_text(first_example("grpo-trainer.md"))
     done = warm.run(["example.py"], reader, python=True)
     assert done.wait() == 0, done.text()[-4000:]
@@ -63,7 +63,7 @@ def test_the_page_of_the_trainer_starts_with_what_works(warm: WarmPython, reader
     assert float(done.text().splitlines()[-1]) > found[0]
 
 
-def test_the_page_of_the_recipe_starts_with_what_works(reader: Path):
+def test_recipe_page_starts_with_a_working_command(reader: Path):
     (reader / "example.py").write_text(first_example("recipes.md"))
     run(reader, "example.py")
     found = rewards(reader / "outputs" / "recipe")
@@ -71,7 +71,7 @@ def test_the_page_of_the_recipe_starts_with_what_works(reader: Path):
     assert sum(found[-3:]) / 3 > sum(found[:3]) / 3 + 0.1
 
 
-def test_the_page_of_preference_data_starts_with_what_works(warm: WarmPython, reader: Path):
+def test_preference_page_starts_with_a_working_command(warm: WarmPython, reader: Path):
     """Its rows and its command as they stand, and the names of its metrics."""
     page = text_of("docs/preference-data.md")
     ((name, body),) = SAVED.findall(page)
@@ -87,7 +87,7 @@ def test_the_page_of_preference_data_starts_with_what_works(warm: WarmPython, re
     assert (run / "final" / "model.safetensors").is_file()
 
 
-def test_the_page_of_the_server_starts_with_what_works(reader: Path):
+def test_server_page_starts_with_a_working_command(reader: Path):
     """Its three blocks as they stand, but for the port, which may be taken here."""
     text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
     port = free_port()
@@ -112,14 +112,14 @@ def test_the_page_of_the_server_starts_with_what_works(reader: Path):
         assert server.wait(20) == -signal.SIGTERM
 
 
-def test_the_example_of_the_trainer_runs_alone(warm: WarmPython, reader: Path):
+def test_example_of_the_trainer_runs_alone(warm: WarmPython, reader: Path):
     arguments = ["--model", "models/tiny", "--num-steps", "2", "--max-new-tokens", "6", "--learning-rate", "1e-3"]
     done = warm.run([str(ROOT / "examples" / "grpo_trainer_math.py"), *arguments], reader, python=True)
     assert done.wait() == 0 and re.search(r"held-out reward \d\.\d+", done.text()), done.text()[-4000:]
     assert (reader / "outputs" / "grpo_trainer_math" / "final" / "model.safetensors").is_file()
 
 
-def test_the_readme_trains(warm: WarmPython, tmp_path: Path):
+def test_readme_command_trains(warm: WarmPython, tmp_path: Path):
     """Its own command, with a tiny model and for two steps."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     save_files(tmp_path)

@@ -24,7 +24,7 @@ def weights(folder: Path) -> dict:
     return load_file(folder / "model.safetensors")
 
 
-def test_gradients_that_are_no_numbers_stop_the_run_with_its_state_saved(new_run: NewRun, model: Path):
+def test_nonfinite_gradients_stop_the_run_with_a_checkpoint(new_run: NewRun, model: Path):
     run = new_run(train={"max_steps": 9, "save_steps": 50, "loss": {"type": "my_code:nan_loss"}})
     command = run.grpo()
     assert command.wait() == 3, command.text()
@@ -39,7 +39,7 @@ def test_gradients_that_are_no_numbers_stop_the_run_with_its_state_saved(new_run
     assert all((saved[name] == start[name]).all() for name in start), "no weight was touched"
 
 
-def test_one_bad_gradient_is_skipped_and_counted(new_run: NewRun):
+def test_one_nonfinite_gradient_is_skipped_and_counted(new_run: NewRun):
     """Arguments reach the user's loss, too: it fails at its third call only."""
     loss = {"type": "my_code:nan_loss", "args": {"at": [3]}}
     run = new_run(train={"loss": loss, "sequence_len": 512})
@@ -62,7 +62,7 @@ def test_one_bad_gradient_is_skipped_and_counted(new_run: NewRun):
     ],
     ids=["filter", "advantage", "advantage-shape", "loss-shape"],
 )
-def test_errors_of_the_users_code_are_told_as_such(new_run: NewRun, section: str, values: dict[str, Any], says: str):
+def test_errors_of_user_code_are_reported_as_such(new_run: NewRun, section: str, values: dict[str, Any], says: str):
     """Exit 3 with the name of the function, not a crash; and the run can go on once it is mended."""
     run = new_run(**{section: values})
     command = run.grpo()
@@ -71,7 +71,7 @@ def test_errors_of_the_users_code_are_told_as_such(new_run: NewRun, section: str
     assert run.status()["state"] == "stopped" and run.status()["resumable"] and run.journal() == []
 
 
-def test_rewards_that_fail_exclude_their_rollouts_and_training_goes_on(new_run: NewRun):
+def test_rewards_that_fail_exclude_their_rollouts_and_training_continues(new_run: NewRun):
     env = [{"id": "reverse-text", "args": {**REVERSE_ARGS, "num_train": 60}}]
     reward = {"function": "my_code:flaky_reward", "timeout_s": 0.3, "workers": 4}
     run = new_run(orch={"env": env, "reward": reward, "batch_size": 24})
@@ -96,7 +96,7 @@ def test_rewards_that_fail_exclude_their_rollouts_and_training_goes_on(new_run: 
     assert "too-few-scored" in dropped
 
 
-def test_solved_prompts_end_the_run_well(new_run: NewRun):
+def test_solved_prompts_end_the_run_successfully(new_run: NewRun):
     run = new_run(train={"max_steps": 9}, orch={"env": [{"id": "my_code:Solved"}], "groups": {"max_refill": 0}})
     command = run.grpo()
     assert command.wait() == 0, command.text()
@@ -111,7 +111,7 @@ def test_solved_prompts_end_the_run_well(new_run: NewRun):
     assert len(run.journal()) == 5
 
 
-def test_hopeless_prompts_stop_the_run(new_run: NewRun):
+def test_unsolved_prompts_stop_the_run(new_run: NewRun):
     env = [{"id": "my_code:Solved", "args": {"right": False}}]
     run = new_run(train={"max_steps": 9}, orch={"env": env, "groups": {"max_refill": 0}})
     command = run.grpo()
@@ -120,7 +120,7 @@ def test_hopeless_prompts_stop_the_run(new_run: NewRun):
     assert run.status()["state"] == "stopped" and run.checkpoints()[-1] == 5
 
 
-def test_a_killed_run_leaves_no_process_behind(new_run: NewRun):
+def test_killed_run_leaves_no_process_behind(new_run: NewRun):
     """Rewards hang in worker processes of their own; when the parent is killed they are gone within five seconds."""
     run = new_run(orch={"reward": {"function": "my_code:hanging_reward", "timeout_s": 300, "workers": 3}})
     command = run.start()
@@ -133,7 +133,7 @@ def test_a_killed_run_leaves_no_process_behind(new_run: NewRun):
     assert time.monotonic() - started < 5 and command.wait(5) == -9
 
 
-def test_a_killed_reward_server_stops_the_run_with_its_state_saved(new_run: NewRun):
+def test_killed_reward_server_stops_the_run_with_its_state_saved(new_run: NewRun):
     """Without it nothing can be scored: no prompt is used up for nothing, and a resumed run is the undisturbed one."""
     slow = {"batch_size": 8, "reward": {"function": "my_code:slow_reward"}}
     whole, run = new_run("whole", orch=slow), new_run("cut", orch=slow)
@@ -149,7 +149,7 @@ def test_a_killed_reward_server_stops_the_run_with_its_state_saved(new_run: NewR
     assert_same_run(run, fingerprint(whole))
 
 
-def test_a_wait_past_the_deadline_stops_the_run(new_run: NewRun):
+def test_wait_past_the_deadline_stops_the_run(new_run: NewRun):
     run = new_run(orch={"reward": {"function": "my_code:hanging_reward", "timeout_s": 300}, "deadline_s": 1.0})
     command = run.grpo()
     assert command.wait() == 3, command.text()
@@ -158,7 +158,7 @@ def test_a_wait_past_the_deadline_stops_the_run(new_run: NewRun):
     assert run.status()["state"] == "stopped" and run.status()["resumable"]
 
 
-def test_what_the_machine_cannot_do_is_refused_and_the_folder_stays_free(new_run: NewRun):
+def test_unsupported_hardware_is_refused_and_the_folder_stays_free(new_run: NewRun):
     """Exit 2 with the setting that would work; with it, the same command runs, as if nothing had been."""
     run = new_run(train={"recipe": "fp8-hybrid"})
     command = run.grpo()
@@ -171,7 +171,7 @@ def test_what_the_machine_cannot_do_is_refused_and_the_folder_stays_free(new_run
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_a_share_of_gpu_memory_is_one_of_free_memory_on_a_cpu_and_a_note_says_so(
+def test_gpu_memory_share_applies_to_free_memory_on_a_cpu(
     new_run: NewRun, device: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -182,7 +182,7 @@ def test_a_share_of_gpu_memory_is_one_of_free_memory_on_a_cpu_and_a_note_says_so
     assert command.text().count(said) == 1
 
 
-def test_rewards_that_always_fail_are_told_and_are_no_success(new_run: NewRun):
+def test_always_failing_rewards_fail_the_run(new_run: NewRun):
     """The run ends after its first step, and not as if all were well."""
     run = new_run(train={"max_steps": 2}, orch={"reward": {"function": "my_code:broken_reward"}})
     command = run.grpo()
@@ -195,7 +195,7 @@ def test_rewards_that_always_fail_are_told_and_are_no_success(new_run: NewRun):
     assert run.status()["state"] == "stopped" and not (run.path / "final").exists()
 
 
-def test_an_environment_without_a_reward_is_refused_at_once(new_run: NewRun):
+def test_environment_without_a_reward_is_refused_at_once(new_run: NewRun):
     run = new_run(orch={"env": [{"id": "my_code:NoJudge"}]})
     command = run.grpo()
     assert command.wait() == 2, command.text()
@@ -203,7 +203,7 @@ def test_an_environment_without_a_reward_is_refused_at_once(new_run: NewRun):
     assert not run.path.exists() or not list(run.path.iterdir())
 
 
-def test_a_reward_that_kills_its_server_costs_one_rollout(new_run: NewRun):
+def test_reward_that_kills_its_server_costs_one_rollout(new_run: NewRun):
     """Another server is forked by the keeper, which the reward had stopped as well. Queued rollouts are scored."""
     run = new_run(orch={"reward": {"function": "my_code:server_killing_reward", "workers": 1}})
     command = run.grpo()

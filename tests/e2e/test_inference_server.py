@@ -67,7 +67,7 @@ def token_file(folder: Path) -> Path:
     return folder / "outputs" / "handshake" / "infer.token"
 
 
-def test_it_serves_until_a_signal_stops_it(start: Start, port: int, tmp_path: Path):
+def test_server_runs_until_a_signal(start: Start, port: int, tmp_path: Path):
     server = up(start())
     token = token_file(tmp_path).read_text()
     assert get(port, "/health")["ok"] and get(port, "/shoal/about", token)["max_model_len"] == 256
@@ -171,7 +171,7 @@ async def draw(engine: HttpRolloutEngine) -> list[Completion]:
     return list(await asyncio.gather(*(engine.generate(request) for request in REQUESTS)))
 
 
-def test_a_restarted_server_samples_the_same(start: Start, port: int, raw_model: Path, tmp_path: Path):
+def test_restarted_server_samples_the_same(start: Start, port: int, raw_model: Path, tmp_path: Path):
     """The client loads version 4 again and repeats every request."""
     import torch
     from transformers import AutoModelForCausalLM

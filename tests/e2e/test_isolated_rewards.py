@@ -9,7 +9,7 @@ from shoal.rewards.isolation import needed_files, why_not
 from .helpers.runs import Run, assert_trained_once
 
 
-def test_a_run_with_isolated_rewards(new_run: Callable[..., Run]):
+def test_run_with_isolated_rewards(new_run: Callable[..., Run]):
     run = new_run(orch={"reward": {"isolated": True}})
     command = run.grpo()
     reason = why_not(needed_files())

@@ -65,7 +65,7 @@ def launch(warm: WarmPython, place: Path, *words: str, script: str = "dense.py",
     return run(warm, place, "-m", "shoal.launcher.local", script, *base, *words, **how)
 
 
-def test_the_shipped_example_runs_as_it_is(warm: WarmPython, place: Path):
+def test_shipped_example_runs_unchanged(warm: WarmPython, place: Path):
     """The seed's command, with a small model, small data and short answers; then every checkpoint is scored alike."""
     secret = "canary-0123456789"
     said = launch(
@@ -106,9 +106,7 @@ def test_the_shipped_example_runs_as_it_is(warm: WarmPython, place: Path):
     ],
     ids=lambda value: value if isinstance(value, str) and value.endswith(".py") else "",
 )
-def test_a_wrong_argument_of_the_scripts_is_one_line_that_names_it(
-    warm: WarmPython, place: Path, script: str, words: list[str], says: str
-):
+def test_wrong_script_argument_gives_one_line(warm: WarmPython, place: Path, script: str, words: list[str], says: str):
     (place / "bad").mkdir()
     (place / "bad" / "train.jsonl").write_text("{nonsense\n")
     sound = ["--data", "data"] if script == "evaluate.py" else ["--data", "data", "--model", "model"]
@@ -117,7 +115,7 @@ def test_a_wrong_argument_of_the_scripts_is_one_line_that_names_it(
     assert len(told) == 1 and told[0].startswith("shoal: error: command line: ") and says in told[0], said
 
 
-def test_it_is_the_same_run_as_shoal_grpo(warm: WarmPython, place: Path):
+def test_launcher_run_equals_shoal_grpo(warm: WarmPython, place: Path):
     """The same task, seed and numbers through both doors: the same metrics to the bit, and the same weights."""
     launch(
         warm, place, "experiment_name=a", "seed=3", "total_train_steps=3", "saver.freq_epochs=null", "actor.lr=1e-3",
@@ -145,7 +143,7 @@ def test_it_is_the_same_run_as_shoal_grpo(warm: WarmPython, place: Path):
     assert (ours / weights).read_bytes() == (theirs / weights).read_bytes()
 
 
-def test_recover_continues_and_a_used_trial_is_refused_in_the_launchers_words(warm: WarmPython, place: Path):
+def test_recover_continues_and_used_trial_is_refused_with_launcher_keys(warm: WarmPython, place: Path):
     words = ["experiment_name=c", "saver.freq_epochs=null", "saver.freq_steps=1", "evaluator.mode=disabled"]
     launch(warm, place, *words, "total_train_steps=1")
     said = launch(warm, place, *words, "total_train_steps=2", code=2)
@@ -154,7 +152,7 @@ def test_recover_continues_and_a_used_trial_is_refused_in_the_launchers_words(wa
     assert [record["step"] for record in metrics(place / "outputs" / "c" / "trial0")] == [1, 2]
 
 
-def test_the_page_and_the_readme_start_with_the_command_that_is_tested_here():
+def test_page_and_the_readme_start_with_the_command_that_is_tested_here():
     """Both pages' first command is the one of the shipped example; its words are parsed as the launcher does."""
     from shoal.launcher import load_config
 
@@ -167,7 +165,7 @@ def test_the_page_and_the_readme_start_with_the_command_that_is_tested_here():
         assert load_config(arguments).run.train.output_dir == "outputs/gsm8k-grpo-local/trial0"
 
 
-def test_the_container_copies_what_there_is():
+def test_container_copies_existing_files():
     root, lines = EXAMPLE.parents[1], (EXAMPLE / "Dockerfile").read_text().splitlines()
     copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
     assert copied and all((root / word).exists() for word in copied)
@@ -176,7 +174,7 @@ def test_the_container_copies_what_there_is():
 
 @pytest.mark.shared
 @pytest.mark.skipif("SHOAL_SHARED" not in os.environ, reason="SHOAL_SHARED is not set")
-def test_the_real_questions_train(warm: WarmPython, place: Path):
+def test_real_questions_train(warm: WarmPython, place: Path):
     real = Path(os.environ["SHOAL_SHARED"]) / "data" / "gsm8k"
     launch(
         warm, place, "experiment_name=real", f"train_dataset.path={real}", "total_train_steps=1",

@@ -76,7 +76,7 @@ def files(tmp_path: Path, raw_model: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", some("entropy", "self"))
-def test_a_killed_run_continues_with_its_signals(tmp_path: Path, warm: WarmPython, model: Path, kind: str) -> None:
+def test_killed_run_continues_with_its_signals(tmp_path: Path, warm: WarmPython, model: Path, kind: str) -> None:
     def run_of(name: str) -> Run:
         config = base_config(model)
         for section, values in SIGNALS[kind].items():
@@ -114,7 +114,7 @@ def test_two_processes_train_as_one(tmp_path: Path, warm: WarmPython, model: Pat
             assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
 
 
-def test_what_rollout_files_have_of_turns(tmp_path: Path, warm: WarmPython, model: Path) -> None:
+def test_rollout_files_contain_turn_fields(tmp_path: Path, warm: WarmPython, model: Path) -> None:
     config = base_config(model)
     config["orch"] |= SIGNALS["turns"]["orch"] | {"max_async_level": 1}
     config["train"] |= SIGNALS["turns"]["train"]
@@ -135,7 +135,7 @@ def test_what_rollout_files_have_of_turns(tmp_path: Path, warm: WarmPython, mode
             assert all(value < 0 for value in rollout["policy_logprobs"])
 
 
-def test_a_list_of_the_wrong_length_is_an_error_of_its_rollout(tmp_path: Path, warm: WarmPython, model: Path) -> None:
+def test_list_of_wrong_length_excludes_its_rollout(tmp_path: Path, warm: WarmPython, model: Path) -> None:
     config = base_config(model)
     config["orch"] |= SIGNALS["turns"]["orch"]
     config["orch"]["env"] = [{**config["orch"]["env"][0], "args": {"wrong": True}}]
@@ -175,7 +175,7 @@ def test_distillation_without_rewards(tmp_path: Path, warm: WarmPython, model: P
     assert {rollout["raw_reward"] for rollout in run.rollouts()} == {None}
 
 
-def test_a_server_scores_like_a_model_here(tmp_path: Path, warm: WarmPython, model: Path, raw_model: Path) -> None:
+def test_server_scores_equal_local_scores(tmp_path: Path, warm: WarmPython, model: Path, raw_model: Path) -> None:
     runs = []
     with teacher_server(model) as url:
         for name, teacher in (("model", {"model": str(model)}), ("url", {"url": url})):
@@ -190,7 +190,7 @@ def test_a_server_scores_like_a_model_here(tmp_path: Path, warm: WarmPython, mod
 
 
 @pytest.mark.parametrize("wrong", ["tokenizer", "temperature", "two sources", "no prompt_logprobs", "nobody there"])
-def test_a_teacher_that_cannot_work_gives_one_error(
+def test_teacher_that_cannot_work_gives_one_error(
     tmp_path: Path, warm: WarmPython, raw_model: Path, wrong: str
 ) -> None:
     other = shutil.copytree(raw_model, tmp_path / "other")

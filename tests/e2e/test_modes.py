@@ -108,7 +108,7 @@ def test_several_turns_with_an_environment_of_the_users_own(new_run: NewRun):
     assert all({"reward/part/first", "reward/part/second"} <= set(step) for step in run.steps())
 
 
-def test_advantages_and_filters_of_the_users_own(new_run: NewRun):
+def test_user_advantages_and_filters(new_run: NewRun):
     orch = {"advantage": "my_code:best_minus_rest", "groups": {"filter": "my_code:not_too_good", "max_refill": 10}}
     run = finished(new_run(orch=orch))
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -127,7 +127,7 @@ def test_advantages_and_filters_of_the_users_own(new_run: NewRun):
 
 
 @pytest.mark.parametrize("kind", ["keep", "mask", "zero", "overlong"])
-def test_what_a_cut_answer_counts(new_run: NewRun, kind: str):
+def test_truncated_answer_modes(new_run: NewRun, kind: str):
     """Answers take six to nine tokens, so eight cut some of them."""
     truncated = {"tokens": 4, "factor": 0.5} if kind == "overlong" else kind
     run = finished(new_run(orch={"truncated": truncated, "sampling": {"max_tokens": 8}}))
@@ -159,7 +159,7 @@ def test_what_a_cut_answer_counts(new_run: NewRun, kind: str):
     ],
     ids=["top_p", "top_k", "min_p", "temperature", "min_tokens"],
 )
-def test_whatever_was_sampled_from_is_what_is_trained(new_run: NewRun, sampling: dict[str, Any]):
+def test_trained_distribution_equals_the_sampled_one(new_run: NewRun, sampling: dict[str, Any]):
     """Ratios are exact: kept sets, temperatures and forbidden ends are replayed in training."""
     run = finished(new_run(orch={"sampling": {"max_tokens": 10, **sampling}}))
     assert all(step["mismatch/k3"] < 1e-6 for step in run.steps())

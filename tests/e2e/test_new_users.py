@@ -20,7 +20,7 @@ def said(warm: WarmPython, folder: Path, code: int, *words: str) -> str:
     return command.text()
 
 
-def test_the_last_line_names_the_report_and_the_weights(new_run: NewRun):
+def test_last_line_names_the_report_and_the_weights(new_run: NewRun):
     run = new_run(train={"max_steps": 1})
     command = run.grpo()
     assert command.wait() == 0, command.text()
@@ -30,7 +30,7 @@ def test_the_last_line_names_the_report_and_the_weights(new_run: NewRun):
 
 
 @pytest.mark.parametrize("length", [{"max_steps": 2}, {"max_steps": None, "epochs": 1}], ids=["steps", "epochs"])
-def test_a_finished_run_is_extended_from_its_own_file_by_one_override(new_run: NewRun, length: dict):
+def test_finished_run_is_extended_by_one_override(new_run: NewRun, length: dict):
     """Its config.yaml says the number of steps twice, or in epochs; one override stands instead of all of it."""
     rows = {"dataset": {"path": "rows.jsonl"}, "env": [{"id": "dataset", "args": {"reward": "my_code:digits"}}]}
     run = new_run(train=length, orch=rows)
@@ -42,7 +42,7 @@ def test_a_finished_run_is_extended_from_its_own_file_by_one_override(new_run: N
     assert [step["step"] for step in run.steps()] == list(range(1, before + 2))
 
 
-def test_an_evaluation_without_one_reward_is_no_evaluation(warm: WarmPython, model: Path, tmp_path: Path):
+def test_evaluation_without_rewards_fails(warm: WarmPython, model: Path, tmp_path: Path):
     (tmp_path / "mine.py").write_text(
         "from shoal.envs import SingleTurn, ask\n\n\nclass Mine(SingleTurn):\n"
         "    def tasks(self, split):\n        return [ask(f'say {n}') for n in range(8)]\n\n"
@@ -57,7 +57,7 @@ def test_an_evaluation_without_one_reward_is_no_evaluation(warm: WarmPython, mod
     assert "--max-tokens" in text and "100000 leaves no room for a prompt in the" in text
 
 
-def test_an_export_of_what_is_not_there_is_refused_without_asking_anybody(warm: WarmPython, tmp_path: Path):
+def test_export_of_a_missing_source_is_refused_offline(warm: WarmPython, tmp_path: Path):
     """A misspelt folder looks like the name of a model on a hub."""
     for name in ("outputs/fnal", "nothing-here"):
         text = said(warm, tmp_path, 2, "export", name, "published")
@@ -65,7 +65,7 @@ def test_an_export_of_what_is_not_there_is_refused_without_asking_anybody(warm: 
     assert not (tmp_path / "published").exists()
 
 
-def test_a_run_is_named_where_a_model_or_a_file_is_wanted(new_run: NewRun):
+def test_run_directory_serves_as_model_or_file(new_run: NewRun):
     run = new_run(train={"max_steps": 1})
     command = run.grpo()
     assert command.wait() == 0
@@ -80,7 +80,7 @@ def test_a_run_is_named_where_a_model_or_a_file_is_wanted(new_run: NewRun):
     assert "use its base model, with train.lora=true and train.adapter_path=out/final" in text
 
 
-def test_a_model_is_not_written_where_one_stands(warm: WarmPython, tmp_path: Path):
+def test_existing_model_is_not_overwritten(warm: WarmPython, tmp_path: Path):
     text = said(warm, tmp_path, 2, "make-model", "tiny", ".")
     assert "cannot be replaced; name a folder in it" in text
     (tmp_path / "elsewhere").mkdir()
@@ -89,7 +89,7 @@ def test_a_model_is_not_written_where_one_stands(warm: WarmPython, tmp_path: Pat
     assert (tmp_path / "link").is_symlink() and (tmp_path / "elsewhere" / "config.json").is_file()
 
 
-def test_a_folder_to_publish_or_a_model_that_cannot_be_written(warm: WarmPython, model: Path, tmp_path: Path):
+def test_unwritable_export_folder_or_model(warm: WarmPython, model: Path, tmp_path: Path):
     (tmp_path / "file").write_text("")
     for words in (["export", str(model)], ["make-model", "tiny"]):
         for folder in ("/proc/foo/bar", "file/x"):
@@ -98,7 +98,7 @@ def test_a_folder_to_publish_or_a_model_that_cannot_be_written(warm: WarmPython,
         assert "file: exists already; name another folder" in said(warm, tmp_path, 2, *words, "file")
 
 
-def test_a_model_that_is_cut_while_it_is_written_is_not_there_and_is_written_again(warm: WarmPython, tmp_path: Path):
+def test_interrupted_model_export_is_absent_and_repeated(warm: WarmPython, tmp_path: Path):
     words = ["make-model", "tiny", "models/tiny"]
     command = warm.start(words, tmp_path, kill_at=("folder:synced", 1))
     assert command.wait() == -9 and not (tmp_path / "models" / "tiny").exists(), command.text()
@@ -107,7 +107,7 @@ def test_a_model_that_is_cut_while_it_is_written_is_not_there_and_is_written_aga
     assert "exists already" in said(warm, tmp_path, 2, *words)
 
 
-def test_a_folder_that_cannot_be_made(new_run: NewRun):
+def test_folder_that_cannot_be_made(new_run: NewRun):
     command = new_run(train={"output_dir": "/proc/foo"}).grpo()
     assert command.wait() == 4, command.text()
     (line,) = [line for line in command.text().splitlines() if "error" in line]

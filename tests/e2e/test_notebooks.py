@@ -34,7 +34,7 @@ def test_committed_outputs_are_those_of_one_run_from_top_to_bottom() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_notebook_runs_in_a_fresh_kernel_and_the_model_improves(
+def test_notebook_runs_in_a_fresh_kernel_and_the_model_improves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -32,7 +32,7 @@ def in_order(heard: list[str], *wanted: str) -> None:
         assert text in rest, f"{text!r} is not where it belongs in {heard}"
 
 
-def test_grpo_says_what_it_does_from_loading_to_the_report(new_run: NewRun, model: Path) -> None:
+def test_grpo_shows_progress_from_loading_to_the_report(new_run: NewRun, model: Path) -> None:
     run = new_run(train={"max_steps": 2, "save_steps": 1}, orch={"eval": {"interval": 1, "num_examples": 16}})
     heard = told(run.warm, run.folder, "grpo", "run.yaml")
     in_order(
@@ -52,7 +52,7 @@ def test_grpo_says_what_it_does_from_loading_to_the_report(new_run: NewRun, mode
     assert not any("step 1" in text or STARTING in text for text in heard if text.startswith("step")), heard
 
 
-def test_supervised_training_says_which_step_it_trains_and_when_it_saves(
+def test_supervised_training_shows_steps_and_saves(
     warm: WarmPython, raw_model: Path, tasks_file: Path, tmp_path: Path
 ) -> None:
     rows = ["--dataset", str(tasks_file), "--output-dir", "out", "--max-steps", "3"]
@@ -73,7 +73,7 @@ def test_supervised_training_says_which_step_it_trains_and_when_it_saves(
     assert not any(STARTING in text for text in heard if text.startswith("step")), heard
 
 
-def test_an_evaluation_and_an_export_say_what_they_do(warm: WarmPython, model: Path, tmp_path: Path) -> None:
+def test_evaluation_and_export_show_progress(warm: WarmPython, model: Path, tmp_path: Path) -> None:
     heard = told(warm, tmp_path, "eval", str(model), "--env", "arithmetic", "--num-examples", "16", "--max-tokens", "8")
     in_order(heard, f"working; now: loading {model}", f"working; now: evaluation of {model}")
     assert "working; now: writing published" in told(warm, tmp_path, "export", str(model), "published")

@@ -21,7 +21,7 @@ def lines_of(path: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("kind", ["sync", "async", "lora"])
-def test_a_run_of_an_earlier_version_resumes(kind: str, warm: WarmPython, tmp_path: Path):
+def test_run_of_an_earlier_version_resumes(kind: str, warm: WarmPython, tmp_path: Path):
     folder = shutil.copytree(FIXTURES, tmp_path / "older")
     run = folder / kind
     before, metrics_before = lines_of(run / "journal.jsonl"), lines_of(run / "metrics.jsonl")

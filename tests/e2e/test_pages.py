@@ -93,7 +93,7 @@ def choose_everything(page: Page) -> None:
     page.wait_for_selector("#groups .entry.chosen")
 
 
-def test_curves_hover_smoothing_and_the_way_to_rollouts(browser: Browser, run: Run) -> None:
+def test_curves_show_hover_smoothing_and_links_to_rollouts(browser: Browser, run: Run) -> None:
     rewards = {line["step"]: line["reward/mean"] for line in run.steps()}
     with opened(browser, run.path / "report.html") as page:
         titles = page.eval_on_selector_all("#charts [data-chart]", "all => all.map(one => one.dataset.chart)")
@@ -245,7 +245,7 @@ def test_words_and_tables(browser: Browser, run: Run) -> None:
 
 
 @pytest.mark.parametrize("width", [390, 1024, 1920])
-def test_nothing_is_wider_than_the_window(browser: Browser, run: Run, width: int) -> None:
+def test_page_fits_the_window_width(browser: Browser, run: Run, width: int) -> None:
     with opened(browser, run.path / "report.html", width=width) as page:
         for key in "12345":
             page.keyboard.press(key)
@@ -253,7 +253,7 @@ def test_nothing_is_wider_than_the_window(browser: Browser, run: Run, width: int
             assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_the_live_page_shows_the_same_and_reads_on_demand(browser: Browser, run: Run) -> None:
+def test_live_page_shows_the_same_and_reads_on_demand(browser: Browser, run: Run) -> None:
     steps: dict[str, set[int]] = {}
     for rollout in run.rollouts():
         steps.setdefault(rollout["prompt_id"], set()).add(rollout["step"])
@@ -266,7 +266,7 @@ def test_the_live_page_shows_the_same_and_reads_on_demand(browser: Browser, run:
         assert page.get_attribute("html", "data-theme") == "dark"
 
 
-def test_a_run_that_goes_on_is_seen_to_grow(browser: Browser, run: Run, new_run: Callable[..., Run]) -> None:
+def test_running_run_is_followed(browser: Browser, run: Run, new_run: Callable[..., Run]) -> None:
     slow = {"function": "my_code:slow_reward", "workers": 1}
     growing = new_run(train={"max_steps": 400, "save_steps": 1000}, orch={"reward": slow})
     command = growing.start()
@@ -300,7 +300,7 @@ def test_a_run_that_goes_on_is_seen_to_grow(browser: Browser, run: Run, new_run:
         assert page.inner_text("#state") == "interrupted" and "--resume" in page.inner_text("#reason")
 
 
-def test_two_runs_are_laid_over_each_other(browser: Browser, run: Run, new_run: Callable[..., Run]) -> None:
+def test_two_runs_are_overlaid(browser: Browser, run: Run, new_run: Callable[..., Run]) -> None:
     other = new_run(train={"learning_rate": 1e-3})
     command = other.grpo()
     assert command.wait() == 0, command.text()

@@ -38,7 +38,7 @@ def test_killed_and_resumed(case: str, new_run: NewRun) -> None:
     assert_same_run(killed, fingerprint(undisturbed))
 
 
-def test_an_exported_adapter_names_the_base_and_nothing_of_its_storage(new_run: NewRun) -> None:
+def test_exported_adapter_names_the_base_without_its_quantization(new_run: NewRun) -> None:
     run = new_run(train={"max_steps": 1, "lora": True, "qlora_fp4": True}, orch={"batch_size": 8})
     command = run.grpo()
     assert command.wait() == 0, command.text()

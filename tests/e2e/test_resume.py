@@ -111,7 +111,7 @@ def test_killed_at_every_stage(
 
 
 @pytest.mark.faults
-def test_killed_again_and_again(tmp_path: Path, warm: WarmPython, model: Path, undisturbed: dict[str, Any]):
+def test_killed_repeatedly(tmp_path: Path, warm: WarmPython, model: Path, undisturbed: dict[str, Any]):
     run = six_steps(tmp_path, warm, model)
     for number, place in enumerate(CHAIN):
         arguments = ["--resume"] if number else []
@@ -160,7 +160,7 @@ def test_killed_with_adapters(tmp_path: Path, warm: WarmPython, model: Path):
     ("interval", "level"),
     [(2, 0), (0, 0), (1, 1)],
 )
-def test_modes_that_run_ahead_lose_nothing_and_train_nothing_twice(
+def test_asynchronous_modes_train_every_rollout_once(
     tmp_path: Path, warm: WarmPython, model: Path, interval: int, level: int
 ):
     changes: dict[str, Any] = {"orch": {"weight_sync_interval": interval, "max_async_level": level}}

@@ -14,7 +14,7 @@ from .helpers.runs import Run
 NewRun = Callable[..., Run]
 
 
-def test_a_trouble_is_told_while_it_lasts_and_found_again_by_the_doctor(new_run: NewRun) -> None:
+def test_finding_is_shown_during_the_run_and_by_doctor(new_run: NewRun) -> None:
     """Every completion is cut after two tokens."""
     run = new_run(train={"max_steps": 6}, orch={"sampling": {"max_tokens": 2}, "groups": {"max_refill": 0}})
     command = run.grpo()
@@ -27,7 +27,7 @@ def test_a_trouble_is_told_while_it_lasts_and_found_again_by_the_doctor(new_run:
 
 
 @pytest.mark.parametrize("end", ["finished", "interrupted", "stopped"])
-def test_a_report_is_written_however_the_run_ends(new_run: NewRun, end: str) -> None:
+def test_report_is_written_for_every_outcome(new_run: NewRun, end: str) -> None:
     loss = {"type": "my_code:nan_loss"} if end == "stopped" else {"type": "grpo"}
     run = new_run(train={"max_steps": 4 if end == "finished" else 300, "save_steps": 50, "loss": loss})
     command = run.start()
@@ -40,17 +40,17 @@ def test_a_report_is_written_however_the_run_ends(new_run: NewRun, end: str) -> 
     assert f'"state":"{end}"' in page and 'id="groups-0-1"' in page
 
 
-def test_a_supervised_run_has_a_report_too(model, raw_model) -> None:
+def test_supervised_run_has_a_report_too(model, raw_model) -> None:
     assert '"sft/loss"' in (model.parent / "report.html").read_text()
 
 
-def test_a_refused_run_leaves_no_report(new_run: NewRun) -> None:
+def test_refused_run_leaves_no_report(new_run: NewRun) -> None:
     run = new_run(train={"lora": True, "lora_target_modules": ["no_such_layer"]})
     assert run.grpo().wait() == 2
     assert not (run.path / "report.html").exists() and not (run.path / "status.json").exists()
 
 
-def test_a_tracker_gets_other_names_and_the_files_keep_ours(new_run: NewRun) -> None:
+def test_tracker_metric_names_differ_from_file_names(new_run: NewRun) -> None:
     pytest.importorskip("tensorboardX", reason="tensorboardX is not installed (pip install 'shoal[dev]')")
     run = new_run(train={"report_to": "tensorboard", "metric_names": "trl", "log_completions": 2})
     command = run.grpo()

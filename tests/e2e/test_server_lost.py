@@ -48,7 +48,7 @@ def answers(port: int) -> bool:
 @pytest.mark.parametrize(
     "deaths", [DEATHS[1:2], pytest.param(DEATHS, marks=pytest.mark.faults)], ids=["one", "every-stage"]
 )
-def test_one_that_is_killed_and_started_again(new_run: Callable[..., Run], model: Path, deaths: list[str]) -> None:
+def test_killed_server_is_restarted_elsewhere(new_run: Callable[..., Run], model: Path, deaths: list[str]) -> None:
     """The run waits, says for whom and since when, gives it the weights again, and comes to the same results."""
     runs = []
     for name, own in (("undisturbed", []), ("disturbed", deaths)):
@@ -68,9 +68,7 @@ def test_one_that_is_killed_and_started_again(new_run: Callable[..., Run], model
     assert_same_run(disturbed, fingerprint(undisturbed))
 
 
-def test_one_of_the_runs_own_ends_it_and_the_run_goes_on_from_there(
-    new_run: Callable[..., Run], model: Path, tmp_path: Path
-) -> None:
+def test_own_server_ends_the_run_which_then_resumes(new_run: Callable[..., Run], model: Path, tmp_path: Path) -> None:
     port, python = free_port(), tmp_path / "python"
     serve = f"PYTHONPATH={TESTS} exec {sys.executable} -m support.sglang_server {model} {port}"
     python.write_text(f"#!/bin/sh\ncase $1 in -m) {serve};; esac\n", "utf-8")  # -c: asked whether it has SGLang

@@ -75,7 +75,7 @@ def gone(pid: int) -> bool:
 IMPATIENT = {"shoal.rollout.remote.server_api": {"POLL_EVERY_S": 0.5, "HEALTH_S": 1.0}}
 
 
-def test_one_that_is_stopped_for_good(new_run: Callable[..., Run], infer: dict[str, Any]) -> None:
+def test_server_suspended_forever(new_run: Callable[..., Run], infer: dict[str, Any]) -> None:
     """Told while it is waited for; past the deadline the run ends, with the server, and can go on."""
     run = new_run(infer=infer, train={"save_steps": 1, "max_steps": 60}, orch={"client": {"timeout": 12}})
     command = run.start(values=IMPATIENT)
@@ -116,7 +116,7 @@ def test_ctrl_c_while_it_loads(new_run: Callable[..., Run], infer: dict[str, Any
 
 
 @pytest.mark.faults
-def test_in_a_split_run_its_stop_and_its_end_are_told_as_they_are(
+def test_stop_and_end_are_reported_in_a_split_run(
     new_run: Callable[..., Run], infer: dict[str, Any], hold: Path
 ) -> None:
     """The orchestrator hears of both from grpo-infer, and of the end before what is left of the server is ended."""

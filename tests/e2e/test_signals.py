@@ -22,7 +22,7 @@ SLOW = {"batch_size": 8, "reward": {"function": "my_code:slow_reward"}}
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)], ids=["INT", "TERM", "HUP"]
 )
-def test_while_the_model_loads(new_run: NewRun, number: int, code: int):
+def test_signal_while_the_model_loads(new_run: NewRun, number: int, code: int):
     """A scheduler that takes the machine back does not leave a run that says it is running."""
     run = new_run(train={"max_steps": 2})
     command = run.start()
@@ -40,7 +40,7 @@ def test_while_the_model_loads(new_run: NewRun, number: int, code: int):
     assert_trained_once(run, 2)
 
 
-def test_an_evaluation_on_its_own_does_not_wait_for_the_model_to_load(new_run: NewRun, model: Path):
+def test_standalone_evaluation_has_a_load_deadline(new_run: NewRun, model: Path):
     """Loading is one long call in the thread of the event loop, which looks at signals only afterwards."""
     run = new_run()
     reached, go = run.folder / "loading", run.folder / "go"
@@ -61,7 +61,7 @@ def test_an_evaluation_on_its_own_does_not_wait_for_the_model_to_load(new_run: N
     assert process.text().endswith("shoal: error: ended by SIGINT\n")
 
 
-def test_an_evaluation_on_its_own_does_not_wait_for_the_device(warm: WarmPython, model: Path, tmp_path: Path):
+def test_standalone_evaluation_has_a_device_deadline(warm: WarmPython, model: Path, tmp_path: Path):
     """A step of a large model on a CPU takes long. There is nothing to save, so nobody waits for it."""
     reached = tmp_path / "drawing"
     words = ["eval", str(model), "--env", "arithmetic", "--num-examples", "4", "--max-tokens", "8"]
@@ -76,7 +76,7 @@ def test_an_evaluation_on_its_own_does_not_wait_for_the_device(warm: WarmPython,
     wait_until(lambda: not any(alive(pid) for pid in children), 5, "the end of the reward workers")
 
 
-def test_an_evaluation_is_not_waited_for_and_made_up_for(new_run: NewRun):
+def test_evaluation_runs_in_the_background(new_run: NewRun):
     """The step that was trained is recorded and saved; its evaluation comes when the run goes on, the same."""
     evaluated = {
         "orch": {"eval": {"num_examples": 3, "interval": 2}, "reward": {"function": "my_code:patient_with_held_out"}}
@@ -104,7 +104,7 @@ def test_an_evaluation_is_not_waited_for_and_made_up_for(new_run: NewRun):
     assert_same_run(run, fingerprint(whole))
 
 
-def test_a_hangup_that_is_ignored_stays_ignored(new_run: NewRun):
+def test_ignored_sighup_stays_ignored(new_run: NewRun):
     """As `nohup shoal grpo …` asks for: the terminal goes away and the run goes on."""
     run = new_run(orch=SLOW)
     output = run.folder / "nohup.txt"
@@ -121,7 +121,7 @@ def test_a_hangup_that_is_ignored_stays_ignored(new_run: NewRun):
     assert_trained_once(run, 4)
 
 
-def test_a_hangup_saves(new_run: NewRun):
+def test_sighup_saves(new_run: NewRun):
     run = new_run(orch=SLOW)
     command = run.start()
     wait_for_steps(run, 1, command)
@@ -130,7 +130,7 @@ def test_a_hangup_saves(new_run: NewRun):
     assert run.status()["state"] == "interrupted" and run.checkpoints()[-1] == run.status()["step"] >= 1
 
 
-def test_stopped_for_a_while(new_run: NewRun):
+def test_process_suspended_for_a_while(new_run: NewRun):
     """Longer than any deadline of the run: nobody who was stopped is taken for one that hangs."""
     short = {"deadline_s": 3.0, "reward": {"function": "my_code:slow_reward", "timeout_s": 2.0}, "batch_size": 8}
     whole = new_run("whole", orch=short)
@@ -150,7 +150,7 @@ def test_stopped_for_a_while(new_run: NewRun):
     assert not run.events("stall"), "no alarm for it"
 
 
-def test_the_reward_server_alone_is_stopped_for_a_while(new_run: NewRun, tmp_path: Path):
+def test_reward_server_suspended_for_a_while(new_run: NewRun, tmp_path: Path):
     run = new_run(orch=SLOW)
     command = run.start()
     wait_for_steps(run, 1, command)

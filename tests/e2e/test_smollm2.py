@@ -52,7 +52,7 @@ def generate(model: Any, chat: Chat, ends: tuple[int, ...], requests: list[Reque
     return done
 
 
-def test_end_of_turn_is_found(loaded: tuple[Any, Chat, tuple[int, ...]]) -> None:
+def test_end_of_turn_is_detected(loaded: tuple[Any, Chat, tuple[int, ...]]) -> None:
     _, chat, ends = loaded
     assert chat.tokenizer.convert_tokens_to_ids("<|im_end|>") in ends
 
@@ -75,7 +75,7 @@ def test_greedy_equals_transformers(loaded: tuple[Any, Chat, tuple[int, ...]]) -
     assert "Paris" in ours["0"].text
 
 
-def test_an_adapter_on_a_gguf_base_loads_in_peft(gguf: Path, tmp_path: Path) -> None:
+def test_adapter_on_a_gguf_base_loads_in_peft(gguf: Path, tmp_path: Path) -> None:
     """By PEFT alone, which finds the base through the adapter."""
     from peft import AutoPeftModelForCausalLM
 

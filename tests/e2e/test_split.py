@@ -51,7 +51,7 @@ def test_split_equals_one_process(tmp_path: Path, warm: WarmPython, model: Path,
         assert ("model.safetensors" in files) == (kind != "lora"), "adapters travel alone"
 
 
-def test_over_connections(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+def test_weights_over_connections(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
     """Calls over tcp, weights over gloo: what NCCL runs between GPUs."""
     ways = {"rollout_transport": {"type": "tcp"}, "weight_broadcast": {"type": "nccl"}}
     with split_run(tmp_path, warm, split_config(model, train=ways)) as run:
@@ -67,7 +67,7 @@ def test_adapters_over_connections(tmp_path: Path, warm: WarmPython, model: Path
         finish(run, in_one(train=LORA))
 
 
-def test_any_order_of_start(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+def test_components_start_in_any_order(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
     """Each is started when the one before it says that it waits."""
 
     def check(order: tuple[str, ...]) -> None:
@@ -112,7 +112,7 @@ MORE_KILLS: list[tuple[str, Place]] = [
 
 
 @pytest.mark.parametrize("kills", [KILLS, pytest.param(MORE_KILLS, marks=pytest.mark.faults)], ids=["some", "more"])
-def test_whoever_is_killed_comes_back(
+def test_killed_component_returns(
     tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, kills: list[tuple[str, Place]]
 ):
     """Killed at a named place and started again: every step once, weights as if nothing had happened."""
@@ -130,7 +130,7 @@ def test_whoever_is_killed_comes_back(
     each(kills, check)
 
 
-def test_a_trainer_starts_anew_on_the_same_port(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+def test_trainer_restarts_on_the_same_port(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
     """The orchestrator is killed before the first checkpoint, so the next one asks the trainer to begin again."""
     ways = {"weight_broadcast": {"type": "nccl", "port": free_port()}}
     with split_run(tmp_path, warm, split_config(model, train=ways)) as run:
@@ -156,7 +156,7 @@ def test_killed_one_after_the_other(tmp_path: Path, warm: WarmPython, model: Pat
 
 
 @pytest.mark.parametrize("absent", COMPONENTS)
-def test_one_that_never_comes_ends_the_run(tmp_path: Path, warm: WarmPython, model: Path, absent: str):
+def test_component_that_never_joins_ends_the_run(tmp_path: Path, warm: WarmPython, model: Path, absent: str):
     config = split_config(model)
     config["train"]["deadline_s"] = config["orch"]["deadline_s"] = 2.0
     with split_run(tmp_path, warm, config) as run:
@@ -167,7 +167,7 @@ def test_one_that_never_comes_ends_the_run(tmp_path: Path, warm: WarmPython, mod
             assert f"for grpo-{absent}" in command.text(), "each says whom it waited for"
 
 
-def test_a_server_elsewhere_is_named_by_the_address_it_wrote_down(tmp_path: Path, warm: WarmPython, model: Path):
+def test_remote_server_is_named_by_its_written_address(tmp_path: Path, warm: WarmPython, model: Path):
     """A wrong port in orch.client.base_url: grpo-infer is there, and nothing answers where it is looked for."""
     config = split_config(model)
     port, wrong = config["infer"]["port"], free_port()
@@ -184,7 +184,7 @@ def test_a_server_elsewhere_is_named_by_the_address_it_wrote_down(tmp_path: Path
 
 
 @pytest.mark.parametrize(("victim", "place"), [("train", ("service:learn", 2)), ("infer", ("engine:turn", 4))])
-def test_one_that_does_not_come_back_ends_the_run(
+def test_component_that_does_not_return_ends_the_run(
     tmp_path: Path, warm: WarmPython, model: Path, victim: str, place: Place
 ):
     config = split_config(model)
@@ -209,7 +209,7 @@ def test_one_that_does_not_come_back_ends_the_run(
         ("train", {"lora": True, "lora_rank": 32}, "max_lora_rank"),
     ],
 )
-def test_contradictions_end_all_three(
+def test_contradictions_end_all_components(
     tmp_path: Path, warm: WarmPython, model: Path, raw_model: Path, section: str, changes: dict[str, Any], words: str
 ):
     if "model" in changes:
@@ -227,7 +227,7 @@ def test_contradictions_end_all_three(
         assert not (run.path / "status.json").exists(), "there was no run"
 
 
-def test_the_quickstart_files_run_as_three_commands(tmp_path: Path, warm: WarmPython, model: Path):
+def test_quickstart_files_run_as_three_commands(tmp_path: Path, warm: WarmPython, model: Path):
     """Unchanged but for the model, the recipe of the machine, sizes and a free port; all three default to ./outputs."""
     for file in EXAMPLES.glob("*.yaml"):
         shutil.copy(file, tmp_path / file.name)

@@ -55,7 +55,7 @@ def test_one_version_ahead(tmp_path: Path, warm: WarmPython, model: Path):
         assert len(run.rollouts()) <= 8 * STEPS
 
 
-def test_what_grows_too_old_is_dropped_and_counted(tmp_path: Path, warm: WarmPython, model: Path):
+def test_stale_groups_are_dropped_and_counted(tmp_path: Path, warm: WarmPython, model: Path):
     """One version ahead and none allowed: whatever was drawn ahead is dropped where it would be trained."""
     orch = {**AHEAD, "max_async_level": 1, "max_off_policy_steps": 0}
     with split_run(tmp_path, warm, split_config(model, train=FAST, orch=orch)) as run:

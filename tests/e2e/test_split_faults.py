@@ -51,7 +51,7 @@ DISKS: list[tuple[str, str, list[Fault]]] = [
 ]
 
 
-def test_a_shared_folder_that_fails_or_is_full(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+def test_shared_folder_that_fails_or_is_full(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
     """Whoever notices, all three end with its reason. Once the disk is mended the run goes on, equal."""
     wanted = in_one()
 
@@ -83,9 +83,7 @@ WEIGHTS: list[tuple[str, dict[str, Any], Fault]] = [
 ]
 
 
-def test_a_version_that_does_not_arrive_is_published_again(
-    tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne
-):
+def test_undelivered_version_is_published_again(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
     """Nothing is drawn from a part of it, and the run is the undisturbed one."""
     wanted = in_one()
 
@@ -103,7 +101,7 @@ def test_a_version_that_does_not_arrive_is_published_again(
     each(WEIGHTS, check)
 
 
-def test_clocks_that_are_set_do_not_matter(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+def test_clock_changes_have_no_effect(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
     """By a day, forward and back, in the middle of the run and in each process by itself."""
     day: dict[str, list[Fault]] = {
         "infer": [("engine:turn", 1, "clock", DAY_S), ("engine:turn", 6, "clock", -3 * DAY_S)],
@@ -130,7 +128,7 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
 
 
-def test_one_that_is_stopped_for_a_while_is_waited_for(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
+def test_suspended_component_is_awaited(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
     """Longer than silence is taken for absence: the others wait, and go on with the same process when it is back."""
     wanted = in_one()
 

@@ -56,7 +56,7 @@ def test_two_processes_train_for_one_orchestrator(
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_two_processes_hand_over_shards_over_connections(
+def test_two_processes_send_shards_over_connections(
     tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, kind: str
 ):
     """Gathered on the first rank, which sends them over gloo; with LoRA only adapters are gathered and sent."""
@@ -92,7 +92,7 @@ def test_torchrun_starts_the_trainer(tmp_path: Path, warm: WarmPython, model: Pa
     [(("service:learned", 3), RANKS), (("service:save", 2), RANKS), (("service:learn", 3), RANKS[1:])],
     ids=["learning", "saving", "one-of-them"],
 )
-def test_ranks_that_are_killed_come_back(
+def test_killed_ranks_are_restarted(
     tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, place: Place, killed: tuple[str, ...]
 ):
     """All of them, or one, which is the end of the others too: started again, they go on from the shards of step 2."""
@@ -107,7 +107,7 @@ def test_ranks_that_are_killed_come_back(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_the_shards_of_its_last_step(
+def test_interrupted_run_leaves_the_shards_of_its_last_step(
     tmp_path: Path, warm: WarmPython, model: Path, number: signal.Signals
 ):
     with split_run(tmp_path, warm, split_config(model, train={"sharding": "fsdp", "max_steps": 1000})) as run:

@@ -39,7 +39,7 @@ def run_of(folder: Path, warm: WarmPython, model: Path, **orch: Any) -> Run:
 
 
 @pytest.mark.long("three runs of the command")
-def test_a_killed_run_continues_with_equal_bits(tmp_path: Path, warm: WarmPython, calling: Path) -> None:
+def test_killed_run_continues_with_equal_bits(tmp_path: Path, warm: WarmPython, calling: Path) -> None:
     whole = run_of(tmp_path / "whole", warm, calling)
     assert whole.grpo().wait() == 0
     rollouts = whole.rollouts()
@@ -112,7 +112,7 @@ class Silent:
         """Press the button."""
 
 
-def test_what_environment_factory_refuses(tmp_path: Path) -> None:
+def test_environment_factory_argument_errors(tmp_path: Path) -> None:
     args = GRPOConfig(output_dir=str(tmp_path))
     with pytest.raises(ArgumentError, match="max_steps: is needed without a train_dataset"):
         GRPOTrainer("model", args=args, environment_factory=IncrementEnv)

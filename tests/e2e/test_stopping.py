@@ -46,7 +46,7 @@ def copy_of_finished(finished: Run, tmp_path: Path) -> Run:
     return Run(tmp_path / "copy", finished.warm)
 
 
-def test_a_reward_that_fails_everywhere_ends_the_run_in_step_1(new_run: NewRun):
+def test_reward_that_fails_everywhere_ends_the_run_in_step_1(new_run: NewRun):
     run = new_run("broken", orch={"reward": {"function": "my_code:always_broken_reward"}, "groups": {"max_refill": 0}})
     command = run.grpo()
     assert command.wait() == 3, command.text()
@@ -62,7 +62,7 @@ def test_a_reward_that_fails_everywhere_ends_the_run_in_step_1(new_run: NewRun):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_the_next_command_continues(new_run: NewRun, number: int, code: int):
+def test_signal_saves_and_the_next_command_continues(new_run: NewRun, number: int, code: int):
     whole = new_run("whole", orch=SLOW)
     running = whole.start()
     run = new_run("cut", orch=SLOW)
@@ -90,7 +90,7 @@ def test_a_signal_saves_and_the_next_command_continues(new_run: NewRun, number: 
     assert_same_run(run, fingerprint(whole))
 
 
-def test_a_second_signal_ends_it_at_once(new_run: NewRun):
+def test_second_signal_ends_the_run_at_once(new_run: NewRun):
     """The first one waits for the step, whose training hangs; the second does not, and leaves nobody behind."""
     run = new_run(train={"loss": {"type": "my_code:hanging_loss"}})
     command = run.start()
@@ -112,7 +112,7 @@ def test_a_second_signal_ends_it_at_once(new_run: NewRun):
     assert resumed.wait() == -9, "the folder is free, and taken for the run it holds"
 
 
-def test_a_signal_during_an_evaluation_does_not_wait_for_it(new_run: NewRun):
+def test_signal_interrupts_an_evaluation(new_run: NewRun):
     reward = {"function": "my_code:hanging_reward", "timeout_s": 120}
     run = new_run(orch={"reward": reward, "eval": {"num_examples": 2, "interval": 2}})
     command = run.start()
@@ -140,7 +140,7 @@ def test_interrupted_supervised_training_continues(warm: WarmPython, raw_model: 
     assert run.status()["state"] == "finished"
 
 
-def test_a_signal_while_the_final_weights_are_written_lets_them_be_written(
+def test_signal_lets_the_final_export_complete(
     new_run: NewRun, warm: WarmPython, raw_model: Path, tasks_file: Path, tmp_path: Path
 ):
     """There is nothing left to stop, and nothing to load: the run is finished, not interrupted."""
@@ -153,7 +153,7 @@ def test_a_signal_while_the_final_weights_are_written_lets_them_be_written(
         assert run.status()["state"] == "finished" and (run.path / "final" / "config.json").is_file()
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run(new_run: NewRun, tmp_path: Path):
+def test_closed_pipe_does_not_end_the_run(new_run: NewRun, tmp_path: Path):
     """As in `shoal grpo run.yaml | head -1`: nobody reads any more, training goes on."""
     run = new_run()
     pipe = tmp_path / "pipe"
@@ -175,7 +175,7 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(finished: Run):
     assert contents(finished) == before
 
 
-def test_a_used_directory_is_refused_without_resume(finished: Run):
+def test_used_directory_is_refused_without_resume(finished: Run):
     before = contents(finished)
     command = finished.grpo()
     assert command.wait() == 2
@@ -208,7 +208,7 @@ def test_more_steps_continue_a_finished_run(copy_of_finished: Run):
         ("train.lora=true", "train.lora"),
     ],
 )
-def test_another_run_cannot_be_continued_in_the_same_place(finished: Run, raw_model: Path, change: str, names: str):
+def test_other_run_in_the_folder_is_refused(finished: Run, raw_model: Path, change: str, names: str):
     before = contents(finished)
     command = finished.grpo("--resume", "train.max_steps=6", change.format(raw=raw_model))
     assert command.wait() == 2, command.text()
@@ -230,7 +230,7 @@ def test_changed_data_cannot_be_continued(new_run: NewRun):
     assert second.wait() == 2 and "data" in second.text(), second.text()
 
 
-def test_a_changed_model_cannot_be_continued(new_run: NewRun, model: Path, raw_model: Path):
+def test_resume_with_another_model_is_refused(new_run: NewRun, model: Path, raw_model: Path):
     """The same folder with other weights in it: what is read from there again (a base, a reference) would differ."""
     run = new_run(train={"model": "model", "lora": True, "max_steps": 2})
     shutil.copytree(model, run.folder / "model")
@@ -244,7 +244,7 @@ def test_a_changed_model_cannot_be_continued(new_run: NewRun, model: Path, raw_m
     assert run.grpo("--resume", "train.max_steps=3").wait() == 0
 
 
-def test_a_locked_directory_names_its_holder(new_run: NewRun):
+def test_locked_directory_names_the_holder(new_run: NewRun):
     run = new_run(train={"max_steps": 500}, orch=SLOW)
     holder = run.start()
     wait_for_steps(run, 1, holder)
@@ -258,7 +258,7 @@ def test_a_locked_directory_names_its_holder(new_run: NewRun):
     assert run.grpo("--resume", f"train.max_steps={len(run.journal())}").wait() == 0, "the lock died with its holder"
 
 
-def test_a_resumed_run_says_that_it_is_running(copy_of_finished: Run):
+def test_resumed_run_says_that_it_is_running(copy_of_finished: Run):
     run = copy_of_finished
     command = run.start("--resume", "train.max_steps=500")
     wait_for_steps(run, 5, command)
@@ -280,7 +280,7 @@ def damage_manifest(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_flip, damage_manifest])
-def test_a_damaged_checkpoint_is_passed_over(copy_of_finished: Run, damage: Callable[[Path], None]):
+def test_damaged_checkpoint_is_skipped(copy_of_finished: Run, damage: Callable[[Path], None]):
     run = copy_of_finished
     before: list[dict[str, Any]] = run.metrics()
     assert run.checkpoints() == [2, 4]

@@ -42,7 +42,7 @@ def undisturbed(warm, model, tmp_path_factory) -> Run:
 
 
 @pytest.mark.parametrize("left", [0, 40_000], ids=["nothing", "less-than-a-checkpoint"])
-def test_a_disk_that_fills_up(new_run: NewRun, undisturbed: Run, left: int):
+def test_disk_that_fills_up(new_run: NewRun, undisturbed: Run, left: int):
     """No room for rollouts or a checkpoint, or for the latter alone. Once there is some, the run goes on, equal."""
     run = new_run(train={"max_steps": 6}, orch=SLOW)
     with small_disk(run.path):
@@ -62,7 +62,7 @@ def test_a_disk_that_fills_up(new_run: NewRun, undisturbed: Run, left: int):
         assert_same_run(run, fingerprint(undisturbed))
 
 
-def test_no_room_to_begin_with(new_run: NewRun):
+def test_no_memory_at_the_start(new_run: NewRun):
     run = new_run()
     with small_disk(run.path):
         fill(run.path, 0)
@@ -71,7 +71,7 @@ def test_no_room_to_begin_with(new_run: NewRun):
         assert "the disk is full" in command.text() and "Traceback" not in command.text()
 
 
-def test_a_read_only_disk(new_run: NewRun):
+def test_read_only_disk(new_run: NewRun):
     run = new_run()
     with small_disk(run.path, "1m", "ro"):
         command = run.grpo()
@@ -79,7 +79,7 @@ def test_a_read_only_disk(new_run: NewRun):
         assert "the file system is read-only; choose another output_dir" in command.text()
 
 
-def test_a_folder_that_is_removed_while_the_run_goes_on(new_run: NewRun):
+def test_folder_removed_during_the_run(new_run: NewRun):
     run = new_run(train={"max_steps": 50}, orch=SLOW)
     command = run.start()
     wait_for_steps(run, 1, command)
@@ -118,7 +118,7 @@ def told_as_storage(command: Command, words: str) -> None:
     assert "Traceback" not in command.text()
 
 
-def test_a_device_that_fails_while_it_is_written_to(new_run: NewRun, four_steps: Run):
+def test_device_failure_during_write(new_run: NewRun, four_steps: Run):
     """Rollouts, metrics, journal, checkpoint, final/: no half record, and once the device is well the run goes on."""
 
     def check(case: tuple[tuple[str, int], int | None]) -> None:
@@ -135,7 +135,7 @@ def test_a_device_that_fails_while_it_is_written_to(new_run: NewRun, four_steps:
     each(WRITES, check)
 
 
-def test_a_device_that_fails_while_it_is_read_from(four_steps: Run, tmp_path: Path):
+def test_device_failure_during_read(four_steps: Run, tmp_path: Path):
     """What cannot be read is not taken for empty: nothing is cut. A checkpoint that cannot be read is passed over."""
     shutil.copytree(four_steps.folder, tmp_path / "copy")
     run = Run(tmp_path / "copy", four_steps.warm)
@@ -153,7 +153,7 @@ def test_a_device_that_fails_while_it_is_read_from(four_steps: Run, tmp_path: Pa
     assert run.metrics()[:4] == before["metrics"] and len(run.journal()) == 5
 
 
-def test_a_disk_that_is_full_when_the_trained_model_is_written(new_run: NewRun, four_steps: Run):
+def test_disk_that_is_full_when_the_trained_model_is_written(new_run: NewRun, four_steps: Run):
     """All steps are trained and saved by then: only final/ is missing, and is all that the next command writes."""
     run = new_run()
     with small_disk(run.path):
@@ -169,7 +169,7 @@ def test_a_disk_that_is_full_when_the_trained_model_is_written(new_run: NewRun, 
         assert_same_run(run, fingerprint(four_steps))
 
 
-def test_a_disk_that_is_full_when_the_report_is_written(new_run: NewRun, four_steps: Run):
+def test_disk_that_is_full_when_the_report_is_written(new_run: NewRun, four_steps: Run):
     """There is room for neither the page nor the event about it. The run is finished all the same."""
     run = new_run()
     last = len(four_steps.lines("events.jsonl"))  # of the run itself

@@ -54,7 +54,7 @@ def wait_for_step(run: Run, command: Command, step: int) -> None:
     wait_until(there, LIMIT_S, f"step {step}: {command.text()[-3000:]}", 0.01)
 
 
-def test_crashes_are_mended_and_the_run_is_the_same(tmp_path: Path, warm: WarmPython, model: Path):
+def test_crashed_processes_restart_and_the_run_is_identical(tmp_path: Path, warm: WarmPython, model: Path):
     """Trainer and orchestrator are killed once each; the supervisor starts them again."""
     whole = one_file(tmp_path / "whole", warm, model)
     assert whole.grpo().wait() == 0
@@ -91,7 +91,7 @@ def test_one_of_several_training_processes_is_killed(tmp_path: Path, warm: WarmP
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
 
 
-def test_killed_itself_it_leaves_nobody_behind(tmp_path: Path, warm: WarmPython, model: Path):
+def test_killed_supervisor_leaves_no_processes(tmp_path: Path, warm: WarmPython, model: Path):
     run = one_file(tmp_path, warm, model, steps=1000)
     command = start(run, "train.lora=true", "train.lora_rank=4")  # the server is told to serve adapters
     wait_for_step(run, command, 1)
@@ -103,7 +103,7 @@ def test_killed_itself_it_leaves_nobody_behind(tmp_path: Path, warm: WarmPython,
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_signal_saves_and_ends_all_three(tmp_path: Path, warm: WarmPython, model: Path, number: signal.Signals):
+def test_signal_saves_and_ends_all_three(tmp_path: Path, warm: WarmPython, model: Path, number: signal.Signals):
     run = one_file(tmp_path, warm, model, steps=1000 if number == signal.SIGINT else 6)
     command = start_forked(run)
     wait_for_step(run, command, 1)
@@ -123,7 +123,7 @@ def test_a_signal_saves_and_ends_all_three(tmp_path: Path, warm: WarmPython, mod
         assert_trained_once(run, 6)
 
 
-def test_whatever_is_wrong_is_said_before_anything_starts(tmp_path: Path, warm: WarmPython, model: Path):
+def test_contradictions_are_reported_before_start(tmp_path: Path, warm: WarmPython, model: Path):
     run = one_file(tmp_path, warm, model)
     command = warm.run(["grpo", "run.yaml", "train.max_steps=4", "orch.max_steps=9", "--layout", "split"], run.folder)
     assert command.wait() == 2
@@ -131,7 +131,7 @@ def test_whatever_is_wrong_is_said_before_anything_starts(tmp_path: Path, warm: 
     assert not run.path.exists()
 
 
-def test_a_taken_port_ends_all_three(tmp_path: Path, warm: WarmPython, model: Path):
+def test_taken_port_ends_all_three(tmp_path: Path, warm: WarmPython, model: Path):
     import socket
 
     with socket.socket() as taken:

@@ -160,7 +160,7 @@ def results(warm: WarmPython, raw_model: Path, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize(("surface", "same_as"), PAIRS)
-def test_the_same_run_through_every_surface(results: dict[str, Run], surface: str, same_as: str):
+def test_same_run_through_every_surface(results: dict[str, Run], surface: str, same_as: str):
     wanted, found = results[same_as], results[surface]
     assert found.metrics() == wanted.metrics()
     assert [line["step"] for line in wanted.metrics()] == list(range(1, STEPS + 1))

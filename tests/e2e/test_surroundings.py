@@ -22,7 +22,7 @@ def files_with(text: str, folder: Path) -> list[str]:
     return [str(file.relative_to(folder)) for file in found]
 
 
-def test_secrets_are_in_no_file_and_on_no_line(new_run: NewRun):
+def test_secrets_are_in_no_file_and_no_log_line(new_run: NewRun):
     """One that a user's own code puts into prompts and errors, with rollouts in flight when a checkpoint is written."""
     env = [{"id": "my_code:Leaky"}]
     run = new_run(orch={"env": env, "max_async_level": 1}, train={"show_completions": 2, "max_steps": 3})
@@ -39,7 +39,7 @@ def test_secrets_are_in_no_file_and_on_no_line(new_run: NewRun):
         assert CANARY not in told.text(), verb
 
 
-def test_a_bare_environment(new_run: NewRun):
+def test_bare_environment(new_run: NewRun):
     """No HOME, no locale, no shared memory to write to, and a umask that keeps everything private."""
     run = new_run()
     kept = {name: value for name, value in environment().items() if name in ("PATH", "PYTHONPATH", "HF_HUB_OFFLINE")}

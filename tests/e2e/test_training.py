@@ -42,7 +42,7 @@ def plain_logprobs(folder: Path, base: Path | None, rollout: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_training_leaves_a_model_that_plain_libraries_load(new_run: NewRun, model: Path, tmp_path: Path, kind: str):
+def test_trained_model_loads_in_transformers(new_run: NewRun, model: Path, tmp_path: Path, kind: str):
     run = new_run(train=LORA if kind == "lora" else {})
     command = run.grpo()
     assert command.wait() == 0, command.text()
@@ -67,7 +67,7 @@ def test_training_leaves_a_model_that_plain_libraries_load(new_run: NewRun, mode
 
 
 @pytest.mark.parametrize("lora", [True, False])
-def test_the_quickstart_files_train_a_small_local_model(warm: WarmPython, model: Path, tmp_path: Path, lora: bool):
+def test_quickstart_files_train_a_small_local_model(warm: WarmPython, model: Path, tmp_path: Path, lora: bool):
     """The three model keys and the recipe are other; batch and steps are smaller for the sake of time."""
     for file in ("train.yaml", "infer.yaml", "orch.yaml"):
         shutil.copy(EXAMPLES / file, tmp_path / file)
@@ -97,7 +97,7 @@ def scores_in(command: Command) -> dict[str, str]:
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
-def test_a_fresh_process_without_network_trains_and_evaluates(new_run: NewRun, model: Path):
+def test_fresh_process_without_network_trains_and_evaluates(new_run: NewRun, model: Path):
     """Nothing warm here: `python -m shoal` as a user starts it, then `shoal eval` on what it wrote."""
     run = new_run(train={**LORA, "max_steps": 2})
     command = start_fresh(["grpo", "run.yaml"], run.folder)
@@ -140,7 +140,7 @@ def test_minibatches_times_epochs_optimizer_steps(new_run: NewRun):
 
 
 @pytest.mark.parametrize("train", [{}, LORA], ids=["frozen copy", "adapter off"])
-def test_the_kl_is_to_where_the_run_started(new_run: NewRun, train: dict[str, Any]):
+def test_kl_reference_is_the_start_of_the_run(new_run: NewRun, train: dict[str, Any]):
     """Nothing has moved in step 1; from then on something has."""
     run = new_run(train={**train, "max_steps": 3, "loss": {"type": "grpo", "kl": {"beta": 0.05}}})
     command = run.grpo()

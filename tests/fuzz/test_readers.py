@@ -18,7 +18,7 @@ SEEDS = seeds()
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_damaged_file_is_an_error_of_ours(name: str):
+def test_damaged_file_raises_storage_error(name: str):
     rng = np.random.Generator(np.random.Philox(key=7))
     for number in range(COUNTS[name]):
         data = mutate(SEEDS[name][number % len(SEEDS[name])], rng)
@@ -29,12 +29,12 @@ def test_a_damaged_file_is_an_error_of_ours(name: str):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_the_undamaged_files_can_be_read(name: str):
+def test_undamaged_files_can_be_read(name: str):
     for data in SEEDS[name]:
         TARGETS[name](data)
 
 
-def test_a_gguf_file_without_all_tensors_is_refused(tmp_path: Path):
+def test_gguf_file_without_all_tensors_is_refused(tmp_path: Path):
     """transformers would start them with random numbers."""
     (tmp_path / "part.gguf").write_bytes(SEEDS["gguf"][0])
     with pytest.raises(ModelError, match="lacks"):

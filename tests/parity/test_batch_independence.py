@@ -52,12 +52,12 @@ def alone(decoder: Decoder) -> dict[str, Completion]:
 
 
 @pytest.mark.parametrize("slots", (8, 16, 32, 64))
-def test_any_number_of_slots(decoder: Decoder, alone: dict[str, Completion], slots: int) -> None:
+def test_results_do_not_depend_on_slots(decoder: Decoder, alone: dict[str, Completion], slots: int) -> None:
     assert len({tuple(answer.token_ids) for answer in alone.values()}) > 15
     assert_equal(answers_of(decoder, requests(), slots=slots), alone)
 
 
-def test_any_order_and_prefill_budget(decoder: Decoder, alone: dict[str, Completion]) -> None:
+def test_results_do_not_depend_on_order_or_prefill_budget(decoder: Decoder, alone: dict[str, Completion]) -> None:
     assert_equal(answers_of(decoder, requests()[::-1], slots=16, prefill_tokens=70), alone)
 
 
@@ -84,7 +84,9 @@ ALONE = {r.request_id: answers_of(PLAIN, [r])[r.request_id] for r in requests()}
     prefill_tokens=st.sampled_from((1, 64, 100, 8192)),
     context_tokens=st.sampled_from((128, 200, 512)),
 )
-def test_any_company(chosen: list[int], slots: int, prefill_tokens: int, context_tokens: int) -> None:
+def test_results_do_not_depend_on_other_requests(
+    chosen: list[int], slots: int, prefill_tokens: int, context_tokens: int
+) -> None:
     everything = requests()
     found = answers_of(
         PLAIN,
@@ -97,7 +99,7 @@ def test_any_company(chosen: list[int], slots: int, prefill_tokens: int, context
     assert_equal(found, ALONE)
 
 
-def test_a_group_in_company_and_under_lora() -> None:
+def test_group_beside_other_requests_and_with_lora() -> None:
     decoder = lora_decoder("llama")
     (prompt,), company = random_prompts(0, 21), requests()
     group = [ask(f"g{i}", prompt, seed=i) for i in range(6)]
@@ -107,7 +109,7 @@ def test_a_group_in_company_and_under_lora() -> None:
     assert len({tuple(answer.token_ids) for answer in apart.values()}) == 6
 
 
-def test_a_seed_decides_and_another_decides_otherwise() -> None:
+def test_seed_determines_the_draw() -> None:
     (prompt,) = random_prompts(0, 10)
     first, again, other = (answers_of(PLAIN, [ask("r", prompt, seed=seed)])["r"] for seed in (5, 5, 6))
     assert first == again and first.token_ids != other.token_ids

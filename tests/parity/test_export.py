@@ -55,7 +55,7 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray], atol: 
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_full_model_in_transformers(architecture: str, tmp_path: Path) -> None:
+def test_full_model_in_transformers(architecture: str, tmp_path: Path) -> None:
     policy = trained(small_decoder(architecture))
     export_weights(policy, TOKENIZER, tmp_path)
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
@@ -64,7 +64,7 @@ def test_a_full_model_in_transformers(architecture: str, tmp_path: Path) -> None
         assert torch.equal(ours, theirs), name
 
 
-def test_a_bf16_model_in_transformers(tmp_path: Path) -> None:
+def test_bf16_model_in_transformers(tmp_path: Path) -> None:
     policy = trained(small_decoder(dtype=torch.bfloat16))
     export_weights(policy, TOKENIZER, tmp_path)
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
@@ -73,7 +73,7 @@ def test_a_bf16_model_in_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ("qwen3", "llama-tied", "gemma2"))
-def test_an_adapter_in_peft(architecture: str, tmp_path: Path) -> None:
+def test_adapter_in_peft(architecture: str, tmp_path: Path) -> None:
     """The base comes from a folder, as in a run, so the adapter knows where to find it."""
     small_model(architecture).save_pretrained(tmp_path / "base")
     base: Any = AutoModelForCausalLM.from_pretrained(
@@ -99,7 +99,7 @@ def test_an_adapter_in_peft(architecture: str, tmp_path: Path) -> None:
     assert max(np.abs(bare[name] - values).max() for name, values in ours.items()) > 1e-3, "it was trained"
 
 
-def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+def test_tokenizer_is_exported(tmp_path: Path) -> None:
     export_weights(make_policy(lora_decoder()), TOKENIZER, tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "Hello <answer>"}]

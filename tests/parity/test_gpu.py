@@ -164,7 +164,7 @@ def test_packing_in_bf16() -> None:
 
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
-def test_graphs_see_every_optimizer_step(lora: bool) -> None:
+def test_graphs_use_updated_weights(lora: bool) -> None:
     """A graph reads weights in place: after a step it draws from the new ones, as eager decoding does."""
     decoder = lora_on_gpu() if lora else on_gpu("qwen3")
     engine = make_engine(decoder, slots=16, context_tokens=192, graphs=True)
@@ -187,7 +187,7 @@ KNOWN = ("llama", "qwen2", "qwen3", "mistral", "smollm3")
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 @pytest.mark.parametrize("architecture", KNOWN)
-def test_few_kernels_against_the_modules(architecture: str, dtype: torch.dtype) -> None:
+def test_fused_kernels_match_the_modules(architecture: str, dtype: torch.dtype) -> None:
     """Log-probs and gradients through Shoal's kernels are no further from fp32 than Hugging Face's modules are."""
     rows = pack(random_samples(2, *SHAPES), 130).rows
 
@@ -220,7 +220,7 @@ def test_every_edge_of_a_batch_bucket(count: int) -> None:
         np.testing.assert_allclose(answer.logprobs, eager[name].logprobs, rtol=0, atol=1e-4)
 
 
-def test_a_window_is_all_that_is_written() -> None:
+def test_only_the_window_is_written() -> None:
     """Graphs of other batch sizes are captured between windows, as rows end and as contexts grow: what lies behind a
     window's numbers is somebody else's."""
     engine = make_engine(on_gpu("qwen2", torch.bfloat16), slots=32, context_tokens=1024, graphs=True)
@@ -238,7 +238,7 @@ def test_a_window_is_all_that_is_written() -> None:
         assert (tensor == -7).all(), name
 
 
-def test_narrowed_draws_inside_the_graph() -> None:
+def test_truncated_sampling_inside_the_graph() -> None:
     """top-p, top-k, min-p and min_tokens beside a plain row: the same tokens, log-probs and kept ids as eagerly."""
     decoder = on_gpu("llama")
     ways = ({}, {"top_p": 0.8}, {"top_k": 5, "min_tokens": 9}, {"min_p": 0.1, "temperature": 1.4}, {"min_tokens": 12})
@@ -252,7 +252,7 @@ def test_narrowed_draws_inside_the_graph() -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
-def test_narrowed_log_probs(dtype: torch.dtype) -> None:
+def test_truncated_logprobs(dtype: torch.dtype) -> None:
     """Some ids kept, some banned, and all: log-probs and gradients as float64 has them, and no wait for the device."""
     tokens, width, vocabulary = 300, 64, 5000
     made = torch.randn(tokens, width, device=CUDA).to(dtype), torch.randn(vocabulary, width, device=CUDA).to(dtype)
@@ -315,7 +315,7 @@ def test_sixteen_thousand_tokens_of_context(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
-def test_prefills_of_a_size_met_before_are_graphs(lora: bool) -> None:
+def test_repeated_prefill_sizes_use_graphs(lora: bool) -> None:
     """Round after round of other prompts, of about the same size, with an optimizer step between: from the second on a
     graph writes the cache, and log-probs stay those of the trainer. Groups share their prompt."""
     decoder = lora_on_gpu(torch.bfloat16) if lora else on_gpu("qwen3", torch.bfloat16)
@@ -349,7 +349,7 @@ def test_long_rows_beside_short_ones() -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
-def test_a_model_whose_products_are_cut(dtype: torch.dtype) -> None:
+def test_model_with_split_products(dtype: torch.dtype) -> None:
     """Wide enough for both products that end a layer's halves: as eager decoding in fp32, as the trainer in bf16."""
     from shoal.engine.kernels.products import splits_of
 

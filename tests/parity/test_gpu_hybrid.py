@@ -85,7 +85,7 @@ def test_numbers_round_as_torchao_rounds_them(kind: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("trained", (True, False))
-def test_products_in_few_kernels_are_torchao_s(trained: bool) -> None:
+def test_fused_quantised_products_equal_torchao(trained: bool) -> None:
     pytest.importorskip("torchao", reason="an extra")
     model = small_model("llama", dtype=torch.bfloat16).to(CUDA)
     hybrid.convert(model)
@@ -107,7 +107,7 @@ def test_products_in_few_kernels_are_torchao_s(trained: bool) -> None:
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
 @pytest.mark.parametrize("recompute", (False, True), ids=("kept", "recomputed"))
-def test_gradients_in_fp8_point_where_bf16_s_do(lora: bool, recompute: bool) -> None:
+def test_fp8_gradients_align_with_bf16(lora: bool, recompute: bool) -> None:
     rows = pack(random_samples(2, *SHAPES)).rows
     found = []
     for fp8 in (True, False):
@@ -136,7 +136,7 @@ def test_fp8_mismatch_is_bounded_and_larger_than_bf16_s(lora: bool, record_prope
     assert 1e-5 < k3 < 0.05
 
 
-def test_the_sampler_keeps_its_fused_path_and_its_answers() -> None:
+def test_sampler_keeps_its_fused_path_and_outputs() -> None:
     decoder = hybrid_decoder("llama", lora=False)
     engine = make_engine(decoder, **ENGINE, graphs=True)
     assert "fused kernels" in engine.path, engine.path

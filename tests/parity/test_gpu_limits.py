@@ -53,7 +53,7 @@ def test_heads_of_any_size(architecture: str, size: int) -> None:
     assert all(len(ids) == 24 for ids in found.values()) and decoded.startswith("CUDA graphs"), decoded
 
 
-def test_a_rotation_that_depends_on_the_length_is_not_captured() -> None:
+def test_length_dependent_rope_is_not_captured() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     decoder, _ = attached(small_model("llama", wild=True, rope_parameters=rope, max_position_embeddings=64))
     found, path = answers(decoder)
@@ -61,7 +61,7 @@ def test_a_rotation_that_depends_on_the_length_is_not_captured() -> None:
     assert all(len(ids) == 24 for ids in found.values())
 
 
-def test_a_capture_that_fails_leads_on_without_graphs() -> None:
+def test_failed_capture_continues_without_graphs() -> None:
     """A module that waits for the device cannot be captured; what was drawn stays, and the stream is the old one."""
     decoder, _ = attached(small_model("gemma2", wild=True))
     expected, path = answers(decoder, graphs=False)
@@ -163,7 +163,7 @@ def test_graphs_on_a_copy_of_the_weights(lora: bool) -> None:
     assert drawn() == expected() != first
 
 
-def test_the_plan_holds_what_a_micro_batch_takes() -> None:
+def test_plan_contains_the_memory_of_a_micro_batch() -> None:
     """Measured with one row and two; a micro-batch of what was decided stays within its line."""
     decoder, _ = attached(small_model("qwen3", dtype=torch.bfloat16))
     policy = make_policy(decoder)
@@ -182,7 +182,7 @@ def test_the_plan_holds_what_a_micro_batch_takes() -> None:
     assert torch.cuda.max_memory_allocated() - before <= 1.1 * measured.costs[False].at(plan.micro_batch_tokens)
 
 
-def test_memory_comes_back_after_a_pass_that_found_none() -> None:
+def test_memory_is_freed_after_an_out_of_memory_pass() -> None:
     decoder, _ = attached(small_model("qwen3", dtype=torch.bfloat16))
     policy = make_policy(decoder)
     rows = pack(random_samples(0, *[(20, 30)] * 16), 300).rows
@@ -201,7 +201,7 @@ def test_memory_comes_back_after_a_pass_that_found_none() -> None:
     policy.forward_backward(rows, grpo()).read()
 
 
-def test_supervised_steps_have_a_plan_and_few_passes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_supervised_steps_use_the_memory_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from shoal.cli.entry import main
 
     assert main(["make-model", "tiny", str(tmp_path / "model")]) == 0
@@ -216,9 +216,7 @@ def test_supervised_steps_have_a_plan_and_few_passes(tmp_path: Path, capfd: pyte
     assert losses[-1] < losses[0]
 
 
-def test_an_evaluation_says_how_it_samples_and_what_memory_goes_to(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_prints_sampling_and_memory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from shoal.cli.entry import main
 
     assert main(["make-model", "tiny", str(tmp_path / "model")]) == 0

@@ -54,7 +54,7 @@ def no_waiting() -> Any:
 # --- quantised bases ---------------------------------------------------------------------------------------------
 
 
-def test_kernels_read_what_the_cpu_stored(stored: str) -> None:
+def test_kernels_read_weights_stored_by_the_cpu(stored: str) -> None:
     """To the bit, in fp32 and rounded once to bf16; and the GPU stores what the CPU stores."""
     made = FORMATS[stored]
     for shape in ((130, 200), (7, 20), (256, 1024), (1, 2), (2048, 576)):
@@ -70,7 +70,7 @@ def test_kernels_read_what_the_cpu_stored(stored: str) -> None:
             assert same > 0.995, (shape, name, float(same))  # a division that rounds the other way at half-way
 
 
-def test_a_captured_layer_reads_its_storage_in_place_and_nothing_waits(stored: str) -> None:
+def test_captured_layer_reads_weights_in_place_without_sync(stored: str) -> None:
     torch.manual_seed(0)
     layer, other = (QuantisedLinear(nn.Linear(512, 256).to(CUDA, torch.bfloat16), stored, CUDA) for _ in "ab")
     x = torch.randn(16, 512, device=CUDA, dtype=torch.bfloat16)
@@ -96,7 +96,7 @@ def test_bf16_mismatch_of_sampler_and_trainer(stored: str, graphs: bool) -> None
     assert 0 <= k3 < 1e-3
 
 
-def test_graphs_see_optimizer_steps_and_noise(stored: str) -> None:
+def test_graphs_use_updated_weights_and_noise(stored: str) -> None:
     decoder = lora_decoder(stored=stored, device="cuda")
     view = SamplerView(decoder)
     engine, policy = make_engine(decoder, view, **ENGINE, graphs=True), make_policy(decoder)

@@ -123,7 +123,7 @@ def test_training_with_and_without_sharing(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
-def test_nothing_waits_for_the_device_within_a_step(lora: bool) -> None:
+def test_no_device_sync_within_a_step(lora: bool) -> None:
     """Old and reference log-probs, gradient, clipping, optimizer: CUDA itself says if anything waits. In the first step
     something may: kernels are chosen and memory is taken."""
     model = lora_decoder(dtype=torch.bfloat16).model if lora else small_model("qwen3", dtype=torch.bfloat16)

@@ -64,7 +64,7 @@ def gradient(policy: TrainedPolicy) -> Tensor:
     return torch.cat([grad.flatten().double().cpu() for grad in whole])
 
 
-def test_the_backend_is_nccl(ranks: ProcessRanks) -> None:
+def test_backend_is_nccl(ranks: ProcessRanks) -> None:
     assert ranks.mesh.device_type == "cuda"
     assert "cuda:nccl" in torch.distributed.get_backend_config()
 
@@ -72,9 +72,7 @@ def test_the_backend_is_nccl(ranks: ProcessRanks) -> None:
 @pytest.mark.parametrize("recompute", (False, True), ids=("kept", "recomputed"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 @pytest.mark.parametrize("kind", ("qwen3", "llama-tied", "gemma2", "lora"))
-def test_the_gradient_is_that_of_whole_weights(
-    ranks: ProcessRanks, kind: str, dtype: torch.dtype, recompute: bool
-) -> None:
+def test_gradient_is_that_of_whole_weights(ranks: ProcessRanks, kind: str, dtype: torch.dtype, recompute: bool) -> None:
     """fp32 to rounding. In bf16 the shards keep fp32 gradients where whole weights round theirs."""
     plain, sharded = on_device(kind, dtype), ShardedDecoder(on_device(kind, dtype), ranks.mesh)
     assert (sharded.fused is None) == (plain.fused is None) and sharded.dtype == dtype
@@ -86,7 +84,7 @@ def test_the_gradient_is_that_of_whole_weights(
 
 
 @pytest.mark.parametrize("kind", ("qwen3", "lora"))
-def test_graphs_read_what_was_gathered(ranks: ProcessRanks, kind: str) -> None:
+def test_graphs_read_gathered_weights(ranks: ProcessRanks, kind: str) -> None:
     """Captured once over the whole copy; after optimizer steps on the shards they draw from the new weights."""
     whole = on_device(kind, torch.float32)
     sharded = ShardedDecoder(whole, ranks.mesh)
@@ -150,7 +148,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_a_run_under_torchrun(tmp_path: Path) -> None:
+def test_run_under_torchrun(tmp_path: Path) -> None:
     """Three steps with shards, and with whole weights: the same first rollouts. Then two more, from the checkpoint.
 
     torchrun starts the first; a world of one needs no launcher, so the other two go without, and start sooner.

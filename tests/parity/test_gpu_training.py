@@ -81,7 +81,7 @@ def gap(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen2", "qwen3", "mistral", "smollm3", "hybrid", *KINDS_OF_BASE))
-def test_passes_in_graphs(kind: str) -> None:
+def test_passes_in_cuda_graphs(kind: str) -> None:
     """Through optimizer steps, which graphs see; each micro-batch twice in a step, which adds up.
 
     With adapters the reference is the base without them.
@@ -143,7 +143,7 @@ def test_small_passes_are_faster_as_graphs() -> None:
     assert size.judged and policy._graphs._graphs.pool_bytes > 0
 
 
-def test_a_graph_that_is_dropped_leaves_room_for_others() -> None:
+def test_dropped_graph_frees_space_for_others() -> None:
     """The only one of its pool, found to be slower: the next size is captured all the same, and computes the same."""
     ours, theirs = policy_of("llama", True), policy_of("llama", False)
     ours._graphs = PassGraphs(CUDA, Slow)
@@ -157,7 +157,7 @@ def test_a_graph_that_is_dropped_leaves_room_for_others() -> None:
     torch.randn(3, device=CUDA)  # nothing is left capturing
 
 
-def test_what_cannot_be_captured_leaves_all_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+def test_uncapturable_work_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     """Work that asks the device inside: it is done launch by launch, and so is what follows, on the same stream."""
     graphs, laid = PassGraphs(CUDA, Kept), HostBatch.of(rows_of(MICRO_BATCHES[0]), CUDA)
     stream = torch.cuda.current_stream()
@@ -179,7 +179,7 @@ def test_what_cannot_be_captured_leaves_all_as_it_was(caplog: pytest.LogCaptureF
     assert len(captured(ours)) == 1
 
 
-def test_graphs_take_no_part_where_they_cannot() -> None:
+def test_graphs_are_disabled_where_unsupported() -> None:
     """Large micro-batches, narrowed draws, activations made twice: launch by launch, however often they come."""
     policy = policy_of("llama", True)
     objective = Objective(LOSSES["grpo"]())

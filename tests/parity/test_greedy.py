@@ -65,7 +65,7 @@ def test_greedy_text_equals_generate(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @torch.no_grad()
-def test_logits_are_those_of_the_whole_forward(architecture: str) -> None:
+def test_last_logits_equal_the_full_forward(architecture: str) -> None:
     model = small_model(architecture, seed=3, wild=True)
     reference = plain(model)
     as_decoder(model)
@@ -93,7 +93,7 @@ def test_logits_are_those_of_the_whole_forward(architecture: str) -> None:
     ],
 )
 @torch.no_grad()
-def test_windows_and_caps_are_felt(architecture: str, without: dict[str, Any]) -> None:
+def test_windows_and_soft_caps_have_an_effect(architecture: str, without: dict[str, Any]) -> None:
     """Without this the parity tests above could pass for a reading that ignores both."""
     (prompt,) = random_prompts(1, 40)
     one, other = (plain(small_model(architecture, wild=True, **config)) for config in ({}, without))

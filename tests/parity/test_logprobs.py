@@ -58,12 +58,12 @@ def test_sampler_and_trainer_agree(architecture: str, setting: str) -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
-def test_every_way_of_sampling_and_lora(setting: str, lora: bool) -> None:
+def test_every_sampling_mode_with_lora(setting: str, lora: bool) -> None:
     decoder = lora_decoder() if lora else small_decoder()
     assert np.abs(gaps(decoder, rows_of(sample_rollouts(decoder, SETTINGS[setting])))).max() < 1e-5
 
 
-def test_a_forgotten_temperature_or_kept_set_would_show() -> None:
+def test_missing_temperature_or_kept_ids_fails_the_comparison() -> None:
     """The agreement above is not for want of a difference."""
     decoder = small_decoder()
     for setting, name in (("cold", "temperatures"), ("top-p", "kept_ids")):
@@ -74,7 +74,7 @@ def test_a_forgotten_temperature_or_kept_set_would_show() -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_mismatch_reported_in_the_first_step_is_nothing(architecture: str) -> None:
+def test_first_step_mismatch_is_zero(architecture: str) -> None:
     """Identity 6, fp32: with the sampler's own weights k3 is rounding alone, and the ratio is 1."""
     decoder = small_decoder(architecture)
     policy = make_policy(decoder)
@@ -106,7 +106,7 @@ def test_turns_of_a_conversation(lora: bool) -> None:
     assert len(found) == 3 * (10 + 11 + 12) and np.abs(found).max() < 1e-5
 
 
-def test_the_end_of_sequence_the_policy_sampled_is_trained() -> None:
+def test_sampled_end_token_is_trained() -> None:
     """Identity 8: the end is in the loss, with its log-prob, like any other token."""
     decoder = small_decoder()
     prompts = dict(enumerate(random_prompts(0, *[6] * 40)))

@@ -40,7 +40,7 @@ def quantised_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     return expected
 
 
-def test_experts_are_what_the_codes_stand_for_and_save_as_plain_weights(tmp_path: Path) -> None:
+def test_dequantised_experts_match_codes_and_save_as_plain_weights(tmp_path: Path) -> None:
     expected = quantised_checkpoint(tmp_path / "model")
     model: Any = load_model(str(tmp_path / "model"), torch.float32, torch.device("cpu"))
     found = dict(model.named_parameters())

@@ -78,7 +78,7 @@ def test_packed_rows_equal_transformers_on_a_padded_rectangle(architecture: str)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_any_split_gives_one_gradient(architecture: str) -> None:
+def test_gradient_does_not_depend_on_the_split(architecture: str) -> None:
     policy = make_policy(small_decoder(architecture, dtype=torch.float64))
     samples = random_samples(2, *SHAPES, temperature=1.4)
     whole = collect(policy, pack(samples).rows, 1)
@@ -99,7 +99,9 @@ def test_any_split_gives_one_gradient(architecture: str) -> None:
     size=st.integers(1, 4),
     seed=st.integers(0, 100),
 )
-def test_any_order_budget_and_micro_batch(order: list[int], budget: int, size: int, seed: int) -> None:
+def test_gradient_does_not_depend_on_order_budget_or_micro_batch(
+    order: list[int], budget: int, size: int, seed: int
+) -> None:
     policy = make_policy(small_decoder("mistral", dtype=torch.float64))
     samples = random_samples(seed, *SHAPES)
     whole = collect(policy, pack(samples).rows, 1)
@@ -116,7 +118,7 @@ def test_recomputing_activations_changes_no_gradient(architecture: str, lora: bo
     assert_same(collect(make_policy(plain), rows, 2), collect(make_policy(saving), rows, 2))
 
 
-def test_recomputing_activations_really_recomputes() -> None:
+def test_activation_checkpointing_recomputes() -> None:
     decoder = small_decoder()
     decoder.inner.gradient_checkpointing_enable()  # type: ignore[operator]
     runs: list[int] = []

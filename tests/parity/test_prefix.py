@@ -106,7 +106,7 @@ def test_rows_and_micro_batches_and_recomputed_activations(architecture: str, ma
     budget=st.integers(35, 150),
     size=st.integers(1, 3),
 )  # fmt: skip
-def test_any_groups(groups: list[tuple[int, list[int]]], budget: int, size: int) -> None:
+def test_groups_of_any_size(groups: list[tuple[int, list[int]]], budget: int, size: int) -> None:
     policy = make_policy(small_decoder("mistral", dtype=torch.float64))
     samples = grouped_samples(3, *groups)
     alone = pack(samples, budget, share_prefixes=False).rows
@@ -152,7 +152,7 @@ def test_metrics_and_logprobs_in_fp32_differ_by_rounding() -> None:
     assert (shared[2] - alone[2]).norm() / alone[2].norm() < 1e-5
 
 
-def test_a_state_of_the_prefix_predicts_each_first_token() -> None:
+def test_prefix_hidden_state_predicts_each_first_token() -> None:
     """By hand on transformers' own forward: answers of one token to one prompt are read off the same distribution."""
     samples = grouped_samples(6, (9, (1, 1, 1)))
     decoder = small_decoder("llama")
@@ -166,7 +166,7 @@ def test_a_state_of_the_prefix_predicts_each_first_token() -> None:
     np.testing.assert_allclose(found[9:], expected.numpy(), rtol=0, atol=1e-5)
 
 
-def test_rollouts_without_anything_in_common_are_packed_as_ever() -> None:
+def test_rollouts_without_shared_prefix_are_packed_separately() -> None:
     policy = make_policy(Decoder(small_decoder("qwen3").model))
     samples = random_samples(7, (4, 8), (10, 6), (2, 12))
     rows = [pack(samples, 40, share_prefixes=share).rows for share in (True, False)]

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("sharding", ("none", "fsdp"))
 @pytest.mark.parametrize("case", CASES)
-def test_the_step_is_the_same(folder: Path, case: str, sharding: str, world: int):
+def test_step_is_unchanged(folder: Path, case: str, sharding: str, world: int):
     one = load_file(folder / f"{case}-none-1.safetensors")
     found = load_file(folder / f"{case}-{sharding}-{world}.safetensors")
     assert found.keys() == one.keys()
@@ -50,7 +50,7 @@ def test_the_step_is_the_same(folder: Path, case: str, sharding: str, world: int
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_step_is_one(folder: Path, case: str):
+def test_step_is_identical(folder: Path, case: str):
     """Two optimizer steps with gradients everywhere, clipped, that moved every trained weight."""
     found = load_file(folder / f"{case}-fsdp-4.safetensors")
     trained = [name.removeprefix("0/") for name in found if name.startswith("0/")]
@@ -64,9 +64,7 @@ def test_the_step_is_one(folder: Path, case: str):
 
 @pytest.mark.parametrize(("saved", "sharding", "world"), RESTARTS)
 @pytest.mark.parametrize("case", SAVED)
-def test_a_checkpoint_is_loaded_by_another_number_of_ranks(
-    folder: Path, case: str, saved: str, sharding: str, world: int
-):
+def test_checkpoint_loads_with_another_number_of_ranks(folder: Path, case: str, saved: str, sharding: str, world: int):
     written = load_file(folder / f"{case}-{saved}-state.safetensors")
     loaded = load_file(folder / f"{case}-{saved}-to-{sharding}-{world}.safetensors")
     assert loaded.keys() == written.keys()

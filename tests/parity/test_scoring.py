@@ -26,7 +26,7 @@ def expected(model: Any, text: list[int], temperature: float = 1.0) -> torch.Ten
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_scores_are_those_of_the_models_own_forward(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_scores_equal_the_model_forward(name: str, monkeypatch: pytest.MonkeyPatch):
     decoder, own = as_decoder(small_model(name)), small_model(name)
     monkeypatch.setattr(scoring, "TILE_NUMBERS", 16 * decoder.vocab_size)  # several tiles
     requests = [ScoreRequest(text, 1 + i % 2, temperature=(0, 0.7)[i % 2], top=i) for i, text in enumerate(TEXTS)]
@@ -54,7 +54,7 @@ def test_only_ids_that_could_be_sampled_have_a_score():
     assert 7 not in {i for i, _ in scored.top[2]}
 
 
-def test_adapters_and_noise_are_those_that_are_served():
+def test_served_weights_include_adapters_and_noise():
     decoder: Decoder = lora_decoder()
     view = SamplerView(decoder)
     request = ScoreRequest(TEXTS[0])

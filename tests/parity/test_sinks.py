@@ -88,7 +88,7 @@ def test_decode(window: int | None) -> None:
         torch.testing.assert_close(actual, expected[:, at], rtol=0, atol=1e-12)
 
 
-def test_the_sink_is_trained() -> None:
+def test_sink_is_trained() -> None:
     decoder = Decoder(build("gpt_oss"))
     decoder.verify()
     ids = torch.arange(20)[None]
@@ -98,7 +98,7 @@ def test_the_sink_is_trained() -> None:
     assert len(sinks) == 4 and all(grad is not None and grad.abs().min() > 0 for grad in sinks)
 
 
-def test_a_gpu_refuses_what_was_not_verified_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_refuses_unverified_models(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Decoder(build("gpt_oss"))
     monkeypatch.setattr(Decoder, "device", torch.device("cuda"))
     with pytest.raises(ModelError, match=TRY_ON_GPU):

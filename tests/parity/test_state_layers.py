@@ -56,7 +56,7 @@ def test_packed_equals_padded(family: str, all_in_float64: None) -> None:
 
 
 @each_family
-def test_a_completion_has_the_same_bits_in_any_batch(family: str) -> None:
+def test_completion_is_bit_identical_in_any_batch(family: str) -> None:
     """Slots refill, the batch shrinks and is compacted, and groups share their prompt."""
     decoder = as_decoder(build(family))
     prompts = [prompt for prompt in random_prompts(4, *range(3, 33, 3)) for _ in (0, 1)]
@@ -68,7 +68,7 @@ def test_a_completion_has_the_same_bits_in_any_batch(family: str) -> None:
         assert together[str(i)].logprobs == alone.logprobs
 
 
-def test_the_memory_plan_counts_states() -> None:
+def test_memory_plan_counts_states() -> None:
     from shoal.build.memory_plan import slot_bytes
 
     layers = as_decoder(build("qwen3_5_text")).verify()

@@ -72,7 +72,7 @@ def make_steps(loss: Mapping[str, Any], lora: bool) -> PreferenceSteps:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_three_steps_are_trls(case: str) -> None:
+def test_three_steps_equal_trl(case: str) -> None:
     steps = make_steps(*CASES[case])
     model = steps.policy.decoder.model
     before = weights_of(model)
@@ -86,6 +86,6 @@ def test_three_steps_are_trls(case: str) -> None:
         assert after[name] == pytest.approx(theirs, rel=1e-3, abs=1e-4), name
 
 
-def test_the_recorded_steps_trained_something() -> None:
+def test_recorded_steps_trained_tokens() -> None:
     assert all(len(case["steps"]) == STEPS for case in TRL.values())
     assert all(torch.tensor(list(case["change"].values()))[:, 0].sum() > 0.1 for case in TRL.values())

@@ -104,7 +104,7 @@ def trls_policy_loss(
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_translated_loss_has_trls_value_and_gradient(case: str, seed: int) -> None:
+def test_translated_loss_has_trls_value_and_gradient(case: str, seed: int) -> None:
     config = GRPOConfig(max_completion_length=MAX_TOKENS, **CASES[case])
     run = GRPOTrainer("org/model", [{"prompt": "a"}], len, args=config).config
     row = random_row(seed)
@@ -168,7 +168,7 @@ def trls_coefficients(config: GRPOConfig, entropies: list[float]) -> list[float]
 
 
 @pytest.mark.parametrize("start", [0.0, 0.01, 0.02])
-def test_the_adapted_coefficient_is_trls(start: float) -> None:
+def test_adaptive_coefficient_equals_trl(start: float) -> None:
     config = GRPOConfig(
         use_adaptive_entropy=True, entropy_coef=start, entropy_target=0.4, entropy_coef_delta=0.004,
         entropy_coef_min=0.002, entropy_coef_max=0.02, top_k=0,
@@ -206,7 +206,7 @@ def trls_advantages(config: GRPOConfig, rewards: torch.Tensor, group: int) -> to
 
 
 @pytest.mark.parametrize("how", ["sum_then_normalize", "normalize_then_sum"])
-def test_the_advantages_of_several_functions_are_trls(how: str) -> None:
+def test_advantages_of_several_functions_equal_trl(how: str) -> None:
     """Three functions over groups of four. The second does not apply to all rollouts, and one rollout has no reward."""
     none = math.nan
     rewards = torch.tensor(

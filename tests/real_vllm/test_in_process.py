@@ -49,9 +49,7 @@ def expected(model: Any, ids: list[int]) -> np.ndarray:
     return rows.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].numpy()
 
 
-def test_a_request_finishes_with_the_adapter_it_began_with(
-    said: dict[str, Any], models: list[tuple[dict[str, Any], Any]]
-):
+def test_request_keeps_its_adapter(said: dict[str, Any], models: list[tuple[dict[str, Any], Any]]):
     found = said["versions"]
     assert found["still"], "the version arrived while it was drawn"
     assert found["meanwhile"]["adapters"] == [1], "its adapter is kept under it; the new one comes with a request"
@@ -64,29 +62,29 @@ def test_a_request_finishes_with_the_adapter_it_began_with(
     assert found["unproved"] is None, "the probe was asked for when nothing was drawn any more"
 
 
-def test_a_cancelled_request_is_taken_out_of_vllm(said: dict[str, Any]):
+def test_cancelled_request_is_aborted_in_vllm(said: dict[str, Any]):
     found = said["cancelled"]
     assert found["left"]["requests"] == 0
     assert len(found["again"]["ids"]) == 16 and found["again"] == found["undisturbed"]
 
 
-def test_nothing_is_drawn_in_a_pause(said: dict[str, Any]):
+def test_no_tokens_are_sampled_in_a_pause(said: dict[str, Any]):
     assert said["paused"] == {"held": True, "tokens": 120}
 
 
-def test_a_pause_that_does_not_come_is_said_and_changes_nothing(said: dict[str, Any]):
+def test_failed_pause_is_reported_and_changes_nothing(said: dict[str, Any]):
     assert said["not_paused"]["said"] == "vLLM was not paused: its turn on the device did not end in 0.2 s"
     assert said["not_paused"]["tokens"] == 120
 
 
-def test_only_a_request_wakes_it(said: dict[str, Any]):
+def test_sleeping_engine_wakes_on_request(said: dict[str, Any]):
     found = said["asleep"]
     assert found["cancelled"] and found["words"] == 1 and found["slept"], "the name of a call that has ended was left"
     assert found["still"], "it sleeps on"
     assert found["awake"] and found["tokens"] == 8
 
 
-def test_health_tells_of_a_vllm_that_broke(said: dict[str, Any]):
+def test_health_reports_a_broken_vllm(said: dict[str, Any]):
     found = said["broken"]
     assert found["well"]["ok"] is True and "reason" not in found["well"]
     first, second = found["said"]

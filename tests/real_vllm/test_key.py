@@ -28,7 +28,7 @@ print(json.dumps({path: asyncio.run(status(path)) for path in sys.argv[1:]}))
 """
 
 
-def test_vllms_key_does_not_guard_the_routes_that_steer_it() -> None:
+def test_control_routes_do_not_use_the_vllm_key() -> None:
     """What docs/vllm-and-sglang.md warns of, asked of vLLM's own guard, without a key."""
     guarded = ("/v1/models", "/v1/load_lora_adapter", "/inference/v1/generate")
     open_to_all = ("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version")

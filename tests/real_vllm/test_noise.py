@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 SEED = 3
 
 
-def test_noise_lies_on_the_norms_and_comes_off_again(tmp_path: Path) -> None:
+def test_noise_is_added_to_norms_and_removed(tmp_path: Path) -> None:
     clean, noisy = small_model("qwen3", seed=8), small_model("qwen3", seed=8)
     names = write_noisy_norms(contract_model(), tmp_path, sigma=0.2, seed=7, version=0)
     noisy.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
@@ -42,7 +42,7 @@ def test_noise_lies_on_the_norms_and_comes_off_again(tmp_path: Path) -> None:
     on_shared_vllm(check)
 
 
-def test_noise_under_adapters_goes_with_the_run(tmp_path: Path) -> None:
+def test_noise_with_adapters_ends_with_the_run(tmp_path: Path) -> None:
     """It lies on the norms of the base model, which no adapter replaces: whoever comes next would draw with it."""
     manifest, _ = adapter(tmp_path / "one", 1, 4)
     clean, noisy = small_model("qwen3", seed=8), with_noise(small_model("qwen3", seed=8), 0.2, SEED, 1)
@@ -61,7 +61,7 @@ def test_noise_under_adapters_goes_with_the_run(tmp_path: Path) -> None:
     on_shared_vllm(check, lora_rank=4)
 
 
-def test_the_noise_of_a_run(tmp_path: Path) -> None:
+def test_noise_of_a_run(tmp_path: Path) -> None:
     """Three steps in three stages: none, .2 and .1. What was drawn has the log-probs of each version's own noise."""
     noise = {"enabled": True, "sigma_start": 0.2, "sigma_end": 0.1, "num_stages": 3}
     train = {"noise_scheduler": noise, "max_steps": 3, "seed": SEED}

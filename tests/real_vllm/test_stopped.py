@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 SHARED = Path("/dev/shm")
 
 
-def test_one_that_is_stopped_for_a_while_at_every_stage(tmp_path: Path) -> None:
+def test_vllm_suspended_at_every_stage(tmp_path: Path) -> None:
     """The run says which process it waits for and goes on to the weights of an undisturbed one, to the bit. vLLM says
     that it is well while its engine is stopped."""
     undisturbed = [record["weights"] for record in lines(own_server_run() / "out" / "journal.jsonl")]

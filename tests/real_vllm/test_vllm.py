@@ -96,7 +96,7 @@ def test_adapters_have_a_name_a_version(tmp_path: Path) -> None:
     on_shared_vllm(check, lora_rank=4, adapter_name="pond")
 
 
-def test_an_update_in_flight_is_noted_per_token() -> None:
+def test_weight_update_during_generation_is_recorded_per_token() -> None:
     """The first tokens have the old weights' log-probs and the rest the new ones', from the token the span names."""
     old, new = small_model("qwen3", seed=8), small_model("qwen3", seed=21)
 
@@ -118,7 +118,7 @@ def test_an_update_in_flight_is_noted_per_token() -> None:
     on_shared_vllm(check)
 
 
-def test_a_broken_file_is_refused_before_a_tensor_is_replaced() -> None:
+def test_broken_file_is_rejected_before_any_tensor_is_replaced() -> None:
     async def check(engine: VllmRolloutEngine) -> None:
         manifest = engine_servers.publish(6, dict(small_model("qwen3", seed=30).named_parameters()))
         path = Path(manifest["path"]) / "model.safetensors"
@@ -145,7 +145,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_server_that_does_not_fit_is_refused_by_name(name: str) -> None:
+def test_server_that_does_not_fit_is_refused_by_name(name: str) -> None:
     changes, message = REFUSED[name]
 
     async def connect() -> None:
@@ -171,7 +171,7 @@ def check_run(out: Path, steps: int) -> None:
     assert sorted(path.name for path in (out / "weights").iterdir()) == [f"v{steps - 1:06d}", f"v{steps:06d}"]
 
 
-def test_a_run_with_a_server_of_its_own() -> None:
+def test_run_with_a_server_of_its_own() -> None:
     out = own_server_run() / "out"
     check_run(out, OWN_STEPS)
     log = (out / "logs" / "vllm.log").read_text("utf-8")
@@ -179,7 +179,7 @@ def test_a_run_with_a_server_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("victim", ["engine", "engine that owes an answer"])
-def test_a_server_that_dies_is_named_with_its_log(tmp_path: Path, victim: str) -> None:
+def test_server_that_dies_is_named_with_its_log(tmp_path: Path, victim: str) -> None:
     """vLLM answers that somebody should see the stack trace above; it is in its log, and nothing follows. To a call
     that its engine was to answer it never says anything, and waits with its own end until it has. (A server that is
     killed itself: tests/e2e/test_server_lost.py.)"""
@@ -211,7 +211,7 @@ def test_a_server_that_dies_is_named_with_its_log(tmp_path: Path, victim: str) -
     assert not pids("-f", f"port {infer['port']}"), "nothing of it is left"
 
 
-def test_a_split_run_samples_from_vllm(tmp_path: Path) -> None:
+def test_split_run_samples_from_vllm(tmp_path: Path) -> None:
     """Three processes: grpo-infer starts vLLM, grpo-orch asks it, grpo-train writes what it reloads."""
     infer = {"engine_python": vllm_python(), "port": free_port(), "engine_args": {"enforce_eager": True}}
     done = grpo(tmp_path, "--layout", "split", infer=infer, train={"max_steps": 2})
@@ -219,7 +219,7 @@ def test_a_split_run_samples_from_vllm(tmp_path: Path) -> None:
     check_run(tmp_path / "out", 2)
 
 
-def test_a_run_with_adapters_on_a_server_that_runs(tmp_path: Path) -> None:
+def test_run_with_adapters_on_a_server_that_runs(tmp_path: Path) -> None:
     train = {"lora": True, "lora_rank": 4, "lora_alpha": 8, "max_steps": 2}
     done = grpo(tmp_path, infer={}, train=train, orch={"client": {"base_url": f"{shared_vllm()}/v1"}})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -239,7 +239,7 @@ def main(args):
 """
 
 
-def test_the_launcher_starts_a_server(tmp_path: Path) -> None:
+def test_launcher_starts_a_server(tmp_path: Path) -> None:
     row = {"question": "Ann has 6 pens and buys 7. How many?", "answer": "6 + 7 = 13\n#### 13"}
     (tmp_path / "data").mkdir()
     for split in ("train", "test"):
@@ -259,7 +259,7 @@ def test_the_launcher_starts_a_server(tmp_path: Path) -> None:
     check_run(tmp_path / "outputs" / "e" / "t", 2)
 
 
-def test_an_unknown_engine_argument_is_named(tmp_path: Path) -> None:
+def test_unknown_engine_argument_is_named(tmp_path: Path) -> None:
     infer = {"engine_python": vllm_python(), "port": free_port(), "engine_args": {"enforce_eeger": True}}
     done = grpo(tmp_path, infer=infer)
     assert done.returncode == 2

@@ -58,7 +58,7 @@ def untimed(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "throughput/"))} for line in metrics]
 
 
-def test_items_train_evaluate_and_leave_none_out(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_training_and_evaluation_use_all_items(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     trainer = GRPOTrainer(
         model, ITEMS, eval_dataset=ITEMS[:2], eval_steps=2, num_steps=3, output_dir=str(tmp_path / "run"),
         log_completions=1, **SHORT,
@@ -76,7 +76,7 @@ def test_items_train_evaluate_and_leave_none_out(model: str, tmp_path: Path, cap
     assert 0 <= tested["mean"] <= 1 and tested["error_frac"] < 1
 
 
-def test_a_resumed_run_equals_an_undisturbed_one(model: str, tmp_path: Path):
+def test_resumed_run_equals_an_undisturbed_one(model: str, tmp_path: Path):
     arguments = {**SHORT, "saving_steps": 1}
     whole = GRPOTrainer(model, ITEMS, num_steps=3, output_dir=str(tmp_path / "whole"), **arguments)
     whole.train()
@@ -105,7 +105,7 @@ def test_other_data_cannot_be_resumed(model: str, tmp_path: Path):
         GRPOTrainer(model, ITEMS[1:], num_steps=2, output_dir=tmp_path, resume_from_checkpoint=True, **fewer).train()
 
 
-def test_a_model_object_and_trl_rewards(model: str, tmp_path: Path):
+def test_model_object_and_trl_rewards(model: str, tmp_path: Path):
     """Trained in place, put back as it was; its own tokenizer is not needed if one is given."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(model)
     loaded.name_or_path = ""
@@ -205,7 +205,7 @@ def test_trls_entropy_vespo_and_objectives(model: str, tmp_path: Path):
     assert missing
 
 
-def test_lora_on_a_model_object_leaves_the_object_alone(model: str, tmp_path: Path):
+def test_lora_does_not_modify_the_model_object(model: str, tmp_path: Path):
     loaded: Any = AutoModelForCausalLM.from_pretrained(model)
     before = {name: p.detach().clone() for name, p in loaded.named_parameters()}
     trainer = GRPOTrainer(
@@ -219,7 +219,7 @@ def test_lora_on_a_model_object_leaves_the_object_alone(model: str, tmp_path: Pa
     assert 0 <= trainer.test(ITEMS[:2])["mean"] <= 1
 
 
-def test_an_adapter_to_start_from_must_exist(model: str):
+def test_start_adapter_must_exist(model: str):
     with pytest.raises(ArgumentError, match=r"GRPOTrainer: adapter_path: .*nowhere.* adapter_config"):
         GRPOTrainer(model, ITEMS, lora=True, adapter_path="nowhere")
 
@@ -245,7 +245,7 @@ def test_arguments_that_are_refused(model: str, monkeypatch: pytest.MonkeyPatch)
         GRPOTrainer(model, ITEMS)
 
 
-def test_a_model_that_is_wrapped_already_is_refused(model: str, tmp_path: Path):
+def test_wrapped_model_is_refused(model: str, tmp_path: Path):
     from peft import LoraConfig, get_peft_model
 
     wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(task_type="CAUSAL_LM"))
@@ -271,7 +271,7 @@ def test_importing_the_package_loads_no_torch():
     assert result.returncode == 0, result.stderr
 
 
-def test_it_trains_where_an_event_loop_is_running(model: str, tmp_path: Path):
+def test_training_works_inside_an_event_loop(model: str, tmp_path: Path):
     """As in a notebook."""
 
     async def cell() -> float:

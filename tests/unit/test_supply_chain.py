@@ -41,7 +41,7 @@ def test_every_entry_of_the_lock_has_a_version_and_a_hash():
     assert "://" not in LOCK and "torch" not in entries
 
 
-def test_the_lock_has_all_direct_dependencies_and_the_tested_versions():
+def test_lock_has_all_direct_dependencies_and_the_tested_versions():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     names = [Requirement(text).name for text in [*project["dependencies"], *extras["dev"], *extras["audit"]]]
@@ -52,14 +52,14 @@ def test_the_lock_has_all_direct_dependencies_and_the_tested_versions():
     assert {name: locked[name] for name in tested} == tested, "run `make lock`"
 
 
-def test_the_page_of_licences_lists_what_is_locked():
+def test_page_of_licences_lists_what_is_locked():
     rows = re.findall(r"^\| ([a-z0-9-]+) \| (\S+) \| (.+) \|$", (ROOT / "docs" / "licences.md").read_text(), re.M)
     assert {name: version for name, version, _ in rows} == tool.locked(), "run `make lock`"
     assert sum(licence != "see its repository" for _, _, licence in rows) > 0.9 * len(rows)
 
 
 @pytest.mark.parametrize("kind", tool.SECRETS)
-def test_a_planted_secret_is_found_and_not_shown(kind: str, tmp_path: Path):
+def test_planted_secret_is_found_and_not_printed(kind: str, tmp_path: Path):
     file = tmp_path / "notes.md"
     file.write_text(f"first line\nkey: {PLANTED[kind]}\n")
     assert tool.find_secrets([file]) == [f"{file}:2: {kind}"]

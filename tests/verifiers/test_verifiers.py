@@ -199,7 +199,7 @@ def test_v0_a_rollout_that_fails_is_not_compared(made: list[Any]):
     assert "broken" in str(failed.error), failed.error
 
 
-def test_a_run_trains_on_one(tmp_path: Path):
+def test_run_trains_on_one(tmp_path: Path):
     """`shoal grpo` with a model of random weights; the environment rewards the share of letters."""
     model = tmp_path / "model"
     small_model("qwen3").save_pretrained(model)
@@ -220,14 +220,14 @@ def test_a_run_trains_on_one(tmp_path: Path):
     assert all(line["optim/grad_norm"] > 0 and line["mismatch/k3"] < 1e-9 for line in lines), lines
 
 
-def test_an_environment_that_takes_too_long(made: list[Any]):
+def test_environment_that_takes_too_long(made: list[Any]):
     environment = verifiers("v0", "examples-v0", args={"kind": "single"}, timeout_s=0.01)
     made.append(environment)
     (rollout,), _ = play(environment, lambda _: ("4", "stop"))
     assert rollout.status == "timeout" and "longer than 0.01 s" in str(rollout.error)
 
 
-def test_what_cannot_be_loaded_is_told_in_one_line():
+def test_unloadable_environment_gives_one_line():
     with pytest.raises(ConfigError, match=r"verifiers:no-such-env: .*Could not import"):
         verifiers("v0", "no-such-env")
     with pytest.raises(ConfigError, match="verifiers:no-such-env: "):

@@ -24,7 +24,7 @@ limits = load_benchmark("limits")
 SMALL = limits.ModelShape(20, 10, 5, layers=2, query_numbers=3, cache_numbers=4, adapter_numbers=7)
 
 
-def test_decode_counts_what_a_step_cannot_do_without():
+def test_decode_counts_the_minimum_bytes():
     # One sequence, prompt 3, 3 new: two steps, looking at 4 and 5 keys.
     work = SMALL.decode([(3, 3)], slots=8)
     assert work.bytes == 2 * (15 * 2) + (4 + 5) * 8 + 2 * 8
@@ -39,7 +39,7 @@ def test_decode_shares_weights_between_slots():
     assert together.operations == one_by_one.operations == 4 * alone.operations
 
 
-def test_the_longest_sequence_bounds_the_steps():
+def test_longest_sequence_bounds_the_steps():
     # 1 + 5 tokens after the first ones in two slots: not 3 steps but 5.
     work = SMALL.decode([(1, 2), (1, 6)], slots=2)
     assert work.bytes == 5 * 30 + (2 + (2 + 3 + 4 + 5 + 6)) * 8 + 6 * 8
@@ -57,14 +57,14 @@ def test_training_counts_six_operations_a_parameter_and_four_under_adapters():
     assert SMALL.optimizer_bytes(20) == 20 * (24 + 4 + 2)
 
 
-def test_limits_are_rates_and_the_tighter_one_counts():
+def test_limit_is_the_lower_of_two_rates():
     rates = limits.Rates(bytes_per_s=100.0, operations_per_s=1000.0)
     found = limits.Work(bytes=200.0, operations=500.0).limits(rates, tokens=4, measured=1.0)
     assert found == {"limit_bytes": 2.0, "limit_operations": 8.0, "fraction": 0.5}
     assert limits.Work(200.0, 500.0).least_s(rates) == 2.0
 
 
-def test_a_known_shape():
+def test_known_shape():
     shape = limits.ModelShape.of(shape_config("qwen2.5-0.5b"))
     assert shape.parameters == 494_032_768
     assert shape.head_weights == 151_936 * 896
@@ -78,6 +78,6 @@ def test_a_known_shape():
     assert decode.limits(rates, 128 * 255, 0.0)["limit_bytes"] == pytest.approx(395_800, rel=5e-3)
 
 
-def test_an_untied_embedding_is_not_read_whole():
+def test_untied_embedding_reads_only_needed_rows():
     shape = limits.ModelShape.of(shape_config("qwen2.5-7b"))
     assert shape.parameters - (shape.body_weights + shape.head_weights) > 151_936 * 3584

@@ -21,12 +21,12 @@ def models_page(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def test_the_page_is_current(models_page: Any) -> None:
+def test_page_is_current(models_page: Any) -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "models.json").read_text("utf-8"))
     assert models_page.PAGE.read_text("utf-8") == models_page.page(result), "run python benchmarks/models_page.py"
 
 
-def test_a_family_is_named_by_what_was_found(models_page: Any) -> None:
+def test_family_names_the_detected_format(models_page: Any) -> None:
     works = {"status": "works", "path": "modules"}
     assert models_page.group_of(works) == models_page.MODULES
     assert models_page.group_of(works | {"path": "fused"}) == models_page.FUSED

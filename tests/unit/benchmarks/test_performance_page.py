@@ -38,13 +38,13 @@ def goal(page: str, work: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_the_page_is_current(tmp_path: Path):
+def test_page_is_current(tmp_path: Path):
     written = write_page(ROOT / "benchmarks" / "results", tmp_path / "page.md")
     current = (ROOT / "docs" / "performance.md").read_text("utf-8")
     assert written == current, "run python benchmarks/performance.py"
 
 
-def test_without_results_everything_is_missing(tmp_path: Path):
+def test_pages_without_results_have_no_figures(tmp_path: Path):
     page = write_page(tmp_path, tmp_path / "page.md")
     assert page.count("| not measured yet |") == 23
     assert page.count("Not measured yet: ") == 8
@@ -53,7 +53,7 @@ def test_without_results_everything_is_missing(tmp_path: Path):
 @pytest.mark.parametrize(
     ("rate", "verdict"), [(110_000.0, "below"), (120_000.0, "exceeded"), (130_000.0, "target reached")]
 )
-def test_a_goal_is_judged(tmp_path: Path, rate: float, verdict: str):
+def test_goal_is_compared(tmp_path: Path, rate: float, verdict: str):
     save(tmp_path, "train.json", [train_row(rate)])
     cells = goal(write_page(tmp_path, tmp_path / "page.md"), "packed training")
     assert cells[1:] == [
@@ -66,7 +66,7 @@ def test_a_goal_is_judged(tmp_path: Path, rate: float, verdict: str):
     ]
 
 
-def test_a_smoke_run_is_no_measurement_and_the_first_file_counts(tmp_path: Path):
+def test_smoke_run_is_not_a_measurement(tmp_path: Path):
     save(tmp_path, "train.json", [train_row(130_000.0)], smoke=True)
     save(tmp_path, "train_a.json", [train_row(110_000.0)])
     save(tmp_path, "train_b.json", [train_row(120_000.0), train_row(9.0, name="LoRA r16")])

@@ -35,7 +35,7 @@ def test_every_recorded_run_is_predicted_within_a_quarter(written: tuple[dict[st
     assert wrong == {}
 
 
-def test_memory_is_hardly_underestimated(written: tuple[dict[str, Any], str]):
+def test_memory_is_not_underestimated(written: tuple[dict[str, Any], str]):
     rows = [row for row in written[0]["rows"] if row["use"] != "shown" and "memory_error" in row]
     assert len(rows) >= 40
     for row in rows:
@@ -43,13 +43,13 @@ def test_memory_is_hardly_underestimated(written: tuple[dict[str, Any], str]):
         assert LEAST_MEMORY < row["memory_error"] < (MOST_MEMORY if trains else MOST_ENGINE_MEMORY), row["name"]
 
 
-def test_the_page_and_its_results_are_current(written: tuple[dict[str, Any], str]):
+def test_page_and_its_results_are_current(written: tuple[dict[str, Any], str]):
     result, page = written
     assert result == RECORDED, "run python benchmarks/plan_errors.py --fit"
     assert page == (ROOT / "docs" / "planning.md").read_text("utf-8"), "run python benchmarks/plan_errors.py"
 
 
-def test_the_declared_constants_are_the_fitted_ones():
+def test_declared_constants_are_the_fitted_ones():
     assert RECORDED["constants"] == RECORDED["fit"]
 
 

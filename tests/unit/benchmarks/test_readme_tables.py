@@ -21,12 +21,12 @@ def row(page: str, label: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_the_readme_is_current(tmp_path: Path):
+def test_readme_is_current(tmp_path: Path):
     page = written(ROOT / "benchmarks" / "results", tmp_path / "README.md")
     assert page == (ROOT / "README.md").read_text("utf-8"), "run python benchmarks/readme_tables.py"
 
 
-def test_a_device_without_a_result_has_empty_cells(tmp_path: Path):
+def test_device_without_a_result_has_empty_cells(tmp_path: Path):
     page = (ROOT / "README.md").read_text("utf-8")
     assert row(page, "NVIDIA T4")[1:] == [""] * 5
     assert all("benchmarks/results/" in cell for cell in row(page, "NVIDIA H200")[3:])
@@ -40,7 +40,7 @@ def test_without_results_no_figure_remains(tmp_path: Path):
     assert "tokens/s" not in page
 
 
-def test_the_tutorial_has_the_recorded_figures():
+def test_tutorial_shows_the_recorded_figures():
     page = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
     recorded = json.loads((ROOT / "benchmarks" / "results" / "tutorial_cpu.json").read_text("utf-8"))
     first, last = (f"{value:.2f}".lstrip("0") for value in recorded["held_out"])

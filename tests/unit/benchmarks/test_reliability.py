@@ -30,5 +30,5 @@ def test_every_named_test_exists():
         assert name in functions_of(ROOT / "tests" / file), test
 
 
-def test_the_page_is_up_to_date():
+def test_page_is_up_to_date():
     assert (ROOT / "docs" / "reliability.md").read_text() == load_script().page()

@@ -42,12 +42,12 @@ def run(arm: str, seed: int, *rewards: float) -> dict[str, Any]:
     return {"arm": arm, "seed": seed, "held_out": held_out, "rollouts_mean": 64.0, "cpu_seconds": 1.0}
 
 
-def test_the_page_is_up_to_date(script: ModuleType):
+def test_page_is_up_to_date(script: ModuleType):
     written = (ROOT / "docs" / "results.md").read_text("utf-8")
     assert written == script.page(RECORDED), "run python benchmarks/results_page.py"
 
 
-def test_a_missing_file_is_not_measured_and_leaves_no_figure(script: ModuleType, tmp_path: Path):
+def test_missing_file_gives_no_figure(script: ModuleType, tmp_path: Path):
     assert script.page(tmp_path).count("Not measured yet: ") == len(FILES)
     for missing in FILES:
         folder = tmp_path / missing
@@ -60,7 +60,7 @@ def test_a_missing_file_is_not_measured_and_leaves_no_figure(script: ModuleType,
         assert f"{missing}.json" not in page
 
 
-def test_the_recorded_ablations_belong_to_the_committed_configuration():
+def test_recorded_ablations_belong_to_the_committed_configuration():
     found = json.loads((RECORDED / "ablations_cpu.json").read_text("utf-8"))
     for key, file in {"config": "config.yaml", "warm_up": "warm_up.yaml", "arms": "arms.yaml"}.items():
         assert found[key] == read(EXPERIMENT / file), f"{file} was changed after the measurement"
@@ -99,13 +99,13 @@ def test_differences_are_paired_by_seed(tables: ModuleType):
     assert math.isinf(keep.difference.half) and not keep.difference.excludes_zero
 
 
-def test_a_failed_run_is_left_out_of_the_means(tables: ModuleType):
+def test_failed_run_is_excluded_from_the_means(tables: ModuleType):
     runs = [run("base", 1, 0.0, 0.5), {"arm": "skip", "seed": 1, "error": "out of memory"}]
     (row,) = tables.rows({"arms": {"replacement": {"skip": []}}, "runs": runs})
     assert row.name == "base"
 
 
-def test_the_interval_is_that_of_student(tables: ModuleType):
+def test_interval_uses_students_t(tables: ModuleType):
     found = tables.interval([1.0, 2.0, 3.0])  # standard deviation 1, two degrees of freedom
     assert found.mean == 2.0
     assert found.half == pytest.approx(4.303 / math.sqrt(3))

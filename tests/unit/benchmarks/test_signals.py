@@ -26,7 +26,7 @@ def recorded(script: Any) -> dict[str, Any]:
     return json.loads(script.RESULT.read_text("utf-8"))
 
 
-def test_the_page_is_current(script: Any, recorded: dict[str, Any]) -> None:
+def test_page_is_current(script: Any, recorded: dict[str, Any]) -> None:
     page = script.PAGE.read_text("utf-8")
     assert page == script.write_page(page, recorded), "run python benchmarks/signals.py --page"
 
@@ -42,7 +42,7 @@ def test_each_arm_has_its_search_and_three_seeds(script: Any, recorded: dict[str
         assert script.SEARCH_SEED not in script.SEEDS
 
 
-def test_a_run_stops_at_the_first_step_that_reaches_its_target(script: Any, recorded: dict[str, Any]) -> None:
+def test_run_stops_at_the_first_step_that_reaches_its_target(script: Any, recorded: dict[str, Any]) -> None:
     for experiment in script.EXPERIMENTS:
         for run in recorded["runs"][experiment.name].values():
             means = script.moving_mean(run["curves"][experiment.metric])
@@ -53,7 +53,7 @@ def test_a_run_stops_at_the_first_step_that_reaches_its_target(script: Any, reco
             assert run["reached"] in (None, run["steps"])
 
 
-def test_the_tasks_reward_what_they_say(script: Any) -> None:
+def test_tasks_reward_as_described(script: Any) -> None:
     import signals_tasks as tasks
 
     def said(*texts: str) -> list[dict[str, Any]]:

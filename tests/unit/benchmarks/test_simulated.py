@@ -42,7 +42,7 @@ def test_requests_take_their_time_in_their_slots(simulated: Any):
     assert 0.1 <= wall_s < 0.3 and engine.busy_s >= 0.2 and engine.most_open == 4
 
 
-def test_a_version_loaded_on_the_way_is_in_the_spans(simulated: Any):
+def test_version_loaded_during_generation_is_in_the_spans(simulated: Any):
     async def run() -> Any:
         engine = simulated.SimulatedEngine(1, lambda _: 0.2, tokens=10)
         running = asyncio.ensure_future(engine.generate(request(0)))
@@ -55,7 +55,7 @@ def test_a_version_loaded_on_the_way_is_in_the_spans(simulated: Any):
     assert first.end == second.start and 3 <= first.end <= 7
 
 
-def test_running_ahead_gains_half_where_generation_and_training_take_as_long(simulated: Any, tmp_path: Path):
+def test_asynchronous_training_halves_balanced_steps(simulated: Any, tmp_path: Path):
     """Eight steps of one second each: 2 · 8 s in turns, 1 + 8 s one level ahead. The clock is virtual, so exactly."""
 
     def run(level: int, train_s: float = 1.0) -> Any:
@@ -71,7 +71,7 @@ def test_running_ahead_gains_half_where_generation_and_training_take_as_long(sim
     assert run(1, train_s=0.25).wall_s == pytest.approx(8.25), "where generation is the longer part it alone counts"
 
 
-def test_a_few_long_answers_hold_up_nobody_far_ahead(simulated: Any, tmp_path: Path):
+def test_long_answers_do_not_block_sampling_ahead(simulated: Any, tmp_path: Path):
     """One rollout in eight takes four seconds, the others one: in turns every step waits for the longest."""
 
     def wall_s(level: int) -> float:
@@ -84,7 +84,7 @@ def test_a_few_long_answers_hold_up_nobody_far_ahead(simulated: Any, tmp_path: P
     assert waited[4] < waited[1] < waited[0] and waited[4] < 0.5 * waited[0]
 
 
-def test_a_thousand_rollouts_at_once_cost_under_a_millisecond_each(simulated: Any):
+def test_thousand_concurrent_rollouts_take_under_a_millisecond_each(simulated: Any):
     """The real runner, reward pool, collector, packing and records; CPU time, so a busy machine does not count."""
     from many_rollouts import measure  # type: ignore[import-not-found]
 

@@ -21,7 +21,7 @@ def hang(until: threading.Event) -> None:
     until.wait(60)
 
 
-def test_a_device_that_hangs_is_waited_for_once() -> None:
+def test_hanging_device_is_awaited_once() -> None:
     """The deadline has passed when the engine is closed: its place on the thread never comes."""
     free, device = threading.Event(), ThreadPoolExecutor(1)
 

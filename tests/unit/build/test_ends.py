@@ -17,13 +17,13 @@ def refuse() -> tuple[str, int]:
     raise HardwareError("no such device")
 
 
-def test_a_run_refused_at_its_start_frees_the_folder(tmp_path: Path):
+def test_run_refused_at_its_start_frees_the_folder(tmp_path: Path):
     with RunDir.create(tmp_path, "", {}) as run_dir, pytest.raises(HardwareError):
         record_end(run_dir, "go on", refuse)
     assert not is_used(tmp_path)
 
 
-def test_a_run_refused_later_is_not_left_running(tmp_path: Path):
+def test_run_refused_later_is_not_left_running(tmp_path: Path):
     with RunDir.create(tmp_path, "", {}) as run_dir:
         run_dir.write_status("running", step=3, reason="resumed", resumable=True)
         with pytest.raises(HardwareError):
@@ -33,7 +33,7 @@ def test_a_run_refused_later_is_not_left_running(tmp_path: Path):
     assert "no such device" in status["reason"]
 
 
-def test_after_a_second_signal_the_status_names_what_there_is_to_go_on_from(tmp_path: Path):
+def test_second_signal_status_names_the_checkpoint(tmp_path: Path):
     with RunDir.create(tmp_path, "", {}, "go on") as run_dir:
         said = "ended at once by a second signal; there is no checkpoint yet, so the run starts again from the "
         said += "beginning"
@@ -48,7 +48,7 @@ def test_after_a_second_signal_the_status_names_what_there_is_to_go_on_from(tmp_
         assert (status["state"], status["resumable"], status["next_command"]) == ("interrupted", True, "go on")
 
 
-def test_damaged_lines_that_a_resume_leaves_out_are_told(tmp_path: Path):
+def test_damaged_lines_omitted_by_a_resume_are_reported(tmp_path: Path):
     with RunDir.create(tmp_path, "", {}, "go on") as run_dir:
         for step in (1, 2, 3):
             run_dir.append_journal(step, {})

@@ -27,7 +27,7 @@ class Programs(CodeTools):
         return 0.5
 
 
-def test_an_adapter_is_evaluated_with_its_chat_template(tmp_path: Path):
+def test_adapter_is_evaluated_with_its_chat_template(tmp_path: Path):
     def template(adapter: Path | None) -> str | None:
         folder = None if adapter is None else str(adapter)
         return evaluation_config("base", "arithmetic", {}, folder, SETTINGS, "cpu").orch.chat_template

@@ -44,12 +44,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     ],
     ids=str,
 )
-def test_how_many_are_started(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], found: int, started: int):
+def test_number_of_processes(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], found: int, started: int):
     gpus(monkeypatch, found)
     assert ranks_to_start(TrainConfig(**fields), None) == started
 
 
-def test_a_rank_starts_none_and_knows_its_place(monkeypatch: pytest.MonkeyPatch):
+def test_rank_starts_no_ranks_and_knows_its_number(monkeypatch: pytest.MonkeyPatch):
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     assert ranks_to_start(TrainConfig(gpus=2, device="cpu"), None) == 0
@@ -62,7 +62,7 @@ def test_a_rank_starts_none_and_knows_its_place(monkeypatch: pytest.MonkeyPatch)
     [(None, 1, "this machine has 1; use train.gpus=1"), ("0", 1, "CUDA_VISIBLE_DEVICES=0 shows 1; use train.gpus=1"),
      (None, 0, "this machine has none; use train.device=cpu, which starts 2 processes on the CPU")],
 )  # fmt: skip
-def test_more_than_there_are(monkeypatch: pytest.MonkeyPatch, visible: str | None, found: int, said: str):
+def test_more_examples_than_available(monkeypatch: pytest.MonkeyPatch, visible: str | None, found: int, said: str):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -82,7 +82,7 @@ def config(folder: Path) -> RunConfig:
     return RunConfig.model_validate({"train": train, "orch": {"env": env}})
 
 
-def test_a_rank_reads_what_it_is_told_once_and_whole(tmp_path: Path):
+def test_rank_reads_its_input_once(tmp_path: Path):
     start = {"resume": True, "notices": ["a note"], "next_command": "shoal grpo --resume"}
     files = {"config.yaml": as_yaml(config(tmp_path), secrets=True), "start.json": json.dumps(start)}
     _write_start(tmp_path, 1, files)
@@ -94,7 +94,7 @@ def test_a_rank_reads_what_it_is_told_once_and_whole(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rank_of_another_command_is_told_the_command_alone(tmp_path: Path):
+def test_rank_of_another_command_gets_the_command_only(tmp_path: Path):
     command = ["grpo-train", "train.yaml", "train.gpus=2"]
     _write_start(tmp_path, 0, {"start.json": json.dumps({"command": command})})
     assert read_start(tmp_path, 0) == command
@@ -118,7 +118,7 @@ class Ended:
         ({0: 1, 1: 3}, {1: ("lost", True)}, 70, "ended with exit code 1"),
     ],
 )
-def test_the_reason_is_that_of_the_rank_that_had_one(
+def test_error_reason_is_that_of_the_failed_rank(
     tmp_path: Path, codes: dict[int, int], told: dict[int, tuple[str, bool]], code: int, says: str
 ):
     for rank, (message, lost) in told.items():
@@ -132,7 +132,7 @@ def test_the_reason_is_that_of_the_rank_that_had_one(
 
 
 @pytest.mark.parametrize(("signalled", "killed", "code"), [(False, 70, 70), (True, 143, 143)])
-def test_a_killed_rank_has_the_code_of_whoever_started_it(tmp_path: Path, signalled: bool, killed: int, code: int):
+def test_killed_rank_gives_the_exit_code_of_its_launcher(tmp_path: Path, signalled: bool, killed: int, code: int):
     watched: Any = Ended({0: -15, 1: -15}, signalled=signalled)
     end = _conclude(watched, tmp_path, 1)
     assert end is not None and (end.code, end.signalled) == (-15, signalled)
@@ -141,7 +141,7 @@ def test_a_killed_rank_has_the_code_of_whoever_started_it(tmp_path: Path, signal
     assert error.value.exit_code == code
 
 
-def test_after_a_signal_the_first_rank_speaks(tmp_path: Path):
+def test_first_rank_reports_a_signal(tmp_path: Path):
     write_end(tmp_path, 0, "interrupted; saved", lost=False)
     watched: Any = Ended({1: 3, 0: 130}, signalled=True)
     end = _conclude(watched, tmp_path, 1)
@@ -152,6 +152,6 @@ def test_after_a_signal_the_first_rank_speaks(tmp_path: Path):
     assert json.loads((tmp_path / "rank0.json").read_text())["lost"] is False
 
 
-def test_all_well(tmp_path: Path):
+def test_no_findings(tmp_path: Path):
     watched: Any = Ended({0: 0, 1: 0})
     assert _conclude(watched, tmp_path, 1) is None

@@ -53,17 +53,17 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(("wanted", "slots"), ((1, 8), (8, 8), (9, 16), (64, 64)))
-def test_what_is_wanted_rounded_up_to_whole_rows(wanted: int, slots: int) -> None:
+def test_slots_are_rounded_up(wanted: int, slots: int) -> None:
     assert cache_only(DECODER, LAYERS, replace(ASKED, slots=wanted)).slots == slots
 
 
-def test_the_copy_of_a_checkpoint_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_of_a_checkpoint_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_memory(monkeypatch, int(30 * BYTES_PER_SLOT / CPU_SHARE))
     copied = int(14 * BYTES_PER_SLOT / CPU_SHARE)
     assert cache_only(DECODER, LAYERS, replace(ASKED, host_copy=copied)).slots == 16
 
 
-def test_as_many_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_memory(monkeypatch, int(30 * BYTES_PER_SLOT / CPU_SHARE))
     assert cache_only(DECODER, LAYERS, ASKED).slots == 24
     assert cache_only(DECODER, LAYERS, replace(ASKED, context_tokens=120)).slots == 24, "contexts are whole blocks"
@@ -76,7 +76,7 @@ def test_too_little_memory_names_a_setting_that_works(monkeypatch: pytest.Monkey
         cache_only(DECODER, LAYERS, ASKED)
 
 
-def test_the_cache_first_then_the_largest_useful_micro_batch() -> None:
+def test_plan_fits_the_cache_then_the_largest_micro_batch() -> None:
     plan = decide(MEASURED, ASKED)
     assert (plan.slots, plan.recompute) == (64, False)
     assert plan.micro_batch_tokens == (ROOM - 64_000) // 30
@@ -85,7 +85,7 @@ def test_the_cache_first_then_the_largest_useful_micro_batch() -> None:
     assert decide(roomy, replace(ASKED, step_tokens=5000)).micro_batch_tokens == 5000
 
 
-def test_layers_are_computed_again_only_where_a_row_does_not_fit_otherwise() -> None:
+def test_activation_checkpointing_only_for_rows_that_do_not_fit() -> None:
     dear = replace(MEASURED, costs={False: Cost(0, 400), True: Cost(0, 40)})
     plan = decide(dear, ASKED)
     assert plan.recompute and plan.slots == 64 and plan.micro_batch_tokens == (ROOM - 64_000) // 40
@@ -93,13 +93,13 @@ def test_layers_are_computed_again_only_where_a_row_does_not_fit_otherwise() -> 
         decide(dear, replace(ASKED, recompute=False))
 
 
-def test_the_cache_gives_way_to_a_row() -> None:
+def test_cache_shrinks_so_that_one_row_fits() -> None:
     plan = decide(MEASURED, replace(ASKED, slots=600, recompute=False))
     assert plan.slots == 296  # half of 600 in whole blocks, so that 2,048 tokens at 30 bytes fit
     assert plan.micro_batch_tokens >= 2048
 
 
-def test_more_slots_than_sure_ones_need_a_full_micro_batch_beside_them() -> None:
+def test_extra_slots_require_a_full_micro_batch() -> None:
     """The default follows the rollouts of a step, but never shrinks the micro-batch or turns on recomputation."""
     roomy = replace(MEASURED, slot=100, costs={False: Cost(0, 6), True: Cost(0, 6)})
     asked = replace(ASKED, slots=1024, sure_slots=256)
@@ -117,7 +117,7 @@ def test_more_slots_than_sure_ones_need_a_full_micro_batch_beside_them() -> None
     assert decide(tight, replace(asked, slots=720, sure_slots=None)).slots == 720, "what the user sets is obeyed"
 
 
-def test_what_the_user_sets_is_obeyed() -> None:
+def test_user_settings_are_respected() -> None:
     assert decide(MEASURED, replace(ASKED, utilization=0.02)).slots == 16
     sampling = replace(MEASURED, sampling=Sampling(prefill=20_000, decode=Cost(0, 600)))
     assert decide(sampling, replace(ASKED, utilization=0.046)).slots == 16, "prefills and decode steps are in the share"
@@ -126,14 +126,14 @@ def test_what_the_user_sets_is_obeyed() -> None:
     assert decide(MEASURED, replace(ASKED, recompute=True)).recompute
 
 
-def test_the_table_adds_up_to_the_device() -> None:
+def test_memory_table_sums_to_the_device() -> None:
     plan = decide(MEASURED, ASKED)
     assert sum(size for _, size in plan.lines) == pytest.approx(300_000 + 64_000 + 30 * plan.micro_batch_tokens)
     assert sum(size for _, size in plan.lines) <= TOTAL * (1 - RESERVE)
     assert [name for name, _ in plan.table()][-1] == "free"
 
 
-def test_captured_passes_have_a_share_of_their_own() -> None:
+def test_captured_passes_have_a_separate_memory_share() -> None:
     """As large as the largest, where it leaves a micro-batch three quarters; then smaller ones; then none."""
     roomy = replace(MEASURED, costs={False: Cost(0, 6), True: Cost(0, 6)})
     asked = replace(ASKED, captures=True)
@@ -156,7 +156,7 @@ def test_captured_passes_have_a_share_of_their_own() -> None:
     )
 
 
-def test_gathered_keys_take_their_share_of_what_captured_passes_keep() -> None:
+def test_captured_passes_count_gathered_keys() -> None:
     """Four a token are planned for; a pass of fewer tokens may gather more."""
     roomy = replace(MEASURED, costs={False: Cost(0, 10), True: Cost(0, 10)}, key_bytes=2)
     room = decide(roomy, replace(ASKED, captures=True, step_tokens=2048)).graphs
@@ -166,13 +166,13 @@ def test_gathered_keys_take_their_share_of_what_captured_passes_keep() -> None:
     assert decide(roomy, ASKED).keys_for_token == 5 and decide(MEASURED, ASKED).keys_for_token == 1
 
 
-def test_a_gathered_key_takes_its_gradients_too() -> None:
+def test_gathered_keys_count_their_gradients() -> None:
     """Two layers of two key heads, 32 fp32 numbers a key and a value; the backward of one has four heads' of them."""
     assert DECODER.config.num_attention_heads == 4
     assert gathered_bytes(LAYERS, DECODER) == 4 * (2 * 2 * (32 + 32) + 4 * (32 + 32))
 
 
-def test_a_refusal_says_what_would_fit() -> None:
+def test_refusal_names_settings_that_fit() -> None:
     tight = replace(MEASURED, costs={False: Cost(0, 900), True: Cost(0, 800)})
     with pytest.raises(HardwareError, match=r"does not fit.*train.sequence_len=768"):
         decide(tight, replace(ASKED, slots=8))
@@ -192,7 +192,7 @@ def test_a_refusal_says_what_would_fit() -> None:
         decide(replace(MEASURED, costs={False: UNAFFORDABLE, True: UNAFFORDABLE}), ASKED)
 
 
-def test_a_share_too_small_for_a_block_of_sequences_is_refused() -> None:
+def test_share_too_small_for_a_block_of_sequences_is_refused() -> None:
     with pytest.raises(HardwareError, match=r"more than infer.gpu_memory_utilization=0.001 allows; lower orch.seq_len"):
         decide(MEASURED, replace(ASKED, utilization=0.001))
     wanted = r"GiB, prefills and decode steps .* GiB, more than infer.gpu_memory_utilization=0.05 allows; raise infer"
@@ -200,7 +200,7 @@ def test_a_share_too_small_for_a_block_of_sequences_is_refused() -> None:
         decide(replace(MEASURED, sampling=Sampling(50_000)), replace(ASKED, utilization=0.05))
 
 
-def test_one_row_is_enough_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_starts_with_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two are measured where they fit: what a further token takes is then known more closely."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (TOTAL - 70_000, TOTAL))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 20_000)
@@ -235,14 +235,14 @@ def test_one_row_is_enough_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert none == UNAFFORDABLE and none.tokens_in(1e12) == 0
 
 
-def test_a_dry_prefill_and_decode_step_are_what_the_engine_does() -> None:
+def test_dry_passes_match_the_engine() -> None:
     """They only have to run, narrowed or not; what they took is read off the device."""
     measuring.dry_prefill(DECODER, 40, 16)
     for narrowed in (False, True):
         measuring.dry_decode(DECODER, 8, narrowed)
 
 
-def test_nothing_dry_stands_where_a_model_has_no_position(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_passes_respect_the_position_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of 16 positions, and a head that reads fewer numbers than a layer gives."""
     config = OPTConfig(
         vocab_size=64, hidden_size=32, word_embed_proj_dim=16, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2,
@@ -255,7 +255,7 @@ def test_nothing_dry_stands_where_a_model_has_no_position(monkeypatch: pytest.Mo
     make_policy(decoder).dry_run(40, 2)
 
 
-def test_what_a_row_of_a_decode_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_per_row_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sizes tell what each row takes from what all share."""
     rows: list[int] = []
     monkeypatch.setattr(measuring, "dry_prefill", lambda *_: rows.append(0))
@@ -282,12 +282,12 @@ def test_sampling_counts_beside_training() -> None:
 
 @pytest.mark.parametrize("prefill", (0, 100_000, 400_000))
 @pytest.mark.parametrize("captures", (False, True))
-def test_no_plan_is_larger_than_the_device(prefill: int, captures: bool) -> None:
+def test_plans_fit_the_device(prefill: int, captures: bool) -> None:
     plan = decide(replace(MEASURED, sampling=Sampling(prefill)), replace(ASKED, captures=captures))
     assert sum(size for _, size in plan.lines) <= TOTAL * (1 - RESERVE)
 
 
-def test_what_others_take_is_not_given_out() -> None:
+def test_memory_of_other_programs_is_reserved() -> None:
     plan = decide(replace(MEASURED, elsewhere=500_000), replace(ASKED, slots=8))
     assert plan.lines[0] == ("other programs and libraries", 500_000)
     assert sum(size for _, size in plan.lines) <= TOTAL * (1 - RESERVE)
@@ -299,7 +299,7 @@ def test_without_sampling_there_is_no_cache() -> None:
     assert plan.micro_batch_tokens == ROOM // 30
 
 
-def test_what_trains_nothing_has_its_cache_and_its_draws() -> None:
+def test_inference_only_plan_has_cache_and_sampling() -> None:
     alone = replace(ASKED, trains=False)
     measured = replace(
         MEASURED, optimizer=0, costs={False: Cost(0, 0)}, sampling=Sampling(prefill=5_000, decode=Cost(0, 500))
@@ -312,7 +312,7 @@ def test_what_trains_nothing_has_its_cache_and_its_draws() -> None:
     assert "KV cache of 8 sequences" in str(refused.value) and "one row" not in str(refused.value)
 
 
-def test_what_samples_nothing_is_told_nothing_about_a_cache() -> None:
+def test_trainer_without_sampling_has_no_cache_advice() -> None:
     with pytest.raises(HardwareError) as refused:
         decide(replace(MEASURED, costs={False: UNAFFORDABLE, True: Cost(0, 1000)}), replace(ASKED, slots=0))
     assert "train.sequence_len=512" in str(refused.value)

@@ -19,7 +19,7 @@ from support.models import small_model
 from support.servers import save
 
 
-def test_what_does_not_fit_is_refused_with_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_does_not_fit_is_refused_with_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, and the masters of what is trained; while training it is no bug either."""
 
     def fail(*_: object) -> None:
@@ -38,7 +38,7 @@ def test_what_does_not_fit_is_refused_with_settings(tmp_path: Path, monkeypatch:
     assert explain_oom("lower it", len, "ab") == 2
 
 
-def test_nobody_is_told_that_a_cpu_has_no_kernels(tmp_path: Path) -> None:
+def test_cpu_runs_have_no_kernel_notice(tmp_path: Path) -> None:
     """In no layout: the trainer of a split run says what the loop of one process does."""
     train = TrainConfig(model=str(save(small_model("qwen3"), tmp_path / "model")), device="cpu", max_steps=1)
     model = load(train)
@@ -47,7 +47,7 @@ def test_nobody_is_told_that_a_cpu_has_no_kernels(tmp_path: Path) -> None:
     assert not [line for line in model.notices if "training:" in line]
 
 
-def test_an_adapter_as_teacher_scores_as_peft_does(tmp_path: Path) -> None:
+def test_adapter_teacher_scores_as_in_peft(tmp_path: Path) -> None:
     from peft import PeftModel
 
     from shoal.models.lora import LoraSettings, attach
@@ -78,7 +78,7 @@ def test_an_adapter_as_teacher_scores_as_peft_does(tmp_path: Path) -> None:
             np.testing.assert_allclose(values[first:last][1:][at], expected[at], atol=1e-5)
 
 
-def test_a_teacher_with_another_tokenizer_is_refused() -> None:
+def test_teacher_with_another_tokenizer_is_refused() -> None:
     class Tokens:
         def __init__(self, **vocabulary: int) -> None:
             self.get_vocab = lambda: vocabulary

@@ -19,7 +19,7 @@ class TwoRanks(SingleProcess):
         return [min(pair) for pair in zip(numbers, self.other, strict=True)]
 
 
-def test_ranks_that_pass_together_cut_alike() -> None:
+def test_ranks_with_common_passes_split_equally() -> None:
     """Cut otherwise, one rank would wait for a pass that the others never make."""
     mine = MemoryPlan(8, 1000, False, keys_for_token=9)
     plan = agreed(mine, TwoRanks(900, 12, 0))
@@ -28,7 +28,7 @@ def test_ranks_that_pass_together_cut_alike() -> None:
 
 
 @pytest.mark.parametrize("kind", (SamplingConfig, EvalSamplingConfig))
-def test_draws_that_take_more_memory_are_known(kind: type[SamplingConfig] | type[EvalSamplingConfig]) -> None:
+def test_memory_of_truncated_sampling_is_counted(kind: type[SamplingConfig] | type[EvalSamplingConfig]) -> None:
     assert not _narrows(kind())
     assert not _narrows(kind(top_p=1.0, top_k=-1, min_p=0.0, min_tokens=0))
     assert all(map(_narrows, (kind(top_p=0.9), kind(top_k=5), kind(min_p=0.1), kind(min_tokens=3))))

@@ -9,7 +9,7 @@ from shoal.models.chat import Chat
 from shoal.models.random_models import character_tokenizer
 
 
-def test_a_prompt_of_100_mb_is_set_aside_at_once():
+def test_prompt_of_100_mb_is_skipped_fast():
     fits = fits_in(Chat(character_tokenizer()), 64)
     began = time.monotonic()
     assert not fits([{"role": "user", "content": "x" * 100_000_000}])
@@ -17,7 +17,7 @@ def test_a_prompt_of_100_mb_is_set_aside_at_once():
     assert fits([{"role": "user", "content": "x" * 20}])
 
 
-def test_the_edge_is_the_tokenizers_own():
+def test_template_edge_equals_the_tokenizer():
     """Ids one under, equal to and over the room."""
     chat = Chat(character_tokenizer())
     message = [{"role": "user", "content": "x" * 20}]

@@ -35,7 +35,7 @@ def value(flags: list[str], name: str) -> str:
     return flags[flags.index(name) + 1]
 
 
-def test_vllm_gets_what_the_run_says_and_what_training_needs() -> None:
+def test_vllm_receives_run_settings_and_training_requirements() -> None:
     flags = command({"engine": "vllm", "engine_python": "/venv/bin/python", "port": 8001, "tp": 2})
     assert flags[:3] == ["/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
     assert value(flags, "--logprobs-mode") == "processed_logprobs" and "--enable-scale-out" in flags
@@ -46,7 +46,7 @@ def test_vllm_gets_what_the_run_says_and_what_training_needs() -> None:
     assert "--enable-prefix-caching" in flags and "--enable-lora" not in flags
 
 
-def test_adapters_get_a_rank_that_has_kernels_and_room_for_the_one_before() -> None:
+def test_adapter_slots_fit_rank_and_previous_adapter() -> None:
     infer = {"engine": "vllm", "engine_python": "/venv/bin/python"}
     flags = command(infer, train={"lora": True, "lora_rank": 12})
     assert (value(flags, "--max-lora-rank"), value(flags, "--max-loras")) == ("16", "2")
@@ -63,18 +63,18 @@ def test_engine_args_are_passed_on_and_win() -> None:
     assert value(flags, "--hf-overrides") == '{"a": 1}'
 
 
-def test_lists_stand_one_by_one() -> None:
+def test_lists_are_shown_one_item_per_line() -> None:
     assert list(as_flags({"a_b": [1, "x"], "c": None})) == ["--a-b", "1", "x"]
 
 
-def test_a_key_is_no_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_key_is_not_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINE_KEY", "s3cret")
     infer = {"engine": "vllm", "engine_python": "/venv/bin/python", "api_key_var": "ENGINE_KEY"}
     launch = launch_of(resolve_run(config(infer)).infer, Path("out"))
     assert launch.environment["VLLM_API_KEY"] == "s3cret" and "s3cret" not in " ".join(launch.command)
 
 
-def test_vllm_on_a_cpu_takes_prompts_whole_unless_told_otherwise() -> None:
+def test_vllm_on_a_cpu_disables_chunked_prefill_by_default() -> None:
     """It ends at the first prompt that it takes in parts and that has a seed; every request of a run has one."""
 
     def flags(on_cpu: bool, **arguments: Any) -> list[str]:
@@ -109,12 +109,12 @@ def test_contradictions_are_named(infer: dict[str, Any], sections: dict[str, Any
     assert says in errors
 
 
-def test_a_server_that_runs_needs_nothing_but_its_address() -> None:
+def test_running_server_needs_only_its_address() -> None:
     attach = {"orch": {"client": {"base_url": "http://10.0.0.1:8000/v1"}}}
     assert not check_run(config({"engine": "vllm"}, **attach)).errors
 
 
-def test_what_is_not_there_is_refused_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_engine_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(ConfigError, match=r"infer.engine_python: /p is not an executable file"):
         check_engine(config({"engine": "vllm", "engine_python": "/p"}), 1)
@@ -129,7 +129,7 @@ def test_what_is_not_there_is_refused_before_anything_loads(monkeypatch: pytest.
 
 
 @pytest.mark.skipif(has_gpu(), reason="vLLM would be on the GPU")
-def test_a_tied_model_on_a_cpu_is_refused_before_vllm_starts(tmp_path: Path) -> None:
+def test_tied_model_on_a_cpu_is_refused_before_vllm_starts(tmp_path: Path) -> None:
     vllm = {"engine": "vllm", "engine_python": "/p"}
     for ties in (True, False):
         (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": ties}), "utf-8")
@@ -143,7 +143,7 @@ def test_a_tied_model_on_a_cpu_is_refused_before_vllm_starts(tmp_path: Path) -> 
             check_tied(full)
 
 
-def test_a_server_that_is_not_there_yet_is_told_before_anything_loads() -> None:
+def test_absent_server_is_reported_before_loading() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -161,7 +161,7 @@ def test_a_server_that_is_not_there_yet_is_told_before_anything_loads() -> None:
 
 
 @pytest.mark.parametrize(("serves", "kind"), [(True, EngineError), (False, ConfigError)])
-def test_grpo_infer_tells_a_server_that_broke_from_one_that_never_served(
+def test_grpo_infer_distinguishes_a_failed_server_from_a_failed_start(
     tmp_path: Path, serves: bool, kind: type[Exception]
 ) -> None:
     """Exit code 3 or 2, for all of a split run: the first may be continued as it is, the second has to be changed."""

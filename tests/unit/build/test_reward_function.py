@@ -33,7 +33,7 @@ def environment(tmp_path: Path, name: str):
 
 
 @pytest.mark.parametrize("name", ["conversation", "columns"])
-def test_it_replaces_the_reward_of_the_environment(tmp_path: Path, name: str):
+def test_reward_function_replaces_the_environment_reward(tmp_path: Path, name: str):
     made = environment(tmp_path, name)
     task = made.tasks("train")[0]
     right, wrong = ([{"role": "assistant", "content": text}] for text in (str(task.data["answer"]), "no"))
@@ -41,7 +41,7 @@ def test_it_replaces_the_reward_of_the_environment(tmp_path: Path, name: str):
     assert getattr(made, "reward_group", None) is None
 
 
-def test_a_function_of_the_group_ranks(tmp_path: Path):
+def test_group_function_can_rank(tmp_path: Path):
     made = environment(tmp_path, "rank")
     group = [[{"role": "assistant", "content": text}] for text in ("bb", "a", "ccc")]
     assert made.reward_group(made.tasks("train")[0], group) == [1.0, 0.0, 2.0]  # type: ignore[attr-defined]

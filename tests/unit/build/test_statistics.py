@@ -18,12 +18,12 @@ def test_student_by_the_table(freedom: int, value: float):
     assert student_quantile(0.975, freedom) == pytest.approx(value, abs=0.012)
 
 
-def test_an_average_weighs_prompts_and_not_rollouts():
+def test_average_is_over_prompts():
     estimate = average({0: [0.0], 1: [1.0, 1.0, 0.5, 0.5], 2: [0.3], 3: []})
     assert estimate.value == pytest.approx((0 + 0.75 + 0.3) / 3) and estimate.prompts == 3
 
 
-def test_the_interval_by_hand():
+def test_interval_matches_manual_computation():
     estimate = interval([0.2, 0.4, 0.6, 0.9])
     mean, sd = 0.525, math.sqrt(((0.325**2) + (0.125**2) + (0.075**2) + (0.375**2)) / 3)
     assert estimate.value == pytest.approx(mean)
@@ -32,7 +32,7 @@ def test_the_interval_by_hand():
     )
 
 
-def test_all_right_is_not_certain():
+def test_perfect_score_has_a_wide_interval():
     """Wilson: 8 of 8 says at least 0.676, 0 of 8 at most 0.324."""
     assert (interval([1.0] * 8).low, interval([1.0] * 8).high) == pytest.approx((0.6756, 1.0), abs=1e-4)
     assert (interval([0.0] * 8).low, interval([0.0] * 8).high) == pytest.approx((0.0, 0.3244), abs=1e-4)
@@ -46,7 +46,7 @@ def test_pass_at_k_counts_the_draws(solved: int, k: int):
     assert pass_at({0: rewards}, k).value == pytest.approx(sum(max(draw) >= 1 for draw in draws) / len(draws))
 
 
-def test_a_paired_difference_is_narrower_than_two_intervals():
+def test_paired_difference_is_narrower_than_two_intervals():
     hard = [0.1 * n for n in range(10)]
     ours = {n: [value + 0.05 + 0.01 * (n % 2)] for n, value in enumerate(hard)}
     theirs = {n: [value] for n, value in enumerate(hard)}
@@ -57,7 +57,7 @@ def test_a_paired_difference_is_narrower_than_two_intervals():
     assert difference({0: [1.0], 1: []}, {0: [0.5], 2: [1.0]}).prompts == 1
 
 
-def test_too_few_prompts_have_no_interval_and_say_so():
+def test_too_few_prompts_have_no_interval():
     """Two rewards of 0.2 and 0.9 would have one from -3.9 to 5. Zeros and ones have Wilson's, however few."""
     few = interval([0.2, 0.9])
     assert few.value == pytest.approx(0.55) and math.isnan(few.low) and math.isnan(few.high)

@@ -63,7 +63,7 @@ def test_seconds_are_a_cadence_too(run_dir: RunDir):
     assert run_dir.checkpoints.steps() == [1, 2]
 
 
-def test_a_signal_saves_and_stops(run_dir: RunDir):
+def test_signal_saves_and_stops(run_dir: RunDir):
     with stop_signals() as stop:
         record = recorder(run_dir, SaveCadence(100), stop)
         assert not record(1, STEP)

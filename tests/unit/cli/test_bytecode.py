@@ -29,21 +29,21 @@ def compiled_after(tmp_path: Path, **environment: str) -> set[str]:
     return {path.relative_to(tmp_path).parts[0] for path in found}
 
 
-def test_an_ordinary_installation_is_left_to_python(tmp_path: Path) -> None:
+def test_writable_installation_uses_pythons_cache(tmp_path: Path) -> None:
     assert compiled_after(tmp_path) == {"installed"}
     assert compiled_after(tmp_path, PYTHONDONTWRITEBYTECODE="1") == {"installed"}, "what is there is used"
 
 
-def test_where_none_is_written_the_users_cache_has_it(tmp_path: Path) -> None:
+def test_bytecode_goes_to_the_user_cache_if_disabled(tmp_path: Path) -> None:
     assert compiled_after(tmp_path, PYTHONDONTWRITEBYTECODE="1") == {"cache"}
 
 
-def test_the_users_own_place_stands(tmp_path: Path) -> None:
+def test_user_location_is_kept(tmp_path: Path) -> None:
     own = {"PYTHONPYCACHEPREFIX": str(tmp_path / "own"), "PYTHONDONTWRITEBYTECODE": "1"}
     assert compiled_after(tmp_path, **own) == set()
 
 
-def test_a_home_that_is_not_there_or_cannot_be_trusted_is_left_alone(tmp_path: Path) -> None:
+def test_missing_or_untrusted_home_is_not_used(tmp_path: Path) -> None:
     """What lies in the folder is executed: it must be this user's alone. The command runs all the same."""
     assert compiled_after(tmp_path, PYTHONDONTWRITEBYTECODE="1", XDG_CACHE_HOME="relative") == set()
     (tmp_path / "file").touch()
@@ -64,7 +64,7 @@ def test_without_a_home_every_command_runs(monkeypatch: pytest.MonkeyPatch) -> N
         assert sys.pycache_prefix is None
 
 
-def test_an_installation_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installation_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "largest").mkdir()
     (tmp_path / "largest" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)

@@ -30,7 +30,7 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]):
     assert f"shoal {verb}" in capsys.readouterr().out
 
 
-def test_a_key_written_as_an_option_is_answered_with_the_key(capsys: pytest.CaptureFixture[str]):
+def test_option_spelling_suggests_the_key(capsys: pytest.CaptureFixture[str]):
     assert main(["grpo", "--learning-rate", "1e-5"]) == 2
     said = capsys.readouterr().err
     assert "keys are written as train.learning_rate=VALUE; see `shoal grpo --help`" in said
@@ -50,7 +50,7 @@ def test_a_key_written_as_an_option_is_answered_with_the_key(capsys: pytest.Capt
         (["watch", "run", "--port"], 'Command "watch" parameter --port requires an argument'),
     ],
 )
-def test_what_is_missing_is_named_as_the_help_names_it(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+def test_missing_argument_has_its_help_name(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]):
     assert main(argv) == 2
     assert words in capsys.readouterr().err
 
@@ -67,7 +67,7 @@ def test_what_is_missing_is_named_as_the_help_names_it(argv: list[str], words: s
     ],
     ids=("loss", "reward"),
 )
-def test_a_part_of_a_run_says_at_once_what_cannot_be_had(
+def test_partial_run_reports_missing_parts_at_once(
     verb: str, key: str, overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Not when the others have come, for whom it would wait."""
@@ -93,7 +93,7 @@ def test_examples_are_written_and_pass(tmp_path: Path, capsys: pytest.CaptureFix
     assert "already exists" in capsys.readouterr().err
 
 
-def test_the_examples_name_a_schema_that_lies_beside_them(capsys: pytest.CaptureFixture[str]):
+def test_examples_name_a_schema_file_that_exists(capsys: pytest.CaptureFixture[str]):
     assert main(["init", "mine"]) == 0
     assert main(["envs", "new", "my-env"]) == 0
     for file in (*Path("mine/grpo").glob("*.yaml"), Path("my-env/run.yaml")):
@@ -134,7 +134,7 @@ def test_envs(capsys: pytest.CaptureFixture[str]):
     assert "reverse-text" in capsys.readouterr().err
 
 
-def test_the_tools_of_a_stateful_environment_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_tools_of_a_stateful_environment_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     look = "def look(self) -> str:\n        'Look around.'\n        return 'a tree'"
     methods = f"def reset(self):\n        return 'go'\n    {look}\n"
     (tmp_path / "garden.py").write_text(f"class Garden:\n    {methods}")
@@ -143,7 +143,7 @@ def test_the_tools_of_a_stateful_environment_are_shown(tmp_path: Path, capsys: p
     assert "written by reset" in shown and "tools: look" in shown
 
 
-def test_a_new_environment_passes_its_own_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_new_environment_passes_its_own_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["envs", "new", "letter-count"]) == 0
     assert "letter-count/letter_count.py" in capsys.readouterr().out
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH")]))
@@ -197,7 +197,7 @@ def test_wrong_commands(argv: list[str], says: str, capsys: pytest.CaptureFixtur
     assert len(printed.err.splitlines()) == 1 and printed.out == ""
 
 
-def test_a_bug_leaves_a_bundle_and_no_traceback(
+def test_bug_writes_a_crash_bundle_without_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     def broken(*_: object, **__: object) -> None:
@@ -216,7 +216,7 @@ def test_a_bug_leaves_a_bundle_and_no_traceback(
     assert bundle.stat().st_mode & 0o077 == 0
 
 
-def test_a_package_that_is_missing_is_no_bug(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_missing_package_is_not_a_bug(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     def incomplete() -> None:
         exec("import opentelemetry_gone.trace", {"__name__": "fastapi.telemetry"})
 
@@ -226,7 +226,7 @@ def test_a_package_that_is_missing_is_no_bug(capsys: pytest.CaptureFixture[str],
     assert "the Python package opentelemetry_gone, which fastapi imports, is missing; install Shoal again" in err
 
 
-def test_a_part_of_a_package_that_is_missing_is_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_module_of_a_package_is_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def outdated() -> None:
         exec("import json.of_a_later_release")
 
@@ -243,7 +243,7 @@ def test_interrupt_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert main(["init", "there"]) == 130
 
 
-def test_a_reader_that_goes_away_is_no_error():
+def test_closed_pipe_is_not_an_error():
     command = f"{sys.executable} -m shoal config-reference | head -1"
     result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
@@ -261,14 +261,14 @@ def test_a_reader_that_goes_away_is_no_error():
     ],
 )
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_streams_that_are_closed_or_full_are_no_bug(shell: str, code: int, said: str, unbuffered: str):
+def test_closed_or_full_streams_are_not_bugs(shell: str, code: int, said: str, unbuffered: str):
     """Nobody listens, or the disk is full: the exit code says which, and no crash is told."""
     given = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     result = subprocess.run(f"{sys.executable} -m shoal {shell}", shell=True, capture_output=True, text=True, env=given)
     assert (result.returncode, result.stdout, result.stderr) == (code, "", said)
 
 
-def test_what_a_command_starts_has_streams_too():
+def test_child_processes_have_streams():
     """A child of a command whose output is closed: the first file it opened would be its output otherwise."""
     child = "import sys; sys.exit(0 if sys.stdout is not None else 3)"
     work = "import subprocess, sys; from shoal.cli.entry import guarded; "
@@ -288,14 +288,14 @@ def test_plain_ascii_terminal():
     assert result.stderr.decode("ascii").startswith("shoal: error: nope.yaml: no such file")
 
 
-def test_a_process_for_the_reference_of_an_adapter_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_reference_process_with_an_adapter_is_refused(capsys: pytest.CaptureFixture[str]):
     assert main(["grpo-train", str(EXAMPLES / "train.yaml"), "train.lora=true", "--forward-only"]) == 2
     said = capsys.readouterr().err.strip()
     assert "\n" not in said and said.startswith("shoal: error: --forward-only: train.lora:")
     assert not Path("outputs").exists()
 
 
-def test_an_indented_line_belongs_to_the_error_above(capsys: pytest.CaptureFixture[str]) -> None:
+def test_indented_line_continues_the_error(capsys: pytest.CaptureFixture[str]) -> None:
     """The end of a server's log was counted as a dozen errors."""
     complain("vLLM ended with exit code 1. The last lines in vllm.log:\n  loading\n  out of luck")
     first, *rest = capsys.readouterr().err.splitlines()

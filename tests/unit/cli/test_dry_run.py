@@ -64,7 +64,7 @@ SFT = ["sft", "--model", "Qwen/Qwen3-0.6B", "--dataset", "rows.jsonl", "--max-st
     ],
     ids=["grpo", "split", "grpo-train", "sft", "device", "gpus"],
 )
-def test_a_dry_run_notes_what_the_run_would_be_refused_for_here(
+def test_dry_run_notes_what_this_machine_would_refuse(
     argv: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """It may be made where no GPU is, for a machine that has one."""
@@ -79,7 +79,7 @@ def test_a_dry_run_notes_what_the_run_would_be_refused_for_here(
     assert "refused" not in capsys.readouterr().err
 
 
-def test_a_driver_that_torch_cannot_use_is_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_driver_that_torch_cannot_use_is_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """A CPU build of torch beside a driver, or CUDA_VISIBLE_DEVICES that hides the devices."""
     monkeypatch.setattr("shoal.cli.dry_run.has_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -87,12 +87,12 @@ def test_a_driver_that_torch_cannot_use_is_no_gpu(monkeypatch: pytest.MonkeyPatc
     assert f"note: a run on this machine would be refused: {NO_FP8}" in capsys.readouterr().err
 
 
-def test_a_dry_run_refuses_a_dtype_that_no_machine_has(capsys: pytest.CaptureFixture[str]):
+def test_dry_run_refuses_an_unknown_dtype(capsys: pytest.CaptureFixture[str]):
     assert main(["grpo-infer", str(EXAMPLES / "infer.yaml"), "infer.dtype=float16", "--dry-run"]) == 2
     assert "infer.dtype: the embedded engine supports bfloat16 and float32, not float16" in capsys.readouterr().err
 
 
-def test_dry_run_prints_and_writes_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_dry_run_prints_the_written_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([*THREE, "--dry-run", "train.recipe=auto", "train.learning_rate=1e-4"]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -119,7 +119,7 @@ def test_notices_go_to_stderr(capsys: pytest.CaptureFixture[str]):
         assert ("train.loss.type: is masked, the default: no clip, but" in capsys.readouterr().err) is told
 
 
-def test_a_used_folder_is_refused_with_the_two_ways_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_used_folder_message_names_both_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([*THREE, "--dry-run"]) == 0
     (tmp_path / "outputs" / "status.json").write_text("{}")
     before = (tmp_path / "outputs" / "config.yaml").read_text()
@@ -134,7 +134,7 @@ def test_a_used_folder_is_refused_with_the_two_ways_out(tmp_path: Path, capsys: 
     assert "train.seed: 0 → 4" in capsys.readouterr().err
 
 
-def test_nothing_to_resume_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_dry_run_with_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([*THREE, "--dry-run", "--resume"]) == 2
     assert "--resume" in capsys.readouterr().err
     assert main([*THREE, "--dry-run", "train.resume_from_checkpoint=true"]) == 0
@@ -144,7 +144,7 @@ def test_nothing_to_resume_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "nothing to resume" in capsys.readouterr().err
 
 
-def test_the_server_s_file_is_checked_alone(capsys: pytest.CaptureFixture[str]):
+def test_server_file_is_checked_alone(capsys: pytest.CaptureFixture[str]):
     assert main(["grpo-infer", str(EXAMPLES / "infer.yaml"), "--dry-run"]) == 0
     assert "Qwen/Qwen3-0.6B" in capsys.readouterr().out
 
@@ -231,7 +231,7 @@ class Shout:
     ids=["name", "syntax", "ends", "argument", "evaluated", "bounds", "grader", "loss", "filter", "reward"],
 )
 @pytest.mark.parametrize("layout", ([], ["--layout", "split"]), ids=["one process", "split"])
-def test_a_dry_run_refuses_code_that_the_run_would(
+def test_dry_run_refuses_unusable_user_code(
     words: list[str], said: str, layout: list[str], capsys: pytest.CaptureFixture[str]
 ):
     Path("mine.py").write_text(MINE)
@@ -244,7 +244,7 @@ def test_a_dry_run_refuses_code_that_the_run_would(
     assert not Path("out", "config.yaml").exists()
 
 
-def test_a_dry_run_makes_no_environment_of_the_users_and_keeps_what_it_prints_apart(capsys: pytest.CaptureFixture[str]):
+def test_dry_run_creates_no_user_environment_and_separates_its_output(capsys: pytest.CaptureFixture[str]):
     Path("own.py").write_text(MINE)
     argv = ["grpo", "train.model=Qwen/Qwen3-0.6B", "train.max_steps=3", "train.output_dir=out", "--dry-run"]
     assert main([*argv, 'orch.env=[{id: "own.py:Shout"}]']) == 0

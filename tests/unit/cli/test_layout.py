@@ -24,7 +24,7 @@ orch: {env: [{id: reverse-text}], max_steps: 4}
         ("train.epochs=2", (None, 2), None),
     ],
 )
-def test_a_length_from_the_command_line_is_that_of_all_three(
+def test_length_from_the_command_line_applies_to_all_components(
     override: str, train: tuple[int | None, int | None], orch: int | None, tmp_path: Path
 ):
     file = tmp_path / "run.yaml"

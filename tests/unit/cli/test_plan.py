@@ -24,7 +24,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_it_answers_within_a_second_of_processor_time():
+def test_plan_takes_less_than_a_second():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -61,14 +61,14 @@ def test_it_answers_within_a_second_of_processor_time():
         ([], ["MODEL"]),
     ],
 )
-def test_wrong_input_is_one_message(words: list[str], named: list[str], capsys: pytest.CaptureFixture[str]):
+def test_wrong_input_gives_one_message(words: list[str], named: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(["plan", *words]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and len(shown.err.splitlines()) == 1
     assert all(word in shown.err for word in named), shown.err
 
 
-def test_a_file_that_is_no_config_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_non_config_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     weights, deep, experts = (tmp_path / name for name in ("model.gguf", "deep.json", "config.json"))
     weights.write_bytes(b"GGUF" + bytes(2_000_000))
     deep.write_text("[" * 200_000)
@@ -85,7 +85,7 @@ def test_cost_is_hours_times_devices_times_price(capsys: pytest.CaptureFixture[s
     assert plan(capsys, "qwen2.5-0.5b")["run"]["cost"] is None
 
 
-def test_a_run_that_does_not_fit_has_no_times(capsys: pytest.CaptureFixture[str]):
+def test_run_that_does_not_fit_has_no_times(capsys: pytest.CaptureFixture[str]):
     found = plan(capsys, "llama-3-70b")
     assert not found["fits"] and found["seconds"] is None and found["run"] is None
     assert main(["plan", "llama-3-70b"]) == 0
@@ -93,7 +93,7 @@ def test_a_run_that_does_not_fit_has_no_times(capsys: pytest.CaptureFixture[str]
     assert "does not fit" in shown and "step time" not in shown
 
 
-def test_a_run_file_gives_the_settings_and_options_replace_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_options_override_the_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "run.yaml"
     file.write_text(
         "train: {model: qwen2.5-0.5b, output_dir: out, sequence_len: 1024, max_steps: 7, lora: true, lora_rank: 8,\n"

@@ -67,7 +67,7 @@ def test_report_writes_one_file_or_prints_json(run: Path, tmp_path: Path, capsys
         (["explain", "ratio_max"], "did you mean policy/ratio_max, mismatch/ratio_max"),
     ],
 )
-def test_refusals_name_the_argument_and_the_way_out(
+def test_refusals_name_the_argument_and_a_fix(
     run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
     monkeypatch.chdir(run.parent)
@@ -89,7 +89,7 @@ def test_show_prints_a_group_without_escapes(run: Path, capsys: Output) -> None:
 
 
 @pytest.mark.parametrize("tint", ["advantage", "logprob", "ratio"])
-def test_tokens_are_tinted_in_a_terminal(tint: str) -> None:
+def test_tokens_are_colored_in_a_terminal(tint: str) -> None:
     from shoal.watch.report.rollouts import describe_group
     from shoal.watch.report.terminal import tinted
 
@@ -121,7 +121,7 @@ def test_doctor_checks_the_machine(capsys: Output) -> None:
     assert importlib.util.find_spec("torch") is None or "torch cannot be queried" not in text
 
 
-def test_a_port_in_use_is_noticed(tmp_path: Path) -> None:
+def test_port_in_use_is_detected(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -133,7 +133,7 @@ def test_a_port_in_use_is_noticed(tmp_path: Path) -> None:
     assert fact.value.startswith("in use")
 
 
-def test_explain_knows_all_names_and_those_people_bring(capsys: Output) -> None:
+def test_explain_knows_all_metric_names_and_aliases(capsys: Output) -> None:
     assert main(["explain", "masked"]) == 0
     text = capsys.readouterr().out
     assert "Share of trained tokens masked" in text and "lower train.learning_rate" in text
@@ -152,7 +152,7 @@ def test_explain_knows_all_names_and_those_people_bring(capsys: Output) -> None:
     assert len(capsys.readouterr().out.splitlines()) > 50
 
 
-def test_none_of_them_imports_torch(run: Path) -> None:
+def test_commands_do_not_import_torch(run: Path) -> None:
     code = (
         "import sys\nfrom shoal.cli import main\n"
         f"assert [main([verb, {str(run)!r}]) for verb in ('report', 'doctor', 'show')] == [0, 0, 0]\n"

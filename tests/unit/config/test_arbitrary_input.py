@@ -67,7 +67,7 @@ def check(draft: ConfigDraft[RunConfig]) -> None:
     check_run(draft.config).raise_errors(draft.origins)
 
 
-def test_the_keys_are_those_of_the_configuration():
+def test_keys_are_those_of_the_configuration():
     assert len(KEYS) > 100 and {"train.loss.kl.beta", "orch.sampling.temperature", "infer.port"} <= set(KEYS)
 
 

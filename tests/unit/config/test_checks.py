@@ -30,19 +30,19 @@ def notices(*overrides: str) -> list[str]:
     return [dotted(problem.path) for problem in check_run(run(*overrides)).notices]
 
 
-def test_the_seed_files_pass_without_a_word():
+def test_seed_files_pass_without_notices():
     findings = check_run(load_run(parts=PARTS).config)
     assert findings.errors == [] and findings.notices == []
 
 
-def test_the_seed_files_pass_for_full_fine_tuning_with_notices_only():
+def test_seed_files_pass_for_full_fine_tuning_with_notices_only():
     findings = check_run(load_run(parts=PARTS, overrides=["train.lora=false", "train.recipe=fp32"]).config)
     assert findings.errors == []
     assert {dotted(problem.path) for problem in findings.notices} == {"train.learning_rate", "train.lora"}
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_loss_takes_its_own_defaults(loss: str):
+def test_loss_uses_its_own_defaults(loss: str):
     assert errors(f"train.loss.type={loss}") == []
 
 
@@ -61,7 +61,7 @@ def test_a_loss_takes_its_own_defaults(loss: str):
         ("masked", "train.loss", ["mapping", "aggregation"]),
     ],
 )
-def test_a_parameter_that_the_loss_does_not_have_is_one_line(loss: str, key: str, words: list[str]):
+def test_parameter_that_the_loss_does_not_have_is_one_line(loss: str, key: str, words: list[str]):
     with pytest.raises(ConfigError) as caught:
         run(f"train.loss={loss}")
     text = str(caught.value)
@@ -186,17 +186,17 @@ def test_accepted(overrides: list[str]):
         (["train.lora=true", "train.qlora_fp4=true", "train.recipe=fp8-hybrid"], "train.recipe"),
     ],
 )
-def test_noticed_not_refused(overrides: list[str], key: str):
+def test_unusual_settings_give_notices(overrides: list[str], key: str):
     assert errors(*overrides) == []
     assert notices(*overrides) == [key]
 
 
-def test_no_notice_where_none_is_due():
+def test_no_needless_notices():
     assert notices("orch.reward.scale=10") == []  # masked divides by no spread
     assert notices("train.loss.ratio_type=sequence", "orch.sampling.max_tokens=64") == []
 
 
-def test_an_adapter_to_start_from_keeps_its_own_shape(tmp_path: Path):
+def test_start_adapter_keeps_its_shape(tmp_path: Path):
     (tmp_path / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 64, "lora_dropout": 0.0}')
     start = ("train.lora=true", f"train.adapter_path={tmp_path}")
     assert errors(*start) == errors(*start, "train.lora_rank=8", "train.lora_alpha=64") == []
@@ -252,7 +252,7 @@ FILES = {
 
 
 @pytest.mark.parametrize(("command", "file"), [("sft", "dpo"), ("sft", "grpo"), ("dpo", "grpo"), ("grpo", "sft")])
-def test_the_file_of_another_command_names_that_command(tmp_path: Path, monkeypatch, command: str, file: str):
+def test_file_of_another_command_names_that_command(tmp_path: Path, monkeypatch, command: str, file: str):
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text(FILES[file])
     load = {
@@ -266,12 +266,12 @@ def test_the_file_of_another_command_names_that_command(tmp_path: Path, monkeypa
         load("mine.yaml")
 
 
-def test_an_override_of_another_command_names_that_command():
+def test_override_of_another_command_names_that_command():
     with pytest.raises(ConfigError, match=r"'loss' is not a section; it is a section of `shoal dpo`$"):
         load_supervised(SftConfig, None, [*PAIRS, "loss.beta=0.2"])
 
 
-def test_the_reference_of_sft_has_no_effect():
+def test_reference_of_sft_has_no_effect():
     found = check_supervised(load_supervised(SftConfig, None, [*PAIRS, "train.reference=frozen"]).config).errors
     assert "train.reference" in [dotted(problem.path) for problem in found]
 
@@ -288,7 +288,7 @@ def test_weights_of_environments_by_step():
 
 
 @pytest.mark.parametrize("weight", ["0", "{}", "{-1: 2}", "{a: 1}", "{1: -1}", "{1.5: 1}", "[1]"])
-def test_a_weight_that_is_no_schedule_is_refused(weight: str):
+def test_weight_that_is_no_schedule_is_refused(weight: str):
     with pytest.raises(ConfigError, match="weight"):
         run(f"orch.env=[{{id: arithmetic, weight: {weight}}}]")
 

@@ -62,7 +62,7 @@ def test_preference_training():
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_the_examples_are_accepted(name: str):
+def test_examples_are_accepted(name: str):
     data = data_of((EXAMPLES / "grpo" / f"{name}.yaml").read_text())
     schema = json_schema(name)
     assert accepts(schema, data, schema)
@@ -98,7 +98,7 @@ orch:
         ("report_to: wandb", "report_to: wandbb", False),
     ],
 )
-def test_the_schema_agrees_with_the_loader(old: str, new: str, accepted: bool, tmp_path: Path):
+def test_schema_agrees_with_the_loader(old: str, new: str, accepted: bool, tmp_path: Path):
     text = SHORT_FORMS.replace(old, new) if old else SHORT_FORMS
     schema = json_schema()
     assert accepts(schema, data_of(text), schema) is accepted
@@ -122,6 +122,6 @@ def test_every_key_has_its_description():
         )
 
 
-def test_the_file_is_json():
+def test_schema_file_is_json():
     name, text = schema_file("orch")
     assert name == "orch.schema.json" and json.loads(text) == json_schema("orch")

@@ -62,7 +62,7 @@ def test_overrides(folder: Path):
     assert config.train.report_to == ["wandb"]
 
 
-def test_a_run_from_overrides_alone():
+def test_run_from_overrides_alone():
     config = load_run(overrides=["train.model=m", "train.max_steps=1", "orch.env=arithmetic"]).config
     assert config.orch.env[0].id == "arithmetic"
 
@@ -77,7 +77,7 @@ def test_short_forms(folder: Path):
     assert load_run("run.yaml", overrides=["infer.tensor_parallel_size=2"]).config.infer.tp == 2
 
 
-def test_all_problems_are_told_at_once_on_one_screen(folder: Path):
+def test_all_problems_are_reported_at_once_on_one_screen(folder: Path):
     with pytest.raises(ConfigError) as caught:
         load_run("run.yaml", overrides=["train.a=1", "orch.b=2", "infer.port=x"])
     assert [line.split(": ")[1] for line in str(caught.value).splitlines()] == ["train.a", "infer.port", "orch.b"]
@@ -99,7 +99,7 @@ def test_private_values_stay_private(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("key", ("min_len", "seed", "level"), ids=str)
-def test_an_argument_of_an_environment_is_told_its_place(folder: Path, key: str):
+def test_environment_argument_error_names_its_location(folder: Path, key: str):
     """Also where some other section has a key of that name."""
     with pytest.raises(ConfigError, match=rf"orch\.env\.0\.{key}: unknown key .* under `args`: \{{{key}: …\}}"):
         load_run("run.yaml", overrides=[f"orch.env=[{{id: reverse-text, {key}: 50}}]"])
@@ -112,7 +112,7 @@ def test_an_argument_of_an_environment_is_told_its_place(folder: Path, key: str)
 @pytest.mark.parametrize(
     ("key", "ours"), [("train.lr", "train.learning_rate"), ("train.num_generations", "orch.rollouts_per_example")]
 )
-def test_what_others_call_it(folder: Path, key: str, ours: str):
+def test_keys_of_other_systems_suggest_ours(folder: Path, key: str, ours: str):
     with pytest.raises(ConfigError, match=f"{key}: unknown key .* `{ours}`"):
         load_run("run.yaml", overrides=[f"{key}=3"])
 
@@ -125,7 +125,7 @@ def test_data_without_an_environment_has_the_one_that_reads_data(folder: Path):
         load_run("none.yaml")
 
 
-def test_a_runs_file_says_once_what_its_parts_share(folder: Path):
+def test_run_file_states_shared_values_once(folder: Path):
     (folder / "all.yaml").write_text("train: {model: m, output_dir: there}\ninfer:\norch: {env: arithmetic}\n")
     infer, orch = (load_section(name, "all.yaml").config for name in ("infer", "orch"))
     assert (infer.model, infer.output_dir) == ("m", "there") == (orch.model.name, orch.output_dir)
@@ -148,7 +148,7 @@ def test_one_section(folder: Path):
         load_section("infer", "orch.yaml")
 
 
-def test_swapped_files_are_one_line(folder: Path):
+def test_swapped_files_give_one_line(folder: Path):
     with pytest.raises(ConfigError, match=r"^orch\.yaml:1: looks like the `orch` section, but --train"):
         load_run(parts={"train": "orch.yaml", "orch": "train.yaml"})
     with pytest.raises(ConfigError, match=r"^run\.yaml:1: has the sections of a whole run; .*without --orch"):
@@ -157,7 +157,7 @@ def test_swapped_files_are_one_line(folder: Path):
     load_section("infer", "empty.yaml", ["infer.model=m"])  # it is nobody's, and so anybody's
 
 
-def test_the_nearest_file_is_near_by_its_name_not_by_its_suffix(folder: Path):
+def test_nearest_file_is_near_by_its_name_not_by_its_suffix(folder: Path):
     with pytest.raises(ConfigError, match=r"^trian\.yaml: no such file; did you mean train\.yaml\?"):
         load_run(parts={"train": "trian.yaml"})
     with pytest.raises(ConfigError, match=r"^nope\.yaml: no such file; `shoal init DIR` writes examples"):
@@ -189,7 +189,7 @@ def test_files_that_are_none(folder: Path, name: str):
         ("train.max_steps=null", (None, None, 3)),
     ],
 )
-def test_how_long_to_train_is_one_matter_on_the_command_line(folder: Path, override: str, length: tuple):
+def test_training_length_options_override_each_other(folder: Path, override: str, length: tuple):
     """A resolved file says it twice, train.max_steps and orch.max_steps; extending a run takes one override."""
     (folder / "orch.yaml").write_text(ORCH + "max_steps: 3\n")
     config = load_run(parts=PARTS, overrides=[override]).config
@@ -198,7 +198,7 @@ def test_how_long_to_train_is_one_matter_on_the_command_line(folder: Path, overr
     assert (both.train.max_steps, both.orch.max_steps) == (5, 6), "what is said twice is compared, not left out"
 
 
-def test_a_section_that_is_missing_is_asked_for_by_the_key_it_cannot_be_without():
+def test_missing_section_names_its_required_key():
     with pytest.raises(ConfigError, match=r"orch: is required but not set; set orch\.env \(environments"):
         load_run(overrides=["train.model=models/tiny", "train.max_steps=2"])
 

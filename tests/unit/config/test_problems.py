@@ -18,7 +18,7 @@ def test_keys_that_are_not_secret(key: str):
     assert not is_secret(key)
 
 
-def test_a_number_is_never_a_secret():
+def test_number_is_never_a_secret():
     assert show(32, ("sampling", "max_token")) == "32"
 
 
@@ -30,13 +30,13 @@ def test_show():
     assert show({"password": "canary"}) == '{"password": "[hidden]"}'
 
 
-def test_nothing_raw_reaches_the_terminal():
+def test_control_characters_are_escaped():
     assert printable("a\x1b[31m\u202eb") == "a\\x1b[31m\\u202eb"
     text = render([Problem(("a\x1b", "b"), "is\nwrong")], Origins(default="f\x07"))
     assert text == "f\\x07: a\\x1b.b: is\\nwrong"
 
 
-def test_a_place_is_that_of_the_nearest_known_key():
+def test_location_is_that_of_the_nearest_known_key():
     origins = Origins({("a",): "f:1", ("a", "b"): "f:2"}, default="nowhere")
     assert [origins.at(path) for path in (("a", "b", "c"), ("a", "x"), ("z",))] == ["f:2", "f:1", "nowhere"]
     origins.forget(("a", "b"))
@@ -58,6 +58,6 @@ def test_suggestions(parent: tuple[str, ...], key: str, expected: str):
     assert suggestion(RunConfig, parent, key) == expected
 
 
-def test_letters_in_the_wrong_order_come_first():
+def test_transposed_letters_are_suggested_first():
     assert nearest("gpro", ["gspo", "grpo", "ppo"]) == "grpo" and nearest("gsppo", ["grpo", "gspo"]) == "gspo"
     assert nearest("zzz", ["grpo"]) is None

@@ -10,7 +10,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 PAGE, ALGORITHMS = DOCS / "configuration.md", DOCS / "algorithms.md"
 
 
-def test_the_committed_page_is_current():
+def test_committed_page_is_current():
     assert PAGE.read_text(encoding="utf-8") == reference_page(), "run: shoal config-reference > docs/configuration.md"
 
 
@@ -30,7 +30,7 @@ def test_every_key_is_on_the_page():
             assert f"| `{key.path[-1]}`" in page
 
 
-def test_the_tables_of_parameters_are_current():
+def test_tables_of_parameters_are_current():
     text = ALGORITHMS.read_text(encoding="utf-8")
     assert text.count("<!-- parameters of ") == 2
     assert with_tables(text) == text, "run: python -m shoal.config.reference docs/algorithms.md"

@@ -25,7 +25,7 @@ def run(*overrides: str) -> RunConfig:
     return resolve_run(config)
 
 
-def test_what_follows_from_other_keys():
+def test_derived_defaults():
     config = run("train.sequence_len=512", "orch.batch_size=32", "train.seed=5", "orch.weight_sync_interval=3")
     assert config.orch.seq_len == config.infer.max_model_len == 512
     assert config.orch.sampling.max_tokens == 256
@@ -38,7 +38,7 @@ def test_what_follows_from_other_keys():
     assert config.train.save_steps == 10
 
 
-def test_the_other_side_may_name_it():
+def test_peer_error_may_name_the_run():
     config = load_run(
         overrides=["orch.model.name=m", "orch.max_steps=8", "orch.env=arithmetic", "orch.seq_len=128"]
     ).config
@@ -120,7 +120,7 @@ def test_config_yaml_runs_again_unchanged(overrides: list[str], tmp_path: Path):
     assert as_yaml(resolve_run(again)) == as_yaml(config)
 
 
-def test_secrets_are_not_written_down():
+def test_secrets_are_not_written_to_files():
     text = as_yaml(run("orch.env={id: 'my:env', args: {api_key: canary-1, max_tokens: 5, hf_token: canary-2}}"))
     assert "canary" not in text and "max_tokens: 5" in text and "api_key: '[hidden]'" in text
 
@@ -130,14 +130,14 @@ def test_secrets_are_not_written_down():
     ["train.seed=1", "train.model=x", "orch.batch_size=64", "orch.rollouts_per_example=8", "orch.env=gsm8k",
      "orch.sampling.temperature=0.9", "train.loss.type=grpo", "train.lora=true"],
 )  # fmt: skip
-def test_a_resume_may_not_change(change: str):
+def test_resume_may_not_change(change: str):
     assert forbidden_changes(run(), run(change))
 
 
 @pytest.mark.parametrize(
     "change", ["train.learning_rate=1e-6", "train.max_steps=9", "train.save_steps=2", "orch.eval={}"]
 )
-def test_a_resume_may_change(change: str):
+def test_resume_may_change(change: str):
     assert forbidden_changes(run(), run(change)) == []
     assert difference(run(), run(change))
 
@@ -147,7 +147,7 @@ def test_difference_names_old_and_new():
     assert difference(run(), run()) == {}
 
 
-def test_the_keys_that_a_resumed_run_cannot_change():
+def test_keys_that_a_resumed_run_cannot_change():
     assert {
         "train.model", "train.seed", "train.sequence_len", "train.lora", "train.lora_rank", "train.lora_alpha",
         "train.lora_target_modules", "train.adapter_path", "train.loss.type", "orch.env", "orch.dataset",

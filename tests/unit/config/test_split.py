@@ -26,7 +26,7 @@ ORCH: dict[str, Any] = {"env": [{"id": "reverse-text", "args": {"api_key": "cana
         ("http://[::1]:8000/v1", 8001, 8000),
     ],
 )
-def test_an_address_with_another_port_than_the_servers_is_remarked(url: str, port: int, asked: int | None):
+def test_address_with_another_port_is_reported(url: str, port: int, asked: int | None):
     own = TrainConfig.model_validate(TRAIN)
     orch = OrchConfig.model_validate(ORCH | {"client": {"base_url": url}})
     infer = InferConfig.model_validate({"model": "m", "port": port})
@@ -39,7 +39,7 @@ def test_an_address_with_another_port_than_the_servers_is_remarked(url: str, por
 @pytest.mark.parametrize(
     "url", ["localhost:8000", "http://", "http://node2:port/v1", "http://[::1/v1", "ftp://node2/v1"]
 )
-def test_what_is_no_address_is_refused(url: str):
+def test_invalid_address_is_refused(url: str):
     findings = check_section("orch", OrchConfig.model_validate(ORCH | {"client": {"base_url": url}}))
     assert [".".join(map(str, problem.path)) for problem in findings.errors] == ["orch.client.base_url"]
 
@@ -79,26 +79,26 @@ def test_contradictions_between_sections(train: dict[str, Any], infer: dict[str,
     assert key in problems(train, infer, orch)
 
 
-def test_the_embedded_engine_does_what_servers_cannot():
+def test_embedded_engine_does_what_servers_cannot():
     """A quantised base too: its old log-probs are computed again."""
     found = problems({"lora": True, "qlora_bnb": True}, {}, {"sampling": {"top_p": 0.9}})
     assert not [key for key in found if key != "train.model"]
 
 
-def test_keys_of_the_split_layout_are_welcome():
+def test_keys_of_the_split_layout_are_accepted():
     split = {"weight_broadcast": {"type": "nccl"}, "rollout_transport": {"type": "tcp"}, "deadline_s": 5.0}
     found = problems(split, {"port": 9000, "deadline_s": 5.0}, {"client": {"base_url": "http://127.0.0.1:9000/v1"}})
     assert not [key for key in found if key != "train.model"]
 
 
-def test_secrets_are_not_told_to_the_others():
+def test_secrets_are_not_sent_to_other_processes():
     told = section_data(OrchConfig.model_validate(ORCH))
     assert "canary" not in repr(told)
     with pytest.raises(ConfigError, match=r"handshake: orch\.batch"):
         merge_sections("train", TrainConfig.model_validate(TRAIN), {"infer": {}, "orch": told | {"batch": 4}})
 
 
-def test_a_section_is_found_in_a_file_for_the_whole_run(tmp_path):
+def test_section_is_found_in_a_file_for_the_whole_run(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("train:\n  model: m\n  max_steps: 3\norch:\n  env: reverse-text\n")
     assert load_section("train", str(file)).config.max_steps == 3

@@ -35,7 +35,7 @@ def test_infinity_and_nan():
     assert math.isnan(value(".NaN"))
 
 
-def test_lines_are_those_of_the_keys():
+def test_lines_match_the_keys():
     document = parse_yaml("a: 1\nb:\n  c:\n    - x\n    - d: 2\n", SOURCE, {})
     assert document.lines[("a",)] == 1
     assert document.lines[("b", "c")] == 3
@@ -70,15 +70,15 @@ def test_variables_that_are_not_there(text: str):
         ("a: \x07\n", 1, "character"),
     ],
 )
-def test_refused_with_a_line(text: str, line: int, words: str):
+def test_refused_with_one_line(text: str, line: int, words: str):
     with pytest.raises(ConfigError, match=rf"run\.yaml:{line}: .*{words}"):
         parse_yaml(text, SOURCE, {})
 
 
-def test_an_alias_used_in_measure_is_fine():
+def test_alias_used_in_measure_is_fine():
     assert parse_yaml("a: &x [1]\nb: *x\n", SOURCE, {}).value == {"a": [1], "b": [1]}
 
 
-def test_an_argument_has_no_line():
+def test_argument_error_has_no_line_number():
     with pytest.raises(ConfigError, match=r"^here: invalid"):
         parse_yaml("[1", Source("here", has_lines=False), {})

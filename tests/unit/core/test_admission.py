@@ -57,7 +57,7 @@ def test_windows_of_three(version: int, groups: int):
     # Two groups per step: the step that each group at version 0 is dispatched for, then the one after.
     [(1, 0, [1, 1, 1]), (3, 0, [1, 1, 2, 2, 3, 3, 3]), (1, 2, [1, 1, 2, 2, 3, 3, 3])],
 )
-def test_the_step_that_a_group_is_for(interval: int, level: int, steps: list[int]):
+def test_group_belongs_to_its_step(interval: int, level: int, steps: list[int]):
     admission, found = Admission(batch=8, group=4, interval=interval, async_level=level), []
     while admission.allows(0):
         found.append(admission.step_of_next(0))
@@ -103,7 +103,7 @@ def test_stale_beyond_the_allowed_gap(interval: int, level: int, limit: int | No
     assert admission.is_stale(10, 10 - oldest_gap - 1)
 
 
-def test_groups_taken_back_leave_room():
+def test_returned_groups_free_their_places():
     admission = Admission(batch=8, group=4)
     dispatch_all(admission, 0)
     settle_all(admission)
@@ -122,7 +122,7 @@ def test_groups_taken_back_leave_room():
     drop=st.floats(0, 0.6),
     seed=st.integers(0, 2**32),
 )
-def test_never_too_far_ahead_and_never_stuck(groups, size, interval, level, drop, seed):
+def test_asynchronous_admission_is_bounded_and_never_deadlocks(groups, size, interval, level, drop, seed):
     """Groups finish in random order and some are dropped; after every event the rule still holds."""
     rng = random.Random(seed)
     admission = Admission(groups * size, size, interval, level)

@@ -18,7 +18,7 @@ rewards = st.floats(-100, 100)
 groups = st.lists(st.lists(rewards, min_size=2, max_size=6), min_size=1, max_size=5)
 
 
-def test_by_hand() -> None:
+def test_matches_manual_computation() -> None:
     group = [[0.0, 1.0, 1.0, 0.0]]
     std = math.sqrt(1 / 3)
     half = 0.5 / (std + 1e-6)
@@ -66,7 +66,7 @@ def test_scale_and_bias_change_nothing_before_a_std(step: list[list[float]], sca
 
 @settings(deadline=None)
 @given(rewards, st.integers(2, 7))
-def test_uniform_groups_come_out_exactly_zero(reward: float, size: int) -> None:
+def test_uniform_groups_have_exactly_zero_advantage(reward: float, size: int) -> None:
     group = [reward] * size
     assert is_uniform(group)
     for normaliser in (
@@ -77,7 +77,7 @@ def test_uniform_groups_come_out_exactly_zero(reward: float, size: int) -> None:
         assert normaliser.estimate([group, [0.0, 1.0]])[0] == [0.0] * size
 
 
-def test_uniform_is_by_comparison() -> None:
+def test_zero_variance_is_exact_equality() -> None:
     assert not is_uniform([1e30, 1e30 * (1 + 2**-52)])
     assert not is_uniform([0.0, 5e-324]) and not is_uniform([])
 

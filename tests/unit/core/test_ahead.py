@@ -52,7 +52,7 @@ def watched(path: Path, level: int, noise: Callable[[int], float] | None) -> Wat
 
 
 @pytest.mark.parametrize("level", [1, 3])
-def test_an_evaluation_without_noise_does_not_hold_up_sampling(tmp_path: Path, level: int):
+def test_noise_free_evaluation_does_not_block_sampling(tmp_path: Path, level: int):
     world = watched(tmp_path, level, None)
     during = world.out_in_evaluations  # two prompts each, after steps 2, 4 and 6
     # Later everything up to the last step may be in already.
@@ -61,7 +61,7 @@ def test_an_evaluation_without_noise_does_not_hold_up_sampling(tmp_path: Path, l
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])  # at 3, the last groups go out before the noise comes
-def test_no_rollout_in_flight_loses_the_noise_of_its_version(tmp_path: Path, level: int):
+def test_rollouts_in_flight_keep_the_noise_of_their_version(tmp_path: Path, level: int):
     """An evaluation takes the noise off; whatever runs ahead is finished before it does."""
     world = watched(tmp_path, level, HALF_NOISY)
     assert world.met == {(version, HALF_NOISY(version + 1)) for version, _ in world.met}
@@ -71,7 +71,7 @@ def test_no_rollout_in_flight_loses_the_noise_of_its_version(tmp_path: Path, lev
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
-def test_a_step_is_written_down_while_the_next_one_is_drawn(tmp_path: Path, lockstep: bool):
+def test_step_is_recorded_while_the_next_is_sampled(tmp_path: Path, lockstep: bool):
     """The first two groups of a step are with the sampler before the step before it is on disk, under its weights."""
     out: list[tuple[int, int]] = []
     world = World(tmp_path, Plan(group_waits=lambda prompt: out.append((prompt.index, world.engine.version))))
@@ -97,7 +97,7 @@ def test_a_step_is_written_down_while_the_next_one_is_drawn(tmp_path: Path, lock
     ],
     ids=("solved", "no better"),
 )
-def test_nothing_is_drawn_for_a_step_that_never_comes(tmp_path: Path, plan: Plan, steps: int):
+def test_no_prompts_are_drawn_after_the_last_step(tmp_path: Path, plan: Plan, steps: int):
     begun: list[int] = []
     world = World(tmp_path, plan)
     begin = world.loop.parts.collector.begin
@@ -106,7 +106,7 @@ def test_nothing_is_drawn_for_a_step_that_never_comes(tmp_path: Path, plan: Plan
     assert len(journal_of(tmp_path)) == steps and begun == list(range(1, steps))
 
 
-def test_a_prompt_that_fails_early_costs_no_step_before_it(tmp_path: Path):
+def test_early_failure_of_a_prompt_keeps_earlier_steps(tmp_path: Path):
     """The third step's first prompt raises while the second is written down: the second is on disk, then it is told."""
     world = World(tmp_path, Plan(settings=LoopSettings(4, SaveCadence(100))))
     stream, drawn = world.loop.parts.stream, []
@@ -150,7 +150,7 @@ def test_draining_has_a_deadline_and_loses_nothing():
 
 
 @pytest.mark.parametrize(("interval", "level"), [(1, 0), (1, 1), (1, 4), (3, 0), (2, 2), (0, 1)])
-def test_nothing_is_sampled_for_a_step_past_the_last(interval: int, level: int):
+def test_no_groups_are_sampled_beyond_the_last_step(interval: int, level: int):
     """Five steps of two groups: ten groups are drawn, however far ahead sampling may run, and every step is full."""
     collector, runner = make_collector(mixed, Admission(4, 2, interval, level, last_step=5))
 
@@ -166,7 +166,7 @@ def test_nothing_is_sampled_for_a_step_past_the_last(interval: int, level: int):
     assert len(runner.dispatched) == 10
 
 
-def test_stale_groups_are_told_with_their_names(tmp_path: Path):
+def test_stale_groups_are_named(tmp_path: Path):
     """Windows of three with one version of age allowed: the third step of a window finds its groups too old."""
     plan = Plan(admission=Admission(4, 2, 3, 0, 1), settings=LoopSettings(3, SaveCadence(9)))
     world = World(tmp_path, plan)
@@ -178,7 +178,7 @@ def test_stale_groups_are_told_with_their_names(tmp_path: Path):
     assert metrics_of(tmp_path)[2]["group/stale"] == len(dropped)
 
 
-def test_a_group_that_took_too_long_is_dropped_where_it_arrives(tmp_path: Path):
+def test_late_group_is_dropped_on_arrival(tmp_path: Path):
     """Level 1, and the first group needs three steps: the versions went on, and what is too old is not trained."""
     gate = asyncio.Event()
     slow: list[str] = []

@@ -8,7 +8,7 @@ import pytest
 from shoal.recipes.datums import align_logprobs, align_sampler, align_trainer, as_trainer_logprobs
 
 
-def test_both_land_on_their_tokens() -> None:
+def test_rewards_and_advantages_align_with_their_tokens() -> None:
     trainer, sampler = align_logprobs(3, [-0.1, -0.2], [None, -0.3, -0.4])
     assert trainer.tolist() == [0.0, -0.1, -0.2] and sampler.tolist() == [0.0, -0.3, -0.4]
     trainer, sampler = align_logprobs(2, np.array([-0.1]), np.array([np.nan, -0.3]))

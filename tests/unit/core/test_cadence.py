@@ -39,7 +39,7 @@ def test_noise_with_few_stages(stages: int, sigmas: list[float]):
     assert [schedule(step) for step in range(1, 7)] == pytest.approx(sigmas)
 
 
-def test_noise_stays_in_its_last_stage_when_a_run_goes_on_longer():
+def test_noise_stays_in_its_last_stage_in_an_extended_run():
     schedule = noise_schedule(5e-2, 5e-4, 10, total_steps=40)
     assert schedule(41) == schedule(100) == pytest.approx(5e-4)
 
@@ -60,7 +60,7 @@ def test_temperature_linear_and_cosine():
     assert [cosine(step) for step in range(1, 6)] == pytest.approx(wanted)
 
 
-def test_a_constant_temperature_is_exact():
+def test_constant_temperature_is_exact():
     assert temperature(0.7, 0.7, total_steps=3)(2) == 0.7
     assert temperature(1.0, 0.5, total_steps=1)(1) == 1.0
 

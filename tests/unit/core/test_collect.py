@@ -67,7 +67,7 @@ def test_synchronous_steps_are_in_prompt_order_whatever_finishes_first(seed: int
     assert [p.group_id for p in runner.finished] != [p.group_id for p in runner.dispatched], "the order was shuffled"
 
 
-def test_dropped_groups_carry_their_reason_and_are_refilled():
+def test_dropped_groups_have_a_reason_and_are_replaced():
     def rewards(prompt: Prompt) -> Sequence[float | None]:
         kinds = [[0.0, 1.0], [1.0, 1.0], [0.5, 0.5], [None, 1.0], [None, None]]
         return kinds[prompt.index % 5]
@@ -88,7 +88,7 @@ def test_dropped_groups_carry_their_reason_and_are_refilled():
         (0.95, 0.95, "uniform-good"),
     ],
 )  # fmt: skip
-def test_a_group_is_solved_at_the_highest_reward_of_its_environment(reward: float, highest: float | None, kind: str):
+def test_group_is_solved_at_the_highest_reward_of_its_environment(reward: float, highest: float | None, kind: str):
     group = make_group(Prompt("letters", 0, []), [reward, reward])
     group.max_reward = highest
     assert zero_variance_kind(group) == kind
@@ -103,7 +103,7 @@ def test_refills_are_bounded_and_the_next_step_starts_afresh(max_refill: int):
     assert [len(step.dropped) for step in steps] == [4 * (1 + max_refill)] * 3
 
 
-def test_a_short_step_costs_no_later_one():
+def test_short_step_does_not_affect_later_steps():
     """Step 1 stays short, since its refills are spent; from step 2 on everything is full again."""
     drawn: list[Prompt] = []
 
@@ -134,7 +134,7 @@ def test_kept_uniform_groups_are_trained_but_unscored_ones_are_not():
     assert {group.drop_reason for group in step.dropped} == {"too-few-scored"}
 
 
-def test_goodness_is_judged_by_the_raw_reward():
+def test_zero_variance_kind_uses_the_raw_reward():
     """Shaping may move a solved prompt's reward anywhere; solved is what the environment says."""
 
     async def run_group(prompt: Prompt) -> RolloutGroup:
@@ -148,7 +148,7 @@ def test_goodness_is_judged_by_the_raw_reward():
     assert {group.drop_reason for group in step.dropped} == {"uniform-good"}
 
 
-def test_the_users_filter_sees_mixed_groups_only():
+def test_user_filter_receives_only_mixed_groups():
     seen: list[RolloutGroup] = []
 
     def keep(group: RolloutGroup) -> bool:
@@ -185,7 +185,7 @@ def test_replacing_zero_variance_groups_is_reported() -> None:
     assert reports == []
 
 
-def test_stale_groups_are_dropped_where_they_would_be_shipped():
+def test_stale_groups_are_dropped_before_training():
     """O = 3 but only one version back allowed: what ran ahead too far is drawn again."""
     admission = Admission(4, 2, async_level=3, max_off_policy_steps=1)
     collector, runner = make_collector(mixed, admission)
@@ -197,7 +197,7 @@ def test_stale_groups_are_dropped_where_they_would_be_shipped():
     assert sum(len(step.dropped) for step in steps) > 0
 
 
-def test_staleness_goes_by_the_oldest_token():
+def test_staleness_uses_the_oldest_token():
     async def run_group(prompt: Prompt) -> RolloutGroup:
         group = make_group(prompt, [0.0, 1.0], version=5)
         if len(out) == 0:
@@ -213,7 +213,7 @@ def test_staleness_goes_by_the_oldest_token():
     assert step.dropped[0].prompt is out[0] and len(step.kept) == 2
 
 
-def test_a_wait_past_its_deadline_names_who_waits_for_what():
+def test_wait_past_its_deadline_names_waiter_and_target():
     async def never(prompt: Prompt) -> RolloutGroup:
         await asyncio.sleep(3600)
         raise AssertionError("unreachable")
@@ -226,7 +226,7 @@ def test_a_wait_past_its_deadline_names_who_waits_for_what():
     assert first.group_id in str(error.value) and "orch.deadline_s" in str(error.value)
 
 
-def test_a_request_to_stop_ends_the_wait_at_once():
+def test_stop_request_ends_the_wait_at_once():
     async def never(prompt: Prompt) -> RolloutGroup:
         await asyncio.sleep(3600)
         raise AssertionError("unreachable")
@@ -445,7 +445,7 @@ def test_replacements_are_dispatched_before_they_are_needed():
     assert surplus >= cancelled > 0
 
 
-def test_a_group_of_one_is_kept_for_batch_statistics():
+def test_group_of_one_is_kept_for_batch_statistics():
     """Nothing can be compared within it; only a rollout without a score is set aside."""
 
     def rewards(prompt: Prompt) -> Sequence[float | None]:
@@ -457,7 +457,7 @@ def test_a_group_of_one_is_kept_for_batch_statistics():
     assert {group.drop_reason for group in step.dropped} <= {"too-few-scored"}
 
 
-def test_waiting_costs_the_same_however_many_groups_are_out():
+def test_waiting_cost_does_not_depend_on_groups_in_flight():
     """They end one by one, and the collector looks at that one: ten times as many cost ten times as much in all."""
 
     def cpu_s_a_group(groups: int) -> float:

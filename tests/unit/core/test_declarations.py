@@ -26,7 +26,7 @@ def refused(given: dict) -> list[str]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_parameter_of_another_loss_is_refused(name: str) -> None:
+def test_parameter_of_another_loss_is_refused(name: str) -> None:
     for parameter, info in EVERY_PARAMETER.items():
         value = info.default if info.default is not None else 1.5
         known = parameter in LOSSES[name].parameters()
@@ -45,7 +45,7 @@ def test_ppo_is_grpo() -> None:
     assert LOSSES["ppo"] is GRPO and LOSS.validate_python({"type": "ppo"}).type == "grpo"
 
 
-def test_a_function_of_the_user_takes_arguments() -> None:
+def test_user_function_takes_arguments() -> None:
     loss = LOSS.validate_python({"type": "my.code:f", "args": {"a": 1}})
     assert isinstance(loss, CustomLoss) and loss.args == {"a": 1}
     assert refused({"type": "my.code:f", "clip_low": 0.2}) == ["clip_low"]
@@ -97,14 +97,14 @@ def test_values_that_cannot_work_are_refused(name: str, given: dict, parameter: 
         LOSSES[name](**given)
 
 
-def test_what_is_fine_is_not_refused() -> None:
+def test_valid_parameters_are_accepted() -> None:
     assert refused({"ratio_type": "sequence", "sequence_clip_high": 5.0}) == []
     assert refused({"ratio_type": "token", "sequence_clip_high": 10.0}) == []  # the default, as config.yaml has it
     assert refused({"type": "cispo", "ratio_low": 1.0}) == []
 
 
 @pytest.mark.parametrize("loss", BUILT_IN)
-def test_a_declaration_is_complete(loss: type[Loss]) -> None:
+def test_declaration_is_complete(loss: type[Loss]) -> None:
     assert loss.choice() == loss().type and loss.summary()
     assert all(info.description for info in loss().parameters().values())
 
@@ -177,7 +177,7 @@ print("one file")
 """
 
 
-def test_a_new_loss_touches_one_file() -> None:
+def test_new_loss_touches_one_file() -> None:
     """A class added to losses.py, and to nothing else, can be configured, documented, checked and trained."""
     result = subprocess.run([sys.executable, "-c", WITH_ONE_MORE], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]

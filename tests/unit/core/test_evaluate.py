@@ -19,7 +19,7 @@ def settings(**changes) -> EvalSettings:
     return EvalSettings(**{"num_examples": 3, "rollouts_per_example": 2, "sampling": GREEDY, **changes})
 
 
-def test_the_first_prompts_that_fit_of_each_environment():
+def test_first_prompts_that_fit_of_each_environment():
     asked: list[tuple[Prompt, int, SamplingParams]] = []
 
     async def run_group(prompt: Prompt, size: int, sampling: SamplingParams) -> RolloutGroup:
@@ -39,7 +39,7 @@ def test_the_first_prompts_that_fit_of_each_environment():
     assert again == metrics and asked[:5] == asked[5:]
 
 
-def test_the_summary_by_hand():
+def test_summary_by_hand():
     solved = make_group(make_prompt(0), [0.0, 1.0, None], turn=make_turn([3, 4]))
     failed = make_group(make_prompt(1), [0.5, 0.0, 0.25], turn=make_turn([3] * 5, finish="length"))
     for rollout in solved.rollouts:
@@ -70,7 +70,7 @@ def test_all_failed_has_no_mean():
     assert metrics["error_frac"] == 1 and "mean" not in metrics and "std" not in metrics
 
 
-def test_one_rollout_a_prompt_has_no_pass_at_k():
+def test_pass_at_k_needs_several_rollouts():
     assert "pass_at_k" not in summarise([make_group(make_prompt(0), [1.0])])
 
 
@@ -79,7 +79,7 @@ def test_without_held_out_prompts_it_is_refused():
         Evaluator(lambda *_: asyncio.sleep(0), {"a": Letters(5, "a")}, fits, settings())  # type: ignore[arg-type]
 
 
-def test_an_evaluation_past_its_deadline_names_the_environment():
+def test_evaluation_past_its_deadline_names_the_environment():
     async def never(prompt: Prompt, size: int, sampling: SamplingParams) -> RolloutGroup:
         await asyncio.sleep(3600)
         raise AssertionError("unreachable")
@@ -89,7 +89,7 @@ def test_an_evaluation_past_its_deadline_names_the_environment():
         asyncio.run(evaluator.evaluate())
 
 
-def test_a_slow_evaluation_that_moves_is_not_past_its_deadline():
+def test_slow_evaluation_with_progress_meets_its_deadline():
     """Ten groups, one after another, each well within the deadline and all together far beyond it."""
     turn = asyncio.Semaphore(1)
 

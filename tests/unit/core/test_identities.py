@@ -38,7 +38,7 @@ def test_on_policy_gradient_is_minus_advantage(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("normaliser", [AdvantageNormalizer(), AdvantageNormalizer(std="none", leave_one_out=True)])
-def test_uniform_rewards_teach_nothing(name: str, normaliser: AdvantageNormalizer) -> None:
+def test_uniform_rewards_give_no_gradient(name: str, normaliser: AdvantageNormalizer) -> None:
     """2. Exactly zero, off policy too; .1 is a reward whose mean over three rounds away from it."""
     row = random_row(1, sequences=3)
     advantages = normaliser.estimate([[0.1, 0.1, 0.1]])[0]
@@ -51,7 +51,7 @@ def test_uniform_rewards_teach_nothing(name: str, normaliser: AdvantageNormalize
 
 @pytest.mark.parametrize("correction", CORRECTED)
 @pytest.mark.parametrize("name", LOSSES)
-def test_masked_tokens_influence_nothing(name: str, correction: str) -> None:
+def test_masked_tokens_have_no_influence(name: str, correction: str) -> None:
     """4. Two rows that differ only at m = 0, in every field, agree bit for bit in loss, gradient and metrics."""
     row = random_row(2)
     loss = LOSSES[name]

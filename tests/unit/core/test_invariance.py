@@ -93,7 +93,9 @@ def test_rows_order_and_ranks_do_not_matter(name: str, aggregation: str) -> None
 
 @settings(max_examples=25, deadline=None)
 @given(steps(), st.integers(8, 40), st.sampled_from(AGGREGATIONS), st.sampled_from(["grpo", "gspo", "masked"]))
-def test_any_step_and_any_budget(step: list[list[Sample]], budget: int, aggregation: str, name: str) -> None:
+def test_loss_does_not_depend_on_budget_or_order(
+    step: list[list[Sample]], budget: int, aggregation: str, name: str
+) -> None:
     if not count_totals(step).tokens:
         return
     objective = make_objective(name)
@@ -104,7 +106,7 @@ def test_any_step_and_any_budget(step: list[list[Sample]], budget: int, aggregat
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_the_loss_is_the_aggregation_written_out(aggregation: str) -> None:
+def test_loss_is_the_aggregation_written_out(aggregation: str) -> None:
     """Against nested means over rollouts and groups, with a loss of -A·lp a token."""
     step = random_step(5)
     objective = Objective(Reinforce(ratio="none"))

@@ -32,7 +32,7 @@ def rows_of(step: list[list[Sample]], budget: int = 1000, share: bool = True) ->
     return batch.rows
 
 
-def test_the_row_of_the_worked_example() -> None:
+def test_row_of_the_documented_example() -> None:
     (row,) = rows_of([[sample("a", [5, 6], [7, 2])], [sample("b", [5, 6], [8])]])
     assert row.token_ids.tolist() == [5, 6, 7, 2, 8]
     assert row.position_ids.tolist() == [0, 1, 2, 3, 2]
@@ -44,7 +44,7 @@ def test_the_row_of_the_worked_example() -> None:
     assert (row.tokens, row.sample_tokens) == (5, 7)
 
 
-def test_a_group_that_fits_costs_its_prompt_once() -> None:
+def test_group_in_one_row_counts_its_prompt_once() -> None:
     (row,) = rows_of(answers("g", range(40), 7, 3, 9, 1))
     assert row.tokens == 40 + 20 and row.sample_tokens == 4 * 40 + 20
 
@@ -55,21 +55,21 @@ def test_groups_do_not_share_with_each_other() -> None:
     assert row.segment_prefix.tolist() == [-1, 0, 0, -1] and row.tokens == 3 + 4 + 4
 
 
-def test_a_trained_token_is_never_shared() -> None:
+def test_trained_token_is_never_shared() -> None:
     """Both answers begin with the same two tokens, and the second has a prompt that ends earlier."""
     (row,) = rows_of([[sample("a", [1, 2, 3], [4, 5, 6])], [sample("b", [1, 2], [3, 4, 7])]])
     assert row.segment_starts.tolist()[1] == 2 and row.loss_mask.sum() == 6
     assert row.tokens == 2 + 4 + 3
 
 
-def test_sharing_ends_where_tokens_differ() -> None:
+def test_prefix_sharing_ends_at_the_first_difference() -> None:
     (row,) = rows_of([[sample("a", [1, 2, 3, 4], [5])], [sample("b", [1, 2, 9, 4], [5])]])
     assert row.segment_prefix.tolist() == [-1, 0, 0] and row.segment_starts.tolist() == [0, 2, 5, 8]
     apart = rows_of([[sample("a", [1, 2], [5])], [sample("b", [9, 2], [5])]])
     assert [row.segment_prefix.tolist() for row in apart] == [[-1, -1]]
 
 
-def test_a_group_larger_than_a_row_has_its_prompt_in_each() -> None:
+def test_group_larger_than_a_row_has_its_prompt_in_each() -> None:
     """Behind a prompt of 4 a row of 10 has room for 6: answers of 4 + 2, of 3 + 3, and of 2."""
     rows = rows_of(answers("g", range(4), 3, 4, 2, 3, 2), 10)
     assert [row.tokens for row in rows] == [10, 10, 6]

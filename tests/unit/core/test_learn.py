@@ -43,7 +43,7 @@ def test_advantages_are_assigned_to_scored_rollouts():
     assert [r.advantage for r in groups[1].rollouts] == [1.0, -1.0]
 
 
-def test_a_rewarded_token_becomes_likelier_and_an_unscored_rollout_changes_nothing():
+def test_rewarded_token_gains_probability_and_unscored_rollout_has_no_effect():
     turns = [make_turn([3]), make_turn([5]), make_turn([6])]
     policy, alone = UnigramPolicy(), UnigramPolicy()
     learned, metrics = learn(make_learner(policy, MEAN_ONLY), [group_of(0, [1.0, 0.0, None], turns)])
@@ -114,7 +114,7 @@ def five_rows() -> list[RolloutGroup]:
 
 
 @pytest.mark.parametrize("rows_per_micro_batch", [None, 5])
-def test_what_memory_does_not_suffice_for_is_computed_in_smaller_micro_batches(rows_per_micro_batch: int | None):
+def test_out_of_memory_halves_the_micro_batch(rows_per_micro_batch: int | None):
     """The step is begun anew, and the next one begins with what was found to fit."""
     whole, tight = UnigramPolicy(), UnigramPolicy(most_tokens=8)
     options = {"token_budget": 4, "rows_per_micro_batch": rows_per_micro_batch}
@@ -130,7 +130,7 @@ def test_what_memory_does_not_suffice_for_is_computed_in_smaller_micro_batches(r
 
 
 @pytest.mark.parametrize("settings", ({"recompute_old": True, "needs_reference": True}, {"reward_kl_beta": 0.1}))
-def test_log_probs_that_memory_does_not_suffice_for_are_too(settings: dict[str, Any]):
+def test_logprobs_that_do_not_fit_in_memory_are_split(settings: dict[str, Any]):
     whole, tight = UnigramPolicy(), UnigramPolicy(most_tokens=8)
     for policy in (whole, tight):
         learner = make_learner(policy, MEAN_ONLY, token_budget=4, rows_per_micro_batch=None, **settings)
@@ -139,7 +139,7 @@ def test_log_probs_that_memory_does_not_suffice_for_are_too(settings: dict[str, 
     assert [len(call.rows) for call in tight.calls] == [2, 2, 1], "the gradient knows already"
 
 
-def test_a_row_that_memory_does_not_suffice_for_stops_the_run():
+def test_row_that_does_not_fit_in_memory_ends_the_run():
     for policy in (UnigramPolicy(most_tokens=3), UnigramPolicy(most_tokens=8, passes_together=True)):
         with pytest.raises(MemoryStop):
             learn(make_learner(policy, MEAN_ONLY, token_budget=4, rows_per_micro_batch=None), five_rows())
@@ -159,7 +159,7 @@ def test_a_row_that_memory_does_not_suffice_for_stops_the_run():
         (5, 100, [1] * 5),  # none fits, so each stands alone
     ],
 )
-def test_micro_batches_are_few_and_about_equal(tokens: int, keys: int, calls: list[int]):
+def test_micro_batches_are_few_and_of_equal_size(tokens: int, keys: int, calls: list[int]):
     """Within the plan, which counts what is computed and, by their memory, the keys that answers share."""
     policy = UnigramPolicy()
     plan: Any = {"rows_per_micro_batch": None, "micro_batch_tokens": tokens, "keys_for_token": keys}
@@ -181,7 +181,7 @@ def test_minibatches_times_epochs_optimizer_steps():
     assert metrics["optim/skipped"] == 0
 
 
-def test_the_mismatch_is_measured_before_the_weights_move():
+def test_mismatch_is_measured_before_the_weights_move():
     plain, recomputing = UnigramPolicy(), UnigramPolicy()
     groups = [group_of(i, [0.0, 1.0]) for i in range(2)]
     learn(make_learner(plain, MEAN_ONLY, minibatches=2, ppo_epochs=2), groups)
@@ -218,7 +218,7 @@ def test_reference_logprobs_are_taken_where_the_loss_needs_them():
 @pytest.mark.parametrize(
     ("settings", "passes"), (({"recompute_old": True, "needs_reference": True}, 10), ({"reward_kl_beta": 0.1}, 5))
 )
-def test_nothing_is_read_before_the_last_pass_is_under_way(settings: dict[str, Any], passes: int):
+def test_results_are_read_after_the_last_pass_is_launched(settings: dict[str, Any], passes: int):
     """A read in between would let the device stand idle until the next pass is made."""
     made: list[str] = []
 
@@ -256,7 +256,7 @@ def test_kl_folded_into_the_reward():
     assert [r.advantage for r in group.rollouts] == pytest.approx([gap, -gap], abs=1e-6)
 
 
-def test_the_kl_of_a_reward_is_each_rows_own():
+def test_reward_kl_is_per_row():
     """Several rows go together; each is compared with its own reference."""
     groups = [group_of(i, [1.0, 1.0], [make_turn([3 + i]), make_turn([5 + i, 6])]) for i in range(3)]
     alone = [group_of(i, [1.0, 1.0], [make_turn([3 + i]), make_turn([5 + i, 6])]) for i in range(3)]
@@ -293,7 +293,7 @@ def test_nothing_to_train_takes_no_optimizer_step(groups: list[RolloutGroup]):
     assert policy.optim_steps == 0 and not policy.calls
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_told():
+def test_nonfinite_gradient_is_skipped_and_reported():
     policy = UnigramPolicy()
 
     def broken(logprobs, row):
@@ -324,7 +324,7 @@ def test_policy_logprobs_are_noted_for_the_rollout_files():
     }
 
 
-def test_the_largest_ratios_are_of_single_tokens():
+def test_largest_ratios_are_of_single_tokens():
     """A uniform policy over eight tokens says 1/8; the sampler said 1/2, 1/4 and 1/16 of three of them."""
     turns = [
         make_turn([3, 4], logprobs=[math.log(1 / 2), math.log(1 / 4)]),

@@ -49,7 +49,7 @@ def rewards_by_draw(*kinds: Sequence[float]):
     return rewards
 
 
-def test_a_step_leaves_metrics_a_journal_record_and_rollouts(tmp_path: Path):
+def test_step_leaves_metrics_a_journal_record_and_rollouts(tmp_path: Path):
     world = World(tmp_path, Plan())
     assert world.run() == "finished"
     metrics, journal = metrics_of(tmp_path), journal_of(tmp_path)
@@ -66,7 +66,7 @@ def test_a_step_leaves_metrics_a_journal_record_and_rollouts(tmp_path: Path):
     assert world.engine.loads == [(version, 0.0) for version in range(5)]
 
 
-def test_what_came_before_the_run_is_no_part_of_its_first_step(tmp_path: Path):
+def test_start_up_time_is_not_in_the_first_step(tmp_path: Path):
     """Other processes load their models while the loop stands ready."""
     world = World(tmp_path, Plan())
     time.sleep(1.0)
@@ -74,7 +74,7 @@ def test_what_came_before_the_run_is_no_part_of_its_first_step(tmp_path: Path):
     assert read_metrics(tmp_path)[0]["time/step"] < 1.0
 
 
-def test_three_steps_in_a_row_that_are_not_finite_stop_the_run(tmp_path: Path):
+def test_three_nonfinite_steps_in_a_row_stop_the_run(tmp_path: Path):
     world = World(tmp_path, Plan(objective=nan_at(), settings=LoopSettings(10, SaveCadence(10))))
     with pytest.raises(StoppedByPolicy, match="3 steps in a row with non-finite") as stopped:
         world.run()
@@ -87,14 +87,14 @@ def test_three_steps_in_a_row_that_are_not_finite_stop_the_run(tmp_path: Path):
     assert checkpoint is not None and checkpoint.step == 3, "the state is saved where it stopped"
 
 
-def test_one_step_that_is_not_finite_is_skipped_counted_and_forgotten(tmp_path: Path):
+def test_one_nonfinite_step_is_skipped_and_counted(tmp_path: Path):
     world = World(tmp_path, Plan(objective=nan_at(1, 2, 4, 5), settings=LoopSettings(6, SaveCadence(10))))
     assert world.run() == "finished"
     assert [line["optim/skipped"] for line in metrics_of(tmp_path)] == [1, 1, 0, 1, 1, 0]
     assert world.loop.progress.non_finite == 0 and np.isfinite(world.policy.theta).all()
 
 
-def test_five_flat_steps_of_solved_prompts_end_the_run_as_solved(tmp_path: Path):
+def test_five_steps_of_solved_prompts_end_the_run_as_solved(tmp_path: Path):
     world = World(
         tmp_path, Plan(rewards=lambda _: [1.0, 1.0], rules=NO_REFILL, settings=LoopSettings(9, SaveCadence(9)))
     )
@@ -107,7 +107,7 @@ def test_five_flat_steps_of_solved_prompts_end_the_run_as_solved(tmp_path: Path)
     assert checkpoint is not None and checkpoint.step == 5, "a run with more steps can go on from here"
 
 
-def test_a_reward_that_fails_on_every_rollout_ends_the_run_after_step_1(tmp_path: Path):
+def test_reward_that_fails_on_every_rollout_ends_the_run_after_step_1(tmp_path: Path):
     plan = Plan(rewards=lambda _: [None, None], rules=NO_REFILL, settings=LoopSettings(9, SaveCadence(9)))
     world = World(tmp_path, plan)
     with pytest.raises(StoppedByPolicy, match="every rollout of step 1"):
@@ -122,7 +122,7 @@ def test_a_reward_that_fails_on_every_rollout_ends_the_run_after_step_1(tmp_path
         ([[0.0, 0.0]] * 8 + [[1.0, 1.0]], "all bad"),  # only the last of the five is solved
     ],
 )
-def test_five_flat_steps_of_anything_else_stop_it(tmp_path: Path, kinds: list[list[float]], says: str):
+def test_five_zero_variance_steps_stop_the_run(tmp_path: Path, kinds: list[list[float]], says: str):
     plan = Plan(rewards=rewards_by_draw(*kinds), rules=NO_REFILL, settings=LoopSettings(9, SaveCadence(9)))
     world = World(tmp_path, plan)
     with pytest.raises(StoppedByPolicy, match=f"5 steps in a row that trained nothing.*{says}"):
@@ -131,7 +131,7 @@ def test_five_flat_steps_of_anything_else_stop_it(tmp_path: Path, kinds: list[li
 
 
 @pytest.mark.parametrize(("rewards", "ends"), [([1.0, 1.0], "solved"), ([0.0, 0.0], "all bad")])
-def test_kept_groups_whose_rewards_are_all_equal_are_flat_steps_too(tmp_path: Path, rewards: list[float], ends: str):
+def test_kept_zero_variance_groups_count_as_flat_steps(tmp_path: Path, rewards: list[float], ends: str):
     """Every gradient is zero then, whatever number of rollouts was packed."""
     plan = Plan(rewards=lambda _: rewards, rules=GroupRules(uniform="keep"), settings=LoopSettings(9, SaveCadence(9)))
     world = World(tmp_path, plan)
@@ -145,7 +145,7 @@ def test_kept_groups_whose_rewards_are_all_equal_are_flat_steps_too(tmp_path: Pa
     assert len(said) == 5 and said[0].startswith("step 1 trained nothing; all groups: zero-variance group")
 
 
-def test_one_trained_step_starts_the_count_of_flat_ones_again(tmp_path: Path):
+def test_trained_step_resets_the_zero_variance_count(tmp_path: Path):
     flat, mixed = [0.0, 0.0], [0.0, 1.0]
     kinds = [flat] * 8 + [mixed] * 2 + [flat] * 8 + [mixed]  # two groups a step: steps 5 and 10 train
     plan = Plan(rewards=rewards_by_draw(*kinds), rules=NO_REFILL, settings=LoopSettings(11, SaveCadence(9)))
@@ -164,7 +164,7 @@ def test_one_trained_step_starts_the_count_of_flat_ones_again(tmp_path: Path):
         (0, 0, [0], [0, 1, 2, 3, 4, 5]),
     ],
 )
-def test_the_sampler_gets_a_version_at_the_start_of_each_window(
+def test_sampler_gets_a_version_at_the_start_of_each_window(
     tmp_path: Path, interval: int, level: int, served: list[int], ages: list[int]
 ):
     plan = Plan(admission=Admission(4, 2, interval, level), settings=LoopSettings(6, SaveCadence(9)))
@@ -176,7 +176,7 @@ def test_the_sampler_gets_a_version_at_the_start_of_each_window(
     assert len(trained) == len(set(trained)) == 24
 
 
-def test_noise_goes_to_the_sampler_and_into_the_metrics(tmp_path: Path):
+def test_noise_reaches_the_sampler_and_the_metrics(tmp_path: Path):
     noise = noise_schedule(0.05, 0.0005, stages=3, total_steps=6)
     world = World(tmp_path, Plan(settings=LoopSettings(6, SaveCadence(9), sigma_at=noise)))
     world.run()
@@ -185,7 +185,7 @@ def test_noise_goes_to_the_sampler_and_into_the_metrics(tmp_path: Path):
     assert [sigma for _, sigma in world.engine.loads] == [*sigmas, 0.0], "version v samples step v + 1; the last none"
 
 
-def test_noise_within_a_window_is_what_its_first_step_was_drawn_with(tmp_path: Path):
+def test_noise_is_constant_within_a_sync_window(tmp_path: Path):
     noise = noise_schedule(0.05, 0.0005, stages=3, total_steps=6)
     settings = LoopSettings(6, SaveCadence(9), EvalCadence(5, at_start=False), sigma_at=noise)
     world = World(tmp_path, Plan(eval_rewards=float, admission=Admission(4, 2, interval=4), settings=settings))
@@ -239,7 +239,7 @@ def interrupted_world(path: Path, plan: Plan, at_draw: int) -> World:
 
 @pytest.mark.parametrize(("interval", "level"), [(1, 0), (2, 0), (1, 1)])
 @pytest.mark.parametrize("at_draw", [1, 2, 3, 4, 6, 7])
-def test_an_interrupted_run_continues(tmp_path: Path, interval: int, level: int, at_draw: int):
+def test_interrupted_run_continues(tmp_path: Path, interval: int, level: int, at_draw: int):
     """Saved where the last step ended; nothing lost or trained twice; equal to the undisturbed run if synchronous."""
 
     def plan() -> Plan:
@@ -270,7 +270,7 @@ def test_an_interrupted_run_continues(tmp_path: Path, interval: int, level: int,
 
 
 @pytest.mark.parametrize(("at", "saved"), [(1, None), (2, 3), (3, 6)])
-def test_a_stop_during_an_evaluation(tmp_path: Path, at: int, saved: int | None):
+def test_stop_during_an_evaluation(tmp_path: Path, at: int, saved: int | None):
     """At steps 0, 3 and 6: the first is given up, a later one is finished with its step."""
 
     def plan(interrupted_at: int | None) -> Plan:
@@ -292,7 +292,7 @@ def test_a_stop_during_an_evaluation(tmp_path: Path, at: int, saved: int | None)
     assert journal_of(tmp_path / "cut") == journal_of(tmp_path / "whole")
 
 
-def test_a_failure_between_two_minibatches_leaves_no_false_checkpoint(tmp_path: Path):
+def test_failure_between_minibatches_writes_no_checkpoint(tmp_path: Path):
     """The user's loss raises in the second half of step 3: half a step has moved the weights, none is recorded."""
     calls = [0]
 
@@ -319,7 +319,7 @@ def test_a_failure_between_two_minibatches_leaves_no_false_checkpoint(tmp_path: 
     assert journal_of(tmp_path / "cut") == journal_of(tmp_path / "whole")
 
 
-def test_a_failure_after_the_optimizer_step_leaves_no_false_checkpoint(tmp_path: Path):
+def test_failure_after_the_optimizer_step_writes_no_checkpoint(tmp_path: Path):
     """The evaluation of step 3 hangs: the weights have moved, the step is not recorded, so it is computed again."""
 
     def plan(hangs: int | None) -> Plan:
@@ -339,7 +339,7 @@ def test_a_failure_after_the_optimizer_step_leaves_no_false_checkpoint(tmp_path:
     assert journal_of(tmp_path / "cut") == journal_of(tmp_path / "whole")
 
 
-def test_a_sync_and_a_checkpoint_have_deadlines(tmp_path: Path):
+def test_sync_and_a_checkpoint_have_deadlines(tmp_path: Path):
     """Each names the key that says how long it may take."""
     settings = LoopSettings(2, SaveCadence(1), sync_deadline_s=0.05, save_deadline_s=0.05)
     world = World(tmp_path / "sync", Plan(settings=settings))

@@ -71,7 +71,7 @@ def test_sequences_of_a_single_token(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "params"), VARIANTS[len(LOSSES) :])
-def test_variants_are_really_exercised(name: str, params: dict) -> None:
+def test_variants_are_exercised(name: str, params: dict) -> None:
     """A parameter set that changes nothing against the defaults would leave its branch untested."""
     rows = [random_row(seed) for seed in range(4)]
     ones = np.ones(len(rows[0].m))
@@ -107,7 +107,7 @@ def by_hand(lp: list[float], inf: list[float], advantage: float, old: list[float
     )
 
 
-def test_numbers_one_can_compute_by_hand() -> None:
+def test_matches_manual_numbers() -> None:
     two = by_hand([math.log(0.8)], [math.log(0.4)], 1.0)  # ratio 2
     assert LOSSES["grpo"]()(two).loss.item() == pytest.approx(-1.2)
     assert LOSSES["dapo"]()(two).loss.item() == pytest.approx(-1.28)
@@ -144,7 +144,7 @@ def test_decoupled_drops_tokens_over_the_cap() -> None:
     assert [float(x) for x in result.metrics["mask/token_frac"]] == [1, 2]
 
 
-def test_a_dropped_token_with_an_infinite_ratio_leaves_no_nan() -> None:
+def test_masked_token_with_infinite_ratio_gives_no_nan() -> None:
     leaf = torch.tensor([-0.1, -0.1, -0.1], requires_grad=True)
     inputs = LossInputs(
         policy_logprobs=leaf,
@@ -173,7 +173,7 @@ def test_shapes_are_checked() -> None:
         by_hand([-1.0, -1.0], [-1.0, -1.0], 1.0, old=[-1.0])
 
 
-def test_users_own_loss() -> None:
+def test_user_loss() -> None:
     row = with_garbage(random_row(2), 5)
     leaf, inputs = to_inputs(row)
     custom = CustomLoss(type="mine:loss", args={"shift": 7})

@@ -38,7 +38,7 @@ def test_no_data_is_absent_and_zero_is_data() -> None:
     assert tally.reduce() == {"masked": 0.0, "optim/skipped": 0.0}
 
 
-def test_an_empty_part_does_not_change_a_mean() -> None:
+def test_empty_part_does_not_change_a_mean() -> None:
     tally = Tally()
     tally.add("mismatch/k3", 2.0, 4)
     tally.add("mismatch/k3", 0.0, 0)
@@ -55,7 +55,7 @@ def test_misuse_raises() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-1000, 1000), st.integers(1, 50)), min_size=1, max_size=20), st.randoms())
-def test_any_split_reduces_to_the_same_mean(pairs: list[tuple[int, int]], dice) -> None:
+def test_mean_does_not_depend_on_the_split(pairs: list[tuple[int, int]], dice) -> None:
     whole, parts = Tally(), Tally()
     whole.add("policy/entropy", sum(total for total, _ in pairs), sum(count for _, count in pairs))
     dice.shuffle(pairs)
@@ -88,7 +88,7 @@ def test_overlapping_and_nested_phases_and_idle_time() -> None:
     assert clock.take() == expected
 
 
-def test_an_open_phase_continues_in_the_next_step() -> None:
+def test_open_phase_continues_in_the_next_step() -> None:
     tick = Clock()
     clock = Phases(tick)
     with clock("rollout"):
@@ -99,7 +99,7 @@ def test_an_open_phase_continues_in_the_next_step() -> None:
     assert clock.take() == {"time/step": 0.0, "time/idle": 0.0}
 
 
-def test_an_exception_ends_a_phase_and_unknown_phases_raise() -> None:
+def test_exception_ends_a_phase_and_unknown_phases_raise() -> None:
     clock = Phases()
     with pytest.raises(RuntimeError), clock("train"):
         raise RuntimeError

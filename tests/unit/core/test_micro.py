@@ -34,7 +34,9 @@ def test_every_row_once_in_order_and_within_the_bounds(sizes: list[int], tokens:
         ([], 5, None, []),
     ],
 )
-def test_few_and_about_equal(sizes: list[int], bound: int | None, most: int | None, expected: list[list[int]]) -> None:
+def test_few_parts_of_equal_size(
+    sizes: list[int], bound: int | None, most: int | None, expected: list[list[int]]
+) -> None:
     assert [sizes[part.start : part.stop] for part in micro_batches(sizes, bound, most)] == expected
 
 

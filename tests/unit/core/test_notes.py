@@ -27,7 +27,7 @@ def failing(*errors: str | None, env: str = "letters") -> RolloutGroup:
     return group
 
 
-def test_a_kind_is_an_exception_at_a_place_in_an_environment():
+def test_error_kind_is_exception_and_location():
     events = Written()
     rules, progress = StopRules(EventLog(events)), Progress(step=3)
     same = [f"KeyError: {word!r} (mine.py:4 in grade)" for word in ("a", "b", "c")]
@@ -44,7 +44,7 @@ def test_a_kind_is_an_exception_at_a_place_in_an_environment():
     assert {event["level"] for event in events} == {"warning"}
 
 
-def test_one_reward_in_the_whole_run_is_enough():
+def test_one_reward_in_the_run_is_sufficient():
     rules, progress = StopRules(EventLog(Written())), Progress(step=2)
     rules.note_failures([failing("ValueError: x")], progress)
     with pytest.raises(StoppedByPolicy, match=r"2 steps had a reward \(letters: ValueError: x\)"):
@@ -57,7 +57,7 @@ def test_one_reward_in_the_whole_run_is_enough():
     StopRules(EventLog(Written())).require_some_reward(Progress(step=2, scored=True))  # resumed
 
 
-def test_a_run_without_rewards_names_the_failure():
+def test_run_without_rewards_names_the_failure():
     flat = Progress(step=7, flat=MAX_FLAT, flat_reasons=["too-few-scored"])
     rules = StopRules(EventLog(Written()))
     rules.note_failures([failing("KeyError: 'a' (mine.py:4 in grade)")], flat)

@@ -62,7 +62,7 @@ def unpack(row: Row) -> list[tuple[Any, ...]]:
 
 @settings(deadline=None)
 @given(steps(), st.integers(1, 4))
-def test_nothing_is_lost_and_nothing_doubled(step: list[list[Sample]], minibatches: int) -> None:
+def test_packing_keeps_every_sample_once(step: list[list[Sample]], minibatches: int) -> None:
     rows = [row for batch in pack(step, minibatches=minibatches) for row in batch.rows]
     packed = [sample for row in rows for sample in unpack(row)]
     assert sorted(packed) == sorted(described(s.rollout_id, s, np.arange(s.tokens)) for s in trainable(step))
@@ -155,7 +155,7 @@ def test_weights_by_hand() -> None:
         assert (found["a"], found["b"], found["d"]) == pytest.approx(expected), aggregation
 
 
-def test_a_rollout_of_several_samples_stays_together() -> None:
+def test_rollout_of_several_samples_stays_together() -> None:
     rng = np.random.default_rng(0)
     long = [make_sample("a", "g", [False] + [True] * 5, rng) for _ in range(3)]
     (batch,) = pack([long, sequence("b", "g", 1, 2)])
@@ -180,7 +180,7 @@ def test_kept_sets_travel_with_their_tokens() -> None:
     assert pack([[second]])[0].rows[0].kept_ids is None
 
 
-def test_nothing_to_train_is_no_batch() -> None:
+def test_empty_step_has_no_batch() -> None:
     assert pack([]) == [] and pack([sequence("a", "g", 3, 0), []]) == []
 
 

@@ -22,7 +22,7 @@ def draw(stream: PromptStream, count: int) -> list[Prompt]:
     return [stream.next() for _ in range(count)]
 
 
-def test_an_epoch_is_every_prompt_once_in_an_order_of_its_own():
+def test_epoch_draws_every_prompt_once_in_its_own_order():
     stream = make_stream(size=20)
     assert len(stream) == 20
     epochs = [draw(stream, 20) for _ in range(3)]
@@ -34,7 +34,7 @@ def test_an_epoch_is_every_prompt_once_in_an_order_of_its_own():
     assert len({p.group_id for prompts in epochs for p in prompts}) == 60
 
 
-def test_the_seed_decides_the_order():
+def test_seed_decides_the_order():
     assert draw(make_stream(seed=1), 50) == draw(make_stream(seed=1), 50)
     assert draw(make_stream(seed=1), 50) != draw(make_stream(seed=2), 50)
 
@@ -61,7 +61,7 @@ def test_environments_are_mixed_by_weight(weights: dict[str, float], first: str,
     assert Counter(names) == counts
 
 
-def test_any_prefix_is_within_one_prompt_of_its_share():
+def test_draws_follow_the_constant_weights():
     weights = {"a": 0.61, "b": 0.29, "c": 0.1}
     stream = PromptStream({name: Letters(11, name) for name in weights}, weights, 0, fits)
     seen: Counter[str] = Counter()
@@ -94,7 +94,7 @@ def test_weights_change_with_the_steps():
     slopes=st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5)), min_size=2, max_size=4),
     counts=st.lists(st.integers(0, 12), min_size=25, max_size=25),
 )
-def test_any_prefix_follows_the_weights(slopes: list[tuple[float, float]], counts: list[int]):
+def test_draws_follow_the_changing_weights(slopes: list[tuple[float, float]], counts: list[int]):
     """After each draw, every environment has its share of all draws so far, up to the number of environments."""
     names = [f"e{i}" for i in range(len(slopes))]
     slopes = [(a + 0.01, b + 0.01) if i == 0 else (a, b) for i, (a, b) in enumerate(slopes)]
@@ -111,7 +111,7 @@ def test_any_prefix_follows_the_weights(slopes: list[tuple[float, float]], count
 
 @settings(max_examples=60, deadline=None)
 @given(before=st.integers(0, 80), back=st.integers(0, 10), slope=st.tuples(st.floats(0, 3), st.floats(0.1, 3)))
-def test_changing_weights_continue_at_any_point(before: int, back: int, slope: tuple[float, float]):
+def test_changing_env_weights_resume_at_any_point(before: int, back: int, slope: tuple[float, float]):
     """After a resume, and after surplus prompts were returned, the draws are those of an undisturbed stream."""
 
     def fresh() -> PromptStream:
@@ -137,7 +137,7 @@ def test_changing_weights_continue_at_any_point(before: int, back: int, slope: t
     seed=st.integers(0, 99),
     active=st.booleans(),
 )
-def test_the_cursor_continues_at_any_point(before: int, sizes: list[int], seed: int, active: bool):
+def test_cursor_continues_at_any_point(before: int, sizes: list[int], seed: int, active: bool):
     """State through JSON into a fresh stream: what comes next is what would have come."""
 
     def fresh() -> PromptStream:
@@ -161,7 +161,7 @@ def test_the_cursor_continues_at_any_point(before: int, sizes: list[int], seed: 
     assert play(second, 30) == whole[before:]
 
 
-def test_unfit_prompts_are_set_aside_and_counted():
+def test_prompts_that_do_not_fit_are_skipped_and_counted():
     stream = make_stream(size=10, long=[2, 5, 7])
     assert sorted(p.index for p in draw(stream, 7)) == [0, 1, 3, 4, 6, 8, 9]
     draw(stream, 7)
@@ -169,7 +169,7 @@ def test_unfit_prompts_are_set_aside_and_counted():
     assert stream.cursor.positions["letters"] - stream.cursor.set_aside == 14
 
 
-def test_a_prompt_that_cannot_be_made_is_not_passed_over():
+def test_unavailable_prompt_raises():
     """A run that ends with it meets it again when it continues."""
     stream = make_stream(size=10)
     tasks = stream._environments["letters"].tasks("train")
@@ -184,7 +184,7 @@ def test_a_prompt_that_cannot_be_made_is_not_passed_over():
     assert stream.cursor.positions["letters"] == 3
 
 
-def test_nothing_that_fits_is_a_data_error():
+def test_no_fitting_prompt_is_a_data_error():
     with pytest.raises(DataError, match=r"no prompt of letters fits.*orch\.seq_len"):
         make_stream(size=5, long=range(5)).next()
 
@@ -196,7 +196,7 @@ def test_one_fitting_prompt_is_enough():
     assert [p.epoch for p in prompts] == list(range(40))
 
 
-def test_an_environment_without_prompts_is_refused():
+def test_environment_without_prompts_is_refused():
     with pytest.raises(DataError, match="letters has no training prompts"):
         make_stream(size=0)
 
@@ -208,7 +208,7 @@ def test_resuming_with_other_environments_is_refused():
         other.load_state(state)
 
 
-def test_the_buffer_draws_easy_and_hard_prompts_less_often():
+def test_buffer_draws_easy_and_hard_prompts_less_often():
     """Prompts 0–9 are solved, 10–19 hopeless, 20–29 in between; each kind has its own share."""
 
     def mean(prompt: Prompt) -> float:
@@ -231,7 +231,7 @@ def test_thresholds_are_strict():
     assert not Buffer().active
 
 
-def test_a_prompt_is_drawn_even_if_none_is_wanted():
+def test_prompt_is_drawn_even_if_all_are_hopeless():
     """All solved and easy_fraction 0: training goes on with what there is instead of searching for ever."""
     stream = make_stream(size=6, buffer=Buffer(easy_threshold=0.5, easy_fraction=0.0))
     for prompt in draw(stream, 6):
@@ -239,7 +239,7 @@ def test_a_prompt_is_drawn_even_if_none_is_wanted():
     assert len(draw(stream, 3)) == 3
 
 
-def test_the_last_outing_counts_and_failed_rewards_do_not():
+def test_prompt_history_uses_the_last_group_and_ignores_failed_rewards():
     stream = make_stream(size=1, buffer=Buffer(easy_threshold=0.5))
     prompt = stream.next()
     for rewards in ([1.0, 1.0], [0.0, 1.0, None], [None, None]):
@@ -271,7 +271,7 @@ def test_prompts_with_equal_rewards_are_drawn_less_often_each_time():
     assert stream.cursor.zero_variance == {}
 
 
-def test_the_history_of_prompts_survives_a_resume_and_older_checkpoints():
+def test_history_of_prompts_survives_a_resume_and_older_checkpoints():
     buffer = Buffer(zero_variance_fraction=0.3)
     stream, other = make_stream(20, buffer=buffer), make_stream(20, buffer=buffer)
     for prompt in draw(stream, 30):

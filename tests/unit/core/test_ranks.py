@@ -63,7 +63,7 @@ def test_dealing_and_undealing():
     assert interleave([[], []]) == []
 
 
-def test_one_process_shares_with_nobody():
+def test_one_process_does_not_share():
     async def run():
         alone = SingleProcess()
         assert await alone.exchange(b"x") == [b"x"]
@@ -73,7 +73,7 @@ def test_one_process_shares_with_nobody():
     assert asyncio.run(run()) == "done"
 
 
-def test_any_rank_may_ask_to_stop():
+def test_any_rank_can_request_a_stop():
     async def run() -> list[bool]:
         meeting = Meeting(2)
         return list(await asyncio.gather(any_rank(meeting.rank(0), False), any_rank(meeting.rank(1), True)))
@@ -81,7 +81,7 @@ def test_any_rank_may_ask_to_stop():
     assert asyncio.run(run()) == [True, True]
 
 
-def test_what_fails_on_one_rank_fails_on_all():
+def test_failure_on_one_rank_fails_on_all():
     """Each with its own reason, or with that of the first that had one; and they are in step afterwards."""
 
     async def work(rank: int) -> int:
@@ -116,7 +116,7 @@ def test_results_come_back_in_order_with_their_arrays():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_all_ranks_collect_what_one_would(world: int):
+def test_ranks_collect_the_groups_of_one_process(world: int):
     """Every third prompt has zero variance and is replaced; each prompt is trained once."""
     played: list[tuple[int, str]] = []
 
@@ -153,7 +153,7 @@ def test_all_ranks_collect_what_one_would(world: int):
 ALL: dict[str, Any] = {}  # what the first world collected; every other one must collect the same
 
 
-def test_processes_with_other_weights_are_found_out(tmp_path: Path):
+def test_processes_with_other_weights_are_detected(tmp_path: Path):
     class Other(SingleProcess):
         async def exchange(self, mine: bytes) -> list[bytes]:
             return [mine, b"weights-of-another-run" if mine.startswith(b"weights") else mine]

@@ -72,7 +72,7 @@ def test_metrics_by_hand():
     assert metrics == pytest.approx(expected)
 
 
-def test_a_metric_without_data_is_absent():
+def test_metric_without_data_is_absent():
     assert tallied([]) == {}
     metrics = tallied([dropped(make_group(make_prompt(0), [None, None]), "too-few-scored")])
     assert metrics["reward/error_frac"] == 1
@@ -99,7 +99,7 @@ def lines_of(groups: list[RolloutGroup], policy_logprobs: dict[str, np.ndarray] 
     return [json.loads(encode_line(line)) for line in lines]
 
 
-def test_a_line_holds_everything_about_a_rollout():
+def test_one_line_contains_the_whole_rollout():
     turn = make_turn([3, 4], version=7, logprobs=[-0.123456789, -2.0])
     group = make_group(make_prompt(5, epoch=1), [0.25, 1.0], turn=turn)
     group.rollouts[0].advantage = -0.5
@@ -147,7 +147,7 @@ def test_several_turns_in_one_line():
     assert line["completion"] == "[assistant] ab\n\n[user] go on\n\n[assistant] c"
 
 
-def test_a_conversation_with_tool_calls_is_stored_as_messages():
+def test_conversation_with_tool_calls_is_stored_as_messages():
     """Also of what no schema allows: the values that an environment put there become text."""
     group = make_group(make_prompt(0), [1.0, 0.0])
     group.prompt.messages.insert(0, {"role": "system", "content": [{"type": "text", "text": "Use add."}]})

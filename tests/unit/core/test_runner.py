@@ -140,7 +140,7 @@ def desk(kind: str, **fields: Any) -> Prompt:
     return Prompt("desk", KINDS.index(kind), [], **fields)
 
 
-def test_a_rollout_that_ends_the_run_leaves_none_behind(pool: RewardPool) -> None:
+def test_rollout_that_ends_the_run_cancels_the_others(pool: RewardPool) -> None:
     """One that went on would ask an engine that is closed meanwhile."""
 
     async def main() -> None:
@@ -152,7 +152,7 @@ def test_a_rollout_that_ends_the_run_leaves_none_behind(pool: RewardPool) -> Non
     asyncio.run(main())
 
 
-def test_a_group_of_scored_rollouts(pool: RewardPool) -> None:
+def test_group_of_scored_rollouts(pool: RewardPool) -> None:
     engine = ScriptedEngine(lambda request: ("ab" * int(request.request_id.split("/")[-2]), "stop"), version=3)
     group = play(engine, pool, desk("plain", epoch=1, attempt=2), size=3)
     assert group.version == 3 and group.rewards == [0, 2, 4]
@@ -175,7 +175,7 @@ def test_a_group_of_scored_rollouts(pool: RewardPool) -> None:
         ("long", "error", "of 256 context tokens"),
     ],
 )
-def test_what_fails_is_counted_and_never_scored(kind: str, status: str, error: str | None, pool: RewardPool) -> None:
+def test_failures_are_counted_and_never_scored(kind: str, status: str, error: str | None, pool: RewardPool) -> None:
     group = play(ScriptedEngine(always("answer")), pool, desk(kind), size=2)
     for rollout in group.rollouts:
         assert (rollout.status, rollout.reward, rollout.raw_reward) == (status, None, None)
@@ -185,7 +185,7 @@ def test_what_fails_is_counted_and_never_scored(kind: str, status: str, error: s
     assert group.rewards == []
 
 
-def test_a_group_is_scored_when_all_of_it_is_complete(pool: RewardPool) -> None:
+def test_group_is_scored_when_complete(pool: RewardPool) -> None:
     """A ranking needs the other answers. A rollout that failed takes no part in it."""
 
     def script(request: Any) -> tuple[str, Any] | Exception:
@@ -242,7 +242,7 @@ def compete(index: int) -> list[Rollout]:
     return rollouts
 
 
-def test_an_environment_at_the_endpoint_scores_a_group_together() -> None:
+def test_environment_at_the_endpoint_scores_a_group_together() -> None:
     rollouts = compete(0)
     assert [rollout.reward for rollout in rollouts] == [1.0, 0.0, 2.0]
     assert [rollout.parts["length"] for rollout in rollouts] == [2, 1, 4]
@@ -257,20 +257,20 @@ def test_an_environment_at_the_endpoint_scores_a_group_together() -> None:
         (3, ["ok", "ok", "error"], "lost"),
     ],
 )
-def test_what_fails_at_the_endpoint_is_excluded(index: int, statuses: list[str], error: str) -> None:
+def test_endpoint_failures_are_excluded(index: int, statuses: list[str], error: str) -> None:
     rollouts = compete(index)
     assert [rollout.status for rollout in rollouts] == statuses
     assert {rollout.error for rollout in rollouts if rollout.status != "ok"} == {error}
     assert [rollout.scored for rollout in rollouts] == [status == "ok" for status in statuses]
 
 
-def test_an_error_of_the_call_excludes_the_group(pool: RewardPool) -> None:
+def test_error_of_the_call_excludes_the_group(pool: RewardPool) -> None:
     group = play(ScriptedEngine(always("x")), pool, Prompt("ranked", 1, []), 3)
     assert [(r.status, r.reward) for r in group.rollouts] == [("error", None)] * 3 and group.rewards == []
     assert all("no ranking" in (r.error or "") for r in group.rollouts)
 
 
-def test_one_failure_leaves_the_others(pool: RewardPool) -> None:
+def test_one_failure_keeps_the_others(pool: RewardPool) -> None:
     def script(request: Any) -> tuple[str, Any] | Exception:
         return ValueError("bad luck") if request.request_id.endswith("/1/0") else ("abc", "stop")
 
@@ -281,12 +281,12 @@ def test_one_failure_leaves_the_others(pool: RewardPool) -> None:
 @pytest.mark.parametrize(
     "error", (EngineError("gone"), ConfigError("wants a key, or is gone")), ids=("dead", "refused")
 )
-def test_an_engine_that_is_of_no_use_ends_the_run(pool: RewardPool, error: Exception) -> None:
+def test_unusable_engine_ends_the_run(pool: RewardPool, error: Exception) -> None:
     with pytest.raises(EngineError, match="gone"):
         play(ScriptedEngine(lambda _: error), pool, desk("plain"), size=2)
 
 
-def test_a_conversation_keeps_what_was_sampled(pool: RewardPool) -> None:
+def test_conversation_keeps_the_sampled_tokens(pool: RewardPool) -> None:
     engine = ScriptedEngine(lambda request: (f"word {request.request_id[-1]}", "stop"))
     (rollout,) = play(engine, pool, Prompt("echo", 0, [])).rollouts
     assert [m["role"] for m in rollout.messages] == ["user", "assistant", "user", "assistant", "user", "assistant"]
@@ -301,19 +301,19 @@ def test_a_conversation_keeps_what_was_sampled(pool: RewardPool) -> None:
     assert len(rollout_samples(rollout)) == 1
 
 
-def test_a_conversation_ends_where_an_answer_was_cut_off(pool: RewardPool) -> None:
+def test_conversation_ends_at_a_truncated_answer(pool: RewardPool) -> None:
     engine = ScriptedEngine(lambda request: ("word", "length" if request.request_id.endswith("/1") else "stop"))
     (rollout,) = play(engine, pool, Prompt("echo", 0, [])).rollouts
     assert len(rollout.turns) == 2 and rollout.truncated and rollout.status == "ok"
 
 
-def test_an_environment_that_fails_in_the_middle(pool: RewardPool) -> None:
+def test_environment_failure_within_a_rollout(pool: RewardPool) -> None:
     (rollout,) = play(ScriptedEngine(always("word")), pool, Prompt("echo", 1, [])).rollouts
     assert rollout.status == "error" and "KeyError" in str(rollout.error) and rollout.reward is None
     assert len(rollout.turns) == 2, "what was sampled is kept for the record"
 
 
-def test_a_conversation_ends_where_the_context_does(pool: RewardPool) -> None:
+def test_conversation_ends_at_the_context_limit(pool: RewardPool) -> None:
     prompt_tokens = len(CHAT.prompt_ids(Echo().tasks("train")[0].messages))
     engine = ScriptedEngine(always("w" * 10))
     (rollout,) = play(engine, pool, Prompt("echo", 0, []), context_tokens=prompt_tokens + 20).rollouts

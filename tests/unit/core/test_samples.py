@@ -38,7 +38,7 @@ def test_turns_merge_while_history_grows() -> None:
     assert sample.kept_ids == [None, None, None, None, None, [6, 7]]
 
 
-def test_a_diverging_history_starts_a_new_sample() -> None:
+def test_divergent_history_starts_a_new_sample() -> None:
     first, second = rollout_samples(rollout(turn([5], [7, 2]), turn([5, 7, 8], [6]), turn([5, 7, 8, 6, 1], [3])))
     assert first.token_ids.tolist() == [5, 7, 2]
     assert second.token_ids.tolist() == [5, 7, 8, 6, 1, 3]
@@ -46,7 +46,7 @@ def test_a_diverging_history_starts_a_new_sample() -> None:
     assert first.rollout_id == second.rollout_id
 
 
-def test_a_shorter_prompt_is_no_extension() -> None:
+def test_shorter_prompt_is_not_an_extension() -> None:
     samples = rollout_samples(rollout(turn([5, 6], [7]), turn([5, 6], [8])))
     assert [sample.token_ids.tolist() for sample in samples] == [[5, 6, 7], [5, 6, 8]]
 
@@ -59,7 +59,7 @@ def test_not_trained_rollouts_and_empty_ones() -> None:
     assert rollout_samples(rollout()) == [] and rollout_samples(rollout(turn([], []))) == []
 
 
-def test_the_first_token_of_all_has_no_context() -> None:
+def test_first_token_has_no_context() -> None:
     (sample,) = rollout_samples(rollout(turn([], [7, 2], temperature=0.5)))
     assert sample.loss_mask.tolist() == [False, True]
     assert sample.sampler_logprobs.tolist() == pytest.approx([0, -0.2]) and sample.temperatures.tolist() == [1, 0.5]

@@ -47,7 +47,7 @@ class Behind(World):
         return write
 
 
-def test_the_run_goes_on_while_a_checkpoint_is_written(tmp_path: Path):
+def test_run_continues_while_a_checkpoint_is_written(tmp_path: Path):
     """Step 2 is in the journal before the checkpoint of step 1 is on disk; that of step 2 waits for it."""
     world = Behind(tmp_path, Plan(settings=SIX))
     world.allow.clear()
@@ -67,7 +67,7 @@ def test_the_run_goes_on_while_a_checkpoint_is_written(tmp_path: Path):
     assert all(world.run_dir.checkpoints.verify(step)["step"] == step for step in range(1, 7))
 
 
-def test_a_checkpoint_has_the_state_of_its_step(tmp_path: Path):
+def test_checkpoint_contains_the_state_of_its_step(tmp_path: Path):
     """Resumed from any of them, the run equals one that writes its checkpoints at once."""
     plain = World(tmp_path / "plain", Plan(settings=SIX))
     plain.run()
@@ -84,7 +84,7 @@ def test_a_checkpoint_has_the_state_of_its_step(tmp_path: Path):
     behind.close()
 
 
-def test_a_failed_write_ends_the_run_at_the_next_step_boundary(tmp_path: Path):
+def test_failed_write_ends_the_run_at_the_next_step_boundary(tmp_path: Path):
     world = Behind(tmp_path, Plan(settings=SIX))
     world.failure = StorageError("the disk is full")
     with pytest.raises(StorageError, match="full"):
@@ -93,7 +93,7 @@ def test_a_failed_write_ends_the_run_at_the_next_step_boundary(tmp_path: Path):
     world.close()
 
 
-def test_a_failed_write_of_the_last_step_is_not_lost(tmp_path: Path):
+def test_failed_write_of_the_last_step_is_not_lost(tmp_path: Path):
     world = Behind(tmp_path, Plan(settings=LoopSettings(2, SaveCadence(2))))
     world.failure = StorageError("the disk is full")
     with pytest.raises(StorageError, match="full"):
@@ -101,7 +101,7 @@ def test_a_failed_write_of_the_last_step_is_not_lost(tmp_path: Path):
     world.close()
 
 
-def test_the_best_step_is_marked_after_its_checkpoint(tmp_path: Path):
+def test_best_step_is_marked_after_its_checkpoint(tmp_path: Path):
     plan = Plan(eval_rewards=float, settings=eval_every(2, LoopSettings(4, SaveCadence(2)), keep_best=True))
     world = Behind(tmp_path, plan)
     marks: list[tuple[int, bool]] = []
@@ -115,7 +115,7 @@ def test_the_best_step_is_marked_after_its_checkpoint(tmp_path: Path):
     world.close()
 
 
-def test_an_error_elsewhere_waits_for_the_write(tmp_path: Path):
+def test_error_elsewhere_waits_for_the_write(tmp_path: Path):
     """The run directory is closed only after the thread has written into it."""
     world = Behind(tmp_path, Plan(settings=SIX))
     world.allow.clear()

@@ -20,7 +20,7 @@ def rollout(tokens: int, reason: FinishReason = "stop", earlier: int = 0) -> Rol
 CUT, WHOLE = rollout(100, "length"), rollout(100)
 
 
-def test_nothing_is_the_default() -> None:
+def test_default_shape_changes_nothing() -> None:
     for made in (CUT, WHOLE):
         assert RewardShape()(0.7, made, 100) == 0.7 and RewardShape().trains(made)
 
@@ -31,7 +31,7 @@ def test_scale_then_bias_then_clip() -> None:
     assert [shape(reward, WHOLE, 100) for reward in (0.7, -3, 0.1)] == pytest.approx([1, -1, 0.7])
 
 
-def test_zero_is_for_what_was_cut_off() -> None:
+def test_truncated_reward_is_zero() -> None:
     shape = RewardShape(truncated="zero", scale=3, bias=1)
     assert shape(0.7, CUT, 100) == 1, "zero goes through scale and bias like any reward"
     assert shape(0.7, WHOLE, 100) == pytest.approx(3.1)
@@ -52,6 +52,6 @@ def test_overlong_grows_over_the_last_tokens(tokens: int, penalty: float) -> Non
     assert twice(0.7, rollout(tokens), 100) == pytest.approx(0.7 - 2 * penalty)
 
 
-def test_a_conversation_is_cut_off_by_its_last_answer() -> None:
+def test_conversation_is_truncated_if_its_last_answer_is() -> None:
     assert rollout(5, "length", earlier=7).truncated and not rollout(5, "stop", earlier=7).truncated
     assert not rollout(0).truncated

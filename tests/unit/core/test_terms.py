@@ -44,7 +44,7 @@ def test_correction_equals_the_reference(kind: str, params: dict, drift: float) 
     assert metrics["correction/capped_frac"][0].item() == (before != after)[row.m].sum()
 
 
-def test_sequence_level_does_not_collapse_with_length() -> None:
+def test_sequence_level_does_not_shrink_with_length() -> None:
     """A hundred tokens each off by 5 %: the product would be 131, the geometric mean is 1.05."""
     row = random_row(0, tokens=100, sequences=2)
     row = replace(row, m=np.ones(100, bool), seq=np.zeros(100, int), old=row.inf + math.log(1.05))
@@ -91,7 +91,7 @@ def test_k1_in_the_loss_and_a_missing_reference_are_refused() -> None:
         KLPenalty(beta=0.1)(replace(inputs, reference_logprobs=None))
 
 
-def test_mismatch_compares_what_it_is_told_to() -> None:
+def test_mismatch_compares_the_configured_logprobs() -> None:
     row = random_row(6)
     _, inputs = to_inputs(with_garbage(row, 3))
     for source, ours in (("old", row.old), ("policy", row.lp)):
@@ -103,7 +103,7 @@ def test_mismatch_compares_what_it_is_told_to() -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "importance_sampling", "reinforce"])
-def test_objective_adds_everything_up(name: str) -> None:
+def test_objective_sums_all_terms(name: str) -> None:
     row = random_row(7)
     leaf, inputs = to_inputs(with_garbage(row, 4))
     loss = LOSSES[name]

@@ -30,7 +30,7 @@ def test_append_writes_each_row_at_its_own_position() -> None:
     assert int((keys != 0).sum()) == key.numel(), "and nowhere else"
 
 
-def test_a_prefill_may_write_one_prompt_into_several_slots() -> None:
+def test_one_prefill_writes_several_slots() -> None:
     cache = make_cache()
     key, value = torch.rand(2, 4, 4), torch.rand(2, 4, 4)  # [heads, tokens of the row, dim]
     where = (torch.tensor(x) for x in ([1, 1, 3], [2, 2, 0], [0, 2, 1]))

@@ -21,14 +21,14 @@ def windowed() -> Decoder:
     return Decoder(small_model("mistral", sliding_window=100))
 
 
-def test_a_right_model_passes_and_keeps_its_window() -> None:
+def test_correct_model_passes_and_keeps_its_window() -> None:
     decoder = windowed()
     check_decode(decoder, decoder.verify())
     assert decoder.config.sliding_window == 100
     assert not decoder.model.training
 
 
-def test_a_window_that_decode_ignores_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignored_attention_window_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = windowed()
     layers = decoder.verify()
     mask = Decode._mask
@@ -38,7 +38,7 @@ def test_a_window_that_decode_ignores_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
-def test_a_state_that_is_not_written_is_found(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritten_state_is_detected(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Decoder(build(family))
     layers = decoder.verify()
     check_decode(decoder, layers)

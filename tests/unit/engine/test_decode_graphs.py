@@ -21,7 +21,7 @@ def graphs_of(limit: int) -> Any:
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, [64]), (2, [64, 8]), (9, [64, 8, 16])])
-def test_the_largest_graph_is_captured_first(limit: int, kept: list[int]) -> None:
+def test_largest_graph_is_captured_first(limit: int, kept: list[int]) -> None:
     """At the limit a batch takes the smallest graph that covers it."""
     graphs = graphs_of(limit)
     taken = [graphs._graph(DecodeBucket(rows, 512), False)[0].rows for rows in (8, 16)]
@@ -29,7 +29,7 @@ def test_the_largest_graph_is_captured_first(limit: int, kept: list[int]) -> Non
     assert taken == [8 if 8 in kept else 64, 16 if 16 in kept else 64]
 
 
-def test_each_kind_of_draw_has_its_largest_graph_beyond_the_limit() -> None:
+def test_largest_graph_is_kept_for_each_sampling_kind() -> None:
     graphs = graphs_of(2)
     for narrowed in (False, True):
         graphs._graph(DecodeBucket(8, 512), narrowed)

@@ -78,7 +78,7 @@ def test_one_token() -> None:
     assert answer.finish_reason == "length" and len(answer.token_ids) == 1
 
 
-def test_an_end_token_is_kept_and_ends_the_completion(free) -> None:
+def test_end_token_is_kept_and_ends_the_completion(free) -> None:
     seed, end = int(free.request_id), free.token_ids[6]
     for engine, sampling in (
         (make_engine(DECODER, eos_token_ids=(end,)), {"max_tokens": 20}),
@@ -89,7 +89,7 @@ def test_an_end_token_is_kept_and_ends_the_completion(free) -> None:
         assert answer.token_ids == free.token_ids[:7] and answer.finish_reason == "stop"
 
 
-def test_a_special_end_token_is_not_in_the_text() -> None:
+def test_special_end_token_is_not_in_the_text() -> None:
     engine = make_engine(DECODER, eos_token_ids=(EOS,))
     for seed in range(60):
         answer = one(engine, seed=seed, max_tokens=40)
@@ -100,7 +100,7 @@ def test_a_special_end_token_is_not_in_the_text() -> None:
     pytest.fail("no completion ended by itself")
 
 
-def test_a_stop_string_ends_the_text_before_it_and_keeps_the_tokens(free) -> None:
+def test_stop_string_ends_the_text_before_it_and_keeps_the_tokens(free) -> None:
     stop = free.text[5:7]  # across two tokens: every token is a character
     answer = one(make_engine(DECODER), max_tokens=20, stop=("never in it", stop), seed=int(free.request_id))
     assert answer.finish_reason == "stop"
@@ -108,13 +108,13 @@ def test_a_stop_string_ends_the_text_before_it_and_keeps_the_tokens(free) -> Non
     assert answer.logprobs == free.logprobs[:7]
 
 
-def test_the_earliest_of_two_stop_strings_cuts_the_text(free) -> None:
+def test_earliest_of_two_stop_strings_cuts_the_text(free) -> None:
     answer = one(make_engine(DECODER), stop=(free.text[4], free.text[3:5]), seed=int(free.request_id))
     assert answer.token_ids == free.token_ids[:5] and answer.text == free.text[:3]
 
 
 @pytest.mark.parametrize("min_tokens", (1, 4, 7))
-def test_min_tokens_holds_off_every_end(min_tokens: int) -> None:
+def test_min_tokens_delays_every_end(min_tokens: int) -> None:
     """All ids but one end the completion, so it ends as soon as it may."""
     ends = tuple(i for i in range(DECODER.vocab_size) if i != 50)
     answer = one(make_engine(DECODER), min_tokens=min_tokens, max_tokens=20, stop_token_ids=ends, seed=1)
@@ -145,17 +145,17 @@ def test_prompts_at_the_border_of_the_context() -> None:
     assert answers["over"].spans == [] and answers["over"].text == ""
 
 
-def test_an_empty_prompt_is_answered_with_nothing() -> None:
+def test_empty_prompt_is_answered_with_nothing() -> None:
     answer = one(make_engine(DECODER), prompt=[])
     assert (answer.token_ids, answer.logprobs, answer.finish_reason) == ([], [], "length")
 
 
-def test_a_prompt_longer_than_the_prefill_budget() -> None:
+def test_prompt_longer_than_the_prefill_budget() -> None:
     prompts = random_prompts(2, 100, 3, 90)
     assert greedy(DECODER, prompts, 10, prefill_tokens=16) == greedy(DECODER, prompts, 10)
 
 
-def test_the_cache_ends_where_the_context_does() -> None:
+def test_cache_length_is_the_context_length() -> None:
     """Prompt and completion fill the context to the last token, across a border of padded keys."""
     (prompt,) = random_prompts(3, 120)
     engine = make_engine(DECODER, context_tokens=130)
@@ -165,7 +165,7 @@ def test_the_cache_ends_where_the_context_does() -> None:
 # Slots
 
 
-def test_a_group_s_prompt_is_prefilled_once() -> None:
+def test_group_prompt_is_prefilled_once() -> None:
     decoder, engine = counting_engine(slots=16)
     (prompt, other) = random_prompts(4, 24, 16)
     answers = run(engine, [ask(f"{i}", prompt, seed=i, max_tokens=5) for i in range(8)])
@@ -187,7 +187,7 @@ def test_more_requests_than_slots() -> None:
     assert decoder.decoded / 8 < in_fours
 
 
-def test_the_batch_shrinks_when_few_are_left() -> None:
+def test_batch_shrinks_when_few_are_left() -> None:
     decoder, engine = counting_engine(slots=64)
     requests = [ask(f"{i}", PROMPT, seed=i, max_tokens=2) for i in range(63)]
     requests.append(ask("long", PROMPT, seed=99, max_tokens=40))
@@ -197,7 +197,7 @@ def test_the_batch_shrinks_when_few_are_left() -> None:
     assert answers["long"] == run(make_engine(DECODER), requests[-1:])["long"]
 
 
-def test_abort_returns_what_was_drawn() -> None:
+def test_abort_returns_the_sampled_tokens() -> None:
     engine = make_engine(DECODER, slots=8)
     for i in range(10):
         assert engine.add(ask(f"{i}", PROMPT, seed=i, max_tokens=30, top_k=5)) is None
@@ -220,7 +220,7 @@ def test_slots_come_in_multiples_of_the_row_padding() -> None:
 # What is reported
 
 
-def test_spans_carry_the_version_that_drew_each_token() -> None:
+def test_spans_have_the_version_of_each_token() -> None:
     view = SamplerView(DECODER)
     engine = make_engine(DECODER, view)
     engine.add(ask("r", PROMPT, max_tokens=9))
@@ -254,7 +254,7 @@ def test_chi_square_of_first_and_second_tokens(temperature: float) -> None:
     assert chi_square_p(np.bincount(second, minlength=decoder.vocab_size), distribution([*PROMPT, commonest])) > 1e-3
 
 
-def test_kept_ids_hold_the_drawn_token_and_have_the_asked_size() -> None:
+def test_kept_ids_contain_the_token_and_have_the_requested_size() -> None:
     answer = one(make_engine(DECODER), top_k=6, max_tokens=12)
     assert answer.kept_ids is not None and [len(ids) for ids in answer.kept_ids] == [6] * 12
     assert all(token in ids for token, ids in zip(answer.token_ids, answer.kept_ids, strict=True))
@@ -281,7 +281,7 @@ def test_cancelled_requests_leave_waiting_or_running_and_the_others_draw_the_sam
     assert not engine.busy
 
 
-def test_weights_that_became_no_numbers_are_noticed_at_once() -> None:
+def test_nonfinite_weights_are_detected_at_once() -> None:
     """Not when the sequence ends, a hundred tokens later; and by the version that drew."""
     decoder = small_decoder()
     engine = make_engine(decoder)
@@ -375,7 +375,7 @@ def test_windows_of_many_rows_are_shorter(slots: int, longest: int) -> None:
     assert max(graphs.launched) == longest and sum(graphs.launched) == 19, "the first is the prefill's"
 
 
-def test_windows_of_many_sequences_leave_the_collector_alone() -> None:
+def test_long_windows_do_not_trigger_garbage_collection() -> None:
     """Objects by the thousand that live as long as a window would have it look through all of Python again and again,
     while the device waits."""
     engine = make_engine(DECODER, slots=1024, context_tokens=272)

@@ -60,7 +60,7 @@ def test_decode_attention(window: int | None, softcap: float | None, cut: str, d
 
 
 @pytest.mark.parametrize("cut", ["1, 512, 16, 1, 3", "4, 32", "3, 64, 16"])
-def test_heads_are_normed_and_turned_in_every_split(cut: str) -> None:
+def test_qk_norm_and_rope_hold_in_every_split(cut: str) -> None:
     """However a row is cut, its heads are made ready the same way, and its key lands in the cache once."""
     run(f"""
         from shoal.engine.kernels.attention import HeadForm, Launch, decode_attention
@@ -81,7 +81,7 @@ def test_heads_are_normed_and_turned_in_every_split(cut: str) -> None:
     """)
 
 
-def test_heads_that_the_kernels_cannot_lay_out_run_through_the_modules() -> None:
+def test_unsupported_head_sizes_use_the_modules() -> None:
     """In training, prefill and decoding, with the reason; unsupported heads are not captured."""
     run("""
         from support.engines import greedy, make_engine
@@ -127,7 +127,7 @@ def test_prompts_are_copied_into_their_slots() -> None:
     """)
 
 
-def test_ids_that_can_never_be_drawn() -> None:
+def test_ids_that_are_never_sampled() -> None:
     """A head padded with ids that nobody may draw, more of them than a block holds."""
     run("""
         from shoal.engine.kernels.sampling import draw_tokens
@@ -144,7 +144,7 @@ def test_ids_that_can_never_be_drawn() -> None:
     """)
 
 
-def test_a_step_that_cannot_be_captured_is_launched_kernel_by_kernel() -> None:
+def test_uncapturable_step_runs_eagerly() -> None:
     """In the middle of an answer: nothing drawn is lost, and what follows is the same."""
     run("""
         from support.engines import ask, make_engine, run
@@ -172,7 +172,7 @@ def test_a_step_that_cannot_be_captured_is_launched_kernel_by_kernel() -> None:
     """)
 
 
-def test_sampling_draws_the_same_tokens() -> None:
+def test_sampling_is_reproducible() -> None:
     """Greedy and sampled rows, more ids than one block: the same token, the same log-prob but for rounding."""
     run("""
         from shoal.engine.kernels.sampling import draw_tokens
@@ -222,7 +222,7 @@ def test_fused_layers_agree_with_the_modules(architecture: str) -> None:
     """)
 
 
-def test_a_window_of_steps_equals_single_steps() -> None:
+def test_window_of_steps_equals_single_steps() -> None:
     """The engine with kernels, several steps between two looks, against the eager one: tokens, reasons, log-probs."""
     run("""
         from support.engines import ask, make_engine, run
@@ -246,7 +246,7 @@ def test_a_window_of_steps_equals_single_steps() -> None:
 
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
-def test_narrowed_draws_and_adapters_in_windows(lora: bool) -> None:
+def test_truncated_sampling_and_adapters_in_windows(lora: bool) -> None:
     """top-p, min_tokens and stops beside plain requests; before and after the weights move under the graphs."""
     run(f"""
         from support.engines import ask, make_engine, run
@@ -279,7 +279,7 @@ def test_narrowed_draws_and_adapters_in_windows(lora: bool) -> None:
     """)
 
 
-def test_products_are_cut_as_measured() -> None:
+def test_products_are_split_as_measured() -> None:
     """Rows from 8 to 1,024, as cuts were fastest on an H200; where that is a matter of little, the rule decides."""
     run("""
         from shoal.engine.kernels.products import splits_of
@@ -294,7 +294,7 @@ def test_products_are_cut_as_measured() -> None:
     """)
 
 
-def test_products_that_take_their_neighbours_in() -> None:
+def test_fused_products_with_neighbouring_operations() -> None:
     """SwiGLU behind gate and up, a split sum before a norm: rounded as apart, rows that fill no tile too."""
     run("""
         from shoal.engine.kernels.products import Tile, gated, split_product, sum_norm_

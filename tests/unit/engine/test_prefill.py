@@ -35,7 +35,7 @@ def prompts_of(*lengths: int) -> Prompts:
         ((16_000, 385), 17_408),  # is not captured any more
     ],
 )
-def test_few_sizes_and_everything_in_them(lengths: tuple[int, ...], tokens: int) -> None:
+def test_few_bucket_sizes_cover_every_size(lengths: tuple[int, ...], tokens: int) -> None:
     prompts = prompts_of(*lengths)
     extent = PrefillBucket.covering(prompts)
     assert extent.tokens == tokens and extent.longest >= max(lengths) and extent.prompts >= len(lengths)
@@ -48,7 +48,7 @@ def test_few_sizes_and_everything_in_them(lengths: tuple[int, ...], tokens: int)
     assert arrays["lengths"].tolist() == [*lengths, *[0] * filled], "nor to a sequence"
 
 
-def test_a_group_s_prompt_stands_once_and_goes_to_all_of_its_slots() -> None:
+def test_group_prompt_is_prefilled_once_for_all_slots() -> None:
     asked = [(5, [1, 2, 3]), (2, [1, 2, 3]), (0, [4, 5]), (7, [1, 2, 3])]
     made = [Sequence(Request(f"{slot}", ids, SamplingParams(max_tokens=4)), 4, slot=slot) for slot, ids in asked]
     prompts = Prompts.of(made)

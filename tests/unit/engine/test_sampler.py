@@ -76,7 +76,7 @@ def test_chi_square(way: str, position: int) -> None:
 
 
 @pytest.mark.parametrize("way", ("top-k", "top-p", "min-p", "all"))
-def test_the_kept_ids_are_the_support(way: str) -> None:
+def test_kept_ids_are_the_support(way: str) -> None:
     drawn = draw_many(LOGITS, 3, **WAYS[way])
     assert drawn.kept is not None
     support = set(np.flatnonzero(expected_distribution(LOGITS, **WAYS[way])).tolist())
@@ -89,7 +89,7 @@ def test_chi_square_would_notice() -> None:
     assert chi_square_p(counts, expected_distribution(LOGITS, temperature=1.1)) < 1e-6
 
 
-def test_unlikely_tokens_get_their_exact_chance() -> None:
+def test_unlikely_tokens_are_sampled_at_their_probability() -> None:
     p = torch.tensor([0.999, 5e-4, 3e-4, 1.5e-4, 5e-5])
     counts = np.bincount(draw_many(p.log(), 400_000).token_ids.numpy(), minlength=5)
     assert chi_square_p(counts, p.double().numpy() / p.double().sum().item()) > 1e-3
@@ -117,13 +117,13 @@ def test_randomness_is_a_function_of_seed_position_and_column_alone() -> None:
     assert not torch.equal(all_at_once[0], all_at_once[2])
 
 
-def test_greedy_takes_the_likeliest_and_reports_its_plain_logprob() -> None:
+def test_greedy_takes_the_most_likely_token_and_its_logprob() -> None:
     drawn = draw_many(LOGITS, 4, temperature=0.0)
     assert drawn.token_ids.tolist() == [int(LOGITS.argmax())] * 4
     np.testing.assert_allclose(drawn.logprobs, torch.log_softmax(LOGITS, -1).max(), atol=1e-6)
 
 
-def test_banned_ids_are_never_drawn_and_the_rest_is_renormalised() -> None:
+def test_banned_ids_are_never_sampled_and_the_rest_is_renormalised() -> None:
     banned = LOGITS.topk(3).indices.tolist()
     drawn = draw_many(LOGITS, 5000, banned=banned)
     p = expected_distribution(LOGITS)
@@ -134,7 +134,7 @@ def test_banned_ids_are_never_drawn_and_the_rest_is_renormalised() -> None:
     assert draw_many(LOGITS, 1, banned=banned, temperature=0.0).token_ids.item() == LOGITS.topk(4).indices[3]
 
 
-def test_the_id_that_crosses_top_p_is_kept_and_one_always_stays() -> None:
+def test_top_p_keeps_the_crossing_id_and_at_least_one() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     for top_p, kept in ((0.49, {0}), (0.51, {0, 1}), (0.79, {0, 1}), (0.81, {0, 1, 2}), (1e-9, {0})):
         drawn = draw_many(logits, 1, top_p=top_p)
@@ -142,7 +142,7 @@ def test_the_id_that_crosses_top_p_is_kept_and_one_always_stays() -> None:
     assert draw_many(logits, 1, top_p=1e-9).logprobs.item() == 0
 
 
-def test_a_whole_row_beside_a_truncated_one_stays_whole() -> None:
+def test_full_row_beside_a_truncated_row_is_unchanged() -> None:
     mixed = state(2)
     mixed.top_k[1] = 2
     rows, positions = LOGITS[None].expand(2, -1), torch.zeros(2, dtype=torch.long)
@@ -152,7 +152,7 @@ def test_a_whole_row_beside_a_truncated_one_stays_whole() -> None:
     assert together.kept is not None and (together.kept[0] == -1).all() and (together.kept[1] >= 0).sum() == 2
 
 
-def test_no_more_ids_are_kept_than_can_be_replayed() -> None:
+def test_kept_ids_are_limited() -> None:
     drawn = draw_many(torch.zeros(1000), 2000, top_p=0.9)
     assert drawn.kept is not None and drawn.kept.shape == (2000, MAX_KEPT)
     assert (drawn.kept >= 0).all()
@@ -161,7 +161,7 @@ def test_no_more_ids_are_kept_than_can_be_replayed() -> None:
         assert token in kept
 
 
-def test_sampling_state_moves_whole_rows() -> None:
+def test_sampling_state_moves_full_rows() -> None:
     made = state(3)
     made.temperatures[:] = torch.tensor([0.1, 0.2, 0.3])
     made.top_k[:] = torch.tensor([4, 5, 6])
@@ -170,7 +170,7 @@ def test_sampling_state_moves_whole_rows() -> None:
     np.testing.assert_allclose(made.temperatures, [0.3, 0.2, 0.3])
 
 
-def test_blocks_of_the_vocabulary_race_first() -> None:
+def test_sampling_reduces_vocabulary_blocks_first() -> None:
     """More ids than one block: still the distribution asked for, over blocks and inside each."""
     width = 2 * BLOCK + 700
     logits = torch.full((width,), -20.0)

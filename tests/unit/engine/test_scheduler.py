@@ -24,7 +24,7 @@ def test_admission_fills_the_lowest_slots() -> None:
     assert [(s.request.request_id, s.slot) for s in scheduler.admit()] == [("8", 2), ("9", 5)]
 
 
-def test_the_budget_counts_equal_neighbours_once_and_always_lets_one_in() -> None:
+def test_prefill_budget_counts_equal_prompts_once_and_admits_one() -> None:
     scheduler = Scheduler(slots=8, prefill_tokens=10)
     waiting(scheduler, [1] * 6, [1] * 6, [2] * 4, [3], [1] * 6)
     assert [len(s.request.prompt_ids) for s in scheduler.admit()] == [6, 6, 4], "6 + 4 is the budget"
@@ -52,7 +52,7 @@ def test_large_batches_grow_in_smaller_steps() -> None:
     assert all(bucket(count) >= count for count in range(3000)) and all(bucket(size) == size for size in sizes)
 
 
-def test_compaction_moves_the_high_into_the_holes() -> None:
+def test_compaction_moves_high_slots_into_free_slots() -> None:
     scheduler = Scheduler(slots=32, prefill_tokens=1000)
     waiting(scheduler, *([n] for n in range(20)))
     scheduler.admit()
@@ -66,7 +66,7 @@ def test_compaction_moves_the_high_into_the_holes() -> None:
     assert scheduler.rows == SMALLEST_BATCH and scheduler.compaction() == []
 
 
-def test_nothing_moves_while_requests_wait() -> None:
+def test_no_compaction_while_requests_wait() -> None:
     scheduler = Scheduler(slots=16, prefill_tokens=1000)
     waiting(scheduler, *([n] for n in range(17)))
     scheduler.admit()
@@ -93,7 +93,7 @@ def test_every_request_runs_in_one_slot_of_its_own(slots: int, script: list[tupl
     assert asked == len(seen) + len(scheduler.waiting)
 
 
-def test_a_sequence_keeps_its_spans() -> None:
+def test_sequence_keeps_its_spans() -> None:
     sequence = Sequence(Request("r", [1, 2], SamplingParams()), 9)
     for tokens, version in (([5], 0), ([6], 0), ([7, 8], 2), ([9], 3)):
         sequence.extend(tokens, [-0.5] * len(tokens), version)

@@ -73,7 +73,7 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize("line, reason", BAD_LINES, ids=[reason for _, reason in BAD_LINES])
-def test_a_bad_row_is_set_aside_and_named(tmp_path, caplog, line, reason):
+def test_bad_row_is_skipped_and_reported(tmp_path, caplog, line, reason):
     path = tmp_path / "rows.jsonl"
     good = b'{"prompt": "q", "answer": "1"}'
     path.write_bytes(b"\n".join([good, b"", line, good.replace(b"q", b"r")]))
@@ -84,7 +84,7 @@ def test_a_bad_row_is_set_aside_and_named(tmp_path, caplog, line, reason):
 
 
 @pytest.mark.parametrize("line, reason", BAD_LINES, ids=[reason for _, reason in BAD_LINES])
-def test_nothing_but_bad_rows_is_an_error(tmp_path, line, reason):
+def test_only_bad_rows_is_an_error(tmp_path, line, reason):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(line)
     with pytest.raises(DataError, match=re.escape(reason)) as caught:
@@ -93,7 +93,7 @@ def test_nothing_but_bad_rows_is_an_error(tmp_path, line, reason):
     assert "no usable row (1 bad)" in str(caught.value)
 
 
-def test_a_column_that_no_row_has_is_missed_once(tmp_path):
+def test_missing_column_is_reported_once(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "a", "answer": "1"}\n' * 3)
     with pytest.raises(DataError) as caught:
@@ -106,7 +106,7 @@ def test_a_column_that_no_row_has_is_missed_once(tmp_path):
     )
 
 
-def test_a_row_over_the_limit_is_set_aside(tmp_path, caplog, monkeypatch):
+def test_row_over_the_limit_is_skipped(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("shoal.envs.readers.MAX_ROW_BYTES", 100)
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "q" * 200, "answer": "1"}, {"prompt": "q", "answer": "1"}]
@@ -152,7 +152,7 @@ def test_missing_files_and_splits(tmp_path):
         read_splits(DatasetSpec(), ("prompt",), make)
 
 
-def test_a_folder_with_its_own_eval_split_and_shards(tmp_path):
+def test_folder_with_its_own_eval_split_and_shards(tmp_path):
     for name, rows in (("train-00001-of-00002", ROWS[5:9]), ("train-00000-of-00002", ROWS[:5]), ("test", ROWS[9:12])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     splits = read(tmp_path)
@@ -168,7 +168,7 @@ def test_columns_and_max_rows(tmp_path):
     assert splits["eval"][0].data == {"answer": 3}
 
 
-def test_a_held_out_prompt_is_not_trained_on(tmp_path):
+def test_held_out_prompt_is_not_trained_on(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": p, "answer": "1"}) for p in ["a", "b", "c", "a"]))
     splits = read(path)
@@ -178,7 +178,7 @@ def test_a_held_out_prompt_is_not_trained_on(tmp_path):
         read(path)
 
 
-def test_the_fingerprint_sees_every_change():
+def test_fingerprint_detects_every_change():
     base = [make(row) for row in ROWS]
     changed = [*base[:-1], Task(base[-1].messages, {"answer": "20"})]
     marks = {fingerprint(tasks) for tasks in (base, changed, base[:-1], base[::-1])}
@@ -216,7 +216,7 @@ def test_all_of_gsm8k():
     assert not {t.messages[0]["content"] for t in train} & {t.messages[0]["content"] for t in held_out}
 
 
-def test_a_data_set_by_name_through_the_datasets_library(tmp_path, monkeypatch, caplog):
+def test_data_set_by_name_through_the_datasets_library(tmp_path, monkeypatch, caplog):
     """`name` goes to datasets.load_dataset: here a local folder it understands, with columns of its own names."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "pairs"

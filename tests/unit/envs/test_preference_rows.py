@@ -36,7 +36,7 @@ def read(folder: Path, *rows: Any, **spec: Any) -> list[Task]:
     ],
     ids=["texts", "prompt as messages", "messages", "implicit prompt", "repeated prompt"],
 )
-def test_every_spelling(tmp_path: Path, row: dict[str, Any]):
+def test_every_spelling_is_accepted(tmp_path: Path, row: dict[str, Any]):
     assert read(tmp_path, row) == [WANTED]
 
 

@@ -114,7 +114,7 @@ def test_right_values_have_no_problem():
     assert problem_with("reasoning-gym:chain_sum", {"any_option_of_the_task": 1}) is None
 
 
-def test_the_catalogue_is_light():
+def test_catalogue_imports_little():
     program = (
         "import sys, shoal.envs.registry\n"
         "heavy = 'torch', 'transformers', 'datasets', 'sympy', 'reasoning_gym', 'pyarrow'\n"
@@ -137,7 +137,7 @@ def test_the_catalogue_is_light():
         ("reasoning-gym:", {}, "reasoning-gym:chain_sum"),
     ],
 )
-def test_unknown_names_are_explained_without_loading(id, args, words):
+def test_unknown_names_are_reported_before_loading(id, args, words):
     assert words in (problem_with(id, args) or "")
     with pytest.raises(ConfigError, match=re.escape(words)):
         load_environment(id, args)
@@ -199,7 +199,7 @@ def test_user_code_that_cannot_be_used(user_module, id, args, words):
         load_environment(id, args)
 
 
-def test_datasets_reach_who_takes_them(user_module):
+def test_dataset_reaches_environments_that_accept_one(user_module):
     spec = DatasetSpec(path="rows.jsonl")
     assert load_environment("my_shoal_env:Mine", dataset=spec).dataset is spec  # type: ignore[attr-defined]
     for id in ("my_shoal_env:make", "arithmetic", "reasoning-gym:chain_sum"):
@@ -209,7 +209,7 @@ def test_datasets_reach_who_takes_them(user_module):
         load_environment("dataset")
 
 
-def test_the_dataset_environment_grades_in_four_ways(user_module):
+def test_dataset_environment_grades_in_four_ways(user_module):
     Path("grade.py").write_text("async def grade(task, messages):\n    return {'given': float(task.data['answer'])}\n")
     Path("rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n{"prompt": "1 + 2?", "answer": "3"}\n')
     spec = DatasetSpec(path="rows.jsonl")
@@ -248,7 +248,7 @@ def test_reasoning_gym_missing_names_the_extra(monkeypatch):
 DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
 
 
-def test_the_documentation_lists_every_environment_and_argument():
+def test_documentation_lists_every_environment_and_argument():
     page = DOCS.read_text()
     for id in (*BUILT_IN, *(prefix.rstrip(":") for prefix in PACKAGES)):
         assert page.count(f"<!-- arguments of {id} -->") == 1
@@ -256,7 +256,7 @@ def test_the_documentation_lists_every_environment_and_argument():
     assert with_tables(page.replace("| `level` | `1` |", "| `level` | `7` |")) == page
 
 
-def test_the_documentation_starts_with_an_environment_that_works(tmp_path, monkeypatch):
+def test_documentation_starts_with_a_working_environment(tmp_path, monkeypatch):
     code = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     assert code is not None and len(code[1].strip().splitlines()) <= 12
     monkeypatch.chdir(tmp_path)
@@ -295,21 +295,21 @@ def raises(split):
         (lambda split: [ask("\ud800")], "[0] contains a lone surrogate"),
     ],
 )
-def test_tasks_that_are_none_are_the_environments_fault(tasks, words):
+def test_invalid_tasks_are_environment_errors(tasks, words):
     """Exit 2 with its name, and no bug of Shoal's."""
     with pytest.raises(DataError, match=re.escape(words)) as caught:
         checked_tasks("mine", tasks)("train")
     assert str(caught.value).startswith("orch.env: mine: tasks('train')")
 
 
-def test_tasks_that_are_made_when_they_are_asked_for_are_looked_at_then():
+def test_lazily_made_tasks_are_checked_when_made():
     tasks = checked_tasks("mine", lambda split: Late())("eval")
     assert len(tasks) == 40 and tasks[30].messages == ask("w30").messages
     with pytest.raises(DataError, match=re.escape("orch.env: mine: tasks('eval')[31] raised KeyError: 'row 31'")):
         tasks[31]
 
 
-def test_to_an_environment_its_tasks_are_what_it_made():
+def test_environment_receives_its_own_tasks():
     made = [ask("x"), ask("y")]
     assert checked_tasks("mine", lambda split: made)("train") is made
     tasks: Any = checked_tasks("mine", lambda split: Late())("train")
@@ -319,13 +319,13 @@ def test_to_an_environment_its_tasks_are_what_it_made():
 
 
 @pytest.mark.parametrize("answer, kept", [("True", True), ("False", False), ("np.bool_(False)", False)])
-def test_a_filter_says_yes_or_no(tmp_path, answer, kept):
+def test_filter_returns_a_bool(tmp_path, answer, kept):
     (tmp_path / "mine.py").write_text(f"import numpy as np\n\n\ndef keep(group):\n    return {answer}\n")
     assert load_filter(f"{tmp_path}/mine.py:keep")(None) is kept
 
 
 @pytest.mark.parametrize("answer", ["'no'", "None", "float('nan')", "[]"])
-def test_a_filter_that_says_something_else_is_told(tmp_path, answer):
+def test_non_bool_filter_is_reported(tmp_path, answer):
     (tmp_path / "mine.py").write_text(f"def keep(group):\n    return {answer}\n")
     with pytest.raises(UserCodeError, match=r"mine\.py:keep returned .*; return True or False"):
         load_filter(f"{tmp_path}/mine.py:keep")(None)

@@ -198,7 +198,7 @@ class Static:
         return 1.0
 
 
-def test_a_static_method_is_a_tool_with_all_its_arguments() -> None:
+def test_static_method_is_a_tool_with_all_its_arguments() -> None:
     environment = StatefulEnvironment(Static)
     opened = environment.live(environment.tasks("train")[0]).open()
     (schema,) = opened["tools"]
@@ -231,7 +231,7 @@ def excludes(completion: str) -> None:
         (0.5, [excludes], None),
     ],
 )
-def test_the_reward_of_an_environment_beside_functions(own: Any, functions: list[Any], reward: Any) -> None:
+def test_reward_of_an_environment_beside_functions(own: Any, functions: list[Any], reward: Any) -> None:
     class Rated(Static):
         count = 2
 
@@ -258,7 +258,7 @@ def test_the_reward_of_an_environment_beside_functions(own: Any, functions: list
         ([tool("add", amount=1)] * 4, ["1", "2", "3"], 1.0),  # max_turns: nothing answers the last one
     ],
 )  # fmt: skip
-def test_how_a_conversation_goes_on_and_ends(world: Any, said: list[str], messages: list[str], reward: float) -> None:
+def test_conversation_continues_and_ends(world: Any, said: list[str], messages: list[str], reward: float) -> None:
     (rollout,) = play(world, said).rollouts
     assert (rollout.status, rollout.reward, len(rollout.turns)) == ("ok", reward, len(said)), rollout.error
     results = [m["content"] for m in rollout.messages if m["role"] == "tool"]
@@ -282,7 +282,7 @@ def test_how_a_conversation_goes_on_and_ends(world: Any, said: list[str], messag
         ("reward is a list", "ok", "error", "of type list, not a number", True),
     ],
 )
-def test_a_failure_excludes_its_rollout_alone(
+def test_failure_excludes_only_its_rollout(
     world: Any, kind: str, said: str, status: str, word: str, closes: bool
 ) -> None:
     """Counted by its status, never scored 0, and closed if its process still can."""
@@ -294,7 +294,7 @@ def test_a_failure_excludes_its_rollout_alone(
     assert (good.status, good.reward) == ("ok", 1.0)
 
 
-def test_a_failing_close_costs_no_rollout(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_close_loses_no_rollout(caplog: pytest.LogCaptureFixture) -> None:
     with started() as world:
         runner, prompt = runner_of(world, [tool("add", amount=3), "ok"], "counter", "close raises")
 
@@ -309,7 +309,7 @@ def test_a_failing_close_costs_no_rollout(caplog: pytest.LogCaptureFixture) -> N
     assert "counter: an environment was not closed properly: ValueError: no close" in warning
 
 
-def test_a_close_that_hangs_ends_with_the_run() -> None:
+def test_hanging_close_ends_with_the_run() -> None:
     began = time.monotonic()
     with started() as world:
         (rollout,) = play(world, [tool("add", amount=3), "ok"], kind="close hangs").rollouts
@@ -317,7 +317,7 @@ def test_a_close_that_hangs_ends_with_the_run() -> None:
     assert time.monotonic() - began < 6
 
 
-def test_a_cancelled_rollout_is_closed(world: Any) -> None:
+def test_cancelled_rollout_is_closed(world: Any) -> None:
     """Also while a tool runs, which is interrupted."""
     made, closed = count("made plain"), count("closed plain")
 
@@ -338,7 +338,7 @@ def test_a_cancelled_rollout_is_closed(world: Any) -> None:
     asyncio.run(main())
 
 
-def test_a_rollout_that_is_cancelled_at_once_gives_no_warning(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_rollout_that_is_cancelled_at_once_gives_no_warning(world: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The process may not have created its object yet, so there is nothing to close."""
 
     async def main() -> None:
@@ -356,7 +356,7 @@ def test_a_rollout_that_is_cancelled_at_once_gives_no_warning(world: Any, caplog
     assert not [record.message for record in caplog.records]
 
 
-def test_a_place_is_taken_until_its_environment_is_closed() -> None:
+def test_pool_slot_is_held_until_the_environment_is_closed() -> None:
     """Also if the result of the last call arrives after the rollout was cancelled."""
 
     async def main(pool: RewardPool) -> None:
@@ -385,7 +385,7 @@ def test_a_place_is_taken_until_its_environment_is_closed() -> None:
         asyncio.run(pool.close())
 
 
-def test_a_slow_close_hides_no_error() -> None:
+def test_slow_close_does_not_hide_an_error() -> None:
     """The failed call is answered before the environment is closed, so close is no part of its time limit."""
 
     async def main(pool: RewardPool) -> None:
@@ -423,7 +423,7 @@ def test_trl_reward_functions_see_the_object(world: Any) -> None:
     assert wrong.status == "error" and "wrong_length returned 2 rewards for 1 completions" in (wrong.error or "")
 
 
-def test_further_rollouts_wait_for_a_free_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollouts_wait_for_a_free_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stateful_examples, "LOG", tmp_path / "log")
     phases: list[str] = []
 
@@ -511,7 +511,7 @@ class NoReset:
 @pytest.mark.parametrize(
     "kind, words", [(NoHints, "NoHints.move cannot be a tool"), (NoTools, "has no tools"), (NoReset, "no method reset")]
 )
-def test_a_class_that_cannot_be_used_is_one_clear_error(kind: type, words: str) -> None:
+def test_unusable_class_gives_one_clear_error(kind: type, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         StatefulEnvironment(kind)
 
@@ -540,7 +540,7 @@ def test_rows_that_cannot_be_used_are_named() -> None:
         StatefulEnvironment(Other, rows={"train": [{"prompt": "x"}, {"prompt": "x", "image": object()}]})
 
 
-def test_a_class_is_named_like_any_environment(tmp_path: Path) -> None:
+def test_class_reference_selects_an_environment(tmp_path: Path) -> None:
     environment = load_environment("shoal.envs.openenv:OpenEnv", {"url": "http://127.0.0.1:1"}, "web")
     assert isinstance(environment, StatefulEnvironment) and environment.name == "web"
     assert len(environment.tasks("train")) > len(environment.tasks("eval")) > 0  # `reset` makes them

@@ -30,7 +30,7 @@ def test_messages_and_prompt_with_completion(tmp_path: Path):
 
 
 @pytest.mark.parametrize("home", [False, True])
-def test_a_test_split_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: bool):
+def test_test_split_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: bool):
     folder = tmp_path / "data"
     folder.mkdir()
     write(folder / "train.jsonl", {"prompt": "a", "completion": "A"})
@@ -40,7 +40,7 @@ def test_a_test_split_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.Monk
     assert [task.data["completion"] for task in tasks] == ["A"]
 
 
-def test_a_row_without_an_answer_is_not_usable(tmp_path: Path):
+def test_row_without_an_answer_is_not_usable(tmp_path: Path):
     write(tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "one"}]})
     with pytest.raises(DataError, match="end with an assistant"):
         supervised_tasks(DatasetSpec(str(tmp_path / "rows.jsonl")))
@@ -54,14 +54,14 @@ def test_a_row_without_an_answer_is_not_usable(tmp_path: Path):
         ({"tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}, "tool calls, which are not supported"),
     ],
 )
-def test_a_part_of_an_answer_is_not_lost_silently(tmp_path: Path, part: dict, says: str):
+def test_partial_answer_is_not_lost_silently(tmp_path: Path, part: dict, says: str):
     messages = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2", **part}]
     write(tmp_path / "rows.jsonl", {"messages": messages})
     with pytest.raises(DataError, match=says):
         supervised_tasks(DatasetSpec(str(tmp_path / "rows.jsonl")))
 
 
-def test_a_completion_that_is_no_text_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_non_text_completion_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     rows = [{"prompt": "a", "completion": "A"}, {"prompt": "b", "completion": "\ud800"}]
     write(tmp_path / "rows.jsonl", *rows)
     tasks = supervised_tasks(DatasetSpec(str(tmp_path / "rows.jsonl")))

@@ -58,7 +58,7 @@ def test_tools_of_an_mcp_server() -> None:
         assert results(rollout) == ["b\n[image]", "error: no such note\n[image]", "b\n[image]"]
 
 
-def test_a_lost_mcp_server_excludes_the_rollout() -> None:
+def test_lost_mcp_server_excludes_the_rollout() -> None:
     (rollout,) = play(Notes, [("die", {})])
     assert rollout.status == "error" and "the notes burned" in (rollout.error or "")
 
@@ -75,7 +75,7 @@ def test_schemas_of_an_mcp_server_come_in_pages() -> None:
 
 
 @pytest.mark.parametrize("mcp", [False, True], ids=["actions", "mcp"])
-def test_an_openenv_server(mcp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openenv_server(mcp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rollout has its own session, which the end of the episode closes."""
     tool = "add" if mcp else "step"
     calls = [(tool, {"amount": 1}), (tool, {"amount": "x"}), ("jump", {}), (tool, {"amount": 2})]

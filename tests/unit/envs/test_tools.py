@@ -44,7 +44,7 @@ class Sums(ToolUse):
         return {"right": float("5" in messages[-1]["content"]), "calls": float(len(tools_called(messages)))}
 
 
-def test_the_schema_of_a_function():
+def test_schema_of_a_function():
     assert tool_schema(add) == {
         "type": "function",
         "function": {
@@ -75,7 +75,7 @@ def test_the_schema_of_a_function():
         ('<tool_call>{"name": "f", "arguments": {}}', '<tool_call>{"name": "f", "arguments": {}}', []),
     ],
 )
-def test_what_is_a_call(text: str, rest: str, calls: list[ToolCall]):
+def test_tool_call_formats(text: str, rest: str, calls: list[ToolCall]):
     assert parse_tool_calls(text) == (rest, calls)
 
 
@@ -133,7 +133,7 @@ def test_reasoning_is_no_part_of_the_answer_that_a_reward_sees():
     assert unsplit.parts["calls"] == 1.0, "the template does not know reasoning"
 
 
-def test_a_conversation_with_a_tool_is_one_sequence():
+def test_conversation_with_a_tool_is_one_sequence():
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     rollout = play([call, "it is 5"], TEMPLATE)
     assert (rollout.raw_reward, rollout.parts) == (2.0, {"right": 1.0, "calls": 1.0}), rollout.error

@@ -84,11 +84,11 @@ APART = {
     "recover.freq_epochs": "test_recover_has_its_own_frequency",
     "recover.freq_steps": "test_recover_has_its_own_frequency",
     "recover.freq_secs": "test_recover_has_its_own_frequency",
-    "evaluator.mode": "test_a_disabled_evaluator_evaluates_nothing",
-    "stats_logger.wandb.wandb_api_key": "test_the_key_reaches_wandb_alone",
-    "rollout.engine_python": "test_a_server_is_started_or_attached_to",
-    "rollout.base_url": "test_a_server_is_started_or_attached_to",
-    "rollout.port": "test_a_server_is_started_or_attached_to",
+    "evaluator.mode": "test_disabled_evaluator_evaluates_nothing",
+    "stats_logger.wandb.wandb_api_key": "test_key_reaches_only_wandb",
+    "rollout.engine_python": "test_server_is_started_or_attached_to",
+    "rollout.base_url": "test_server_is_started_or_attached_to",
+    "rollout.port": "test_server_is_started_or_attached_to",
 }
 
 
@@ -98,24 +98,24 @@ def test_every_key_has_a_row():
 
 
 @pytest.mark.parametrize("key", ROWS)
-def test_the_key_changes_the_run(key: str, tmp_path: Path):
+def test_key_changes_the_run(key: str, tmp_path: Path):
     value, see, without, with_it = ROWS[key]
     assert see(load(tmp_path)) == without
     assert see(load(tmp_path, f"{key}={value}")) == with_it
 
 
-def test_the_command_line_stands_instead_of_either_spelling_in_the_file(tmp_path: Path):
+def test_command_line_overrides_both_spellings_in_the_file(tmp_path: Path):
     text = "experiment_name: exp\nactor:\n  path: a/b\n  mb_spec: {max_tokens_per_mb: 5120}\n"
     assert load(tmp_path, "mb_spec.max_tokens_per_mb=2560", text=text).train.sequence_len == 2560
     assert load(tmp_path, "actor.mb_spec.max_tokens_per_mb=640", text=text).train.sequence_len == 640
 
 
-def test_the_file_says_the_same_as_the_command_line(tmp_path: Path):
+def test_file_and_command_line_are_equivalent(tmp_path: Path):
     nested = "actor: {lr: 1e-6, path: a/b}\nexperiment_name: exp\ngconfig:\n  n_samples: 2\n"
     assert load(tmp_path, text=nested) == load(tmp_path, "actor.lr=1e-6", "actor.path=a/b", "gconfig.n_samples=2")
 
 
-def test_the_table_names_keys_of_the_schema():
+def test_table_names_keys_of_the_schema():
     from shoal.config.fields import walk_keys
 
     known = {key.dotted for key in walk_keys(RunConfig)}
@@ -123,12 +123,12 @@ def test_the_table_names_keys_of_the_schema():
         assert row.keys and set(row.keys) <= known, key
 
 
-def test_the_page_has_the_table():
+def test_page_has_the_table():
     page = (Path(__file__).parents[3] / "docs" / "launcher.md").read_text(encoding="utf-8")
     assert table() in page
 
 
-def test_a_server_is_started_or_attached_to(tmp_path: Path):
+def test_server_is_started_or_attached_to(tmp_path: Path):
     with_server = "allocation_mode=vllm:d1t2+d1"
     started = load(tmp_path, with_server, f"rollout.engine_python={sys.executable}", "rollout.port=9000").infer
     assert (started.engine, started.engine_python, started.tp, started.port) == ("vllm", sys.executable, 2, 9000)
@@ -180,12 +180,12 @@ def test_recover_has_its_own_frequency(tmp_path: Path, unit: str, name: str):
             load(tmp_path, "recover.mode=auto", f"recover.freq_{unit}=9", "saver.freq_steps=2")
 
 
-def test_a_disabled_evaluator_evaluates_nothing(tmp_path: Path):
+def test_disabled_evaluator_evaluates_nothing(tmp_path: Path):
     assert load(tmp_path, "evaluator.freq_steps=3").orch.eval is not None
     assert load(tmp_path, "evaluator.freq_steps=3", "evaluator.mode=disabled").orch.eval is None
 
 
-def test_the_key_reaches_wandb_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_key_reaches_only_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shoal.runs.secrets._added", set())
     file = tmp_path / "file.yaml"
     file.write_text(BASE)

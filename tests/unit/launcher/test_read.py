@@ -20,7 +20,7 @@ def read(folder: Path, *words: str, text: str = BASE):
     return load_config(["--config", str(folder / "file.yaml"), *words])
 
 
-def test_a_reference_follows_an_override(tmp_path: Path):
+def test_reference_follows_an_override(tmp_path: Path):
     text = BASE + "trial_name: ${experiment_name}-lr${actor.lr}\nseed: ${gconfig.n_samples}\n"
     config = read(tmp_path, "experiment_name=e2", "actor.lr=0.001", "gconfig.n_samples=2", text=text).run
     assert config.train.output_dir == "outputs/e2/e2-lr0.001"
@@ -84,7 +84,7 @@ def test_one_line_names_the_key(
     assert all(word in err for word in says), err
 
 
-def test_the_place_is_the_line_of_the_file(tmp_path: Path):
+def test_error_location_is_the_line_of_the_file(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"file\.yaml:4: actor\.lr: must be a number"):
         read(tmp_path, text=BASE + "  lr: fast\n")
     with pytest.raises(ConfigError, match=r"file\.yaml:4: gconfg\.n_samples: unknown key; did you mean `gconfig"):
@@ -95,7 +95,7 @@ def test_the_place_is_the_line_of_the_file(tmp_path: Path):
         read(tmp_path, text="experiment_name: a\n")
 
 
-def test_a_cap_in_the_file_does_not_stand_in_the_way_of_another_loss(tmp_path: Path):
+def test_ratio_cap_in_a_file_allows_switching_the_loss(tmp_path: Path):
     """The shipped file sets it for its own loss; turning that off takes one override, and says what it leaves out."""
     text = BASE + "  use_decoupled_loss: true\n  behav_imp_weight_cap: 5.0\n"
     read_ = read(tmp_path, "actor.use_decoupled_loss=false", text=text)
@@ -126,7 +126,7 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]):
     assert "gconfig.n_samples" in out and "orch.rollouts_per_example" in out
 
 
-def test_a_script_without_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_script_without_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "file.yaml").write_text(BASE)
     (tmp_path / "empty.py").write_text("x = 1\n")
     assert main([str(tmp_path / "empty.py"), "--config", str(tmp_path / "file.yaml")]) == 2

@@ -96,7 +96,7 @@ def test_segments_that_continue_another(name: str, prefixes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_gradient_of_a_prefix_is_that_of_its_copies(name: str) -> None:
+def test_gradient_of_a_prefix_is_that_of_its_copies(name: str) -> None:
     """Against the same tokens laid out with a copy of the prefix in front of each segment that continues it."""
     taken = [np.arange(a, b) for a, b in pairwise(STARTS)]
     whole = [taken[0], np.concatenate([taken[0], taken[1]]), np.concatenate([taken[0], taken[2]]), taken[3]]
@@ -130,9 +130,7 @@ def varlen_by_hand(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, 
 
 @pytest.mark.parametrize("prefixes", (None, [-1, 0, 0, 0], [-1, -1, 1, 0]), ids=str)
 @pytest.mark.parametrize("name", ("plain", "window", "window of one", "wide window"))
-def test_what_the_kernel_of_a_gpu_is_given(
-    name: str, prefixes: list[int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_varlen_kernel_arguments(name: str, prefixes: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/parity/test_gpu_prefix.py has the kernel itself."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_hand)
     query, key, value = random_qkv()
@@ -169,7 +167,7 @@ def test_prefixes_of_prefixes_and_in_a_prefill_are_refused() -> None:
         Packed(STARTS, CPU, writer, np.array([-1, 0, 0, -1]))
 
 
-def test_in_training_no_long_segment_is_filled_up_to_more_than_twice_its_length() -> None:
+def test_training_padding_is_below_twice_the_segment_length() -> None:
     """One of 2,000 tokens and sixty of 50 in one rectangle would be twenty-four times their number."""
     starts = np.concatenate([[0], np.cumsum([2000, 1100, *[50] * 60, 130])])
     rectangles, order = Packed(starts, CPU)._layout()
@@ -178,7 +176,7 @@ def test_in_training_no_long_segment_is_filled_up_to_more_than_twice_its_length(
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_row_that_shares_nothing_is_computed_as_ever(name: str) -> None:
+def test_row_without_shared_prefix_is_unchanged(name: str) -> None:
     query, key, value = random_qkv()
     plain, asked = (
         Packed(STARTS, CPU, prefixes=prefixes).attend(0, query, key, value, SHAPES[name])
@@ -210,7 +208,7 @@ def test_prefill_then_decode(name: str) -> None:
     np.testing.assert_allclose(out[:, 0], expected[last], rtol=0, atol=1e-12)
 
 
-def test_what_lies_behind_the_position_in_the_cache_is_not_seen() -> None:
+def test_stale_cache_entries_are_not_attended() -> None:
     query, key, value = (torch.randn(1, heads, 1, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     found = []
     for rubbish in (0.0, 1e6):
@@ -221,7 +219,7 @@ def test_what_lies_behind_the_position_in_the_cache_is_not_seen() -> None:
     assert torch.equal(found[0], found[1])
 
 
-def test_a_layer_with_a_context_only() -> None:
+def test_layer_with_a_context_only() -> None:
     query, key, value = random_qkv()
     layer = nn.Module()
     layer.layer_idx = 0  # type: ignore[assignment]

@@ -29,7 +29,7 @@ def base_model(folder: Path) -> str:
     return str(folder)
 
 
-def test_a_base_model_gets_a_template_which_is_saved(tmp_path: Path) -> None:
+def test_base_model_gets_a_chat_template_that_is_saved(tmp_path: Path) -> None:
     name = base_model(tmp_path / "base")
     with pytest.raises(ModelError, match=r"orch\.chat_template"):
         load_tokenizer(name)
@@ -45,7 +45,7 @@ def test_a_base_model_gets_a_template_which_is_saved(tmp_path: Path) -> None:
     ) == ("User: hi\n\nAssistant: ho<|im_end|>\n\nUser: and?\n\nAssistant:")
 
 
-def test_the_keys_of_a_run_reach_its_chat(tmp_path: Path) -> None:
+def test_keys_of_a_run_reach_its_chat(tmp_path: Path) -> None:
     orch = OrchConfig.model_validate({"env": "arithmetic", "chat_template": "plain", "chat_history": "template"})
     chat = make_chat(base_model(tmp_path), **chat_options(orch))
     prompt = chat.prompt_ids(TALK[:1])
@@ -54,14 +54,14 @@ def test_the_keys_of_a_run_reach_its_chat(tmp_path: Path) -> None:
     assert after == chat.prompt_ids(TALK) and after[: len(prompt) + 2] != [*prompt, *sampled]
 
 
-def test_the_object_of_the_caller_is_not_changed() -> None:
+def test_object_of_the_caller_is_not_changed() -> None:
     tokenizer = character_tokenizer()
     chat = make_chat("", tokenizer, chat_template="plain")
     assert chat.tokenizer.chat_template == PLAIN and tokenizer.chat_template == CHATML
     assert make_chat("", tokenizer).tokenizer is tokenizer
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_invalid_templates_are_refused(tmp_path: Path) -> None:
     tokenizer = character_tokenizer()
     for source in ("chatlm", str(tmp_path), str(tmp_path / "none.jinja")):
         with pytest.raises(ModelError, match="must be chatml, plain or a file"):

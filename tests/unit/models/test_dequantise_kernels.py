@@ -57,7 +57,7 @@ def test_every_code() -> None:
     """)
 
 
-def test_a_layer_reads_its_storage_in_place() -> None:
+def test_layer_reads_its_storage_in_place() -> None:
     """What a captured graph relies on: the next call sees what was written to the stored tensors."""
     run("""
         from shoal.models.quantize import QuantisedLinear

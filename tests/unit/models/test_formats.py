@@ -111,7 +111,7 @@ def test_nf4_double_quantised(shape: tuple[int, int]) -> None:
     np.testing.assert_allclose(np.abs(ratios - table[codes]), gaps, rtol=0, atol=1e-6)
 
 
-def test_by_hand() -> None:
+def test_matches_manual_computation() -> None:
     """Largest number 448: fp8 keeps it with scale 1, and 17 lies half-way between 16 and 18. Largest 2688 = 448 · 6:
     fp4 has the whole's scale 1; a group whose largest is 12 has scale 2, so 5 becomes 2.5, half-way, and then 2 · 2."""
     assert restored("fp8", torch.tensor([[448.0, 17.0, -0.3, 0.0]])).tolist() == [[448.0, 16.0, -0.3125, 0.0]]
@@ -125,7 +125,7 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("name", "bits"), [("fp8", 8.002), ("fp4", 4.5001), ("nf4", 4.13)])
-def test_bits_a_number_takes(name: str, bits: float) -> None:
+def test_bits_per_number(name: str, bits: float) -> None:
     """8 + 32/128²; 4 + 8/16; 4 + 8/64 + 32/(64 · 256), and a table of 256 once."""
     if name == "nf4":
         pytest.importorskip("bitsandbytes", reason="an extra")

@@ -32,7 +32,7 @@ def test_rounded_both_ways() -> None:
     """)
 
 
-def test_nothing_but_zeros() -> None:
+def test_all_zero_matrix() -> None:
     run("""
         from shoal.models.kernels.quant import largest, rounded
         zeros = torch.zeros(3, 16, dtype=torch.bfloat16)
@@ -42,7 +42,7 @@ def test_nothing_but_zeros() -> None:
 
 
 @pytest.mark.parametrize("trained", (True, False))
-def test_the_products(trained: bool) -> None:
+def test_products_match_the_reference(trained: bool) -> None:
     """Eleven tokens through a layer of 32 and 48: forward, to the input, and to the weight if it is trained."""
     pytest.importorskip("torchao", reason="an extra")
     run(f"""

@@ -59,7 +59,7 @@ def entries() -> list[str]:
     return sorted(path.name for path in cache_folder().iterdir())
 
 
-def test_the_second_load_reads_the_conversion(file: Path) -> None:
+def test_second_load_reads_the_conversion(file: Path) -> None:
     first = load(file)
     (entry,) = entries()
     marked = (cache_folder() / entry / "model.safetensors").stat().st_mtime_ns
@@ -73,7 +73,7 @@ def test_the_second_load_reads_the_conversion(file: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["flipped", "short", "missing", "no digests"])
-def test_a_damaged_entry_is_converted_again(file: Path, how: str) -> None:
+def test_damaged_cache_entry_is_converted_again(file: Path, how: str) -> None:
     first = load(file)
     (entry,) = entries()
     weights = cache_folder() / entry / "model.safetensors"
@@ -100,7 +100,7 @@ def test_runs_that_start_together(file: Path) -> None:
     load(file)
 
 
-def test_a_cache_that_cannot_be_written_costs_only_time(file: Path) -> None:
+def test_unwritable_cache_is_not_an_error(file: Path) -> None:
     cache_folder().parent.mkdir(parents=True)
     cache_folder().write_text("a file where the folder should be")
     assert load(file)

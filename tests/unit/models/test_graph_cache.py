@@ -65,7 +65,7 @@ def work_on(device: FakeDevice, inputs: dict[str, Tensor], runs: list[int], rese
     return work
 
 
-def test_a_graph_reads_its_inputs_in_place(device: FakeDevice) -> None:
+def test_graph_reads_its_inputs_in_place(device: FakeDevice) -> None:
     cache, inputs, runs = Cache(CPU, 2), {"x": torch.ones(3)}, []
     graph = cache["a"] = cache.capture(work_on(device, inputs, runs), inputs)
     assert runs == [0, 1], "one run to warm up, one in the capture"
@@ -88,7 +88,7 @@ def test_graphs_share_a_pool_until_a_reset(device: FakeDevice) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("not permitted"), torch.OutOfMemoryError("no memory")])
-def test_a_failed_capture_adds_nothing(device: FakeDevice, error: Exception) -> None:
+def test_failed_capture_adds_no_gradient(device: FakeDevice, error: Exception) -> None:
     cache, inputs = Cache(CPU, 2), {"x": torch.ones(1)}
     cache["a"] = cache.capture(work_on(device, inputs, []), inputs)
     device.fails = error
@@ -98,7 +98,7 @@ def test_a_failed_capture_adds_nothing(device: FakeDevice, error: Exception) -> 
     assert cache["a"].replay().tolist() == [2.0]
 
 
-def test_work_that_fails_in_the_warm_up_is_not_captured(device: FakeDevice) -> None:
+def test_work_failing_in_the_warm_up_is_not_captured(device: FakeDevice) -> None:
     cache = Cache(CPU, 2)
     with pytest.raises(ZeroDivisionError):
         cache.capture(lambda: torch.ones(1 // 0))

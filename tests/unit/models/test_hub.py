@@ -66,7 +66,7 @@ def point_at(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr(tokenizer, "_ANSWERS", {})
 
 
-def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_address(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     point_at(monkeypatch, port)
     with pytest.raises(ModelError) as told:
@@ -75,7 +75,7 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
         assert part in str(told.value)
 
 
-def test_a_network_that_came_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restored_network_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at once: every file of a model would wait anew for a hub that is not there."""
     point_at(monkeypatch, free_port())
     with pytest.raises(ModelError, match="could not be downloaded"):
@@ -90,7 +90,7 @@ def test_a_network_that_came_back_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
         assert locate("somebody/something") == ("somebody/something", None)
 
 
-def test_somebody_who_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         point_at(monkeypatch, silent.getsockname()[1])
         began = time.monotonic()
@@ -100,7 +100,7 @@ def test_somebody_who_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_hub_that_does_not_give_it_out(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+def test_hub_denies_access(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     with hub(monkeypatch, status) as asked, pytest.raises(ModelError) as told:
         locate("nobody/nothing")
     assert "the hub refused access" in str(told.value)
@@ -108,7 +108,7 @@ def test_a_hub_that_does_not_give_it_out(monkeypatch: pytest.MonkeyPatch, status
 
 
 @pytest.mark.parametrize("status", [200, 429, 503])
-def test_a_hub_that_has_it_or_is_busy_is_left_to_the_libraries(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+def test_available_or_busy_hub_is_left_to_the_libraries(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     with hub(monkeypatch, status) as asked:
         assert locate("somebody/something") == ("somebody/something", None)
         assert locate("somebody/something") == ("somebody/something", None)
@@ -117,9 +117,7 @@ def test_a_hub_that_has_it_or_is_busy_is_left_to_the_libraries(monkeypatch: pyte
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
 @pytest.mark.parametrize("value", ["1", "true"])
-def test_offline_is_answered_by_name_and_nobody_is_asked(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
-) -> None:
+def test_offline_mode_is_named_without_a_request(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     with hub(monkeypatch, 200) as asked, pytest.raises(ModelError) as told:
         monkeypatch.setenv(variable, value)
         check_found("train.model", "nobody/nothing")
@@ -154,7 +152,7 @@ def python_without_a_hub(folder: Path, *words: str) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
-def test_the_command_says_it_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+def test_command_prints_one_line_and_leaves_no_files(tmp_path: Path) -> None:
     train = {"model": "nobody/nothing", "output_dir": "out", "max_steps": 1}
     orch = {"env": [{"id": "reverse-text"}], "batch_size": 8, "rollouts_per_example": 8}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"train": train, "orch": orch}))
@@ -165,7 +163,7 @@ def test_the_command_says_it_in_one_line_and_leaves_nothing(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_what_was_fetched_before_needs_no_hub(tmp_path: Path) -> None:
+def test_cached_model_needs_no_hub(tmp_path: Path) -> None:
     """Libraries that are not told so ask for every file that a model does not have, half a minute each."""
     kept = tmp_path / "home" / "hub" / "models--somebody--something"
     make_model("tiny", tmp_path / "tiny", 0)

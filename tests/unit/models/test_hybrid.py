@@ -70,7 +70,7 @@ def test_e4m3_forward_and_e5m2_backward(frozen: bool) -> None:
     assert not np.allclose(x.detach() @ layer.weight.detach().T, x8 @ weight8.T, rtol=0, atol=1e-2)
 
 
-def test_which_layers() -> None:
+def test_kept_layers() -> None:
     """Not the head, and none with a side that is no multiple of 16."""
     model = Holder(nn.Linear(32, 48), nn.Linear(32, 24), nn.Linear(20, 32))
     assert hybrid.convert(model) == 1
@@ -78,7 +78,7 @@ def test_which_layers() -> None:
     assert type(model.head) is nn.Linear
 
 
-def test_outside_scoring_it_is_a_plain_linear_layer() -> None:
+def test_linear_layer_is_plain_outside_scoring() -> None:
     model = Holder(nn.Linear(32, 48))
     hybrid.convert(model)
     layer, x = model.layers[0], torch.randn(4, 32)
@@ -105,7 +105,7 @@ def without_fp8(decoder: Decoder) -> Decoder:
 
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
-def test_the_policy_scores_in_fp8_and_the_sampler_does_not(lora: bool) -> None:
+def test_policy_scores_in_fp8_and_the_sampler_does_not(lora: bool) -> None:
     decoder = on_cpu(lora)
     plain = without_fp8(decoder)
     request = ask("r", random_prompts(0, 12)[0], seed=3, max_tokens=12)
@@ -134,7 +134,7 @@ def test_checkpointing_runs_forward_again_in_fp8(lora: bool) -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_weights_stay_as_they_are_and_a_snapshot_has_a_switch_of_its_own() -> None:
+def test_weights_are_unchanged_and_snapshots_have_their_own_switch() -> None:
     decoder = on_cpu(lora=False, dtype=torch.bfloat16)
     assert decoder.dtype == torch.bfloat16 and decoder.weight_bytes == held_bytes(without_fp8(decoder).model)
     assert decoder.model.state_dict().keys() == small_model("qwen2").state_dict().keys()
@@ -144,7 +144,7 @@ def test_weights_stay_as_they_are_and_a_snapshot_has_a_switch_of_its_own() -> No
         assert not hybrid.switch_of(view.decoder.model).on  # type: ignore[union-attr]
 
 
-def test_batches_of_any_company_score_alike() -> None:
+def test_scores_do_not_depend_on_the_batch() -> None:
     """Powers of two as scales: what else is in the batch moves the scale and not the rounding."""
     torch.manual_seed(0)
     model = Holder(nn.Linear(64, 32))

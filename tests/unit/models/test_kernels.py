@@ -73,7 +73,7 @@ def test_rotation_forward_and_backward(normed: bool) -> None:
     """)
 
 
-def test_gradients_of_copies_come_together() -> None:
+def test_gradients_of_prefix_copies_are_summed() -> None:
     """Tokens with none, one and many copies; in fp32 between, so a thousand ones are a thousand."""
     run_interpreted("""
         import numpy as np
@@ -140,7 +140,7 @@ def test_log_probs_and_entropy(tile: int, narrowed: bool) -> None:
 
 
 @pytest.mark.parametrize("architecture", ("llama", "qwen2", "qwen3", "mistral", "smollm3"))
-def test_the_fused_body_trains_as_the_modules_do(architecture: str) -> None:
+def test_fused_body_trains_as_the_modules_do(architecture: str) -> None:
     """Log-probs and every gradient of a packed row, with and without recomputation; and a wrong layer is found out."""
     run_interpreted(f"""
         from shoal.models import fused

@@ -70,7 +70,7 @@ def load(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", BY_CONFIG)
-def test_refused_by_name_from_the_config(name: str, tmp_path: Path) -> None:
+def test_refused_from_the_config(name: str, tmp_path: Path) -> None:
     make, said = BY_CONFIG[name]
     config = make()
     config.architectures = ["TheirModel"]
@@ -80,7 +80,7 @@ def test_refused_by_name_from_the_config(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BY_PROBE)
-def test_refused_by_name_from_a_probe(name: str, tmp_path: Path) -> None:
+def test_refused_after_a_probe(name: str, tmp_path: Path) -> None:
     make, said = BY_PROBE[name]
     model = AutoModelForCausalLM.from_config(make())
     model.save_pretrained(tmp_path)
@@ -105,7 +105,7 @@ def test_dropout_of_the_model_is_off_in_training(name: str, tmp_path: Path, capl
     assert model.config.to_diff_dict() == type(model.config).from_pretrained(tmp_path).to_diff_dict()
 
 
-def test_a_model_object_gets_its_dropout_back() -> None:
+def test_model_object_regains_its_dropout() -> None:
     model: Any = AutoModelForCausalLM.from_config(DROPOUT["seed_oss"]())
     adopted: Any = adopt_model(model, Precision(torch.device("cpu"), torch.float32))
     assert {layer.mlp.residual_dropout for layer in adopted.model.layers} == {0.0}
@@ -120,14 +120,14 @@ def test_families_without_a_fused_path_are_refused_by_name(monkeypatch: pytest.M
     assert "GPT2LMHeadModel" in (fused.why_not(decoder) or "")
 
 
-def test_logits_that_a_model_multiplies() -> None:
+def test_logit_scale_is_applied() -> None:
     """Granite's are divided by a number, and the tests of all architectures have it; Cohere's are multiplied."""
     model = randomise(AutoModelForCausalLM.from_config(CohereConfig(**SHAPE, logit_scale=0.25)), seed=0)
     decoder = Decoder(model)
     assert len(decoder.verify()) == 2 and decoder.logit_scale == 0.25 and decoder.head.weight is None
 
 
-def test_a_state_carried_across_sequences_is_found_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_leak_between_sequences_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Falcon-H1 has attention in every layer and a recurrent state beside it, whose calls are not redirected here."""
     monkeypatch.setattr(decoder_module, "attach", lambda body: False)
     model = randomise(AutoModelForCausalLM.from_config(FalconH1Config(**SHAPE, **MAMBA)), seed=0)
@@ -136,7 +136,7 @@ def test_a_state_carried_across_sequences_is_found_by_the_probe(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_a_folder_loads_in_the_asked_dtype(architecture: str, tmp_path: Path) -> None:
+def test_folder_loads_in_the_requested_dtype(architecture: str, tmp_path: Path) -> None:
     model = small_model(architecture)
     model.save_pretrained(tmp_path)
     for dtype in (torch.float32, torch.bfloat16):
@@ -146,7 +146,7 @@ def test_a_folder_loads_in_the_asked_dtype(architecture: str, tmp_path: Path) ->
             assert torch.equal(ours.to(dtype), theirs), name
 
 
-def test_code_in_a_folder_is_never_run(tmp_path: Path) -> None:
+def test_code_in_a_model_folder_is_not_executed(tmp_path: Path) -> None:
     small_model("llama").save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -159,7 +159,7 @@ def test_code_in_a_folder_is_never_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ("/no/such/folder", "./nowhere", "~/nowhere-at-all", "a/b/c"))
-def test_a_missing_folder(name: str) -> None:
+def test_missing_folder(name: str) -> None:
     for attempt in (load_tokenizer, lambda n: load_model(n, torch.float32, torch.device("cpu"))):
         with pytest.raises(ModelError, match="does not exist"):
             attempt(name)
@@ -195,7 +195,7 @@ def test_broken_weights_and_configs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers(value: float) -> None:
+def test_weights_with_nan(value: float) -> None:
     """One of them is enough, and it is told as what it is."""
     model = small_model("llama")
     with torch.no_grad():
@@ -204,7 +204,7 @@ def test_weights_that_are_no_numbers(value: float) -> None:
         Decoder(model).verify()
 
 
-def test_a_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
+def test_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
     small_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="no tokenizer could be loaded"):
         load_tokenizer(str(tmp_path))
@@ -229,7 +229,7 @@ def test_every_declared_end_and_the_template_s_own() -> None:
         eos_token_ids(None, tokenizer)
 
 
-def test_a_misspelt_folder_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misspelled_folder_is_not_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`models/tny` where `models/` lies here: a path was meant, and there is nothing to wait for."""
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -238,7 +238,7 @@ def test_a_misspelt_folder_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: 
         load_tokenizer("models/tny")
 
 
-def test_another_model_of_the_same_name_has_another_mark(tmp_path: Path) -> None:
+def test_models_of_equal_name_have_different_fingerprints(tmp_path: Path) -> None:
     """Whatever is read again when a run goes on counts; when it was written, and other files, do not."""
     (tmp_path / "config.json").write_text("{}")
     weights = bytearray(8 << 20)

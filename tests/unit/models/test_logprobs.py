@@ -87,7 +87,7 @@ def test_tiles_give_the_same_gradient(kept: list[list[int] | None] | None, monke
 
 
 @pytest.mark.parametrize("grad", (False, True))
-def test_no_tensor_is_larger_than_a_tile(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_never_exceed_a_tile(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every result of the computation is looked at: the largest is a tile of logits, in the backward as well."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -112,7 +112,7 @@ def test_no_tensor_is_larger_than_a_tile(grad: bool, monkeypatch: pytest.MonkeyP
     assert largest <= max(4 * VOCABULARY, WEIGHT.numel())
 
 
-def test_a_tile_is_not_kept_for_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logit_tile_is_freed_before_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Saved for the backward: inputs, not logits."""
     tile(monkeypatch, 4)
     saved: list[int] = []
@@ -122,6 +122,6 @@ def test_a_tile_is_not_kept_for_the_backward(monkeypatch: pytest.MonkeyPatch) ->
     assert max(saved, default=0) < 4 * VOCABULARY
 
 
-def test_a_certain_token_has_no_entropy() -> None:
+def test_certain_token_has_zero_entropy() -> None:
     scored = token_logprobs(head, HIDDEN[:1], TARGETS[:1], TEMPERATURES[:1], VOCABULARY, listed([[int(TARGETS[0])]]))
     assert scored.logprobs.item() == 0 and scored.entropy.item() == 0

@@ -31,7 +31,7 @@ def logprobs(decoder: Decoder) -> np.ndarray:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_fresh_adapter_changes_nothing_and_covers_every_linear_layer_but_the_head(architecture: str) -> None:
+def test_new_adapter_is_identity_and_covers_all_linear_layers_except_the_head(architecture: str) -> None:
     bare = logprobs(small_decoder(architecture))
     wrapped = Decoder(attach(as_decoder(small_model(architecture)).model, LoraSettings(rank=4)))
     np.testing.assert_array_equal(logprobs(wrapped), bare)
@@ -41,7 +41,7 @@ def test_a_fresh_adapter_changes_nothing_and_covers_every_linear_layer_but_the_h
     assert sum("lora_A" in name for name in trained_parameters(wrapped.model)) == 2 * 7
 
 
-def test_chosen_layers_alone() -> None:
+def test_selected_layers_only() -> None:
     decoder = lora_decoder(target_modules=("q_proj", "v_proj"))
     assert {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in trained_parameters(decoder.model)} == {
         "q_proj",
@@ -83,7 +83,7 @@ def test_only_adapter_weights_move() -> None:
         assert torch.equal(value, before[name]) == ("lora_" not in name), name
 
 
-def test_the_reference_is_the_base_with_the_adapter_off() -> None:
+def test_reference_is_the_base_with_the_adapter_off() -> None:
     decoder = lora_decoder()
     policy = make_policy(decoder, reference=reference_of(decoder))
     base = logprobs(small_decoder())
@@ -114,12 +114,12 @@ def test_with_a_start_adapter_the_reference_is_that_start(tmp_path: Path) -> Non
     assert np.abs(start - logprobs(small_decoder(seed=4))).max() > 1e-2
 
 
-def test_a_folder_without_an_adapter(tmp_path: Path) -> None:
+def test_folder_without_an_adapter(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no adapter_config.json"):
         lora_decoder(adapter_path=str(tmp_path))
 
 
-def test_slots_keep_apart_and_gradients_stay_with_the_trained_one() -> None:
+def test_adapter_slots_are_independent_and_gradients_reach_the_trained_one() -> None:
     decoder = lora_decoder()
     model: Any = decoder.model
     policy, trained = make_policy(decoder), set(trained_parameters(model))

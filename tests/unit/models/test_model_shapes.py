@@ -28,13 +28,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_shape_has_the_size_of_its_model(name: str) -> None:
+def test_shape_has_the_size_of_its_model(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape_config(name))
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
 
 
-def test_a_model_of_a_shape_has_the_weights_of_its_files(tmp_path: Path) -> None:
+def test_shape_model_has_the_weights_of_its_files(tmp_path: Path) -> None:
     make_model("tiny", tmp_path)
     torch.manual_seed(7)
     state = torch.get_rng_state()
@@ -45,7 +45,7 @@ def test_a_model_of_a_shape_has_the_weights_of_its_files(tmp_path: Path) -> None
     assert load_tokenizer("shape:tiny").get_vocab() == load_tokenizer(str(tmp_path)).get_vocab()
 
 
-def test_where_files_are_needed_a_shape_is_refused() -> None:
+def test_shape_is_refused_where_files_are_needed() -> None:
     check_found("train.model", "shape:tiny")
     with pytest.raises(ModelError, match="make-model DIR --shape tiny"):
         locate("shape:tiny")

@@ -66,7 +66,7 @@ def test_adapters_are_not_on_the_vision_part(folder: Path, targets: list[str] | 
     assert "vision_tower" in json.loads((folder / "final" / "adapter_config.json").read_text())["exclude_modules"]
 
 
-def test_an_object_of_the_caller_gets_its_gradients_back(folder: Path) -> None:
+def test_model_object_regains_requires_grad(folder: Path) -> None:
     model = build("gemma3")
     loaded = building.load(settings(folder), given=PythonObjects(model=model))
     assert other_parts(model) == ["model.vision_tower", "model.multi_modal_projector"]

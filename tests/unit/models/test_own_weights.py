@@ -38,7 +38,7 @@ def unchanged(decoder: Decoder, before: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", ("qwen3", "llama-tied", "gemma3"))
-def test_a_full_version_replaces_every_tensor_in_place(name: str, tmp_path: Path):
+def test_full_version_replaces_every_tensor_in_place(name: str, tmp_path: Path):
     theirs, decoder = small_model(name, seed=1), as_decoder(small_model(name, seed=2))
     places = [parameter.data_ptr() for parameter in decoder.model.parameters()]
     manifest = describe(save(theirs, tmp_path / "v"), 5, "full")
@@ -47,7 +47,7 @@ def test_a_full_version_replaces_every_tensor_in_place(name: str, tmp_path: Path
     assert unchanged(decoder, [p.detach() for p in theirs.parameters()])
 
 
-def test_a_version_in_several_files(tmp_path: Path):
+def test_version_in_several_files(tmp_path: Path):
     theirs, decoder = small_model("qwen3", seed=1), as_decoder(small_model("qwen3", seed=2))
     theirs.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
@@ -56,7 +56,7 @@ def test_a_version_in_several_files(tmp_path: Path):
 
 
 @pytest.mark.parametrize("rank", (4, 16), ids=("just enough room", "padded"))
-def test_an_adapter_computes_as_peft_computes_it(rank: int, tmp_path: Path):
+def test_adapter_output_equals_peft(rank: int, tmp_path: Path):
     theirs = lora_decoder(seed=3, rank=4, alpha=24)
     manifest = describe(save(theirs.model, tmp_path / "v"), 2, "lora")
     decoder, own = lora_server(rank)
@@ -67,7 +67,7 @@ def test_an_adapter_computes_as_peft_computes_it(rank: int, tmp_path: Path):
     assert greedy(decoder, PROMPTS, 20) == bare
 
 
-def test_an_adapter_of_fewer_layers_leaves_nothing_of_the_last_one(tmp_path: Path):
+def test_smaller_adapter_clears_the_previous_adapter(tmp_path: Path):
     wide = describe(save(lora_decoder(seed=3).model, tmp_path / "wide"), 1, "lora")
     narrow_model = lora_decoder(seed=3, target_modules=("q_proj",))
     narrow = describe(save(narrow_model.model, tmp_path / "narrow"), 2, "lora")
@@ -77,7 +77,7 @@ def test_an_adapter_of_fewer_layers_leaves_nothing_of_the_last_one(tmp_path: Pat
     assert greedy(decoder, PROMPTS, 20) == greedy(narrow_model, PROMPTS, 20)
 
 
-def test_a_full_version_takes_an_adapter_off(tmp_path: Path):
+def test_full_version_removes_the_adapter(tmp_path: Path):
     decoder, own = lora_server(8)
     own.replace(describe(save(lora_decoder(seed=3).model, tmp_path / "lora"), 1, "lora"))
     own.replace(describe(save(small_model("qwen3", seed=9), tmp_path / "full"), 2, "full"))
@@ -93,7 +93,7 @@ def flip(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ("full", "lora"))
-def test_a_flipped_bit_is_found_before_anything_is_replaced(kind: Any, tmp_path: Path):
+def test_flipped_bit_is_detected_before_replacement(kind: Any, tmp_path: Path):
     theirs = small_model("qwen3", seed=1) if kind == "full" else lora_decoder(seed=1).model
     manifest = describe(save(theirs, tmp_path / "v"), 5, kind)
     decoder, own = lora_server(8)
@@ -144,7 +144,7 @@ def test_weights_of_something_else_are_refused_whole(make: Any, says: str, tmp_p
     assert unchanged(decoder, before)
 
 
-def test_a_server_without_room_for_adapters_says_how_to_get_it(tmp_path: Path):
+def test_server_without_adapter_slots_names_the_option(tmp_path: Path):
     manifest = describe(save(lora_decoder(seed=1).model, tmp_path / "v"), 5, "lora")
     with pytest.raises(ModelError, match=r"infer.enable_lora=true"):
         OwnWeights(as_decoder(small_model("qwen3"))).replace(manifest)
@@ -160,13 +160,13 @@ def test_a_server_without_room_for_adapters_says_how_to_get_it(tmp_path: Path):
         ({"files": {"gone.bin": {"bytes": 5, "digest": ""}}}, "cannot be read"),
     ],
 )
-def test_a_manifest_that_proves_nothing_is_refused(change: dict[str, Any], says: str, tmp_path: Path):
+def test_manifest_without_digests_is_refused(change: dict[str, Any], says: str, tmp_path: Path):
     (tmp_path / "a.bin").write_bytes(b"fish")
     with pytest.raises(StorageError, match=says):
         verify({**describe(tmp_path, 1, "full"), **change})
 
 
-def test_the_hash_is_of_the_version_and_every_file(tmp_path: Path):
+def test_hash_is_of_the_version_and_every_file(tmp_path: Path):
     (tmp_path / "a.bin").write_bytes(b"fish")
     (tmp_path / "b.bin").write_bytes(b"")
     one = describe(tmp_path, 1, "full")
@@ -180,7 +180,7 @@ def test_the_hash_is_of_the_version_and_every_file(tmp_path: Path):
     assert len({version_hash(manifest) for manifest in (one, other, later)}) == 3
 
 
-def test_a_version_that_arrives_in_part_is_none(tmp_path: Path):
+def test_partial_version_is_rejected(tmp_path: Path):
     """A disk that fails after everything was verified: half is replaced, so nothing may be drawn from it."""
 
     class Failing(FolderWeights):

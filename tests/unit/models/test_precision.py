@@ -26,7 +26,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
-def test_fp32_on_a_cpu_and_bf16_if_asked() -> None:
+def test_default_dtype_on_a_cpu() -> None:
     chosen = choose(train())
     assert (chosen.device.type, chosen.dtype) == ("cpu", torch.float32)
     assert chosen.notice is not None and "no GPU" in chosen.notice
@@ -50,7 +50,7 @@ def test_bf16_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_what_this_machine_cannot_do(fields: dict[str, Any], said: str) -> None:
+def test_unsupported_precision_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(HardwareError, match=said):
         choose(train(**fields))
 
@@ -98,7 +98,7 @@ def test_fp8_hybrid_needs_units_that_older_gpus_lack(hopper: None, monkeypatch: 
     ],
     ids=str,
 )
-def test_a_missing_package_is_named_with_its_extra(
+def test_missing_package_is_named_with_its_extra(
     fields: dict[str, Any], said: str, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

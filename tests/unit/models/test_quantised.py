@@ -64,7 +64,7 @@ def test_forward_and_backward_are_those_of_the_dequantised_weight(stored: str, d
     assert [p.requires_grad for p in layer.parameters()] == [False], "the bias, frozen; the weight is no parameter"
 
 
-def test_the_policy_s_gradients_are_those_of_the_dequantised_model(stored: str) -> None:
+def test_policy_gradients_equal_the_dequantised_model(stored: str) -> None:
     decoder = lora_decoder("qwen2", stored=stored)
     policy, twin = make_policy(decoder), make_policy(dequantised(decoder))
     np.testing.assert_allclose(policy.logprobs(ROWS).read()[1][0], twin.logprobs(ROWS).read()[1][0], rtol=0, atol=1e-5)
@@ -89,7 +89,7 @@ def test_training_moves_adapters_and_nothing_else(stored: str) -> None:
     assert not np.allclose(policy.logprobs(ROWS).read()[1][0], before)
 
 
-def test_sampler_and_trainer_agree_and_the_sampler_sees_a_step(stored: str) -> None:
+def test_sampler_and_trainer_agree_before_and_after_a_step(stored: str) -> None:
     decoder = lora_decoder(stored=stored)
     policy, engine = make_policy(decoder), make_engine(decoder)
     request = ask("r", random_prompts(0, 12)[0], seed=3, max_tokens=12)
@@ -123,7 +123,7 @@ def test_noise_and_snapshots(stored: str) -> None:
     assert run(engine, [request])["r"].logprobs == clean, "the snapshot's slot has not moved, and noise is gone"
 
 
-def test_the_reference_is_the_quantised_base_alone(stored: str) -> None:
+def test_reference_is_the_quantised_base_alone(stored: str) -> None:
     decoder = lora_decoder("qwen2", stored=stored)
     model = small_model("qwen2")
     quantise_linears(model, stored, CPU)
@@ -134,7 +134,7 @@ def test_the_reference_is_the_quantised_base_alone(stored: str) -> None:
     )
 
 
-def test_an_exported_adapter_loads_with_peft_on_the_published_base(stored: str, tmp_path: Path) -> None:
+def test_exported_adapter_loads_with_peft_on_the_published_base(stored: str, tmp_path: Path) -> None:
     decoder = lora_decoder("qwen2", stored=stored)
     export_weights(make_policy(decoder), TOKENIZER, tmp_path)
     assert {file.suffix for file in tmp_path.glob("adapter_*")} == {".json", ".safetensors"}
@@ -172,7 +172,7 @@ def test_memory_and_dtype(stored: str) -> None:
     assert linear * (16 - bits) / 8 <= saved < linear * 1.5
 
 
-def test_the_head_stays_and_a_copy_is_its_own(stored: str) -> None:
+def test_head_keeps_its_dtype_and_copies_are_independent(stored: str) -> None:
     model: Any = small_model("llama")
     quantise_linears(model, stored, CPU)
     assert type(model.lm_head) is nn.Linear and isinstance(model.model.layers[0].mlp.up_proj, QuantisedLinear)

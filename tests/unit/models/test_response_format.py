@@ -200,7 +200,7 @@ def test_without_tools_there_are_no_calls(family: Family) -> None:
     assert parsed.calls == [] and parsed.content
 
 
-def test_a_call_that_was_cut_off_is_no_call(family: Family) -> None:
+def test_truncated_call_is_not_a_call(family: Family) -> None:
     """Every prefix of a call is read without an error, and none of them is another call."""
     fmt = ResponseFormat.of(family.marks)
     for size in range(len(family.first)):
@@ -215,14 +215,14 @@ def test_text_before_a_call_stays(family: Family) -> None:
     assert parsed.content.replace("</s>", "") == "I look it up." and len(parsed.calls) == 1
 
 
-def test_a_broken_call_does_not_drop_the_others() -> None:
+def test_malformed_call_keeps_the_other_calls() -> None:
     good = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     for broken in ("{", '{"name": "f", "arguments": 3}', '{"name": "", "arguments": {}}', '{"arguments": {}}', "[NaN]"):
         text = f"<tool_call>{broken}</tool_call>"
         assert parse_tool_calls(text + good) == (text, [ToolCall("f", {})])
 
 
-def test_the_model_s_own_ids_are_kept() -> None:
+def test_special_ids_of_the_model_are_kept() -> None:
     kimi = ResponseFormat.of(FAMILIES["kimi"].marks).parse(FAMILIES["kimi"].second, tools=TOOLS)
     mistral = ResponseFormat.of("[TOOL_CALLS]").parse(FAMILIES["mistral-small"].first, tools=TOOLS)
     assert [call.id for call in (*kimi.calls, *mistral.calls)] == ["functions.weather:1", "abcdefghi"]
@@ -296,7 +296,7 @@ def test_any_text_is_read_without_an_error(text: str, thinking: bool) -> None:
         ResponseFormat.of(family.marks + "</think>").parse(text, thinking=thinking, tools=TOOLS)
 
 
-def test_long_and_deep_answers_take_no_long_time() -> None:
+def test_long_and_nested_answers_are_parsed_fast() -> None:
     started = time.monotonic()
     for syntax in SYNTAXES:
         for text in ("[" * 50_000, syntax.marks[0] * 20_000, "<tool_call>" + "{" * 20_000, "-" * 20_000 + "1"):

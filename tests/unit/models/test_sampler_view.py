@@ -42,7 +42,7 @@ def test_shared_weights_are_the_trainer_s_own(make) -> None:
 
 
 @pytest.mark.parametrize("make", (small_decoder, lora_decoder), ids=("full", "lora"))
-def test_a_snapshot_keeps_the_old_weights_until_it_is_refreshed(make) -> None:
+def test_snapshot_keeps_the_old_weights_until_it_is_refreshed(make) -> None:
     decoder = make()
     view = SamplerView(decoder, "snapshot")
     before = sample(view.decoder, view)
@@ -60,7 +60,7 @@ def test_a_snapshot_keeps_the_old_weights_until_it_is_refreshed(make) -> None:
 
 
 @pytest.mark.parametrize("make", (small_decoder, lora_decoder), ids=("full", "lora"))
-def test_a_version_already_served_keeps_its_weights(make) -> None:
+def test_version_already_served_keeps_its_weights(make) -> None:
     decoder = make()
     view = SamplerView(decoder, "snapshot")
     view.refresh(1)
@@ -70,7 +70,7 @@ def test_a_version_already_served_keeps_its_weights(make) -> None:
     assert sample(view.decoder, view) == before
 
 
-def test_a_snapshot_takes_no_part_in_training() -> None:
+def test_snapshot_is_not_trained() -> None:
     decoder = small_decoder()
     view = SamplerView(decoder, "snapshot")
     assert not any(p.requires_grad for p in view.decoder.model.parameters())
@@ -80,7 +80,7 @@ def test_a_snapshot_takes_no_part_in_training() -> None:
 
 @pytest.mark.parametrize("mode", ("shared", "snapshot"))
 @pytest.mark.parametrize("make", (small_decoder, lora_decoder), ids=("full", "lora"))
-def test_noise_is_the_sampler_s_alone(make, mode) -> None:
+def test_noise_affects_only_the_sampler(make, mode) -> None:
     decoder = make()
     view = SamplerView(decoder, mode)
     clean, before = sample(view.decoder, view), weights(decoder)
@@ -130,7 +130,7 @@ def test_noise_is_drawn_from_seed_and_version() -> None:
     torch.testing.assert_close(noise(1, 5, sigma=0.2), 2 * first, rtol=0, atol=1e-6)
 
 
-def test_an_error_while_sampling_leaves_no_noise_behind() -> None:
+def test_error_while_sampling_leaves_no_noise_behind() -> None:
     decoder = small_decoder()
     view = SamplerView(decoder)
     view.refresh(1, sigma=0.5)
@@ -154,7 +154,7 @@ def test_training_between_two_noisy_samplings() -> None:
 
 
 @pytest.mark.parametrize(("sigma", "share"), [(0.05, (0.9, 1.1)), (2e-4, (0.0, 0.5))])
-def test_the_applied_noise_is_measured_after_rounding(sigma: float, share: tuple[float, float]) -> None:
+def test_applied_noise_is_measured_after_rounding(sigma: float, share: tuple[float, float]) -> None:
     """Norm weights are near 1, where neighbouring numbers of bf16 differ by 0.004 below and 0.008 above."""
     decoder = small_decoder()
     view = SamplerView(decoder)

@@ -44,7 +44,7 @@ def tokenizer_with(template: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_template_is_one_clear_error(kind: str):
+def test_bad_template_is_one_clear_error(kind: str):
     template, named = BAD[kind]
     began = time.monotonic()
     with pytest.raises(ModelError, match=named) as caught:
@@ -54,7 +54,7 @@ def test_a_bad_template_is_one_clear_error(kind: str):
 
 
 @pytest.mark.parametrize("condition", ["true", "add_generation_prompt"])
-def test_an_endless_template_is_stopped(condition: str, monkeypatch: pytest.MonkeyPatch):
+def test_endless_template_is_stopped(condition: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(template_check, "TIME_LIMIT_S", 0.5)
     began = time.monotonic()
     with pytest.raises(ModelError, match="within"):
@@ -62,7 +62,7 @@ def test_an_endless_template_is_stopped(condition: str, monkeypatch: pytest.Monk
     assert time.monotonic() - began < 4
 
 
-def test_a_template_that_rejects_system_prompts_is_accepted():
+def test_template_that_rejects_system_prompts_is_accepted():
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
     check_template(tokenizer_with(template), "x")
 
@@ -77,7 +77,7 @@ def test_loading_a_tokenizer_checks_its_template(tmp_path: Path):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_tokenizer_of_a_script_is_checked_too():
+def test_tokenizer_of_a_script_is_checked_too():
     with pytest.raises(ModelError, match="chat template"):
         turn_end_id(tokenizer_with("{{ messages.__class__ }}{% endif %}"))
 

@@ -113,7 +113,7 @@ def test_calls_survive_into_the_next_turn(name: str) -> None:
     assert ids.count(special_tokens(chat.tokenizer)["<|im_end|>"]) == rendered.count("<|im_end|>") - 1, "one is text"
 
 
-def test_a_result_without_a_readable_call_is_refused_clearly() -> None:
+def test_result_without_a_readable_call_is_refused_clearly() -> None:
     chat = FORMS["mistral"].chat()
     messages = [*QUESTION, {"role": "assistant", "content": "no call"}]
     with pytest.raises(DataError, match="no previous message"):
@@ -178,13 +178,13 @@ def test_turns_in_the_form_that_the_template_deploys(history: Any, count: int) -
         assert turns[2].prompt_ids == chat.prompt_ids(messages[:5]), "exactly what a server would sample from"
 
 
-def test_an_answer_without_markers_is_the_content() -> None:
+def test_answer_without_markers_is_the_content() -> None:
     chat = Chat(byte_pair_tokenizer(STRIPPING))
     completion = sampled(chat, " hello \n", "<|im_end|>")
     assert chat.message([1], completion, TOOLS) == {"role": "assistant", "content": " hello \n"}
 
 
-def test_a_stop_string_cuts_the_answer_with_markers_too() -> None:
+def test_stop_string_cuts_the_answer_with_markers_too() -> None:
     chat = FORMS["kimi"].chat()
     completion = sampled(chat, "yes STOP<|tool_call_end|>", "<|im_end|>")
     completion.text = "yes "

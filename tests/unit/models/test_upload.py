@@ -25,7 +25,7 @@ def test_values_shapes_dtypes_and_order() -> None:
         np.testing.assert_array_equal(found[name].numpy(), array, strict=True)
 
 
-def test_one_block_a_dtype() -> None:
+def test_one_block_per_dtype() -> None:
     found = upload({"a": np.arange(3), "b": np.arange(2), "c": np.ones(1)}, CPU)
     blocks = {name: tensor.untyped_storage().data_ptr() for name, tensor in found.items()}
     assert blocks["a"] == blocks["b"] != blocks["c"]
@@ -38,7 +38,7 @@ def test_every_array_is_aligned() -> None:
     assert [tensor.storage_offset() for tensor in found.values()] == [0, 4, 12, 16], "multiples of four int32"
 
 
-def test_the_arrays_stay_the_caller_s() -> None:
+def test_callers_arrays_are_not_modified() -> None:
     array = np.arange(3)
     upload({"a": array}, CPU)["a"].zero_()
     assert array.tolist() == [0, 1, 2]

@@ -41,7 +41,7 @@ def exact(name: str):
 
 
 @pytest.mark.parametrize("name", KNOWN_SHAPES)
-def test_a_shape_counts_what_the_model_has(name: str):
+def test_shape_counts_what_the_model_has(name: str):
     shape, model = read_shape(name), exact(name)
     assert shape.parameters == model.parameters
     assert shape.layers * shape.layer_weights == model.body_weights and shape.head_weights == model.head_weights
@@ -54,12 +54,12 @@ def test_layers_without_attention_are_refused():
         shape_of("model", {**KNOWN_SHAPES["qwen2.5-0.5b"], "layer_types": ["full_attention", "linear_attention"]})
 
 
-def test_the_large_shapes_have_their_published_parameters():
+def test_large_shapes_have_their_published_parameters():
     assert read_shape("llama-3-8b").parameters == 8_030_261_248
     assert read_shape("llama-3-70b").parameters == 70_553_706_496
 
 
-def test_a_folder_and_a_nested_config_are_read(tmp_path: Path):
+def test_folder_and_nested_config_are_read(tmp_path: Path):
     config = KNOWN_SHAPES["qwen2.5-0.5b"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert replace(read_shape(str(tmp_path)), name="qwen2.5-0.5b") == read_shape("qwen2.5-0.5b")
@@ -77,7 +77,7 @@ def test_a_folder_and_a_nested_config_are_read(tmp_path: Path):
         ({"num_key_value_heads": "two"}, "num_key_value_heads"),
     ],
 )
-def test_a_config_that_cannot_be_planned_is_refused(change: dict[str, object], word: str):
+def test_unplannable_config_is_refused(change: dict[str, object], word: str):
     with pytest.raises(ConfigError, match=word):
         shape_of("model", {**KNOWN_SHAPES["qwen2.5-0.5b"], **change})
 
@@ -103,7 +103,7 @@ def test_keys_and_steps_of_rollouts():
     assert replace(even, longest=9).steps == 8 and replace(even, longest=9).keys == 4 * 4 + 2 * 18 / 2
 
 
-def test_a_group_shares_its_prompt_where_a_row_holds_it():
+def test_group_in_one_row_shares_its_prompt():
     together = Workload(rollouts=16, group=8, prompt_tokens=128, new_tokens=256, longest=256, sequence_len=2176)
     assert together.trained_tokens == 16 * 256 + 2 * 128
     assert replace(together, sequence_len=384).trained_tokens == 16 * (256 + 128)
@@ -124,7 +124,7 @@ def test_memory_of_full_training_adapters_and_shards():
     assert sharded.fits and sum(parts.values()) == sharded.used
 
 
-def test_a_reference_is_a_copy_only_without_adapters_and_takes_a_pass():
+def test_reference_is_a_copy_only_without_adapters_and_takes_a_pass():
     shape, workload = read_shape("qwen2.5-0.5b"), Workload(reference=True)
     assert dict(estimate(shape, H200, workload).memory["device"].parts)["reference model"] == 2 * shape.parameters
     plain, scored = (estimate(shape, H200, Workload(lora_rank=8, reference=given)) for given in (False, True))
@@ -148,7 +148,7 @@ def test_activation_checkpointing_is_the_last_resort():
 
 
 @pytest.mark.parametrize("workload", [Workload(), Workload(sequence_len=16_384, recompute=False)])
-def test_every_change_that_is_advised_makes_the_run_fit(workload: Workload):
+def test_every_suggested_change_makes_the_run_fit(workload: Workload):
     shape = read_shape("qwen2.5-7b")
     found = estimate(shape, H200, workload)
     assert not found.fits and found.advice

@@ -36,7 +36,7 @@ def test_advantages_are_group_mean_and_unbiased_std():
     assert datums[0].sampler_logprobs == [None, 0.0, -1.0, -1.0]
 
 
-def test_uniform_groups_are_skipped_and_none_is_left_out():
+def test_zero_variance_groups_are_skipped():
     uniform = PromptGroup([completion(3), completion(4)], [1.0, 1.0])
     assert build_grpo_datums([uniform]) == []
     left = build_grpo_datums([PromptGroup([completion(3), completion(4), completion(5)], [0.0, None, 1.0])])
@@ -61,7 +61,7 @@ def test_misaligned_log_probs_are_refused():
         make_grpo_loss_fn(config(), old_logprobs=[torch.zeros(4), *short[1:]])(datums, short)
 
 
-def test_the_grpo_loss_by_hand():
+def test_grpo_loss_by_hand():
     """Sampler -1 everywhere; the policy gives -1 + log 1.1 to the third answer's tokens and -1 to the rest."""
     datums = build_grpo_datums([GROUP])
     logprobs = [torch.full((datum.num_tokens - 1,), -1.0) for datum in datums]
@@ -88,7 +88,7 @@ def test_ratio_log_cap_bounds_the_ratio():
     assert capped["policy/ratio_mean"] == pytest.approx(1.1, rel=1e-5)
 
 
-def test_a_kl_term_asks_for_reference_log_probs():
+def test_kl_term_requires_reference_logprobs():
     with pytest.raises(ArgumentError, match=r"make_grpo_loss_fn: reference_logprobs: the loss has a KL term"):
         make_grpo_loss_fn(config(lora_rank=4))
     datums = build_grpo_datums([GROUP])
@@ -100,7 +100,7 @@ def test_a_kl_term_asks_for_reference_log_probs():
     assert float(loss) == pytest.approx(0.1 * k3 + (2 - 3) / 6, rel=1e-4)
 
 
-def test_old_log_probs_are_those_of_the_first_call_where_the_loss_needs_them():
+def test_old_logprobs_come_from_the_first_call():
     datums = build_grpo_datums([GROUP])
     first = [torch.full((datum.num_tokens - 1,), -2.0) for datum in datums]
     loss_fn = make_grpo_loss_fn(config(policy_loss="gspo"))

@@ -100,7 +100,7 @@ def test_forward_agrees_with_the_model_itself(infra: Infra, model: str):
         np.testing.assert_allclose(ours, expected.detach().numpy(), atol=2e-5)
 
 
-def test_a_loss_of_ten_lines_equals_the_built_in_one(infra: Infra, example: ModuleType, model: str):
+def test_loss_of_ten_lines_equals_the_built_in_one(infra: Infra, example: ModuleType, model: str):
     datums = build_grpo_datums(sample(infra))
     own = infra.policy.forward_backward_custom(datums, example.my_loss)
     ours = gradient(infra)
@@ -151,7 +151,7 @@ def test_rows_do_not_matter(infra: Infra, model: str):
     assert_same(gradient(infra), whole)
 
 
-def test_what_is_no_loss_is_refused(infra: Infra):
+def test_invalid_loss_function_is_refused(infra: Infra):
     datums = build_grpo_datums(sample(infra))
     with pytest.raises(ArgumentError, match=r"forward_backward_custom: loss_fn: must return"):
         infra.policy.forward_backward_custom(datums, lambda d, lp: (torch.zeros(()), {}))
@@ -162,7 +162,7 @@ def test_what_is_no_loss_is_refused(infra: Infra):
         infra.policy.forward_backward_custom([], make_grpo_loss_fn(infra.config, [0]))
 
 
-def test_the_reference_is_forward_only(infra: Infra):
+def test_reference_is_forward_only(infra: Infra):
     datums = build_grpo_datums(sample(infra))
     for ours, theirs in zip(infra.policy.forward(datums), infra.reference.forward(datums), strict=True):  # type: ignore[union-attr]
         np.testing.assert_allclose(ours, theirs, atol=1e-6)  # the adapter is zero so far
@@ -172,7 +172,7 @@ def test_the_reference_is_forward_only(infra: Infra):
         infra.reference.forward_backward_custom(datums, lambda d, lp: (lp[0].sum(), {}))  # type: ignore[union-attr]
 
 
-def test_a_sync_that_is_missing_or_not_awaited_is_an_error(model: str):
+def test_sync_that_is_missing_or_not_awaited_is_an_error(model: str):
     with setup_infra(config(model)) as infra:
         datums = build_grpo_datums(sample(infra))
         infra.policy.forward_backward_custom(datums, make_grpo_loss_fn(infra.config))
@@ -200,7 +200,7 @@ def test_wrong_arguments_of_the_parts_are_named(infra: Infra):
         infra.policy.forward_backward_custom(datums, make_grpo_loss_fn(infra.config, reference[1:]))
 
 
-def test_a_loop_with_its_own_prompts_needs_no_dataset(model: str):
+def test_loop_with_its_own_prompts_needs_no_dataset(model: str):
     from shoal.recipes.rl_loop import main
     from shoal.recipes.utils import rl
 
@@ -211,7 +211,7 @@ def test_a_loop_with_its_own_prompts_needs_no_dataset(model: str):
         main(config(model, dataset=None), len)
 
 
-def test_slips_in_a_loop_of_ones_own_are_named(infra: Infra, tmp_path: Path):
+def test_mistakes_in_a_custom_loop_are_named(infra: Infra, tmp_path: Path):
     with pytest.raises(ArgumentError, match=r"PromptGroup: completions: is a coroutine; await sample_with"):
         PromptGroup(infra.sampler.sample_with_tokens("a", 2), [0.0, 1.0])  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"PromptGroup: rewards: must be numbers, or None"):
@@ -238,7 +238,7 @@ def _imitate(datums: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.T
     return -torch.cat(logprobs).mean(), {}
 
 
-def test_a_step_reaches_the_sampler_only_by_a_sync(model: str):
+def test_sampler_changes_only_on_sync(model: str):
     """Within a window of two steps, the second one may sample with the weights of the first."""
     with setup_infra(
         config(model, lora_rank=4, weight_sync=WeightSyncConfig(weight_sync_interval=2)), needs_reference=True
@@ -283,7 +283,7 @@ def test_without_inference_there_is_no_sampler(model: str):
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_deployment_has_its_own_weights(model: str, lora_rank: int):
+def test_deployment_has_its_own_weights(model: str, lora_rank: int):
     deploy = DeployConfig(model, WeightSyncScope.PER_DEPLOYMENT)
     window = WeightSyncConfig(weight_sync_interval=2)
     with setup_infra(config(model, deployment=deploy, lora_rank=lora_rank, weight_sync=window)) as infra:
@@ -302,7 +302,7 @@ def test_a_deployment_has_its_own_weights(model: str, lora_rank: int):
         assert largest_gap() < 1e-5
 
 
-def test_a_running_trainer_is_found_again(model: str, tmp_path: Path):
+def test_running_trainer_is_found_again(model: str, tmp_path: Path):
     named = {"log_path": str(tmp_path), "infra": InfraConfig(trainer_id="carp")}
     with setup_infra(config(model, **named)) as first:
         again = setup_infra(config(model, **named))
@@ -313,7 +313,7 @@ def test_a_running_trainer_is_found_again(model: str, tmp_path: Path):
         assert later.policy is not first.policy
 
 
-def test_a_part_that_fails_leaves_the_trainer_of_others_running(model: str, tmp_path: Path):
+def test_failed_part_keeps_an_attached_trainer_running(model: str, tmp_path: Path):
     named = {"log_path": str(tmp_path), "infra": InfraConfig(trainer_id="carp")}
     with setup_infra(config(model, **named)) as first:
         (tmp_path / "deployments").write_text("no folder")
@@ -324,7 +324,7 @@ def test_a_part_that_fails_leaves_the_trainer_of_others_running(model: str, tmp_
         assert setup_infra(config(model, **named)).policy is first.policy
 
 
-def test_a_trainer_continues_from_its_newest_good_checkpoint(model: str, tmp_path: Path):
+def test_trainer_continues_from_its_newest_good_checkpoint(model: str, tmp_path: Path):
     saving = WeightSyncConfig(dcp_save_interval=2)
     named = {"log_path": str(tmp_path), "infra": InfraConfig(trainer_id="carp"), "weight_sync": saving}
     checkpoints = tmp_path / "trainers" / "carp" / "checkpoints"
@@ -374,7 +374,7 @@ def test_tokenizers_must_agree(model: str, tmp_path: Path):
         setup_infra(config(model, deployment=DeployConfig(str(tmp_path))))
 
 
-def test_a_sync_has_a_deadline(model: str):
+def test_sync_has_a_deadline(model: str):
     never = WeightSyncConfig(weight_sync_timeout=0.05)
     with setup_infra(config(model)) as infra:
         infra.config = config(model, weight_sync=never)
@@ -393,7 +393,7 @@ def test_wrong_sampling_arguments_are_named(infra: Infra):
         asyncio.run(infra.sampler.sample_with_tokens("a" * 99))
 
 
-def test_the_custom_loop_learns_and_exports(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_custom_loop_learns_and_exports(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """examples/custom_loop.py, twelve steps on the demo's tiny model."""
     assert len((ROOT / "examples" / "custom_loop.py").read_text().splitlines()) < 100
     from shoal.api import make_model

@@ -58,7 +58,7 @@ def test_windows(model: str, tmp_path: Path, interval: int, drawn_by: list[set[i
     assert [versions(tmp_path, step) for step in (1, 2, 3, 4)] == drawn_by
 
 
-def test_a_stopped_run_continues_by_itself(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_stopped_run_continues_by_itself(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sync = WeightSyncConfig(dcp_save_interval=1)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     main(config(model, whole, weight_sync=sync), shouting)
@@ -88,7 +88,7 @@ def test_without_an_interval_nothing_is_saved_and_a_used_path_is_refused(model: 
         main(config(model, tmp_path), shouting)
 
 
-def test_the_reference_of_full_fine_tuning_and_of_lora(model: str, tmp_path: Path):
+def test_reference_of_full_fine_tuning_and_of_lora(model: str, tmp_path: Path):
     none = main(config(model, tmp_path / "none", max_rows=1), shouting)
     frozen = InfraConfig(training_shape_id="cpu-fp32", ref_training_shape_id="cpu-fp32")
     full = main(config(model, tmp_path / "full", max_rows=2, infra=frozen), shouting)
@@ -99,7 +99,7 @@ def test_the_reference_of_full_fine_tuning_and_of_lora(model: str, tmp_path: Pat
         assert first == pytest.approx(0, abs=1e-6) and second > 1e-6
 
 
-def test_a_deployment_with_its_own_weights_gives_the_same_run(model: str, tmp_path: Path):
+def test_deployment_with_its_own_weights_gives_the_same_run(model: str, tmp_path: Path):
     one = main(config(model, tmp_path / "trainer", max_rows=2), shouting)
     own = DeployConfig(model, WeightSyncScope.PER_DEPLOYMENT)
     other = main(config(model, tmp_path / "deployment", max_rows=2, deployment=own), shouting)
@@ -115,12 +115,12 @@ def test_rows_come_from_files_as_well(model: str, tmp_path: Path):
     assert untimed(by_name) == untimed(by_hand)
 
 
-def test_rows_that_nobody_judges_are_refused(model: str, tmp_path: Path):
+def test_rows_without_a_reward_are_refused(model: str, tmp_path: Path):
     with pytest.raises(ArgumentError, match=r"main: reward_fn: is required, because the rows have no get_reward"):
         main(config(model, tmp_path))
 
 
-def test_a_configuration_that_is_none_is_told_as_that(tmp_path: Path):
+def test_invalid_configuration_file_is_reported(tmp_path: Path):
     rows = [{"prompt": "a"}]
     with pytest.raises(ArgumentError, match=r"^Config: base_model: is required; write Config\(base_model=…\)$"):
         Config(log_path="x", dataset=rows)  # type: ignore[call-arg]

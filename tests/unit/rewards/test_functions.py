@@ -33,7 +33,7 @@ async def slow(completion):
     return 0.25
 
 
-def test_a_plain_function_gets_columns_by_name():
+def test_plain_function_gets_columns_by_name():
     assert RewardFunctions([correct])(scored("5")) == 1.0
     assert RewardFunctions([correct])(scored("6")) == 0.0
     assert RewardFunctions([lambda text, prompt, row: len(prompt) + row["level"]])(scored("x")) == 7
@@ -47,7 +47,7 @@ def rank(prompts, completions, **columns):
     return [order.index(index) / max(1, len(order) - 1) for index in range(len(order))]
 
 
-def test_trls_form_gets_the_whole_group():
+def test_trl_reward_functions_receive_the_group():
     assert RewardFunctions([lengths]).takes_groups and not RewardFunctions([correct]).takes_groups
     group = [scored("bb"), scored("a"), scored("cccc"), scored("ddd")]
     assert RewardFunctions([rank]).score_group(group) == [1 / 3, 0.0, 1.0, 2 / 3]
@@ -71,7 +71,7 @@ def test_forms_mix_within_a_group():
     ]
 
 
-def test_the_form_of_environments():
+def test_environment_argument_formats():
     """The names of the parameters decide, in scripts, configurations and data sets alike."""
     task = Task([{"role": "user", "content": "2 + 3?"}], {"answer": "5"})
     messages = [*task.messages, {"role": "assistant", "content": "5"}]
@@ -97,7 +97,7 @@ def test_the_form_of_environments():
             RewardFunctions([wrong], label="orch")
 
 
-def test_messages_in_messages_out():
+def test_messages_round_trip():
     messages = [{"role": "user", "content": "2 + 3?"}]
     seen = []
 
@@ -131,7 +131,7 @@ def test_none_excludes_or_does_not_apply():
     assert RewardFunctions([does_not_apply])(scored("5")) is None
 
 
-def test_the_prompt_may_come_first():
+def test_prompt_may_come_first():
     def matches(prompt, completion, answer):
         return float((prompt, completion, answer) == (ROW["prompt"], "7", ROW["answer"]))
 
@@ -185,7 +185,7 @@ def answered(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
 
 
-def test_items_judge_themselves_and_rows_are_judged():
+def test_items_score_themselves_and_rows_use_reward_functions():
     items = ItemEnvironment([Item("a?", "a"), Item([{"role": "user", "content": "b?"}], "b")])
     first, second = items.tasks("train")
     assert first.messages == [{"role": "user", "content": "a?"}] and second.messages[0]["content"] == "b?"

@@ -94,7 +94,7 @@ def test_wrong_answers(completion, gold):
     assert process_results(completion, gold)[0] is False
 
 
-def test_a_gold_answer_is_text_or_a_number():
+def test_gold_answer_is_text_or_a_number():
     for gold in (None, True):
         with pytest.raises(RewardValueError, match="gold answer"):
             process_results("\\boxed{1}", gold)
@@ -114,7 +114,7 @@ def test_any_text_can_be_searched(completion, gold):
 
 
 @given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "${:,}", "{} apples", "{}%", "{}.0", "{}."]))
-def test_a_number_survives_how_it_is_written(number, style):
+def test_number_is_parsed_in_every_notation(number, style):
     assert parse_number(style.format(number)) == number
     assert same_number(last_number(f"so it is {style.format(number)}") or "", str(number))
 
@@ -140,16 +140,16 @@ def test_fractions_are_exact(value):
         ("", None),
     ],
 )
-def test_the_last_number(text, number):
+def test_last_number(text, number):
     assert last_number(text) == number
 
 
-def test_thirds_are_not_decimals():
+def test_fractions_differ_from_rounded_decimals():
     assert parse_number("1/3") == Fraction(1, 3)
     assert not same_number("0.3333", "1/3")
 
 
-def test_outcomes_are_numbers_parts_or_none():
+def test_rewards_are_numbers_parts_or_none():
     assert read_outcome(2, {}) == (2.0, {})
     assert read_outcome({"a": 1, "b": True}, {"a": 3.0}) == (4.0, {"a": 1.0, "b": 1.0})
     assert read_outcome(None, {}) == (None, {})
@@ -158,7 +158,7 @@ def test_outcomes_are_numbers_parts_or_none():
             read_outcome(bad, {})
 
 
-def test_a_reward_may_have_turns_tokens_and_kinds() -> None:
+def test_reward_may_have_turns_tokens_and_kinds() -> None:
     """Its total is the given one, else the weighted parts, else the sum over turns or tokens."""
     turns = read_score(Reward(turns=[0.25, 1.0], kinds=["policy", "ignore"]), {})
     assert (turns["reward"], turns["turns"], turns["kinds"]) == (1.25, [0.25, 1.0], ["policy", "ignore"])
@@ -171,7 +171,7 @@ def test_a_reward_may_have_turns_tokens_and_kinds() -> None:
             read_score(wrong, {})
 
 
-def test_words_are_no_number_and_cost_no_time():
+def test_words_are_not_numbers_and_are_fast():
     """An untrained model writes many. math-verify reads each as a product of symbols, which takes 20 ms."""
     words = ["".join("abcdefghij"[int(digit)] for digit in f"{number:05d}") for number in range(11111, 11411)]
     began = time.process_time()

@@ -63,7 +63,7 @@ def score(pool, *answers, env="ranked"):
     return asyncio.run(pool.score_group(env, "train", 0, conversations))
 
 
-def test_a_ranking_compares_the_rollouts_of_a_group(pool):
+def test_ranking_compares_the_rollouts_of_a_group(pool):
     scores = score(pool, "aa", "a", "aaaa", "?")
     assert [s.reward for s in scores] == [4.0, 0.0, 6.0, None]
     assert [s.status for s in scores] == ["ok"] * 4 and scores[0].parts == {"rank": 2.0}
@@ -81,7 +81,7 @@ def test_a_ranking_compares_the_rollouts_of_a_group(pool):
         ("hang", "timeout", "0.5 s"),
     ],
 )
-def test_an_error_excludes_the_whole_group(pool, order, status, word):
+def test_error_excludes_the_whole_group(pool, order, status, word):
     scores = score(pool, order, "a", "b")
     assert [(s.status, s.reward) for s in scores] == [(status, None)] * 3
     assert all(word in (s.error or "") for s in scores)

@@ -98,7 +98,7 @@ def outcomes(tmp_path: Path, *answers: str) -> list[Score]:
         return asyncio.run(work())
 
 
-def test_it_judges_and_forgets(tmp_path: Path) -> None:
+def test_isolated_jobs_share_no_state(tmp_path: Path) -> None:
     """Every job is in a fresh process: what one changed the next does not see."""
     assert [score.reward for score in outcomes(tmp_path, "harmless", "remember", "remember")] == [0.5, 1.0, 1.0]
 
@@ -113,7 +113,7 @@ def test_it_judges_and_forgets(tmp_path: Path) -> None:
         ("kill_the_run", "ProcessLookupError"),
     ],
 )
-def test_it_is_kept_from(answer: str, says: str, tmp_path: Path) -> None:
+def test_attack_is_blocked(answer: str, says: str, tmp_path: Path) -> None:
     failed, then = outcomes(tmp_path, answer, "harmless")
     assert failed.status == "error" and failed.error is not None and says in failed.error, failed
     assert then.reward == 0.5
@@ -125,7 +125,7 @@ def test_processes_are_counted(tmp_path: Path) -> None:
     assert bomb.reward is not None and 10 < bomb.reward < MAX_PROCESSES and then.reward == 0.5
 
 
-def test_a_run_with_many_open_files_leaves_the_reward_its_own(tmp_path: Path) -> None:
+def test_many_open_files_do_not_affect_rewards(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(MAX_FILES + 50):
             stack.enter_context(Path(os.devnull).open())
@@ -133,14 +133,14 @@ def test_a_run_with_many_open_files_leaves_the_reward_its_own(tmp_path: Path) ->
     assert score.reward == 1.0
 
 
-def test_what_it_could_not_read_is_told_beforehand(tmp_path: Path) -> None:
+def test_unreadable_python_is_reported_beforehand(tmp_path: Path) -> None:
     hidden = tmp_path / "python"
     hidden.touch(mode=0o600)
     reason = why_not([str(hidden)])
     assert reason is not None and f"cannot read {hidden}" in reason
 
 
-def test_a_try_that_is_cut_short_is_no_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_attempt_grants_no_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_short(needed: object) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
         return ""

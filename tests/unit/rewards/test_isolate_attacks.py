@@ -185,19 +185,19 @@ SANDBOX = pytest.param("sandbox", marks=needs_bwrap)
 
 
 @pytest.mark.parametrize("way", [SANDBOX, "child"])
-def test_the_judge_cannot_be_taken_over(pool: RewardPool, way: str) -> None:
+def test_judge_cannot_be_taken_over(pool: RewardPool, way: str) -> None:
     """The old worker lent its socket (pidfd_getfd) and its memory (/proc/PID/mem) to every child of its user."""
     own = "1" if way == "sandbox" else ""  # bubblewrap's, in the sandbox itself
     assert printed(pool, f"{way} take_over {own}") == "[]"
 
 
 @pytest.mark.parametrize("way", [SANDBOX, "child"])
-def test_the_answers_are_not_in_the_memory_of_the_program(pool: RewardPool, way: str) -> None:
+def test_answers_are_not_in_the_memory_of_the_program(pool: RewardPool, way: str) -> None:
     assert printed(pool, f"{way} find_secret") == "0"
 
 
 @needs_bwrap
-def test_the_program_shares_no_namespace_with_the_judge(pool: RewardPool) -> None:
+def test_program_shares_no_namespace_with_the_judge(pool: RewardPool) -> None:
     assert printed(pool, "sandbox spaces") == "0"
 
 
@@ -225,7 +225,7 @@ def test_files_are_limited_and_not_left_behind(pool: RewardPool, way: str) -> No
 
 
 @pytest.mark.parametrize("way", [SANDBOX, "child", "inside"])
-def test_sockets_of_other_programs_are_out_of_reach(pool: RewardPool, way: str, tmp_path: Path) -> None:
+def test_sockets_of_other_programs_are_unreachable(pool: RewardPool, way: str, tmp_path: Path) -> None:
     name = f"/tmp/shoal-test-{os.getpid()}-{way}"
     with socket.socket(socket.AF_UNIX) as open_to_all, socket.socket(socket.AF_UNIX) as abstract:
         open_to_all.bind(name)
@@ -260,7 +260,7 @@ def test_python_under_a_private_home_is_found(pool: RewardPool, way: str) -> Non
 
 
 @needs_bwrap
-def test_the_output_of_a_program(pool: RewardPool) -> None:
+def test_output_of_a_program(pool: RewardPool) -> None:
     class Runs(SingleTurn):
         def tasks(self, split: str) -> Any:
             return [ask("what?")]
@@ -299,7 +299,7 @@ def test_without_bubblewrap_programs_are_children_that_cannot_take_over(monkeypa
 
 
 @pytest.mark.parametrize("wanted", [True, "best-effort"])
-def test_a_machine_without_namespaces(monkeypatch: pytest.MonkeyPatch, wanted: bool | str) -> None:
+def test_machine_without_namespaces(monkeypatch: pytest.MonkeyPatch, wanted: bool | str) -> None:
     """It is refused, unless the user prefers less."""
     monkeypatch.setattr(isolation, "why_not", lambda needed=(): "no namespaces")
     if wanted is True:
@@ -310,6 +310,6 @@ def test_a_machine_without_namespaces(monkeypatch: pytest.MonkeyPatch, wanted: b
     assert not isolated and "not isolated" in notices[0]
 
 
-def test_without_isolation_no_program_is_run() -> None:
+def test_programs_require_isolation() -> None:
     with pytest.raises(RuntimeError, match="isolated"):
         run_code(["true"])

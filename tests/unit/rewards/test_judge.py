@@ -33,7 +33,7 @@ def ask_judge(reward: HttpJudge) -> float:
     return asyncio.run(reward(TASK, MESSAGES))
 
 
-def test_a_chat_model_is_asked_for_a_number(judge: Judge):
+def test_chat_model_is_asked_for_a_number(judge: Judge):
     judge.reply = lambda _: (200, chat("I would say: 7"))
     assert ask_judge(HttpJudge(judge.url, model="strict")) == pytest.approx(0.7)
     _, body = judge.requests[0]
@@ -41,13 +41,13 @@ def test_a_chat_model_is_asked_for_a_number(judge: Judge):
     assert body["model"] == "strict" and "What is {2} + 2?" in asked and "It is {4}." in asked and "\n4\n" in asked
 
 
-def test_a_reward_model_gets_the_conversation(judge: Judge):
+def test_reward_model_gets_the_conversation(judge: Judge):
     judge.reply = lambda _: (200, {"score": -0.25})
     assert ask_judge(HttpJudge(judge.url)) == -0.25
     assert judge.requests[0][1] == {"messages": MESSAGES, "data": {"answer": "4"}}
 
 
-def test_a_busy_judge_is_asked_again(judge: Judge):
+def test_busy_judge_is_retried(judge: Judge):
     judge.reply = lambda number: (503, b"busy") if number < 3 else (200, {"score": 1})
     assert ask_judge(HttpJudge(judge.url, retries=2)) == 1
     assert len(judge.requests) == 3
@@ -62,7 +62,7 @@ def test_a_busy_judge_is_asked_again(judge: Judge):
         ((200, {"other": 1}), 1, "no score"),
     ],
 )
-def test_what_fails_is_an_error(judge: Judge, reply: Reply, requests: int, says: str):
+def test_failing_judge_raises(judge: Judge, reply: Reply, requests: int, says: str):
     judge.reply = lambda _: reply
     with pytest.raises(JudgeError, match=says):
         ask_judge(HttpJudge(judge.url, retries=2))
@@ -84,7 +84,7 @@ def test_silence_ends(judge: Judge):
     assert time.monotonic() - began < 1.5
 
 
-def test_nobody_there():
+def test_unreachable_address():
     with pytest.raises(JudgeError, match="Cannot connect"):
         ask_judge(HttpJudge("http://127.0.0.1:9/judge", retries=0))
 
@@ -97,7 +97,7 @@ def test_wrong_settings_are_refused(settings: dict[str, Any]):
         HttpJudge(**settings)
 
 
-def test_in_the_pool_with_its_key_and_its_failures_counted(judge: Judge, tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_judge_runs_in_the_pool_and_failures_are_counted(judge: Judge, tmp_path, monkeypatch: pytest.MonkeyPatch):
     """From the configuration of the `dataset` environment to a score; the second answer's judge breaks."""
     monkeypatch.setenv("JUDGE_API_KEY", "the-key-12345")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a?", "answer": "1"}\n{"prompt": "b?", "answer": "1"}\n')
@@ -121,7 +121,7 @@ def test_in_the_pool_with_its_key_and_its_failures_counted(judge: Judge, tmp_pat
     assert judge.requests[0][0]["Authorization"] == "Bearer the-key-12345"
 
 
-def test_a_judge_is_one_part_among_others(judge: Judge):
+def test_judge_is_one_reward_part(judge: Judge):
     rewards = NamedRewards(short=lambda task, messages: 1.0, judged=(HttpJudge(judge.url), 0.5))
     assert rewards(TASK, MESSAGES) == {"short": 1.0, "judged": 1.0} and rewards.weights["judged"] == 0.5
 

@@ -6,7 +6,7 @@ from shoal.core.errors import ConfigError
 from shoal.rewards.outcome import ENOUGH, PartCheck
 
 
-def test_a_misspelt_part_is_refused_after_a_few_scores():
+def test_misspelled_part_is_refused_after_a_few_scores():
     check = PartCheck(["shrot", "correct"], ["env"])
     for _ in range(ENOUGH - 1):
         check.note("env", {"correct": 1.0, "short": 0.2})
@@ -16,13 +16,13 @@ def test_a_misspelt_part_is_refused_after_a_few_scores():
         check.note("env", {"correct": 1.0, "short": 0.2})
 
 
-def test_a_part_that_is_there_now_and_then_is_there():
+def test_occasional_part_is_accepted():
     check = PartCheck(["bonus"], ["env"])
     for number in range(3 * ENOUGH):
         check.note("env", {"bonus": 1.0} if number == 3 else {"base": 1.0})
 
 
-def test_each_environment_has_its_turn():
+def test_every_environment_is_drawn():
     check = PartCheck(["second"], ["a", "b"])
     for _ in range(3 * ENOUGH):
         check.note("a", {"first": 1.0})

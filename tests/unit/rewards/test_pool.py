@@ -49,14 +49,14 @@ def test_async_rewards_are_awaited(pool):
         ("corrupt", "larger than"),
     ],
 )
-def test_a_failing_reward_is_an_error_for_its_job_alone(pool, answer, words):
+def test_failing_reward_affects_only_its_job(pool, answer, words):
     failed, good = ask_pool(pool, answer, "true")
     assert failed.status == "error" and failed.reward is None
     assert words in failed.error and len(failed.error) < 3000
     assert (good.status, good.reward) == ("ok", 1.0)
 
 
-def test_a_flood_of_output_goes_nowhere(pool, capfd):
+def test_excess_output_is_discarded(pool, capfd):
     began = time.monotonic()
     (score,) = ask_pool(pool, "flood")
     assert score.status == "ok", score.error
@@ -75,7 +75,7 @@ def test_unknown_jobs_are_errors(pool):
     assert [score.status for score in asyncio.run(run())] == ["error"] * 3
 
 
-def test_large_and_odd_conversations_cross_the_pipe(pool):
+def test_large_and_unusual_conversations_cross_the_pipe(pool):
     async def run():
         messages = [{"role": "user", "content": "\ud800\0é" * 10**6}, {"role": "assistant", "content": "true"}]
         return await asyncio.gather(*(pool.score("bad", "eval", 1, messages) for _ in range(3)))
@@ -92,7 +92,7 @@ def test_many_jobs_on_several_workers(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
-def test_secrets_are_gone_from_where_the_kernel_shows_them():
+def test_secrets_are_removed_from_proc_environ():
     """/proc/self/environ is what a process was started with, so it takes one that was started with a secret."""
     script = (
         "from pathlib import Path; from shoal.rewards import sandbox; sandbox.drop_secrets(['KEPT_TOKEN']); "
@@ -121,7 +121,7 @@ def test_secrets_do_not_reach_rewards(tmp_path, monkeypatch):
     asyncio.run(pool.close())
 
 
-def test_a_forged_score_is_looked_at_too(tmp_path):
+def test_forged_score_is_validated(tmp_path):
     """Reward code can reach the pipe; what is no reward does not become one on that way."""
     pool = RewardPool({"bad": Misbehaving(tmp_path)}, workers=1)
     pool.start()
@@ -137,7 +137,7 @@ def test_a_forged_score_is_looked_at_too(tmp_path):
     )  # fmt: skip
 
 
-def test_given_weights_come_before_the_environments_own(tmp_path):
+def test_configured_weights_override_the_environment(tmp_path):
     pool = RewardPool({"bad": Misbehaving(tmp_path)}, weights={"bad": {"plain": 2.0}})
     pool.start()
     assert ask_pool(pool, "parts")[0].reward == 2.0 * 0.5 + 10.0 * 0.25

@@ -25,7 +25,7 @@ def quick(monkeypatch):
 
 
 @pytest.mark.parametrize("answer", ["stop_server", "kill_server", "stop_all"])
-def test_a_server_that_a_reward_stopped_is_replaced(pool, quick, answer):
+def test_server_that_a_reward_stopped_is_replaced(pool, quick, answer):
     """The time does not depend on the batch: with 200 queued jobs the wait used to be over an hour."""
     ask_pool(pool, "true")
     began = time.monotonic()
@@ -36,19 +36,19 @@ def test_a_server_that_a_reward_stopped_is_replaced(pool, quick, answer):
     assert ask_pool(pool, "true")[0].reward == 1.0
 
 
-def test_a_new_server_that_is_stopped_at_once_is_noticed_as_soon(pool, quick):
+def test_new_server_stopped_at_once_is_detected(pool, quick):
     ask_pool(pool, "true")
     began = time.monotonic()
     ask_pool(pool, "stop_server", "stop_server", *["true"] * 20)
     assert time.monotonic() - began < 2 * PING_LIMIT_S + 8
 
 
-def test_a_server_is_not_replaced_without_end(pool, quick):
+def test_server_restarts_are_bounded(pool, quick):
     with pytest.raises(RewardServerError):
         ask_pool(pool, *["kill_server"] * (pool_module.MAX_RESTARTS + 2))
 
 
-def test_a_server_stopped_by_each_batch_costs_that_batch_one_job(pool, quick):
+def test_server_stopped_per_batch_loses_one_job_per_batch(pool, quick):
     for _ in range(pool_module.MAX_RESTARTS + 1):
         assert [score.status for score in ask_pool(pool, "kill_server", "true")] == ["error", "ok"]
 
@@ -90,7 +90,7 @@ def test_stopped_servers_do_not_outlive_a_killed_run(tmp_path):
     assert all_gone(pids, within_s=5)
 
 
-def test_a_chain_of_sessions_does_not_outlive_a_killed_run(tmp_path):
+def test_setsid_chain_ends_with_a_killed_run(tmp_path):
     killed_run(tmp_path, "hop", until=1)
     (tmp_path / "hop").unlink(missing_ok=True)
     time.sleep(1.0)
@@ -99,7 +99,7 @@ def test_a_chain_of_sessions_does_not_outlive_a_killed_run(tmp_path):
     assert not (tmp_path / "hop").exists(), "the chain still runs"
 
 
-def test_a_chain_of_sessions_ends_with_its_job(pool, tmp_path):
+def test_setsid_chain_ends_with_its_job(pool, tmp_path):
     assert ask_pool(pool, "hop")[0].status == "timeout"
     assert ask_pool(pool, "true")[0].reward == 1.0
     asyncio.run(pool.close())
@@ -109,13 +109,13 @@ def test_a_chain_of_sessions_ends_with_its_job(pool, tmp_path):
 
 
 @pytest.mark.parametrize("answer", ["patch_library", "patch_self", "patch_to_fail"])
-def test_what_a_reward_changes_does_not_reach_the_next(pool, answer):
+def test_changes_by_a_reward_do_not_affect_the_next(pool, answer):
     _, *others = ask_pool(pool, answer, "close", "true", "parts", "closure")
     assert [score.reward for score in others] == [0.0, 1.0, 3.0, 0.75]
 
 
 @pytest.mark.parametrize("answer", ["foreign_frame", "close_all"])
-def test_a_worker_that_breaks_the_protocol_is_replaced_before_its_deadline(tmp_path, answer):
+def test_worker_that_breaks_the_protocol_is_replaced_before_its_deadline(tmp_path, answer):
     pool = RewardPool({"bad": Misbehaving(tmp_path)}, workers=1, timeout_s=60)
     pool.start()
     began = time.monotonic()
@@ -124,7 +124,7 @@ def test_a_worker_that_breaks_the_protocol_is_replaced_before_its_deadline(tmp_p
     asyncio.run(pool.close())
 
 
-def test_a_worker_that_does_not_read_holds_up_no_other(tmp_path):
+def test_unresponsive_worker_does_not_block_others(tmp_path):
     pool = RewardPool({"bad": Misbehaving(tmp_path)}, workers=2, timeout_s=60)
     pool.start()
     ask_pool(pool, "true", "true")
@@ -145,7 +145,7 @@ def test_a_worker_that_does_not_read_holds_up_no_other(tmp_path):
     asyncio.run(pool.close())
 
 
-def test_hanging_calls_cost_their_share_and_no_more(tmp_path):
+def test_hanging_calls_slow_the_pool_by_their_share(tmp_path):
     """400 calls on two workers, 5 % of them hang for 2 s: two at a time, these alone would take 20 s."""
     pool = RewardPool({"bad": Misbehaving(tmp_path)}, workers=2, timeout_s=2)
     pool.start()

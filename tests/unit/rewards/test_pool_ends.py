@@ -35,7 +35,7 @@ def test_close_ends_every_process_and_later_jobs_are_errors(tmp_path):
     assert all_gone(noted_pids(tmp_path), within_s=1)
 
 
-def test_a_killed_server_ends_the_wait_of_everybody(tmp_path):
+def test_killed_server_ends_all_waits(tmp_path):
     pool = RewardPool({"bad": Misbehaving(tmp_path)}, timeout_s=60)
     pool.start()
 
@@ -53,7 +53,7 @@ def test_a_killed_server_ends_the_wait_of_everybody(tmp_path):
     asyncio.run(pool.close())
 
 
-def test_an_end_that_writing_notices_first_is_told_alike(pool):
+def test_end_detected_by_a_write_is_reported_the_same(pool):
     async def run():
         await pool.score("bad", "train", 0, [{"role": "assistant", "content": "4"}])
         os.kill(pool._pid, signal.SIGKILL)

@@ -11,7 +11,7 @@ from .misbehaving import TIMEOUT_S, all_gone, ask_pool, noted_pids
 
 
 @pytest.mark.parametrize("answer", ["hang", "spin"])
-def test_a_hanging_reward_is_a_timeout_and_its_worker_is_replaced(pool, tmp_path, answer):
+def test_hanging_reward_is_a_timeout_and_its_worker_is_replaced(pool, tmp_path, answer):
     late, good = ask_pool(pool, answer, "true")
     assert (late.status, late.reward) == ("timeout", None)
     assert "longer than 0.5 s" in late.error and 0.4 < late.seconds < 2
@@ -26,21 +26,21 @@ def test_repeating_the_start_does_not_extend_the_timeout(pool):
     assert ask_pool(pool, "true")[0].status == "ok"
 
 
-def test_a_worker_with_invalid_replies_is_replaced(pool):
+def test_worker_with_invalid_replies_is_replaced(pool):
     """One reward that breaks its process must not spoil the rewards after it."""
     spoilt, *others = ask_pool(pool, "patch", *["true"] * 4)
     assert (spoilt.status, spoilt.reward) == ("error", None)
     assert [(score.status, score.reward) for score in others] == [("ok", 1.0)] * 4
 
 
-def test_the_timeout_counts_from_the_start_of_the_work(pool):
+def test_timeout_counts_from_the_start_of_the_work(pool):
     began = time.monotonic()
     scores = ask_pool(pool, *["slow"] * 5)
     assert time.monotonic() - began > 2 * TIMEOUT_S, "the last one must have waited longer than the timeout"
     assert [score.status for score in scores] == ["ok"] * 5
 
 
-def test_a_reply_that_came_while_the_loop_was_busy_is_not_late(pool):
+def test_reply_during_a_busy_loop_is_in_time(pool):
     async def run():
         job = asyncio.create_task(pool.score("bad", "train", 0, [{"role": "assistant", "content": "true"}]))
         await asyncio.sleep(0)
@@ -51,7 +51,7 @@ def test_a_reply_that_came_while_the_loop_was_busy_is_not_late(pool):
 
 
 @pytest.mark.parametrize("answer", ["escape", "fork_many_and_hang"])
-def test_everything_a_killed_reward_started_is_killed_too(pool, tmp_path, answer):
+def test_processes_of_a_killed_reward_are_killed(pool, tmp_path, answer):
     (score,) = ask_pool(pool, answer)
     assert score.status == "timeout"
     pids = noted_pids(tmp_path)
@@ -59,7 +59,7 @@ def test_everything_a_killed_reward_started_is_killed_too(pool, tmp_path, answer
     assert all_gone(pids)
 
 
-def test_what_a_finished_reward_left_running_is_killed(pool, tmp_path):
+def test_processes_left_by_a_finished_reward_are_killed(pool, tmp_path):
     (score,) = ask_pool(pool, "fork_and_return")
     assert score.reward == 1.0
     assert len(noted_pids(tmp_path)) == 1
@@ -67,7 +67,7 @@ def test_what_a_finished_reward_left_running_is_killed(pool, tmp_path):
     assert [score.reward for score in ask_pool(pool, "leave_thread", "true")] == [1.0, 1.0]
 
 
-def test_a_stopped_server_does_not_blame_the_reward(pool):
+def test_stopped_server_does_not_blame_the_reward(pool):
     async def run():
         job = asyncio.create_task(pool.score("bad", "train", 0, [{"role": "assistant", "content": "slow"}]))
         await asyncio.sleep(0.15)

@@ -100,7 +100,7 @@ def test_only_the_common_start_is_shared(judge: Judge):
     assert compare(RelativeJudge(judge.url, "m"), [conversation("abc")]) == pytest.approx([0.3])
 
 
-def test_the_place_is_random_and_the_same_for_the_same_rollouts():
+def test_replay_position_is_seeded_random():
     """Over many groups, a rollout has each place about as often as any other, whatever its index."""
     judge, places = RelativeJudge("http://x", "m"), Counter[tuple[int, int]]()
     for number in range(2000):
@@ -132,7 +132,7 @@ ALL = (("1", 1), ("2", 2), ("3", 3), ("4", 4))
         json.dumps({"result": json.loads(entries(*ALL))}),
     ],
 )
-def test_forms_of_a_valid_reply(judge: Judge, text: str):
+def test_valid_reply_formats(judge: Judge, text: str):
     judge.reply = lambda _: (200, chat(text))
     order = RelativeJudge(judge.url, "m")._order(GROUP)
     assert compare(RelativeJudge(judge.url, "m")) == pytest.approx([(order.index(i) + 1) / 10 for i in range(4)])
@@ -159,7 +159,7 @@ def test_forms_of_a_valid_reply(judge: Judge, text: str):
         (entries(*ALL[:3], ("4", float("nan"))), "attempt 4 the score nan"),
     ],
 )
-def test_a_reply_that_does_not_score_each_once_is_an_error(judge: Judge, text: str, says: str):
+def test_reply_must_score_each_rollout_once(judge: Judge, text: str, says: str):
     judge.reply = lambda _: (200, chat(text))
     with pytest.raises(JudgeError, match=says):
         compare(RelativeJudge(judge.url, "m"))
@@ -175,14 +175,14 @@ def test_a_reply_that_does_not_score_each_once_is_an_error(judge: Judge, text: s
         ((200, {"choices": []}), 1, "no score"),
     ],
 )
-def test_a_broken_server_is_an_error(judge: Judge, reply: Reply, requests: int, says: str):
+def test_broken_server_raises(judge: Judge, reply: Reply, requests: int, says: str):
     judge.reply = lambda _: reply
     with pytest.raises(JudgeError, match=says):
         compare(RelativeJudge(judge.url, "m", retries=2))
     assert len(judge.requests) == requests
 
 
-def test_a_slow_server_is_given_up(judge: Judge):
+def test_slow_server_times_out(judge: Judge):
     judge.reply = lambda _: (time.sleep(1.5), (200, {}))[1]
     began = time.monotonic()
     with pytest.raises(JudgeError, match=r"within 0.2 s"):
@@ -254,7 +254,7 @@ def test_functions_over_conversations():
     assert both.score_group(group) == [{"rank": 3.0, "lambda": 1.0}, {"rank": 5.0, "lambda": 2.0}]
 
 
-def test_a_part_that_compares_the_rollouts(judge: Judge):
+def test_reward_part_that_compares_rollouts(judge: Judge):
     """Named parts of which one is a judge over the group: the environment sets `reward_group`."""
 
     def short(completion: str) -> float | None:

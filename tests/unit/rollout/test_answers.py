@@ -67,7 +67,7 @@ async def ask_one_that_says(engine: type[RemoteEngine], answer: Any, scratch: Pa
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_good_answer_is_taken(name: str, tmp_path: Path) -> None:
+def test_valid_answer_is_accepted(name: str, tmp_path: Path) -> None:
     engine, said = ENGINES[name]
     drawn = asyncio.run(ask_one_that_says(engine, said(**ANSWER), tmp_path))
     assert (drawn.token_ids, drawn.logprobs) == ([7, 8, 9], [-0.5, -1.0, -0.25])
@@ -75,7 +75,7 @@ def test_a_good_answer_is_taken(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_one_is_not(name: str, wrong: str, tmp_path: Path) -> None:
+def test_wrong_answer_is_rejected(name: str, wrong: str, tmp_path: Path) -> None:
     (engine, said), (changes, says) = ENGINES[name], WRONG[wrong]
     with pytest.raises(EngineError, match=says):
         asyncio.run(ask_one_that_says(engine, said(**{**ANSWER, **changes}), tmp_path))
@@ -85,6 +85,6 @@ def test_a_wrong_one_is_not(name: str, wrong: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "answer", [{}, {"choices": []}, {"choices": [7]}, {"choices": None}, {"meta_info": 7}], ids=str
 )
-def test_one_of_another_shape_is_not(name: str, answer: Any, tmp_path: Path) -> None:
+def test_model_of_another_shape_is_refused(name: str, answer: Any, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="answer to r cannot be read"):
         asyncio.run(ask_one_that_says(ENGINES[name][0], answer, tmp_path))

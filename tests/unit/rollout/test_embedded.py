@@ -50,7 +50,7 @@ def make(device: ThreadPoolExecutor, decoder: Decoder | None = None, **settings:
     return EmbeddedRolloutEngine(make_engine(decoder or small_decoder(), **settings), device)
 
 
-def test_calls_made_together_share_a_prefill(device: ThreadPoolExecutor) -> None:
+def test_simultaneous_calls_share_a_prefill(device: ThreadPoolExecutor) -> None:
     decoder = CountingDecoder(small_decoder().model)
     engine = make(device, decoder, slots=32)
     decoder.prefilled = 0
@@ -64,7 +64,7 @@ def test_calls_made_together_share_a_prefill(device: ThreadPoolExecutor) -> None
     assert decoder.prefilled == 48, "45 tokens of three prompts, padded to whole rows"
 
 
-def test_a_request_that_would_break_the_device_is_refused_alone(device: ThreadPoolExecutor) -> None:
+def test_invalid_request_is_refused_alone(device: ThreadPoolExecutor) -> None:
     engine = make(device)
 
     async def both() -> None:
@@ -76,7 +76,7 @@ def test_a_request_that_would_break_the_device_is_refused_alone(device: ThreadPo
     asyncio.run(both())
 
 
-def test_a_request_id_runs_once_at_a_time(device: ThreadPoolExecutor) -> None:
+def test_request_id_is_unique_while_running(device: ThreadPoolExecutor) -> None:
     engine = make(device)
 
     async def twice() -> None:
@@ -89,7 +89,7 @@ def test_a_request_id_runs_once_at_a_time(device: ThreadPoolExecutor) -> None:
     asyncio.run(twice())
 
 
-def test_a_cancelled_call_leaves_the_others_alone(device: ThreadPoolExecutor) -> None:
+def test_cancelled_call_does_not_affect_others(device: ThreadPoolExecutor) -> None:
     engine = make(device)
 
     async def cancel_one() -> None:
@@ -104,7 +104,7 @@ def test_a_cancelled_call_leaves_the_others_alone(device: ThreadPoolExecutor) ->
     asyncio.run(cancel_one())
 
 
-def test_a_cancelled_call_gives_its_slot_to_the_next(device: ThreadPoolExecutor) -> None:
+def test_cancelled_call_frees_its_slot(device: ThreadPoolExecutor) -> None:
     """Eight slots, all taken by calls that would take minutes: when they are cancelled, eight more are answered."""
     engine = make(device, slots=8, context_tokens=4096)
 
@@ -123,7 +123,7 @@ def test_a_cancelled_call_gives_its_slot_to_the_next(device: ThreadPoolExecutor)
     asyncio.run(cancel_all())
 
 
-def test_an_id_that_is_used_again_is_not_answered_by_the_old_request(device: ThreadPoolExecutor) -> None:
+def test_reused_request_id_gets_a_new_answer(device: ThreadPoolExecutor) -> None:
     engine = make(device)
 
     async def reuse() -> None:
@@ -139,7 +139,7 @@ def test_an_id_that_is_used_again_is_not_answered_by_the_old_request(device: Thr
     asyncio.run(reuse())
 
 
-def test_nothing_is_drawn_once_a_pause_has_returned(device: ThreadPoolExecutor) -> None:
+def test_no_tokens_are_sampled_after_pause_returns(device: ThreadPoolExecutor) -> None:
     engine = make(device, context_tokens=2048)
 
     async def pause() -> None:
@@ -156,7 +156,7 @@ def test_nothing_is_drawn_once_a_pause_has_returned(device: ThreadPoolExecutor) 
     asyncio.run(pause())
 
 
-def test_whoever_listens_hears_every_token_but_those_of_the_last_step(device: ThreadPoolExecutor) -> None:
+def test_listener_receives_every_token_except_the_last_step(device: ThreadPoolExecutor) -> None:
     engine = make(device)
 
     async def listen() -> None:
@@ -175,7 +175,7 @@ def test_whoever_listens_hears_every_token_but_those_of_the_last_step(device: Th
     asyncio.run(listen())
 
 
-def test_a_failure_ends_every_request_with_its_reason(device: ThreadPoolExecutor) -> None:
+def test_failure_ends_every_request_with_its_reason(device: ThreadPoolExecutor) -> None:
     decoder = BreakingDecoder(small_decoder().model)
     engine = make(device, decoder)
     decoder.broken = True
@@ -192,7 +192,7 @@ def test_a_failure_ends_every_request_with_its_reason(device: ThreadPoolExecutor
     asyncio.run(fail())
 
 
-def test_weights_that_became_no_numbers_end_it(device: ThreadPoolExecutor) -> None:
+def test_nonfinite_weights_end_the_run(device: ThreadPoolExecutor) -> None:
     """Between two versions: what is drawn then is never trained on, and its reason is told."""
     decoder = small_decoder()
     engine = make(device, decoder)
@@ -237,7 +237,7 @@ def test_health_counts(device: ThreadPoolExecutor) -> None:
 
 @pytest.mark.parametrize("mode", ("shared", "snapshot"))
 @pytest.mark.parametrize("make_decoder", (small_decoder, lora_decoder), ids=("full", "lora"))
-def test_the_hash_tells_which_weights_are_served(make_decoder: Any, mode: Any, device: ThreadPoolExecutor) -> None:
+def test_hash_identifies_the_served_weights(make_decoder: Any, mode: Any, device: ThreadPoolExecutor) -> None:
     decoder = make_decoder()
     view = SamplerView(decoder, mode)
     engine = EmbeddedRolloutEngine(make_engine(view.decoder, view), device, noise_seed=4)
@@ -254,7 +254,7 @@ def test_the_hash_tells_which_weights_are_served(make_decoder: Any, mode: Any, d
     asyncio.run(hashes())
 
 
-def test_a_group_that_waits_for_slots_is_prefilled_by_the_weights_of_then(device: ThreadPoolExecutor) -> None:
+def test_waiting_group_is_prefilled_with_current_weights(device: ThreadPoolExecutor) -> None:
     """Half of a group starts under version 0; its prompt is computed again for the half that starts under version 1."""
     decoder = small_decoder()
     engine, fresh = make(device, decoder, slots=8), make(device, small_decoder(seed=5), slots=8)
@@ -284,7 +284,7 @@ def test_a_group_that_waits_for_slots_is_prefilled_by_the_weights_of_then(device
     asyncio.run(check())
 
 
-def test_a_change_in_the_last_layer_alone_changes_the_hash(device: ThreadPoolExecutor) -> None:
+def test_hash_covers_the_last_layer(device: ThreadPoolExecutor) -> None:
     decoder = small_decoder()
     engine = make(device, decoder)
     before = asyncio.run(engine.load(1))

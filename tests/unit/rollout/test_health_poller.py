@@ -29,7 +29,7 @@ async def never() -> int:
     return 1
 
 
-def test_the_answer_and_what_it_raises_come_through() -> None:
+def test_answers_and_errors_are_forwarded() -> None:
     async def answer() -> int:
         return 7
 
@@ -47,7 +47,7 @@ def test_the_answer_and_what_it_raises_come_through() -> None:
 
 
 @pytest.mark.parametrize("error", [ConnectionLost("nothing listens there"), DeadlineError("waited 2 s")])
-def test_what_a_look_finds_out_is_raised_for_everybody_who_waits(error: Exception) -> None:
+def test_poll_error_is_raised_in_all_waits(error: Exception) -> None:
     broken_off: list[int] = []
 
     async def look() -> None:
@@ -68,7 +68,7 @@ def test_what_a_look_finds_out_is_raised_for_everybody_who_waits(error: Exceptio
     run(main)
 
 
-def test_it_goes_on_looking_after_a_bad_look_and_stops_when_nobody_asks() -> None:
+def test_polling_continues_after_a_failure_and_stops_when_idle() -> None:
     looks = 0
 
     async def look() -> None:
@@ -90,7 +90,7 @@ def test_it_goes_on_looking_after_a_bad_look_and_stops_when_nobody_asks() -> Non
     run(main)
 
 
-def test_what_is_owed_for_long_is_named_unless_it_may_take_its_time() -> None:
+def test_overdue_request_is_named_except_generation() -> None:
     async def main() -> None:
         poller = HealthPoller(at_once, lambda: asyncio.sleep(60))
         drawing = asyncio.create_task(poller.wait_for(never()))
@@ -107,7 +107,7 @@ def test_what_is_owed_for_long_is_named_unless_it_may_take_its_time() -> None:
     run(main)
 
 
-def test_one_who_stops_waiting_breaks_off_what_was_asked() -> None:
+def test_cancelled_wait_cancels_the_request() -> None:
     async def main() -> None:
         poller = HealthPoller(at_once, lambda: asyncio.sleep(60))
         asked = asyncio.Event()
@@ -128,7 +128,7 @@ def test_one_who_stops_waiting_breaks_off_what_was_asked() -> None:
     run(main)
 
 
-def test_what_was_raised_while_one_stopped_waiting_is_nobodys_surprise() -> None:
+def test_errors_during_cancellation_are_not_unhandled() -> None:
     """Many ask at once; the first failure ends the others' waits in the moment in which theirs fail too."""
     told: list[object] = []
 

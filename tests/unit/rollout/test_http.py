@@ -133,7 +133,7 @@ REQUEST = ask("r", [1, 2, 3], max_tokens=8)
         (web.Response(text='{"error": {"message": "no"}}', status=500), "(status 500): no"),
     ],
 )
-def test_an_answer_that_no_sampler_gives_ends_it_and_names_the_server(answer: Any, says: str):
+def test_invalid_sampler_answer_ends_the_run_and_names_the_server(answer: Any, says: str):
     async def work(engine: HttpRolloutEngine) -> None:
         with pytest.raises(EngineError) as caught:
             await engine.generate(REQUEST)
@@ -142,7 +142,7 @@ def test_an_answer_that_no_sampler_gives_ends_it_and_names_the_server(answer: An
     against(Double([answer]), work)
 
 
-def test_a_good_answer_is_what_was_said():
+def test_valid_answer_is_returned_unchanged():
     async def work(engine: HttpRolloutEngine) -> None:
         answer = await engine.generate(REQUEST)
         assert (answer.request_id, answer.token_ids, answer.logprobs) == ("r", [7, 8, 9], [-0.5, -1.0, -0.25])
@@ -154,7 +154,7 @@ def test_a_good_answer_is_what_was_said():
     assert set(body) >= {"top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids"}
 
 
-def test_a_lost_connection_is_asked_again_but_not_for_ever():
+def test_lost_connection_is_retried_until_a_deadline():
     async def once(engine: HttpRolloutEngine) -> None:
         assert (await engine.generate(REQUEST)).token_ids == [7, 8, 9]
 
@@ -169,7 +169,7 @@ def test_a_lost_connection_is_asked_again_but_not_for_ever():
     against(Double([None] * 9), for_ever)
 
 
-def test_a_busy_server_is_asked_later():
+def test_busy_server_is_retried():
     """429, in JSON or in a proxy's words, and a 503 that passes: nothing is lost. One that never has time is late."""
     busy = [web.Response(text='{"error": {"message": "slow down"}}', status=429) for _ in range(3)]
     double = Double([*busy, web.Response(text="<p>slow down</p>", status=429), web.Response(status=503), good()])
@@ -191,7 +191,7 @@ def test_a_busy_server_is_asked_later():
     against(NeverFree([]), given_up)
 
 
-def test_answers_go_to_whom_they_belong_in_any_order():
+def test_answers_match_their_requests_in_any_order():
     """Eight at once, answered last first: each gets its own."""
     waiting: list[asyncio.Future[None]] = []
 
@@ -217,7 +217,7 @@ def test_answers_go_to_whom_they_belong_in_any_order():
     against(Reversing([]), work)
 
 
-def test_a_connection_that_breaks_within_an_answer_is_asked_again():
+def test_connection_lost_within_a_response_is_retried():
     class Breaking(Double):
         async def answer(self, request: web.Request) -> web.StreamResponse:
             if self.answers:
@@ -236,7 +236,7 @@ def test_a_connection_that_breaks_within_an_answer_is_asked_again():
     against(Breaking([]), work)
 
 
-def test_an_answer_that_does_not_come_has_a_deadline():
+def test_missing_answer_has_a_deadline():
     async def work(engine: HttpRolloutEngine) -> None:
         with pytest.raises(DeadlineError, match=r"no answer to /v1/completions within 1 s; raise orch.client.timeout"):
             await engine.generate(REQUEST)
@@ -259,7 +259,7 @@ def test_an_answer_that_does_not_come_has_a_deadline():
         against(double, work, request_s=1.0)
 
 
-def test_a_new_process_is_given_the_weights_first(tmp_path: Path):
+def test_new_server_process_receives_weights_first(tmp_path: Path):
     """The server comes back without them: it is loaded and paused as before, then asked again."""
     (tmp_path / "a").write_bytes(b"fish")
     manifest = {**describe(tmp_path, 3, "full"), "sigma": 0.5}
@@ -281,7 +281,7 @@ def test_a_new_process_is_given_the_weights_first(tmp_path: Path):
     assert double.asked[0] == double.asked[2] and double.asked[2][1]["noise_seed"] == 9
 
 
-def test_an_answer_of_a_process_that_has_not_got_our_weights_is_not_taken(tmp_path: Path):
+def test_answer_from_other_weights_is_rejected(tmp_path: Path):
     """It was restarted between two requests: the first answer it gives is of the wrong weights."""
     double = Double([])
 
@@ -307,7 +307,7 @@ def test_an_answer_of_a_process_that_has_not_got_our_weights_is_not_taken(tmp_pa
     ("reply", "says"),
     [({"version": 2, "hash": "h"}, "serves version 2, not 3"), ({"version": 3, "hash": "h"}, "the hash differs")],
 )
-def test_a_load_that_proves_something_else_ends_it(reply: Any, says: str, tmp_path: Path):
+def test_load_of_other_weights_ends_the_run(reply: Any, says: str, tmp_path: Path):
     (tmp_path / "a").write_bytes(b"fish")
 
     async def work(engine: HttpRolloutEngine) -> None:
@@ -317,7 +317,7 @@ def test_a_load_that_proves_something_else_ends_it(reply: Any, says: str, tmp_pa
     against(Double([reply]), work)
 
 
-def test_who_is_met_is_looked_at():
+def test_connected_server_is_identified():
     async def other(engine: HttpRolloutEngine) -> None:
         with pytest.raises(EngineError, match="serves 'fish', not 'cat'"):
             await engine.describe()
@@ -331,7 +331,7 @@ def test_who_is_met_is_looked_at():
     against(Double([], {"hello": "world"}), stranger)
 
 
-def test_nobody_there():
+def test_unreachable_address():
     said: list[str | None] = []
 
     async def run() -> None:
@@ -372,7 +372,7 @@ def test_another_server_at_the_address_is_named_as_such(text: str):
     against(Foreign([]), work)
 
 
-def test_nothing_is_asked_once_it_is_closed():
+def test_closed_engine_sends_no_request():
     """A session that is opened then is closed by nobody, and aiohttp says so."""
 
     async def work(engine: HttpRolloutEngine) -> None:
@@ -384,7 +384,7 @@ def test_nothing_is_asked_once_it_is_closed():
     against(Double([good()]), work)
 
 
-def test_a_process_that_was_replaced_without_a_word_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_silently_replaced_process_is_detected(monkeypatch: pytest.MonkeyPatch):
     """The request hangs for ever on a connection that leads nowhere; the new process would answer it."""
     monkeypatch.setattr("shoal.rollout.remote.shoal.POLL_EVERY_S", 0.1)
 
@@ -401,7 +401,7 @@ def test_a_process_that_was_replaced_without_a_word_is_noticed(monkeypatch: pyte
     against(Replaced([good()]), work, request_s=60)
 
 
-def test_one_that_hangs_is_waited_for_in_words_and_not_for_ever(monkeypatch: pytest.MonkeyPatch):
+def test_hanging_server_wait_is_reported_and_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shoal.rollout.remote.shoal.POLL_EVERY_S", 0.1)
     monkeypatch.setattr("shoal.rollout.remote.shoal.PROBE_S", 0.2)
     said: list[str | None] = []
@@ -425,7 +425,7 @@ def test_one_that_hangs_is_waited_for_in_words_and_not_for_ever(monkeypatch: pyt
     assert any(text and "no answer to /shoal/about" in text for text in said)
 
 
-def test_one_that_shows_no_sign_of_life_is_looked_at_before_it_is_due(monkeypatch: pytest.MonkeyPatch):
+def test_silent_server_is_polled_early(monkeypatch: pytest.MonkeyPatch):
     """A process that was stopped keeps its connections open: its silence elsewhere is what tells."""
     monkeypatch.setattr("shoal.rollout.remote.shoal.SILENT_PROBE_S", 0.2)
     said: list[str | None] = []
@@ -454,7 +454,7 @@ def test_one_that_shows_no_sign_of_life_is_looked_at_before_it_is_due(monkeypatc
     assert 95 <= (datetime.now() - began).seconds <= 110, "since it was last seen"
 
 
-def test_one_that_answers_without_other_signs_of_life_is_not_asked_all_the_time():
+def test_responsive_server_without_heartbeat_is_polled_rarely():
     """Its heartbeat may be what is broken: a folder that cannot be written, or shows files late."""
     looks: list[float] = []
 
@@ -474,7 +474,7 @@ def test_one_that_answers_without_other_signs_of_life_is_not_asked_all_the_time(
     assert 2 <= len(looks) <= 5, "to meet it, and then twice a second"
 
 
-def test_what_is_known_of_a_server_does_not_hide_that_there_is_no_way_to_it():
+def test_unreachable_address_is_reported_despite_server_state():
     """A name that is not known was said to be a server that is still loading."""
     address = Address("http://nowhere:1/v1", deadline_s=0.01, whereabouts=lambda: ("it loads", "wait"))
 
@@ -491,7 +491,7 @@ def test_what_is_known_of_a_server_does_not_hide_that_there_is_no_way_to_it():
     assert "host is not known" in unknown and unknown.endswith("check orch.client.base_url") and "loads" not in unknown
 
 
-def test_a_key_is_asked_for_by_its_name():
+def test_missing_key_is_named():
     async def work(engine: HttpRolloutEngine) -> None:
         with pytest.raises(ConfigError, match=r"requires a key: no; set orch.client.api_key_var"):
             await engine.generate(REQUEST)

@@ -41,7 +41,7 @@ async def drawn(engine: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ("full", "lora"))
 @pytest.mark.parametrize("sigma", (0.0, 0.05), ids=("plain", "noisy"))
-def test_the_same_bits_as_the_engine_in_this_process(kind: Any, sigma: float, tmp_path: Path):
+def test_same_bits_as_the_engine_in_this_process(kind: Any, sigma: float, tmp_path: Path):
     """Version 0 and version 2, tokens and log-probs and spans and kept ids, with the noise of the run's own seed."""
     base = small_model("qwen3", seed=3)
     trained: Any = as_decoder(small_model("qwen3", seed=6)) if kind == "full" else lora_decoder(seed=3, rank=8)
@@ -74,7 +74,7 @@ def test_the_same_bits_as_the_engine_in_this_process(kind: Any, sigma: float, tm
     assert asyncio.run(there()) == asyncio.run(here())
 
 
-def test_versions_change_under_way(tmp_path: Path):
+def test_weights_change_during_generation(tmp_path: Path):
     """A request that is drawn while a version arrives has a span of each, and is taken."""
     base, trained = small_model("qwen3", seed=3), small_model("qwen3", seed=6)
 

@@ -40,7 +40,7 @@ def connect(process: ServerProcess, folder: Path, start_s: float) -> None:
     asyncio.run(main())
 
 
-def test_one_that_dies_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_dead_server_error_quotes_its_log(tmp_path: Path) -> None:
     script = "import sys; print('loading'); sys.exit('RuntimeError: out of luck')"
     with pytest.raises(
         ConfigError, match=r"(?s)vLLM ended with exit code 1. The last errors in .*vllm.log:\n.*out of luck"
@@ -48,7 +48,7 @@ def test_one_that_dies_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
         connect(launch(tmp_path, script), tmp_path, 30)
 
 
-def test_one_that_listens_no_more_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_stops_listening_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM whose engine died under a call waits for ever for that call's answer before it ends."""
     monkeypatch.setattr("shoal.rollout.remote.process.NOT_LISTENING_S", 0.3)
     port, deaf = free_port(), tmp_path / "deaf"
@@ -88,7 +88,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_whether_what_it_was_started_with_is_to_blame(tmp_path: Path, how: str) -> None:
+def test_server_end_is_classified_as_config_or_failure(tmp_path: Path, how: str) -> None:
     """What cannot work here is told from what broke: the first is not worth another try."""
     (end, kind, message), port = ENDS[how], free_port()
     serve = (
@@ -107,7 +107,7 @@ def test_whether_what_it_was_started_with_is_to_blame(tmp_path: Path, how: str) 
         asyncio.run(process.close())
 
 
-def test_the_errors_of_a_log_are_shown_once_and_without_their_stacks(tmp_path: Path) -> None:
+def test_log_errors_are_shown_once_without_tracebacks(tmp_path: Path) -> None:
     at = "(APIServer pid=3) {} 11-15 14:26:54 [a.py:5]"
     stack = [f"{at.format('ERROR')} Traceback (most recent call last):", f"{at.format('ERROR')}   File x, in y"]
     caught = [f"{at.format('ERROR')} Exception caught. Request id: tokens-a{i}f" for i in range(40)]
@@ -125,14 +125,14 @@ def test_the_errors_of_a_log_are_shown_once_and_without_their_stacks(tmp_path: P
     assert end_of_log(log) == f"The last lines in {log}:\n  loading\n  ready"
 
 
-def test_an_argument_it_does_not_know_is_one_line(tmp_path: Path) -> None:
+def test_unknown_argument_gives_one_line(tmp_path: Path) -> None:
     script = "import argparse; argparse.ArgumentParser().parse_args(['--max-looras', '3'])"
     with pytest.raises(ConfigError) as caught:
         connect(launch(tmp_path, script), tmp_path, 30)
     assert str(caught.value) == "infer.engine_args: vLLM does not know --max-looras 3; see its --help"
 
 
-def test_one_that_never_answers_is_given_up_and_ended(tmp_path: Path) -> None:
+def test_server_that_never_answers_times_out_and_is_ended(tmp_path: Path) -> None:
     process = launch(tmp_path, "import subprocess, time; subprocess.Popen(['sleep', '300']); time.sleep(300)")
     with pytest.raises(DeadlineError, match=r"vLLM is not ready after 1 s \(infer.start_deadline_s\)"):
         connect(process, tmp_path, 1)
@@ -141,7 +141,7 @@ def test_one_that_never_answers_is_given_up_and_ended(tmp_path: Path) -> None:
         os.killpg(process.pid, 0)  # neither it nor its child
 
 
-def test_a_port_that_is_taken_is_refused_before_the_start(tmp_path: Path) -> None:
+def test_taken_port_is_refused_before_the_start(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -168,7 +168,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("how", TAKEN)
-def test_a_port_is_blamed_only_where_it_ended_the_server(tmp_path: Path, how: str) -> None:
+def test_port_is_blamed_only_if_it_ended_the_server(tmp_path: Path, how: str) -> None:
     (script, taken, blamed), port = TAKEN[how], free_port()
     process = launch(tmp_path, script, port)
     process.start()
@@ -183,7 +183,7 @@ def test_a_port_is_blamed_only_where_it_ended_the_server(tmp_path: Path, how: st
     assert str(failure).startswith(expected)
 
 
-def test_an_address_where_nobody_answers(tmp_path: Path) -> None:
+def test_address_without_server(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}/v1"
 
     async def main() -> None:
@@ -204,6 +204,6 @@ def test_an_address_where_nobody_answers(tmp_path: Path) -> None:
         (sys.executable, "has no package vllm; name the Python that has vLLM"),
     ],
 )
-def test_an_interpreter_that_will_not_do(python: str, message: str) -> None:
+def test_unsuitable_interpreter(python: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_interpreter(python, "vllm", "vLLM")

@@ -21,7 +21,7 @@ def launch(folder: Path, script: str, port: int | None = None) -> ServerProcess:
     return ServerProcess(Launch("vLLM", [sys.executable, "-c", script], "127.0.0.1", port or free_port(), log))
 
 
-def test_one_that_is_stopped_says_so_and_is_ended(tmp_path: Path) -> None:
+def test_suspended_server_is_reported_and_ended(tmp_path: Path) -> None:
     """Its child is stopped, not itself; SIGTERM alone would not reach it."""
     child = "import pathlib, signal, time; signal.signal(15, lambda *_: pathlib.Path('ended').touch() or exit()); "
     child += "pathlib.Path('up').touch(); time.sleep(300)"
@@ -40,7 +40,7 @@ def test_one_that_is_stopped_says_so_and_is_ended(tmp_path: Path) -> None:
     assert (tmp_path / "ended").exists() and not Path(f"/proc/{pid}").exists()
 
 
-def test_one_that_nobody_closed_ends_with_us_and_not_with_a_fork(tmp_path: Path) -> None:
+def test_unclosed_server_ends_with_the_process_but_not_with_a_fork(tmp_path: Path) -> None:
     """It heeds no SIGTERM, as vLLM does not while it imports."""
     server = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(300)"
     script = (
@@ -59,7 +59,7 @@ def test_one_that_nobody_closed_ends_with_us_and_not_with_a_fork(tmp_path: Path)
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_what_a_killed_one_shared_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_shared_memory_of_a_killed_server_is_removed(tmp_path: Path) -> None:
     share = (
         "import multiprocessing, os, signal, sys, time\nfrom multiprocessing.shared_memory import SharedMemory\n"
         "memory, lock = SharedMemory(create=True, size=64), multiprocessing.get_context('spawn').Lock()\n"
@@ -83,7 +83,7 @@ def test_what_a_killed_one_shared_is_removed_and_nothing_else(tmp_path: Path) ->
         others.unlink()
 
 
-def test_it_ends_when_we_are_killed(tmp_path: Path) -> None:
+def test_server_ends_with_its_killed_parent(tmp_path: Path) -> None:
     """Killed for good, so that nothing of ours can run: Linux ends the server."""
     script = (
         "import time; from pathlib import Path; from shoal.rollout.remote.process import Launch, ServerProcess\n"

@@ -31,7 +31,7 @@ def noisy(model: Path, target: Path, **changes: float) -> dict[str, torch.Tensor
     return load_file(target / "model.safetensors")
 
 
-def test_the_norms_alone_with_noise_of_that_size(model: Path, tmp_path: Path) -> None:
+def test_noise_on_norms_has_the_configured_size(model: Path, tmp_path: Path) -> None:
     clean = load_file(model / "model.safetensors")
     found = noisy(model, tmp_path / "a")
     apart = torch.cat([found[name] - clean[name] for name in NORMS])
@@ -41,7 +41,7 @@ def test_the_norms_alone_with_noise_of_that_size(model: Path, tmp_path: Path) ->
     assert float(apart.std()) == pytest.approx(0.1, rel=0.15)
 
 
-def test_seed_and_version_decide(model: Path, tmp_path: Path) -> None:
+def test_noise_depends_on_seed_and_version(model: Path, tmp_path: Path) -> None:
     first, again = noisy(model, tmp_path / "a"), noisy(model, tmp_path / "b")
     assert all(torch.equal(first[name], again[name]) for name in NORMS)
     for change in ({"seed": 4}, {"version": 6}):
@@ -73,7 +73,7 @@ def test_bf16_is_rounded_as_torch_rounds(model: Path, tmp_path: Path) -> None:
     assert applied_sigma(model, tmp_path / "b") < 3e-6, "bf16 rounds most of it away"
 
 
-def test_a_model_without_rms_norms_is_refused(model: Path, tmp_path: Path) -> None:
+def test_model_without_rms_norms_is_refused(model: Path, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text("utf-8"))
     del config["rms_norm_eps"]
     (model / "config.json").write_text(json.dumps(config), "utf-8")

@@ -10,7 +10,7 @@ from shoal.core.errors import EngineError
 from shoal.rollout.embedded import pause_between_turns
 
 
-def test_a_turn_that_ends_and_one_that_does_not() -> None:
+def test_turn_that_ends_and_one_that_does_not() -> None:
     async def check() -> None:
         running, between = asyncio.Event(), asyncio.Event()
         running.set()

@@ -8,7 +8,7 @@ from shoal.core.errors import EngineError
 from shoal.rollout.remote.server_info import Probes
 
 
-def test_the_same_content_must_answer_as_before() -> None:
+def test_reloaded_weights_must_answer_as_before() -> None:
     probes = Probes("vLLM")
     probes.judge("a", [-1.0, -2.0], 1)
     probes.judge("b", [-1.5, -2.5], 2)
@@ -17,7 +17,7 @@ def test_the_same_content_must_answer_as_before() -> None:
         probes.judge("b", [-1.5, -3.2], 4)
 
 
-def test_new_content_must_change_something_within_two_versions() -> None:
+def test_new_weights_must_change_within_two_versions() -> None:
     probes = Probes("vLLM")
     probes.judge("a", [-1.0, -2.0], 1)
     probes.judge("b", [-1.0, -2.0], 2)  # a small update in bf16 may leave sixteen numbers as they were
@@ -25,13 +25,13 @@ def test_new_content_must_change_something_within_two_versions() -> None:
         probes.judge("c", [-1.0, -2.0], 3)
 
 
-def test_a_change_starts_the_count_again() -> None:
+def test_change_resets_the_count() -> None:
     probes = Probes("vLLM")
     for version, (content, value) in enumerate([("a", -1.0), ("b", -1.0), ("c", -1.1), ("d", -1.1), ("e", -1.2)]):
         probes.judge(content, [value], version)
 
 
-def test_a_step_that_trained_nothing_publishes_the_same_again() -> None:
+def test_step_without_training_republishes_the_weights() -> None:
     probes = Probes("vLLM")
     for version in range(5):
         probes.judge("a", [-1.0], version)

@@ -50,7 +50,7 @@ class Trouble:
 
 
 @pytest.mark.parametrize("name", ["model_info", "server_info"])
-def test_one_that_is_lost_while_it_is_met_is_asked_again(name: str) -> None:
+def test_connection_lost_during_connect_is_retried(name: str) -> None:
     async def main() -> None:
         async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
             trouble = Trouble(double, name, "is lost", times=2)  # a lost GET is sent once more on its own account
@@ -60,7 +60,7 @@ def test_one_that_is_lost_while_it_is_met_is_asked_again(name: str) -> None:
     asyncio.run(main())
 
 
-def test_one_that_fails_while_it_is_met_is_not_taken_for_another_kind() -> None:
+def test_failing_server_is_not_mistaken_for_another_engine() -> None:
     async def main() -> None:
         async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
             Trouble(double, "server_info", "fails")
@@ -70,7 +70,7 @@ def test_one_that_fails_while_it_is_met_is_not_taken_for_another_kind() -> None:
         asyncio.run(main())
 
 
-def test_one_that_hangs_over_a_load_is_given_up_once() -> None:
+def test_hanging_load_times_out_once() -> None:
     """Not asked again, nor asked to go on: whoever does not answer would be waited for as long as that, ten times."""
 
     async def main() -> None:
@@ -88,7 +88,7 @@ def test_one_that_hangs_over_a_load_is_given_up_once() -> None:
     asyncio.run(main())
 
 
-def test_whoever_gives_up_waiting_for_a_load_does_not_begin_to_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_load_does_not_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deadline of the loop ends the wait; the server is told to go on, and has little time to say that it does."""
     monkeypatch.setattr("shoal.rollout.remote.engine.HEALTH_S", 2)
 
@@ -111,7 +111,7 @@ def test_whoever_gives_up_waiting_for_a_load_does_not_begin_to_wait_again(monkey
     asyncio.run(main())
 
 
-def test_a_load_that_is_lost_on_the_way_leaves_nobody_paused() -> None:
+def test_lost_load_leaves_the_server_unpaused() -> None:
     """The connection broke, and the server lives on: one that is paused might not even say that it is well."""
 
     async def main() -> None:
@@ -127,7 +127,7 @@ def test_a_load_that_is_lost_on_the_way_leaves_nobody_paused() -> None:
     asyncio.run(main())
 
 
-def test_one_that_takes_no_connection_is_gone_and_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_connection_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that drops what is sent to it: only one that was reached can be slow to answer."""
     monkeypatch.setattr("shoal.rollout.remote.client.CONNECT_S", 0.3)
 
@@ -148,7 +148,7 @@ def test_one_that_takes_no_connection_is_gone_and_not_late(monkeypatch: pytest.M
         asyncio.run(main(server.getsockname()[1]))
 
 
-def test_weights_that_are_refused_leave_it_drawing() -> None:
+def test_refused_weights_keep_the_engine_sampling() -> None:
     async def main() -> None:
         async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
             expected = await engine.generate(ask("r", PROMPT))

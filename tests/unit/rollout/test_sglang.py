@@ -25,7 +25,7 @@ from support.sglang_double import SglangDouble
 (PROMPT,) = random_prompts(5, 12)
 
 
-def test_a_server_that_ignores_seeds_is_refused() -> None:
+def test_server_that_ignores_seeds_is_refused() -> None:
     async def main() -> None:
         async with attached_double(small_model("qwen3", seed=8), enable_deterministic_inference=False) as (engine, _):
             await engine.connect()
@@ -34,7 +34,7 @@ def test_a_server_that_ignores_seeds_is_refused() -> None:
         asyncio.run(main())
 
 
-def test_an_update_is_flushed_and_noted_per_token() -> None:
+def test_weight_update_flushes_the_cache_and_is_recorded_per_token() -> None:
     new = small_model("qwen3", seed=21)
 
     async def main() -> None:
@@ -81,7 +81,7 @@ def test_adapters_by_versioned_names(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_server_that_was_restarted_gets_its_version_back_and_is_asked_again() -> None:
+def test_restarted_server_is_reloaded_and_retried() -> None:
     """The seed is in the request, so what was lost comes out as it would have."""
     port, new = free_port(), small_model("qwen3", seed=21)
 
@@ -110,7 +110,7 @@ def test_a_server_that_was_restarted_gets_its_version_back_and_is_asked_again() 
     asyncio.run(main())
 
 
-def test_one_that_is_ill_owes_no_answer_and_one_that_is_late_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unhealthy_server_breaks_off_requests_and_slow_server_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that will not come is asked for again when the server is well; a slow look breaks nothing off."""
     for name, value in (("POLL_EVERY_S", 0.05), ("RECHECK_S", 0.05), ("HEALTH_S", 2.0)):
         monkeypatch.setattr(f"shoal.rollout.remote.server_api.{name}", value)
@@ -144,7 +144,7 @@ def test_one_that_is_ill_owes_no_answer_and_one_that_is_late_does(monkeypatch: p
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_restart_that_nobody_noticed_is_found_by_what_is_drawn(kind: str, tmp_path: Path) -> None:
+def test_unnoticed_restart_is_found_by_the_served_weights(kind: str, tmp_path: Path) -> None:
     """No request was under way, so none was lost; the next one meets a server with the weights it started with."""
     decoder: Any = lora_decoder("qwen3", seed=8, rank=4, alpha=8)
     decoder.model.save_pretrained(str(tmp_path), selected_adapters=["default"])
@@ -165,7 +165,7 @@ def test_a_restart_that_nobody_noticed_is_found_by_what_is_drawn(kind: str, tmp_
     asyncio.run(main())
 
 
-def test_an_answer_that_no_sampler_gives_is_refused() -> None:
+def test_invalid_sampler_answer_is_refused() -> None:
     async def broken(_: web.Request) -> web.Response:
         about = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[0.5, 3, None]], "weight_versions": []}
         return web.json_response({"meta_info": about})
@@ -179,7 +179,7 @@ def test_an_answer_that_no_sampler_gives_is_refused() -> None:
         asyncio.run(main())
 
 
-def test_a_server_that_fails_is_shown_in_the_words_of_its_log(tmp_path: Path) -> None:
+def test_server_failure_quotes_its_log(tmp_path: Path) -> None:
     """What it answers is that somebody should look above, and that is in its log."""
     (tmp_path / "sglang.log").write_text("loading\nRuntimeError: the scheduler is out of luck\nbye\n", "utf-8")
 
@@ -204,7 +204,7 @@ def test_a_server_that_fails_is_shown_in_the_words_of_its_log(tmp_path: Path) ->
         asyncio.run(main())
 
 
-def test_the_double_draws_from_the_model_it_has() -> None:
+def test_test_server_samples_from_its_model() -> None:
     """Of the double itself, so that the contract suite rests on something: its log-probs are transformers' own."""
     model = small_model("qwen3", seed=8)
 

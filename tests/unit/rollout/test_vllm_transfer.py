@@ -18,7 +18,7 @@ MANIFEST = {
 }  # fmt: skip
 
 
-def test_the_four_phases_with_the_group_met_once(tmp_path: Path) -> None:
+def test_server_phases_share_one_process_group(tmp_path: Path) -> None:
     heard: list[tuple[str, Any]] = []
 
     async def hear(request: web.Request) -> web.Response:

@@ -113,7 +113,7 @@ def test_checkpoint_of_another_run_is_skipped(run_dir: RunDir, tmp_path: Path) -
     assert len(found.skipped) == 2 and all("another run or step" in reason for reason in found.skipped)
 
 
-def test_all_damaged_is_an_error_not_a_fresh_start(run_dir: RunDir) -> None:
+def test_all_checkpoints_damaged_is_an_error(run_dir: RunDir) -> None:
     flip(save(run_dir, 1))
     with pytest.raises(StorageError, match=r"no undamaged checkpoint.*changed"):
         run_dir.newest_good_checkpoint()
@@ -132,7 +132,7 @@ def test_cut_renames_later_checkpoints_and_the_step_can_be_saved_again(run_dir: 
     assert found is not None and (found.step, found.skipped) == (2, [])
 
 
-def test_failing_caller_leaves_no_trace(run_dir: RunDir) -> None:
+def test_failing_caller_leaves_no_files(run_dir: RunDir) -> None:
     with pytest.raises(ValueError, match="boom"), run_dir.checkpoint(1) as folder:
         (folder / "half").write_text("x")
         raise ValueError("boom")

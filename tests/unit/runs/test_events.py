@@ -40,7 +40,7 @@ def test_log_warnings_of_the_engine_and_the_trainer_are_events() -> None:
     ]
 
 
-def test_a_full_disk_does_not_raise_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_does_not_raise_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)
     with forward_log_warnings(EventLog(Store(OSError("full")))):
         logging.getLogger("shoal.engine.engine").warning("decoding without graphs")

@@ -29,7 +29,7 @@ def test_files_and_buffers_have_the_defined_digest(tmp_path: Path, size: int) ->
 
 
 @pytest.mark.parametrize("at", (0, BLOCK - 1, BLOCK, 2 * BLOCK))
-def test_a_changed_byte_and_a_moved_block_change_the_digest(tmp_path: Path, at: int) -> None:
+def test_digest_detects_changed_bytes_and_moved_blocks(tmp_path: Path, at: int) -> None:
     content = bytearray(np.random.default_rng(0).bytes(2 * BLOCK + 1))
     before = defined(bytes(content))
     moved = bytes(content[BLOCK : 2 * BLOCK] + content[:BLOCK] + content[2 * BLOCK :])

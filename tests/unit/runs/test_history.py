@@ -91,7 +91,7 @@ def damage(file: Path, how: Callable[[list[bytes]], None]) -> None:
     file.write_bytes(b"".join(lines))
 
 
-def test_an_undamaged_run_has_nothing_to_report(path: Path):
+def test_undamaged_run_has_no_findings(path: Path):
     assert resume(path) == []
 
 
@@ -106,13 +106,13 @@ def test_damaged_lines_are_restored_from_the_checkpoint(path: Path, name: str, h
     assert resume(path) == []
 
 
-def test_a_removed_journal_is_restored(path: Path):
+def test_removed_journal_is_restored(path: Path):
     (path / "journal.jsonl").unlink()
     assert len(resume(path)) == 1
     assert [line["step"] for line in read_lines(path / "journal.jsonl")] == list(range(1, STEPS))
 
 
-def test_an_evaluation_added_after_the_checkpoint_is_no_damage(path: Path):
+def test_evaluation_after_the_checkpoint_is_not_damage(path: Path):
     with RunDir.resume(path) as run_dir:
         run_dir.amend_metrics(STEPS - 1, {"eval/sums/mean": 0.75})
     assert resume(path) == []
@@ -148,7 +148,7 @@ def test_without_a_copy_wrong_lines_are_reported(path: Path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe", None], ids=repr)
-def test_a_damaged_status_does_not_block_a_resume(path: Path, content: bytes | None):
+def test_damaged_status_does_not_block_a_resume(path: Path, content: bytes | None):
     run_id = json.loads((path / "status.json").read_text())["run_id"]
     (path / "status.json").unlink()
     if content is not None:
@@ -160,14 +160,14 @@ def test_a_damaged_status_does_not_block_a_resume(path: Path, content: bytes | N
     assert "status.json" in problem
 
 
-def test_a_damaged_status_and_a_checkpoint_of_an_earlier_version(path: Path):
+def test_damaged_status_and_a_checkpoint_of_an_earlier_version(path: Path):
     without_copy(path)
     (path / "status.json").write_text("{")
     status, settings = resume(path)
     assert "status.json" in status and "not compared" in settings
 
 
-def test_a_damaged_status_without_a_checkpoint_is_an_error(path: Path):
+def test_damaged_status_without_a_checkpoint_is_an_error(path: Path):
     shutil.rmtree(path / "checkpoints" / f"step_{STEPS - 1:06d}")
     (path / "status.json").write_text("{")
     with pytest.raises(StorageError, match="status file"):

@@ -92,7 +92,7 @@ def test_lock_in_no_folder(tmp_path: Path) -> None:
         RunLock(tmp_path / "missing")
 
 
-def test_a_run_on_another_machine_is_judged_by_its_files(tmp_path: Path) -> None:
+def test_run_on_another_machine_is_diagnosed_from_its_files(tmp_path: Path) -> None:
     """The lock of another machine may be invisible through a mount; here it is not held."""
     with RunDir.create(tmp_path, "", {}) as run_dir:
         assert seems_running(run_dir.path)

@@ -48,7 +48,7 @@ def test_used_folder_is_refused_and_the_message_names_both_options(run_dir: RunD
         RunDir.create(run_dir.path, "", BINDING)
 
 
-def test_dry_run_does_not_make_a_folder_used(tmp_path: Path) -> None:
+def test_dry_run_leaves_the_folder_unused(tmp_path: Path) -> None:
     write_config(tmp_path / "run", "a: 1\n")
     assert not is_used(tmp_path / "run")
     assert sorted(entry.name for entry in (tmp_path / "run").iterdir()) == ["config.yaml"]
@@ -76,7 +76,7 @@ def test_binding_difference_is_named(run_dir: RunDir) -> None:
     run_dir.check_binding({**BINDING, "model files": "abc"})  # earlier versions did not record it
 
 
-def test_a_step_s_metrics_are_amended_in_place(run_dir: RunDir) -> None:
+def test_step_metrics_are_amended_in_place(run_dir: RunDir) -> None:
     for step in (1, 2):
         run_dir.append_metrics(step, {"reward/mean": step / 2, "policy/loss": float("nan")})
     run_dir.amend_metrics(2, {"eval/sums/mean": 0.75, "eval/sums/std": float("inf")})
@@ -119,7 +119,7 @@ def test_cut_to_removes_later_records(run_dir: RunDir) -> None:
     assert run_dir.cut_to(4) == {"metrics": 0, "journal": 0, "events": 0, "rollouts": 0}
 
 
-def test_rollouts_take_arrays_odd_text_and_leave_no_leftover(run_dir: RunDir) -> None:
+def test_rollout_log_accepts_arrays_and_any_text(run_dir: RunDir) -> None:
     rows = [
         {
             "token_ids": np.array([1, 2]),
@@ -173,7 +173,7 @@ def test_file_in_place_of_the_folder(tmp_path: Path) -> None:
         RunDir.create(tmp_path / "file" / "run", "", {})
 
 
-def test_removed_folder_is_noticed(run_dir: RunDir) -> None:
+def test_removed_folder_is_detected(run_dir: RunDir) -> None:
     (run_dir.path / "metrics.jsonl").unlink()
     with pytest.raises(StorageError, match="removed during the run"):
         run_dir.append_metrics(1, {"reward/mean": 0.0})
@@ -182,7 +182,7 @@ def test_removed_folder_is_noticed(run_dir: RunDir) -> None:
         run_dir.write_status("running", step=1, reason="", resumable=True)
 
 
-def test_replaced_stream_is_noticed(run_dir: RunDir) -> None:
+def test_replaced_stream_is_detected(run_dir: RunDir) -> None:
     (run_dir.path / "journal.jsonl").rename(run_dir.path / "old")
     (run_dir.path / "journal.jsonl").write_text("")
     with pytest.raises(StorageError, match="replaced by another process"):
@@ -264,7 +264,7 @@ def test_truncating_the_file_loses_only_the_truncated_records(tmp_path_factory, 
     assert list(read_lines(path)) == [*survivors, {"after": 1}]
 
 
-def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path):
+def test_folder_that_cannot_be_created_is_reported(tmp_path: Path):
     """/proc accepts no folders. The message is about the chosen path, not about a removed folder."""
     with pytest.raises(StorageError, match=r"could not create /proc/foo: no folder can be created there"):
         RunDir.create("/proc/foo", "", {})

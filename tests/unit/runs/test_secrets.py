@@ -33,7 +33,7 @@ def test_secrets_never_reach_the_run_directory(tmp_path: Path, monkeypatch: pyte
     assert sum(HIDDEN in text for text in written) == 5
 
 
-def test_which_variables_are_secret() -> None:
+def test_secret_variables() -> None:
     environment = {
         "HF_TOKEN": "hf_abcdefgh",
         "DB_PASSWORD": "longpassword",

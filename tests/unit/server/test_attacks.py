@@ -108,9 +108,7 @@ def test_a_20_mb_prompt_is_rejected_before_it_is_read(path: str):
 
 
 @pytest.mark.parametrize("path", ("/v1/completions", "/v1/chat/completions", "/tokenize"))
-def test_a_prompt_with_too_many_characters_is_rejected_before_it_is_tokenised(
-    path: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_prompt_with_too_many_characters_is_rejected_before_it_is_tokenised(path: str, monkeypatch: pytest.MonkeyPatch):
     """The same 20 MB where the context is so long that the body is within its limit."""
     tokens = 20 * MiB // LONGEST_TOKEN_CHARS
     text = "x" * (20 * MiB)
@@ -221,7 +219,7 @@ def test_connections_with_incomplete_headers_are_closed(monkeypatch: pytest.Monk
     attack(work)
 
 
-def test_a_slow_request_is_not_cut_off_by_the_deadline_for_headers(monkeypatch: pytest.MonkeyPatch):
+def test_slow_request_is_not_cut_off_by_the_deadline_for_headers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shoal.server.access.HEADER_LIMIT_S", 0.2)
 
     async def work(port: int, post: Post) -> None:
@@ -242,7 +240,7 @@ def test_a_slow_request_is_not_cut_off_by_the_deadline_for_headers(monkeypatch: 
     attack(work)
 
 
-def test_the_bodies_of_all_requests_together_are_bounded():
+def test_total_size_of_request_bodies_is_bounded():
     body = b'{"prompt": [' + b"5," * 1000 + b"5]}"
 
     async def work(port: int, post: Post) -> None:

@@ -56,7 +56,7 @@ def serve(
     return engine
 
 
-def test_an_answer_with_ids_and_logprobs():
+def test_answer_with_ids_and_logprobs():
     async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
         status, reply = await ask(
             "/chat/completions",
@@ -99,7 +99,7 @@ def test_several_choices_and_plain_completions_of_ids():
     assert engine.requests[3].prompt_ids == [20, 21]
 
 
-def test_an_engine_that_cannot_score_says_so():
+def test_engine_without_scoring_raises():
     async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
         for body, param in (({"echo": True, "logprobs": 0}, "echo"), ({"logprobs": 2}, "logprobs")):
             status, reply = await ask("/completions", {"prompt": [20], **body})
@@ -110,7 +110,7 @@ def test_an_engine_that_cannot_score_says_so():
     assert not serve(lambda _: ("hi", "stop"), work).requests
 
 
-def test_a_stream_is_the_same_answer_in_events():
+def test_stream_is_the_same_answer_in_events():
     async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
         body = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}
         _, text = await ask("/chat/completions", body)
@@ -239,7 +239,7 @@ def test_text_prompts_get_the_bos_token_that_the_tokenizer_adds():
     serve(lambda _: ("hi", "stop"), work, chat=Chat(tokenizer))
 
 
-def test_choices_without_a_seed_differ_within_a_batch():
+def test_unseeded_choices_differ_within_a_batch():
     async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
         await ask("/completions", {"prompt": [[20], [20]], "n": 2})
 
@@ -247,7 +247,7 @@ def test_choices_without_a_seed_differ_within_a_batch():
     assert len({request.sampling.seed for request in engine.requests}) == 4
 
 
-def test_a_model_that_is_not_served_is_a_404_as_openai_words_it():
+def test_unknown_model_gives_the_openai_404():
     async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
         for path, body in (("/chat/completions", {"messages": HELLO}), ("/completions", {"prompt": [5]})):
             status, reply = await ask(path, {**body, "model": "cat"})
@@ -263,7 +263,7 @@ def test_a_model_that_is_not_served_is_a_404_as_openai_words_it():
     serve(lambda _: ("hi", "stop"), work)
 
 
-def test_a_broken_engine_is_a_500_and_is_remembered():
+def test_engine_failure_returns_500_and_stays_failed():
     async def work(endpoint: LocalEndpoint, ask: Ask) -> None:
         status, reply = await ask("/chat/completions", {"messages": HELLO})
         assert status == 500 and "gone" in reply["error"]["message"] and endpoint.failure is not None
@@ -271,7 +271,7 @@ def test_a_broken_engine_is_a_500_and_is_remembered():
     serve(lambda _: EngineError("gone"), work)
 
 
-def test_a_session_draws_as_the_run_says_and_continues_in_exact_ids():
+def test_session_uses_run_sampling_and_exact_ids():
     """Sampled tokens are reused exactly, and the sampling settings of the client are ignored."""
     sessions: list[Session] = []
     call = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'

@@ -63,7 +63,7 @@ def guarded(work: Callable[[Ask], Awaitable[None]], **access: Any) -> None:
     asyncio.run(run())
 
 
-def test_the_routes_are_those_that_are_documented():
+def test_routes_are_those_that_are_documented():
     assert len(every_route()) == 20 and ("POST", "/shoal/load") in every_route()
 
 
@@ -83,7 +83,7 @@ def test_every_route_is_denied_without_the_key(authorization: str | None):
     guarded(work, key=KEY)
 
 
-def test_the_key_opens_every_route():
+def test_key_opens_every_route():
     async def work(ask: Ask) -> None:
         for method, path in every_route():
             status, _ = await ask(method, path, headers={"Authorization": f"Bearer {KEY}"}, json={})
@@ -92,7 +92,7 @@ def test_the_key_opens_every_route():
     guarded(work, key=KEY)
 
 
-def test_the_openapi_document_describes_every_route():
+def test_openapi_document_describes_every_route():
     async def work(ask: Ask) -> None:
         status, document = await ask("GET", "/openapi.json")
         assert status == 200 and document["openapi"].startswith("3.")
@@ -110,7 +110,7 @@ def test_the_openapi_document_describes_every_route():
 
 
 @pytest.mark.parametrize("token", (TOKEN, None), ids=("with a token", "without any"))
-def test_without_a_key_only_the_token_steers(token: str | None):
+def test_control_routes_use_the_token_without_a_key(token: str | None):
     """On loopback every user of the machine may sample, but only the token gives control."""
 
     async def work(ask: Ask) -> None:
@@ -131,7 +131,7 @@ def test_without_a_key_only_the_token_steers(token: str | None):
     guarded(work, token=token)
 
 
-def test_with_a_key_the_key_steers_and_no_token_does():
+def test_control_routes_use_the_key_if_set():
     async def work(ask: Ask) -> None:
         for method, path in STEERING:
             assert (await ask(method, path, headers={"Authorization": f"Bearer {TOKEN}"}, json={}))[0] == 401
@@ -153,7 +153,7 @@ def test_only_names_of_this_machine_are_answered_on_loopback():
     guarded(work)
 
 
-def test_elsewhere_the_name_is_free():
+def test_name_is_free_in_other_folders():
     async def work(ask: Ask) -> None:
         headers = {"Host": "inference.cluster", "Authorization": f"Bearer {KEY}"}
         assert (await ask("GET", "/v1/models", headers=headers))[0] == 200
@@ -187,7 +187,7 @@ def test_pages_of_other_origins_cannot_post():
     guarded(work, token=TOKEN, clients=2)  # rejected requests are not counted afterwards
 
 
-def test_a_large_body_is_refused_announced_or_not():
+def test_large_body_is_refused_with_and_without_content_length():
     async def pieces():
         for _ in range(40):
             yield b"x" * 100
@@ -211,7 +211,7 @@ def test_clients_are_counted():
     guarded(work, clients=1)
 
 
-def test_a_request_that_never_ends_is_cut_off(monkeypatch: pytest.MonkeyPatch):
+def test_endless_request_is_ended(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shoal.server.access.BODY_LIMIT_S", 0.2)
 
     async def slowly():

@@ -74,7 +74,7 @@ def test_several_choices_are_those_of_the_following_seeds(serve: Any):
 
 
 @pytest.mark.parametrize("stop", ([], ["ab", "Q"], [" "]), ids=str)
-def test_a_stream_says_token_by_token_what_the_answer_says_at_once(stop: list[str], serve: Any):
+def test_stream_equals_the_whole_answer_token_by_token(stop: list[str], serve: Any):
     async def work(server: Server, client: openai.AsyncOpenAI) -> None:
         pieces = 0
         for seed in range(12):
@@ -91,7 +91,7 @@ def test_a_stream_says_token_by_token_what_the_answer_says_at_once(stop: list[st
     serve(work)
 
 
-def test_a_chat_stream_with_logprobs_ids_and_usage(serve: Any):
+def test_chat_stream_with_logprobs_ids_and_usage(serve: Any):
     async def work(server: Server, client: openai.AsyncOpenAI) -> None:
         asked: dict[str, Any] = {"model": server.model, "messages": HELLO, "max_tokens": 9, "seed": 1, "logprobs": True}
         extra = {"return_token_ids": True}
@@ -111,7 +111,7 @@ def test_a_chat_stream_with_logprobs_ids_and_usage(serve: Any):
     serve(work)
 
 
-def test_errors_as_the_client_knows_them(serve: Any):
+def test_errors_have_the_openai_format(serve: Any):
     async def work(server: Server, client: openai.AsyncOpenAI) -> None:
         with pytest.raises(openai.NotFoundError, match="'gpt' does not exist"):
             await client.chat.completions.create(model="gpt", messages=HELLO)
@@ -177,7 +177,7 @@ def test_metrics_count_what_happened(serve: Any):
 
 
 @pytest.mark.parametrize("stream", (False, True), ids=("at once", "streamed"))
-def test_a_client_that_goes_away_gives_its_slot_back(stream: bool, serve: Any):
+def test_disconnected_client_frees_its_slot(stream: bool, serve: Any):
     async def work(server: Server, client: openai.AsyncOpenAI) -> None:
         body = {"prompt": [20, 21], "max_tokens": 3900, "min_tokens": 3900, "stream": stream, "n": 8}
         async with aiohttp.ClientSession() as http:
@@ -192,7 +192,7 @@ def test_a_client_that_goes_away_gives_its_slot_back(stream: bool, serve: Any):
     serve(work, max_model_len=4096)
 
 
-def test_a_pause_keeps_what_is_in_flight(serve: Any):
+def test_pause_keeps_requests_in_flight(serve: Any):
     async def work(server: Server, client: openai.AsyncOpenAI) -> None:
         body = {"prompt": [20, 21], "max_tokens": 400, "min_tokens": 400, "seed": 4}
         call = asyncio.create_task(server.ask("/v1/completions", body))
@@ -237,7 +237,7 @@ def test_weights_with_a_flipped_bit_are_refused_and_the_old_ones_still_served(se
     serve(work)
 
 
-def test_a_version_without_weights_is_refused_unless_it_is_the_one_served(serve: Any):
+def test_version_without_weights_is_refused_unless_served(serve: Any):
     async def work(server: Server, client: openai.AsyncOpenAI) -> None:
         status, reply = await server.ask("/shoal/load", {"version": 3})
         assert status == 409 and "version 3 has no weights in its manifest" in reply["error"]["message"]
@@ -253,7 +253,7 @@ def test_a_version_without_weights_is_refused_unless_it_is_the_one_served(serve:
     serve(work)
 
 
-def test_adapters_by_name_one_at_a_time(serve: Any, tmp_path: Path):
+def test_named_adapters_one_at_a_time(serve: Any, tmp_path: Path):
     one = {"lora_name": "fish-v1", "lora_path": str(save(lora_decoder(seed=3).model, tmp_path / "one"))}
     two = {"lora_name": "fish-v2", "lora_path": str(save(lora_decoder(seed=4).model, tmp_path / "two"))}
 
@@ -286,7 +286,7 @@ def test_adapters_by_name_one_at_a_time(serve: Any, tmp_path: Path):
     ("settings", "rank", "says"),
     [({}, 4, "infer.enable_lora=true"), ({"enable_lora": True, "max_lora_rank": 4}, 8, "infer.max_lora_rank (4)")],
 )
-def test_adapters_there_is_no_room_for(settings: dict[str, Any], rank: int, says: str, serve: Any, tmp_path: Path):
+def test_adapters_that_do_not_fit(settings: dict[str, Any], rank: int, says: str, serve: Any, tmp_path: Path):
     folder = save(lora_decoder(seed=3, rank=rank).model, tmp_path / "adapter")
 
     async def work(server: Server, client: openai.AsyncOpenAI) -> None:

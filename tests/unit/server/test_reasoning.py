@@ -47,7 +47,7 @@ def chat_of(template: str) -> Chat:
         (HARMONY, "plain", "", "plain"),
     ],
 )
-def test_a_stream_has_the_parts_of_the_whole_answer(template: str, text: str, reasoning: str, content: str) -> None:
+def test_stream_parts_equal_the_whole_answer(template: str, text: str, reasoning: str, content: str) -> None:
     chat = chat_of(template)
     ids = [*chat.tokenizer.encode(text, add_special_tokens=False), chat.tokenizer.eos_token_id]
     completion = Completion("r", ids, [-1.0] * len(ids), [], "stop", chat.text(ids))
@@ -61,7 +61,7 @@ def test_a_stream_has_the_parts_of_the_whole_answer(template: str, text: str, re
     assert (message.get("reasoning_content", ""), message["content"]) == (reasoning, content)
 
 
-def test_the_server_answers_with_reasoning_and_calls() -> None:
+def test_server_answers_with_reasoning_and_calls() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = THINKING
     said = '<think>add them</think>I add. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'

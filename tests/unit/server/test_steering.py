@@ -38,7 +38,7 @@ def steered(folder: Path, work: Work, **settings: Any) -> None:
     asyncio.run(main())
 
 
-def test_the_token_is_its_owners_alone_and_new_with_every_server(folder: Path):
+def test_token_is_private_and_new_per_server(folder: Path):
     seen = []
 
     async def work(server: Server) -> None:
@@ -55,7 +55,7 @@ def test_the_token_is_its_owners_alone_and_new_with_every_server(folder: Path):
     assert len({*seen, None}) == 3
 
 
-def test_a_key_makes_no_token(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_api_key_creates_no_token(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_KEY", "sesame")
 
     async def main() -> None:
@@ -68,7 +68,7 @@ def test_a_key_makes_no_token(folder: Path, tmp_path: Path, monkeypatch: pytest.
     asyncio.run(main())
 
 
-def test_our_own_engine_sends_the_token_along_and_waits_for_one_that_is_late(folder: Path):
+def test_shoal_engine_sends_the_token_and_awaits_a_slow_server(folder: Path):
     async def work(server: Server) -> None:
         right = server.token_file.read_text()
         server.token_file.unlink()
@@ -85,7 +85,7 @@ def test_our_own_engine_sends_the_token_along_and_waits_for_one_that_is_late(fol
     steered(folder, work)
 
 
-def test_the_token_of_another_run_is_said_at_once(folder: Path, tmp_path: Path):
+def test_token_of_another_run_is_reported_at_once(folder: Path, tmp_path: Path):
     write_token(tmp_path / "infer.token")
 
     async def work(server: Server) -> None:
@@ -98,7 +98,7 @@ def test_the_token_of_another_run_is_said_at_once(folder: Path, tmp_path: Path):
     steered(folder, work)
 
 
-def test_an_answer_of_any_length_is_not_read(folder: Path):
+def test_oversized_answer_is_not_read(folder: Path):
     async def work(server: Server) -> None:
         engine = HttpRolloutEngine(server.address(deadline_s=5, answer_bytes=100))
         with pytest.raises(EngineError, match=r"answered /shoal/about with more than 100 bytes"):
@@ -128,7 +128,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_manifest_that_is_wrong_is_one_line_and_no_500(folder: Path):
+def test_invalid_manifest_gives_one_line_and_no_500(folder: Path):
     good = describe(folder, 1, "full")
 
     async def work(server: Server) -> None:
@@ -180,7 +180,7 @@ def test_weights_and_adapters_come_from_the_runs_folder_alone(folder: Path, tmp_
     steered(folder, work, output_dir=str(run), enable_lora=True, max_lora_rank=8)
 
 
-def test_an_adapter_whose_settings_are_no_numbers_changes_nothing(folder: Path, tmp_path: Path):
+def test_adapter_with_invalid_settings_changes_nothing(folder: Path, tmp_path: Path):
     path = save(lora_decoder(seed=3).model, tmp_path / "adapter")
     config = path / "adapter_config.json"
     text = config.read_text()

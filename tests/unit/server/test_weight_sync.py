@@ -75,7 +75,7 @@ def tensors_of(file: Path) -> list[tuple[str, int, int]]:
     return [(name, *(length + at for at in about["data_offsets"])) for name, about in head.items() if name[0] != "_"]
 
 
-def test_a_file_that_is_cut_or_changed_at_any_tensor_changes_nothing(published: dict[int, Any], tmp_path: Path):
+def test_damaged_file_changes_no_tensor(published: dict[int, Any], tmp_path: Path):
     shutil.copytree(published[1]["path"], Path(published[0]["path"]).parent / "damaged", dirs_exist_ok=True)
     folder = Path(published[0]["path"]).parent / "damaged"
     file, manifest = folder / "model.safetensors", {**published[1], "path": str(folder)}
@@ -107,7 +107,7 @@ def test_a_file_that_is_cut_or_changed_at_any_tensor_changes_nothing(published: 
 
 
 @pytest.mark.parametrize("tensor", [1, 12, 24])
-def test_a_device_that_fails_between_two_tensors_leaves_nothing_to_draw_from(
+def test_device_failure_between_tensors_stops_sampling(
     tensor: int, published: dict[int, Any], fail_at: Callable[[str, int], None]
 ):
     """Everything was verified before, so half of it is in place: neither version is served, and the server says so."""
@@ -124,7 +124,7 @@ def test_a_device_that_fails_between_two_tensors_leaves_nothing_to_draw_from(
     synced(published, work)
 
 
-def test_syncs_that_race_are_taken_up_one_after_the_other(published: dict[int, Any]):
+def test_concurrent_syncs_are_served_in_order(published: dict[int, Any]):
     """Late, twice, in any order, and one that is damaged: whatever is drawn meanwhile is drawn with whole versions."""
     proofs = {v: version_hash(published[v]) for v in VERSIONS}
     unknown = {**published[2], "version": 9, "files": {"gone.safetensors": {"bytes": 1, "digest": "0" * 64}}}

@@ -57,7 +57,7 @@ def test_gdpo(rescale: bool) -> None:
         np.testing.assert_allclose([r.advantage for r in group.rollouts], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_gdpo_tells_apart_what_the_sum_of_the_parts_does_not() -> None:
+def test_gdpo_distinguishes_equal_sums_of_parts() -> None:
     """Two rollouts with the total 1 and different parts: no signal in the total, one in the parts."""
     group = make_group(make_prompt(0), [1.0, 1.0, 1.0])
     parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"a": 0.0, "b": 1.0}]
@@ -125,7 +125,7 @@ def test_tokens() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-def test_a_reward_without_turns_belongs_to_the_last_turn() -> None:
+def test_reward_without_turns_belongs_to_the_last_turn() -> None:
     """So does what shaping adds: every turn has the same return, and only the last one a reward of its own."""
     groups = [group_with([[0.0, 0.0], [0.0, 0.0]]) for _ in range(2)]
     for group in groups:
@@ -137,7 +137,7 @@ def test_a_reward_without_turns_belongs_to_the_last_turn() -> None:
     assert groups[1].rollouts[0].token_advantages == [[0.0], [0.5, 0.5]]
 
 
-def test_users_own_advantages_are_held_to_their_shape() -> None:
+def test_user_advantages_must_have_the_right_shape() -> None:
     assert CustomAdvantages(lambda step: [[2 * r for r in g] for g in step]).estimate([[1.0, 2.0]]) == [[2.0, 4.0]]
     with pytest.raises(ValueError, match="one number per reward"):
         CustomAdvantages(lambda step: [[1.0]]).estimate([[1.0, 2.0]])
@@ -147,7 +147,7 @@ def test_users_own_advantages_are_held_to_their_shape() -> None:
         CustomAdvantages(lambda step: [["high", 1.0]], "mine").estimate([[1.0, 2.0]])
 
 
-def test_a_function_with_two_parameters_receives_parts_turns_and_tokens() -> None:
+def test_function_with_two_parameters_receives_parts_turns_and_tokens() -> None:
     group = group_with([[0.25, 0.5], [1.0]])
     group.rollouts[1].parts = {"style": 7.0}
 
@@ -165,6 +165,6 @@ def test_a_function_with_two_parameters_receives_parts_turns_and_tokens() -> Non
     ("returned", "said"),
     [([1.0, 2.0, 3.0], "2 turns"), ([[1.0], [1.0]], "tokens"), ([[1.0], [1.0, float("nan")]], "finite")],
 )
-def test_a_list_of_the_wrong_length_is_refused(returned: list, said: str) -> None:
+def test_list_of_the_wrong_length_is_refused(returned: list, said: str) -> None:
     with pytest.raises(UserCodeError, match=said):
         CustomAdvantages(lambda rewards: [[returned]]).assign([group_with([[0.0, 1.0]])])

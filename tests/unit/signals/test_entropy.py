@@ -61,7 +61,7 @@ def test_without_the_bonus_the_entropy_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_bonus_is_subtracted_from_every_loss(name: str) -> None:
+def test_bonus_is_subtracted_from_every_loss(name: str) -> None:
     row = random_row(1)
     leaf, inputs = to_inputs(with_garbage(row, 5))
     rng = np.random.default_rng(2)
@@ -81,7 +81,7 @@ def test_the_bonus_is_subtracted_from_every_loss(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "masked", "dro"])
-def test_the_mask_leaves_out_the_policy_loss_and_keeps_the_kl(name: str) -> None:
+def test_mask_leaves_out_the_policy_loss_and_keeps_the_kl(name: str) -> None:
     row = random_row(4)
     leaf, inputs = to_inputs(with_garbage(row, 6))
     keep = np.arange(len(row.m)) % 3 == 0
@@ -116,7 +116,7 @@ def one_row(size: int, **signals: np.ndarray) -> Row:
     )  # fmt: skip
 
 
-def test_an_adapted_coefficient_follows_the_entropy() -> None:
+def test_adaptive_coefficient_follows_the_entropy() -> None:
     policy = Policy()
     bonus = EntropyBonus(coef=0.01, target=0.5, delta=0.004, coef_min=0.0, coef_max=0.016)
     coef, applied = 0.01, []
@@ -134,14 +134,14 @@ def test_an_adapted_coefficient_follows_the_entropy() -> None:
     assert applied == pytest.approx([0.0, 0.0, 0.01, 0.014, 0.016, 0.0], rel=1e-6)
 
 
-def test_a_fixed_coefficient_stays() -> None:
+def test_fixed_coefficient_stays() -> None:
     signal, row, tally = EntropyCoefficient(EntropyBonus(coef=0.02), Policy()), one_row(3), Tally()
     asyncio.run(signal.annotate(StepRows([], [Batch([row])], None, None)))  # type: ignore[arg-type]
     signal.observe(tally)
     assert row.signals["entropy_coef"].tolist() == pytest.approx([0.02] * 3)
 
 
-def test_the_mask_covers_the_top_share_of_an_optimizer_step() -> None:
+def test_mask_covers_the_top_share_of_an_optimizer_step() -> None:
     first, second = one_row(4), one_row(4, cross_entropy=np.array([0, 0, 0, 1], dtype=np.float32))
     entropies = {id(first): np.array([9, 1, 5, 2.0]), id(second): np.array([9, 4, 3, 9.0])}
 
@@ -158,7 +158,7 @@ def test_the_mask_covers_the_top_share_of_an_optimizer_step() -> None:
 
 @pytest.mark.parametrize("fraction", [0.001, 0.1, 0.2, 0.5, 0.7, 0.9, 1.0])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 10, 11, 64])
-def test_the_threshold_selects_what_is_at_or_above_the_quantile(fraction: float, tokens: int) -> None:
+def test_threshold_selects_what_is_at_or_above_the_quantile(fraction: float, tokens: int) -> None:
     entropies = np.random.default_rng(tokens).permutation(tokens).astype(np.float32)
     quantile = torch.quantile(torch.tensor(entropies), 1 - fraction).item()
     kept = entropies >= entropy_threshold(entropies, fraction)

@@ -34,7 +34,7 @@ def test_samples() -> None:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_the_gradient_of_each_kind(together: bool) -> None:
+def test_gradient_of_each_kind(together: bool) -> None:
     """In one micro-batch or in several: the denominators count all tokens in the loss."""
     samples = [three_turns(0, ["policy", "cross_entropy", "ignore"], 0.25), three_turns(1, None)]
     rows = make_batches(samples, Packing(10, "token-mean", 8, share_prefixes=False))[0].rows

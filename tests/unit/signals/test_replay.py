@@ -41,7 +41,7 @@ def draw(made: GroupReplay, kept: list[RolloutGroup], version: int) -> list[Roll
     return [found for found in mixed if found.prompt.attempt > 0]
 
 
-def test_by_hand():
+def test_matches_manual_computation():
     """One group per step, each replayed once while it is at most two versions old."""
     made = replay()
     assert draw(made, [group(0)], 0) == [] and made.metrics == {"replay/frac": 0.0}
@@ -78,7 +78,7 @@ def test_only_useful_groups_are_stored():
     assert names(draw(detailed, [group(9, 1)], 1)) == ["env/4/0/1"]
 
 
-def test_learning_changes_no_stored_group():
+def test_training_does_not_change_stored_groups():
     """The KL in the reward and the advantages are those of each step: a replay starts from the sampled rewards."""
     made, fresh = replay(groups=1, max_age=9, times=3), group(0)
     expected = [-np.sqrt(0.5), np.sqrt(0.5)]  # of the rewards 0 and 1, with the unbiased standard deviation √½
@@ -103,7 +103,7 @@ def test_learning_changes_no_stored_group():
     limits=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
     stop=st.integers(0, 11),
 )
-def test_any_run(counts: list[int], limits: tuple[int, int, int], stop: int):
+def test_replay_limits_hold_for_any_run(counts: list[int], limits: tuple[int, int, int], stop: int):
     """Never too many, too old or too often; no id twice; and a resume after any step, through JSON, changes nothing."""
     made, seen, times, index = replay(*limits), Counter[str](), Counter[int](), 0
     for version, count in enumerate(counts):
@@ -137,7 +137,7 @@ def test_every_group_has_the_same_chance():
     assert sorted(drawn) == [0, 1, 2, 3] and all(400 < count < 600 for count in drawn.values())  # 500 ± 19
 
 
-def test_the_age_is_that_of_the_oldest_token():
+def test_age_is_that_of_the_oldest_token():
     made, mixed = replay(max_age=2), group(0, 3)
     mixed.rollouts[1].turns[0].completion.spans.insert(0, Span(0, 1, 1))
     draw(made, [mixed], 3)
@@ -146,7 +146,7 @@ def test_the_age_is_that_of_the_oldest_token():
 
 
 @pytest.mark.parametrize("state", [[], [msgspec.to_builtins(group(0))]])
-def test_a_state_of_an_earlier_run(state: list[object]):
+def test_state_of_an_earlier_run(state: list[object]):
     made = replay()
     made.load_state(state)
     assert len(draw(made, [group(1, 1)], 1)) == len(state)

@@ -34,11 +34,11 @@ def run(*overrides: str):
         (["train.teacher={url: 'http://b/v1'}", "orch.sampling.temperature=0.7"], "train.teacher.url"),
     ],
 )
-def test_a_key_without_effect_is_an_error(overrides: list[str], key: str) -> None:
+def test_key_without_effect_is_an_error(overrides: list[str], key: str) -> None:
     assert key in [".".join(map(str, problem.path)) for problem in check_run(run(*overrides)).errors]
 
 
-def test_a_teacher_keeps_zero_variance_groups() -> None:
+def test_teacher_keeps_zero_variance_groups() -> None:
     assert resolve_run(run("train.teacher={self: true}")).orch.groups.uniform == "keep"
     assert resolve_run(run("train.teacher={self: true}", "orch.groups.uniform=skip")).orch.groups.uniform == "skip"
     assert resolve_run(run("orch.advantage.std=mean")).orch.groups.uniform == "refill"

@@ -43,7 +43,7 @@ def test_every_loss_with_a_teacher(name: str, seed: int, drift: float) -> None:
     assert float(value) / int(count) == pytest.approx((row.lp - teacher)[row.m].mean())
 
 
-def test_a_row_without_a_teacher_is_an_error() -> None:
+def test_row_without_a_teacher_is_an_error() -> None:
     _, inputs = to_inputs(random_row(0))
     with pytest.raises(ValueError, match="teacher_logprobs"):
         Objective(LOSSES["grpo"](), TeacherWeights(1.0))(inputs, torch.ones(48))
@@ -56,7 +56,7 @@ def step_of(samples, score=None, groups=()) -> StepRows:
     return StepRows(list(groups), pack(samples), pack, score)  # type: ignore[arg-type]
 
 
-def test_a_server_scores_whole_sequences() -> None:
+def test_server_scores_whole_sequences() -> None:
     """Also of a shared prompt, which a row stores once. The answer here is the place of a token in its sequence."""
     group = make_group(make_prompt(0), [0.0, 1.0, 2.0], turn=None)
     for rollout, ids in zip(group.rollouts, [[3, 4], [5], [6, 7, 1]], strict=True):
@@ -75,7 +75,7 @@ def test_a_server_scores_whole_sequences() -> None:
     np.testing.assert_array_equal(row.signals[TEACHER][row.loss_mask], -row.position_ids[row.loss_mask])
 
 
-def test_the_policy_as_teacher_sees_the_hint() -> None:
+def test_policy_as_teacher_sees_the_hint() -> None:
     """A rollout without a hint, or with one that does not fit, has no signal."""
     group = make_group(make_prompt(0), [0.0, 1.0, 2.0])
     for rollout, hint in zip(group.rollouts, [[9, 9, 1, 2], None, [9] * 70], strict=True):

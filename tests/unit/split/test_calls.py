@@ -98,7 +98,7 @@ def test_calls_are_answered_in_order_with_their_payload(tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize("kind", ["filesystem", "tcp"])
-def test_a_call_to_another_incarnation_is_not_executed(tmp_path: Path, kind: str):
+def test_call_to_another_incarnation_is_not_executed(tmp_path: Path, kind: str):
     class GivenUp(Exception): ...
 
     async def check(pair: Ends, done: list[int]) -> None:
@@ -118,7 +118,7 @@ def test_a_call_to_another_incarnation_is_not_executed(tmp_path: Path, kind: str
     run(kind, tmp_path, check)
 
 
-def test_a_call_asked_again_is_executed_once(tmp_path: Path):
+def test_repeated_call_is_executed_once(tmp_path: Path):
     """The connection is cut while the call runs: the answer comes over the next one."""
 
     async def both() -> None:
@@ -157,7 +157,7 @@ async def executed(answerer: Answerer) -> list[tuple[str, int]]:
     return done
 
 
-def test_late_double_and_reordered_calls_are_executed_once_each_or_not_at_all(tmp_path: Path):
+def test_late_duplicate_and_reordered_calls_are_executed_at_most_once(tmp_path: Path):
     """A step that is trained twice is another run, whatever the connections did to its call."""
 
     async def both() -> None:
@@ -182,7 +182,7 @@ def test_late_double_and_reordered_calls_are_executed_once_each_or_not_at_all(tm
     asyncio.run(both())
 
 
-def test_a_caller_who_is_gone_without_a_word_holds_up_nobody(tmp_path: Path):
+def test_vanished_caller_does_not_block_others(tmp_path: Path):
     """Its connection stays open and reads nothing; the answer is larger than what the system holds of it."""
 
     async def both() -> None:
@@ -206,7 +206,7 @@ def test_a_caller_who_is_gone_without_a_word_holds_up_nobody(tmp_path: Path):
     asyncio.run(both())
 
 
-def test_calls_of_a_folder_that_come_late_or_twice_are_not_executed_again(tmp_path: Path):
+def test_late_or_repeated_folder_calls_are_not_executed_again(tmp_path: Path):
     async def both() -> None:
         sessions = [SESSION]
         answerer = FolderAnswerer(tmp_path, TRAINER, lambda: sessions[-1])
@@ -230,7 +230,7 @@ def test_calls_of_a_folder_that_come_late_or_twice_are_not_executed_again(tmp_pa
     asyncio.run(both())
 
 
-def test_an_answer_that_cannot_be_read_is_told_as_storage(tmp_path: Path):
+def test_unreadable_answer_raises_storage_error(tmp_path: Path):
     def fail(place: str) -> None:
         if place == "read:answer_000001.msgpack":
             raise OSError(errno.EIO, "Input/output error")
@@ -247,7 +247,7 @@ def test_an_answer_that_cannot_be_read_is_told_as_storage(tmp_path: Path):
         set_fault_hook(None)
 
 
-def test_without_the_token_nothing_is_heard(tmp_path: Path):
+def test_receiver_requires_the_token(tmp_path: Path):
     async def check(pair: Ends, done: list[int]) -> None:
         address = pair[1].address
         host, _, port = address.rpartition(":")
@@ -266,7 +266,7 @@ def test_without_the_token_nothing_is_heard(tmp_path: Path):
     run("tcp", tmp_path, check)
 
 
-def test_a_taken_port_is_told_with_its_key(tmp_path: Path):
+def test_taken_port_is_reported_with_its_key(tmp_path: Path):
     async def both() -> None:
         first = await TcpAnswerer.listen(tmp_path, TRAINER, "127.0.0.1", 0)
         port = int(first.address.rpartition(":")[2])
@@ -297,7 +297,7 @@ def test_folders_of_earlier_sessions_are_removed(tmp_path: Path):
         (ZeroDivisionError("a"), StoppedByPolicy, EXIT_BUG),
     ],
 )
-def test_what_fails_there_fails_here(raised: Exception, told: type[Exception], code: int):
+def test_remote_failure_raises_the_same_error(raised: Exception, told: type[Exception], code: int):
     answer = failed(5, raised)
     assert (answer.number, answer.code) == (5, code)
     with pytest.raises(told, match=r"grpo-train: .*a"):
@@ -308,7 +308,7 @@ def test_what_fails_there_fails_here(raised: Exception, told: type[Exception], c
     ("session", "file"),
     [(SESSION, "../../secret"), (SESSION, ".."), ("..", "secret"), (".", "x"), ("", "x"), ("/", "x")],
 )
-def test_a_payload_is_only_looked_for_beside_its_call(tmp_path: Path, session: str, file: str):
+def test_payload_path_is_limited_to_the_call_folder(tmp_path: Path, session: str, file: str):
     (tmp_path / "secret").write_text("x")
     (tmp_path / "samples" / SESSION).mkdir(parents=True)
     (tmp_path / "samples" / "x").write_text("x")
@@ -323,7 +323,7 @@ def written(folder: Path, content: bytes = b"twelve bytes") -> tuple[Payload, Ca
     return bulk, Call(1, SESSION, TRAINER, "learn", file=bulk.announced)
 
 
-def test_what_is_not_all_there_may_still_come(tmp_path: Path):
+def test_incomplete_payload_may_still_arrive(tmp_path: Path):
     bulk, asked = written(tmp_path)
     assert read_bulk(asked, tmp_path / "samples") == b"twelve bytes"
     bulk.path.write_bytes(b"twelve")
@@ -337,7 +337,7 @@ def test_what_is_not_all_there_may_still_come(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [b"twelve bytez", b"twelve bytes and more"])
-def test_what_is_there_and_not_what_was_written_is_damaged(tmp_path: Path, content: bytes):
+def test_changed_payload_is_damaged(tmp_path: Path, content: bytes):
     bulk, asked = written(tmp_path)
     bulk.path.write_bytes(content)
     damaged = rf"is damaged: its {len(content)} bytes are not those that were written"
@@ -349,7 +349,7 @@ def test_what_is_there_and_not_what_was_written_is_damaged(tmp_path: Path, conte
         assert not isinstance(caught.value, PayloadNotReady)
 
 
-def test_what_cannot_be_read_for_another_reason_is_told_at_once(tmp_path: Path):
+def test_unreadable_payload_fails_at_once(tmp_path: Path):
     bulk, asked = written(tmp_path)
     bulk.path.unlink()
     bulk.path.mkdir()
@@ -358,7 +358,7 @@ def test_what_cannot_be_read_for_another_reason_is_told_at_once(tmp_path: Path):
     assert not isinstance(caught.value, PayloadNotReady)
 
 
-def test_a_call_that_names_another_session_is_not_taken(tmp_path: Path):
+def test_call_of_another_session_is_ignored(tmp_path: Path):
     """Its answer would be written where that name leads."""
     answerer = FolderAnswerer(tmp_path, TRAINER, lambda: SESSION)
     folder = tmp_path / "samples" / SESSION

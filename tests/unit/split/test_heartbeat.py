@@ -46,7 +46,7 @@ def wait_for(done, limit_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def test_one_that_comes_later_is_alive_at_once(tmp_path: Path):
+def test_later_process_is_alive_at_once(tmp_path: Path):
     peers = Peers(tmp_path / "handshake", "orch")
     peers.look()
     assert peers.get("train") is None and peers.missing() == ["infer", "train"]
@@ -58,7 +58,7 @@ def test_one_that_comes_later_is_alive_at_once(tmp_path: Path):
     assert not (tmp_path / "handshake" / "train.json").exists()
 
 
-def test_what_a_killed_one_left_is_not_taken_for_alive(tmp_path: Path):
+def test_files_of_a_killed_process_do_not_count_as_alive(tmp_path: Path):
     left_by_a_killed_one(tmp_path / "handshake", "train", "old")
     peers = Peers(tmp_path / "handshake", "orch")
     for _ in range(3):
@@ -70,7 +70,7 @@ def test_what_a_killed_one_left_is_not_taken_for_alive(tmp_path: Path):
     trainer.close()
 
 
-def test_one_that_was_there_before_shows_itself_by_its_beat(tmp_path: Path):
+def test_earlier_process_is_recognised_by_its_heartbeat(tmp_path: Path):
     trainer = Presence(tmp_path, "train", {})
     peers = Peers(tmp_path / "handshake", "orch")
     peers.look()
@@ -97,7 +97,7 @@ def test_silence_is_counted_from_the_last_beat(tmp_path: Path, monkeypatch: pyte
     assert peers.silent_s("train") >= 0.2
 
 
-def test_a_component_is_there_once(tmp_path: Path):
+def test_second_process_of_a_component_is_refused(tmp_path: Path):
     first = Presence(tmp_path, "train", {})
     with pytest.raises(RunLockedError, match=rf"a grpo-train is in {tmp_path} already: process \d+"):
         Presence(tmp_path, "train", {})
@@ -105,14 +105,14 @@ def test_a_component_is_there_once(tmp_path: Path):
     Presence(tmp_path, "train", {}).close()
 
 
-def test_facts_are_told_at_once(tmp_path: Path):
+def test_published_facts_are_visible_at_once(tmp_path: Path):
     trainer = Presence(tmp_path, "train", {})
     trainer.tell(calls="127.0.0.1:9")
     assert json.loads((tmp_path / "handshake" / "train.json").read_text())["calls"] == "127.0.0.1:9"
     trainer.close()
 
 
-def test_an_end_is_for_those_it_names(tmp_path: Path):
+def test_run_end_applies_to_named_incarnations(tmp_path: Path):
     tell_end(tmp_path, RunEnd("no more disk", 4, "grpo-orch", ("a", "b")))
     found = read_end(tmp_path, "a")
     assert found is not None and (found.reason, found.code, found.told_by) == ("no more disk", 4, "grpo-orch")
@@ -121,7 +121,7 @@ def test_an_end_is_for_those_it_names(tmp_path: Path):
     assert read_end(tmp_path, "a") is None
 
 
-def test_a_full_disk_neither_stops_the_heart_nor_hides_the_end(tmp_path: Path, disk_full: DiskFull):
+def test_full_disk_keeps_heartbeat_and_run_end(tmp_path: Path, disk_full: DiskFull):
     """Not a block is free: both are written over what stands there. Else all wait for the deadline of the others."""
     trainer = Presence(tmp_path, "train", {"model": "m"})
     peers = Peers(tmp_path / "handshake", "orch")

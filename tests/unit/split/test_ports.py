@@ -16,18 +16,18 @@ def handed_out(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "EPHEMERAL", path)
 
 
-def test_the_system_s_range_is_read() -> None:
+def test_system_port_range_is_read() -> None:
     with socket.socket() as given:
         given.bind(("127.0.0.1", 0))
         assert given.getsockname()[1] in ports._ephemeral_ports()
 
 
-def test_outside_of_what_the_system_hands_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_outside_the_ephemeral_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handed_out(tmp_path / "range", "10100\t65535\n", monkeypatch)
     assert all(free_port() in range(ports.LOWEST, 10100) for _ in range(20))
 
 
-def test_one_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_port_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port := free_port()))
         other = free_port()
@@ -36,14 +36,14 @@ def test_one_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("text", ["", "none", "1 2 3"])
-def test_a_system_that_does_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_system_without_port_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     handed_out(tmp_path / "range", text, monkeypatch)
     assert ports._ephemeral_ports() == ports.DEFAULT_EPHEMERAL
     monkeypatch.setattr(ports, "EPHEMERAL", tmp_path / "nothing")
     assert free_port() < ports.DEFAULT_EPHEMERAL.start
 
 
-def test_a_system_that_hands_out_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_with_all_ports_ephemeral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then one of its choice has to do."""
     handed_out(tmp_path / "range", f"1024\t{ports.HIGHEST}\n", monkeypatch)
     monkeypatch.setattr(ports, "_is_free", lambda _: pytest.fail("there is none to try"))

@@ -175,7 +175,7 @@ def run(folder: Path, check: Callable[[World], Any], **options: Any) -> None:
     asyncio.run(whole())
 
 
-def test_a_step_there_is_a_step_here(tmp_path: Path):
+def test_remote_step_equals_local_step(tmp_path: Path):
     async def here() -> tuple[Any, list[RolloutGroup], dict[str, float]]:
         tally, groups = Tally(), groups_of(1)
         return await make_learner(UnigramPolicy(), AdvantageNormalizer()).learn(groups, tally), groups, tally.reduce()
@@ -196,7 +196,7 @@ def test_a_step_there_is_a_step_here(tmp_path: Path):
     run(tmp_path, check)
 
 
-def test_texts_stay_behind_and_numbers_arrive_whole():
+def test_sent_groups_omit_text_and_keep_numbers():
     (group,) = groups_of(1)[:1]
     group.rollouts[0].messages = [{"role": "user", "content": "\ud800 half a character"}]
     group.rollouts[0].turns[0].completion.logprobs = [-1 / 3, -1e-300]
@@ -207,7 +207,7 @@ def test_texts_stay_behind_and_numbers_arrive_whole():
     assert group.rollouts[0].messages, "the group itself is left as it was"
 
 
-def test_one_that_was_lost_learns_the_steps_since_the_checkpoint_again(tmp_path: Path):
+def test_lost_trainer_repeats_the_steps_since_the_checkpoint(tmp_path: Path):
     async def check(made: World) -> None:
         for step in (1, 2):
             await made.learn(step)
@@ -227,7 +227,7 @@ def test_one_that_was_lost_learns_the_steps_since_the_checkpoint_again(tmp_path:
     run(tmp_path, check)
 
 
-def test_one_that_was_lost_before_any_checkpoint_starts_again(tmp_path: Path):
+def test_trainer_lost_before_any_checkpoint_starts_over(tmp_path: Path):
     async def check(made: World) -> None:
         for step in (1, 2):
             await made.learn(step)
@@ -239,7 +239,7 @@ def test_one_that_was_lost_before_any_checkpoint_starts_again(tmp_path: Path):
     run(tmp_path, check)
 
 
-def test_a_new_orchestrator_begins_where_it_says(tmp_path: Path):
+def test_new_orchestrator_starts_at_its_step(tmp_path: Path):
     """The trainer lives on and is told: from the beginning, then from a checkpoint."""
 
     async def check(made: World) -> None:
@@ -257,7 +257,7 @@ def test_a_new_orchestrator_begins_where_it_says(tmp_path: Path):
     run(tmp_path, check)
 
 
-def test_steps_that_are_not_kept_end_the_run(tmp_path: Path):
+def test_unpersisted_steps_end_the_run(tmp_path: Path):
     async def check(made: World) -> None:
         for step in (1, 2):
             await made.learn(step)
@@ -270,7 +270,7 @@ def test_steps_that_are_not_kept_end_the_run(tmp_path: Path):
     run(tmp_path, check)
 
 
-def test_one_that_stays_away_ends_the_run_by_name(tmp_path: Path):
+def test_absent_trainer_ends_the_run_by_name(tmp_path: Path):
     async def check(made: World) -> None:
         await made.kill_trainer()
         with pytest.raises(DeadlineError, match=r"grpo-orch waited 1 s for grpo-train to train a step"):
@@ -279,7 +279,7 @@ def test_one_that_stays_away_ends_the_run_by_name(tmp_path: Path):
     run(tmp_path, check, deadline_s=1.0)
 
 
-def test_an_interruption_does_not_wait_for_one_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_interruption_does_not_wait_for_absent_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shoal.split.heartbeat.PATIENCE_S", 0.7)
 
     async def check(made: World) -> None:
@@ -291,7 +291,7 @@ def test_an_interruption_does_not_wait_for_one_that_is_away(tmp_path: Path, monk
     run(tmp_path, check)
 
 
-def test_what_fails_there_is_raised_here(tmp_path: Path):
+def test_remote_error_is_raised_locally(tmp_path: Path):
     async def check(made: World) -> None:
         with pytest.raises(StoppedByPolicy, match="grpo-train: FileNotFoundError"):
             await RemoteFiles(made.remote).load(tmp_path / "checkpoints" / "step_000007")

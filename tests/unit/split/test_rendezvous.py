@@ -41,7 +41,7 @@ async def accompany(server: Rendezvous, seconds: float) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_one_that_left_is_not_taken_for_one_that_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_departed_process_is_not_reported_as_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It was said to be there ten times a second for as long as it was away."""
     monkeypatch.setattr(presences, "PATIENCE_S", 0.2)
     monkeypatch.setattr("shoal.rollout.remote.client.FIRST_REPORT_S", 0.2)
@@ -64,7 +64,7 @@ def test_one_that_left_is_not_taken_for_one_that_came(tmp_path: Path, monkeypatc
         meeting.close()
 
 
-def test_who_has_not_come_yet_is_waited_for_by_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_components_are_named_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Most often it went to another one."""
     monkeypatch.setattr("shoal.rollout.remote.client.FIRST_REPORT_S", 0.0)
     told: list[str] = []
@@ -75,7 +75,7 @@ def test_who_has_not_come_yet_is_waited_for_by_the_folder(tmp_path: Path, monkey
     trainer.close()
 
 
-def test_whoever_passes_an_end_on_says_who_began_it():
+def test_forwarded_end_names_its_origin():
     first = RunEnd("train.lora_rank: is 32", 2, "grpo-train")
     with pytest.raises(ConfigError) as heard:
         raise_end(first)
@@ -84,14 +84,14 @@ def test_whoever_passes_an_end_on_says_who_began_it():
     assert str(passed_on.value) == str(heard.value) == "grpo-train ended the run: train.lora_rank: is 32"
 
 
-def test_a_wait_that_is_heard_of_late_is_told_at_once():
+def test_late_wait_is_reported_at_once():
     told: list[str] = []
     WaitReporter(told.append, lambda: 3.5).report("waiting for grpo-infer")
     WaitReporter(told.append, lambda: 0.5).report("it may pass")
     assert told == ["waiting for grpo-infer"]
 
 
-def test_another_release_among_the_three_is_refused(tmp_path: Path):
+def test_mixed_releases_are_refused(tmp_path: Path):
     trainer = come(tmp_path, "train")
     trainer.look()
     for name in ("infer", "orch"):
@@ -108,7 +108,7 @@ def test_another_release_among_the_three_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("who", COMPONENTS)
-def test_a_key_is_said_to_be_of_the_process_that_was_given_it(tmp_path: Path, who: str):
+def test_key_error_names_the_process(tmp_path: Path, who: str):
     sections = {name: dict(given) for name, (_, given) in SECTIONS.items()}
     sections["orch"]["max_steps"] = 7
     meeting = come(tmp_path, who, **sections[who])

@@ -77,7 +77,7 @@ def served(output_dir: Path, work: Callable[[Bench], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_a_payload_that_never_comes_is_answered_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_payload_is_named_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(services, "PAYLOAD_S", 1.0)
 
     async def work(bench: Bench) -> None:
@@ -92,7 +92,7 @@ def test_a_payload_that_never_comes_is_answered_with_what_is_missing(tmp_path: P
     served(tmp_path, work)
 
 
-def test_a_payload_that_comes_late_is_taken(tmp_path: Path):
+def test_late_payload_is_accepted(tmp_path: Path):
     async def work(bench: Bench) -> None:
         await asyncio.sleep(0.6)
         (bench.folder / "learn_000001.msgpack").write_bytes(GROUPS)
@@ -102,7 +102,7 @@ def test_a_payload_that_comes_late_is_taken(tmp_path: Path):
     served(tmp_path, work)
 
 
-def test_a_damaged_payload_is_told_at_once_and_one_that_is_short_is_waited_for(tmp_path: Path):
+def test_damaged_payload_fails_at_once_and_short_payload_is_awaited(tmp_path: Path):
     async def work(bench: Bench) -> None:
         (bench.folder / "learn_000001.msgpack").write_bytes(GROUPS[:3])  # more of it may come
         await asyncio.sleep(0.6)

@@ -24,7 +24,7 @@ def run_asking(port: int, folder: Path) -> RunConfig:
     return RunConfig.model_validate({"train": {"model": "m"}, "infer": {"port": PORT}, "orch": orch})
 
 
-def test_whether_it_loads_or_is_elsewhere_or_not_there(tmp_path: Path) -> None:
+def test_server_state_descriptions(tmp_path: Path) -> None:
     orch: Any = OrchConfig.model_validate({"env": "reverse-text", "output_dir": str(tmp_path)})
     ours = Rendezvous("orch", orch, lambda _: None)
     right, wrong = run_asking(PORT, tmp_path), run_asking(PORT + 1, tmp_path)
@@ -48,7 +48,7 @@ def test_whether_it_loads_or_is_elsewhere_or_not_there(tmp_path: Path) -> None:
     ours.close()
 
 
-def test_a_run_that_it_ended_is_not_waited_for(tmp_path: Path) -> None:
+def test_ended_run_is_not_awaited(tmp_path: Path) -> None:
     """Its vLLM is gone: whoever waits for an answer at the address is told why there will be none."""
     orch: Any = OrchConfig.model_validate({"env": "reverse-text", "output_dir": str(tmp_path)})
     ours = Rendezvous("orch", orch, lambda _: None)
@@ -62,7 +62,7 @@ def test_a_run_that_it_ended_is_not_waited_for(tmp_path: Path) -> None:
     ours.close()
 
 
-def test_silence_is_of_one_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_requires_an_earlier_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has not come yet is waited for in other words, and one that beats is not silent."""
     monkeypatch.setattr(presence, "PATIENCE_S", 0.6)
     monkeypatch.setattr(presence, "BEAT_S", 0.05)

@@ -11,7 +11,7 @@ from shoal.core.errors import EXIT_BUG, EXIT_DONE, EXIT_STOPPED, EXIT_TERMINATED
 from shoal.split.supervisor import Child, Supervisor
 
 
-def test_a_leader_that_met_a_bug_ends_the_run_with_its_code():
+def test_leader_bug_ends_the_run_with_its_exit_code():
     """It told the others that the run is over, so one that is started again would wait for nobody."""
     told: list[str] = []
     leader = Child("grpo-orch", ["--version"])
@@ -26,7 +26,7 @@ def supervised(leader_runs: str, told: list[str], code: str = "") -> tuple[Super
     return Supervisor([leader, server], "grpo-orch", told.append), leader, server
 
 
-def test_a_server_that_was_ended_alone_is_started_again():
+def test_server_ended_separately_is_restarted():
     """It ends by the signal it was sent: with 0 it would say that the run is over."""
     told: list[str] = []
     supervisor, leader, server = supervised("sleep 60", told)
@@ -41,7 +41,7 @@ def test_a_server_that_was_ended_alone_is_started_again():
 
 @pytest.mark.parametrize("signals", [[], [15]], ids=["alone", "signalled"])
 @pytest.mark.parametrize("code", [0, 3, 143])
-def test_how_a_run_ended_is_the_leaders_to_say(code: int, signals: list[int]):
+def test_leader_decides_how_the_run_ended(code: int, signals: list[int]):
     """The others end with 0 once they are told that it is over, before it has left itself."""
     told: list[str] = []
     supervisor, leader, server = supervised(sys.executable, told, f"import time; time.sleep(.2); exit({code})")
@@ -49,12 +49,12 @@ def test_how_a_run_ended_is_the_leaders_to_say(code: int, signals: list[int]):
     assert supervisor._ended(server, EXIT_DONE) == code == leader.code and not told and server.process is None
 
 
-def test_a_leader_that_is_killed_while_the_others_end_says_nothing_good():
+def test_killed_leader_reports_no_success():
     supervisor, _, server = supervised(sys.executable, [], "import os; os.kill(os.getpid(), 9)")
     assert supervisor._ended(server, EXIT_DONE) == EXIT_STOPPED
 
 
-def test_a_crash_after_a_signal_leaves_the_leader_its_time():
+def test_crash_after_a_signal_keeps_the_leader_grace_period():
     told: list[str] = []
     supervisor, leader, server = supervised("sleep 0.2", told)
     supervisor._signals.append(15)

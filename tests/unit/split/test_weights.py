@@ -40,7 +40,7 @@ def versions(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "weights").iterdir())
 
 
-def test_a_version_is_a_folder_with_a_manifest(tmp_path: Path):
+def test_version_is_a_folder_with_a_manifest(tmp_path: Path):
     manifest = asyncio.run(folder_channel(tmp_path).publish(7))
     assert manifest["path"] == str((tmp_path / "weights" / "v000007").resolve())
     assert (manifest["version"], manifest["kind"], manifest["noise_seed"]) == (7, "full", 7)
@@ -51,7 +51,7 @@ def test_a_version_is_a_folder_with_a_manifest(tmp_path: Path):
         manifests.verify(manifest)
 
 
-def test_the_newest_two_are_kept_in_the_order_they_were_published(tmp_path: Path):
+def test_newest_two_are_kept_in_the_order_they_were_published(tmp_path: Path):
     async def publish() -> None:
         channel = folder_channel(tmp_path)
         for version in (4, 5, 6):
@@ -66,7 +66,7 @@ def test_the_newest_two_are_kept_in_the_order_they_were_published(tmp_path: Path
     assert versions(tmp_path) == ["v000004", "v000005"]
 
 
-def test_the_newest_is_known_without_a_clock(tmp_path: Path):
+def test_newest_checkpoint_is_found_without_a_clock(tmp_path: Path):
     """The clock was set back by a day between two versions: the later one is still the one that is kept."""
 
     async def publish() -> None:
@@ -81,7 +81,7 @@ def test_the_newest_is_known_without_a_clock(tmp_path: Path):
     assert versions(tmp_path) == ["v000005", "v000006"]
 
 
-def test_a_version_that_was_cut_short_is_not_there(tmp_path: Path):
+def test_interrupted_version_is_absent(tmp_path: Path):
     async def export(target: Path) -> None:
         (target / "model.safetensors").write_bytes(b"num")
         raise StorageError("could not save: the disk is full")
@@ -123,7 +123,7 @@ def wanted(folder: Path, number: int, version: int) -> str:
     return f"{version} {hmac.new(token, said.encode(), 'sha256').hexdigest()}"
 
 
-def test_a_version_is_fetched_as_often_as_it_is_asked_for(tmp_path: Path):
+def test_version_can_be_fetched_repeatedly(tmp_path: Path):
     async def fetch() -> None:
         channel = broadcast_channel(tmp_path)
         manifest = await channel.publish(5)
@@ -139,7 +139,7 @@ def test_a_version_is_fetched_as_often_as_it_is_asked_for(tmp_path: Path):
     asyncio.run(fetch())
 
 
-def test_what_arrives_changed_or_is_gone_is_refused(tmp_path: Path):
+def test_changed_or_missing_tensors_are_refused(tmp_path: Path):
     async def fetch() -> None:
         channel = broadcast_channel(tmp_path)
         manifest = dict(await channel.publish(5))
@@ -158,7 +158,7 @@ def test_what_arrives_changed_or_is_gone_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("sent", range(1, 1 + len(TENSORS)))
-def test_a_broadcast_that_is_cut_after_a_tensor_is_no_version(sent: int, tmp_path: Path):
+def test_interrupted_broadcast_is_rejected(sent: int, tmp_path: Path):
     """The sender's connection breaks: the engine has nothing of it, soon, and fetches it whole the next time."""
     passed = itertools.count(1)
 
@@ -184,7 +184,7 @@ def test_a_broadcast_that_is_cut_after_a_tensor_is_no_version(sent: int, tmp_pat
         set_fault_hook(None)
 
 
-def test_without_the_token_nothing_is_sent(tmp_path: Path):
+def test_sender_requires_the_token(tmp_path: Path):
     """Neither to one that has none, nor to one that shows the token's proof of another request."""
 
     async def fetch() -> None:
@@ -204,7 +204,7 @@ def test_without_the_token_nothing_is_sent(tmp_path: Path):
     asyncio.run(fetch())
 
 
-def test_a_proof_is_good_once(tmp_path: Path):
+def test_proof_is_valid_once(tmp_path: Path):
     """Neither is it left in the store, nor does it help to turn the counter back and show it again."""
 
     async def fetch() -> None:
@@ -228,7 +228,7 @@ def test_a_proof_is_good_once(tmp_path: Path):
     asyncio.run(fetch())
 
 
-def test_whoever_asks_and_says_nothing_holds_nobody_up(tmp_path: Path):
+def test_silent_requester_does_not_block_others(tmp_path: Path):
     """One of them keeps its slot and no other; with every slot taken, the next is told at once and asks again."""
 
     async def fetch() -> None:
@@ -253,7 +253,7 @@ def test_whoever_asks_and_says_nothing_holds_nobody_up(tmp_path: Path):
 
 
 @pytest.mark.parametrize("count", ["many", "", "9" * 30])
-def test_a_count_that_is_no_number_is_put_right(count: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_invalid_count_is_repaired(count: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     async def fetch() -> None:
         channel = broadcast_channel(tmp_path)
         manifest = await channel.publish(5)
@@ -268,7 +268,7 @@ def test_a_count_that_is_no_number_is_put_right(count: str, tmp_path: Path, capl
     asyncio.run(fetch())
 
 
-def test_a_counter_that_leaps_is_followed_without_an_answer_to_each(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_counter_jump_does_not_answer_each_request(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     async def fetch() -> None:
         channel = broadcast_channel(tmp_path)
         manifest = await channel.publish(5)
@@ -284,7 +284,7 @@ def test_a_counter_that_leaps_is_followed_without_an_answer_to_each(tmp_path: Pa
     asyncio.run(fetch())
 
 
-def test_on_loopback_it_cannot_be_reached_from_elsewhere(tmp_path: Path):
+def test_loopback_server_is_not_reachable_from_outside(tmp_path: Path):
     """Left to itself, torch's store listens on every address of the machine."""
     channel = broadcast_channel(tmp_path)
     manifest = asyncio.run(channel.publish(5))

@@ -131,9 +131,9 @@ IN_THE_CONFIGURATION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 ELSEWHERE = {
     "deployment.tokenizer_model": "test_infra: test_tokenizers_must_agree",
-    "deployment.deployment_id": "test_attach: test_a_killed_loop_is_continued_by_another_process",
-    "infra.trainer_id": "test_infra: test_a_running_trainer_is_found_again",
-    "infra.ref_trainer_id": "test_attach: test_the_reference_can_be_a_process",
+    "deployment.deployment_id": "test_attach: test_killed_loop_is_continued_by_another_process",
+    "infra.trainer_id": "test_infra: test_running_trainer_is_found_again",
+    "infra.ref_trainer_id": "test_attach: test_reference_can_be_a_process",
 }
 
 
@@ -169,7 +169,7 @@ def test_every_field_has_a_row_here_and_in_the_documentation():
 
 
 @pytest.mark.parametrize("field", IN_THE_CONFIGURATION)
-def test_a_field_changes_what_it_says(field: str):
+def test_field_changes_its_setting(field: str):
     given, wanted = IN_THE_CONFIGURATION[field]
     data = resolved(**given)
     assert {key: at(data, key) for key in wanted} == wanted
@@ -235,14 +235,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_field_is_named_in_one_line(case: str):
+def test_wrong_field_is_named_in_one_line(case: str):
     given, said = WRONG[case]
     with pytest.raises(ValueError) as caught:
         translate(config(**given))
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_misspelt_field_is_answered_with_the_nearest():
+def test_misspelled_field_suggests_the_nearest():
     with pytest.raises(ArgumentError, match="Config: temprature: is not an argument; did you mean temperature"):
         config(temprature=1.0)
     with pytest.raises(ArgumentError, match="WeightSyncConfig: interval"):

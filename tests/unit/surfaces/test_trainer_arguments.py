@@ -79,11 +79,11 @@ IN_THE_CONFIGURATION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 # Arguments that are objects or about this process; what they do is seen where they are tested.
 ELSEWHERE = {
     **dict.fromkeys(("args", "processing_class", "peft_config"), "test_trl_config"),
-    "adapter_path": "test_grpo_trainer: test_an_adapter_to_start_from_must_exist",
+    "adapter_path": "test_grpo_trainer: test_start_adapter_must_exist",
     "environment_factory": "e2e/test_stateful: test_environment_factory_of_trl",
-    "reward_funcs": "test_grpo_trainer: test_a_model_object_and_trl_rewards",
-    "reward_weights": "test_grpo_trainer: test_a_model_object_and_trl_rewards",
-    "tokenizer": "test_grpo_trainer: test_a_model_object_and_trl_rewards",
+    "reward_funcs": "test_grpo_trainer: test_model_object_and_trl_rewards",
+    "reward_weights": "test_grpo_trainer: test_model_object_and_trl_rewards",
+    "tokenizer": "test_grpo_trainer: test_model_object_and_trl_rewards",
     "use_accelerate": "e2e/test_accelerate: test_two_processes_train_one_model",
 }
 
@@ -113,7 +113,7 @@ def test_every_argument_has_a_row_here_and_in_the_documentation():
 
 
 @pytest.mark.parametrize("argument", IN_THE_CONFIGURATION)
-def test_an_argument_changes_what_it_says(argument: str):
+def test_argument_changes_its_setting(argument: str):
     given, wanted = IN_THE_CONFIGURATION[argument]
     data, before = resolved(**given), resolved()
     assert {key: at(data, key) for key in wanted} == wanted
@@ -122,7 +122,7 @@ def test_an_argument_changes_what_it_says(argument: str):
 
 
 @pytest.mark.parametrize("argument", KEYS)
-def test_the_documented_keys_are_those_that_are_set(argument: str):
+def test_documented_keys_are_the_translated_keys(argument: str):
     if argument in ELSEWHERE or argument == "overrides":
         return
     translation = translate(KEYS, call(**IN_THE_CONFIGURATION[argument][0]))
@@ -179,7 +179,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_argument_is_named_in_one_line(case: str):
+def test_wrong_argument_is_named_in_one_line(case: str):
     given, said = WRONG[case]
     with pytest.raises(ArgumentError) as caught:
         translate(KEYS, call(**given)).config(given.get("overrides", ()))
@@ -188,7 +188,7 @@ def test_a_wrong_argument_is_named_in_one_line(case: str):
     assert isinstance(caught.value, ValueError)
 
 
-def test_what_is_told_on_the_way_names_the_arguments(tmp_path: Path):
+def test_warnings_use_argument_names(tmp_path: Path):
     """Warnings of a step speak of schema keys; a script's author reads the names they wrote."""
     from shoal.recipes.rl_loop import _reword
     from shoal.runs.events import EventLog

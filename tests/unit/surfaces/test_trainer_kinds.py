@@ -65,7 +65,7 @@ WRONG: dict[str, tuple[tuple, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_the_argument_is_named(case: str):
+def test_argument_is_named(case: str):
     positional, named, said = WRONG[case]
     with pytest.raises(ArgumentError) as caught:
         GRPOTrainer(*positional, **named)
@@ -92,7 +92,7 @@ def test_required_arguments_are_reported_with_the_others():
         GRPOTrainer("m", reward_funcs=judge, args=GRPOConfig())
 
 
-def test_a_script_ends_with_one_line_and_other_errors_keep_their_traceback(tmp_path: Path):
+def test_script_ends_with_one_line_and_other_errors_keep_their_traceback(tmp_path: Path):
     script = tmp_path / "mine.py"
     script.write_text(
         "from shoal import GRPOTrainer\n\n"
@@ -113,13 +113,13 @@ def test_a_script_ends_with_one_line_and_other_errors_keep_their_traceback(tmp_p
     assert "Traceback" in done.stderr and "ZeroDivisionError" in done.stderr
 
 
-def test_a_folder_may_be_a_path_and_held_out_items_without_eval_steps_are_told():
+def test_output_dir_may_be_a_path_and_unused_eval_items_are_reported():
     trainer = GRPOTrainer(Path("some/model"), ROWS, judge, eval_dataset=ROWS, output_dir=Path("runs/one"))
     assert (trainer.config.train.model, trainer.config.train.output_dir) == ("some/model", "runs/one")
     assert any(line.startswith("eval_dataset: is only used by test()") for line in trainer.notices)
 
 
-def test_a_run_that_may_not_start_there_is_told_in_one_line(tmp_path: Path):
+def test_refused_start_gives_one_line(tmp_path: Path):
     script = tmp_path / "mine.py"
     script.write_text(
         "from shoal import GRPOTrainer\n\n"
@@ -131,6 +131,6 @@ def test_a_run_that_may_not_start_there_is_told_in_one_line(tmp_path: Path):
     assert line == f"mine.py:6: GRPOTrainer: output_dir: {str(script)!r} is a file; use a folder"
 
 
-def test_items_to_test_on_are_named_too(tmp_path: Path):
+def test_test_items_are_named_in_errors(tmp_path: Path):
     with pytest.raises(ArgumentError, match=r"^GRPOTrainer\.test: dataset: item 0: dict has no method get_reward"):
         GRPOTrainer("m", [Judge()], output_dir=tmp_path).test(ROWS)

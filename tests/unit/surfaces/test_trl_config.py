@@ -38,11 +38,11 @@ def resolved(**given: Any) -> dict[str, Any]:
     return as_data(trainer(**given).config)
 
 
-def test_the_defaults_of_every_field_are_trls():
+def test_defaults_of_every_field_are_trls():
     assert TABLE["defaults"] == DEFAULTS
 
 
-def test_the_run_has_trls_defaults():
+def test_run_has_trls_defaults():
     wanted = {
         "train.output_dir": "trainer_output", "train.learning_rate": 1e-6, "train.lr_scheduler_type": "linear",
         "train.weight_decay": 0.0, "train.adam_beta2": 0.999, "train.max_grad_norm": 1.0, "train.warmup_steps": 0,
@@ -149,13 +149,13 @@ TRANSLATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", TRANSLATED)
-def test_a_field_has_trls_meaning(case: str):
+def test_field_has_the_meaning_of_trl(case: str):
     given, wanted = TRANSLATED[case]
     data = resolved(**given)
     assert {key: at(data, key) for key in wanted} == wanted
 
 
-def test_a_peft_config():
+def test_peft_config():
     from peft import LoraConfig
 
     data = resolved(peft_config=LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj"]))
@@ -206,14 +206,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_field_is_refused_in_one_line(case: str):
+def test_field_is_refused_in_one_line(case: str):
     given, said = REFUSED[case]
     with pytest.raises(ArgumentError) as caught:
         trainer(**given)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_field_without_an_effect_gives_a_notice():
+def test_field_without_an_effect_gives_a_notice():
     assert [line.partition(":")[0] for line in trainer(torch_compile=True, dataloader_num_workers=4).notices] == [
         "torch_compile", "dataloader_num_workers",
     ]  # fmt: skip
@@ -256,7 +256,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", DIFFERENCES)
-def test_a_notice_names_a_difference(case: str):
+def test_notice_names_a_difference(case: str):
     given, said = DIFFERENCES[case]
     notices = trainer(per_device_train_batch_size=16, **given).notices
     assert len(notices) == len(said) and all(map(str.startswith, notices, said)), notices
@@ -281,7 +281,7 @@ def test_all_wrong_fields_are_reported_at_once_with_the_nearest_name():
     }  # fmt: skip
 
 
-def test_fields_of_earlier_versions_are_answered_with_what_replaced_them():
+def test_removed_fields_name_their_replacement():
     with pytest.raises(ArgumentError) as caught:
         GRPOConfig(max_prompt_length=512, warmup_ratio=0.1, evaluation_strategy="steps")  # type: ignore[call-arg]
     first, second, third = str(caught.value).splitlines()
@@ -290,7 +290,7 @@ def test_fields_of_earlier_versions_are_answered_with_what_replaced_them():
     assert not set(REMOVED) & set(KEYS) and set(RENAMED.values()) <= set(KEYS)
 
 
-def test_the_two_styles_are_not_mixed():
+def test_two_styles_are_not_mixed():
     with pytest.raises(ArgumentError) as caught:
         GRPOTrainer(
             "org/model", ROWS, judge, args=GRPOConfig(), group_size=8, clip_eps=0.1, lora=True, callbacks=[1],
@@ -302,6 +302,6 @@ def test_the_two_styles_are_not_mixed():
         GRPOTrainer("org/model", ROWS, judge, peft_config=object())
 
 
-def test_a_trl_config_itself_is_named():
+def test_trl_config_itself_is_named():
     with pytest.raises(ArgumentError, match=r"GRPOTrainer: args: must be a shoal.GRPOConfig, not a dict"):
         GRPOTrainer("org/model", ROWS, judge, args={"learning_rate": 1e-5})  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ def train(policy: TrainedPolicy, steps: int) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("maker", MAKERS)
-def test_a_loaded_policy_continues_bit_for_bit(maker: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_loaded_policy_continues_bit_for_bit(maker: str, dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(1)
     undisturbed = make(maker, dtype)
     torch.manual_seed(2)
@@ -61,7 +61,7 @@ def test_a_loaded_policy_continues_bit_for_bit(maker: str, dtype: torch.dtype, t
 
 
 @pytest.mark.parametrize("bad", (float("nan"), float("inf")))
-def test_weights_that_are_no_numbers_are_not_saved(bad: float, tmp_path: Path) -> None:
+def test_nonfinite_weights_are_not_saved(bad: float, tmp_path: Path) -> None:
     policy = make("full", torch.float32)
     with torch.no_grad():
         next(iter(policy.optimizer.masters.values())).view(-1)[3] = bad
@@ -70,7 +70,7 @@ def test_weights_that_are_no_numbers_are_not_saved(bad: float, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_loading_writes_into_the_tensors_that_are_there(tmp_path: Path) -> None:
+def test_loading_writes_in_place(tmp_path: Path) -> None:
     policy = make("full", torch.float32)
     save_state(policy, tmp_path)
     other = make("full", torch.float32)
@@ -90,7 +90,7 @@ def spoil(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ("missing", "cut", "counts"))
-def test_a_checkpoint_that_cannot_be_read(how: str, tmp_path: Path) -> None:
+def test_checkpoint_that_cannot_be_read(how: str, tmp_path: Path) -> None:
     policy = make("full", torch.float32)
     save_state(policy, tmp_path)
     spoil(tmp_path, how)
@@ -98,13 +98,13 @@ def test_a_checkpoint_that_cannot_be_read(how: str, tmp_path: Path) -> None:
         load_state(policy, tmp_path)
 
 
-def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model(tmp_path: Path) -> None:
     save_state(make("full", torch.float32), tmp_path)
     with pytest.raises(StorageError, match="another model"):
         load_state(make("lora", torch.float32), tmp_path)
 
 
-def test_an_export_holds_the_trained_adapter_alone(tmp_path: Path) -> None:
+def test_export_holds_the_trained_adapter_alone(tmp_path: Path) -> None:
     """Other slots (the sampler's, the reference's) are no business of whoever loads it."""
     policy = make("lora", torch.float32)
     SamplerView(policy.decoder, "snapshot")
@@ -114,14 +114,14 @@ def test_an_export_holds_the_trained_adapter_alone(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.bin")) and not list(tmp_path.rglob("*.pt")), "safetensors only"
 
 
-def test_an_export_of_a_full_model_has_no_adapter(tmp_path: Path) -> None:
+def test_export_of_a_full_model_has_no_adapter(tmp_path: Path) -> None:
     export_weights(make("full", torch.float32), TOKENIZER, tmp_path)
     names: set[Any] = {path.name for path in tmp_path.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names and "adapter_config.json" not in names
 
 
 @pytest.mark.parametrize("maker", ("full", "tied", "lora", "qlora fp8"))
-def test_a_snapshot_is_what_a_save_would_have_written(maker: str, tmp_path: Path) -> None:
+def test_snapshot_equals_a_save(maker: str, tmp_path: Path) -> None:
     """Training continues between the copy and the write."""
     torch.manual_seed(1)
     tied = make_policy(small_decoder(tie_word_embeddings=True), Schedule(1e-2, 8, "cosine"))

@@ -122,7 +122,7 @@ def full_loss(model: Any, reference: Any, keys: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("keys", LOSSES, ids=str)
-def test_the_gradient_is_autograd_through_the_whole_loss(keys: dict[str, Any]) -> None:
+def test_gradient_is_autograd_through_the_whole_loss(keys: dict[str, Any]) -> None:
     """In float64; with both sides in one row, in different rows, and in different micro-batches."""
     model, reference = (small_model("qwen3", seed, torch.float64) for seed in (0, 1))
     wanted = full_loss(model, reference, keys)
@@ -146,7 +146,7 @@ def test_the_gradient_is_autograd_through_the_whole_loss(keys: dict[str, Any]) -
     assert len(rows) == 1 and (rows[0].segment_prefix >= 0).any(), "the last layout stores prompts once"
 
 
-def test_both_sides_end_with_the_end_token_and_train_nothing_of_the_prompt() -> None:
+def test_pairs_end_with_eos_and_mask_the_prompt() -> None:
     for task, pair in zip(TASKS, pairs(), strict=True):
         prompt = CHAT.prompt_ids(task.messages)
         for side, sample in zip(("chosen", "rejected"), pair, strict=True):
@@ -163,7 +163,7 @@ def test_pairs_with_a_side_that_is_too_long_are_counted() -> None:
         preference_pairs(TASKS, CHAT, EOS, 5)
 
 
-def test_a_step_number_is_all_there_is_to_resume_from() -> None:
+def test_step_number_without_checkpoint() -> None:
     whole, late = make_steps(), make_steps()
     for step in range(1, 5):
         whole.step(step)
@@ -176,7 +176,7 @@ def test_a_step_number_is_all_there_is_to_resume_from() -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_the_base_is_the_reference_of_an_adapter_and_dropout_is_off() -> None:
+def test_base_is_the_reference_of_an_adapter_and_dropout_is_off() -> None:
     """A new adapter changes nothing, so the first step starts at a margin of 0, and only the adapter moves."""
     model = attach(small_decoder().model, LoraSettings(rank=4, alpha=8, dropout=0.5))
     switch_off_dropout(model)

@@ -54,7 +54,7 @@ def test_three_steps_by_hand_with_decay_on_matrices_only(dtype: torch.dtype) -> 
         assert torch.equal(parameters[name], master.to(dtype))
 
 
-def test_small_updates_gather_in_the_master() -> None:
+def test_small_updates_accumulate_in_the_master_weights() -> None:
     """Near 1 a bf16 number moves in steps of 1/128; updates of 1e-4 would all be lost."""
     parameter = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
     optimizer = MasterAdamW({"w": parameter}, AdamSettings(weight_decay=0.0))
@@ -69,7 +69,7 @@ def test_small_updates_gather_in_the_master() -> None:
     assert (parameter == torch.tensor(0.99, dtype=torch.bfloat16)).all()
 
 
-def test_small_gradients_gather_in_the_master() -> None:
+def test_small_gradients_accumulate_in_the_master_weights() -> None:
     parameter = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
     optimizer = MasterAdamW({"w": parameter}, AdamSettings())
     (parameter * 256).sum().backward()
@@ -156,7 +156,7 @@ EIGHT_BIT = AdamSettings(weight_decay=0.1, eight_bit=True)
 @pytest.mark.parametrize("settings", (SETTINGS, EIGHT_BIT), ids=("fp32", "8 bits"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("bad", (0, 2), ids=("the first", "the third"))
-def test_a_step_whose_norm_is_not_finite_was_never_made(settings: AdamSettings, dtype: torch.dtype, bad: int) -> None:
+def test_nonfinite_step_is_undone(settings: AdamSettings, dtype: torch.dtype, bad: int) -> None:
     if settings.eight_bit:
         pytest.importorskip("bitsandbytes", reason="an extra")
     one, other = (MasterAdamW(make_parameters(dtype), settings) for _ in range(2))

@@ -81,7 +81,7 @@ def test_padding_changes_nothing(name: str, samples: object) -> None:
     torch.testing.assert_close(gradients(policy), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_gradients_are_added_where_they_lie() -> None:
+def test_gradients_accumulate_in_place() -> None:
     """Twice collected is twice as much, in the same place, beside a backward's; and an optimizer step takes it."""
     rows = rows_of(ALONE, False)
     objective = OBJECTIVES["grpo"]
@@ -207,7 +207,7 @@ def passes(graphs: PassGraphs, count: int, kind: str = "policy", samples: object
 
 
 @pytest.mark.parametrize(("ms", "then"), [(50.0, "g"), (94.0, "g"), (96.0, "p"), (180.0, "p")])
-def test_a_graph_stays_where_it_is_seen_to_be_faster(graphs: PassGraphs, ms: float, then: str) -> None:
+def test_graph_is_kept_if_measured_faster(graphs: PassGraphs, ms: float, then: str) -> None:
     """Three passes of a size are timed launch by launch, three as a graph; the next one knows."""
     SetSpan.graph_ms = ms
     assert passes(graphs, 10) == "pppggg" + then * 4 and len(SetSpan.made) == 2 * TIMED
@@ -215,7 +215,7 @@ def test_a_graph_stays_where_it_is_seen_to_be_faster(graphs: PassGraphs, ms: flo
     assert passes(graphs, 4, "reference") == "pppg"  # which is timed by itself
 
 
-def test_the_fastest_of_several_counts(graphs: PassGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_of_several_measurements_is_used(graphs: PassGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that compiled a kernel says nothing of the next."""
     times = iter([2936.0, 843.0, 115.0, 900.0, 118.0, 117.0])
     monkeypatch.setattr(SetSpan, "ms", property(lambda span: listed[id(span)]))
@@ -225,9 +225,7 @@ def test_the_fastest_of_several_counts(graphs: PassGraphs, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("full", ("graphs", "bytes"))
-def test_a_full_pool_is_begun_anew_after_a_while(
-    graphs: PassGraphs, monkeypatch: pytest.MonkeyPatch, full: str
-) -> None:
+def test_full_graph_pool_is_reset_later(graphs: PassGraphs, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
     """With the sizes that still come: of graphs or bytes there are so many, and what came early may come no more."""
     graphs._graphs.limit = 2 if full == "graphs" else 100
     monkeypatch.setattr("shoal.trainer.pass_graphs.POOL_PASSES", 20)
@@ -246,7 +244,7 @@ def test_a_full_pool_is_begun_anew_after_a_while(
     assert passes(graphs, 4, "a") == "gppp" and passes(graphs, 2, "b") == "gg"
 
 
-def test_a_pass_that_fails_is_not_timed(graphs: PassGraphs) -> None:
+def test_failed_pass_is_not_timed(graphs: PassGraphs) -> None:
     laid = HostBatch.of(rows_of(ALONE, False), CPU)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
@@ -258,7 +256,7 @@ def test_a_pass_that_fails_is_not_timed(graphs: PassGraphs) -> None:
     ("error", "what", "tries"),
     [(RuntimeError, "training passes", 1), (torch.OutOfMemoryError, "training passes of 256 tokens", 2)],
 )
-def test_what_cannot_be_captured_is_tried_once_and_told(
+def test_failed_capture_is_tried_once_and_reported(
     graphs: PassGraphs, caplog: pytest.LogCaptureFixture, error: type[RuntimeError], what: str, tries: int
 ) -> None:
     """Without memory it is a size that is given up; where the model is what stands in the way, all of them."""
@@ -275,7 +273,7 @@ def test_what_cannot_be_captured_is_tried_once_and_told(
     assert [record.getMessage() for record in caplog.records] == [told] * tries
 
 
-def test_a_capture_without_memory_gives_all_of_it_back(graphs: PassGraphs) -> None:
+def test_failed_capture_frees_its_memory(graphs: PassGraphs) -> None:
     """What it took lies in a pool that nothing else may use as long as one graph lives; the others come again."""
     assert passes(graphs, 4) == "pppg"
 
@@ -288,7 +286,7 @@ def test_a_capture_without_memory_gives_all_of_it_back(graphs: PassGraphs) -> No
     assert passes(graphs, 1) == "g" and passes(graphs, 1, "reference") == "p"
 
 
-def test_what_the_plan_has_no_room_for_is_not_tried(graphs: PassGraphs) -> None:
+def test_graphs_without_planned_memory_are_not_captured(graphs: PassGraphs) -> None:
     asked: list[tuple[int, ...]] = []
     graphs.fits = lambda *room: bool(asked.append(room))
     graphs._graphs.pool_bytes = 7
@@ -296,7 +294,7 @@ def test_what_the_plan_has_no_room_for_is_not_tried(graphs: PassGraphs) -> None:
     assert asked == [(256, 512, 7)] * 3
 
 
-def test_what_a_pass_gives_is_read_in_one_piece() -> None:
+def test_pass_results_are_read_in_one_copy() -> None:
     row = rows_of(ALONE, False)[0]
     scored = int(row.loss_mask.sum())
     values = torch.cat([torch.tensor([3.0, 4.0, 5.0, 0.0]), torch.arange(scored + 9)]).double()

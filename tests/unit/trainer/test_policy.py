@@ -36,7 +36,7 @@ def state_of(policy: TrainedPolicy) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("make", (small_decoder, lora_decoder), ids=("full", "lora"))
-def test_a_step_raises_what_was_good_and_lowers_what_was_bad(make: Any, dtype: torch.dtype) -> None:
+def test_step_raises_good_and_lowers_bad_completions(make: Any, dtype: torch.dtype) -> None:
     decoder = make(dtype=dtype)
     policy = make_policy(decoder, Schedule(1e-2, 10))
     pointers = [p.data_ptr() for p in decoder.model.parameters()]
@@ -54,7 +54,7 @@ def test_a_step_raises_what_was_good_and_lowers_what_was_bad(make: Any, dtype: t
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_a_gradient_that_is_not_finite_moves_nothing(dtype: torch.dtype) -> None:
+def test_nonfinite_gradient_changes_no_weight(dtype: torch.dtype) -> None:
     decoder = small_decoder(dtype=dtype)
     policy = make_policy(decoder, Schedule(1e-2, 10, "linear"))
     policy.forward_backward(ROWS, grpo())
@@ -81,7 +81,7 @@ def test_rates_follow_the_schedule() -> None:
     assert found == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])
 
 
-def test_the_norm_reported_is_the_one_before_clipping() -> None:
+def test_reported_norm_is_before_clipping() -> None:
     norms = []
     for limit in (1e9, 1e-3):
         policy = make_policy(small_decoder(), max_grad_norm=limit)
@@ -106,7 +106,7 @@ def test_minibatches_against_one_old_snapshot() -> None:
     assert "mismatch/k3" not in metrics, "the sampler is not to blame for a step of the trainer"
 
 
-def test_old_logprobs_are_the_sampler_s_where_none_were_computed() -> None:
+def test_old_logprobs_default_to_the_sampler() -> None:
     inputs = DeviceBatch.upload(HostBatch.of(ROWS, CPU), CPU).loss_inputs(
         torch.zeros(int(ROWS[0].loss_mask.sum())), "old"
     )
@@ -114,7 +114,7 @@ def test_old_logprobs_are_the_sampler_s_where_none_were_computed() -> None:
     assert inputs.reference_logprobs is None
 
 
-def test_rollouts_are_numbered_through_the_rows_of_a_micro_batch() -> None:
+def test_rollouts_are_numbered_across_the_rows_of_a_micro_batch() -> None:
     rows = pack(SAMPLES, 20).rows
     assert len(rows) > 1
     tokens = sum(int(row.loss_mask.sum()) for row in rows)
@@ -126,7 +126,7 @@ def test_rollouts_are_numbered_through_the_rows_of_a_micro_batch() -> None:
     assert dict(zip(ids, counts.tolist(), strict=True)) == expected
 
 
-def test_values_return_to_their_tokens() -> None:
+def test_values_align_with_their_tokens() -> None:
     rows = pack(SAMPLES, 20).rows
     count = sum(int(row.loss_mask.sum()) for row in rows)
     spread = spread_over_rows(rows, torch.arange(1, count + 1))
@@ -136,7 +136,7 @@ def test_values_return_to_their_tokens() -> None:
     assert all((values[~row.loss_mask] == 0).all() for row, values in zip(rows, spread, strict=True))
 
 
-def test_a_frozen_reference_stays_and_none_is_an_error() -> None:
+def test_frozen_reference_is_constant_and_missing_reference_raises() -> None:
     with pytest.raises(RuntimeError, match="no reference"):
         make_policy(small_decoder()).reference_logprobs(ROWS).read()[1]
     decoder = small_decoder()
@@ -192,7 +192,7 @@ def test_longrope_texts_stay_within_the_original_length() -> None:
         policy.logprobs(pack(random_samples(0, (12, 21)), 64).rows)
 
 
-def test_prompts_are_not_shared_where_something_is_drawn() -> None:
+def test_prompts_are_not_shared_with_dropout() -> None:
     assert make_policy(small_decoder()).shares_prefixes
     assert make_policy(lora_decoder()).shares_prefixes
     assert not make_policy(lora_decoder(dropout=0.1)).shares_prefixes

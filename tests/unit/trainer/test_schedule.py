@@ -48,7 +48,7 @@ def test_no_step_has_a_rate_of_zero(kind: Kind, steps: int, warmup: int) -> None
 
 
 @pytest.mark.parametrize(("kind", "theirs"), [("linear", "linear"), ("cosine", "cosine")])
-def test_the_decay_is_that_of_transformers(kind: Kind, theirs: str) -> None:
+def test_decay_is_that_of_transformers(kind: Kind, theirs: str) -> None:
     """Warm-up differs by one step: transformers' first step has the rate 0."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = get_scheduler(theirs, optimizer, num_warmup_steps=3, num_training_steps=12)
@@ -67,6 +67,6 @@ def test_past_the_end_the_floor_holds(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ("constant", "linear", "cosine", "wsd"))
-def test_the_peak_is_never_passed_and_warmup_rises(kind: Kind) -> None:
+def test_schedule_never_exceeds_the_peak_and_warmup_rises(kind: Kind) -> None:
     found = rates(kind, 50, warmup=7, final=0.1)
     assert found[:7] == sorted(found[:7]) and max(found) == found[6] == 1 and min(found[7:]) >= 0.1

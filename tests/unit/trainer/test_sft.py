@@ -35,7 +35,7 @@ def make_steps(batch_size: int = 3) -> SupervisedSteps:
     return SupervisedSteps(policy, items(), batch_size, 100, rows_per_micro_batch=1, micro_batch_tokens=None, seed=0)
 
 
-def test_the_mask_is_on_the_completion_and_its_end() -> None:
+def test_mask_is_on_the_completion_and_its_end() -> None:
     for task, sample in zip(TASKS, samples(), strict=True):
         prompt = CHAT.prompt_ids(task.messages)
         assert sample.token_ids[: len(prompt)].tolist() == prompt
@@ -53,7 +53,7 @@ def test_rows_that_are_too_long_are_counted() -> None:
         supervised_samples(TASKS, CHAT, EOS, 5)
 
 
-def test_a_row_of_100_mb_is_counted_at_once() -> None:
+def test_row_of_100_mb_is_counted_fast() -> None:
     """No tokenizer is asked, which would take minutes to say the same."""
     long = [Task(TASKS[0].messages, {"completion": "x" * 100_000_000})]
     began = time.monotonic()
@@ -62,7 +62,7 @@ def test_a_row_of_100_mb_is_counted_at_once() -> None:
 
 
 @torch.no_grad()
-def test_the_loss_is_transformers_own() -> None:
+def test_loss_is_transformers_own() -> None:
     """Labels of -100 on everything else, averaged over the trained tokens of the step."""
     steps = make_steps(batch_size=6)
     reference, total, count = small_model("qwen3"), 0.0, 0
@@ -78,7 +78,7 @@ def test_the_loss_is_transformers_own() -> None:
     assert {"optim/lr", "optim/grad_norm", "optim/skipped"} <= set(metrics)
 
 
-def test_a_step_that_finds_no_memory_is_computed_in_smaller_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_step_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same step as one row after another; what fails with one row is no longer mended."""
     most, sizes = [1], []
     ours, alone = (make_steps(batch_size=6) for _ in range(2))
@@ -103,7 +103,7 @@ def test_a_step_that_finds_no_memory_is_computed_in_smaller_parts(monkeypatch: p
         ours.step(2)
 
 
-def test_it_learns_by_heart() -> None:
+def test_training_memorises_a_small_set() -> None:
     steps, losses = make_steps(batch_size=6), []
 
     def note(step: int, metrics: dict[str, float]) -> bool:
@@ -128,7 +128,7 @@ def test_every_epoch_takes_every_sample_in_another_order() -> None:
     assert orders[0] != orders[1]
 
 
-def test_a_step_number_is_all_there_is_to_resume_from() -> None:
+def test_step_number_without_checkpoint() -> None:
     whole, late = make_steps(), make_steps()
     for step in range(1, 6):
         whole.step(step)

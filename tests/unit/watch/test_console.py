@@ -12,7 +12,7 @@ from shoal.watch.live_console import LiveConsole
 from support.metrics import METRICS
 
 
-def test_plain_console_prints_one_line_per_step_and_obeys_every() -> None:
+def test_plain_console_prints_one_line_per_step() -> None:
     stream = io.StringIO()
     console = make_console(stream, every=2)
     assert isinstance(console, PlainConsole)
@@ -46,7 +46,7 @@ class Closed(io.StringIO):
 
 
 @pytest.mark.parametrize("kind", [PlainConsole, LiveConsole])
-def test_a_closed_stream_only_silences_the_console(kind: type) -> None:
+def test_closed_stream_only_disables_the_console(kind: type) -> None:
     console = kind(Closed())
     console.begin("x", 2)
     console.step(1, METRICS)
@@ -57,7 +57,7 @@ def test_a_closed_stream_only_silences_the_console(kind: type) -> None:
     console.close()
 
 
-def test_an_ascii_stream_replaces_characters() -> None:
+def test_ascii_stream_replaces_characters() -> None:
     raw = io.BytesIO()
     console = PlainConsole(io.TextIOWrapper(raw, encoding="ascii"))
     console.step(1, METRICS)
@@ -121,7 +121,7 @@ def test_pace_estimates_time_left() -> None:
     assert pace.left(10) == 30.0
 
 
-def test_a_quiet_bar_prints_no_lines_and_is_part_of_the_heartbeat() -> None:
+def test_quiet_bar_appears_only_in_the_heartbeat() -> None:
     stream = io.StringIO()
     console = PlainConsole(stream, heartbeat_s=0.05)
     console.activity = lambda: "3 to prefill, 13 decoding"
@@ -135,7 +135,7 @@ def test_a_quiet_bar_prints_no_lines_and_is_part_of_the_heartbeat() -> None:
     assert lines == {"… working; now: rollouts of step 4 (5/16, 3 to prefill, 13 decoding)"}
 
 
-def test_the_live_block_shows_the_bar_of_the_current_operation() -> None:
+def test_live_block_shows_the_bar_of_the_current_operation() -> None:
     stream = io.StringIO()
     console = LiveConsole(stream)
     console._rich.width = 110
@@ -151,7 +151,7 @@ def test_the_live_block_shows_the_bar_of_the_current_operation() -> None:
     assert console._bar is None
 
 
-def test_the_final_block_has_no_now_row_and_the_last_line_is_below_it() -> None:
+def test_final_block_has_no_current_operation() -> None:
     stream = io.StringIO()
     console = LiveConsole(stream)
     console.begin("tiny", 2)
@@ -164,7 +164,7 @@ def test_the_final_block_has_no_now_row_and_the_last_line_is_below_it() -> None:
     assert stream.getvalue().rstrip().endswith("finished after step 2")
 
 
-def test_the_previous_operation_is_restored() -> None:
+def test_previous_operation_is_restored() -> None:
     console = PlainConsole(io.StringIO())
     assert console._describe_operation() == "starting"
     with console.progress("loading tiny"):
@@ -173,7 +173,7 @@ def test_the_previous_operation_is_restored() -> None:
     console.close()
 
 
-def test_the_block_shows_the_time_of_the_current_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_shows_the_time_of_the_current_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the time since the last step: two seconds of training after a minute of rollouts show as two seconds."""
     console = LiveConsole(io.StringIO())
     now = time.monotonic()
@@ -184,7 +184,7 @@ def test_the_block_shows_the_time_of_the_current_operation(monkeypatch: pytest.M
     console.close()
 
 
-def test_an_error_removes_the_bar() -> None:
+def test_error_removes_the_bar() -> None:
     console = PlainConsole(io.StringIO())
     with pytest.raises(RuntimeError), console.progress("rollouts", 4, quiet=True):
         raise RuntimeError

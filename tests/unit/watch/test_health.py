@@ -34,7 +34,7 @@ def named(name: str, value: float) -> dict[str, float]:
     return {name: value}
 
 
-def test_a_healthy_run_has_no_findings() -> None:
+def test_healthy_run_has_no_findings() -> None:
     assert check_rows(rows(60), {}) == []
     assert check_rows([], {}) == []
 
@@ -65,7 +65,7 @@ def test_each_problem_is_reported_with_metric_steps_and_remedy(
 
 
 @pytest.mark.parametrize("metric", ["mismatch/k3", "mismatch/ratio_max"])
-def test_noise_on_the_sampler_is_no_mismatch(metric: str) -> None:
+def test_sampler_noise_is_not_reported_as_mismatch(metric: str) -> None:
     noisy = {metric: 300.0, "noise/sigma": 0.05}
     assert check_rows(rows(40, 20, 29, **noisy), {}) == []
     (finding,) = check_rows(rows(40, 20, 29, **{**noisy, "noise/sigma": 0.0}), {})
@@ -85,7 +85,7 @@ def test_entropy_may_collapse_in_supervised_training() -> None:
         assert check_rows(falling, {}) == []
 
 
-def test_the_finding_names_the_worst_step() -> None:
+def test_finding_names_the_worst_step() -> None:
     """The last step had 98 %; a finding of 100 % must name the step it refers to."""
     cut = [0.9, 1.0, 0.95, 0.98]
     (finding,) = check_rows([{"step": i + 1, **HEALTHY, "completion/truncated_frac": cut[i]} for i in range(4)], {})
@@ -110,7 +110,7 @@ def test_zero_variance_groups_suggest_easier_or_harder_prompts(good: float, bad:
     assert f"prompts are {side}" in finding.what and finding.remedy == remedy
 
 
-def test_a_teacher_needs_no_rewards_that_differ() -> None:
+def test_teacher_needs_no_rewards_that_differ() -> None:
     flat = {"reward/std": 0.0, "group/mixed_frac": 0.0, "group/all_bad_frac": 1.0}
     assert {f.check for f in check_rows(rows(40, 20, 29, **flat), {})} == {"reward-flat", "mixed"}
     assert check_rows(rows(40, 20, 29, **flat, **{"teacher/kl": 2.0}), {}) == []
@@ -121,7 +121,7 @@ def test_failed_rewards_give_no_finding_about_the_prompts() -> None:
     assert [f.check for f in check_rows(rows(40, 20, 29, **failing), {})] == ["reward-errors"]
 
 
-def test_a_blow_up_needs_truncation_too() -> None:
+def test_length_blow_up_requires_truncation() -> None:
     longer = {"completion/length_mean": 400.0}
     assert check_rows(rows(40, 20, 40, **longer), {}) == []
     (finding,) = check_rows(rows(40, 20, 40, **longer, **named("completion/truncated_frac", 0.4)), {})
@@ -133,7 +133,7 @@ def test_one_skipped_step_is_reported() -> None:
     assert finding.check == "skipped" and finding.where == "step 4"
 
 
-def test_a_run_of_one_step_can_have_findings() -> None:
+def test_run_of_one_step_can_have_findings() -> None:
     (finding,) = check_rows(rows(1, 1, 1, **named("masked", 0.9)), {})
     assert finding.check == "masked" and finding.where == "step 1"
 
@@ -148,7 +148,7 @@ def test_settings_without_effect_are_notices() -> None:
     assert [f.check for f in check_rows(quiet, {"train": {"ppo_epochs": 2, "minibatches": 1}})] == ["inert-cap"]
 
 
-def test_the_reward_fell_below_its_start() -> None:
+def test_reward_fell_below_its_start() -> None:
     values = [0.5] * 10 + [0.9] * 10 + [0.1] * 15
     series = [{**row, "reward/mean": value} for row, value in zip(rows(35), values, strict=True)]
     (finding,) = check_rows(series, {})
@@ -168,7 +168,7 @@ def config(rate: float = 5e-6) -> RunConfig:
     return resolve_run(RunConfig.model_validate({"train": train, "orch": {"env": [{"id": "arithmetic"}]}}))
 
 
-def test_live_health_warns_once_and_again_after_a_long_time(tmp_path: Path) -> None:
+def test_live_health_repeats_warnings_rarely(tmp_path: Path) -> None:
     store = Memory()
     health = LiveHealth(tmp_path, config(), EventLog(store))
     for row in rows(160, 5, 30, **named("masked", 0.8)) + [
@@ -182,7 +182,7 @@ def test_live_health_warns_once_and_again_after_a_long_time(tmp_path: Path) -> N
     assert store.events[0]["data"]["steps"] == [5, 7] and "lower train.learning_rate" in store.events[0]["message"]
 
 
-def test_a_resumed_run_does_not_repeat_warnings(tmp_path: Path) -> None:
+def test_resumed_run_does_not_repeat_warnings(tmp_path: Path) -> None:
     store = Memory()
     with RunDir.create(tmp_path / "run", "", {}) as run_dir:
         for row in rows(10, 4, 10, **named("masked", 0.8)):
@@ -192,7 +192,7 @@ def test_a_resumed_run_does_not_repeat_warnings(tmp_path: Path) -> None:
     assert store.events == [], "the steps before the resume had reported it"
 
 
-def test_a_run_directory_is_diagnosed_from_its_files_alone(tmp_path: Path) -> None:
+def test_run_directory_is_diagnosed_from_its_files_alone(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with RunDir.create(path, as_yaml(config(rate=0.5)), {}) as run_dir:
         for row in rows(12, 6, 12, **named("completion/truncated_frac", 0.9)):
@@ -212,7 +212,7 @@ def test_a_run_directory_is_diagnosed_from_its_files_alone(tmp_path: Path) -> No
     assert findings[3].what.startswith("train.learning_rate: 0.5 is unusual")
 
 
-def test_a_killed_run_is_reported(tmp_path: Path) -> None:
+def test_killed_run_is_reported(tmp_path: Path) -> None:
     RunDir.create(tmp_path / "run", "", {}).close()
     (finding,) = diagnose(tmp_path / "run")
     assert finding.check == "ended" and "killed" in finding.what

@@ -64,7 +64,7 @@ def test_steps_groups_searches_and_prompts(run: Path) -> None:
     assert news[1]["run"]["state"] == "finished" and news[1]["rollout_steps"] == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_page_contains_the_curves_and_may_contact_only_its_server(run: Path) -> None:
+def test_page_contains_the_curves_and_may_contact_only_its_server(run: Path) -> None:
     async def talk(session: aiohttp.ClientSession, address: str) -> tuple[str, Any]:
         async with session.get(address) as answer:
             return await answer.text(), answer.headers
@@ -84,7 +84,7 @@ def test_unknown_paths(run: Path, path: str) -> None:
     assert ask(run, path)[0][0] == 404
 
 
-def test_a_step_without_rollouts_is_empty(run: Path) -> None:
+def test_step_without_rollouts_is_empty(run: Path) -> None:
     assert ask(run, "/api/runs/0/steps/999") == [(200, [])]
 
 
@@ -109,7 +109,7 @@ def test_only_get_is_allowed(run: Path) -> None:
     assert with_server([run], talk) == [405] * 4
 
 
-def test_the_page_reloads_after_a_run_was_cut_back(tmp_path: Path) -> None:
+def test_page_reloads_after_a_run_was_cut_back(tmp_path: Path) -> None:
     with RunDir.create(tmp_path / "run", "", {}) as run_dir:
         run_dir.append_metrics(1, {"reward/mean": 0.5})
 
@@ -125,7 +125,7 @@ def test_the_page_reloads_after_a_run_was_cut_back(tmp_path: Path) -> None:
     assert same["run"]["state"] == "running"
 
 
-def test_a_port_in_use_is_named(run: Path) -> None:
+def test_port_in_use_is_named(run: Path) -> None:
     async def main() -> None:
         address, until = asyncio.get_running_loop().create_future(), asyncio.Event()
         first = asyncio.create_task(serve([run], 0, address.set_result, until))
@@ -140,7 +140,7 @@ def test_a_port_in_use_is_named(run: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_read_only_directory_is_sufficient(tmp_path: Path) -> None:
+def test_read_only_directory_is_sufficient(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=2)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     for path in (run, run / "rollouts", run / "logs"):

@@ -41,7 +41,7 @@ def test_steps_are_those_of_the_weights(tmp_path: Path, planned: object, weights
         ("train: {model: org/model}\ndataset: {path: d}\nloss: {type: ipo}\n", "to prefer the chosen"),
     ],
 )
-def test_the_limits_are_those_of_the_training(tmp_path: Path, config: str, limit: str):
+def test_limits_are_those_of_the_training(tmp_path: Path, config: str, limit: str):
     with RunDir.create(tmp_path / "run", config, {}) as run_dir:
         run_dir.write_status("finished", step=1, reason="", resumable=False, next_command=None)
     (line,) = [
@@ -50,7 +50,7 @@ def test_the_limits_are_those_of_the_training(tmp_path: Path, config: str, limit
     assert line.startswith(f"The model was trained {limit}")
 
 
-def test_a_preference_run_is_named_by_its_loss(tmp_path: Path):
+def test_preference_run_is_named_by_its_loss(tmp_path: Path):
     config = "train: {model: org/model}\ndataset: {path: d}\nloss: {type: ipo}\n"
     with RunDir.create(tmp_path / "run", config, {}) as run_dir:
         run_dir.write_status("finished", step=1, reason="", resumable=False, next_command=None)
@@ -73,7 +73,7 @@ def test_a_preference_run_is_named_by_its_loss(tmp_path: Path):
         ),
     ],
 )
-def test_the_algorithm_is_named_by_its_loss_and_advantages(tmp_path: Path, loss: str, advantage: str, name: str):
+def test_algorithm_is_named_by_its_loss_and_advantages(tmp_path: Path, loss: str, advantage: str, name: str):
     sections = [text if text.startswith("{") else f"{{{text}}}" for text in (loss, advantage)]
     config = (
         CONFIG.format(planned=1)

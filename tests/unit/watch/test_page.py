@@ -146,7 +146,7 @@ def test_run_name_is_escaped(tmp_path: Path) -> None:
     assert "<title>&lt;b&gt;&amp;name · Shoal</title>" in write_report(tmp_path / "<b>&name").read_text()
 
 
-def test_the_size_limit_keeps_newest_best_worst_and_a_sample(run: Path) -> None:
+def test_size_limit_keeps_newest_best_worst_and_a_sample(run: Path) -> None:
     limit = len(render_report(run)) - 60_000
     html = render_report(run, limit_bytes=limit)
     assert len(html) <= limit
@@ -162,7 +162,7 @@ def test_the_size_limit_keeps_newest_best_worst_and_a_sample(run: Path) -> None:
         assert [g["group"] for g in groups_of(page, step)] == [h["group"] for h in heads if h["step"] == step]
 
 
-def test_a_budget_too_small_for_any_group(run: Path) -> None:
+def test_memory_budget_below_one_group(run: Path) -> None:
     chosen = choose_groups(run, 10)
     assert chosen.kept == 0 and chosen.left_out(rollout_steps(run))["steps"] == rollout_steps(run)
 
@@ -216,7 +216,7 @@ def test_not_a_run_directory(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
-def test_the_package_does_not_import_torch() -> None:
+def test_package_does_not_import_torch() -> None:
     code = (
         "import sys, shoal.watch.report, shoal.runs.run_dir, shoal.watch.live_console, shoal.watch.sinks,"
         "shoal.watch.watchdog, shoal.runs.events\n"

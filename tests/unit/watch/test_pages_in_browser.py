@@ -104,7 +104,7 @@ def test_header_mismatch_noise_and_time_split(browser: Browser, tmp_path: Path) 
         assert "rollout 68%" in labels["Time split"] and "train 33%" in labels["Time split"], "27 s and 13 s of 40 s"
 
 
-def test_the_live_page_shows_what_a_run_does_before_and_after_its_first_step(browser: Browser, tmp_path: Path) -> None:
+def test_live_page_shows_what_a_run_does_before_and_after_its_first_step(browser: Browser, tmp_path: Path) -> None:
     console = PlainConsole(io.StringIO())
     shown = "document.querySelector('#progress').innerText"
     with RunDir.create(tmp_path / "run", "", {}) as run_dir, watching(run_dir.path) as (address, _):
@@ -214,7 +214,7 @@ def make_conversations(path: Path, text: str = "") -> Path:
     return path
 
 
-def test_a_conversation_is_shown_as_turns_with_tool_calls(browser: Browser, tmp_path: Path) -> None:
+def test_conversation_is_shown_as_turns_with_tool_calls(browser: Browser, tmp_path: Path) -> None:
     with opened(browser, write_report(make_conversations(tmp_path / "run"))) as page:
         page.keyboard.press("2")
         page.wait_for_selector("#group .rollout")
@@ -242,7 +242,7 @@ def test_a_conversation_is_shown_as_turns_with_tool_calls(browser: Browser, tmp_
         assert page.locator("#group .rollout .turn").count() == 0
 
 
-def test_the_first_and_the_last_answer_to_a_prompt_are_compared(browser: Browser, tmp_path: Path) -> None:
+def test_first_and_last_answer_to_a_prompt_are_compared(browser: Browser, tmp_path: Path) -> None:
     with opened(browser, write_report(make_conversations(tmp_path / "run"))) as page:
         page.keyboard.press("2")
         page.wait_for_selector("#group .rollout")
@@ -262,7 +262,7 @@ def test_the_first_and_the_last_answer_to_a_prompt_are_compared(browser: Browser
         page.wait_for_selector("#group .notice")
 
 
-def test_a_list_of_runs_links_to_their_pages(browser: Browser, tmp_path: Path) -> None:
+def test_list_of_runs_links_to_their_pages(browser: Browser, tmp_path: Path) -> None:
     make_run(tmp_path / "a" / "first", steps=2)
     make_run(tmp_path / "second", steps=3)
     with RunDir.create(tmp_path / "third", "", {}) as run_dir, watching(tmp_path) as (address, _):
@@ -362,7 +362,7 @@ def make_large_run(path: Path, steps: int = 500, groups: int = 32, size: int = 1
     return path
 
 
-def test_a_large_run_opens_fast_with_little_memory(browser: Browser, tmp_path: Path) -> None:
+def test_large_run_opens_fast_with_little_memory(browser: Browser, tmp_path: Path) -> None:
     """500 steps with 512 rollouts: first chart within a second, server memory below 300 MiB."""
     run = make_large_run(tmp_path / "run")
     with watching(run) as (address, pid):

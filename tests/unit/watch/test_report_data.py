@@ -11,7 +11,7 @@ from shoal.runs.run_dir import RunDir
 from shoal.watch.report.data import MetricsTail, config_changes, describe_config
 
 
-def test_the_tail_returns_new_rows_only(tmp_path: Path) -> None:
+def test_tail_returns_new_rows_only(tmp_path: Path) -> None:
     with RunDir.create(tmp_path / "run", "", {}) as run_dir:
         tail = MetricsTail(run_dir.path)
         assert tail.after(0) == []
@@ -48,13 +48,13 @@ def test_changes_of_a_preference_run(tmp_path: Path) -> None:
     assert describe_config(tmp_path)["Algorithm"] == "DPO with the loss sigmoid"
 
 
-def test_a_configuration_of_another_version_is_not_compared(tmp_path: Path) -> None:
+def test_configuration_of_another_version_is_not_compared(tmp_path: Path) -> None:
     assert config_changes(tmp_path) is None
     (tmp_path / "config.yaml").write_text("train: {no_such_key: 1}\norch: {env: [{id: arithmetic}]}\n")
     assert config_changes(tmp_path) is None
 
 
-def test_the_header_names_model_environments_algorithm_and_learning_rate(tmp_path: Path) -> None:
+def test_header_names_model_environments_algorithm_and_learning_rate(tmp_path: Path) -> None:
     assert describe_config(tmp_path) == {}
     written = "train: {model: m/m, max_steps: 9, learning_rate: 5.0e-6}\n"
     written += "orch: {env: [{id: arithmetic}, {id: 'a:B', name: words}]}\n"

@@ -30,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("runs") / "demo", steps=12)
 
 
-def test_the_index_agrees_with_the_whole_file(run: Path) -> None:
+def test_index_agrees_with_the_whole_file(run: Path) -> None:
     heads, groups = index_step(run, 7), collect_rollouts(run, 7)
     assert [read_group(run, head) for head in heads] == groups
     assert [head.rewards for head in heads] == [[r["reward"] for r in g["rollouts"]] for g in groups]
@@ -56,7 +56,7 @@ def test_held_out_rollouts_follow_those_of_the_step(tmp_path: Path) -> None:
         assert rollout_steps(run) == [0, 1, 2]
 
 
-def test_partial_damaged_and_odd_lines(tmp_path: Path) -> None:
+def test_partial_damaged_and_unusual_lines(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=1, groups=1, size=2)
     path = rollouts_path(run, 1)
     with path.open("ab") as file:
@@ -69,7 +69,7 @@ def test_partial_damaged_and_odd_lines(tmp_path: Path) -> None:
     assert read_group(run, heads[1])["prompt"] == "a \ud800 b"
 
 
-def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
+def test_changed_file_is_read_again(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=1, groups=2, size=2)
     assert len(index_step(run, 1)) == 2
     lines = rollouts_path(run, 1).read_bytes().splitlines(keepends=True)
@@ -105,7 +105,7 @@ def test_text_is_found_in_prompts_and_completions(run: Path) -> None:
     assert found == expected and 0 < len(found) < 48
 
 
-def test_a_search_stops_at_its_time_limit_and_continues_there(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_stops_at_its_limit_and_continues(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouts_module, "BUDGET_S", 0.0)
     seen, before = [], None
     for _ in range(50):
@@ -125,7 +125,7 @@ def test_one_prompt_over_the_steps(run: Path) -> None:
     assert steps.of("reverse-text/999") == []
 
 
-def test_the_journal_is_read_incrementally_and_again_after_a_cut(tmp_path: Path) -> None:
+def test_journal_is_read_incrementally_and_again_after_a_cut(tmp_path: Path) -> None:
     with RunDir.create(tmp_path / "run", "", {}) as run_dir:
         steps = PromptSteps(run_dir.path)
         run_dir.append_journal(1, {"rollout_ids": ["team/env/5/0/0/1"], "dropped": {"team/env/6/0/0": "uniform-bad"}})

@@ -91,7 +91,7 @@ def test_sink_fails_to_open_and_its_problem_cannot_be_reported() -> None:
     assert sink.counts()["failed"] == 4 and sink.counts()["sent"] == 0
 
 
-def test_sink_that_hangs_while_it_opens_delays_nothing() -> None:
+def test_hanging_tracker_start_delays_nothing() -> None:
     gate = threading.Event()
 
     def build() -> Collecting:

@@ -147,7 +147,7 @@ def log_once(path: Path, name: str, step: int) -> str:
         return run_dir.status["run_id"]
 
 
-def test_a_resumed_run_continues_its_mlflow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_continues_its_mlflow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed (pip install 'shoal[dev]')")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -171,7 +171,7 @@ def test_a_resumed_run_continues_its_mlflow_run(tmp_path: Path, monkeypatch: pyt
         ({"NETRC": "netrc"}, None),
     ],
 )
-def test_the_wandb_key_is_checked_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment, says):
+def test_wandb_key_is_checked_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment, says):
     pytest.importorskip("wandb", reason="wandb is not installed (pip install 'shoal[dev]')")
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password " + "k" * 40)
     (tmp_path / "netrc").chmod(0o600)
@@ -187,7 +187,7 @@ def test_the_wandb_key_is_checked_at_the_start(tmp_path: Path, monkeypatch: pyte
         check_sinks(["wandb"])
 
 
-def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_continues_its_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed (pip install 'shoal[dev]')")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -224,7 +224,7 @@ def test_no_two_metrics_get_one_name(scheme: str) -> None:
     assert len({alias(scheme, name) for name in together}) == len(together)
 
 
-def test_a_tracker_gets_the_names_that_were_asked_for(tmp_path: Path) -> None:
+def test_tracker_uses_the_requested_names(tmp_path: Path) -> None:
     class Collecting:
         rows: list[dict[str, float]] = []
 
@@ -255,7 +255,7 @@ def test_rows_are_taken_from_every_group_in_turn() -> None:
     assert completion_rows(4, [], 4) == []
 
 
-def test_markup_and_lines_stay_inside_their_cell() -> None:
+def test_markup_and_newlines_stay_inside_their_cell() -> None:
     nasty = group(0, [1.0], text="a|b\n<script>x</script> `code`")
     (_, _, line) = as_markdown(completion_rows(1, [nasty], 1)).splitlines()
     assert line.count("|") == len(COLUMNS) + 1 and "<" not in line and "`" not in line

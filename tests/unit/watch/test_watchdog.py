@@ -64,7 +64,7 @@ def test_watchdog_warns_only_without_beats_and_again_after_one(tmp_path: Path) -
     assert (tmp_path / "stacks-2.txt").exists()
 
 
-def test_deadline_of_a_blocking_wait_reaches_its_owner(tmp_path: Path) -> None:
+def test_blocking_wait_raises_its_deadline_in_the_caller(tmp_path: Path) -> None:
     store, late = Memory(), []
     watchdog = Watchdog(tmp_path, EventLog(store), stall_s=60, tick_s=0.02, on_deadline=late.append).start()
     with watchdog.wait("trainer", "weights", deadline_s=0.05), watchdog.wait("trainer", "nothing", deadline_s=60):
@@ -109,7 +109,7 @@ def test_within_raises_and_names_the_waiter_and_the_awaited(tmp_path: Path) -> N
     assert watchdog.waiting_for() == ["starting"]
 
 
-def test_a_suspended_process_is_not_a_stalled_one(tmp_path: Path) -> None:
+def test_suspended_process_is_not_a_stalled_one(tmp_path: Path) -> None:
     watchdog = Watchdog(tmp_path, EventLog(Memory()), stall_s=60)
     with watchdog.wait("a", "b", deadline_s=10):
         before = (watchdog._last_beat, next(iter(watchdog._waits.values())).deadline)
