@@ -45,9 +45,9 @@ class EngineProcess:
     def _listen(self) -> None:
         assert self._child.stdout is not None
         while message := read_message(self._child.stdout):
-            self._loop.call_soon_threadsafe(self._arrive, message)
+            self._loop.call_soon_threadsafe(self._on_group_done, message)
 
-    def _arrive(self, message: dict[str, Any]) -> None:
+    def _on_group_done(self, message: dict[str, Any]) -> None:
         self.busy_s = message["busy_s"]
         answer = self._answers.pop(message["id"], None)
         if answer is not None and not answer.done():

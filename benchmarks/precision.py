@@ -48,7 +48,7 @@ class Bench:
 
     def answers(self, decoder: Decoder) -> list[Row]:
         """Four prompts, four answers each, as rows that carry the sampler's log-probs."""
-        switch = hybrid.switch_of(decoder.model)
+        switch = hybrid.scoring_switch(decoder.model)
         # The fused path reads weights past the layers, which is right unless they are to sample in FP8.
         settings = EngineSettings(16, 256, eos_token_ids=self.ends, fused=switch is None or not switch.on)
         engine = EmbeddedEngine(SamplerView(decoder), self.layers, settings, self.chat.text)
@@ -94,7 +94,7 @@ def gap(decoder: Decoder, rows: list[Row]) -> dict[str, float]:
 def sample_in_fp8_too(model: Any) -> None:
     """What was tried and left: docs/log.md."""
     hybrid.convert(model)
-    switch = hybrid.switch_of(model)
+    switch = hybrid.scoring_switch(model)
     assert switch is not None
     switch.on = True
 

@@ -134,12 +134,12 @@ def test_every_rollout_of_a_group_side_by_side_with_parts_and_tints(browser: Bro
         assert tokens.count() == sum(mine[0]["turn_tokens"]), "the turns of the policy"
         page.click('[data-view="tokens"]')
         assert tokens.count() == len(mine[0]["token_ids"])
-        tinted = "all => all.filter(one => one.style.background).length"
+        colored = "all => all.filter(one => one.style.background).length"
         seen = {}
         for name in ("logprob", "ratio", "advantage", "none"):
             page.click(f'[data-tint="{name}"]')
             assert page.get_attribute(f'[data-tint="{name}"]', "aria-pressed") == "true"
-            seen[name] = page.eval_on_selector_all("#group .token:not(.unmasked)", tinted)
+            seen[name] = page.eval_on_selector_all("#group .token:not(.unmasked)", colored)
         sampled = sum(sum(r["loss_mask"]) for r in mine)
         assert seen["none"] == seen["ratio"] == 0, "sampler and trainer agree, so no ratio stands out"
         assert 0 < seen["logprob"] <= sampled

@@ -46,7 +46,7 @@ def test_e4m3_forward_and_e5m2_backward(frozen: bool) -> None:
     layer.weight.requires_grad_(not frozen)
     x = torch.randn(37, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     upstream = torch.randn(37, 128, device=CUDA, dtype=torch.bfloat16)
-    with hybrid.scoring(hybrid.switch_of(model)):
+    with hybrid.scoring(hybrid.scoring_switch(model)):
         out = layer(x)
     out.backward(upstream)
     x8, weight8 = rounded(x, torch.float8_e4m3fn), rounded(layer.weight, torch.float8_e4m3fn)
@@ -97,7 +97,7 @@ def test_fused_quantised_products_equal_torchao(trained: bool) -> None:
     torchaos_own: Any = super(type(layer), layer)
     for product in (layer, torchaos_own.forward):
         layer.weight.grad, own = None, x.clone().requires_grad_()
-        with hybrid.scoring(hybrid.switch_of(model)):
+        with hybrid.scoring(hybrid.scoring_switch(model)):
             out = product(own)
         out.backward(upstream)
         found.append([out.detach(), own.grad, *([layer.weight.grad] if trained else [])])

@@ -20,7 +20,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from shoal.core.errors import EngineError
 from shoal.core.types import Completion, Request, SamplingParams
 from shoal.rollout import vllm_inprocess
-from shoal.rollout.remote.server_info import Reading
+from shoal.rollout.remote.server_info import CompletionReader
 from shoal.rollout.vllm_inprocess import InProcessSettings, InProcessVllm
 
 TOKENS = 120
@@ -155,7 +155,7 @@ def told(completion: Completion) -> dict[str, Any]:
 
 
 async def main(asked: dict[str, Any]) -> dict[str, Any]:
-    reading = Reading(asked["vocab_size"], tuple(asked["eos"]), lambda ids: " ".join(map(str, ids)))
+    reading = CompletionReader(asked["vocab_size"], tuple(asked["eos"]), lambda ids: " ".join(map(str, ids)))
     arguments = {
         "model": asked["model"], "dtype": "float32", "max_model_len": 160, "max_num_seqs": 8, "enforce_eager": True,
         "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "enable_lora": True, "max_lora_rank": 8,

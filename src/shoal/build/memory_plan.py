@@ -166,7 +166,7 @@ def decide(measured: MemoryMeasurement, demand: MemoryRequest) -> MemoryPlan:
     sampling = measured.sampling.at(ROW_MULTIPLE)
     if wanted < ROW_MULTIPLE and demand.utilization is not None and demand.slots and sampling < budget:
         raise HardwareError(_too_small(measured.slot, demand, sampling, sampling >= share))
-    for slots in _ever_fewer(wanted, demand.sure_slots) if demand.slots else (0,):
+    for slots in _decreasing_slots(wanted, demand.sure_slots) if demand.slots else (0,):
         room = budget - slots * measured.slot - measured.sampling.at(slots)
         full = max(least, 0 if demand.rows_per_micro_batch else min(GOOD_MICRO_BATCH, demand.step_tokens))
         optional = demand.sure_slots is not None and slots > demand.sure_slots
@@ -181,7 +181,7 @@ def decide(measured: MemoryMeasurement, demand: MemoryRequest) -> MemoryPlan:
     raise HardwareError(_refusal(measured, demand, budget, least))
 
 
-def _ever_fewer(slots: int, sure: int | None = None) -> Iterator[int]:
+def _decreasing_slots(slots: int, sure: int | None = None) -> Iterator[int]:
     """Halves, and `sure` in between."""
     slots = max(slots, ROW_MULTIPLE)
     while sure is not None and slots > sure:

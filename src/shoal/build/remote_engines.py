@@ -60,12 +60,12 @@ def make_in_process(config: RunConfig, model: LoadedModel, device: ThreadPoolExe
             "train.noise_scheduler: vLLM in the training process supports noise only with tensor_parallel_size 1"
         )
     arguments = llm_arguments(config, model)
-    from shoal.rollout.remote.server_info import Reading
+    from shoal.rollout.remote.server_info import CompletionReader
     from shoal.rollout.vllm_inprocess import InProcessSettings, InProcessVllm
 
     assert config.infer.max_model_len is not None
     settings = InProcessSettings(
-        Reading(model.decoder.vocab_size, model.eos_token_ids, model.chat.text),
+        CompletionReader(model.decoder.vocab_size, model.eos_token_ids, model.chat.text),
         config.infer.max_model_len,
         config.train.seed,
         sleeps=bool(config.infer.engine_args.get("enable_sleep_mode")),

@@ -17,7 +17,7 @@ from shoal.build.remote_engines import ModelFacts, make_remote
 from shoal.config.orch import OrchConfig
 from shoal.config.schema import RunConfig
 from shoal.core.advantages import RewardShape
-from shoal.core.deadlines import awake_within
+from shoal.core.deadlines import wait_while_awake
 from shoal.core.errors import DeadlineError
 from shoal.core.protocols import EndpointEnvironment, Environment, Ranks, RolloutEngine
 from shoal.core.ranks import SingleProcess
@@ -72,7 +72,7 @@ class DeviceThread:
     async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         work = asyncio.get_running_loop().run_in_executor(self.executor, self._run, function, *arguments)
         try:
-            return await awake_within(work, self.deadline_s)
+            return await wait_while_awake(work, self.deadline_s)
         except TimeoutError:
             self.timed_out = True
             name = getattr(function, "__name__", "work")

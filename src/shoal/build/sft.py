@@ -92,7 +92,7 @@ REMEDIES = "set train.recompute=true"
 
 
 @dataclass
-class Lesson:
+class SupervisedState:
     """The model, the data and the position of the training."""
 
     steps: SupervisedSteps
@@ -114,16 +114,18 @@ def train_on_completions(
         checkpoint = newest_checkpoint(run_dir, events)
     for notice in bad_rows:
         notice.record(events, console.note)
-    lesson = _prepare(config, tasks, events, console)
+    state = _prepare(config, tasks, events, console)
     if checkpoint is not None:
         console.waiting(f"reading {checkpoint.path.name}")
-        lesson.files.load(checkpoint.path)
-        lesson.done = checkpoint.step
-    _train(config, lesson, run_dir, events, console)
-    return "finished", lesson.done
+        state.files.load(checkpoint.path)
+        state.done = checkpoint.step
+    _train(config, state, run_dir, events, console)
+    return "finished", state.done
 
 
-def _prepare(config: SupervisedConfig, tasks: Sequence[Task], events: EventLog, console: BaseConsole) -> Lesson:
+def _prepare(
+    config: SupervisedConfig, tasks: Sequence[Task], events: EventLog, console: BaseConsole
+) -> SupervisedState:
     """Load the model, and make the samples of the rows that fit into a sequence."""
     from shoal.build.memory_plan import reference_line, report_plan, training_plan
 
@@ -144,7 +146,7 @@ def _prepare(config: SupervisedConfig, tasks: Sequence[Task], events: EventLog, 
     rows = train.per_device_train_batch_size or (1 if plan is None else None)
     tokens = plan.micro_batch_tokens if plan is not None and rows is None else None
     steps = make_steps(policy, items, config.batch_size, train.sequence_len, rows, tokens, train.seed)
-    return Lesson(steps, PolicyFiles(policy, model.chat), total)
+    return SupervisedState(steps, PolicyFiles(policy, model.chat), total)
 
 
 def _items(
@@ -168,28 +170,30 @@ def _items(
     return items, make_steps
 
 
-def _train(config: SupervisedConfig, lesson: Lesson, run_dir: RunDir, events: EventLog, console: BaseConsole) -> None:
+def _train(
+    config: SupervisedConfig, state: SupervisedState, run_dir: RunDir, events: EventLog, console: BaseConsole
+) -> None:
     """Train the remaining steps and write the final weights."""
     from shoal.trainer.sft import train_supervised
 
     train, command = config.train, resume_command(config)
-    every = train.save_epochs * lesson.steps.steps_per_epoch if train.save_epochs else train.save_steps
+    every = train.save_epochs * state.steps.steps_per_epoch if train.save_epochs else train.save_steps
     save = SaveCadence(every, train.save_seconds)
     with contextlib.closing(make_sinks(config, run_dir, events)) as sinks:
-        console.waiting(f"training of step {lesson.done + 1}")
-        title = f"{config.training} of {train.model} for {count(lesson.total, 'step')} in {run_dir.path}"
-        console.begin(title, lesson.total, lesson.done)
+        console.waiting(f"training of step {state.done + 1}")
+        title = f"{config.training} of {train.model} for {count(state.total, 'step')} in {run_dir.path}"
+        console.begin(title, state.total, state.done)
         with stop_signals(lambda: end_at_once(run_dir, command), console.note) as stop:
             record = SupervisedRecorder(
-                run_dir, events, console, sinks, lesson.files, save, lesson.total, train.save_total_limit, command, stop
+                run_dir, events, console, sinks, state.files, save, state.total, train.save_total_limit, command, stop
             )
-            work = (train_supervised, lesson.steps, lesson.done + 1, lesson.total, record)
-            lesson.done = explain_oom(REMEDIES, *work)
+            work = (train_supervised, state.steps, state.done + 1, state.total, record)
+            state.done = explain_oom(REMEDIES, *work)
             if stop:
-                raise Interrupted(f"interrupted after step {lesson.done}; the state is saved", stop[0])
+                raise Interrupted(f"interrupted after step {state.done}; the state is saved", stop[0])
             console.waiting("writing the final weights")  # a signal during this is ignored: training is done
             with run_dir.export() as folder:
-                lesson.files.export(folder)
+                state.files.export(folder)
 
 
 def _end_id(model: LoadedModel) -> int:

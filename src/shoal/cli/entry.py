@@ -134,7 +134,7 @@ VERBS = {
         "shoal.cli.inspect_run:watch",
         "Serve a live page of a run, or of all runs in a folder, on this machine.",
     ),
-    "show": ("shoal.cli.inspect_run:show", "Print rollouts of a run with tinted tokens."),
+    "show": ("shoal.cli.inspect_run:show", "Print rollouts of a run with colored tokens."),
     "doctor": ("shoal.cli.inspect_run:doctor", "Diagnose problems in a run, or check the machine."),
     "explain": ("shoal.cli.inspect_run:explain", "Explain a metric: meaning, healthy range, what to change."),
     "export": ("shoal.cli.make_files:export", "Write a folder to publish: merged weights and a model card."),
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _few_collections() -> Iterator[None]:
+def _collect_garbage_rarely() -> Iterator[None]:
     """Collect garbage less often. Libraries and a model are a million objects that stay. Scanning them takes a fifth of
     the import time, and later 0.2 s in the middle of a step."""
     before = gc.get_threshold()
@@ -210,7 +210,7 @@ def guarded(
     _fill_streams()
     code = EXIT_DONE
     try:
-        with _few_collections(), kept_bytecode():
+        with _collect_garbage_rarely(), kept_bytecode():
             code = work()
         sys.stdout.flush()  # a full disk must be noticed before the exit code is known
         return code

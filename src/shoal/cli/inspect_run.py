@@ -236,7 +236,7 @@ def explain(metric: str | None = None) -> None:
         for entry in [*CATALOGUE.values(), *FAMILIES.values()]:
             say(f"{entry.name:<28} {entry.meaning}")
         return
-    found = find_metric(metric) or find_metric(WORDS.get(metric, "")) or _by_other_name(metric)
+    found = find_metric(metric) or find_metric(WORDS.get(metric, "")) or _find_by_alias(metric)
     if found is None:
         near = nearest_metrics(metric)[:4]
         hint = f"did you mean {', '.join(near)}?" if near else "`shoal explain` lists all names"
@@ -256,7 +256,7 @@ def _lines(asked: str, metric: Metric) -> list[str]:
     return lines
 
 
-def _by_other_name(name: str) -> Metric | None:
+def _find_by_alias(name: str) -> Metric | None:
     """A name that a TRL or verl dashboard uses."""
     from shoal.watch.trackers import SCHEMES, alias
 

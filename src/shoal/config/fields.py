@@ -132,7 +132,7 @@ def nearest(word: str, known: list[str]) -> str | None:
 ALIKE = 0.85
 
 
-def _likeness(first: str, second: str) -> float:
+def _similarity(first: str, second: str) -> float:
     return difflib.SequenceMatcher(None, first, second).ratio()
 
 
@@ -142,13 +142,13 @@ def suggestion(root: type[Section], parent: KeyPath, key: str) -> str:
     elsewhere = [found.dotted for found in walk_keys(root) if found.path[-1] == key]
     elsewhere.sort(key=lambda dotted: dotted.count("."))
     near, far = nearest(key, siblings), nearest(key, [found.path[-1] for found in walk_keys(root)])
-    if near is not None and far is not None and _likeness(key, far) > ALIKE > _likeness(key, near):
+    if near is not None and far is not None and _similarity(key, far) > ALIKE > _similarity(key, near):
         near = None  # a key of another section is meant
     takes_arguments = {"id", "args"} <= set(siblings)  # of an environment: any name is possible
     renamed = _renamed(root, key)
     if renamed is not None and not elsewhere and not takes_arguments:
         return f"the key in Shoal is `{renamed}`"
-    if near is not None and (not elsewhere or _likeness(key, near) > ALIKE):
+    if near is not None and (not elsewhere or _similarity(key, near) > ALIKE):
         return f"did you mean `{near}`?"
     if takes_arguments:
         return f"put arguments under `args`: {{{key}: …}}"

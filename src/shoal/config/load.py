@@ -117,7 +117,7 @@ def _load(
         draft.add_file(part, (name,))
     for override in overrides:
         draft.override(override)
-    draft.displace(LENGTH)
+    draft.drop_conflicting(LENGTH)
     return ConfigDraft(draft.validate(), draft.origins)
 
 
@@ -174,7 +174,7 @@ class _KeyReader(Generic[Config]):
             self.data[str(prefix[0])] = document.value
         else:
             self._refuse_other_command(document.value, shown)
-            self._refuse_loose_section(document.value, shown)
+            self._refuse_single_section(document.value, shown)
             self.data = document.value
         for path, line in document.lines.items():
             self.origins.places[(*prefix, *path)] = f"{shown}:{line}"
@@ -199,7 +199,7 @@ class _KeyReader(Generic[Config]):
             keys = ", ".join(value)
             raise ConfigError(f"{shown}:1: has the keys of `shoal {fits[0]}` ({keys}); run `shoal {fits[0]} {shown}`")
 
-    def _refuse_loose_section(self, value: dict[str, Any], shown: str) -> None:
+    def _refuse_single_section(self, value: dict[str, Any], shown: str) -> None:
         """One message for train.yaml passed as the file of a whole run, instead of one message per key."""
         sections = list(self.model.model_fields)
         if value and not any(key in sections for key in value):
@@ -233,7 +233,7 @@ class _KeyReader(Generic[Config]):
         for inner, template in document.templates.items():
             self.origins.templates[(*path, *inner)] = template
 
-    def displace(self, keys: Sequence[KeyPath]) -> None:
+    def drop_conflicting(self, keys: Sequence[KeyPath]) -> None:
         """If an override sets one of these keys, drop the values of the others that came from files."""
         if not self._overridden.intersection(keys):
             return

@@ -85,6 +85,6 @@ class Admission:
         if accepted:
             self.accepted += self.group
 
-    def unaccept(self, groups: int) -> None:
+    def release_accepted(self, groups: int) -> None:
         """Free the places of accepted groups that are not trained after all (stale), or that others replaced."""
         self.accepted -= groups * self.group

@@ -116,7 +116,7 @@ class Collector:
             if not self._running:
                 break
             before = min(len(self._ready), wanted)
-            await self._settle_some(version, stop)
+            await self._settle_finished(version, stop)
             self._cancel_surplus(wanted)
             advance(min(len(self._ready), wanted) - before)
             needed = wanted - len(self._ready) - self._given_up
@@ -126,7 +126,7 @@ class Collector:
         taken, self._ready = self._ready[:wanted], self._ready[wanted:]
         # A group dropped without a replacement counts as accepted. If 4 groups are wanted, 2 were given up and 3 are
         # ready (one ran ahead), only one place stays empty, so one of the two is uncounted.
-        self.admission.unaccept(self._given_up - (wanted - len(taken)))
+        self.admission.release_accepted(self._given_up - (wanted - len(taken)))
         self._dispatch(version)  # groups that may run ahead do so while this step trains
         return CollectedGroups([group for _, group in taken], [*stale, *self._take_dropped()], surplus)
 
@@ -148,7 +148,7 @@ class Collector:
         last = self._ready[wanted - 1][0] if len(self._ready) >= wanted else self._order
         unused = [(prompt, position) for order, prompt, position in begun if order > last]
         kept = [(order, group) for order, group in self._ready if order <= max(last, -1)]
-        self.admission.unaccept(len(self._ready) - len(kept))
+        self.admission.release_accepted(len(self._ready) - len(kept))
         self._ready, self._settled = kept, [(order, group) for order, group in self._settled if order <= last]
         self._again = [prompt for prompt, position in unused if position is None] + self._again
         if position := next((position for _, position in unused if position is not None), None):
@@ -182,15 +182,15 @@ class Collector:
             task = asyncio.ensure_future(self._run_group(prompt))
             self._running[task] = (self._order, prompt)
             if not self._rules.lockstep:
-                task.add_done_callback(self._arrive)
+                task.add_done_callback(self._on_group_done)
             self._order += 1
             self.admission.dispatch()
 
-    def _arrive(self, task: asyncio.Task[RolloutGroup]) -> None:
+    def _on_group_done(self, task: asyncio.Task[RolloutGroup]) -> None:
         self._finished.append(task)
         self._arrival.set()
 
-    async def _settle_some(self, version: int, stop: asyncio.Event) -> None:
+    async def _settle_finished(self, version: int, stop: asyncio.Event) -> None:
         if self._rules.lockstep:
             await self._settle_round(version)
             return
@@ -251,13 +251,13 @@ class Collector:
         if len(group.rewards) < min(2, self.admission.group):
             return "too-few-scored"
         # Groups of one rollout need batch statistics. They always have zero variance and are kept.
-        if self.admission.group > 1 and self._rules.uniform != "keep" and self._is_alike(group):
+        if self.admission.group > 1 and self._rules.uniform != "keep" and self._has_zero_variance(group):
             return zero_variance_kind(group)
         if self._rules.keep is not None and not self._rules.keep(group):
             return "filtered"
         return None
 
-    def _is_alike(self, group: RolloutGroup) -> bool:
+    def _has_zero_variance(self, group: RolloutGroup) -> bool:
         """Whether the group has zero variance. Its rewards may be equal and its parts or turns not."""
         alike = zero_variance_kind(group) is not None
         return alike and len({self._rules.compares(rollout) for rollout in group.scored}) == 1
@@ -275,7 +275,7 @@ class Collector:
                 stale.append(group)
             else:
                 fresh.append((order, group))
-        self.admission.unaccept(len(stale))
+        self.admission.release_accepted(len(stale))
         self._ready = fresh
         return stale
 

@@ -29,7 +29,7 @@ async def wait_without_suspension(
             return done, pending
 
 
-async def awake_within(awaitable: Awaitable[Result], limit_s: float) -> Result:
+async def wait_while_awake(awaitable: Awaitable[Result], limit_s: float) -> Result:
     """Like asyncio.wait_for, with the limit of `wait_without_suspension`."""
     task = asyncio.ensure_future(awaitable)
     try:
@@ -44,8 +44,8 @@ async def awake_within(awaitable: Awaitable[Result], limit_s: float) -> Result:
 
 
 async def within(limit_s: float, work: Awaitable[Result], what: str, key: str) -> Result:
-    """Like `awake_within`, for a limit that is a configuration key: raises DeadlineError with the key's name."""
+    """Like `wait_while_awake`, for a limit that is a configuration key: raises DeadlineError with the key's name."""
     try:
-        return await awake_within(work, limit_s)
+        return await wait_while_awake(work, limit_s)
     except TimeoutError:
         raise DeadlineError(f"{what} took longer than {limit_s:g} s; raise {key} if that is expected") from None

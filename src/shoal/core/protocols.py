@@ -76,7 +76,7 @@ class RolloutEngine(Protocol):
 
 
 # Receives new tokens and their log-probs.
-Heard = Callable[[list[int], list[float]], None]
+TokenListener = Callable[[list[int], list[float]], None]
 
 
 @runtime_checkable
@@ -85,7 +85,7 @@ class StreamingEngine(Protocol):
 
     streams: bool
 
-    async def generate(self, request: Request, heard: Heard | None = None) -> Completion: ...
+    async def generate(self, request: Request, on_tokens: TokenListener | None = None) -> Completion: ...
 
 
 @runtime_checkable

@@ -48,7 +48,7 @@ class StopRules:
             progress.flat, progress.flat_reasons = 0, []
             return
         reasons = {group.drop_reason or zero_variance_kind(group) or "nothing to train" for group in collected.all}
-        events.warn("flat", f"step {step} trained nothing; all groups: {_in_words(reasons)}")
+        events.warn("flat", f"step {step} trained nothing; all groups: {_as_text_list(reasons)}")
         progress.flat += 1
         progress.flat_reasons = sorted(reasons.union(progress.flat_reasons))
 
@@ -102,8 +102,8 @@ class StopRules:
             if self._last_failure and progress.flat_reasons == ["too-few-scored"]:
                 raise StoppedByPolicy(f"{stopped}: rewards failed ({self._last_failure}); fix the reward, then resume")
             raise StoppedByPolicy(
-                f"{stopped} (all groups: {_in_words(progress.flat_reasons)}); raise the temperature or the group size, "
-                "choose easier prompts, or check the reward errors"
+                f"{stopped} (all groups: {_as_text_list(progress.flat_reasons)}); raise the temperature or the group "
+                "size, choose easier prompts, or check the reward errors"
             )
         if self._has_stalled(progress):
             self._events.emit("early-stop", f"no better evaluation since step {progress.best_step}")
@@ -121,7 +121,7 @@ class StopRules:
             )
 
 
-def _in_words(reasons: Iterable[str]) -> str:
+def _as_text_list(reasons: Iterable[str]) -> str:
     return ", ".join(DROP_REASONS.get(reason, reason) for reason in sorted(reasons))
 
 

@@ -277,7 +277,7 @@ def _attend(layer: FusedLayer, qkv: Tensor, step: Step) -> Tensor:
 
 def make_fused(decoder: Decoder, shapes: Mapping[int, LayerShape], cache: SlotCache) -> tuple[FusedDecode | None, str]:
     """The fused path if the model supports it and it agrees with the modules, and a description of the result."""
-    reason = why_not(decoder) or _why_not_joined(decoder)
+    reason = why_not(decoder) or _reason_not_joined(decoder)
     if reason is None:
         gap, reason = compared(decoder, lambda: _gap(decoder, shapes))
         if reason is None:
@@ -285,7 +285,7 @@ def make_fused(decoder: Decoder, shapes: Mapping[int, LayerShape], cache: SlotCa
     return None, reason
 
 
-def _why_not_joined(decoder: Decoder) -> str | None:
+def _reason_not_joined(decoder: Decoder) -> str | None:
     if turns_by_length(decoder):
         return TURNS_BY_LENGTH
     body: Any = decoder.body

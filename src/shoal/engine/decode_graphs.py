@@ -65,7 +65,7 @@ class Window:
 
 
 @dataclass
-class _Flight:
+class _CopyInFlight:
     """Results of a window that are being copied to the host."""
 
     tensors: list[Tensor]
@@ -101,7 +101,7 @@ class DecodeGraphs:
         self._graphs: GraphCache[tuple[DecodeBucket, bool, bool], None] = GraphCache(
             self._device, MAX_GRAPHS, enabled=self._device.type == "cuda"
         )
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_CopyInFlight] = deque()
 
     @property
     def fused(self) -> bool:
@@ -159,16 +159,16 @@ class DecodeGraphs:
     def collect(self) -> Window:
         return self._flights.popleft().read()
 
-    def _send(self, results: list[Tensor]) -> _Flight:
+    def _send(self, results: list[Tensor]) -> _CopyInFlight:
         """Start copies to the host. The next window overwrites the originals only after them, in stream order."""
         if self._device.type != "cuda":
-            return _Flight([tensor.clone() for tensor in results], None)
+            return _CopyInFlight([tensor.clone() for tensor in results], None)
         hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in results]
         for host, tensor in zip(hosts, results, strict=True):
             host.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return _Flight(hosts, event)
+        return _CopyInFlight(hosts, event)
 
     def _upload(self, array: np.ndarray) -> Tensor:
         host = torch.from_numpy(array.astype(np.int64))

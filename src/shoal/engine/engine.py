@@ -48,7 +48,7 @@ class EngineSettings:
 
 
 @dataclass(frozen=True)
-class _Launched:
+class _LaunchedWindow:
     """A launched window of decode steps: its sequences, their rows, and the weight version."""
 
     sequences: Sequence[Running]
@@ -85,7 +85,7 @@ class EmbeddedEngine:
         self._end_ids = np.array(sorted(settings.eos_token_ids), dtype=np.int64)
         self._graphs = self._make_graphs()
         self._prompts = Prefill(view, self.cache, self._graphs is not None and self._graphs.fused)
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[_LaunchedWindow] = deque()
         self._served: int | None = None  # the version of the adapter copies in the graphs
         self._plain = make_plain(decoder, layers, self.cache) if settings.fused else None
         self.generated_tokens = 0
@@ -230,7 +230,7 @@ class EmbeddedEngine:
         self._graphs = None
         self._prompts = Prefill(self.view, self.cache, False)
 
-    def _collect(self, launched: _Launched, window: Window) -> list[Completion]:
+    def _collect(self, launched: _LaunchedWindow, window: Window) -> list[Completion]:
         sequences = [s for s in launched.sequences if not s.finished]
         rows = [row for s, row in zip(launched.sequences, launched.rows, strict=True) if not s.finished]
         for sequence, row in zip(sequences, rows, strict=True):
@@ -262,7 +262,7 @@ class EmbeddedEngine:
     def _note_launch(self, sequences: Sequence[Running], rows: Sequence[int], steps: int) -> None:
         for sequence in sequences:
             sequence.in_flight += steps
-        self._launched.append(_Launched(sequences, rows, steps, self.view.version))
+        self._launched.append(_LaunchedWindow(sequences, rows, steps, self.view.version))
 
     def _draw(self, sequences: Sequence[Running], logits: Tensor) -> list[Completion]:
         """`logits` has one row per sequence, in the same order."""

@@ -88,7 +88,7 @@ def draw(
     kept = None
     if truncated:
         logprobs, kept = _truncate(logprobs, state)
-    token_ids = torch.where(greedy, logprobs.argmax(-1), _race(logprobs, state.seeds, positions))
+    token_ids = torch.where(greedy, logprobs.argmax(-1), _sample_by_race(logprobs, state.seeds, positions))
     return SampledTokens(token_ids, logprobs.gather(-1, token_ids[:, None]).squeeze(-1), kept)
 
 
@@ -113,7 +113,7 @@ def _truncate(logprobs: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     return torch.where(whole[:, None], logprobs, narrowed), kept
 
 
-def _race(logprobs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def _sample_by_race(logprobs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """[B, V] → the winning token of each row."""
     batch, width = logprobs.shape
     columns = torch.arange(min(width, BLOCK), device=logprobs.device).expand(batch, -1)

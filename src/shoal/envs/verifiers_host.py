@@ -1,7 +1,7 @@
 """Script for the Python interpreter that has `verifiers`: loads an environment and runs its rollouts on request.
 
 Started by verifiers_env.py. The protocol is one JSON object per line on stdin and stdout. It imports nothing of Shoal,
-which that interpreter lacks. `Classic` serves releases before 0.4 (load_environment), `Modern` the tasksets of 0.4.
+which that interpreter lacks. `PackageHost` serves releases before 0.4 (load_environment), `TasksetHost` the tasksets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 KEY_VARIABLE = "SHOAL_ENDPOINT_KEY"
 
 
-class Classic:
+class PackageHost:
     """`load_environment(**args)` of a package: SingleTurnEnv, MultiTurnEnv, ToolEnv and their Rubric."""
 
     def __init__(self, env_id, args, settings):
@@ -113,7 +113,7 @@ def collect_errors():
         GROUP_ERRORS.reset(token)
 
 
-class Modern:
+class TasksetHost:
     """A taskset of `verifiers.v1` with its own environment, or the single-agent one."""
 
     scores_groups = False  # nothing in this release compares episodes
@@ -202,7 +202,7 @@ def release():
 
 def load(request):
     number = release()
-    kind = Modern if tuple(int(part) for part in number.split(".")[:2]) >= (0, 4) else Classic
+    kind = TasksetHost if tuple(int(part) for part in number.split(".")[:2]) >= (0, 4) else PackageHost
     environment = kind(request["env"], request["args"], request["settings"])
     found = {"version": number, "tasks": environment.tasks(), "scores_groups": environment.scores_groups}
     return environment, found

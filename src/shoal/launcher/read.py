@@ -164,7 +164,7 @@ class Arguments:
 
 
 @dataclass
-class Flat:
+class FlatKeys:
     """Dotted key → value, and the place of each. Keys that are absent or null are left out."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -200,9 +200,9 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
     return Arguments(config, tuple(overrides), flags["--dry-run"], flags["--resume"])
 
 
-def read_flat(arguments: Arguments) -> Flat:
+def read_flat(arguments: Arguments) -> FlatKeys:
     """The file, then overrides, then references, so that references see overridden values."""
-    flat, shown = Flat(), printable(arguments.config)
+    flat, shown = FlatKeys(), printable(arguments.config)
     document = parse_yaml(read_config_text(arguments.config), Source(shown), os.environ, KEYS)
     if not isinstance(document.value, dict):
         raise ConfigError(f"{shown}:1: contains no keys; write `key: value` lines")
@@ -227,7 +227,7 @@ def _flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield key, item
 
 
-def _set(flat: Flat, key: str, value: Any, place: str) -> None:
+def _set(flat: FlatKeys, key: str, value: Any, place: str) -> None:
     if key not in KEYS:
         sections = {name.rpartition(".")[0] for name in KEYS} - {""}
         if value is None and key in sections:
@@ -252,7 +252,7 @@ def _suggestion(key: str) -> str:
     return f"did you mean `{near}`?" if near else "docs/launcher.md lists all keys"
 
 
-def _follow(flat: Flat, key: str, path: tuple[str, ...]) -> Any:
+def _follow(flat: FlatKeys, key: str, path: tuple[str, ...]) -> Any:
     """The value with `${other.key}` replaced. A value that is a single reference keeps the type of its target."""
     value = flat.get(key)
     if not isinstance(value, str) or "${" not in value:

@@ -20,7 +20,7 @@ from shoal.config.schema import RunConfig
 from shoal.core.errors import ConfigError
 from shoal.core.section import NAME_PATTERN
 from shoal.launcher.keys import KEYS
-from shoal.launcher.read import AllocationError, Flat, parse_allocation
+from shoal.launcher.read import AllocationError, FlatKeys, parse_allocation
 from shoal.surfaces.names import replace_keys
 
 OUTPUTS = "outputs"
@@ -42,7 +42,7 @@ class Translated:
     came_from: dict[str, str] = field(default_factory=dict)  # schema key → the launcher's key that set it
 
     def wording(self, message: str) -> str:
-        return in_launcher_words(message, self.came_from)
+        return with_launcher_keys(message, self.came_from)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class LauncherTask:
 class _KeyTranslation:
     """Collects schema values, each with its launcher key and place."""
 
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: FlatKeys) -> None:
         self.flat = flat
         self.data: dict[str, Any] = {}
         self.origins = Origins(default=COMMAND_LINE)
@@ -73,7 +73,7 @@ class _KeyTranslation:
         self.came_from[schema_key] = key
 
 
-def translate(flat: Flat, task: LauncherTask) -> Translated:
+def translate(flat: FlatKeys, task: LauncherTask) -> Translated:
     draft = _KeyTranslation(flat)
     for key, row in KEYS.items():
         value = flat.get(key)
@@ -92,18 +92,18 @@ def translate(flat: Flat, task: LauncherTask) -> Translated:
         config = RunConfig.model_validate(draft.data)
     except ValidationError as error:
         message = render(problems_from(error, RunConfig, draft.data), draft.origins)
-        raise ConfigError(in_launcher_words(message, draft.came_from)) from None
+        raise ConfigError(with_launcher_keys(message, draft.came_from)) from None
     return Translated(ConfigDraft(config, draft.origins), draft.notices, environment, draft.came_from)
 
 
-def in_launcher_words(message: str, came_from: dict[str, str]) -> str:
+def with_launcher_keys(message: str, came_from: dict[str, str]) -> str:
     """`message` with the launcher's keys in place of schema keys."""
     words = {**{to: key for key, row in KEYS.items() for to in row.keys}, **came_from, **_ALSO}
     message = re.sub(r"; the default is [^;\n]*", "", message)  # of the schema, not of the launcher
     return replace_keys(message, words)
 
 
-def _converted(flat: Flat, key: str, value: Any) -> Any:
+def _converted(flat: FlatKeys, key: str, value: Any) -> Any:
     convert = KEYS[key].convert
     try:
         return convert(value) if convert is not None else value
@@ -192,7 +192,7 @@ def _data(draft: _KeyTranslation) -> None:
     draft.put("orch.batch_size", prompts * group, "train_dataset.batch_size")
 
 
-def _frequency(flat: Flat, section: str) -> dict[str, Any]:
+def _frequency(flat: FlatKeys, section: str) -> dict[str, Any]:
     return {key: flat.values[key] for unit in UNITS if (key := f"{section}.freq_{unit}") in flat.values}
 
 

@@ -89,7 +89,7 @@ class Decoder:
         self.lm_head: nn.Module = self.inner.get_output_embeddings()  # type: ignore[operator]
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self.logit_scale = _logit_scale(self.config)
-        self._fp8 = hybrid.switch_of(model)
+        self._fp8 = hybrid.scoring_switch(model)
         self.has_states = attach(self.body)
         if not isinstance(self.body, nn.Module) or not isinstance(self.lm_head, nn.Module):
             raise ModelError(f"{type(self.inner).__name__} is not a causal language model with an output head")

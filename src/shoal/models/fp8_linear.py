@@ -26,7 +26,7 @@ MULTIPLE = 16
 
 
 @dataclass
-class Switch:
+class ScoringSwitch:
     """Shared by all layers of a model, and copied with it. On inside `scoring`."""
 
     on: bool = False
@@ -38,7 +38,7 @@ def _layer_class() -> type[Any]:
     from torchao.float8.float8_linear import Float8Linear
 
     class HybridLinear(Float8Linear):  # type: ignore[misc,valid-type]
-        switch: Switch
+        switch: ScoringSwitch
 
         def forward(self, input: Tensor) -> Tensor:
             if not self.switch.on:
@@ -152,7 +152,7 @@ def convert(model: nn.Module) -> int:
     from torchao.float8.float8_linear import Float8Linear
 
     head = model.get_output_embeddings()  # type: ignore[operator]
-    switch, layers = Switch(), []
+    switch, layers = ScoringSwitch(), []
 
     def fits(module: nn.Module, name: str) -> bool:
         if type(module) is not nn.Linear or module is head:
@@ -173,17 +173,17 @@ def convert(model: nn.Module) -> int:
     return len(layers)
 
 
-def switch_of(model: nn.Module) -> Switch | None:
-    return next((m.switch for m in model.modules() if isinstance(getattr(m, "switch", None), Switch)), None)  # type: ignore[misc]
+def scoring_switch(model: nn.Module) -> ScoringSwitch | None:
+    return next((m.switch for m in model.modules() if isinstance(getattr(m, "switch", None), ScoringSwitch)), None)  # type: ignore[misc]
 
 
 def samples_plainly(module: nn.Module) -> bool:
     """Whether this is a plain linear layer outside of `scoring`."""
-    return type(module) is nn.Linear or isinstance(getattr(module, "switch", None), Switch)
+    return type(module) is nn.Linear or isinstance(getattr(module, "switch", None), ScoringSwitch)
 
 
 @contextmanager
-def scoring(switch: Switch | None) -> Iterator[None]:
+def scoring(switch: ScoringSwitch | None) -> Iterator[None]:
     """Compute in FP8 if the model has such layers. Include the backward, since checkpointing repeats the forward."""
     before = switch.on if switch is not None else False
     if switch is not None:

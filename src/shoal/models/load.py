@@ -83,7 +83,7 @@ def adopt_model(model: Any, precision: Precision) -> nn.Module:
     frozen = tuple(not parameter.requires_grad for parameter in model.parameters())
     rates = switch_off_dropout(model)
     freeze_other_parts(model)
-    _BEFORE[model] = _Found(model.config._attn_implementation or "eager", model.training, frozen, rates)
+    _BEFORE[model] = _StateBefore(model.config._attn_implementation or "eager", model.training, frozen, rates)
     return model.to(device=precision.device, dtype=precision.dtype).eval()  # type: ignore[arg-type]
 
 
@@ -127,7 +127,7 @@ def _is_noise_rate(module: nn.Module, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _StateBefore:
     """State of a model object when it was adopted."""
 
     attention: str
@@ -136,7 +136,7 @@ class _Found:
     rates: list[tuple[nn.Module, str, float]]  # dropout and jitter: module, attribute, rate
 
 
-_BEFORE: WeakKeyDictionary[Any, _Found] = WeakKeyDictionary()
+_BEFORE: WeakKeyDictionary[Any, _StateBefore] = WeakKeyDictionary()
 
 
 def check_architecture(folder: str) -> Any:

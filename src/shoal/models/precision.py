@@ -42,7 +42,7 @@ def choose(train: TrainConfig, index: int | None = None) -> Precision:
     dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
     where = torch.device(device)
     if device == "cuda" and index is not None:
-        _refuse_crowd(index)
+        _check_device_count(index)
         torch.cuda.set_device(index)
         where = torch.device("cuda", index)
     return Precision(where, dtype, notice, stored, recipe == "fp8-hybrid" and stored is None)
@@ -73,7 +73,7 @@ def limit_threads(parameters: int) -> None:
         torch.set_num_threads(1)
 
 
-def _refuse_crowd(index: int) -> None:
+def _check_device_count(index: int) -> None:
     import torch
 
     found = torch.cuda.device_count()

@@ -24,7 +24,7 @@ from shoal.runs import weight_files as manifests
 from shoal.runs.files import fault
 
 
-class Incoming(Protocol):
+class ReceivedVersion(Protocol):
     """A received and verified weight version."""
 
     @property
@@ -45,7 +45,7 @@ class Incoming(Protocol):
     def close(self) -> None: ...
 
 
-Reader = Callable[[Mapping[str, Any]], Incoming]
+Reader = Callable[[Mapping[str, Any]], ReceivedVersion]
 
 
 class FolderWeights:
@@ -79,7 +79,7 @@ class FolderWeights:
 
 
 @contextmanager
-def _whole_or_broken() -> Iterator[None]:
+def _raise_if_broken() -> Iterator[None]:
     """Turn a failure while tensors are being replaced into EngineError: the weights are then a mix of two versions."""
     try:
         yield
@@ -87,7 +87,7 @@ def _whole_or_broken() -> Iterator[None]:
         raise EngineError(f"weights were replaced only in part ({error}); restart the server") from error
 
 
-class OwnWeights:
+class WeightLoader:
     """`max_lora_rank`: None if adapters are not served. `readers`: by the manifest's transport."""
 
     def __init__(
@@ -114,7 +114,7 @@ class OwnWeights:
             incoming.close()
         return incoming.hash
 
-    def _replace_all(self, incoming: Incoming) -> None:
+    def _replace_all(self, incoming: ReceivedVersion) -> None:
         targets = {
             name.replace(".base_layer", ""): parameter
             for name, parameter in self._decoder.inner.named_parameters()
@@ -123,20 +123,20 @@ class OwnWeights:
         tied = set(self._decoder.inner.state_dict()) - set(dict(self._decoder.inner.named_parameters()))
         _check_names(set(targets), set(incoming.shapes) - tied, "model")
         _check_shapes({name: tuple(t.shape) for name, t in targets.items()}, incoming)
-        with _whole_or_broken():
+        with _raise_if_broken():
             for name, parameter in targets.items():
                 fault("weights:tensor")
                 parameter.copy_(incoming.tensor(name))
         self.clear_adapter()
 
-    def _replace_adapter(self, incoming: Incoming, config: Mapping[str, Any]) -> None:
+    def _replace_adapter(self, incoming: ReceivedVersion, config: Mapping[str, Any]) -> None:
         rank, scale = self._checked_scale(config)
         targets = self._adapter_targets()
         unknown = sorted(set(incoming.shapes) - set(targets))
         if unknown:
             raise ModelError(f"the adapter targets {unknown[0]}, which has no adapter on this server")
         _check_shapes({n: _cut(targets[n], n, rank).shape for n in incoming.shapes}, incoming)
-        with _whole_or_broken():
+        with _raise_if_broken():
             self.clear_adapter()
             for name in incoming.shapes:
                 fault("weights:tensor")
@@ -190,7 +190,7 @@ def _check_names(ours: set[str], theirs: set[str], what: str) -> None:
         raise ModelError(f"the weights do not match this server's {what}: {'; '.join(parts)}")
 
 
-def _check_shapes(expected: Mapping[str, tuple[int, ...]], incoming: Incoming) -> None:
+def _check_shapes(expected: Mapping[str, tuple[int, ...]], incoming: ReceivedVersion) -> None:
     for name, shape in expected.items():
         if tuple(incoming.shapes[name]) != tuple(shape):
             raise ModelError(f"{name} has shape {list(incoming.shapes[name])}, expected {list(shape)}")

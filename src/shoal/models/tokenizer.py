@@ -143,7 +143,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 @functools.cache
-def _tell_once(text: str) -> None:
+def _warn_once(text: str) -> None:
     logging.getLogger(__name__).warning(text)
 
 
@@ -158,7 +158,7 @@ def _from_hub(name: str) -> str:
     else:
         reached, problem = _ask_hub(name)
         if not reached and problem is not None and isinstance(fetched, str):
-            _tell_once(f"{name}: {problem[0]}; using the cached files")
+            _warn_once(f"{name}: {problem[0]}; using the cached files")
             return str(Path(fetched).parent)
     if problem is not None and not isinstance(fetched, str):
         raise ModelError(f"{name!r} is not a local folder, and {problem[0]}; {problem[1]}, or give a local folder")

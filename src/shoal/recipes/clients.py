@@ -190,10 +190,10 @@ class PolicyClient:
                 "logprobs, and a dictionary"
             )
         loss.backward()
-        self._carry_back(samples, rows, logprobs)
+        self._copy_logprobs(samples, rows, logprobs)
         return ForwardBackward(float(loss.detach()), dict(metrics))
 
-    def _carry_back(self, samples: Sequence[Sample], rows: Sequence[Row], logprobs: Sequence[Tensor]) -> None:
+    def _copy_logprobs(self, samples: Sequence[Sample], rows: Sequence[Row], logprobs: Sequence[Tensor]) -> None:
         slopes: dict[str, np.ndarray] = {}
         for sample, lp in zip(samples, logprobs, strict=True):
             slope = np.zeros(sample.tokens - 1) if lp.grad is None else lp.grad.double().cpu().numpy()
@@ -281,11 +281,11 @@ def _linear(inputs: Any, weights: Any) -> tuple[Any, dict[str, Any]]:
 
 def _own_step(params: AdamParams | None) -> Any:
     from shoal.trainer.optimizer import AdamSettings
-    from shoal.trainer.policy import OwnStep
+    from shoal.trainer.policy import OptimizerSettings
 
     if params is None:
         return None
     if not isinstance(params, AdamParams):
         raise ArgumentError(f"optim_step: adam_params: must be AdamParams(learning_rate=…), not {params!r:.80}")
     adam = AdamSettings(params.beta1, params.beta2, params.eps, params.weight_decay)
-    return OwnStep(params.learning_rate, params.max_grad_norm, adam)
+    return OptimizerSettings(params.learning_rate, params.max_grad_norm, adam)

@@ -33,7 +33,7 @@ def parse_number(text: str) -> Fraction | None:
     """Return the value of a text that is one number, with or without a unit, else None. A percent sign is a unit."""
     if len(text) > 4 * MAX_DIGITS:
         return None
-    text = _tidy(text).replace("%", " ").strip()
+    text = _normalise(text).replace("%", " ").strip()
     mixed = _MIXED.fullmatch(text)
     if mixed:
         sign, whole, over, under = mixed.groups()
@@ -80,7 +80,7 @@ def same_number(answer: str, gold: str) -> bool:
     return left == right / 100 if percents == (False, True) else False
 
 
-def _tidy(text: str) -> str:
+def _normalise(text: str) -> str:
     """Remove what does not change the value: currency, spacing, thousands separators, LaTeX commands."""
     text = _TEXT.sub(r" \1 ", text.replace("−", "-").replace("\\%", "%"))
     text = _LATEX_FRACTION.sub(lambda m: f" {m[1] or m[3]}/{m[2] or m[4]} ", text)

@@ -263,19 +263,19 @@ class RewardPool:
         self._send(pack(NO_JOB, PING))
         began = time.monotonic()
         # Not wait_for: while training blocks the loop, a reply may wait in the socket past the deadline.
-        await self._until_news(PING_LIMIT_S if self._proven else PREPARE_LIMIT_S)
+        await self._wait_for_result(PING_LIMIT_S if self._proven else PREPARE_LIMIT_S)
         if not self._news.is_set():
             self._receive()
         if not self._news.is_set():
             self._lost = "the reward server does not respond"
         elif self._lost is None:
             self._news.clear()
-            await self._until_news(PING_S)
+            await self._wait_for_result(PING_S)
             self._quiet_s += min(time.monotonic() - began, 2 * PING_S) if self._proven else 0.0
             if self._quiet_s > max(self._limits.timeout_s, self._limits.call_timeout_s) + 2 * START_LIMIT_S:
                 self._lost = "the reward server returns no results"
 
-    async def _until_news(self, limit_s: float) -> None:
+    async def _wait_for_result(self, limit_s: float) -> None:
         waiting = asyncio.ensure_future(self._news.wait())
         try:
             await wait_without_suspension({waiting}, limit_s)

@@ -120,7 +120,7 @@ class Server:
             events = self._selector.select(TICK_S if busy else 1.0)
             now = time.monotonic()
             if now - last > TICK_S + STALL_S and busy:
-                self._forgive(now - last)
+                self._extend_deadlines_by(now - last)
             last = now
             # Read results before checking timeouts: a result that has arrived is not late.
             for key, mask in events:
@@ -139,7 +139,7 @@ class Server:
             self._dispatch()
         self._end()
 
-    def _forgive(self, gap_s: float) -> None:
+    def _extend_deadlines_by(self, gap_s: float) -> None:
         """Extend deadlines by the time this process was suspended. Not without end: a reward can suspend it."""
         for worker in self._workers.values():
             if worker.busy and worker.forgiven < MAX_FORGIVEN:

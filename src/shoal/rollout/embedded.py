@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 import torch
 
 from shoal.core.errors import EngineError, RequestError, StorageError
-from shoal.core.protocols import Heard
+from shoal.core.protocols import TokenListener
 from shoal.core.types import Completion, Request, ScoredTokens, ScoreRequest
 from shoal.engine.engine import EmbeddedEngine
 from shoal.engine.scoring import score, take_batch
-from shoal.models.served_weights import OwnWeights
+from shoal.models.served_weights import WeightLoader
 from shoal.runs import weight_files as manifests
 from shoal.runs.files import fault
 
@@ -55,15 +55,15 @@ class _Call:
     request: Request
     name: str  # request id of the caller
     answer: asyncio.Future[Completion]
-    heard: Heard | None = None
-    reported: int = 0  # tokens passed to `heard` so far; used by the device thread
+    on_tokens: TokenListener | None = None
+    reported: int = 0  # tokens passed to `on_tokens` so far; used by the device thread
 
 
 class EmbeddedRolloutEngine:
     streams = True  # it is a protocols.StreamingEngine
 
     def __init__(
-        self, engine: EmbeddedEngine, device: Executor, noise_seed: int = 0, weights: OwnWeights | None = None
+        self, engine: EmbeddedEngine, device: Executor, noise_seed: int = 0, weights: WeightLoader | None = None
     ) -> None:
         self._engine = engine
         self._device = device
@@ -114,8 +114,8 @@ class EmbeddedRolloutEngine:
     async def describe(self) -> dict[str, Any]:
         return {}
 
-    async def generate(self, request: Request, heard: Heard | None = None) -> Completion:
-        """`heard` is called with new tokens on the event loop's thread. Cancelling the call frees its slot."""
+    async def generate(self, request: Request, on_tokens: TokenListener | None = None) -> Completion:
+        """`on_tokens` is called with new tokens on the event loop's thread. Cancelling the call frees its slot."""
         if self._failure is not None:
             raise EngineError(f"the embedded engine failed earlier: {self._failure}")
         self._engine.check(request)
@@ -123,11 +123,11 @@ class EmbeddedRolloutEngine:
             raise EngineError(f"request {request.request_id} is already running")
         name = f"{request.request_id}#{next(self._numbers)}"
         call = _Call(
-            replace(request, request_id=name), request.request_id, asyncio.get_running_loop().create_future(), heard
+            replace(request, request_id=name), request.request_id, asyncio.get_running_loop().create_future(), on_tokens
         )
         self._calls[name] = call
         self._names.add(call.name)
-        if heard is not None:
+        if on_tokens is not None:
             self._listening[name] = call
         self._send(call.request)
         try:
@@ -246,10 +246,10 @@ class EmbeddedRolloutEngine:
         for sequence in list(self._engine.scheduler.running.values()):
             call = self._listening.get(sequence.request.request_id)
             count = len(sequence.token_ids)
-            if call is not None and call.heard is not None and count > call.reported:
+            if call is not None and call.on_tokens is not None and count > call.reported:
                 tokens, values = sequence.token_ids[call.reported : count], sequence.logprobs[call.reported : count]
                 call.reported = count
-                loop.call_soon_threadsafe(call.heard, tokens, values)
+                loop.call_soon_threadsafe(call.on_tokens, tokens, values)
 
     async def load(self, version: int, manifest: Mapping[str, Any] | None = None) -> str:
         """Serve the trainer's current weights as `version`, or, in a server, the weights of the manifest.
@@ -281,7 +281,7 @@ class EmbeddedRolloutEngine:
         view.refresh(version, sigma, seed)
         return self._served[1] if self._served is not None else self._hash()
 
-    def _replace(self, weights: OwnWeights, manifest: Mapping[str, Any]) -> str:
+    def _replace(self, weights: WeightLoader, manifest: Mapping[str, Any]) -> str:
         try:
             return weights.replace(manifest)
         except EngineError as error:

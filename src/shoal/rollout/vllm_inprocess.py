@@ -24,7 +24,7 @@ from shoal.core.errors import ConfigError, EngineError, ShoalError
 from shoal.core.types import Completion, Request
 from shoal.rollout.embedded import PAUSE_S, pause_between_turns
 from shoal.rollout.remote.norm_noise import is_noisy_norm, normal
-from shoal.rollout.remote.server_info import PROBE_TOKENS, ParsedAnswer, Probes, Reading
+from shoal.rollout.remote.server_info import PROBE_TOKENS, CompletionReader, ParsedAnswer, Probes
 from shoal.rollout.remote.vllm import sampling_parameters
 from shoal.runs.weight_files import verify
 
@@ -47,7 +47,9 @@ class DrawLoop:
     """The requests in vLLM, on the device thread; only the inbox is shared. `engine` is an LLMEngine, `parameters`
     creates its SamplingParams, and `wake` is called before each request."""
 
-    def __init__(self, engine: Any, parameters: Callable[..., Any], reading: Reading, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: Any, parameters: Callable[..., Any], reading: CompletionReader, wake: Callable[[], None]
+    ) -> None:
         self._engine = engine
         self._parameters = parameters
         self._reading = reading
@@ -117,7 +119,7 @@ Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 @dataclass(frozen=True)
 class InProcessSettings:
-    reading: Reading
+    reading: CompletionReader
     context_tokens: int
     noise_seed: int = 0
     sleeps: bool = False

@@ -119,7 +119,7 @@ class CheckpointStore:
         self._known_good.add(step)
         return manifest
 
-    def set_aside_after(self, step: int) -> None:
+    def reject_after(self, step: int) -> None:
         """Rename checkpoints later than `step` to rejected-*: their history was cut, so a resume must not use them."""
         with storage(f"rename checkpoints after step {step}"):
             for later in self.steps():

@@ -164,9 +164,9 @@ class LineWriter:
     def _open(self) -> None:
         with storage(f"open {self.path}"):
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            self._cut_torn_end()
+            self._drop_partial_line()
 
-    def _cut_torn_end(self) -> None:
+    def _drop_partial_line(self) -> None:
         size = os.fstat(self._descriptor).st_size
         end = size
         while end > 0:

@@ -271,7 +271,7 @@ class RunDir:
         }
         for path in (*later["train"], *later["eval"]):
             remove_quietly(path)
-        self.checkpoints.set_aside_after(step)
+        self.checkpoints.reject_after(step)
         return {**cut, "rollouts": len(later["train"])}
 
     def restore_history(self, checkpoint: Checkpoint) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from prometheus_client import Counter, disable_created_metrics
 
-from shoal.core.protocols import Heard, RolloutEngine, ScoringEngine, StreamingEngine
+from shoal.core.protocols import RolloutEngine, ScoringEngine, StreamingEngine, TokenListener
 from shoal.core.types import Completion, Message, Request, SamplingParams, ScoreRequest
 from shoal.models.chat import LONGEST_TOKEN_CHARS
 from shoal.server.request_schema import (
@@ -75,7 +75,7 @@ class CompletionRequest:
         return bool(self.top or (self.echo and self.logprobs))
 
     @property
-    def most_scores(self) -> int:
+    def max_scores(self) -> int:
         """The most log-probs that the answer can have."""
         rooms = (
             len(ids) * (self.echo is not None) + min(self.sampling.max_tokens, self.context_tokens - len(ids))
@@ -84,7 +84,7 @@ class CompletionRequest:
         return sum(rooms) * (len(self.seeds) // len(self.prompts)) * (1 + self.top)
 
     @property
-    def in_one_piece(self) -> bool:
+    def needs_whole_completion(self) -> bool:
         """Whether a stream cannot send parts of a completion."""
         return bool(self.tools or self.session is not None or self.scores or self.echo)
 
@@ -178,9 +178,9 @@ class Completions:
         if not request.scores:
             return request
         if isinstance(self.served.engine, ScoringEngine):
-            if request.most_scores > MAX_SCORES:
+            if request.max_scores > MAX_SCORES:
                 raise BadRequest(
-                    f"the answer may have {request.most_scores} log-probs, at most {MAX_SCORES} are supported; lower "
+                    f"the answer may have {request.max_scores} log-probs, at most {MAX_SCORES} are supported; lower "
                     "logprobs (top_logprobs), max_tokens or the number of prompts"
                 )
             return request
@@ -216,7 +216,9 @@ class Completions:
             reply["prompt_token_ids"] = request.prompts[0] if len(request.prompts) == 1 else request.prompts
         return reply
 
-    async def generate(self, request: CompletionRequest, number: int, on_tokens: Heard | None = None) -> Completion:
+    async def generate(
+        self, request: CompletionRequest, number: int, on_tokens: TokenListener | None = None
+    ) -> Completion:
         """The completion of one choice."""
         prompt = request.prompt(number)
         limit = min(request.sampling.max_tokens, request.context_tokens - len(prompt))

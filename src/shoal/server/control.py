@@ -86,7 +86,7 @@ Folder = Annotated[str, Meta(min_length=1, max_length=MAX_PATH_CHARACTERS)]
 Dtype = Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "uint8"]
 
 
-class Outside(BadRequest):
+class OutsideRunFolder(BadRequest):
     status, code = 403, "outside"
 
 
@@ -148,7 +148,7 @@ def find_folder(path: str | Path, folders: Sequence[Path], key: str) -> Path:
     roots = [folder.resolve() for folder in folders]
     if not any(found.is_relative_to(root) for root in roots):
         where = " or ".join(str(root) for root in roots) or "no folder"
-        raise Outside(
+        raise OutsideRunFolder(
             f"{key}: {str(path)[:200]!r} is not in {where}, the folder this server may read; move it there, or start "
             "the server with another infer.output_dir",
             key,

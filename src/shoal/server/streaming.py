@@ -138,7 +138,7 @@ async def _generate_all(completions: Completions, request: CompletionRequest, ev
 async def _choice(
     completions: Completions, request: CompletionRequest, number: int, events: asyncio.Queue[Any]
 ) -> Completion:
-    if request.in_one_piece or not completions.streams:
+    if request.needs_whole_completion or not completions.streams:
         completion = await completions.generate(request, number)
         for piece in _whole(await completions.choice(request, number, completion)):
             events.put_nowait({"choices": [piece]})

@@ -279,7 +279,7 @@ class CustomAdvantages:
         return [[self._number(value) for value in group] for group in returned]
 
     def _call(self, rewards: list[list[float]], rollouts: list[list[Rollout]] | None) -> Any:
-        if not _takes_two(self.function):
+        if not _takes_two_arguments(self.function):
             return self.function(rewards)
         if rollouts is None:
             raise UserCodeError(f"advantage {self.name} needs rollouts, and here are only rewards")
@@ -325,7 +325,7 @@ class CustomAdvantages:
         return number
 
 
-def _takes_two(function: Callable[..., Any]) -> bool:
+def _takes_two_arguments(function: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin

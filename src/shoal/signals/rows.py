@@ -17,7 +17,7 @@ from shoal.core.terms import EntropyBonus
 from shoal.core.types import Row
 
 
-class KeepsState(Protocol):
+class HasSignalState(Protocol):
     """The policy: what it has in `signal_state` is part of every checkpoint."""
 
     signal_state: dict[str, float]
@@ -28,7 +28,7 @@ class KeepsState(Protocol):
 class EntropyCoefficient:
     """The weight of the entropy bonus, fixed or adapted to a target after every step (Skywork-OR1, TRL)."""
 
-    def __init__(self, bonus: EntropyBonus, policy: KeepsState) -> None:
+    def __init__(self, bonus: EntropyBonus, policy: HasSignalState) -> None:
         self._bonus = bonus
         self._state = policy
 
@@ -64,7 +64,7 @@ class EntropyCoefficient:
 class TopEntropy:
     """Keeps the policy loss of the tokens with the highest entropy, chosen over each optimizer step (all ranks)."""
 
-    def __init__(self, fraction: float, policy: KeepsState, ranks: Ranks) -> None:
+    def __init__(self, fraction: float, policy: HasSignalState, ranks: Ranks) -> None:
         self._fraction = fraction
         self._policy = policy
         self._ranks = ranks
@@ -98,7 +98,7 @@ def trained_by_policy(row: Row) -> np.ndarray:
     return row.loss_mask if kind is None else row.loss_mask & (kind == 0)
 
 
-def make_row_signals(loss: Any, policy: KeepsState, ranks: Ranks) -> list[Any]:
+def make_row_signals(loss: Any, policy: HasSignalState, ranks: Ranks) -> list[Any]:
     """The signals that `train.loss.entropy` asks for."""
     bonus: EntropyBonus = loss.entropy
     signals: list[Any] = [EntropyCoefficient(bonus, policy)] if bonus.on else []

@@ -264,7 +264,7 @@ def _paths(folder: Path, number: int) -> tuple[Path, Path]:
 
 def pack_groups(groups: Sequence[RolloutGroup]) -> bytes:
     """Groups without texts: training needs ids, log-probs and rewards, which are packed bit-exactly."""
-    return msgspec.msgpack.encode([_lean(group) for group in groups])
+    return msgspec.msgpack.encode([_without_texts(group) for group in groups])
 
 
 def unpack_groups(data: bytes) -> list[RolloutGroup]:
@@ -274,17 +274,19 @@ def unpack_groups(data: bytes) -> list[RolloutGroup]:
         raise EngineError(f"the rollouts of a step cannot be read: {error}") from error
 
 
-def _lean(group: RolloutGroup) -> RolloutGroup:
+def _without_texts(group: RolloutGroup) -> RolloutGroup:
     prompt = replace(group.prompt, messages=[])
-    return replace(group, prompt=prompt, rollouts=[_lean_rollout(rollout) for rollout in group.rollouts])
+    return replace(group, prompt=prompt, rollouts=[_rollout_without_texts(rollout) for rollout in group.rollouts])
 
 
-def _lean_rollout(rollout: Rollout) -> Rollout:
+def _rollout_without_texts(rollout: Rollout) -> Rollout:
     prompt = replace(rollout.prompt, messages=[])
-    return replace(rollout, prompt=prompt, messages=[], error=None, turns=[_lean_turn(t) for t in rollout.turns])
+    return replace(
+        rollout, prompt=prompt, messages=[], error=None, turns=[_turn_without_texts(t) for t in rollout.turns]
+    )
 
 
-def _lean_turn(turn: Turn) -> Turn:
+def _turn_without_texts(turn: Turn) -> Turn:
     return replace(turn, completion=replace(turn.completion, text=""))
 
 

@@ -44,7 +44,7 @@ def orchestrate(
     section: OrchConfig, origins: Origins, *, resume: bool = False, next_command: str | None = None
 ) -> None:
     """`shoal grpo-orch`: the loop. It owns the run directory, and when it ends, the other processes end too."""
-    with _console() as console, _taking_part("orch", section, console, ends_all=True) as rendezvous:
+    with _console() as console, _joined_rendezvous("orch", section, console, ends_all=True) as rendezvous:
         asyncio.run(rendezvous.meet())
         config = _agreed(rendezvous, origins)
         notices = tuple(check_split(config).notice_lines())
@@ -72,7 +72,7 @@ def serve_training(section: TrainConfig, origins: Origins, command: Sequence[str
             with contextlib.suppress(RunEndedByPeer):
                 asyncio.run(_follow(given, ranks))
             return
-        with _console() as console, _taking_part("train", section, console) as rendezvous:
+        with _console() as console, _joined_rendezvous("train", section, console) as rendezvous:
             asyncio.run(_answer_calls(rendezvous, origins, TrainerRanks(given, ranks), console))
     finally:
         ranks.close()
@@ -85,13 +85,13 @@ def serve_inference(section: InferConfig, origins: Origins, tell: Callable[[str]
 
     bind(section.host, section.port).close()  # fail on a used port before joining the others
     ended_by = None
-    with _console() as console, _taking_part("infer", section, console) as rendezvous:
-        if rendezvous.others_expected():
+    with _console() as console, _joined_rendezvous("infer", section, console) as rendezvous:
+        if rendezvous.expects_peers():
             # If the others are running already, contradictions are reported before a model loads.
             with contextlib.suppress(TimeoutError):
                 asyncio.run(asyncio.wait_for(rendezvous.meet(patient=True), EARLY_S))
                 check_tied(rendezvous.agree(origins))
-        accompany = partial(_accompany, rendezvous, origins)
+        accompany = partial(_watch_orchestrator, rendezvous, origins)
         if section.engine != "embedded":
             company = RunMembership(
                 accompany,
@@ -109,7 +109,7 @@ def serve_inference(section: InferConfig, origins: Origins, tell: Callable[[str]
         end_by(ended_by)  # so that a supervisor can tell a signal from the end of the run
 
 
-async def _accompany(rendezvous: Rendezvous, origins: Origins) -> None:
+async def _watch_orchestrator(rendezvous: Rendezvous, origins: Origins) -> None:
     """Watches the orchestrator while the server runs: raises if it is gone for longer than the deadline."""
     met: str | None = None
     while True:
@@ -188,7 +188,7 @@ def _agreed(rendezvous: Rendezvous, origins: Origins) -> RunConfig:
 
 
 @contextlib.contextmanager
-def _taking_part(
+def _joined_rendezvous(
     component: str, section: InferConfig | OrchConfig | TrainConfig, console: BaseConsole, *, ends_all: bool = False
 ) -> Iterator[Rendezvous]:
     """Join the rendezvous while the block runs.

@@ -1,4 +1,4 @@
-"""Presence of the split layout's processes: one file per component in handshake/, with its section and a heartbeat.
+"""Heartbeat files of the split layout: one per component in handshake/, with its section and a heartbeat.
 
 A component is alive while its beat changes; clocks of machines are never compared. handshake/end.json ends the run.
 """
@@ -38,7 +38,7 @@ class RunEnd:
     incarnations: tuple[str, ...] = ()
 
 
-class Presence:
+class HeartbeatFile:
     """The file of this process. A lock prevents a second process of the same component."""
 
     def __init__(self, output_dir: Path | str, component: str, section: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ class Presence:
         self._beat = 0
         self._stop = threading.Event()
         self._write()
-        self._thread = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._beat_until_closed, name="heartbeat", daemon=True)
         self._thread.start()
 
     def tell(self, **facts: Any) -> None:
@@ -77,7 +77,7 @@ class Presence:
             content = json.dumps({**self._about, "beat": self._beat}).encode()
             _write_even_if_full(self._path, content)
 
-    def _keep_beating(self) -> None:
+    def _beat_until_closed(self) -> None:
         while not self._stop.wait(BEAT_S):
             with suppress(StorageError):  # a full disk is reported by the process that writes run data
                 self._write()
@@ -158,7 +158,7 @@ class Peers:
         return [name for name in COMPONENTS if name != self.own and not self.is_alive(name)]
 
 
-def tell_end(folder: Path, end: RunEnd) -> None:
+def write_run_end(folder: Path, end: RunEnd) -> None:
     """End the run for the named incarnations. Later incarnations start another run."""
     about = {"reason": end.reason, "code": end.code, "told_by": end.told_by, "for": list(end.incarnations)}
     with suppress(StorageError):  # the others have their own deadlines

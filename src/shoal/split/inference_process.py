@@ -37,7 +37,7 @@ from shoal.watch.machine import has_gpu
 if TYPE_CHECKING:
     from shoal.build.memory_plan import MemoryPlan
     from shoal.engine.engine import EmbeddedEngine
-    from shoal.models.served_weights import OwnWeights, Reader
+    from shoal.models.served_weights import Reader, WeightLoader
     from shoal.rollout.embedded import EmbeddedRolloutEngine
 
 
@@ -167,12 +167,12 @@ def make_inference(infer: InferConfig, readers: Mapping[str, Reader] | None = No
 
 def _engine(
     infer: InferConfig, model: LoadedModel, readers: Mapping[str, Reader] | None
-) -> tuple[EmbeddedEngine, OwnWeights, MemoryPlan]:
+) -> tuple[EmbeddedEngine, WeightLoader, MemoryPlan]:
     from shoal.build.memory_plan import MemoryRequest
     from shoal.build.memory_probe import sampling_plan
     from shoal.engine.engine import EmbeddedEngine, EngineSettings
     from shoal.models.sampler_view import SamplerView
-    from shoal.models.served_weights import OwnWeights
+    from shoal.models.served_weights import WeightLoader
 
     model.decoder.model.requires_grad_(False)
     context = infer.max_model_len or min(DEFAULT_CONTEXT_TOKENS, model.decoder.max_positions or DEFAULT_CONTEXT_TOKENS)
@@ -192,7 +192,7 @@ def _engine(
     settings = EngineSettings(plan.slots, context, prefill, model.eos_token_ids)
     rank = (infer.max_lora_rank or DEFAULT_LORA_RANK) if infer.enable_lora else None
     engine = EmbeddedEngine(SamplerView(model.decoder), model.layers, settings, model.chat.text)
-    return engine, OwnWeights(model.decoder, rank, readers), plan
+    return engine, WeightLoader(model.decoder, rank, readers), plan
 
 
 def _facts(infer: InferConfig, model: LoadedModel, engine: EmbeddedEngine) -> dict[str, Any]:

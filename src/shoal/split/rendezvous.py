@@ -32,7 +32,7 @@ from shoal.core.errors import (
     StorageError,
 )
 from shoal.rollout.remote.client import Tell, WaitReporter
-from shoal.split.heartbeat import COMPONENTS, Peers, Presence, RunEnd, read_end, tell_end
+from shoal.split.heartbeat import COMPONENTS, HeartbeatFile, Peers, RunEnd, read_end, write_run_end
 
 LOOK_S = 0.1
 ENDED_BY = "ended the run: "
@@ -46,7 +46,7 @@ class Rendezvous:
     """This process and what it sees of the other two. `tell` receives reports of waits."""
 
     def __init__(self, component: str, section: InferConfig | OrchConfig | TrainConfig, tell: Tell) -> None:
-        self.presence = Presence(section.output_dir, component, section_data(section))
+        self.presence = HeartbeatFile(section.output_dir, component, section_data(section))
         self.deadline_s = section.deadline_s
         self._section = section
         self.peers = Peers(self.presence.folder, component)
@@ -69,7 +69,7 @@ class Rendezvous:
         if end is not None:
             raise_end(end)
 
-    def others_expected(self) -> bool:
+    def expects_peers(self) -> bool:
         """Whether files of the others exist, alive or not."""
         self.look()
         return bool(self.peers.incarnations())
@@ -148,7 +148,7 @@ class Rendezvous:
     def end_all(self, reason: str, code: int) -> None:
         """End the run for all processes that take part in it."""
         self.peers.look()
-        tell_end(self.presence.folder, RunEnd(reason, code, self.name, self.peers.incarnations()))
+        write_run_end(self.presence.folder, RunEnd(reason, code, self.name, self.peers.incarnations()))
 
     def close(self, error: BaseException | None = None) -> None:
         """After a configuration conflict the file stays, so that the others find the conflict too."""

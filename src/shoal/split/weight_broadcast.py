@@ -154,7 +154,7 @@ class BroadcastWeightChannel:
 
 
 class BroadcastWeights:
-    """A fetched version: the `Incoming` weights of models/served_weights for manifests with transport broadcast.
+    """A fetched version: the `ReceivedVersion` weights of models/served_weights for manifests with transport broadcast.
 
     `token_file` contains the token of the run, written by the trainer.
     """

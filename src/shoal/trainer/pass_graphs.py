@@ -151,7 +151,7 @@ class Span(AbstractContextManager[None]):
 
 
 @dataclass
-class _Size:
+class _BucketState:
     """State of one bucket: timings of the first eager passes and of the first replays."""
 
     plain: list[Span] = field(default_factory=list)
@@ -173,7 +173,7 @@ class PassGraphs:
         self.fits: Callable[[int, int, int], bool] = lambda tokens, keys, pool_bytes: True
         self._device = device
         self._span = span
-        self._sizes: dict[_Key, _Size] = {}
+        self._sizes: dict[_Key, _BucketState] = {}
         self._graphs: GraphCache[_Key, PassOutput] = GraphCache(device, MAX_GRAPHS)
         self._passes = self._begun = 0  # passes so far, and when the pool was started
 
@@ -188,7 +188,7 @@ class PassGraphs:
             return plainly()
         extent = GraphBucket.covering(laid)
         key = (kind, extent, frozenset(laid.arrays))
-        size = self._sizes.setdefault(key, _Size())
+        size = self._sizes.setdefault(key, _BucketState())
         self._passes += 1
         graph = self._graph_of(key, size, laid, work)
         if graph is None:
@@ -208,7 +208,7 @@ class PassGraphs:
         if span is not None:
             spans.append(span)
 
-    def _graph_of(self, key: _Key, size: _Size, laid: HostBatch, work: Work) -> CapturedGraph[PassOutput] | None:
+    def _graph_of(self, key: _Key, size: _BucketState, laid: HostBatch, work: Work) -> CapturedGraph[PassOutput] | None:
         """The graph of this bucket; None if it is not captured yet, cannot be captured, or is slower than eager."""
         if len(size.plain) < TIMED or size.refused:
             return None
@@ -243,7 +243,7 @@ class PassGraphs:
         self._graphs.reset()
         self._begun = self._passes
 
-    def _give_up(self, size: _Size, extent: GraphBucket, error: RuntimeError) -> None:
+    def _give_up(self, size: _BucketState, extent: GraphBucket, error: RuntimeError) -> None:
         """Out of memory: give up this bucket. Other errors: the model cannot be captured, so give up all buckets."""
         size.refused = True
         what = f"no CUDA graph for training passes of {extent.tokens} tokens"

@@ -37,7 +37,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class OwnStep:
+class OptimizerSettings:
     """Settings of one optimizer step. `adam` None: betas, epsilon and weight decay are not changed."""
 
     rate: float
@@ -186,12 +186,12 @@ class TrainedPolicy:
             parameter.grad = None
         self.optimizer.zero_grad()
 
-    def optim_step(self, own: OwnStep | None = None) -> dict[str, float]:
+    def optim_step(self, own: OptimizerSettings | None = None) -> dict[str, float]:
         """Step. If the gradient is not finite, nothing is updated and `optim/skipped` is 1.
 
         `own` replaces the schedule, for custom loops.
         """
-        own = own or OwnStep(self.schedule(self.optimizer_steps + 1), self.max_grad_norm)
+        own = own or OptimizerSettings(self.schedule(self.optimizer_steps + 1), self.max_grad_norm)
         rate = own.rate
         if self._sum_gradients is not None:
             self._sum_gradients(self.optimizer.masters)

@@ -187,7 +187,7 @@ class BaseConsole:
         outer = self._waiting, self._since, self._bar
         self.waiting(description)
         self._bar = bar
-        started, before_training = time.monotonic(), self._pace.unmeasured
+        started, before_training = time.monotonic(), self._pace.has_no_steps
         try:
             yield
             if outer[2] is None and before_training:
@@ -302,7 +302,7 @@ class Pace:
         self._seconds: float | None = None
 
     @property
-    def unmeasured(self) -> bool:
+    def has_no_steps(self) -> bool:
         return self._seconds is None
 
     def start(self, done: int) -> None:

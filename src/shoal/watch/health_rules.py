@@ -68,16 +68,16 @@ def _above(metric: str, limit: float, words: str) -> Judge:
     return judge
 
 
-def _unless_noisy(judge: Judge) -> Judge:
+def _skip_with_noise(judge: Judge) -> Judge:
     """No finding while QeRL noise is on the sampler: then its log-probs differ from the trainer's on purpose."""
 
-    def judge_without_noise(row: Row, history: History) -> RuleMatch | None:
+    def judged_without_noise(row: Row, history: History) -> RuleMatch | None:
         return judge(row, history) if row.get("noise/sigma", 0.0) <= 0 else None
 
-    return judge_without_noise
+    return judged_without_noise
 
 
-def _unless_taught(judge: Judge) -> Judge:
+def _skip_with_teacher(judge: Judge) -> Judge:
     """No finding with a teacher: it gives a signal to groups whose rewards are equal, too."""
     return lambda row, history: judge(row, history) if "teacher/kl" not in row else None
 
@@ -134,7 +134,7 @@ def _reward_errors(row: Row, _: History) -> RuleMatch | None:
     return RuleMatch(f"rewards fail: {failed:.0%} of the rollouts had an error and {late:.0%} a timeout", failed + late)
 
 
-def _too_few_mixed(row: Row, _: History) -> RuleMatch | None:
+def _few_useful_groups(row: Row, _: History) -> RuleMatch | None:
     mixed = row["group/mixed_frac"]
     if mixed >= 0.2:
         return None
@@ -209,13 +209,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "mixed",
         "group/mixed_frac",
-        _unless_taught(_too_few_mixed),
+        _skip_with_teacher(_few_useful_groups),
         f"too hard: {glossary.EASIER_PROMPTS}; too easy: {glossary.HARDER_PROMPTS}",
     ),
     Rule(
         "mismatch",
         "mismatch/k3",
-        _unless_noisy(
+        _skip_with_noise(
             _above(
                 "mismatch/k3",
                 0.01,
@@ -242,7 +242,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "reward-errors", "reward/error_frac", _reward_errors, f"{glossary.FIX_REWARD}; or raise orch.reward.timeout_s"
     ),
-    Rule("reward-flat", "reward/std", _unless_taught(_reward_flat), glossary.EASIER_PROMPTS),
+    Rule("reward-flat", "reward/std", _skip_with_teacher(_reward_flat), glossary.EASIER_PROMPTS),
     Rule(
         "wasted-tokens",
         "tokens/used_frac",
@@ -263,7 +263,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ratio",
         "mismatch/ratio_max",
-        _unless_noisy(
+        _skip_with_noise(
             _above(
                 "mismatch/ratio_max",
                 100.0,

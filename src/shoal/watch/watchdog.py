@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.core.deadlines import awake_within
+from shoal.core.deadlines import wait_while_awake
 from shoal.core.errors import DeadlineError
 from shoal.runs.events import EventLog
 
@@ -106,7 +106,7 @@ class Watchdog:
         self._loop = asyncio.get_running_loop()
         with self.wait(waiter, awaited):
             try:
-                return await awake_within(awaitable, deadline_s)
+                return await wait_while_awake(awaitable, deadline_s)
             except TimeoutError as error:
                 raise DeadlineError(f"timeout: {waiter} waited {deadline_s:g} s for {awaited}") from error
 

@@ -107,7 +107,7 @@ def test_returned_groups_free_their_places():
     admission = Admission(batch=8, group=4)
     dispatch_all(admission, 0)
     settle_all(admission)
-    admission.unaccept(1)
+    admission.release_accepted(1)
     assert dispatch_all(admission, 0) == 1
     settle_all(admission)
     assert not admission.allows(0)

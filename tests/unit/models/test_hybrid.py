@@ -35,7 +35,7 @@ class Holder(nn.Module):
 
 
 def scored(model: nn.Module) -> Any:
-    return hybrid.scoring(hybrid.switch_of(model))
+    return hybrid.scoring(hybrid.scoring_switch(model))
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
@@ -139,9 +139,9 @@ def test_weights_are_unchanged_and_snapshots_have_their_own_switch() -> None:
     assert decoder.dtype == torch.bfloat16 and decoder.weight_bytes == held_bytes(without_fp8(decoder).model)
     assert decoder.model.state_dict().keys() == small_model("qwen2").state_dict().keys()
     view = SamplerView(decoder, "snapshot")
-    assert hybrid.switch_of(view.decoder.model) is not hybrid.switch_of(decoder.model)
+    assert hybrid.scoring_switch(view.decoder.model) is not hybrid.scoring_switch(decoder.model)
     with decoder.scoring():
-        assert not hybrid.switch_of(view.decoder.model).on  # type: ignore[union-attr]
+        assert not hybrid.scoring_switch(view.decoder.model).on  # type: ignore[union-attr]
 
 
 def test_scores_do_not_depend_on_the_batch() -> None:

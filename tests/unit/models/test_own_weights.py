@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from shoal.core.errors import EngineError, ModelError, StorageError
 from shoal.models.decoder import Decoder
 from shoal.models.lora import LoraSettings, attach
-from shoal.models.served_weights import FolderWeights, OwnWeights
+from shoal.models.served_weights import FolderWeights, WeightLoader
 from shoal.runs.weight_files import describe, verify, version_hash
 from support.engines import greedy
 from support.models import as_decoder, lora_decoder, random_prompts, small_model
@@ -22,11 +22,11 @@ from support.servers import save
 PROMPTS = random_prompts(1, 9, 14)
 
 
-def lora_server(rank: int) -> tuple[Decoder, OwnWeights]:
+def lora_server(rank: int) -> tuple[Decoder, WeightLoader]:
     """A server's model: room for adapters, none there yet."""
     base = as_decoder(small_model("qwen3", seed=3))
     decoder = Decoder(attach(base.model, LoraSettings(rank=rank)))
-    return decoder, OwnWeights(decoder, rank)
+    return decoder, WeightLoader(decoder, rank)
 
 
 def numbers(decoder: Decoder) -> list[torch.Tensor]:
@@ -42,7 +42,7 @@ def test_full_version_replaces_every_tensor_in_place(name: str, tmp_path: Path):
     theirs, decoder = small_model(name, seed=1), as_decoder(small_model(name, seed=2))
     places = [parameter.data_ptr() for parameter in decoder.model.parameters()]
     manifest = describe(save(theirs, tmp_path / "v"), 5, "full")
-    assert OwnWeights(decoder).replace(manifest) == version_hash(manifest)
+    assert WeightLoader(decoder).replace(manifest) == version_hash(manifest)
     assert [parameter.data_ptr() for parameter in decoder.model.parameters()] == places
     assert unchanged(decoder, [p.detach() for p in theirs.parameters()])
 
@@ -51,7 +51,7 @@ def test_version_in_several_files(tmp_path: Path):
     theirs, decoder = small_model("qwen3", seed=1), as_decoder(small_model("qwen3", seed=2))
     theirs.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    OwnWeights(decoder).replace(describe(tmp_path, 1, "full"))
+    WeightLoader(decoder).replace(describe(tmp_path, 1, "full"))
     assert unchanged(decoder, [p.detach() for p in theirs.parameters()])
 
 
@@ -147,7 +147,7 @@ def test_weights_of_something_else_are_refused_whole(make: Any, says: str, tmp_p
 def test_server_without_adapter_slots_names_the_option(tmp_path: Path):
     manifest = describe(save(lora_decoder(seed=1).model, tmp_path / "v"), 5, "lora")
     with pytest.raises(ModelError, match=r"infer.enable_lora=true"):
-        OwnWeights(as_decoder(small_model("qwen3"))).replace(manifest)
+        WeightLoader(as_decoder(small_model("qwen3"))).replace(manifest)
 
 
 @pytest.mark.parametrize(
@@ -192,4 +192,4 @@ def test_partial_version_is_rejected(tmp_path: Path):
     decoder = as_decoder(small_model("qwen3", seed=2))
     manifest = describe(save(small_model("qwen3", seed=1), tmp_path / "v"), 5, "full")
     with pytest.raises(EngineError, match=r"only in part \(input/output error\); restart the server"):
-        OwnWeights(decoder, readers={"filesystem": Failing}).replace(manifest)
+        WeightLoader(decoder, readers={"filesystem": Failing}).replace(manifest)

@@ -160,16 +160,16 @@ def test_listener_receives_every_token_except_the_last_step(device: ThreadPoolEx
     engine = make(device)
 
     async def listen() -> None:
-        heard: list[int] = []
+        received: list[int] = []
         values: list[float] = []
 
         def note(token_ids: list[int], logprobs: list[float]) -> None:
-            heard.extend(token_ids)
+            received.extend(token_ids)
             values.extend(logprobs)
 
         quiet = await engine.generate(ask("quiet", PROMPTS[0], max_tokens=20))
         answer = await engine.generate(ask("loud", PROMPTS[0], max_tokens=20), note)
-        assert answer.token_ids == quiet.token_ids and heard == answer.token_ids[:19]
+        assert answer.token_ids == quiet.token_ids and received == answer.token_ids[:19]
         assert values == answer.logprobs[:19]
 
     asyncio.run(listen())

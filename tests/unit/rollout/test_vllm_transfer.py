@@ -19,10 +19,10 @@ MANIFEST = {
 
 
 def test_server_phases_share_one_process_group(tmp_path: Path) -> None:
-    heard: list[tuple[str, Any]] = []
+    received: list[tuple[str, Any]] = []
 
     async def hear(request: web.Request) -> web.Response:
-        heard.append((request.path_qs, await request.json()))
+        received.append((request.path_qs, await request.json()))
         return web.json_response({})
 
     async def main() -> None:
@@ -49,4 +49,4 @@ def test_server_phases_share_one_process_group(tmp_path: Path) -> None:
         ]
         for version in (7, 8)
     ]
-    assert heard == [("/init_weight_transfer_engine", {"init_info": meeting}), *rounds[0], *rounds[1]]
+    assert received == [("/init_weight_transfer_engine", {"init_info": meeting}), *rounds[0], *rounds[1]]

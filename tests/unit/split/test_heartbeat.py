@@ -13,7 +13,7 @@ import pytest
 from shoal.core.errors import RunLockedError
 from shoal.runs.files import set_fault_hook
 from shoal.split import heartbeat as presences
-from shoal.split.heartbeat import Peers, Presence, RunEnd, read_end, tell_end
+from shoal.split.heartbeat import HeartbeatFile, Peers, RunEnd, read_end, write_run_end
 
 DiskFull = Callable[..., None]
 
@@ -50,7 +50,7 @@ def test_later_process_is_alive_at_once(tmp_path: Path):
     peers = Peers(tmp_path / "handshake", "orch")
     peers.look()
     assert peers.get("train") is None and peers.missing() == ["infer", "train"]
-    trainer = Presence(tmp_path, "train", {"model": "m"})
+    trainer = HeartbeatFile(tmp_path, "train", {"model": "m"})
     peers.look()
     found = peers.get("train")
     assert found is not None and found.incarnation == trainer.incarnation and found.section == {"model": "m"}
@@ -64,14 +64,14 @@ def test_files_of_a_killed_process_do_not_count_as_alive(tmp_path: Path):
     for _ in range(3):
         peers.look()
     assert peers.get("train") is None
-    trainer = Presence(tmp_path, "train", {})  # its successor
+    trainer = HeartbeatFile(tmp_path, "train", {})  # its successor
     peers.look()
     assert peers.get("train") is not None
     trainer.close()
 
 
 def test_earlier_process_is_recognised_by_its_heartbeat(tmp_path: Path):
-    trainer = Presence(tmp_path, "train", {})
+    trainer = HeartbeatFile(tmp_path, "train", {})
     peers = Peers(tmp_path / "handshake", "orch")
     peers.look()
     assert peers.get("train") is None, "it may be a file of the dead"
@@ -88,7 +88,7 @@ def test_silence_is_counted_from_the_last_beat(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(presences, "PATIENCE_S", 0.2)
     peers = Peers(tmp_path / "handshake", "orch")
     peers.look()
-    trainer = Presence(tmp_path, "train", {})
+    trainer = HeartbeatFile(tmp_path, "train", {})
     peers.look()
     assert peers.is_alive("train")
     trainer.close(leave_word=True)
@@ -98,22 +98,22 @@ def test_silence_is_counted_from_the_last_beat(tmp_path: Path, monkeypatch: pyte
 
 
 def test_second_process_of_a_component_is_refused(tmp_path: Path):
-    first = Presence(tmp_path, "train", {})
+    first = HeartbeatFile(tmp_path, "train", {})
     with pytest.raises(RunLockedError, match=rf"a grpo-train is in {tmp_path} already: process \d+"):
-        Presence(tmp_path, "train", {})
+        HeartbeatFile(tmp_path, "train", {})
     first.close()
-    Presence(tmp_path, "train", {}).close()
+    HeartbeatFile(tmp_path, "train", {}).close()
 
 
 def test_published_facts_are_visible_at_once(tmp_path: Path):
-    trainer = Presence(tmp_path, "train", {})
+    trainer = HeartbeatFile(tmp_path, "train", {})
     trainer.tell(calls="127.0.0.1:9")
     assert json.loads((tmp_path / "handshake" / "train.json").read_text())["calls"] == "127.0.0.1:9"
     trainer.close()
 
 
 def test_run_end_applies_to_named_incarnations(tmp_path: Path):
-    tell_end(tmp_path, RunEnd("no more disk", 4, "grpo-orch", ("a", "b")))
+    write_run_end(tmp_path, RunEnd("no more disk", 4, "grpo-orch", ("a", "b")))
     found = read_end(tmp_path, "a")
     assert found is not None and (found.reason, found.code, found.told_by) == ("no more disk", 4, "grpo-orch")
     assert read_end(tmp_path, "c") is None, "whoever comes later starts another run"
@@ -123,7 +123,7 @@ def test_run_end_applies_to_named_incarnations(tmp_path: Path):
 
 def test_full_disk_keeps_heartbeat_and_run_end(tmp_path: Path, disk_full: DiskFull):
     """Not a block is free: both are written over what stands there. Else all wait for the deadline of the others."""
-    trainer = Presence(tmp_path, "train", {"model": "m"})
+    trainer = HeartbeatFile(tmp_path, "train", {"model": "m"})
     peers = Peers(tmp_path / "handshake", "orch")
     peers.look()
     disk_full("written:train.json", "written:end.json")
@@ -136,7 +136,7 @@ def test_full_disk_keeps_heartbeat_and_run_end(tmp_path: Path, disk_full: DiskFu
 
     wait_for(beats)
     assert peers.is_alive("train") and found.section == {"model": "m"}
-    tell_end(trainer.folder, RunEnd("the disk is full", 4, "grpo-train", (trainer.incarnation,)))
+    write_run_end(trainer.folder, RunEnd("the disk is full", 4, "grpo-train", (trainer.incarnation,)))
     told = read_end(trainer.folder, trainer.incarnation)
     assert told is not None and (told.reason, told.code) == ("the disk is full", 4)
     trainer.close()

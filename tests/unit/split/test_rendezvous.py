@@ -77,11 +77,11 @@ def test_missing_components_are_named_with_the_folder(tmp_path: Path, monkeypatc
 
 def test_forwarded_end_names_its_origin():
     first = RunEnd("train.lora_rank: is 32", 2, "grpo-train")
-    with pytest.raises(ConfigError) as heard:
+    with pytest.raises(ConfigError) as first_error:
         raise_end(first)
     with pytest.raises(ConfigError) as passed_on:
-        raise_end(RunEnd(*ending_of(heard.value), "grpo-orch"))
-    assert str(passed_on.value) == str(heard.value) == "grpo-train ended the run: train.lora_rank: is 32"
+        raise_end(RunEnd(*ending_of(first_error.value), "grpo-orch"))
+    assert str(passed_on.value) == str(first_error.value) == "grpo-train ended the run: train.lora_rank: is 32"
 
 
 def test_late_wait_is_reported_at_once():

@@ -216,7 +216,7 @@ def test_proof_is_valid_once(tmp_path: Path):
         for key in store.list_keys():
             if key.startswith("1/"):
                 store.delete_key(key)
-        store.set("1/wanted", wanted(tmp_path, 1, 5))  # heard on its way
+        store.set("1/wanted", wanted(tmp_path, 1, 5))  # is on its way
         store.add("asked", -1)
         await asyncio.sleep(10 * POLL_S)
         store.add("asked", 1)

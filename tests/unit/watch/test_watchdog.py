@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.core.deadlines import awake_within
+from shoal.core.deadlines import wait_while_awake
 from shoal.core.errors import DeadlineError, StorageError
 from shoal.runs.events import EventLog
 from shoal.watch.watchdog import Watchdog
@@ -84,10 +84,10 @@ def test_time_while_suspended_does_not_count_towards_a_deadline() -> None:
         loop.call_soon(time.sleep, 2.5)  # blocks the whole event loop
         loop.call_later(2.55, answer.set_result, 7)
         began = time.monotonic()
-        assert await awake_within(answer, 2.2) == 7 and time.monotonic() - began > 2.5
+        assert await wait_while_awake(answer, 2.2) == 7 and time.monotonic() - began > 2.5
         never: asyncio.Future[int] = loop.create_future()
         with pytest.raises(TimeoutError):
-            await awake_within(never, 0.05)
+            await wait_while_awake(never, 0.05)
         assert never.cancelled()
 
     asyncio.run(run())

@@ -126,7 +126,7 @@ def _round(
 
 
 @dataclass(frozen=True)
-class Rounded:
+class Fp8Matrix:
     """A matrix in FP8: as it is and turned, [columns, rows padded to 16], where asked for; times `inverse` it is x."""
 
     plain: Tensor | None
@@ -141,7 +141,7 @@ def largest(x: Tensor) -> Tensor:
     return found
 
 
-def rounded(x: Tensor, kind: torch.dtype, top: Tensor, *, plain: bool = True, turned: bool = False) -> Rounded:
+def rounded(x: Tensor, kind: torch.dtype, top: Tensor, *, plain: bool = True, turned: bool = False) -> Fp8Matrix:
     """x [rows, columns], contiguous, in `kind`, with the scale that its largest magnitude `top` asks for."""
     rows, columns = x.shape
     padded = -(-rows // INNER) * INNER
@@ -152,4 +152,4 @@ def rounded(x: Tensor, kind: torch.dtype, top: Tensor, *, plain: bool = True, tu
         x, top, as_it_is, other_way, inverse, rows, columns, padded, MAX=torch.finfo(kind).max, LEAST=LEAST,
         PLAIN=plain, TURNED=turned, TILE=TILE, num_warps=4,
     )  # fmt: skip
-    return Rounded(as_it_is if plain else None, other_way if turned else None, inverse)
+    return Fp8Matrix(as_it_is if plain else None, other_way if turned else None, inverse)

@@ -30,7 +30,7 @@ from shoal.rollout.remote.server_info import (
     check_facts,
     content_of,
     model_folder,
-    own_files,
+    startup_manifest,
 )
 from shoal.runs.weight_files import verify
 
@@ -39,7 +39,7 @@ GENERATE = "a generate request"
 
 
 @dataclass
-class _Served:
+class _ServedVersion:
     """A version that the server serves, and the manifest of its weights."""
 
     version: int = 0
@@ -54,7 +54,7 @@ class RemoteEngine(ServerApi):
         self, settings: RemoteSettings, process: ServerProcess | None = None, waiting: Waiting = lambda _: None
     ) -> None:
         super().__init__(settings, waiting, process)
-        self._served = _Served()
+        self._served = _ServedVersion()
         self._probes = Probes(self.name)
         self._loading: int | None = None  # the version being loaded
         self._unverified: str | None = None  # weights loaded during a pause: probed after `resume`
@@ -85,12 +85,12 @@ class RemoteEngine(ServerApi):
             if not self._connected:
                 if self._process is not None and self._process.pid is None:
                     self._process.start()
-                await self._first_contact()
+                await self._identify_server()
                 facts = await self.resend("the request for its configuration", self.facts)
                 check_facts(self.name, facts, self.settings)
                 self._connected = True
 
-    async def _first_contact(self) -> None:
+    async def _identify_server(self) -> None:
         try:
             await self.wait_until_healthy(self.settings.start_s, "infer.start_deadline_s")
         except DeadlineError as error:
@@ -119,7 +119,7 @@ class RemoteEngine(ServerApi):
             answer = replace(answer, versions=[])
         return self.reading.completion(request, answer, served.version, self.name)
 
-    async def _complete(self, request: Request, limit: int) -> tuple[ParsedAnswer, _Served]:
+    async def _complete(self, request: Request, limit: int) -> tuple[ParsedAnswer, _ServedVersion]:
         """Also raises ConnectionLost if the server was restarted unnoticed and therefore lacks the weights."""
         served = self._served
         try:
@@ -170,14 +170,14 @@ class RemoteEngine(ServerApi):
                 raise EngineError(
                     f"version {version} has no weights in its manifest, and {self.name} serves version {served.version}"
                 )
-            wanted = served.manifest or await asyncio.to_thread(own_files, self.settings.model)
+            wanted = served.manifest or await asyncio.to_thread(startup_manifest, self.settings.model)
         proof = await asyncio.to_thread(verify, {**wanted, "version": version}) if "path" in wanted else ""
         attempts = 0
 
         async def put() -> str:
             nonlocal attempts
             attempts += 1
-            coming = _Served(version, wanted, proof)
+            coming = _ServedVersion(version, wanted, proof)
             async with self._lock, self._held():
                 await self._apply(coming, wanted, noise, again=attempts > 1)
             return coming.proof
@@ -208,7 +208,7 @@ class RemoteEngine(ServerApi):
         await self._verify()
 
     async def _apply(
-        self, coming: _Served, manifest: Mapping[str, Any], noise: tuple[float, int], *, again: bool = False
+        self, coming: _ServedVersion, manifest: Mapping[str, Any], noise: tuple[float, int], *, again: bool = False
     ) -> None:
         """`again`: the server may have lost the weights."""
         before = self._served
@@ -225,7 +225,7 @@ class RemoteEngine(ServerApi):
         self._served, self._unverified = coming, f"{content_of(manifest)}/{noise}"
         await self._drop_unused(before.adapter)
 
-    async def _switch_adapter(self, coming: _Served, path: str, again: bool) -> None:
+    async def _switch_adapter(self, coming: _ServedVersion, path: str, again: bool) -> None:
         """One adapter name per version: caches use it as key, and requests in flight finish with their adapter."""
         coming.adapter = f"{self.settings.adapter_name}-v{coming.version:06d}"
         if coming.adapter == self._served.adapter and coming.proof == self._served.proof and not again:
@@ -245,7 +245,7 @@ class RemoteEngine(ServerApi):
             with contextlib.suppress(RequestRefused):  # a restarted server no longer has it
                 await self.remove_adapter(adapter)
 
-    async def _apply_noise(self, coming: _Served) -> None:
+    async def _apply_noise(self, coming: _ServedVersion) -> None:
         lora = coming.manifest.get("kind") == "lora"
         base = model_folder(self.settings.model) if lora else Path(str(coming.manifest.get("path", "")))
         async with noisy_norms(base, self.settings.scratch, coming.noise, coming.version) as folder:

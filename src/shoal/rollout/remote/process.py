@@ -103,7 +103,7 @@ class ServerProcess:
         """None while it loads or listens; else how it ended, with the errors of its log."""
         code = self._process.poll() if self._process is not None else 0
         if code is not None:
-            return self.why(_how_it_ended(code))
+            return self.why(_describe_exit(code))
         self._note_shared()
         if listens(self.launch.host, self.launch.port):
             self.note_listening()
@@ -199,7 +199,7 @@ class ServerProcess:
         return False
 
 
-def _how_it_ended(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):

@@ -26,7 +26,7 @@ from shoal.rollout.remote.client import (
     Waiting,
 )
 from shoal.rollout.remote.process import ServerProcess, end_of_log
-from shoal.rollout.remote.server_info import ParsedAnswer, Reading, RemoteSettings, ServerFacts
+from shoal.rollout.remote.server_info import CompletionReader, ParsedAnswer, RemoteSettings, ServerFacts
 
 HEALTH_S = 10.0
 POLL_EVERY_S = 5.0
@@ -56,13 +56,13 @@ def common_sampling(request: Request, ends: list[int]) -> dict[str, Any]:
 class ServerApi(ABC):
     name: str  # for people
     link: HttpClient
-    reading: Reading
+    reading: CompletionReader
     settings: RemoteSettings
 
     def __init__(self, settings: RemoteSettings, waiting: Waiting, process: ServerProcess | None = None) -> None:
         self.settings = settings
         self._process = process
-        self.reading = Reading(settings.vocab_size, settings.eos_token_ids, settings.detokenize)
+        self.reading = CompletionReader(settings.vocab_size, settings.eos_token_ids, settings.detokenize)
         start = f"start {self.name} there, or set infer.engine_python and Shoal starts it"
         limits: dict[str, Any] = {"deadline_s": settings.timeout_s, "request_s": settings.timeout_s, "connections": 0}
         named: dict[str, Any] = {

@@ -115,7 +115,7 @@ def content_of(manifest: Mapping[str, Any]) -> str:
     return " ".join(f"{name}:{files[name]['digest']}" for name in sorted(files)) or str(manifest.get("hash", ""))
 
 
-def own_files(model: str) -> dict[str, Any]:
+def startup_manifest(model: str) -> dict[str, Any]:
     """The model a server was started with, as a manifest of version 0."""
     return {**describe(model_folder(model), 0, "full"), "own": True}
 
@@ -135,7 +135,7 @@ class ParsedAnswer:
 
 
 @dataclass(frozen=True)
-class Reading:
+class CompletionReader:
     """Turns answers into checked completions, with text decoded from the ids."""
 
     vocab_size: int

@@ -127,14 +127,14 @@ class RunSummary:
                 "total_steps": _total_steps(self._run),
                 "about": describe_config(self._run),
                 "metric": main,
-                "curve": _thin(series[main]) if main else [],
+                "curve": _downsample(series[main]) if main else [],
                 "held_out": [value for value in series[held_out] if value is not None] if held_out else [],
             }
             self._read = state
         return self._about
 
 
-def _thin(column: list[float | None]) -> list[float]:
+def _downsample(column: list[float | None]) -> list[float]:
     """The known values, or the means of at most CURVE_POINTS stretches of them. The last value is kept."""
     values = [value for value in column if value is not None]
     size = math.ceil(len(values) / CURVE_POINTS)
@@ -181,7 +181,7 @@ def read_from(path: Path, offset: int) -> list[dict[str, Any]]:
         return [record for line in file if (record := decode_line(line)) is not None]
 
 
-def name_apart(overviews: Sequence[dict[str, Any]]) -> None:
+def make_names_unique(overviews: Sequence[dict[str, Any]]) -> None:
     """Add the parent folder to the names of runs with the same folder name."""
     names = [overview["run"]["name"] for overview in overviews]
     for overview in overviews:

@@ -26,7 +26,7 @@ from shoal.watch.report.data import (
     collect_series,
     describe_run,
     find_runs,
-    name_apart,
+    make_names_unique,
 )
 from shoal.watch.report.page import LIST, REPORT, Template, as_json, assemble, content_policy, data_block, page_data
 from shoal.watch.report.rollouts import PromptSteps, Query, find, follow, index_step, number, read_group, rollout_steps
@@ -98,7 +98,7 @@ class Dashboard:
 
     def run_page(self, indices: Sequence[int]) -> bytes:
         overviews = [{**collect_overview(self.runs[index].path), "index": index} for index in indices]
-        name_apart(overviews)
+        make_names_unique(overviews)
         data = {**page_data(overviews, live=True), "listed": bool(self._folders)}
         return assemble(" and ".join(overview["run"]["name"] for overview in overviews), [data_block(data)], live=True)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.runs.files import write_atomic
-from shoal.watch.report.data import collect_overview, glossary_of, name_apart
+from shoal.watch.report.data import collect_overview, glossary_of, make_names_unique
 from shoal.watch.report.rollouts import GroupHead, index_step, read_group, rollout_steps, step_bytes
 
 SIZE_LIMIT_BYTES = 20_000_000
@@ -89,7 +89,7 @@ def report_json(*runs: Path, limit_bytes: int = SIZE_LIMIT_BYTES) -> str:
 
 def collect_report(runs: Sequence[Path], limit_bytes: int) -> tuple[list[dict[str, Any]], list[SelectedRun]]:
     overviews = [collect_overview(run) for run in runs]
-    name_apart(overviews)
+    make_names_unique(overviews)
     frame_bytes = sum(len(asset(name).encode()) for name in (*REPORT.styles, *REPORT.scripts)) + 20_000
     budget = limit_bytes - frame_bytes - len(_embed(page_data(overviews)).encode())
     chosen = []

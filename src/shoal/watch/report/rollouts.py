@@ -320,15 +320,17 @@ def find(run: Path, query: Query, before: int | None = None) -> SearchHit:
         heads = [head for head in index_step(run, step) if query.allows(head)]
         return [head for head in heads if _has_text(run, head, query.text)] if query.text else heads
 
-    return _sweep(rollout_steps(run), before, matching)
+    return _search_steps(rollout_steps(run), before, matching)
 
 
 def follow(run: Path, prompt_id: str, steps: Sequence[int], before: int | None = None) -> SearchHit:
     """The groups of one prompt. `steps` are the steps to search, from the journal."""
-    return _sweep(steps, before, lambda step: [head for head in index_step(run, step) if head.prompt_id == prompt_id])
+    return _search_steps(
+        steps, before, lambda step: [head for head in index_step(run, step) if head.prompt_id == prompt_id]
+    )
 
 
-def _sweep(steps: Sequence[int], before: int | None, matching: Callable[[int], list[GroupHead]]) -> SearchHit:
+def _search_steps(steps: Sequence[int], before: int | None, matching: Callable[[int], list[GroupHead]]) -> SearchHit:
     """Search at least one step, then until the time limit; four times as long if nothing was found."""
     started = time.monotonic()
     heads: list[GroupHead] = []

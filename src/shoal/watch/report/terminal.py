@@ -58,7 +58,7 @@ def print_group(group: dict[str, Any], step: int, tint: str, console: Console | 
         console.print(Rule(_title(number, rollout), align="left", style="bright_black"))
         if rollout["error"]:
             console.print(Text(sanitise(rollout["error"]), style="yellow"))
-        console.print(tinted(rollout, tint, largest))
+        console.print(colored_completion(rollout, tint, largest))
 
 
 def _title(number: int, rollout: dict[str, Any]) -> Text:
@@ -74,7 +74,7 @@ def _title(number: int, rollout: dict[str, Any]) -> Text:
     return title.append("  truncated", style="yellow") if rollout["truncated"] else title
 
 
-def tinted(rollout: dict[str, Any], tint: str, largest: float = 1.0) -> Text:
+def colored_completion(rollout: dict[str, Any], tint: str, largest: float = 1.0) -> Text:
     """The completion. Tokens that the policy did not sample are dim. `largest` advantage has the full colour."""
     tokens = rollout["tokens"]
     if tokens is None:
@@ -92,15 +92,15 @@ def _style(rollout: dict[str, Any], tokens: dict[str, Any], i: int, tint: str, l
     sampler = tokens["sampler"][i] if tokens["sampler"] else None
     policy = tokens["policy"][i] if tokens["policy"] else None
     if tint == "advantage" and rollout["advantage"] is not None:
-        return _shade(UP if rollout["advantage"] > 0 else DOWN, abs(rollout["advantage"]) / (largest or 1.0))
+        return _background(UP if rollout["advantage"] > 0 else DOWN, abs(rollout["advantage"]) / (largest or 1.0))
     if tint == "logprob" and sampler is not None:
-        return _shade(UNSURE, -sampler / 4)
+        return _background(UNSURE, -sampler / 4)
     if tint == "ratio" and sampler is not None and policy is not None:
-        return _shade(UP if policy > sampler else DOWN, abs(policy - sampler) / 0.5)
+        return _background(UP if policy > sampler else DOWN, abs(policy - sampler) / 0.5)
     return ""
 
 
-def _shade(colour: tuple[int, int, int], share: float) -> str:
+def _background(colour: tuple[int, int, int], share: float) -> str:
     """White text on `colour`, mixed with a dark background in proportion to `share`."""
     share = min(1.0, share) if math.isfinite(share) else 1.0
     if share < 0.05:
