@@ -1,6 +1,6 @@
-"""For every test: nothing is fetched, and tests marked `gpu` are left out where there is no CUDA device.
+"""For all tests: no downloads, and tests marked `gpu` are skipped without a CUDA device.
 
-A test that takes more than 5 s without the marker `long` is listed at the end.
+Tests that take more than 5 s without the marker `long` are listed at the end.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the first import of a library that reads it
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # must be set before the first import of a library that reads it
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core per worker
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup leaves it ignored, and what tests start would inherit that
+signal.signal(
+    signal.SIGHUP, signal.SIG_DFL
+)  # nohup leaves SIGHUP ignored, and child processes of tests would inherit this
 
 LONG_S = 5.0
 CAMPAIGNS = {"long", "slow", "faults", "gpu", "lm_eval", "models", "vllm", "verifiers", "tool_servers"}
@@ -25,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
-    import torch  # not at the top: most tests need none of it
+    import torch  # imported here because most tests do not need it
 
     if not torch.cuda.is_available():
         for item in marked:
@@ -34,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable() -> Generator[None, Any, Any]:
-    """What a test printed or logged may hold lone surrogates, which a worker cannot send."""
+    """Output of a test may contain lone surrogates, which a worker cannot send."""
     return _sendable((yield))
 
 

@@ -1,4 +1,6 @@
-"""docs/coming-from/ is made from the tables, the tables name keys that exist, and nothing of a source is left out."""
+"""The pages in docs/coming-from/ equal their tables, the tables name existing keys, and every key of a source has a
+row.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ SHARED = os.environ.get("SHOAL_SHARED")
 @pytest.mark.parametrize("name", PAGES)
 def test_committed_page_is_current(name: str):
     assert (ROOT / "docs" / "coming-from" / f"{name}.md").read_text(encoding="utf-8") == page(name), (
-        "run: python -m shoal.coming_from docs/coming-from"
+        "To update the pages: python -m shoal.coming_from docs/coming-from"
     )
     assert page(name).splitlines()[0] == f"# Coming from {PAGES[name][0]}"
 
@@ -41,7 +43,7 @@ def test_unsupported_fields_are_marked(field: str):
     assert f"| `{field}` | not supported |" in page("trl")
 
 
-# What DPOConfig of TRL 1.16 has besides transformers' TrainingArguments, and `reference_free` of earlier versions.
+# Fields of DPOConfig in TRL 1.16 that TrainingArguments of transformers lacks, and `reference_free` of earlier versions.
 DPO_FIELDS = (
     "learning_rate model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout dataset_num_proc "
     "max_length truncation_mode padding_free pad_to_multiple_of precompute_ref_log_probs precompute_ref_batch_size "
@@ -63,7 +65,7 @@ def test_every_key_exists():
 
 
 def test_row_has_text():
-    """A key, words in its place, or the reason why there is no counterpart."""
+    """A row has a key, a text instead of a key, or the reason why there is no counterpart."""
     for table in (table for _, _, tables in PAGES.values() for table in tables):
         assert table.rows
         assert all(row.keys or row.note for row in table.rows), table.title

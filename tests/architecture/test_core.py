@@ -7,11 +7,11 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 CORE = sorted((SOURCE / "core").glob("*.py"))
 LIBRARIES = {"numpy", "msgspec", "pydantic"}
-TORCH = {"loss_inputs.py", "losses.py", "objective.py", "terms.py"}  # losses and terms for type checkers alone
+TORCH = {"loss_inputs.py", "losses.py", "objective.py", "terms.py"}  # losses and terms, for type checkers only
 
 
 def imports_of(path: Path) -> list[tuple[str, int]]:
-    """What a module imports, also inside functions: modules of Shoal in full, other packages by their first name."""
+    """Imports of a module, also inside functions: full names for modules of Shoal, first names for other packages."""
     found: list[tuple[str, int]] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""No pickle, marshal, eval, exec, shell=True, yaml.load or torch.load anywhere in the source: an AST test says so."""
+"""The source contains no pickle, marshal, eval, exec, shell=True, yaml.load or torch.load. The test reads the AST."""
 
 import ast
 import re
@@ -8,14 +8,14 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 MODULES = sorted(SOURCE.rglob("*.py"))
-# multiprocessing pickles what it hands over.
+# multiprocessing pickles arguments and results
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
 FORBIDDEN_BUILTINS = {"eval", "exec", "compile", "__import__"}
 FORBIDDEN_ATTRIBUTES = {
     ("yaml", "load"), ("yaml", "load_all"), ("yaml", "unsafe_load"), ("yaml", "full_load"),
     ("torch", "load"), ("torch", "save"), ("os", "system"), ("os", "popen"), ("numpy", "load"), ("np", "load"),
 }  # fmt: skip
-# Of torch.distributed: they pickle, and unpickle what any other rank sends.
+# These functions of torch.distributed pickle, and unpickle data that any other rank sends.
 FORBIDDEN_METHODS = {
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
     "recv_object_list",
@@ -84,8 +84,8 @@ def test_check_ignores_methods():
     assert violations("model.eval(); re.compile('a')") == []
 
 
-# Clocks are set, and those of two machines differ: whatever waits, orders or decides takes time.monotonic or a counter.
-# Left are stamps for people and clients, names of what was seen of a file, and one look at another machine's files.
+# Clocks can be set, and clocks of two machines differ. Waits, order and decisions use time.monotonic or a counter.
+# Allowed: timestamps for people and clients, file names with a time, and one comparison with another machine's files.
 STAMPS = {
     "runs/events.py": {"time.time"},
     "runs/files.py": {"time.time", "datetime.now", "st_mtime"},

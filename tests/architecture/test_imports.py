@@ -5,7 +5,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 
-# A package may import packages of the levels above it in this list; packages on one level do not import each other.
+# A package may import packages of higher levels in this list. Packages of one level do not import each other.
 LEVELS = [
     ["core"],
     ["config", "signals"],
@@ -58,7 +58,7 @@ def upward_imports(path: Path) -> list[str]:
         if other.startswith("__") or other == package or (package, other) in BESIDE:
             continue
         if package == "__init__" and other == "grpo_trainer":
-            continue  # for type checkers; loaded on first use at run time
+            continue  # for type checkers; imported lazily at run time
         if package == "__init__" or RANK.get(other, len(LEVELS)) >= RANK[package]:
             wrong.append(f"{path.relative_to(SOURCE)}:{line}: {package} imports {other}")
     return wrong
@@ -80,7 +80,7 @@ def test_check_detects_an_upward_import(tmp_path: Path):
 
 
 def test_peft_is_imported_only_with_adapters():
-    """Importing peft takes a second, which runs without adapters need not wait for."""
+    """Importing peft takes a second. Runs without adapters do not import it."""
     top = set()
     for path in MODULES:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -1,4 +1,4 @@
-"""The pins are the same everywhere, and what the package needs at run time is part of it."""
+"""All files pin the same versions, and the package contains the files that it needs at run time."""
 
 import re
 import tomllib

@@ -1,6 +1,6 @@
-"""The public names and their signatures, as they were last agreed on. A change here is a change for users.
+"""The public names and signatures equal the recorded list. A change here is a change for users.
 
-After a deliberate change: python tests/architecture/test_public_api.py > tests/architecture/public_api.txt
+After an intended change: python tests/architecture/test_public_api.py > tests/architecture/public_api.txt
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def describe(name: str, found: Any) -> list[str]:
 
 
 def signature(found: Any) -> str:
-    """The signature without the metadata of `Annotated`: what a caller sees."""
+    """The signature that a caller sees, without the metadata of `Annotated`."""
     signature = inspect.signature(found)
     parameters = [p.replace(annotation=_without_metadata(p.annotation)) for p in signature.parameters.values()]
     return str(signature.replace(parameters=parameters))

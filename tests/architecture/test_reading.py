@@ -1,4 +1,4 @@
-"""docs/reading.md: the tour names every file of the core once, and each arrow of its diagram exists in the source."""
+"""docs/reading.md names every file of the core once, and each arrow of its diagram exists in the source."""
 
 import ast
 import re
@@ -29,7 +29,7 @@ def imports(caller: str, target: str) -> bool:
 
 
 def calls(caller: str, function: str) -> bool:
-    """Whether a module calls or passes on a function, method or callback of this name."""
+    """Whether a module calls a function, method or callback of this name, or passes it on."""
     names = {function, f"_{function}"}
     for node in ast.walk(ast.parse((SOURCE / caller).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and node.attr in names:
@@ -40,7 +40,7 @@ def calls(caller: str, function: str) -> bool:
 
 
 def defines(target: str, function: str) -> bool:
-    """Whether a module defines the function, or a class of this name that can be called."""
+    """Whether a module defines the function, or a class with a method of this name."""
     for node in ast.walk(ast.parse((SOURCE / target).read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
             return True

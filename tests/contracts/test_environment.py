@@ -1,4 +1,4 @@
-"""Every built-in environment keeps the contract of `protocols.Environment`; so does one of a user's own."""
+"""Every built-in environment, and one written by a user, satisfies the contract of `protocols.Environment`."""
 
 import asyncio
 import json
@@ -148,7 +148,7 @@ def test_episode_keeps_the_conversation_and_is_used_once(environment):
     assert episode.messages == [*task.messages, {"role": "assistant", "content": environment.solution(task)}]
     with pytest.raises(RuntimeError, match="ended"):
         asyncio.run(episode.reply("again"))
-    assert environment.tasks("train")[0] == task, "the task itself must not grow"
+    assert environment.tasks("train")[0] == task, "the task itself must not change"
 
 
 def test_tasks_are_the_same_in_another_process():

@@ -1,6 +1,6 @@
-"""Every implementation of `protocols.Ranks` keeps its contract; here each is the only process of its run.
+"""Every implementation of `protocols.Ranks` satisfies its contract, each as the only process of its run.
 
-What several processes do together is in tests/parity/test_ranks.py.
+tests/parity/test_ranks.py tests several processes together.
 """
 
 from __future__ import annotations

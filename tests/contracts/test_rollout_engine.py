@@ -1,7 +1,7 @@
-"""Every RolloutEngine keeps the contract of `protocols.RolloutEngine`.
+"""Every RolloutEngine satisfies the contract of `protocols.RolloutEngine`.
 
-To add an engine: write a function that serves the given model and yields a `Served`, and name it in SERVERS. The suite
-compares with plain transformers on the same weights, so it needs no engine to compare with.
+To add an engine: write a function that serves the given model and yields a `Served`, and add it to SERVERS. The suite
+compares with plain transformers on the same weights, so it needs no other engine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Served:
     """An engine that serves version 0 of a model with end token EOS and a context of CONTEXT_TOKENS."""
 
     engine: RolloutEngine
-    # Makes these weights version N wherever the engine looks for them; what it returns is what `load` takes.
+    # Makes these weights version N for the engine. The result is the argument of `load`.
     publish: Callable[[int, Mapping[str, torch.Tensor]], Awaitable[Mapping[str, Any] | None]]
 
 
@@ -69,7 +69,7 @@ async def embedded(model: Any) -> AsyncIterator[Served]:
 
 @asynccontextmanager
 async def vllm(model: Any) -> AsyncIterator[Served]:
-    """A real vLLM server, shared by all tests of the session; it was started with the weights of `bench`."""
+    """A real vLLM server, shared by all tests of the session and started with the weights of `bench`."""
 
     async def publish(version: int, weights: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
         return engine_servers.publish(version, weights)
@@ -80,7 +80,7 @@ async def vllm(model: Any) -> AsyncIterator[Served]:
 
 @asynccontextmanager
 async def sglang_double(model: Any) -> AsyncIterator[Served]:
-    """Not SGLang, which needs CUDA: a double of its published API (support/sglang_double.py)."""
+    """SGLang needs CUDA, so this is a test server with its published API (support/sglang_double.py)."""
 
     async def publish(version: int, weights: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
         return engine_servers.publish(version, weights)
@@ -121,7 +121,7 @@ MARKS = {"vllm": (pytest.mark.vllm, pytest.mark.timeout(600))}  # the first test
 
 @dataclass
 class Bench:
-    """One kind of engine, the model it is to serve, and that model in plain transformers."""
+    """One kind of engine, the model that it serves, and the same model in plain transformers."""
 
     serve: Callable[[Any], AbstractAsyncContextManager[Served]]
     model: Any
@@ -159,7 +159,7 @@ def assert_well_formed(completion: Completion, request: Request) -> None:
     assert completion.finish_reason in ("stop", "length", "abort")
     edges = [edge for span in completion.spans for edge in (span.start, span.end)]
     if ids:
-        assert edges[0] == 0 and edges[-1] == len(ids) and edges[1:-1:2] == edges[2:-1:2], "spans tile the tokens"
+        assert edges[0] == 0 and edges[-1] == len(ids) and edges[1:-1:2] == edges[2:-1:2], "spans cover all tokens"
     if completion.finish_reason == "stop" and not request.sampling.stop:
         assert ids[-1] == EOS or ids[-1] in request.sampling.stop_token_ids
 
@@ -225,7 +225,7 @@ def test_logprobs_match_the_sampled_distribution(bench: Bench, temperature: floa
 
 
 def test_kept_ids_are_returned_or_none(bench: Bench) -> None:
-    """Training on a truncated distribution needs the kept ids; an engine that cannot give them says None."""
+    """Training on a truncated distribution needs the kept ids. An engine that cannot return them returns None."""
 
     async def check(served: Served) -> None:
         (answer,) = await draw(served, ask("r", SHORT, top_k=4, max_tokens=12))
@@ -299,7 +299,7 @@ def test_many_concurrent_calls_are_answered(bench: Bench) -> None:
 
 
 def test_new_version(bench: Bench) -> None:
-    """New weights: another version, another hash, other log-probs; the same again is the same hash."""
+    """New weights have another version, hash and log-probs. The same weights have the same hash."""
     other = small_model("qwen3", seed=9)
 
     async def check(served: Served) -> None:
@@ -319,7 +319,7 @@ def test_new_version(bench: Bench) -> None:
 
 
 def test_prompt_cache_ends_with_the_weight_version(bench: Bench) -> None:
-    """What was computed of a prompt belongs to the weights that computed it: a prefix cache goes by version."""
+    """Prompt computations belong to one weight version, so a prefix cache must not outlive it."""
     other = small_model("qwen3", seed=9)
 
     async def check(served: Served) -> None:
@@ -339,7 +339,7 @@ def test_pause_stops_sampling_and_allows_version_changes(bench: Bench) -> None:
         await served.engine.pause()
         call = asyncio.create_task(served.engine.generate(ask("r", SHORT, max_tokens=8)))
         done, _ = await asyncio.wait([call], timeout=0.2)
-        assert not done, "nothing is drawn in a pause"
+        assert not done, "no tokens are sampled in a pause"
         await served.engine.load(3, await served.publish(3, dict(bench.reference.named_parameters())))
         await served.engine.resume()
         answer = await asyncio.wait_for(call, 30)

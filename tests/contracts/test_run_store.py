@@ -1,4 +1,4 @@
-"""Every implementation of `protocols.RunStore` keeps its contract; only the main process's writes anything."""
+"""Every implementation of `protocols.RunStore` satisfies its contract. Only the main process writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One warm Python and one warmed-up tiny model for all end-to-end tests."""
+"""One warm Python and one pre-trained tiny model for all end-to-end tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model(warm: WarmPython, raw_model: Path, tasks_file: Path, tmp_path_factory:
 
 @pytest.fixture
 def new_run(warm: WarmPython, model: Path, tmp_path: Path) -> Callable[..., Run]:
-    """new_run(name, train={...}, orch={...}): a folder with run.yaml, nothing started yet."""
+    """new_run(name, train={...}, orch={...}): a folder with run.yaml. Starts nothing."""
 
     def make(name: str = "run", **sections: dict[str, Any]) -> Run:
         config = base_config(model)
@@ -51,7 +51,7 @@ def new_run(warm: WarmPython, model: Path, tmp_path: Path) -> Callable[..., Run]
 
 @pytest.fixture(scope="session")
 def in_one(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython, model: Path) -> InOne:
-    """What the same run comes to in one process; computed once for each configuration."""
+    """The result of the same run in one process, computed once per configuration."""
     known: dict[str, dict[str, Any]] = {}
 
     def compute(**changes: Any) -> dict[str, Any]:

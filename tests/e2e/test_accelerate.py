@@ -1,4 +1,4 @@
-"""Two real processes, as `accelerate launch` starts them, train one model: plain data parallel over gloo on the CPU."""
+"""Two real processes train one model as under `accelerate launch`: data parallel over gloo on the CPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Path(f"{out}-rank{rank}.json").write_text(json.dumps(found))
 
 
 def launch(warm: WarmPython, folder: Path, model: Path, *arguments: str) -> None:
-    """Two processes, each with what `accelerate launch` gives it; the launcher itself runs the example below."""
+    """Start two processes with the variables of `accelerate launch`. The example below uses the launcher itself."""
     (folder / "script.py").write_text(SCRIPT)
     words = ["script.py", str(model), *arguments]
     given = ranks_environment(2, OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="false", ACCELERATE_MIXED_PRECISION="no")
@@ -67,9 +67,10 @@ def read(folder: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(warm: WarmPython, raw_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same four steps by two processes of one prompt each, and by one process of two.
+    """The same four steps by two processes with one prompt each, and by one process with two prompts.
 
-    An evaluation takes longer than any wait may: eight rewards of 2.2 s in two workers, against a deadline of 7 s.
+    An evaluation takes longer than the deadline of a wait: eight rewards of 2.2 s in two workers, and a deadline of 7
+    s.
     """
     folder = tmp_path_factory.mktemp("accelerate")
     launch(warm, folder, raw_model, "two", "1", "4", "yes", "2.2")
@@ -98,7 +99,7 @@ def test_main_process_alone_writes(runs: Path):
 
 
 def test_two_processes_are_one_process_with_twice_the_prompts(runs: Path):
-    """The same rollouts, and the same weights to rounding: gradients are summed in another order."""
+    """The same rollouts, and the same weights to rounding, because gradients are summed in another order."""
     for step in range(1, 5):
         ours, theirs = (read(runs / name, f"rollouts/step_{step:06d}.jsonl") for name in ("two", "one"))
         assert [r["rollout_id"] for r in ours] == [r["rollout_id"] for r in theirs]
@@ -120,7 +121,7 @@ def test_run_of_two_processes_continues(warm: WarmPython, runs: Path, raw_model:
 
 
 def test_undeclared_world_size_is_refused(warm: WarmPython, raw_model: Path, tmp_path: Path):
-    """Two processes with the environment that the launcher gives its own."""
+    """Two processes with the variables of a launcher, but without `use_accelerate`."""
     (tmp_path / "script.py").write_text(SCRIPT)
     words = ["script.py", str(raw_model), "out", "1", "2", "no", "0"]
     ranks = [warm.start(words, tmp_path, python=True, env=variables) for variables in ranks_environment(2)]
@@ -131,7 +132,7 @@ def test_undeclared_world_size_is_refused(warm: WarmPython, raw_model: Path, tmp
 
 
 def test_example_runs_under_the_launcher(raw_model: Path, tmp_path: Path):
-    """The guide's command as printed. Without GPUs accelerate starts one process, which starts two."""
+    """The command of the guide as printed. Without GPUs, accelerate starts one process, which starts two."""
     options = ["--num_processes", "2"]
     example = [str(ROOT / "examples" / "grpo_trainer_math.py"), "--model", str(raw_model), "--num-steps", "2"]
     result = subprocess.run(

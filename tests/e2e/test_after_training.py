@@ -1,4 +1,4 @@
-"""What comes after a run: start GRPO from an SFT adapter, export, score any checkpoint, compare two."""
+"""After a run: GRPO from an SFT adapter, export, the score of any checkpoint, and the comparison of two checkpoints."""
 
 from __future__ import annotations
 
@@ -76,15 +76,17 @@ def test_from_an_sft_adapter_to_a_folder_to_publish(new_run: NewRun, model: Path
     with_adapter = PeftModel.from_pretrained(loaded(model), str(started.path / "final")).eval()
     ids = list(range(20, 60))
     torch.testing.assert_close(logits(merged, ids), logits(with_adapter, ids), atol=1e-4, rtol=1e-4)
-    assert (logits(merged, ids) - logits(loaded(model), ids)).abs().max() > 1e-3, "the adapter does something"
+    assert (logits(merged, ids) - logits(loaded(model), ids)).abs().max() > 1e-3, "the adapter has an effect"
     card = (tmp_path / "published" / "README.md").read_text()
     assert card.startswith("---\n") and "library_name: transformers" in card and "reverse-text" in card
-    assert str(tmp_path) not in card, "a path of this machine is nothing to publish"
+    assert str(tmp_path) not in card, "paths of this machine are not published"
     assert run(warm, tmp_path, "export", str(started.path), "published", code=2).count("exists already") == 1
 
 
 def test_checkpoints_are_scored_and_compared(new_run: NewRun, model: Path, warm: WarmPython):
-    """A run rewarded for letters beats its start by more than its interval; the numbers agree whatever names it."""
+    """A run rewarded for letters improves by more than its interval. Scores are equal for every way to name the
+    weights.
+    """
     trained = new_run(
         train={**LORA, "max_steps": 12, "learning_rate": 2e-2, "save_steps": 6, "save_total_limit": 4},
         orch={
@@ -156,7 +158,7 @@ def test_early_stop_names_the_best_step(new_run: NewRun):
 
 
 def test_mixture_of_experts_trains(new_run: NewRun, tmp_path: Path):
-    """Router and experts under our attention: sampler and trainer agree, and both kinds of weights move."""
+    """The router and experts use Shoal's attention: sampler and trainer agree, and both kinds of weights change."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 

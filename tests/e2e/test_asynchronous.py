@@ -1,6 +1,6 @@
-"""Asynchronous runs of the real command: what in-flight rollouts record, and what the losses make of their age.
+"""Asynchronous runs of the real command: what rollouts in flight record, and how the losses correct for their age.
 
-Every share is computed again from the run's own files: log-probs of sampler and policy stand beside each token.
+Every share is computed again from the run's files, which contain log-probs of sampler and policy per token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from .helpers.runs import Run, assert_same_run, assert_trained_once, fingerprint
 
 NewRun = Callable[..., Run]
-FAST = {"max_steps": 6, "learning_rate": 5e-3}  # weights move enough for rollouts of older ones to be seen
+FAST = {"max_steps": 6, "learning_rate": 5e-3}  # weights change enough to show rollouts of older versions
 
 
 def finished(run: Run, steps: int = 6) -> Run:
@@ -25,7 +25,7 @@ def finished(run: Run, steps: int = 6) -> Run:
 
 
 def ratios(run: Run, step: int) -> list[np.ndarray]:
-    """Policy over sampler at the trained tokens of a step, one array a rollout."""
+    """The ratio of policy to sampler at the trained tokens of a step, one array per rollout."""
     found = []
     for rollout in run.rollouts():
         if rollout["step"] == step and rollout["policy_logprobs"] is not None:
@@ -36,7 +36,7 @@ def ratios(run: Run, step: int) -> list[np.ndarray]:
 
 
 def test_level_0_is_the_synchronous_run_bit_for_bit(new_run: NewRun):
-    """With weights of its own the sampler is fed as a remote one is; at level 0 that changes no number."""
+    """With separate weights, the sampler is updated like a remote one. At level 0 this changes no number."""
     held_out = {"interval": 2, "num_examples": 4}
     plain = finished(new_run("plain", orch={"eval": held_out}), 4)
     level_0 = {"max_async_level": 0, "max_off_policy_steps": 0, "eval": held_out}
@@ -47,7 +47,7 @@ def test_level_0_is_the_synchronous_run_bit_for_bit(new_run: NewRun):
 
 
 def test_rollouts_in_flight_go_on_under_new_weights(new_run: NewRun):
-    """Long answers at level 2: some tokens of one answer are of one version, the next of a later one."""
+    """Long answers at level 2: tokens of one answer have different versions."""
     orch = {
         "max_async_level": 2,
         "sampling": {"max_tokens": 60, "min_tokens": 40},
@@ -56,7 +56,7 @@ def test_rollouts_in_flight_go_on_under_new_weights(new_run: NewRun):
     }
     run = finished(new_run(train=FAST, orch=orch, infer={"max_num_seqs": 16}))
     crossing = [rollout for rollout in run.rollouts() if len(rollout["spans"]) > 1]
-    assert crossing, "sampling went on while training did"
+    assert crossing, "sampling continued during training"
     for rollout in crossing:
         starts, ends, versions = map(list, zip(*rollout["spans"], strict=True))
         assert starts == [0, *ends[:-1]] and ends[-1] == len(rollout["token_ids"])
@@ -73,7 +73,7 @@ def test_rollouts_in_flight_go_on_under_new_weights(new_run: NewRun):
 
 
 CAPS = {"cap": 1.02}
-WIDE = {"geo_mask_low": 1e-3, "geo_mask_high": 1e3, "sequence_mask_high": 1e6}  # no rollout is dropped as a whole
+WIDE = {"geo_mask_low": 1e-3, "geo_mask_high": 1e3, "sequence_mask_high": 1e6}  # no rollout is dropped
 LOSSES: dict[str, dict[str, Any]] = {
     "decoupled": {"type": "decoupled", "cap": 1.02},
     "masked": {"type": "masked", "token_mask_low": 0.98, "token_mask_high": 1.02, **WIDE},
@@ -91,7 +91,7 @@ def test_losses_correct_for_stale_tokens(new_run: NewRun, name: str):
         ratio = np.concatenate(ratios(run, step["step"]))
         outside = {"decoupled": ratio > 1.02, "tis": ratio > 1.02}.get(name, (ratio < 0.98) | (ratio > 1.02))
         metric = "correction/capped_frac" if name in ("tis", "icepop") else "mask/token_frac"
-        # Log-probs in the files have five digits, so a token at the very bound may fall on the other side.
+        # The files round log-probs to five digits, so a token at the bound may be on either side.
         assert step[metric] == pytest.approx(outside.mean(), abs=0.02)
         if name in ("tis", "icepop"):
             kept = np.where(outside, 1.02 if name == "tis" else 0.0, ratio)
@@ -99,4 +99,4 @@ def test_losses_correct_for_stale_tokens(new_run: NewRun, name: str):
             assert step["correction/capped_mean"] == pytest.approx(kept.mean(), abs=0.02)
         shares.append((step["staleness/max"], step[metric]))
     assert all(share == 0 for age, share in shares if age == 0), "fresh rollouts need no correction"
-    assert max(share for age, share in shares if age > 0) > 0.05, "and it is applied to those that ran ahead"
+    assert max(share for age, share in shares if age > 0) > 0.05, "the correction applies to rollouts sampled ahead"

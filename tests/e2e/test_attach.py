@@ -1,5 +1,6 @@
-"""Attaching by id from another process: a deployment that outlives a killed loop, a trainer's checkpoints, and a
-reference process."""
+"""Attach by id from another process: a deployment that outlives a killed loop, a trainer's checkpoints, and a
+reference process.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +129,7 @@ def test_killed_loop_is_continued_by_another_process(
 
 
 def test_reference_can_be_a_process(warm: WarmPython, raw_model: Path, folder: Path, tmp_path: Path):
-    """Its log-probs equal those of the frozen copy beside the policy, also at another temperature."""
+    """Its log-probs equal those of a frozen copy, also at another temperature."""
     model = str(raw_model)
     keys = {"model": model, "output_dir": str(folder / "trainers" / "ref"), "recipe": "fp32", "sequence_len": 64}
     server = warm.start(

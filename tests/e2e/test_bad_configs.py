@@ -1,7 +1,7 @@
-"""Bad configurations: exit 2, under two seconds, no torch, one screen, and a message with key, place, value and fix.
+"""Bad configurations: exit code 2, under two seconds, no torch, and a message with key, location, value and fix.
 
-All cases run through the real `main` in one child process where torch cannot be imported; a handful also run as real
-commands and are timed.
+All cases run through the real `main` in one child process without torch. Some also run as real commands with a time
+limit.
 """
 
 # ruff: noqa: E501 (one case a line reads better than one argument a line)
@@ -35,13 +35,13 @@ orch:
   sampling:
     max_tokens: 32
 """
-MAX_SECONDS = 2.0  # of CPU time: other tests run beside these
+MAX_SECONDS = 2.0  # CPU time, because other tests run at the same time
 MAX_LINES = 24
 
 
 @dataclass(frozen=True)
 class Bad:
-    """One bad configuration: RUN with `old` replaced by `new`, or `text` instead, and what the message must say."""
+    """One bad configuration: RUN with `old` replaced by `new`, or `text`, and parts of the expected message."""
 
     name: str
     old: str = ""
@@ -64,17 +64,17 @@ def typo(name: str, old: str, new: str, *says: str) -> Bad:
 
 
 def train(name: str, lines: str, *says: str) -> Bad:
-    """`lines` in the train section, from line 7 on."""
+    """Insert `lines` into the train section, from line 7."""
     return Bad(name, "  lora: false", lines, says)
 
 
 def orch(name: str, lines: str, *says: str) -> Bad:
-    """`lines` added to the orch section, from line 15 on."""
+    """Insert `lines` into the orch section, from line 15."""
     return Bad(name, "  batch_size: 8\n", f"  batch_size: 8\n{lines}\n", says)
 
 
 CASES = [
-    # typos at every depth
+    # misspelled keys at every depth
     typo("typo in a section", "infer:", "infre:", "run.yaml:10", "infre", "unknown key", "`infer`"),
     typo("typo in a key", "learning_rate", "lerning_rate", "run.yaml:5", "train.lerning_rate", "1e-05", "`learning_rate`"),
     typo("typo in a nested key", "max_tokens: 32", "max_token: 32", "run.yaml:18", "orch.sampling.max_token", "32", "max_tokens"),
@@ -130,13 +130,13 @@ CASES = [
     train("no adapter", "  teacher: {adapter: ./model}", "run.yaml:7", "train.teacher.adapter", "./model", "PEFT"),
     train("unknown optimizer", "  optimizer: adam", "run.yaml:7", "train.optimizer", '"adam"', "adamw"),
     train("unknown recipe", "  recipe: fp16", "run.yaml:7", "train.recipe", '"fp16"', "bf16"),
-    # keys that exclude each other
+    # exclusive keys
     train("steps and epochs", "  epochs: 2", "run.yaml:7", "train.epochs", "train.max_steps", "keep one"),
     train("two warm-ups", "  warmup_steps: 1\n  warmup_ratio: 0.1", "run.yaml:8", "train.warmup_ratio", "train.warmup_steps"),
     train("two cadences", "  save_steps: 1\n  save_seconds: 5", "run.yaml:8", "train.save_seconds", "train.save_steps"),
     train("two quantisations", "  lora: true\n  qlora_fp8: true\n  qlora_bnb: true", "run.yaml:9", "train.qlora_bnb", "train.qlora_fp8"),
     typo("no length", "  max_steps: 4\n", "", "run.yaml:1", "train.max_steps", "not set", "train.epochs"),
-    # keys that do not go together
+    # contradictory keys
     Bad("models differ", "  engine: embedded", "  model: Qwen/Qwen3-0.6B", ("run.yaml:11", "infer.model", "Qwen/Qwen3-0.6B", "./model", "equal")),
     orch("steps differ", "  max_steps: 5", "run.yaml:16", "orch.max_steps", "5", "train.max_steps is 4", "equal"),
     orch("lengths differ", "  seq_len: 128", "run.yaml:16", "orch.seq_len", "128", "256", "equal"),
@@ -198,7 +198,7 @@ VERBS = ("grpo", "gpro", "sft", "grpo-infer")
 
 
 def write_case(folder: Path, case: Bad) -> list[str]:
-    """Lay the files of a case out and return its command line."""
+    """Write the files of a case and return its command line."""
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text("{}")
     (folder / "data.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')

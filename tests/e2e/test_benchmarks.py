@@ -1,4 +1,4 @@
-"""Every benchmark script runs: the tiny model on the CPU, the real engine, trainer and command."""
+"""Every benchmark script runs with the tiny model on the CPU and the real engine, trainer and command."""
 
 import json
 import os
@@ -20,7 +20,7 @@ SCRIPTS = {
 
 
 def smoke(name: str, folder: Path, *words: str, **environment: str) -> dict[str, Any]:
-    """What a script writes."""
+    """The result that a script writes."""
     out = folder / f"{name}.json"
     command = [sys.executable, f"benchmarks/{name}.py", str(out), "--smoke", *words]
     done = subprocess.run(

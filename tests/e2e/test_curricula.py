@@ -1,4 +1,6 @@
-"""Mixtures that change by step, and replay of earlier groups: exact after a kill, and the same in every layout."""
+"""Environment weights that change by step, and replay of earlier groups: exact after a kill, and equal in every
+layout.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from .helpers.processes import WarmPython
 from .helpers.runs import REVERSE_ARGS, Run, assert_same_run, assert_trained_once, base_config, fingerprint
 from .helpers.split import InOne, compared, split_config, split_run
 
-# From all prompts of the texts to all of the sums within four steps; half as many groups as sampled are replayed.
+# From all prompts of the texts to all of the sums within four steps. Half as many groups as sampled are replayed.
 CURRICULUM: dict[str, Any] = {
     "train": {"learning_rate": 1e-3, "loss": {"type": "grpo", "kl": {"beta": 0.05, "in": "reward"}}},
     "orch": {
@@ -37,7 +39,7 @@ def config_of(model: Path, **orch: Any) -> dict[str, Any]:
 
 
 def assert_replayed(run: Run, max_age: int = 2) -> None:
-    """Replays are trained under ids of their own, are not sampled or stored again, and are never too old."""
+    """Replayed groups are trained under separate ids, are not sampled or stored again, and are never too old."""
     steps, sampled = run.steps(), {rollout["rollout_id"]: rollout["step"] for rollout in run.rollouts()}
     assert_trained_once(run, len(steps))
     for step, record in zip(steps, run.journal(), strict=True):

@@ -1,4 +1,4 @@
-"""Real runs whose records were damaged after they ended: a resume repairs them, or says what is lost."""
+"""Real runs whose records were damaged after the end: a resume repairs them or reports the loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device that hangs ends the run with its reason, in bounded time, with nothing left behind."""
+"""A hanging device ends the run with a reason, in bounded time, and leaves no process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo as a newcomer runs it: GRPO lifts the held-out reward well above the warm start, in three closing lines."""
+"""The demo: GRPO raises the held-out reward well above the warm start, and three closing lines report it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT_S = 300.0
 
 
 def closing_lines(output: str, folder: Path) -> tuple[float, float]:
-    """Checks the three lines a demo ends with; returns the held-out reward before and after."""
+    """Check the three closing lines of a demo; returns the held-out reward before and after."""
     before, after = held_out(folder / "grpo")
     reward, where, following = output.splitlines()[-3:]
     assert f"{before:.3f}" in reward and f"{after:.3f}" in reward
@@ -47,10 +47,10 @@ def test_demo_seed_1(tmp_path: Path) -> None:
     assert seconds < LIMIT_S
     again = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     reward = done.stdout.splitlines()[-3]
-    assert again.returncode == 0 and again.stdout.splitlines()[-3] == reward, "a finished demo says the same again"
+    assert again.returncode == 0 and again.stdout.splitlines()[-3] == reward, "a finished demo prints the same again"
 
 
-# `shoal demo` with fewer steps of smaller batches: an eighth of the work.
+# `shoal demo` with fewer and smaller steps: an eighth of the work.
 SHORT = """
 import sys
 from shoal import demo
@@ -79,7 +79,7 @@ def test_short_demo_learns_and_is_reproducible(warm: WarmPython, tmp_path: Path)
 
 
 def refusal(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the demo says when it will not run there; nothing in the folder may change."""
+    """The message of a demo that refuses the folder. The folder must not change."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert main(["demo", "--dir", str(folder), *arguments]) == 2
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

@@ -1,4 +1,4 @@
-"""`train.gpus: N` on the CPU: real ranks over gloo, whole weights and shards; how they end, and how they restart."""
+"""`train.gpus: N` on the CPU: real ranks over gloo with full weights and with shards; how they end and restart."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from .helpers.processes import Command, WarmPython, alive, children_of, rank_of, ranks_environment, wait_until
 from .helpers.runs import REVERSE_ARGS, Run, assert_trained_once
 
-START_S = 90  # several processes that import torch, on a busy machine
+START_S = 90  # several processes import torch on a busy machine
 
 
 def config(model: Path, **train: Any) -> dict[str, Any]:
-    """Rows of a few rollouts each, so that ranks get different numbers of them."""
+    """Rows contain few rollouts, so ranks have different numbers of rows."""
     settings = {
         "model": str(model), "output_dir": "out", "device": "cpu", "max_steps": 4, "learning_rate": 1e-3,
         "sequence_len": 64, "save_steps": 2, "loss": {"type": "grpo", "kl": {"beta": 0.01}}, **train,
@@ -37,7 +37,7 @@ def config(model: Path, **train: Any) -> dict[str, Any]:
 
 
 def ranks_of(command: Command) -> dict[int, int]:
-    """Rank → process id, once the ranks are there."""
+    """Process ids by rank, once all ranks run."""
     found: dict[int, int] = {}
     for pid in children_of(command.pid):
         with contextlib.suppress(OSError):
@@ -85,7 +85,7 @@ def make(warm: WarmPython, raw_model: Path, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def one(make: Callable[..., Run]) -> Run:
-    """What all others are compared with: one process, six steps."""
+    """The run to compare with: one process, six steps."""
     run = make("one", max_steps=6, save_total_limit=9)
     command = run.grpo()
     assert command.wait() == 0, command.text()
@@ -94,7 +94,7 @@ def one(make: Callable[..., Run]) -> Run:
 
 @pytest.fixture(scope="module")
 def shards(make: Callable[..., Run]) -> Run:
-    """Two ranks with sharded weights, four steps, a checkpoint after the second and after the last."""
+    """Two ranks with sharded weights, four steps, a checkpoint after the second and the last step."""
     run = make("shards", gpus=2, sharding="fsdp")
     command = run.start(spares=2)
     assert command.wait(START_S) == 0, command.text()
@@ -121,7 +121,7 @@ def test_sharded_checkpoint_is_exported(shards: Run):
 
 
 def test_sharded_run_continues_with_four_ranks_and_one(one: Run, shards: Run, tmp_path: Path):
-    """Two ranks took four steps, four take the fifth, and one alone, without shards, takes the sixth."""
+    """Two ranks make four steps, four ranks the fifth, and one process without shards the sixth."""
     shutil.copytree(shards.folder, tmp_path / "copy")
     run = Run(tmp_path / "copy", shards.warm)
     for steps, train in ((5, {"gpus": 4, "sharding": "fsdp"}), (6, {"gpus": 1, "sharding": "none"})):
@@ -153,7 +153,7 @@ def test_damaged_shard_is_not_resumed(shards: Run, tmp_path: Path):
 
 
 def test_ranks_that_a_launcher_started(one: Run, make: Callable[..., Run]):
-    """Two processes with the environment that torchrun gives its own; torchrun itself: test_split_ranks.py."""
+    """Two processes with the variables of torchrun. test_split_ranks.py uses torchrun itself."""
     run = make("launched", sharding="fsdp", lora=True, lora_rank=2, max_steps=2)
     ranks = [run.start(env=variables) for variables in ranks_environment(2, OMP_NUM_THREADS="1")]
     for rank in ranks:
@@ -165,7 +165,9 @@ def test_ranks_that_a_launcher_started(one: Run, make: Callable[..., Run]):
 
 
 def test_two_ranks_train_as_one_does_until_one_of_them_ends(one: Run, make: Callable[..., Run]):
-    """Interrupted it saves: 130. Continued, a rank is killed: 3, with the reason. Then the process above them is."""
+    """Interrupted: exit code 130. After a resume, a killed rank: exit code 3 with the reason. Then the supervisor is
+    killed.
+    """
     run = make("ending", gpus=2, max_steps=2000, save_steps=1, save_total_limit=9999)
     command = run.start(spares=2)
     wait_for_steps(run, 4, command)
@@ -216,7 +218,7 @@ def test_impossible_settings_give_one_line(make: Callable[..., Run], changes: li
 
 
 def test_same_configuration_file_runs_on_any_number(shards: Run):
-    """What is written down says how it ran, and nothing binds a resumed run to it."""
+    """The configuration records the number of processes, but a resumed run may use another number."""
     written = yaml.safe_load((shards.path / "config.yaml").read_text())
     assert (written["train"]["gpus"], written["train"]["sharding"]) == (2, "fsdp")
     assert not any("gpus" in key or "sharding" in key for key in shards.status()["binding"])
@@ -233,4 +235,4 @@ def test_guide_starts_with_a_working_command(warm: WarmPython, tmp_path: Path):
     status = json.loads((tmp_path / "outputs" / "two" / "status.json").read_text())
     assert (status["state"], status["step"]) == ("finished", 4)
     metrics = [json.loads(line) for line in (tmp_path / "outputs" / "two" / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["optim/grad_norm"] > 0 for line in metrics), "there is something to learn from"
+    assert all(line["optim/grad_norm"] > 0 for line in metrics), "there is something to learn"

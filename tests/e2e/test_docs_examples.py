@@ -1,4 +1,4 @@
-"""The first example of each surface's page is run as it stands, and so is the example beside it."""
+"""The first example of each page about a Python interface runs unchanged, and so does the example file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def models(warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reader(models: Path, tmp_path: Path) -> Path:
-    """A folder with the model the pages speak of."""
+    """A folder with the model that the pages name."""
     (tmp_path / "models").symlink_to(models)
     return tmp_path
 
@@ -67,12 +67,12 @@ def test_recipe_page_starts_with_a_working_command(reader: Path):
     (reader / "example.py").write_text(first_example("recipes.md"))
     run(reader, "example.py")
     found = rewards(reader / "outputs" / "recipe")
-    assert len(found) == 20  # ten epochs of eight prompts, four a step
+    assert len(found) == 20  # ten epochs of eight prompts, four per step
     assert sum(found[-3:]) / 3 > sum(found[:3]) / 3 + 0.1
 
 
 def test_preference_page_starts_with_a_working_command(warm: WarmPython, reader: Path):
-    """Its rows and its command as they stand, and the names of its metrics."""
+    """The rows and the command of the page unchanged, and the names of its metrics."""
     page = text_of("docs/preference-data.md")
     ((name, body),) = SAVED.findall(page)
     (reader / name).write_text(body)
@@ -88,7 +88,7 @@ def test_preference_page_starts_with_a_working_command(warm: WarmPython, reader:
 
 
 def test_server_page_starts_with_a_working_command(reader: Path):
-    """Its three blocks as they stand, but for the port, which may be taken here."""
+    """The three blocks of the page, unchanged except for the port."""
     text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
     port = free_port()
     first, second = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)[:2]
@@ -120,7 +120,7 @@ def test_example_of_the_trainer_runs_alone(warm: WarmPython, reader: Path):
 
 
 def test_readme_command_trains(warm: WarmPython, tmp_path: Path):
-    """Its own command, with a tiny model and for two steps."""
+    """The command of the README, with a tiny model and two steps."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     save_files(tmp_path)
     assert warm.run(["make-model", "tiny", "models/tiny"], tmp_path).wait() == 0

@@ -1,4 +1,4 @@
-"""Things that go wrong inside a run: gradients that are no numbers, rewards that fail, flat prompts, orphans."""
+"""Failures inside a run: nan gradients, failing rewards, zero-variance groups, orphaned processes."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_nonfinite_gradients_stop_the_run_with_a_checkpoint(new_run: NewRun, mod
     assert status["state"] == "stopped" and status["resumable"] and status["step"] == 3
     assert run.checkpoints() == [3] and not (run.path / "final").exists()
     saved, start = weights(run.path / "checkpoints" / "step_000003" / "weights"), weights(model)
-    assert all((saved[name] == start[name]).all() for name in start), "no weight was touched"
+    assert all((saved[name] == start[name]).all() for name in start), "no weight changed"
 
 
 def test_one_nonfinite_gradient_is_skipped_and_counted(new_run: NewRun):
-    """Arguments reach the user's loss, too: it fails at its third call only."""
+    """The arguments reach the user's loss, which fails only at its third call."""
     loss = {"type": "my_code:nan_loss", "args": {"at": [3]}}
     run = new_run(train={"loss": loss, "sequence_len": 512})
     command = run.grpo()
@@ -49,7 +49,7 @@ def test_one_nonfinite_gradient_is_skipped_and_counted(new_run: NewRun):
     (event,) = run.events("non-finite")
     assert next(step["step"] for step in run.steps() if step["optim/skipped"]) == event["step"]
     final = weights(run.path / "final")
-    assert all(abs(tensor).max() < 100 for tensor in final.values()), "finite, all of them"
+    assert all(abs(tensor).max() < 100 for tensor in final.values()), "all of them finite"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_one_nonfinite_gradient_is_skipped_and_counted(new_run: NewRun):
     ids=["filter", "advantage", "advantage-shape", "loss-shape"],
 )
 def test_errors_of_user_code_are_reported_as_such(new_run: NewRun, section: str, values: dict[str, Any], says: str):
-    """Exit 3 with the name of the function, not a crash; and the run can go on once it is mended."""
+    """Exit code 3 with the name of the function. After a fix, the run resumes."""
     run = new_run(**{section: values})
     command = run.grpo()
     assert command.wait() == 3, command.text()
@@ -104,7 +104,7 @@ def test_solved_prompts_end_the_run_successfully(new_run: NewRun):
     assert status["state"] == "solved" and status["step"] == 5 and not status["resumable"]
     assert "the unchanged weights, because no step trained anything, are in out/final" in command.text()
     assert (run.path / "final" / "model.safetensors").exists()
-    assert [record["rollout_ids"] for record in run.journal()] == [[]] * 5, "steps that train nothing are recorded"
+    assert [record["rollout_ids"] for record in run.journal()] == [[]] * 5, "steps without training are recorded"
     assert len(run.events("flat")) == 5
     again = run.grpo("--resume")
     assert again.wait() == 0 and "solved at step 5" in again.text(), again.text()
@@ -121,10 +121,10 @@ def test_unsolved_prompts_stop_the_run(new_run: NewRun):
 
 
 def test_killed_run_leaves_no_process_behind(new_run: NewRun):
-    """Rewards hang in worker processes of their own; when the parent is killed they are gone within five seconds."""
+    """Rewards hang in worker processes. If the parent is killed, they end within five seconds."""
     run = new_run(orch={"reward": {"function": "my_code:hanging_reward", "timeout_s": 300, "workers": 3}})
     command = run.start()
-    # The server and its three workers, all at work.
+    # the server and its three workers, all busy
     wait_until(lambda: len(children_of(command.pid)) >= 4 or not command.running(), 60, "the reward workers")
     children = children_of(command.pid)
     command.send(signal.SIGKILL)
@@ -134,7 +134,7 @@ def test_killed_run_leaves_no_process_behind(new_run: NewRun):
 
 
 def test_killed_reward_server_stops_the_run_with_its_state_saved(new_run: NewRun):
-    """Without it nothing can be scored: no prompt is used up for nothing, and a resumed run is the undisturbed one."""
+    """Without a reward server nothing can be scored. No prompt is lost; a resumed run equals the undisturbed one."""
     slow = {"batch_size": 8, "reward": {"function": "my_code:slow_reward"}}
     whole, run = new_run("whole", orch=slow), new_run("cut", orch=slow)
     undisturbed, command = whole.start(), run.start()
@@ -159,7 +159,7 @@ def test_wait_past_the_deadline_stops_the_run(new_run: NewRun):
 
 
 def test_unsupported_hardware_is_refused_and_the_folder_stays_free(new_run: NewRun):
-    """Exit 2 with the setting that would work; with it, the same command runs, as if nothing had been."""
+    """Exit code 2 with a setting that works. With this setting, the same command runs."""
     run = new_run(train={"recipe": "fp8-hybrid"})
     command = run.grpo()
     assert command.wait() == 2, command.text()
@@ -183,12 +183,12 @@ def test_gpu_memory_share_applies_to_free_memory_on_a_cpu(
 
 
 def test_always_failing_rewards_fail_the_run(new_run: NewRun):
-    """The run ends after its first step, and not as if all were well."""
+    """The run ends after its first step with an error."""
     run = new_run(train={"max_steps": 2}, orch={"reward": {"function": "my_code:broken_reward"}})
     command = run.grpo()
     assert command.wait() == 3, command.text()
     told = [line for line in command.text().splitlines() if "no reward for" in line]
-    assert len(told) == 1, "once, though every message quotes another answer"
+    assert len(told) == 1, "reported once, although every message quotes another answer"
     assert "step 1: no reward for 64 of 64 rollouts of reverse-text: KeyError:" in told[0]
     assert "my_code.py:" in told[0] and "in broken_reward)" in told[0]
     assert "every rollout of step 1 (reverse-text: KeyError" in command.text()
@@ -204,7 +204,7 @@ def test_environment_without_a_reward_is_refused_at_once(new_run: NewRun):
 
 
 def test_reward_that_kills_its_server_costs_one_rollout(new_run: NewRun):
-    """Another server is forked by the keeper, which the reward had stopped as well. Queued rollouts are scored."""
+    """The keeper, which the reward suspended as well, forks another server. Queued rollouts are scored."""
     run = new_run(orch={"reward": {"function": "my_code:server_killing_reward", "workers": 1}})
     command = run.grpo()
     assert command.wait() == 0, command.text()

@@ -91,7 +91,7 @@ def test_serve_needs_no_file(warm: WarmPython, raw_model: Path, port: int, tmp_p
         server.send(signal.SIGTERM)
         assert server.wait(20) == -signal.SIGTERM
         left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("output-")}
-        assert left == {"mine"}, "it leaves nothing behind"
+        assert left == {"mine"}, "it leaves no files"
     finally:
         if server.running():
             server.kill()
@@ -118,7 +118,9 @@ def test_chat_answers_one_question_or_several(raw_model: Path, tmp_path: Path):
     several = subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert several.returncode == 0, several.stderr
     parts = several.stdout.split("> ")
-    assert len(parts) == 6 and parts[1] == parts[4] == once.stdout, "a new conversation answers as the first did"
+    assert len(parts) == 6 and parts[1] == parts[4] == once.stdout, (
+        "a new conversation has the same answer as the first"
+    )
 
 
 def test_sighup_stops_it_cleanly(start: Start, tmp_path: Path):

@@ -1,4 +1,4 @@
-"""A run whose rewards run what a model wrote, or the one line that says why this machine cannot have it."""
+"""A run whose rewards execute code of the model, or the message why this machine cannot isolate it."""
 
 from __future__ import annotations
 

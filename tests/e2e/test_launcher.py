@@ -1,4 +1,4 @@
-"""The launcher's own example on a tiny model, in its own processes: as `shoal grpo` trains, resumed, keys hidden."""
+"""The launcher example on a tiny model in separate processes: it trains like `shoal grpo`, resumes, and hides keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .helpers.processes import WarmPython, start_python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
 SMALL = ["gconfig.max_new_tokens=16", "actor.mb_spec.max_tokens_per_mb=300", "train_dataset.batch_size=4"]
-# A model of random weights never hits a number, so the tests reward what it can learn: digits.
+# A model with random weights never writes the right number, so the tests reward digits.
 DENSE = """
 from shoal.envs import answer_of
 from shoal.launcher import load_config, run, train
@@ -44,7 +44,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def place(tmp_path: Path, model: Path) -> Path:
-    """A folder with data in GSM8K's format, a model and a script with a reward that random weights can earn."""
+    """A folder with data in the format of GSM8K, a model, and a script with a reward that random weights can earn."""
     (tmp_path / "data").mkdir()
     for split, count in (("train", 12), ("test", 4)):
         rows = [
@@ -66,7 +66,9 @@ def launch(warm: WarmPython, place: Path, *words: str, script: str = "dense.py",
 
 
 def test_shipped_example_runs_unchanged(warm: WarmPython, place: Path):
-    """The seed's command, with a small model, small data and short answers; then every checkpoint is scored alike."""
+    """The command of the guide with a small model, small data and short answers. Every checkpoint has the same score
+    format.
+    """
     secret = "canary-0123456789"
     said = launch(
         warm, place, "experiment_name=gsm8k-grpo-local", "trial_name=trial0", "total_train_epochs=1",
@@ -75,7 +77,7 @@ def test_shipped_example_runs_unchanged(warm: WarmPython, place: Path):
     folder = place / "outputs" / "gsm8k-grpo-local" / "trial0"
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
     assert [record["step"] for record in metrics(folder)] == [0, 1, 2, 3]
-    # About the configuration there is nothing to warn of; that a random model solves nothing may be said later.
+    # The configuration causes no warning. Later findings about a random model are possible.
     assert "process list" in said and "warning" not in said.lower().split("training ")[0]
     written = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
     assert secret not in said and not any(secret.encode() in content for content in written)
@@ -116,7 +118,7 @@ def test_wrong_script_argument_gives_one_line(warm: WarmPython, place: Path, scr
 
 
 def test_launcher_run_equals_shoal_grpo(warm: WarmPython, place: Path):
-    """The same task, seed and numbers through both doors: the same metrics to the bit, and the same weights."""
+    """The same task, seed and settings through both interfaces: equal metrics and weights, bit for bit."""
     launch(
         warm, place, "experiment_name=a", "seed=3", "total_train_steps=3", "saver.freq_epochs=null", "actor.lr=1e-3",
         "evaluator.freq_steps=2", "evaluator.freq_epochs=null",
@@ -153,7 +155,7 @@ def test_recover_continues_and_used_trial_is_refused_with_launcher_keys(warm: Wa
 
 
 def test_page_and_the_readme_start_with_the_command_that_is_tested_here():
-    """Both pages' first command is the one of the shipped example; its words are parsed as the launcher does."""
+    """The first command of both pages is that of the shipped example, and the launcher parses it."""
     from shoal.launcher import load_config
 
     root = EXAMPLE.parents[1]

@@ -1,4 +1,4 @@
-"""Learning signals besides one reward per rollout: a killed run and the split layout give the run of one process."""
+"""Learning signals: a killed run and the split layout equal the run in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from .helpers.processes import WarmPython
 from .helpers.runs import Run, assert_same_run, assert_trained_once, base_config, fingerprint
 from .helpers.split import InOne, compared, split_config, split_run
 
-BONUS = {"coef": 0.01, "target": 9.0, "delta": 0.01, "top_fraction": 0.5}  # the target is above any entropy: it rises
+BONUS = {
+    "coef": 0.01,
+    "target": 9.0,
+    "delta": 0.01,
+    "top_fraction": 0.5,
+}  # the target is above the maximum entropy, so the coefficient rises
 TWO_TURNS = """
 from shoal.core.types import Reward
 from shoal.envs.base import MultiTurn, ask
@@ -61,7 +66,7 @@ SIGNALS: dict[str, dict[str, Any]] = {
 
 
 def some(*kept: str) -> list[Any]:
-    """All kinds of signals; most of them only in `make faults`."""
+    """All kinds of signals. Most of them run only in `make faults`."""
     return [kind if kind in kept else pytest.param(kind, marks=pytest.mark.faults) for kind in SIGNALS]
 
 
@@ -98,7 +103,7 @@ def test_killed_run_continues_with_its_signals(tmp_path: Path, warm: WarmPython,
 
 @pytest.mark.parametrize("kind", some())
 def test_two_processes_train_as_one(tmp_path: Path, warm: WarmPython, model: Path, kind: str) -> None:
-    """The mask is chosen over all ranks, the coefficient is the same on both, and so are the teacher's log-probs."""
+    """All ranks share the mask, the coefficient and the teacher's log-probs."""
     runs = []
     for count in (1, 2):
         config = base_config(model)
@@ -130,7 +135,7 @@ def test_rollout_files_contain_turn_fields(tmp_path: Path, warm: WarmPython, mod
         assert [len(turn) for turn in rollout["token_rewards"]] == [first, second]
         assert rollout["reward"] == pytest.approx(sum(rollout["turn_rewards"]))
         assert [len(turn) for turn in rollout["token_advantages"]] == [1, 1]
-        if rollout["policy_logprobs"] is not None:  # trained: the reply of the environment is under cross-entropy
+        if rollout["policy_logprobs"] is not None:  # trained: the reply of the environment has a cross-entropy loss
             assert sum(rollout["loss_mask"]) == len(rollout["token_ids"])
             assert all(value < 0 for value in rollout["policy_logprobs"])
 
@@ -157,7 +162,7 @@ def test_split_equals_one_process(tmp_path: Path, warm: WarmPython, model: Path,
 
 
 def distil(raw_model: Path, folder: Path, warm: WarmPython, teacher: dict[str, Any], **orch: Any) -> Run:
-    """From random weights, without any reward: the environment has none."""
+    """Distillation from random weights without a reward."""
     config = base_config(raw_model)
     config["train"] |= {"learning_rate": 3e-3, "teacher": {"reward_weight": 0, **teacher}}
     config["orch"] |= {"env": [{"id": f"{folder / 'two_turns.py'}:NoReward", "name": "count"}], **orch}

@@ -1,4 +1,4 @@
-"""Ways to run: windows and running ahead, noise, several environments or turns, user code, sampling, truncation."""
+"""Modes of a run: sync windows, asynchronous sampling, noise, several environments and turns, user code, truncation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def finished(run: Run, steps: int = 4) -> Run:
 
 
 def ages(run: Run) -> dict[int, list[int]]:
-    """By step, how many versions behind each trained rollout was drawn, from the spans in the files."""
+    """By step, the number of versions between sampling and training of each rollout, from the spans in the files."""
     trained = {rollout_id for record in run.journal() for rollout_id in record["rollout_ids"]}
     found: dict[int, list[int]] = {}
     for rollout in run.rollouts():
@@ -53,10 +53,10 @@ def test_sampling_ahead_of_training(
         assert [set(found[step]) for step in range(1, 6)] == gaps
         fresh = [step["mismatch/k3"] for step, gap in zip(run.steps(), gaps, strict=True) if gap == {0}]
         behind = [step["mismatch/k3"] for step, gap in zip(run.steps(), gaps, strict=True) if gap != {0}]
-        assert max(fresh) < 1e-9 < min(behind), "older weights really drew them"
+        assert max(fresh) < 1e-9 < min(behind), "older weights sampled them"
     else:
         assert set(found[1]) == {0} and all(set(gap) <= {0, 1} for gap in found.values())
-        assert {1} <= {age for gap in found.values() for age in gap}, "something ran ahead"
+        assert {1} <= {age for gap in found.values() for age in gap}, "some rollouts were sampled ahead"
 
 
 def test_rollouts_too_far_behind_are_dropped(new_run: NewRun):
@@ -76,10 +76,12 @@ def test_noise_is_on_the_sampler_only(new_run: NewRun, model: Path):
     wanted = [0.0, 0.3, pytest.approx((0.3 * 0.1) ** 0.5), pytest.approx(0.1)]
     assert [step["noise/sigma"] for step in run.steps()] == wanted
     gaps = [step["mismatch/k3"] for step in run.steps()]
-    assert gaps[0] < 1e-9 < 1e-5 < min(gaps[1:]), "noisy samplers are not the policy, and it is seen"
+    assert gaps[0] < 1e-9 < 1e-5 < min(gaps[1:]), "the noisy sampler differs measurably from the policy"
     start, final = load_file(model / "model.safetensors"), load_file(run.path / "final" / "model.safetensors")
     norms = [name for name in start if "norm" in name]
-    assert norms and all(abs(final[name] - start[name]).max() < 3e-3 for name in norms), "training moved them a little"
+    assert norms and all(abs(final[name] - start[name]).max() < 3e-3 for name in norms), (
+        "training changed them slightly"
+    )
 
 
 def test_several_environments_by_weight(new_run: NewRun):
@@ -104,7 +106,9 @@ def test_several_turns_with_an_environment_of_the_users_own(new_run: NewRun):
         assert rollout["spans"][-1][1] == sampled
         assert rollout["completion"].count("[assistant]") == 2 and "[user]" in rollout["completion"]
         assert rollout["reward"] == pytest.approx(sum(rollout["parts"].values()))
-    assert all(step["mismatch/k3"] < 1e-9 for step in run.steps()), "the second turn is trained on the tokens it saw"
+    assert all(step["mismatch/k3"] < 1e-9 for step in run.steps()), (
+        "the second turn is trained on the tokens of its prompt"
+    )
     assert all({"reward/part/first", "reward/part/second"} <= set(step) for step in run.steps())
 
 
@@ -128,7 +132,7 @@ def test_user_advantages_and_filters(new_run: NewRun):
 
 @pytest.mark.parametrize("kind", ["keep", "mask", "zero", "overlong"])
 def test_truncated_answer_modes(new_run: NewRun, kind: str):
-    """Answers take six to nine tokens, so eight cut some of them."""
+    """Answers have six to nine tokens, so a limit of eight truncates some of them."""
     truncated = {"tokens": 4, "factor": 0.5} if kind == "overlong" else kind
     run = finished(new_run(orch={"truncated": truncated, "sampling": {"max_tokens": 8}}))
     rollouts = run.rollouts()
@@ -160,7 +164,7 @@ def test_truncated_answer_modes(new_run: NewRun, kind: str):
     ids=["top_p", "top_k", "min_p", "temperature", "min_tokens"],
 )
 def test_trained_distribution_equals_the_sampled_one(new_run: NewRun, sampling: dict[str, Any]):
-    """Ratios are exact: kept sets, temperatures and forbidden ends are replayed in training."""
+    """Ratios are exact: training applies the kept ids, temperatures and forbidden end tokens of sampling."""
     run = finished(new_run(orch={"sampling": {"max_tokens": 10, **sampling}}))
     assert all(step["mismatch/k3"] < 1e-6 for step in run.steps())
     assert all(abs(step["mismatch/ratio_mean"] - 1) < 1e-5 for step in run.steps())

@@ -1,4 +1,4 @@
-"""What a new user meets first: mistakes of the first hour end in one line that helps; the end says what is where."""
+"""Typical mistakes of the first hour end with one helpful line, and the last line of a run names its results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_last_line_names_the_report_and_the_weights(new_run: NewRun):
 
 @pytest.mark.parametrize("length", [{"max_steps": 2}, {"max_steps": None, "epochs": 1}], ids=["steps", "epochs"])
 def test_finished_run_is_extended_by_one_override(new_run: NewRun, length: dict):
-    """Its config.yaml says the number of steps twice, or in epochs; one override stands instead of all of it."""
+    """config.yaml contains the number of steps several times or in epochs. One override replaces all of them."""
     rows = {"dataset": {"path": "rows.jsonl"}, "env": [{"id": "dataset", "args": {"reward": "my_code:digits"}}]}
     run = new_run(train=length, orch=rows)
     (run.folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(10)))
@@ -52,13 +52,13 @@ def test_evaluation_without_rewards_fails(warm: WarmPython, model: Path, tmp_pat
     text = said(warm, tmp_path, 3, *asked, "--max-tokens", "8")
     assert "none of 3 rollouts got a reward: KeyError: 'answer' (mine.py:" in text and "nan" not in text
     text = said(warm, tmp_path, 4, *asked, "--max-tokens", "8", "--out", "/proc/x")
-    assert "could not create /proc/x: no folder can be created there" in text and "none of 3" not in text, "at once"
+    assert "could not create /proc/x: no folder can be created there" in text and "none of 3" not in text, "immediately"
     text = said(warm, tmp_path, 2, *asked, "--max-tokens", "100000")
     assert "--max-tokens" in text and "100000 leaves no room for a prompt in the" in text
 
 
 def test_export_of_a_missing_source_is_refused_offline(warm: WarmPython, tmp_path: Path):
-    """A misspelt folder looks like the name of a model on a hub."""
+    """A misspelled folder looks like the name of a hub model."""
     for name in ("outputs/fnal", "nothing-here"):
         text = said(warm, tmp_path, 2, "export", name, "published")
         assert f"source: {name!r} is neither a folder nor a model in the hub cache" in text
@@ -75,7 +75,7 @@ def test_run_directory_serves_as_model_or_file(new_run: NewRun):
     text = said(run.warm, run.folder, 2, "grpo", "run.yaml", "train.model=out", "train.output_dir=next")
     assert 'train.model: "out" is a run directory, not a model; use its weights: "out/final"' in text
     assert not (run.folder / "next").exists()
-    (run.path / "final" / "config.json").rename(run.path / "final" / "adapter_config.json")  # as adapters are left
+    (run.path / "final" / "config.json").rename(run.path / "final" / "adapter_config.json")  # as runs write adapters
     text = said(run.warm, run.folder, 2, "grpo", "run.yaml", "train.model=out", "train.output_dir=next")
     assert "use its base model, with train.lora=true and train.adapter_path=out/final" in text
 

@@ -1,4 +1,4 @@
-"""The notebook for a CPU, run in a fresh kernel, and the outputs that are committed with it."""
+"""The CPU notebook runs in a new kernel, and its committed outputs are consistent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_committed_outputs_are_those_of_one_run_from_top_to_bottom() -> None:
     assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
     before, after = rewards_of(notebook)
     assert after > before + 0.1
-    assert not re.search(r"/(home|tmp|root|work)/", NOTEBOOK.read_text()), "no path of the machine it was run on"
+    assert not re.search(r"/(home|tmp|root|work)/", NOTEBOOK.read_text()), "no path of the machine that ran it"
 
 
 @pytest.mark.slow

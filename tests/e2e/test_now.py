@@ -1,4 +1,4 @@
-"""What a command says it does now: watched through heartbeats that come every few milliseconds."""
+"""Commands show their current operation. The tests read it from heartbeats every few milliseconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STARTING = "starting"
 
 
 def progress_lines(warm: WarmPython, folder: Path, *words: str) -> list[str]:
-    """Everything the command said it was doing, each once in a row and without how far it was."""
+    """All operations that the command printed, without repetition and without their progress."""
     command = warm.run(["-c", HASTY, *words], folder, python=True)
     assert command.wait() == 0, command.text()
     shown = re.findall(r"^… (.*?) ?(?:\(.*\))?$", command.text(), re.MULTILINE)

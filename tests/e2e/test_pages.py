@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 STEPS = 6
-# Few prompts, so that each comes back; parts, so that there are some to show.
+# Few prompts, so that each is drawn repeatedly, and reward parts to show.
 TRAIN = {"max_steps": STEPS, "save_steps": 3}
 ORCH = {
     "env": [{"id": "my_code:TwoWords", "name": "words"}, {"id": "arithmetic", "args": {**SUM_ARGS, "num_train": 4}}],
@@ -40,7 +40,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def run(browser: Browser, warm: WarmPython, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A real run; needs no browser, but without one it would be trained for nothing."""
+    """A real run. It is made only if there is a browser."""
     config = base_config(model)
     config["train"] |= TRAIN
     config["orch"] |= ORCH
@@ -59,7 +59,7 @@ def opened(browser: Browser, address: str | Path, **options: Any) -> Iterator[Pa
 
 @contextmanager
 def watching(*arguments: str, cwd: Path) -> Iterator[str]:
-    """`shoal watch …` in a process of its own; yields its address."""
+    """Run `shoal watch …` in a separate process; yields its address."""
     command = [sys.executable, "-m", "shoal", "watch", *arguments, "--port", "0"]
     process = subprocess.Popen(
         command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -80,7 +80,7 @@ def chart(page: Page, title: str) -> Any:
 
 
 def hover(page: Page, title: str, share: float) -> str:
-    """Move over a curve; returns what the tip says."""
+    """Move the mouse over a curve; returns the text of the tooltip."""
     box = chart(page, title).locator(".u-over").bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
@@ -102,7 +102,7 @@ def test_curves_show_hover_smoothing_and_links_to_rollouts(browser: Browser, run
             "Truncated", "Gradient norm", "Time split", "Throughput",
         }  # fmt: skip
         assert expected <= set(titles)
-        assert "smoothed" not in hover(page, "Reward", 0.5), "a short run is shown as it is"
+        assert "smoothed" not in hover(page, "Reward", 0.5), "a short run is drawn without smoothing"
         page.fill("#smoothing", "0.6")
         told = hover(page, "Reward", 0.999)
         assert f"Step {STEPS}" in told
@@ -141,7 +141,7 @@ def test_every_rollout_of_a_group_side_by_side_with_parts_and_tints(browser: Bro
             assert page.get_attribute(f'[data-tint="{name}"]', "aria-pressed") == "true"
             seen[name] = page.eval_on_selector_all("#group .token:not(.unmasked)", colored)
         sampled = sum(sum(r["loss_mask"]) for r in mine)
-        assert seen["none"] == seen["ratio"] == 0, "sampler and trainer agree, so no ratio stands out"
+        assert seen["none"] == seen["ratio"] == 0, "sampler and trainer agree, so no ratio is highlighted"
         assert 0 < seen["logprob"] <= sampled
         largest = max(abs(r["advantage"]) for r in mine)
         assert seen["advantage"] == sum(sum(r["loss_mask"]) for r in mine if abs(r["advantage"]) >= 0.02 * largest > 0)
@@ -232,7 +232,7 @@ def test_theme_keys_and_tabs(browser: Browser, run: Run) -> None:
         page.keyboard.press("?")
         assert page.is_visible("#keys")
     with opened(browser, run.path / "report.html", dark=True) as page:
-        assert page.evaluate(background) == dark, "and so is the system's wish"
+        assert page.evaluate(background) == dark, "so is the preference of the system"
 
 
 def test_words_and_tables(browser: Browser, run: Run) -> None:
@@ -288,14 +288,14 @@ def test_running_run_is_followed(browser: Browser, run: Run, new_run: Callable[.
             zoomed = page.evaluate("shoal.zooms.get('Reward')")
             until(page, f"shoal.page.runs[0].steps.at(-1) > {first + 2}")
             page.wait_for_timeout(300)
-            assert page.evaluate("shoal.zooms.get('Reward')") == zoomed is not None, "a zoom outlives the news"
+            assert page.evaluate("shoal.zooms.get('Reward')") == zoomed is not None, "a zoom survives an update"
             assert page.locator("#charts .plot canvas").count() > 5
             command.send(signal.SIGINT)
             assert command.wait() == 130
             until(page, "document.querySelector('#state').textContent === 'interrupted'")
     finally:
         command.kill()
-    assert (growing.path / "report.html").is_file(), "an interrupted run has its report too"
+    assert (growing.path / "report.html").is_file(), "an interrupted run has a report too"
     with opened(browser, growing.path / "report.html") as page:
         assert page.inner_text("#state") == "interrupted" and "--resume" in page.inner_text("#reason")
 

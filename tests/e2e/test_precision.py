@@ -1,4 +1,4 @@
-"""The real command on quantised bases and with 8-bit moments: it trains, is killed, and continues bit for bit."""
+"""The real command on quantised bases and with 8-bit moments: it trains, is killed, and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_killed_and_resumed(case: str, new_run: NewRun) -> None:
     command = undisturbed.grpo()
     assert command.wait() == 0, command.text()
     mismatch = [step["mismatch/k3"] for step in undisturbed.steps() if step.get("noise/sigma", 0) == 0]
-    assert mismatch and all(0 <= value < 1e-8 for value in mismatch), "the sampler reads what the trainer reads"
+    assert mismatch and all(0 <= value < 1e-8 for value in mismatch), "the sampler reads the weights of the trainer"
     killed = new_run("killed", train=train, orch=orch)
     assert killed.start(kill_at=("appended:journal.jsonl", 3)).wait() == -9
     command = killed.grpo("--resume")

@@ -1,7 +1,7 @@
-"""A killed run continues: bit for bit the undisturbed one where that is promised, and never a rollout trained twice.
+"""A killed run resumes: bit for bit where documented, and no rollout is trained twice.
 
-The undisturbed run is a fresh process; killed and resumed ones are forked from a warm Python, so that even the order of
-hashes differs between the two.
+The undisturbed run is a new process. Killed and resumed runs are forked from a warm Python, so that even the order of
+hashes differs.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from .helpers.runs import Run, assert_same_run, assert_trained_once, base_config
 
 STEPS = 6
 KILLED = -9
-Place = tuple[str, int]  # of shoal.runs.files.fault, and the how many-th time
+Place = tuple[str, int]  # a place of shoal.runs.files.fault, and the number of the pass
 
-# In the order in which a run passes them.
+# In the order of a run.
 PLACES: list[Place] = [
     ("written:config.yaml", 1),  # before the folder counts as used
     ("written:status.json", 1),
     ("appended:metrics.jsonl", 1),  # the evaluation before step 1
-    ("written:step_000001.jsonl", 1),  # between the optimizer and the record of step 1
+    ("written:step_000001.jsonl", 1),  # between the optimizer step and the record of step 1
     ("appended:metrics.jsonl", 2),
     ("appended:journal.jsonl", 1),  # step 1 is recorded, no checkpoint yet
     ("checkpoint:files", 1),  # the checkpoint of step 2, stage by stage
     ("written:manifest.json", 1),
     ("checkpoint:manifest", 1),
     ("folder:synced", 1),
-    ("written:status.json", 2),  # the checkpoint is there, the status is not
+    ("written:status.json", 2),  # the checkpoint exists, the status is not written
     ("appended:journal.jsonl", 3),
     ("checkpoint:files", 2),
     ("appended:journal.jsonl", 6),  # the last step is recorded, its checkpoint is not
-    ("prune:renamed", 1),  # the third checkpoint puts the first one out
+    ("prune:renamed", 1),  # the third checkpoint removes the first one
     ("folder:synced", 4),  # the export of final/
-    ("written:status.json", 5),  # everything is done but not said
+    ("written:status.json", 5),  # everything is done but the final status
 ]
-# One of each kind: before there is a run, before, inside and after the record of a step, and in the export.
+# One of each kind: before the run exists, before, during and after the record of a step, and during the export.
 KEPT = [
     ("written:status.json", 1),
     ("written:step_000001.jsonl", 1),
@@ -50,10 +50,10 @@ KEPT = [
     ("checkpoint:manifest", 1),
     ("folder:synced", 4),
 ]
-# One run killed again and again, also while it tidies up after the last kill.
+# One run that is killed repeatedly, also during the repair after the last kill.
 CHAIN: list[Place] = [
     ("appended:journal.jsonl", 1),
-    ("written:metrics.jsonl", 1),  # cutting back
+    ("written:metrics.jsonl", 1),  # truncation of later records
     ("checkpoint:manifest", 1),
     ("appended:journal.jsonl", 3),
     ("written:journal.jsonl", 1),
@@ -100,7 +100,7 @@ def test_killed_at_every_stage(
 
     def check(place: Place) -> None:
         run = six_steps(tmp_path / f"{place[0].replace(':', '-')}-{place[1]}", warm, model)
-        assert run.start(kill_at=place).wait() == KILLED, "the place was passed"
+        assert run.start(kill_at=place).wait() == KILLED, "the place was reached"
         if (run.path / "status.json").exists():
             status = run.status()
             assert status["resumable"] and status["next_command"].endswith("--resume"), status
@@ -122,7 +122,7 @@ def test_killed_repeatedly(tmp_path: Path, warm: WarmPython, model: Path, undist
 
 @pytest.mark.faults
 def test_killed_at_any_moment(tmp_path: Path, warm: WarmPython, model: Path, undisturbed: dict[str, Any]):
-    """Rollouts, rewards, backward, loading: wherever the clock finds it. Each run is killed twice."""
+    """Rollouts, rewards, backward, loading: at random times. Each run is killed twice."""
     rng = random.Random(20)
 
     def kill(run: Run, arguments: Sequence[str], after_s: float) -> None:
@@ -178,7 +178,7 @@ def test_asynchronous_modes_train_every_rollout_once(
 
 
 def write_pairs(tasks_file: Path, file: Path) -> Path:
-    """The answer of each task is preferred to that of another one."""
+    """The answer of each task is preferred to the answer of another task."""
     rows = [json.loads(line)["messages"] for line in tasks_file.read_text().splitlines()]
     pairs = zip(rows, [*rows[1:], rows[0]], strict=True)
     lines = [{"chosen": row, "rejected": [*row[:-1], other[-1]]} for row, other in pairs]
@@ -188,7 +188,7 @@ def write_pairs(tasks_file: Path, file: Path) -> Path:
 
 @pytest.mark.parametrize("verb", ["sft", "dpo", "dpo with adapters"])
 def test_killed_supervised_training(warm: WarmPython, raw_model: Path, tasks_file: Path, tmp_path: Path, verb: str):
-    """Six steps without sampling: killed twice and continued, equal to the undisturbed run."""
+    """Six steps without sampling: killed twice and resumed, equal to the undisturbed run."""
     data, weights, more = tasks_file, "model.safetensors", []
     if verb != "sft":
         data = write_pairs(tasks_file, tmp_path / "pairs.jsonl")

@@ -1,4 +1,4 @@
-"""What a real run leaves for people: a report however it ends, live findings, tracker files under other names."""
+"""Output of a real run for people: a report for every outcome, live findings, tracker files with other metric names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NewRun = Callable[..., Run]
 
 
 def test_finding_is_shown_during_the_run_and_by_doctor(new_run: NewRun) -> None:
-    """Every completion is cut after two tokens."""
+    """Every completion is truncated after two tokens."""
     run = new_run(train={"max_steps": 6}, orch={"sampling": {"max_tokens": 2}, "groups": {"max_refill": 0}})
     command = run.grpo()
     told = [event for event in run.events("health") if event["data"]["check"] == "truncated"]

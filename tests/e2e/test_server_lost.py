@@ -1,6 +1,7 @@
-"""A server that samples is killed in the middle of a run: one that somebody starts again, and one of the run's own.
+"""The sampling server is killed during a run: a server that someone restarts, and a server of the run.
 
-The server is the double of SGLang's, as a process; what is tested is what vLLM has in common with it (remote.py).
+The server is a test server with SGLang's API, in its own process. The tested code is common to SGLang and vLLM
+(remote.py).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def answers(port: int) -> bool:
     "deaths", [DEATHS[1:2], pytest.param(DEATHS, marks=pytest.mark.faults)], ids=["one", "every-stage"]
 )
 def test_killed_server_is_restarted_elsewhere(new_run: Callable[..., Run], model: Path, deaths: list[str]) -> None:
-    """The run waits, says for whom and since when, gives it the weights again, and comes to the same results."""
+    """The run waits, names the server and the duration, loads the weights again, and has the same results."""
     runs = []
     for name, own in (("undisturbed", []), ("disturbed", deaths)):
         port = free_port()
@@ -71,7 +72,7 @@ def test_killed_server_is_restarted_elsewhere(new_run: Callable[..., Run], model
 def test_own_server_ends_the_run_which_then_resumes(new_run: Callable[..., Run], model: Path, tmp_path: Path) -> None:
     port, python = free_port(), tmp_path / "python"
     serve = f"PYTHONPATH={TESTS} exec {sys.executable} -m support.sglang_server {model} {port}"
-    python.write_text(f"#!/bin/sh\ncase $1 in -m) {serve};; esac\n", "utf-8")  # -c: asked whether it has SGLang
+    python.write_text(f"#!/bin/sh\ncase $1 in -m) {serve};; esac\n", "utf-8")  # -c: the check whether it has SGLang
     python.chmod(0o755)
     infer = {"engine": "sglang", "engine_python": str(python), "port": port}
     run = new_run(infer=infer, train={"save_steps": 1, "max_steps": 12})
@@ -93,5 +94,5 @@ def test_own_server_ends_the_run_which_then_resumes(new_run: Callable[..., Run],
 def command_line(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text("utf-8")
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process ended
         return ""

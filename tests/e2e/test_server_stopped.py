@@ -1,6 +1,6 @@
-"""A server of the run's own that somebody stops, and Ctrl-C while one loads. The server is the double of SGLang's.
+"""The run's server is suspended, and Ctrl-C while one loads. The server is a test server with SGLang's API.
 
-A real vLLM, which has several processes and goes on: tests/real_vllm/test_stopped.py.
+tests/real_vllm/test_stopped.py suspends a real vLLM, which has several processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .helpers.processes import LIMIT_S, Command, wait_until
 from .helpers.runs import Run, assert_trained_once
 
 TESTS = Path(__file__).parents[1]
-# Loads for ever while `hold` is there, and heeds no SIGTERM, as vLLM does not while it imports.
+# Loads while the file `hold` exists and ignores SIGTERM, like vLLM while it imports.
 LOADING = """#!/bin/sh
 case $1 in -m) ;; *) exit 0;; esac  # asked whether it has SGLang
 if [ -e {hold} ]; then trap '' TERM; echo $$ > {hold}; while :; do sleep 1; done; fi
@@ -54,7 +54,7 @@ def server_of(run: Run, command: Command, infer: dict[str, Any], steps: int) -> 
 def command_line(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text("utf-8")
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process ended
         return ""
 
 
@@ -71,12 +71,12 @@ def gone(pid: int) -> bool:
     return False
 
 
-# A tenth of the patience with a server that does not answer.
+# A tenth of the usual timeout for a server that does not answer.
 IMPATIENT = {"shoal.rollout.remote.server_api": {"POLL_EVERY_S": 0.5, "HEALTH_S": 1.0}}
 
 
 def test_server_suspended_forever(new_run: Callable[..., Run], infer: dict[str, Any]) -> None:
-    """Told while it is waited for; past the deadline the run ends, with the server, and can go on."""
+    """The wait is reported. After the deadline the run and its server end, and the run can resume."""
     run = new_run(infer=infer, train={"save_steps": 1, "max_steps": 60}, orch={"client": {"timeout": 12}})
     command = run.start(values=IMPATIENT)
     pid = server_of(run, command, infer, 2)
@@ -106,7 +106,7 @@ def test_ctrl_c_while_it_loads(new_run: Callable[..., Run], infer: dict[str, Any
     command.send(signal.SIGINT)
     assert command.wait() == 130, command.text()
     said = command.text().splitlines()[-1]
-    # In the split layout the server may be there before the command has all of its own modules.
+    # In the split layout the server may be up before the command has imported all its modules.
     assert said.startswith(("shoal: error: ended by SIGINT", "shoal: error: interrupted")), command.text()
     assert "Traceback" not in command.text()
     assert gone(pid)
@@ -119,7 +119,9 @@ def test_ctrl_c_while_it_loads(new_run: Callable[..., Run], infer: dict[str, Any
 def test_stop_and_end_are_reported_in_a_split_run(
     new_run: Callable[..., Run], infer: dict[str, Any], hold: Path
 ) -> None:
-    """The orchestrator hears of both from grpo-infer, and of the end before what is left of the server is ended."""
+    """grpo-infer reports both to the orchestrator, and reports the end before the remaining server processes are
+    ended.
+    """
     hold.touch()
     run = new_run(infer=infer, train={"max_steps": 2})
     command = run.start("--layout", "split")

@@ -1,4 +1,4 @@
-"""Signals at awkward moments: while a model loads, in an evaluation, ignored ones, and being stopped for a while."""
+"""Signals at special moments: while a model loads, in an evaluation, ignored signals, and suspension."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOW = {"batch_size": 8, "reward": {"function": "my_code:slow_reward"}}
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)], ids=["INT", "TERM", "HUP"]
 )
 def test_signal_while_the_model_loads(new_run: NewRun, number: int, code: int):
-    """A scheduler that takes the machine back does not leave a run that says it is running."""
+    """A scheduler that ends the process does not leave a run with the status running."""
     run = new_run(train={"max_steps": 2})
     command = run.start()
     wait_until(lambda: "loading" in command.text() or not command.running(), 60, "the model to load")
@@ -41,7 +41,7 @@ def test_signal_while_the_model_loads(new_run: NewRun, number: int, code: int):
 
 
 def test_standalone_evaluation_has_a_load_deadline(new_run: NewRun, model: Path):
-    """Loading is one long call in the thread of the event loop, which looks at signals only afterwards."""
+    """Loading is one long call in the thread of the event loop, which handles signals only afterwards."""
     run = new_run()
     reached, go = run.folder / "loading", run.folder / "go"
     (run.folder / "slow_model.py").write_text(
@@ -62,7 +62,7 @@ def test_standalone_evaluation_has_a_load_deadline(new_run: NewRun, model: Path)
 
 
 def test_standalone_evaluation_has_a_device_deadline(warm: WarmPython, model: Path, tmp_path: Path):
-    """A step of a large model on a CPU takes long. There is nothing to save, so nobody waits for it."""
+    """A step of a large model on a CPU takes long. There is nothing to save, so the command ends at once."""
     reached = tmp_path / "drawing"
     words = ["eval", str(model), "--env", "arithmetic", "--num-examples", "4", "--max-tokens", "8"]
     command = warm.start(words, tmp_path, faults=[("engine:turn", 1, "hang", str(reached))])
@@ -77,7 +77,7 @@ def test_standalone_evaluation_has_a_device_deadline(warm: WarmPython, model: Pa
 
 
 def test_evaluation_runs_in_the_background(new_run: NewRun):
-    """The step that was trained is recorded and saved; its evaluation comes when the run goes on, the same."""
+    """The trained step is recorded and saved. Its evaluation is made after the resume, with the same result."""
     evaluated = {
         "orch": {"eval": {"num_examples": 3, "interval": 2}, "reward": {"function": "my_code:patient_with_held_out"}}
     }
@@ -105,7 +105,7 @@ def test_evaluation_runs_in_the_background(new_run: NewRun):
 
 
 def test_ignored_sighup_stays_ignored(new_run: NewRun):
-    """As `nohup shoal grpo …` asks for: the terminal goes away and the run goes on."""
+    """As with `nohup shoal grpo …`: the terminal closes and the run continues."""
     run = new_run(orch=SLOW)
     output = run.folder / "nohup.txt"
     arguments = [sys.executable, "-m", "shoal", "grpo", "run.yaml"]
@@ -131,7 +131,7 @@ def test_sighup_saves(new_run: NewRun):
 
 
 def test_process_suspended_for_a_while(new_run: NewRun):
-    """Longer than any deadline of the run: nobody who was stopped is taken for one that hangs."""
+    """Longer than any deadline of the run: a suspended process does not count as hanging."""
     short = {"deadline_s": 3.0, "reward": {"function": "my_code:slow_reward", "timeout_s": 2.0}, "batch_size": 8}
     whole = new_run("whole", orch=short)
     undisturbed = whole.start()
@@ -147,7 +147,7 @@ def test_process_suspended_for_a_while(new_run: NewRun):
     assert command.wait() == 0, command.text()
     assert undisturbed.wait() == 0, undisturbed.text()
     assert_same_run(run, fingerprint(whole))
-    assert not run.events("stall"), "no alarm for it"
+    assert not run.events("stall"), "no warning"
 
 
 def test_reward_server_suspended_for_a_while(new_run: NewRun, tmp_path: Path):

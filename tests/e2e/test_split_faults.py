@@ -1,4 +1,4 @@
-"""Disks, clocks and pauses in the split layout, with real processes; asserted from the files of the run."""
+"""Disks, clocks and suspensions in the split layout, with real processes. The checks read the files of the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def finish(run: SplitRun, wanted: dict[str, Any]) -> None:
 
 
 def ends_with_storage(run: SplitRun, words: str) -> None:
-    """All three, within seconds of each other, each with one line; the status says how to go on."""
+    """All three processes end within seconds of each other, each with one line. The status names the next command."""
     wait_until(lambda: not all(command.running() for command in run.processes.values()), LIMIT_S, "the first end")
     assert run.end(20) == dict.fromkeys(COMPONENTS, 4)
     status = run.status()
@@ -44,15 +44,17 @@ def ends_with_storage(run: SplitRun, words: str) -> None:
 IO_ERROR, FULL = "I/O error; check the disk", "the disk is full; free some space"
 READ = "model.safetensors: cannot be read: Input/output error"
 DISKS: list[tuple[str, str, list[Fault]]] = [
-    ("train", IO_ERROR, [("publish:exported", 3, "fail", errno.EIO)]),  # a version is written,
+    ("train", IO_ERROR, [("publish:exported", 3, "fail", errno.EIO)]),  # a version is written
     ("infer", READ, [("read:model.safetensors", times, "fail", errno.EIO) for times in (3, 4)]),  # or read, twice
-    ("train", FULL, [("service:learned", 2, "fill", "out/filler")]),  # an answer and a version are next
-    ("orch", FULL, [("appended:journal.jsonl", 2, "fill", "out/filler")]),  # a checkpoint and a batch are
+    ("train", FULL, [("service:learned", 2, "fill", "out/filler")]),  # an answer and a version come next
+    ("orch", FULL, [("appended:journal.jsonl", 2, "fill", "out/filler")]),  # a checkpoint and a batch
 ]
 
 
 def test_shared_folder_that_fails_or_is_full(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
-    """Whoever notices, all three end with its reason. Once the disk is mended the run goes on, equal."""
+    """Any process may detect the failure. All three end with the same reason. After the repair, the run resumes
+    exactly.
+    """
     wanted = in_one()
 
     def small(run: SplitRun) -> contextlib.AbstractContextManager[Any]:
@@ -78,13 +80,13 @@ WEIGHTS: list[tuple[str, dict[str, Any], Fault]] = [
     ("infer", {}, ("read:model.safetensors", 3, "fail", errno.EIO)),
     # The trainer's connections break after a few tensors of the second version.
     ("train", NCCL, ("broadcast:sent", 30, "fail", errno.ECONNRESET)),
-    # It is killed there, and started again.
+    # It is killed there and restarted.
     ("train", NCCL, ("broadcast:sent", 30, "kill", signal.SIGKILL)),
 ]
 
 
 def test_undelivered_version_is_published_again(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
-    """Nothing is drawn from a part of it, and the run is the undisturbed one."""
+    """Incomplete weights are not used for sampling, and the run equals the undisturbed one."""
     wanted = in_one()
 
     def check(case: tuple[str, dict[str, Any], Fault]) -> None:
@@ -102,7 +104,7 @@ def test_undelivered_version_is_published_again(tmp_path: Path, warm: WarmPython
 
 
 def test_clock_changes_have_no_effect(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
-    """By a day, forward and back, in the middle of the run and in each process by itself."""
+    """By a day, forward and back, during the run and in each process separately."""
     day: dict[str, list[Fault]] = {
         "infer": [("engine:turn", 1, "clock", DAY_S), ("engine:turn", 6, "clock", -3 * DAY_S)],
         "train": [("service:learn", 2, "clock", -DAY_S), ("publish:exported", 4, "clock", 2 * DAY_S)],
@@ -118,7 +120,7 @@ def test_clock_changes_have_no_effect(tmp_path: Path, warm: WarmPython, model: P
         assert all(0 <= line["time/step"] < 60 for line in run.lines("metrics.jsonl") if line["step"] > 0)
         for name in ("infer", "train"):
             days = {line[:10] for line in (run.path / "logs" / f"{name}.log").read_text().splitlines()}
-            assert len(days) > 1, "its clock was set"
+            assert len(days) > 1, "its clock was changed"
 
 
 STOPS = {"infer": ("engine:turn", 4), "train": ("service:learn", 2), "orch": ("appended:journal.jsonl", 1)}
@@ -129,7 +131,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def test_suspended_component_is_awaited(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
-    """Longer than silence is taken for absence: the others wait, and go on with the same process when it is back."""
+    """Suspended for longer than the silence limit: the others wait, and continue with the same process."""
     wanted = in_one()
 
     def check(victim: str) -> None:
@@ -137,9 +139,9 @@ def test_suspended_component_is_awaited(tmp_path: Path, warm: WarmPython, model:
             run.start_all(faults={victim: [(*STOPS[victim], "kill", signal.SIGSTOP)]})
             wait_until(lambda: is_stopped(run.processes[victim].pid), LIMIT_S, f"the stop of {victim}")
             time.sleep(SILENT_S)
-            assert len(run.journal()) < STEPS, "nothing goes on without it"
+            assert len(run.journal()) < STEPS, "nothing continues without it"
             os.kill(run.processes[victim].pid, signal.SIGCONT)
             finish(run, wanted)
-            assert not run.events("restart"), "it is not taken for another one"
+            assert not run.events("restart"), "it is not mistaken for a new process"
 
     each(COMPONENTS, check, at_once=3)

@@ -1,4 +1,4 @@
-"""Several training processes under one orchestrator and one server: the run of one trainer, in shards too."""
+"""Several training processes with one orchestrator and one server equal one trainer, also with shards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def start_ranks(run: SplitRun, kill_at: Place | None = None, killed: Iterable[st
 
 
 def finish_ranks(run: SplitRun, wanted: dict[str, Any]) -> None:
-    """The same run but for rounding."""
+    """The same run to rounding."""
     assert run.end() == dict.fromkeys(run.processes, 0)
     assert_trained_once(run, STEPS)
     for found, expected in zip(run.metrics(), wanted["metrics"], strict=True):
@@ -43,7 +43,7 @@ def finish_ranks(run: SplitRun, wanted: dict[str, Any]) -> None:
 def test_two_processes_train_for_one_orchestrator(
     tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, sharding: str
 ):
-    """The first receives the calls, both compute; shards are gathered for what is published, saved or exported."""
+    """The first rank receives the calls, and both train. Shards are gathered to publish, save and export."""
     with split_run(tmp_path, warm, split_config(model, train={"sharding": sharding})) as run:
         run.start_all("infer", "orch")
         start_ranks(run)
@@ -59,7 +59,7 @@ def test_two_processes_train_for_one_orchestrator(
 def test_two_processes_send_shards_over_connections(
     tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, kind: str
 ):
-    """Gathered on the first rank, which sends them over gloo; with LoRA only adapters are gathered and sent."""
+    """The first rank gathers them and sends them over gloo. With LoRA, only adapters are gathered and sent."""
     own = LORA if kind == "lora" else {}
     ways = {"rollout_transport": {"type": "tcp"}, "weight_broadcast": {"type": "nccl", "port": free_port()}}
     config = split_config(model, train={"sharding": "fsdp", **ways, **own})
@@ -73,7 +73,7 @@ def test_two_processes_send_shards_over_connections(
 
 
 def test_torchrun_starts_the_trainer(tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne):
-    """As docs/scale-out.md and the Slurm script write it."""
+    """With the command of docs/scale-out.md and the Slurm script."""
     with split_run(tmp_path, warm, split_config(model)) as run:
         run.start_all("infer", "orch")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
@@ -95,12 +95,12 @@ def test_torchrun_starts_the_trainer(tmp_path: Path, warm: WarmPython, model: Pa
 def test_killed_ranks_are_restarted(
     tmp_path: Path, warm: WarmPython, model: Path, in_one: InOne, place: Place, killed: tuple[str, ...]
 ):
-    """All of them, or one, which is the end of the others too: started again, they go on from the shards of step 2."""
+    """All ranks are killed, or one, which ends the others. After a restart they continue from the shards of step 2."""
     with split_run(tmp_path, warm, split_config(model, train={"sharding": "fsdp"})) as run:
         run.start_all("infer", "orch")
         start_ranks(run, place, killed)
         codes = {name: run.processes.pop(name).wait() for name in RANKS}
-        assert codes == {name: KILLED if name in killed else 3 for name in RANKS}, "the place was passed"
+        assert codes == {name: KILLED if name in killed else 3 for name in RANKS}, "the place was reached"
         start_ranks(run)
         finish_ranks(run, in_one())
         assert any("goes back to step 2" in event["message"] for event in run.events("restart"))

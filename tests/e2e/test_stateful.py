@@ -60,7 +60,7 @@ def test_killed_run_continues_with_equal_bits(tmp_path: Path, warm: WarmPython, 
 
 
 class IncrementEnv:
-    """As in TRL's documentation: the environment draws its task, and scores itself."""
+    """As in TRL's documentation: the environment draws its task and computes the reward."""
 
     def reset(self, **kwargs: Any) -> str | None:
         self.counter = 0
@@ -104,7 +104,7 @@ def test_environment_factory_of_trl(calling: Path, tmp_path: Path) -> None:
 
 
 class Silent:
-    """Without a reward of its own."""
+    """An environment without a reward."""
 
     def reset(self, **kwargs: Any) -> None: ...
 

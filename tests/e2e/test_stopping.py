@@ -1,4 +1,4 @@
-"""Stopping and starting again: signals, finished runs, refusals, locks, damaged checkpoints, exit codes."""
+"""Stopping and restarting: signals, finished runs, refusals, locks, damaged checkpoints, exit codes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SLOW = {"batch_size": 8, "reward": {"function": "my_code:slow_reward"}}
 
 
 def contents(run: Run) -> dict[str, str]:
-    """Hashes of all that tells the history of a run."""
+    """Hashes of all files that describe the history of a run."""
     files = [file for file in run.path.rglob("*") if file.is_file() and "logs" not in file.parts]
     return {str(file.relative_to(run.path)): hash_of(file) for file in files if file.name != "run.lock"}
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython, model: Path) -> Run:
-    """A finished run of four steps; tests that change it take a copy."""
+    """A finished run of four steps. Tests that change it use a copy."""
     from .helpers.runs import base_config
 
     run = Run(tmp_path_factory.mktemp("finished"), warm).write(base_config(model))
@@ -83,7 +83,7 @@ def test_signal_saves_and_the_next_command_continues(new_run: NewRun, number: in
     assert len(run.events("resume")) == 1
     parts = {"load", "memory", "sampler"}
     starts = [set(event["data"]["seconds"]) for event in run.events("ready")]
-    assert starts == [parts, parts | {"checkpoint"}], "what each start took"
+    assert starts == [parts, parts | {"checkpoint"}], "the duration of each start"
     assert f", continuing after step {status['step']}" in resumed.text()
     assert running.wait() == 0
     assert_trained_once(run, 4)
@@ -91,7 +91,7 @@ def test_signal_saves_and_the_next_command_continues(new_run: NewRun, number: in
 
 
 def test_second_signal_ends_the_run_at_once(new_run: NewRun):
-    """The first one waits for the step, whose training hangs; the second does not, and leaves nobody behind."""
+    """The first signal waits for the step, whose training hangs. The second does not wait, and no process remains."""
     run = new_run(train={"loss": {"type": "my_code:hanging_loss"}})
     command = run.start()
     wait_until(lambda: len(children_of(command.pid)) >= 2 or not command.running(), 60, "the reward workers")
@@ -109,7 +109,7 @@ def test_second_signal_ends_the_run_at_once(new_run: NewRun):
     assert "no checkpoint yet" in status["reason"] and not run.checkpoints()
     assert command.text().endswith(f"\nshoal: {status['reason']}; to continue: {status['next_command']}\n")
     resumed = run.grpo("--resume", kill_at=("written:status.json", 1))
-    assert resumed.wait() == -9, "the folder is free, and taken for the run it holds"
+    assert resumed.wait() == -9, "the folder is free, and contains the run"
 
 
 def test_signal_interrupts_an_evaluation(new_run: NewRun):
@@ -143,7 +143,7 @@ def test_interrupted_supervised_training_continues(warm: WarmPython, raw_model: 
 def test_signal_lets_the_final_export_complete(
     new_run: NewRun, warm: WarmPython, raw_model: Path, tasks_file: Path, tmp_path: Path
 ):
-    """There is nothing left to stop, and nothing to load: the run is finished, not interrupted."""
+    """Nothing is left to stop or to load: the run is finished, not interrupted."""
     at_the_second_folder = [("folder:synced", 2, "kill", signal.SIGINT)]  # after the checkpoint
     rows = ["--model", str(raw_model), "--dataset", str(tasks_file), "--output-dir", "out", "--max-steps", "2"]
     grpo = new_run(train={"max_steps": 2})
@@ -154,7 +154,7 @@ def test_signal_lets_the_final_export_complete(
 
 
 def test_closed_pipe_does_not_end_the_run(new_run: NewRun, tmp_path: Path):
-    """As in `shoal grpo run.yaml | head -1`: nobody reads any more, training goes on."""
+    """As in `shoal grpo run.yaml | head -1`: the reader is gone, and training continues."""
     run = new_run()
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -217,7 +217,7 @@ def test_other_run_in_the_folder_is_refused(finished: Run, raw_model: Path, chan
 
 
 def test_changed_data_cannot_be_continued(new_run: NewRun):
-    """The same name with other rows in it: the fingerprint of the data tells."""
+    """The same name with other rows: the fingerprint of the data differs."""
     run = new_run(orch={"env": [{"id": "dataset"}], "dataset": {"path": "rows"}}, train={"max_steps": 2})
     (run.folder / "rows").mkdir()
     rows = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(9)]
@@ -231,7 +231,7 @@ def test_changed_data_cannot_be_continued(new_run: NewRun):
 
 
 def test_resume_with_another_model_is_refused(new_run: NewRun, model: Path, raw_model: Path):
-    """The same folder with other weights in it: what is read from there again (a base, a reference) would differ."""
+    """The same folder with other weights: a base or reference that is read from it again would differ."""
     run = new_run(train={"model": "model", "lora": True, "max_steps": 2})
     shutil.copytree(model, run.folder / "model")
     assert run.grpo().wait() == 0
@@ -255,7 +255,7 @@ def test_locked_directory_names_the_holder(new_run: NewRun):
     steps = len(run.journal())
     wait_for_steps(run, steps + 2, holder)
     holder.kill()
-    assert run.grpo("--resume", f"train.max_steps={len(run.journal())}").wait() == 0, "the lock died with its holder"
+    assert run.grpo("--resume", f"train.max_steps={len(run.journal())}").wait() == 0, "the lock ended with its holder"
 
 
 def test_resumed_run_says_that_it_is_running(copy_of_finished: Run):
@@ -265,7 +265,7 @@ def test_resumed_run_says_that_it_is_running(copy_of_finished: Run):
     assert run.status()["state"] == "running" and run.status()["resumable"]
     command.kill()
     command = run.grpo("--resume", "train.max_steps=500", kill_at=("appended:journal.jsonl", 1))
-    assert command.wait() == -9, "a killed run is not taken for the finished one it was before"
+    assert command.wait() == -9, "a killed run is not mistaken for the earlier finished one"
 
 
 def damage_flip(checkpoint: Path) -> None:
@@ -291,7 +291,7 @@ def test_damaged_checkpoint_is_skipped(copy_of_finished: Run, damage: Callable[[
     assert "step_000004" in event["message"] and "passed over" in event["message"]
     assert [event["step"] for event in run.events("resume")] == [2]
     assert_trained_once(run, 5)
-    assert run.metrics()[:4] == before, "steps 3 and 4 were computed again, equal"
+    assert run.metrics()[:4] == before, "steps 3 and 4 were computed again with equal results"
 
 
 def test_without_a_good_checkpoint_it_is_a_storage_error(copy_of_finished: Run):
@@ -302,4 +302,4 @@ def test_without_a_good_checkpoint_it_is_a_storage_error(copy_of_finished: Run):
     command = run.grpo("--resume", "train.max_steps=5")
     assert command.wait() == 4, command.text()
     assert "no undamaged checkpoint" in command.text()
-    assert run.journal() == journal, "nothing was thrown away"
+    assert run.journal() == journal, "nothing was deleted"

@@ -1,6 +1,6 @@
-"""Disks that are full, read-only or gone: exit code 4, the reason in status.json where it can be written, nothing lost.
+"""Disks that are full, read-only or missing: exit code 4, the reason in status.json if possible, nothing lost.
 
-A small disk is a real one: a tmpfs of its own. Where this process may not mount one, those tests say so.
+A small disk is a separate tmpfs. Tests that need one are skipped with a reason if this process cannot mount it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SLOW = {"batch_size": 8, "reward": {"function": "my_code:slow_reward"}}
 
 
 def fill(disk: Path, leave_bytes: int) -> Path:
-    """A file that takes all there is but `leave_bytes`."""
+    """A file that takes all free space except `leave_bytes`."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file, suppress(OSError):
-        while (free := shutil.disk_usage(disk).free - leave_bytes) > 0:  # the run writes meanwhile
+        while (free := shutil.disk_usage(disk).free - leave_bytes) > 0:  # the run writes at the same time
             file.write(b"x" * min(free, 65536))
     return filler
 
@@ -43,7 +43,9 @@ def undisturbed(warm, model, tmp_path_factory) -> Run:
 
 @pytest.mark.parametrize("left", [0, 40_000], ids=["nothing", "less-than-a-checkpoint"])
 def test_disk_that_fills_up(new_run: NewRun, undisturbed: Run, left: int):
-    """No room for rollouts or a checkpoint, or for the latter alone. Once there is some, the run goes on, equal."""
+    """There is no space for rollouts or a checkpoint, or only for a checkpoint. With free space, the run resumes
+    exactly.
+    """
     run = new_run(train={"max_steps": 6}, orch=SLOW)
     with small_disk(run.path):
         command = run.start()
@@ -55,7 +57,7 @@ def test_disk_that_fills_up(new_run: NewRun, undisturbed: Run, left: int):
         assert (status["state"], status["resumable"]) == ("failed", True) and "disk is full" in status["reason"]
         assert "--resume" in status["next_command"]
         for name in ("journal.jsonl", "metrics.jsonl", "events.jsonl"):
-            assert all(json.loads(line) for line in (run.path / name).read_text().splitlines()), "no half line"
+            assert all(json.loads(line) for line in (run.path / name).read_text().splitlines()), "no partial line"
         filler.unlink()
         resumed = run.grpo("--resume")
         assert resumed.wait() == 0, resumed.text()
@@ -88,17 +90,17 @@ def test_folder_removed_during_the_run(new_run: NewRun):
     assert "was it removed during the run?" in command.text()
     shutil.move(run.folder / "elsewhere", run.path)
     steps = len(run.journal())
-    shutil.rmtree(run.path / "rollouts")  # to read, not to go on from
+    shutil.rmtree(run.path / "rollouts")  # for reading, not to continue from
     resumed = run.grpo("--resume", f"train.max_steps={steps + 1}")
     assert resumed.wait() == 0, resumed.text()
 
 
-# A place, the how manieth time it is passed, and the records of the journal that are left when the device fails there.
+# A place, the number of the pass, and the records that the journal keeps if the device fails there.
 WRITES = [
     (("written:step_000003.jsonl", 1), 2),
     (("appended:metrics.jsonl", 3), 2),
     (("appended:journal.jsonl", 3), 2),
-    (("checkpoint:files", 1), None),  # written while step 3 runs: the run ends at the next step boundary
+    (("checkpoint:files", 1), None),  # written during step 3: the run ends at the next step boundary
     (("folder:synced", 3), 4),  # final/
 ]
 
@@ -111,7 +113,7 @@ def four_steps(warm: WarmPython, model: Path, tmp_path_factory: pytest.TempPathF
 
 
 def told_as_storage(command: Command, words: str) -> None:
-    """Exit 4, and one line says what could not be done and why."""
+    """Exit code 4, and one line says which operation failed and why."""
     assert command.wait() == 4, command.text()
     told = [line for line in command.text().splitlines() if line.startswith("shoal: error: ")]
     assert len(told) == 1 and words in told[0], command.text()
@@ -119,7 +121,7 @@ def told_as_storage(command: Command, words: str) -> None:
 
 
 def test_device_failure_during_write(new_run: NewRun, four_steps: Run):
-    """Rollouts, metrics, journal, checkpoint, final/: no half record, and once the device is well the run goes on."""
+    """Rollouts, metrics, journal, checkpoint, final/: no partial record. With a working device the run resumes."""
 
     def check(case: tuple[tuple[str, int], int | None]) -> None:
         place, kept = case
@@ -136,11 +138,11 @@ def test_device_failure_during_write(new_run: NewRun, four_steps: Run):
 
 
 def test_device_failure_during_read(four_steps: Run, tmp_path: Path):
-    """What cannot be read is not taken for empty: nothing is cut. A checkpoint that cannot be read is passed over."""
+    """Unreadable data does not count as empty, so nothing is truncated. An unreadable checkpoint is skipped."""
     shutil.copytree(four_steps.folder, tmp_path / "copy")
     run = Run(tmp_path / "copy", four_steps.warm)
     before = fingerprint(run)
-    # The first read of metrics and journal is that of their copies in the checkpoint.
+    # Metrics and journal are first read from their copies in the checkpoint.
     for name, time in (("metrics.jsonl", 2), ("journal.jsonl", 2), ("events.jsonl", 1)):
         place = (f"read:{name}", time, "fail", errno.EIO)
         told_as_storage(run.grpo("--resume", "train.max_steps=5", faults=[place]), name)
@@ -154,15 +156,15 @@ def test_device_failure_during_read(four_steps: Run, tmp_path: Path):
 
 
 def test_disk_that_is_full_when_the_trained_model_is_written(new_run: NewRun, four_steps: Run):
-    """All steps are trained and saved by then: only final/ is missing, and is all that the next command writes."""
+    """All steps are trained and saved. Only final/ is missing, and the next command writes only final/."""
     run = new_run()
     with small_disk(run.path):
         filler = run.path / "filler"
-        # Written at the start and with each of the two checkpoints; final/ comes next.
+        # Written at the start and with each of the two checkpoints. final/ is next.
         command = run.grpo(faults=[("written:status.json", 3, "fill", str(filler))])
         told_as_storage(command, f"could not save {Path('out') / 'final'}: the disk is full; free some space")
         assert run.checkpoints() == [2, 4] and not (run.path / "final").exists()
-        assert not list(run.path.glob(".tmp-*")), "nothing half is left"
+        assert not list(run.path.glob(".tmp-*")), "no partial files remain"
         filler.unlink()
         resumed = run.grpo("--resume")
         assert resumed.wait() == 0, resumed.text()
@@ -170,7 +172,7 @@ def test_disk_that_is_full_when_the_trained_model_is_written(new_run: NewRun, fo
 
 
 def test_disk_that_is_full_when_the_report_is_written(new_run: NewRun, four_steps: Run):
-    """There is room for neither the page nor the event about it. The run is finished all the same."""
+    """There is no space for the page or for the event about it. The run finishes."""
     run = new_run()
     last = len(four_steps.lines("events.jsonl"))  # of the run itself
     full = [("written:report.html", 1, "fail", errno.ENOSPC), ("appended:events.jsonl", last + 1, "fail", errno.ENOSPC)]

@@ -1,4 +1,4 @@
-"""`shoal grpo --layout split`: one command, three processes, none of them left behind."""
+"""`shoal grpo --layout split`: one command starts three processes, and none of them remains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT_S = 90.0
 
 
 def one_file(folder: Path, warm: WarmPython, model: Path, steps: int = STEPS) -> Run:
-    """A run as it would be written for one process: nothing in it speaks of three."""
+    """A run as written for one process, without keys of the split layout."""
     config = base_config(model)
     config["train"]["max_steps"] = steps
     config["orch"]["batch_size"] = 8
@@ -31,7 +31,7 @@ def start(run: Run, *arguments: str) -> Command:
 
 
 def start_forked(run: Run, *arguments: str, restarts: int = 0, ranks: int = 0) -> Command:
-    """Where starting is not the subject: the three processes, restarted ones and training ranks are forked as well."""
+    """For tests that are not about starting: the processes, restarted ones and training ranks are forked as well."""
     return run.start("--layout", "split", *arguments, spares=(len(COMPONENTS) + restarts, ranks))
 
 
@@ -55,7 +55,7 @@ def wait_for_step(run: Run, command: Command, step: int) -> None:
 
 
 def test_crashed_processes_restart_and_the_run_is_identical(tmp_path: Path, warm: WarmPython, model: Path):
-    """Trainer and orchestrator are killed once each; the supervisor starts them again."""
+    """Trainer and orchestrator are killed once each, and the supervisor restarts them."""
     whole = one_file(tmp_path / "whole", warm, model)
     assert whole.grpo().wait() == 0
     run = one_file(tmp_path / "split", warm, model)
@@ -72,7 +72,7 @@ def test_crashed_processes_restart_and_the_run_is_identical(tmp_path: Path, warm
 
 
 def test_one_of_several_training_processes_is_killed(tmp_path: Path, warm: WarmPython, model: Path):
-    """`train.gpus: 2`: the trainer starts its ranks, ends with them, and is started again as any trainer is."""
+    """`train.gpus: 2`: the trainer starts its ranks, ends with them, and is restarted like any trainer."""
     whole = one_file(tmp_path / "whole", warm, model)
     assert whole.grpo().wait() == 0
     run = one_file(tmp_path / "split", warm, model)
@@ -93,11 +93,11 @@ def test_one_of_several_training_processes_is_killed(tmp_path: Path, warm: WarmP
 
 def test_killed_supervisor_leaves_no_processes(tmp_path: Path, warm: WarmPython, model: Path):
     run = one_file(tmp_path, warm, model, steps=1000)
-    command = start(run, "train.lora=true", "train.lora_rank=4")  # the server is told to serve adapters
+    command = start(run, "train.lora=true", "train.lora_rank=4")  # the server is started with adapters enabled
     wait_for_step(run, command, 1)
     below, pids = children_of(command.pid), pids_of(run)
     assert loads_torch(pids["train"]) and loads_torch(pids["infer"]) and not loads_torch(pids["orch"])
-    assert {*pids.values()} <= {*below} and len(below) > 3, "reward workers are below the orchestrator"
+    assert {*pids.values()} <= {*below} and len(below) > 3, "reward workers are children of the orchestrator"
     command.kill()
     wait_until(lambda: not any(alive(pid) for pid in below), 5, "the end of all children", 0.02)
 

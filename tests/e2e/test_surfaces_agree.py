@@ -1,4 +1,4 @@
-"""The same task, seed and hyper-parameters through every surface give the same metrics. A surface is one row."""
+"""The same task, seed and hyperparameters give the same metrics through every interface. Each interface is one row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .helpers.runs import Run
 
 WORDS = "shoal river stone cloud ember maple otter linen carp perch".split()  # noqa: SIM905
 STEPS, PROMPTS, GROUP, TOKENS, RATE, SEED = 4, 2, 4, 8, 1e-3, 3
-# What the surfaces set differently by default, set alike: how tokens are averaged, and what becomes of uniform groups.
+# Settings with different defaults per interface: the token average and the handling of zero-variance groups.
 ALIKE = ["train.loss.aggregation=token-mean", "orch.groups.uniform=skip"]
 
 JUDGE = '''
@@ -67,7 +67,7 @@ from shoal.launcher import load_config, train
 def main(args):
     train(load_config(args, env="dataset", reward=reward))
 """
-# Its files have no key for either of ALIKE, and a clip, a scale and a statistic of their own.
+# Its files have no key for ALIKE, and have their own clip, scale and statistic.
 LAUNCHER_KEYS = f"""
 experiment_name: agree
 trial_name: same
@@ -101,7 +101,7 @@ def run_configuration(warm: WarmPython, folder: Path, model: Path) -> None:
 
 
 def run_as_launched(warm: WarmPython, folder: Path, model: Path) -> None:
-    """The configuration again, without what the launcher's files cannot say."""
+    """The same configuration without keys that the launcher's files lack."""
     config = by_configuration(model)
     config["train"] |= {"loss": {"type": "grpo"}, "recompute_old": False}
     config["orch"].pop("groups")
@@ -164,7 +164,7 @@ def test_same_run_through_every_surface(results: dict[str, Run], surface: str, s
     wanted, found = results[same_as], results[surface]
     assert found.metrics() == wanted.metrics()
     assert [line["step"] for line in wanted.metrics()] == list(range(1, STEPS + 1))
-    assert len({line["reward/mean"] for line in wanted.metrics()}) == STEPS  # something happened
+    assert len({line["reward/mean"] for line in wanted.metrics()}) == STEPS  # something was trained
     assert [(r["rollout_id"], r["completion"], r["advantage"]) for r in found.rollouts()] == [
         (r["rollout_id"], r["completion"], r["advantage"]) for r in wanted.rollouts()
     ]

@@ -1,4 +1,6 @@
-"""What surrounds a run: secrets in its environment, a bare environment, prompts hostile to a terminal or a page."""
+"""The surroundings of a run: secrets in its environment, a minimal environment, prompts that attack a terminal or a
+page.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def files_with(text: str, folder: Path) -> list[str]:
 
 
 def test_secrets_are_in_no_file_and_no_log_line(new_run: NewRun):
-    """One that a user's own code puts into prompts and errors, with rollouts in flight when a checkpoint is written."""
+    """User code puts a secret into prompts and errors while rollouts are in flight and a checkpoint is written."""
     env = [{"id": "my_code:Leaky"}]
     run = new_run(orch={"env": env, "max_async_level": 1}, train={"show_completions": 2, "max_steps": 3})
     secrets = environment(SHOP_API_KEY=CANARY, HF_TOKEN=CANARY)
@@ -35,12 +37,12 @@ def test_secrets_are_in_no_file_and_no_log_line(new_run: NewRun):
     assert CANARY not in command.text() + resumed.text() and "[hidden]" in command.text()
     assert files_with(CANARY, run.path) == [] and files_with("[hidden]", run.path / "checkpoints")
     for verb in (["show", "out"], ["doctor", "out"], ["report", "out", "--json"]):
-        told = run.warm.run(verb, run.folder)  # elsewhere, where the secret is not known
+        told = run.warm.run(verb, run.folder)  # elsewhere, where the secret is unknown
         assert CANARY not in told.text(), verb
 
 
 def test_bare_environment(new_run: NewRun):
-    """No HOME, no locale, no shared memory to write to, and a umask that keeps everything private."""
+    """No HOME, no locale, no writable shared memory, and a umask that makes all files private."""
     run = new_run()
     kept = {name: value for name, value in environment().items() if name in ("PATH", "PYTHONPATH", "HF_HUB_OFFLINE")}
     start = 'umask 077; mount -t tmpfs -o ro tmpfs /dev/shm || exit 99; exec "$@"'
@@ -67,7 +69,7 @@ HOSTILE = {
 
 
 def test_hostile_prompts(new_run: NewRun):
-    """They are prompts like any other: trained on, written down whole, and shown without acting on anything."""
+    """Hostile prompts are trained, stored completely, and displayed without any effect."""
     run = new_run(
         train={"max_steps": 2, "show_completions": 4, "sequence_len": 256},
         orch={"env": [{"id": "dataset"}], "dataset": {"path": "rows.jsonl"}, "groups": {"uniform": "keep"}},

@@ -1,4 +1,4 @@
-"""A run trains: all weights or adapters, the quickstart's own files, and what it leaves loads in plain libraries."""
+"""A run trains all weights or adapters, the quickstart files run, and the result loads in transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LORA = {"lora": True, "lora_rank": 4, "lora_alpha": 8, "learning_rate": 2e-3}
 
 
 def plain_logprobs(folder: Path, base: Path | None, rollout: dict[str, Any]) -> np.ndarray:
-    """Log-probs of a recorded rollout under a folder, by nothing but transformers and PEFT."""
+    """Log-probs of a recorded rollout with the weights of a folder, by transformers and PEFT alone."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -49,13 +49,13 @@ def test_trained_model_loads_in_transformers(new_run: NewRun, model: Path, tmp_p
     assert run.status()["state"] == "finished" and run.status()["step"] == 4 and not run.status()["resumable"]
     assert_trained_once(run, 4)
     assert all(step["optim/grad_norm"] > 0 and step["optim/skipped"] == 0 for step in run.steps())
-    assert all(step["mismatch/k3"] < 1e-9 for step in run.steps()), "sampler and trainer are one model"
+    assert all(step["mismatch/k3"] < 1e-9 for step in run.steps()), "sampler and trainer use the same model"
     weights = "adapter_model.safetensors" if kind == "lora" else "model.safetensors"
     last = run.path / "checkpoints" / "step_000004" / "weights" / weights
     assert hash_of(run.path / "final" / weights) == hash_of(last)
     assert "adapter_model.safetensors" in [file.name for file in (run.path / "final").iterdir()] or kind == "full"
 
-    # One step more draws its rollouts with exactly the weights that `final` held.
+    # One further step samples with exactly the weights in `final`.
     final = tmp_path / "kept"
     shutil.copytree(run.path / "final", final)
     assert run.grpo("--resume", "train.max_steps=5").wait() == 0
@@ -63,12 +63,12 @@ def test_trained_model_loads_in_transformers(new_run: NewRun, model: Path, tmp_p
     base = model if kind == "lora" else None
     for rollout in drawn:
         np.testing.assert_allclose(plain_logprobs(final, base, rollout), rollout["sampler_logprobs"], atol=2e-5)
-    assert plain_logprobs(model, None, drawn[0]) != pytest.approx(drawn[0]["sampler_logprobs"], abs=1e-4), "it moved"
+    assert plain_logprobs(model, None, drawn[0]) != pytest.approx(drawn[0]["sampler_logprobs"], abs=1e-4), "it changed"
 
 
 @pytest.mark.parametrize("lora", [True, False])
 def test_quickstart_files_train_a_small_local_model(warm: WarmPython, model: Path, tmp_path: Path, lora: bool):
-    """The three model keys and the recipe are other; batch and steps are smaller for the sake of time."""
+    """The model keys and the recipe differ. Batch and steps are smaller to save time."""
     for file in ("train.yaml", "infer.yaml", "orch.yaml"):
         shutil.copy(EXAMPLES / file, tmp_path / file)
     files = ["--train", "train.yaml", "--infer", "infer.yaml", "--orch", "orch.yaml"]
@@ -83,22 +83,22 @@ def test_quickstart_files_train_a_small_local_model(warm: WarmPython, model: Pat
     assert_trained_once(run, 4)
     assert [step["noise/sigma"] > 0 for step in run.steps()] == [False, True, True, True]
     for step in run.steps():
-        assert step["noise/applied"] == pytest.approx(step["noise/sigma"], rel=0.2), "fp32 rounds nothing away"
+        assert step["noise/applied"] == pytest.approx(step["noise/sigma"], rel=0.2), "fp32 has no rounding difference"
     assert all(np.isfinite(step["policy/loss"]) and step["optim/grad_norm"] > 0 for step in run.steps())
-    assert all("masked" in step for step in run.steps()), "the quickstart's loss reports what it dropped"
+    assert all("masked" in step for step in run.steps()), "the quickstart's loss reports the dropped tokens"
     assert (run.path / "final" / "adapter_config.json").exists() == lora
     note = "is false, so these keys have no effect" in command.text()
-    assert note != lora, "keys that do nothing without LoRA are named"
+    assert note != lora, "keys without effect unless LoRA is on are named"
 
 
 def scores_in(command: Command) -> dict[str, str]:
-    """First two columns of the table that `shoal eval` prints."""
+    """The first two columns of the table of `shoal eval`."""
     rows = (line.split()[:2] for line in command.text().splitlines())
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
 def test_fresh_process_without_network_trains_and_evaluates(new_run: NewRun, model: Path):
-    """Nothing warm here: `python -m shoal` as a user starts it, then `shoal eval` on what it wrote."""
+    """No warm process: `python -m shoal` as a user starts it, then `shoal eval` on the result."""
     run = new_run(train={**LORA, "max_steps": 2})
     command = start_fresh(["grpo", "run.yaml"], run.folder)
     assert command.wait() == 0, command.text()
@@ -135,13 +135,13 @@ def test_minibatches_times_epochs_optimizer_steps(new_run: NewRun):
     assert command.wait() == 0, command.text()
     assert_trained_once(run, 3)
     rates = [step["optim/lr"] for step in run.steps()]
-    assert rates == pytest.approx([2e-4 * (13 - 4 * n) / 12 for n in (1, 2, 3)]), "twelve optimizer steps in all"
-    assert all(step["mismatch/k3"] < 1e-9 for step in run.steps()), "measured before the weights move"
+    assert rates == pytest.approx([2e-4 * (13 - 4 * n) / 12 for n in (1, 2, 3)]), "twelve optimizer steps in total"
+    assert all(step["mismatch/k3"] < 1e-9 for step in run.steps()), "measured before the weights change"
 
 
 @pytest.mark.parametrize("train", [{}, LORA], ids=["frozen copy", "adapter off"])
 def test_kl_reference_is_the_start_of_the_run(new_run: NewRun, train: dict[str, Any]):
-    """Nothing has moved in step 1; from then on something has."""
+    """Step 1 has no change yet. Later steps have one."""
     run = new_run(train={**train, "max_steps": 3, "loss": {"type": "grpo", "kl": {"beta": 0.05}}})
     command = run.grpo()
     assert command.wait() == 0, command.text()

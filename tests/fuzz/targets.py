@@ -1,6 +1,6 @@
-"""The readers of files that may come from elsewhere, as functions of the file's bytes.
+"""The readers of files from outside, as functions of the file's bytes.
 
-Each target accepts any bytes: the reader returns, or raises a ShoalError. Used by run.py (atheris) and test_readers.py.
+Each target accepts any bytes: the reader returns or raises a ShoalError. Used by run.py (atheris) and test_readers.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.runs.run_dir import read_status
 from shoal.runs.weight_files import describe
 
 LARGE = (0, 1, 2**31 - 1, 2**32 - 1, 2**62, 2**64 - 1)
-CUT = 3  # the step that the journal is cut to
+CUT = 3  # the step to which the journal is truncated
 
 
 @contextmanager
@@ -86,7 +86,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {"journal": journal, "safetensors"
 
 
 def seeds() -> dict[str, list[bytes]]:
-    """Valid files, from which mutations start."""
+    """Valid files as starting points for mutations."""
     lines = [{"step": step, "version": step, "rollout_ids": [f"sums/{step}/0/0/1"]} for step in range(1, 6)]
     status = {"state": "running", "run_id": "a", "binding": {"model": "m"}}
     journals = [b"".join(map(encode_line, lines)), json.dumps(status).encode(), b'{"step": 2}\n{"step": "3"}\n[1]\n']
@@ -94,7 +94,7 @@ def seeds() -> dict[str, list[bytes]]:
 
 
 def mutate(data: bytes, rng: np.random.Generator) -> bytes:
-    """One to four changes: flipped bits, other bytes, a cut, a repeated part, a large number."""
+    """One to four changes: flipped bits, other bytes, a truncation, a repeated part, a large number."""
     changed = bytearray(data)
     for _ in range(int(rng.integers(1, 5))):
         at = int(rng.integers(0, len(changed) + 1))

@@ -35,7 +35,7 @@ def test_undamaged_files_can_be_read(name: str):
 
 
 def test_gguf_file_without_all_tensors_is_refused(tmp_path: Path):
-    """transformers would start them with random numbers."""
+    """transformers would initialise them with random numbers."""
     (tmp_path / "part.gguf").write_bytes(SEEDS["gguf"][0])
     with pytest.raises(ModelError, match="lacks"):
         load_model(str(tmp_path / "part.gguf"), torch.float32, torch.device("cpu"))

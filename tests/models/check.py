@@ -1,6 +1,6 @@
-"""What one family goes through: load, sample, score, a full and a LoRA step, reload of `final/`.
+"""The checks of one family: load, sample, score, one full and one LoRA step, reload of `final/`.
 
-`check` returns a Finding and raises nothing: the test decides what to make of it.
+`check` returns a Finding and raises nothing. The test evaluates the finding.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Finding:
     status: str = "works"  # or refused, wrong, fails (an error without a clear reason), not built (by transformers)
     reason: str = ""
     name: str = ""
-    path: str = ""  # how a GPU would train it
-    decode: str = ""  # and sample from it
+    path: str = ""  # the path of training on a GPU
+    decode: str = ""  # the path of sampling on a GPU
     unverified: str = ""  # why a GPU refuses it
     lora: str = ""
-    kind: str = ""  # what the layers are
+    kind: str = ""  # the kinds of the layers
     logprob_gap: float | None = None
     seconds: float = 0.0
     details: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Finding:
 
 
 class Wrong(Exception):
-    """A result that differs from that of transformers."""
+    """A result differs from that of transformers."""
 
 
 def check(name: str, folder: Path) -> Finding:
@@ -83,7 +83,7 @@ def _check(name: str, folder: Path, finding: Finding) -> None:
         finding.name = type(model).__name__
         model.save_pretrained(folder / "model")
         TOKENIZER.save_pretrained(folder / "model")
-        model = type(model).from_pretrained(folder / "model").eval()  # the reference is what the files say
+        model = type(model).from_pretrained(folder / "model").eval()  # the reference uses the files
         expected = _generated(model)
     except Exception as error:
         finding.status, finding.reason = "not built", f"transformers: {type(error).__name__}: {str(error)[:120]}"
@@ -210,7 +210,7 @@ def _same_keys(folder: Path, kind: type) -> None:
 
 
 def _gpu_paths(loaded: building.LoadedModel) -> tuple[str, str]:
-    """The paths that a GPU with Triton would take, as far as they can be told without one."""
+    """The paths of a GPU with Triton, as far as they are known without one."""
     available, kernels.available = kernels.available, lambda on_gpu: True
     try:
         training = fused.why_not(loaded.decoder)

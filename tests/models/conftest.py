@@ -1,4 +1,4 @@
-"""Records what a whole run of `make test-models` found."""
+"""Records the results of a complete run of `make test-models`."""
 
 from __future__ import annotations
 

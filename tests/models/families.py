@@ -1,7 +1,7 @@
 """A tiny random model of every causal-LM architecture in transformers: four layers, hidden size 64.
 
-Sizes are chosen by the names of config fields. Windows, chunks and top-k limits are shorter than the texts of the
-tests, so that a reading of the model that ignores them is found out.
+Sizes are set by the names of config fields. Windows, chunks and top-k limits are shorter than the texts of the tests,
+so that an implementation that ignores them fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WINDOW = 12
 LAYERS = 4
 MOST_PARAMETERS = 10_000_000
 
-# Types of the registry that are no decoder-only text models: encoder-decoders, speech, images, parts of other models.
+# Types of the registry that are not decoder-only text models: encoder-decoders, speech, images, parts of other models.
 NO_DECODERS = {
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart",
     "prophetnet", "trocr", "whisper", "musicgen", "musicgen_melody", "moshi", "moss_transcribe_diarize", "git",
@@ -70,7 +70,7 @@ _GATED = ["linear_attention", "full_attention"] * 2
 
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
-# What a family needs besides, in fields of its own.
+# Additional fields of a family.
 _OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_types": _GATED, "head_dim": 16},
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -119,7 +119,7 @@ _VISION: dict[str, Any] = {
     "patch_size": 14, "num_position_embeddings": 16, "position_embedding_size": 16, "global_head_dim": 16,
     "deepstack_visual_indexes": [0], "fullatt_block_indexes": [1],
 }  # fmt: skip
-# Checkpoints with a vision tower: type of the whole → type of its text part, and fields of the whole.
+# Checkpoints with a vision tower: type of the complete model → type of its text part, and fields of the complete model.
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"mm_tokens_per_image": 4}),
     "gemma4": ("gemma4_text", {}),
@@ -148,7 +148,7 @@ def _tiny_fields(kind: Any, small: dict[str, Any]) -> dict[str, Any]:
     values = {key: value for key, value in small.items() if key in known}
     if set(known.get("layer_types") or ()) == set(_MIXED):
         values["layer_types"] = _MIXED
-    if "qk_rope_head_dim" in values:  # latent attention: `head_dim` is that of the rotated part
+    if "qk_rope_head_dim" in values:  # latent attention: `head_dim` is the size of the rotated part
         values.pop("head_dim", None)
         values["num_key_value_heads"] = 4
     return values
@@ -171,7 +171,7 @@ def _tiny_multimodal(name: str) -> PreTrainedConfig:
 
 
 def _token_ids(config: PreTrainedConfig) -> list[str]:
-    """The ids of placeholders for images and audio. They are outside of the vocabulary, so that no text has them."""
+    """The ids of image and audio placeholders. They are outside the vocabulary, so no text contains them."""
     marks = ("image", "video", "audio", "vision", "boi", "eoi", "boa", "eoa")
     return [k for k in config.to_dict() if k.endswith(("token_id", "token_index")) and k.startswith(marks)]
 
@@ -187,7 +187,7 @@ def build(name: str, seed: int = 0) -> Any:
 
 @torch.no_grad()
 def shake(model: Any, seed: int) -> Any:
-    """Matrices of standard deviation .1; vectors keep their own start, such as the decay rates of state layers."""
+    """Matrices with standard deviation .1. Vectors keep their initial values, such as the decay rates of state layers."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = 0.1 * torch.randn(parameter.shape, generator=generator)

@@ -1,7 +1,7 @@
-"""Every architecture works, or is refused with a reason: `make test-models`; ten families are part of `make test`.
+"""Every architecture works or is refused with a reason: `make test-models`. Ten families are part of `make test`.
 
-A whole run writes benchmarks/results/models.json, from which docs/models.md and the table of the README are generated.
-A family that worked when that was recorded must still work.
+A complete run writes benchmarks/results/models.json, which is the source of docs/models.md and of a table in the
+README. A family that worked in the recorded run must still work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _recorded() -> dict[str, str]:
 
 
 def _chosen() -> list[str]:
-    """All families, or the share of ten that SHOAL_MODELS_TENTH names."""
+    """All families, or the tenth that SHOAL_MODELS_TENTH selects."""
     tenth = os.environ.get("SHOAL_MODELS_TENTH", "")
     shuffled = random.Random(0).sample(FAMILIES, len(FAMILIES))
     return sorted(shuffled[int(tenth) % 10 :: 10]) if tenth else list(FAMILIES)

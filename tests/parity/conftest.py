@@ -1,4 +1,4 @@
-"""What tests on a GPU ask of it."""
+"""Settings for tests on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture
 def whole_fp32() -> Iterator[None]:
-    """TF32 keeps ten bits of a product; parity in fp32 means fp32."""
+    """TF32 keeps ten bits of a product. Parity in fp32 needs full fp32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield

@@ -1,4 +1,6 @@
-"""A completion depends on its request and the weights alone: bit for bit in fp32, in any company, order and slot."""
+"""A completion depends on its request and the weights only: bit for bit in fp32, with any other requests, order and
+slot.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def answers_of(decoder: Decoder, asked: list[Request], **settings: Any) -> dict[
 
 
 def assert_equal(found: dict[str, Completion], alone: dict[str, Completion]) -> None:
-    """Dataclasses compare their floats exactly: this is equality of bits."""
+    """Dataclasses compare floats exactly, so equality is bitwise."""
     for name, completion in found.items():
         assert completion == alone[name], f"request {name}"
 
@@ -62,7 +64,7 @@ def test_results_do_not_depend_on_order_or_prefill_budget(decoder: Decoder, alon
 
 
 def test_late_arrivals(decoder: Decoder, alone: dict[str, Completion]) -> None:
-    """Requests that come while others are being answered."""
+    """Requests that arrive while others are being answered."""
     engine, waiting, found = make_engine(decoder, slots=16, eos_token_ids=(EOS,)), requests(), {}
     while waiting or engine.busy:
         for request in waiting[:2]:

@@ -1,4 +1,4 @@
-"""What a run leaves in `final/` loads in plain transformers and PEFT and gives the policy's own log-probs."""
+"""The `final/` folder of a run loads in plain transformers and PEFT with the log-probs of the policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLES = random_samples(0, (5, 20), (30, 9))
 
 @torch.no_grad()
 def plain_logprobs(model: Any) -> dict[str, np.ndarray]:
-    """Transformers alone, one sequence at a time. Loaded as "eager": its default may leave soft-caps out."""
+    """Transformers alone, one sequence at a time, with "eager" attention, because the default may omit soft-capping."""
     found = {}
     for (sample,) in SAMPLES:
         ids = torch.tensor(sample.token_ids)
@@ -74,7 +74,7 @@ def test_bf16_model_in_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ("qwen3", "llama-tied", "gemma2"))
 def test_adapter_in_peft(architecture: str, tmp_path: Path) -> None:
-    """The base comes from a folder, as in a run, so the adapter knows where to find it."""
+    """The base is a folder, as in a run, so the adapter names where it is."""
     small_model(architecture).save_pretrained(tmp_path / "base")
     base: Any = AutoModelForCausalLM.from_pretrained(
         tmp_path / "base", dtype=torch.float32, attn_implementation="eager"

@@ -1,4 +1,6 @@
-"""The same parities on a CUDA device: fp32 against the CPU, bf16 within its rounding, packed attention both ways."""
+"""The same parity tests on a CUDA device: fp32 against the CPU, bf16 within its rounding, packed attention in both
+directions.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ GRAPHS = pytest.mark.parametrize("graphs", (False, True), ids=("eager", "graphs"
 
 
 def on_gpu(name: str, dtype: torch.dtype = torch.float32, **how: Any) -> Decoder:
-    """As in a run: with fused kernels if the family is supported."""
+    """As in a run: with fused kernels if the family supports them."""
     decoder = as_decoder(small_model(name, dtype=dtype, **how).to(CUDA))
     fused.attach(decoder, decoder.verify())
     return decoder
@@ -74,7 +76,7 @@ def texts(decoder: Decoder, **settings: Any) -> list[list[int]]:
 @GRAPHS
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_text_in_fp32_is_the_cpu_s(architecture: str, graphs: bool) -> None:
-    """And the CPU's is that of `generate`: tests/parity/test_greedy.py, same models, same prompts."""
+    """The text on the CPU equals `generate`: tests/parity/test_greedy.py, with the same models and prompts."""
     expected = texts(as_decoder(small_model(architecture, wild=True)))
     assert texts(on_gpu(architecture, wild=True), graphs=graphs) == expected
 
@@ -94,7 +96,7 @@ def test_fp32_logprobs_of_sampler_trainer_and_cpu(architecture: str, graphs: boo
 @GRAPHS
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_bf16_mismatch(architecture: str, graphs: bool) -> None:
-    """Identity 6: with equal weights, what separates sampler and trainer is rounding."""
+    """With equal weights, sampler and trainer differ by rounding only."""
     decoder = on_gpu(architecture, torch.bfloat16)
     rows = rows_of(sample(decoder, graphs))
     metrics, _ = make_policy(decoder).forward_backward(rows, grpo()).read()
@@ -113,7 +115,7 @@ def test_bf16_mismatch_under_lora_and_truncation() -> None:
 @pytest.mark.parametrize("window", (None, 3, WINDOW, 1000))
 @pytest.mark.parametrize("kv_heads", (1, 2, 4))
 def test_packed_attention_in_bf16_forward_and_backward(kv_heads: int, window: int | None) -> None:
-    """The variable-length kernel against padded rectangles in fp32 on the same numbers."""
+    """The variable-length kernel against padded rectangles in fp32 with the same numbers."""
     starts = np.array([0, 5, 6, 70, 200, 213])
     generator = torch.Generator().manual_seed(0)
     made = [
@@ -136,7 +138,7 @@ def test_packed_attention_in_bf16_forward_and_backward(kv_heads: int, window: in
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_gradients(architecture: str) -> None:
-    """fp32 against the CPU to rounding; bf16, with its own attention, in the same direction."""
+    """fp32 equals the CPU to rounding. bf16, with another attention kernel, has the same direction."""
     samples = random_samples(2, *SHAPES)
     rows = pack(samples, 130).rows
     found = []
@@ -165,7 +167,7 @@ def test_packing_in_bf16() -> None:
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
 def test_graphs_use_updated_weights(lora: bool) -> None:
-    """A graph reads weights in place: after a step it draws from the new ones, as eager decoding does."""
+    """A graph reads weights in place: after a step it samples with the new weights, like eager decoding."""
     decoder = lora_on_gpu() if lora else on_gpu("qwen3")
     engine = make_engine(decoder, slots=16, context_tokens=192, graphs=True)
     policy = make_policy(decoder)
@@ -188,7 +190,7 @@ KNOWN = ("llama", "qwen2", "qwen3", "mistral", "smollm3")
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 @pytest.mark.parametrize("architecture", KNOWN)
 def test_fused_kernels_match_the_modules(architecture: str, dtype: torch.dtype) -> None:
-    """Log-probs and gradients through Shoal's kernels are no further from fp32 than Hugging Face's modules are."""
+    """Log-probs and gradients of Shoal's kernels are as close to fp32 as those of the Hugging Face modules."""
     rows = pack(random_samples(2, *SHAPES), 130).rows
 
     def measure(decoder: Decoder) -> tuple[np.ndarray, Tensor]:
@@ -201,7 +203,7 @@ def test_fused_kernels_match_the_modules(architecture: str, dtype: torch.dtype) 
     exact, exact_gradient = measure(as_decoder(small_model(architecture).to(CUDA)))
     theirs, their_gradient = measure(as_decoder(small_model(architecture, dtype=dtype).to(CUDA)))
     ours, our_gradient = measure(on_gpu(architecture, dtype))
-    # Two roundings of the same numbers: neither is the other, and both are as far from the truth.
+    # Two roundings of the same numbers differ, and both are equally far from the exact value.
     assert np.abs(ours - exact).max() < 2 * np.abs(theirs - exact).max() + 2e-5
     ours_off, theirs_off = ((g - exact_gradient).norm() / exact_gradient.norm() for g in (our_gradient, their_gradient))
     assert ours_off < 3 * theirs_off + 1e-4
@@ -221,8 +223,9 @@ def test_every_edge_of_a_batch_bucket(count: int) -> None:
 
 
 def test_only_the_window_is_written() -> None:
-    """Graphs of other batch sizes are captured between windows, as rows end and as contexts grow: what lies behind a
-    window's numbers is somebody else's."""
+    """Graphs of other batch sizes are captured between windows while rows end and contexts grow. Memory behind the
+    numbers of a window belongs to other data.
+    """
     engine = make_engine(on_gpu("qwen2", torch.bfloat16), slots=32, context_tokens=1024, graphs=True)
     rows = engine._graphs.rows  # type: ignore[union-attr]
     behind = {}
@@ -239,7 +242,7 @@ def test_only_the_window_is_written() -> None:
 
 
 def test_truncated_sampling_inside_the_graph() -> None:
-    """top-p, top-k, min-p and min_tokens beside a plain row: the same tokens, log-probs and kept ids as eagerly."""
+    """top-p, top-k, min-p and min_tokens beside a plain row: the same tokens, log-probs and kept ids as in eager mode."""
     decoder = on_gpu("llama")
     ways = ({}, {"top_p": 0.8}, {"top_k": 5, "min_tokens": 9}, {"min_p": 0.1, "temperature": 1.4}, {"min_tokens": 12})
     requests = [ask(str(i), [5, 6, 7 + i], seed=i, max_tokens=30, **way) for i, way in enumerate(ways)]
@@ -253,7 +256,7 @@ def test_truncated_sampling_inside_the_graph() -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 def test_truncated_logprobs(dtype: torch.dtype) -> None:
-    """Some ids kept, some banned, and all: log-probs and gradients as float64 has them, and no wait for the device."""
+    """Some ids kept, some banned, and all: log-probs and gradients equal float64, without a device sync."""
     tokens, width, vocabulary = 300, 64, 5000
     made = torch.randn(tokens, width, device=CUDA).to(dtype), torch.randn(vocabulary, width, device=CUDA).to(dtype)
     targets = torch.randint(0, vocabulary, (tokens,), device=CUDA)
@@ -279,7 +282,7 @@ def test_truncated_logprobs(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
 def test_noise_inside_the_graph(lora: bool) -> None:
-    """New noise of the same sigma, and none: each time the graph draws as eager decoding does."""
+    """New noise with the same sigma, and no noise: the graph samples like eager decoding."""
     decoder = lora_on_gpu() if lora else on_gpu("qwen3")
     engine = make_engine(decoder, graphs=True)
     requests = [ask(str(i), prompt, seed=i, max_tokens=20) for i, prompt in enumerate(random_prompts(7, 5, 30))]
@@ -298,7 +301,7 @@ def test_noise_inside_the_graph(lora: bool) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 def test_sixteen_thousand_tokens_of_context(dtype: torch.dtype) -> None:
-    """Split contexts: what is sampled at the far end has the log-probs the trainer gives it."""
+    """Split contexts: tokens sampled at the end have the log-probs of the trainer."""
     decoder = on_gpu("llama", dtype)
     generator = torch.Generator().manual_seed(3)
     prompt = torch.randint(5, VOCABULARY, (16_300,), generator=generator).tolist()
@@ -316,8 +319,9 @@ def test_sixteen_thousand_tokens_of_context(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
 def test_repeated_prefill_sizes_use_graphs(lora: bool) -> None:
-    """Round after round of other prompts, of about the same size, with an optimizer step between: from the second on a
-    graph writes the cache, and log-probs stay those of the trainer. Groups share their prompt."""
+    """Several rounds of other prompts of similar size, with an optimizer step between: from the second round a graph
+    writes the cache, and log-probs equal the trainer's. Groups share their prompt.
+    """
     decoder = lora_on_gpu(torch.bfloat16) if lora else on_gpu("qwen3", torch.bfloat16)
     engine = make_engine(decoder, slots=16, context_tokens=192, graphs=True)
     policy = make_policy(decoder)
@@ -337,7 +341,7 @@ def test_repeated_prefill_sizes_use_graphs(lora: bool) -> None:
 
 
 def test_long_rows_beside_short_ones() -> None:
-    """Rows of one span, of several, and of more than there are splits: each as the trainer has it."""
+    """Rows of one span, of several, and of more spans than splits: each equals the trainer."""
     decoder = on_gpu("qwen2", torch.bfloat16)
     lengths = (3, 250, 511, 513, 700, 1300, 2900, 5)
     requests = [ask(str(i), p, seed=i, max_tokens=40) for i, p in enumerate(random_prompts(9, *lengths))]
@@ -350,7 +354,9 @@ def test_long_rows_beside_short_ones() -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 def test_model_with_split_products(dtype: torch.dtype) -> None:
-    """Wide enough for both products that end a layer's halves: as eager decoding in fp32, as the trainer in bf16."""
+    """Wide enough to split both products at the end of a layer's halves: equal to eager decoding in fp32, to the
+    trainer in bf16.
+    """
     from shoal.engine.kernels.products import splits_of
 
     wide = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}
@@ -374,7 +380,7 @@ def test_model_with_split_products(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", (1, 8, 16, 17, 33, 64, 65, 128, 256, 512))
 def test_products_of_decode_steps(rows: int) -> None:
-    """The shape of a 0.5B model in bf16: no further from float64 than torch's own products are."""
+    """The shape of a 0.5B model in bf16: as close to float64 as torch's products."""
     from shoal.engine.kernels import products
 
     generator = torch.Generator(CUDA).manual_seed(0)

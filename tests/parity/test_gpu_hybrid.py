@@ -1,4 +1,4 @@
-"""fp8-hybrid on a CUDA device: rounded as torchao rounds, gradients near those of bf16, the sampler left alone."""
+"""fp8-hybrid on a CUDA device: rounding as in torchao, gradients close to bf16, the sampler unchanged."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def close(actual: torch.Tensor | None, expected: torch.Tensor) -> bool:
-    """Within what bf16 outputs and the tensor cores' short accumulators cost; rounding to FP8 costs ten times that."""
+    """Within the rounding of bf16 outputs and of the accumulators of tensor cores. FP8 rounding is ten times larger."""
     assert actual is not None
     return bool((actual.detach().double().cpu() - expected).norm() / expected.norm() < 5e-3)
 
 
 @pytest.mark.parametrize("frozen", (False, True), ids=("trained", "frozen"))
 def test_e4m3_forward_and_e5m2_backward(frozen: bool) -> None:
-    """37 tokens: no multiple of 16, which FP8 products would refuse without padding."""
+    """37 tokens are not a multiple of 16, which FP8 products need padding for."""
     pytest.importorskip("torchao", reason="an extra")
     model = small_model("llama", dtype=torch.bfloat16).to(CUDA)
     hybrid.convert(model)
@@ -58,7 +58,7 @@ def test_e4m3_forward_and_e5m2_backward(frozen: bool) -> None:
 
 @pytest.mark.parametrize("kind", (torch.float8_e4m3fn, torch.float8_e5m2), ids=("e4m3", "e5m2"))
 def test_numbers_round_as_torchao_rounds_them(kind: torch.dtype) -> None:
-    """Bit for bit, in both directions; what is no number stays none."""
+    """Bit for bit, in both directions. NaN stays NaN."""
     pytest.importorskip("torchao", reason="an extra")
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
@@ -128,7 +128,7 @@ def test_fp8_gradients_align_with_bf16(lora: bool, recompute: bool) -> None:
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
 def test_fp8_mismatch_is_bounded_and_larger_than_bf16_s(lora: bool, record_property: Any) -> None:
-    """The policy scores in FP8 and the sampler in bf16; the figure goes into the test report."""
+    """The policy scores in FP8 and the sampler in bf16. The figure is added to the test report."""
     k3, mean = mismatch(hybrid_decoder("qwen2", lora), None)
     record_property("mismatch/k3", k3)
     record_property("mean |log-prob difference|", mean)
@@ -146,4 +146,4 @@ def test_sampler_keeps_its_fused_path_and_outputs() -> None:
     policy = make_policy(decoder)
     policy.forward_backward(pack(random_samples(4, *SHAPES)).rows, grpo())
     policy.optim_step()
-    assert run(engine, REQUESTS)["1"].logprobs != ours["1"].logprobs, "graphs see the step"
+    assert run(engine, REQUESTS)["1"].logprobs != ours["1"].logprobs, "graphs use the new weights"

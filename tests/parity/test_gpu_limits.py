@@ -1,4 +1,4 @@
-"""Where a device or a model is unlike the usual: odd heads, captures that fail, too little memory, large batches."""
+"""Unusual devices and models: unusual head sizes, failed captures, too little memory, large batches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def answers(decoder: Decoder, count: int = 5, **settings: Any) -> tuple[dict[str
 
 @pytest.mark.parametrize(("architecture", "size"), [("mistral", 24), ("llama", 96), ("qwen2", 80), ("gemma3", 256)])
 def test_heads_of_any_size(architecture: str, size: int) -> None:
-    """In fp32 the CPU's text; in bf16 it trains and samples, by whatever path it says."""
+    """In fp32 the text of the CPU. In bf16 it trains and samples, on any path."""
     how = {"head_dim": size, "wild": True}
     expected, _ = answers(as_decoder(small_model(architecture, **how)))
     decoder, path = attached(small_model(architecture, **how))
@@ -62,7 +62,9 @@ def test_length_dependent_rope_is_not_captured() -> None:
 
 
 def test_failed_capture_continues_without_graphs() -> None:
-    """A module that waits for the device cannot be captured; what was drawn stays, and the stream is the old one."""
+    """A module that syncs with the device cannot be captured. Sampled tokens are kept, and the stream is the previous
+    one.
+    """
     decoder, _ = attached(small_model("gemma2", wild=True))
     expected, path = answers(decoder, graphs=False)
     layer: Any = decoder.body.get_submodule("layers.1")
@@ -76,14 +78,14 @@ def test_failed_capture_continues_without_graphs() -> None:
     layer.forward = waits
     before = torch.cuda.current_stream()
     found, path = answers(decoder)
-    torch.randn(3, device=CUDA)  # what is random takes no part in a capture any more
+    torch.randn(3, device=CUDA)  # random generators are no longer registered with a capture
     assert path.startswith("eager: a decode step could not be captured") and found == expected
     assert torch.cuda.current_stream() == before
     block = torch.empty(1 << 28, dtype=torch.uint8, device=CUDA)
     held = torch.cuda.memory_reserved()
     del block
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= held - (1 << 28), "what is cached is still given back"
+    assert torch.cuda.memory_reserved() <= held - (1 << 28), "cached memory is still freed"
 
 
 LARGE = sorted({bucket(count) for count in range(192, 4097)})
@@ -106,7 +108,7 @@ def test_edges_of_large_batches(count: int) -> None:
 
 
 def test_batches_that_grow_take_no_more_memory_than_the_largest() -> None:
-    """Steps share a pool, where one finds room that a larger one had, and none that smaller ones had."""
+    """Steps share a pool: a step reuses the memory of a larger one, but not of smaller ones."""
     decoder, _ = attached(small_model("qwen2", vocab_size=60_000))
 
     def reserved(*counts: int) -> int:
@@ -119,12 +121,12 @@ def test_batches_that_grow_take_no_more_memory_than_the_largest() -> None:
         assert engine.path.startswith("CUDA graphs")
         return torch.cuda.memory_reserved() - before
 
-    reserved(512)  # what libraries take once
+    reserved(512)  # memory that libraries allocate once
     assert reserved(8, 32, 64, 128, 192, 256, 320, 384, 448, 512) < 1.2 * reserved(512)
 
 
 def test_more_sizes_than_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those beyond take the next larger one, whose further rows nobody reads."""
+    """Further sizes use the next larger graph. The additional rows are not read."""
     monkeypatch.setattr("shoal.engine.decode_graphs.MAX_GRAPHS", 2)
     decoder, _ = attached(small_model("qwen2"))
     prompts = random_prompts(11, *(3 + i % 9 for i in range(100)))
@@ -139,7 +141,7 @@ def test_more_sizes_than_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
 def test_graphs_on_a_copy_of_the_weights(lora: bool) -> None:
-    """What is drawn while training goes on is the last version handed over, in graphs that were captured before it."""
+    """Sampling during training uses the last published version, in graphs that were captured before it."""
     decoder = lora_decoder(device="cuda") if lora else attached(small_model("qwen3", wild=True))[0]
     view = SamplerView(decoder, "snapshot")
     engine = make_engine(view.decoder, view)
@@ -158,13 +160,13 @@ def test_graphs_on_a_copy_of_the_weights(lora: bool) -> None:
     first = drawn()
     assert engine.path.startswith("CUDA graphs") and first == expected()
     shake_adapter(decoder, seed=1, std=0.3)
-    assert drawn() == first, "not handed over yet"
+    assert drawn() == first, "not published yet"
     view.refresh(2)
     assert drawn() == expected() != first
 
 
 def test_plan_contains_the_memory_of_a_micro_batch() -> None:
-    """Measured with one row and two; a micro-batch of what was decided stays within its line."""
+    """Measured with one and two rows. A planned micro-batch stays within its line of the plan."""
     decoder, _ = attached(small_model("qwen3", dtype=torch.bfloat16))
     policy = make_policy(decoder)
     demand = MemoryRequest(256, 4096, None, None, slots=64, context_tokens=256, utilization=None, prefill_tokens=4096)

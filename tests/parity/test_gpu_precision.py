@@ -38,7 +38,7 @@ def stored(request: pytest.FixtureRequest) -> str:
 
 
 def no_waiting() -> Any:
-    """Inside, whatever makes the host wait for the device raises."""
+    """Within the block, any sync of the host with the device raises."""
 
     class Watch:
         def __enter__(self) -> None:
@@ -55,7 +55,7 @@ def no_waiting() -> Any:
 
 
 def test_kernels_read_weights_stored_by_the_cpu(stored: str) -> None:
-    """To the bit, in fp32 and rounded once to bf16; and the GPU stores what the CPU stores."""
+    """Equal bits in fp32 and after one rounding to bf16, and the GPU stores the same values as the CPU."""
     made = FORMATS[stored]
     for shape in ((130, 200), (7, 20), (256, 1024), (1, 2), (2048, 576)):
         generator = torch.Generator().manual_seed(0)
@@ -67,7 +67,7 @@ def test_kernels_read_weights_stored_by_the_cpu(stored: str) -> None:
         assert torch.equal(made.dequantise(moved, shape, torch.bfloat16).cpu(), exact.bfloat16()), shape
         for name, tensor in made.quantise(weight.to(CUDA)).items():
             same = (tensor.cpu() == on_cpu[name]).double().mean() if not tensor.is_floating_point() else 1.0
-            assert same > 0.995, (shape, name, float(same))  # a division that rounds the other way at half-way
+            assert same > 0.995, (shape, name, float(same))  # a division that rounds half-way cases differently
 
 
 def test_captured_layer_reads_weights_in_place_without_sync(stored: str) -> None:
@@ -177,7 +177,7 @@ def parameters() -> dict[str, nn.Parameter]:
 
 
 def test_eight_bit_moments() -> None:
-    """Fifty steps within 5 % of AdamW's way, continued bit for bit, a quarter of the bytes, no waiting in a step."""
+    """Fifty steps within 5 % of AdamW's path, resumed bit for bit, a quarter of the bytes, no sync in a step."""
     pytest.importorskip("bitsandbytes", reason="an extra")
     start = {name: p.detach().float() for name, p in parameters().items()}
     exact, small, again = (MasterAdamW(parameters(), AdamSettings(eight_bit=bits)) for bits in (False, True, True))

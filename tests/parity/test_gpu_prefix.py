@@ -1,7 +1,7 @@
 """Shared prompts on a CUDA device: the variable-length kernel with fewer queries than keys, and rows that use it.
 
-The kernel must align queries and keys at their ends, in the causal mask and in the window; these tests say whether the
-torch at hand does.
+The kernel must align queries and keys at their ends, in the causal mask and in the window. These tests check it for
+the installed torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from support.training import by_rollout, gradients, grouped_samples, grpo, make_
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("whole_fp32")]
 
 CUDA = torch.device("cuda")
-# Queries of 1 to 200, alone and after prefixes of 1 to 200; blocks of the kernel are 64 or 128 long.
+# Queries of 1 to 200, without a prefix and after prefixes of 1 to 200. Blocks of the kernel have a length of 64 or 128.
 LENGTHS = (1, 1, 200, 64, 200, 1, 63, 129, 5, 7, 200, 128, 130, 2)
 PREFIXES = (-1, 0, 0, -1, 3, 3, 3, -1, 7, 7, -1, 10, -1, 10)
 GROUPS = ((3, (40, 1, 90)), (90, (20, 30, 5, 64)), (WINDOW, (12, 12)))
@@ -52,9 +52,9 @@ def random_qkv(kv_heads: int, dim: int = 64, dtype: torch.dtype = torch.bfloat16
 
 
 def segment_errors(exact: Tensor, fast: Tensor) -> list[float]:
-    """Relative error of each segment on its own: a short one with a wrong mask does not hide behind the long ones.
+    """The relative error of each segment separately, so that long segments do not hide a wrong mask of a short one.
 
-    A query that sees one key has no gradient; there the error is the absolute one.
+    A query with one key has no gradient. Its error is absolute.
     """
     return [
         float((exact[start:end] - fast[start:end].float()).norm() / exact[start:end].norm().clamp_min(1.0))
@@ -65,7 +65,7 @@ def segment_errors(exact: Tensor, fast: Tensor) -> list[float]:
 @pytest.mark.parametrize("window", (None, 1, 3, WINDOW, 65, 1000))
 @pytest.mark.parametrize("kv_heads", (1, 2, 4))
 def test_bf16_kernel_against_fp32_rectangles(kv_heads: int, window: int | None) -> None:
-    """Forward and backward on the same numbers; the rectangles are proved in float64 on the CPU."""
+    """Forward and backward with the same numbers. The rectangles are tested in float64 on the CPU."""
     shape, prefixes = Shape(64**-0.5, window, None), np.array(PREFIXES)
     made = random_qkv(kv_heads)
     exact = attend(starts_of(LENGTHS), prefixes, [x.float() for x in made], shape)
@@ -102,7 +102,7 @@ def test_fp32_on_the_gpu_is_the_cpu_s(softcap: float | None) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_training_with_and_without_sharing(architecture: str) -> None:
-    """bf16: a shared prompt is as near to fp32 as a copied one, in log-probs and in the gradient."""
+    """bf16: a shared prompt is as close to fp32 as a copied one, in log-probs and in the gradient."""
     samples = grouped_samples(1, *GROUPS)
     found = {}
     for dtype, share in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
@@ -124,11 +124,12 @@ def test_training_with_and_without_sharing(architecture: str) -> None:
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
 def test_no_device_sync_within_a_step(lora: bool) -> None:
-    """Old and reference log-probs, gradient, clipping, optimizer: CUDA itself says if anything waits. In the first step
-    something may: kernels are chosen and memory is taken."""
+    """Old and reference log-probs, gradient, clipping, optimizer: CUDA reports any sync. Syncs are allowed in the
+    first step, which selects kernels and allocates memory.
+    """
     model = lora_decoder(dtype=torch.bfloat16).model if lora else small_model("qwen3", dtype=torch.bfloat16)
     decoder = Decoder(model.to(CUDA))
-    fused.attach(decoder, decoder.verify())  # as a run does; Hugging Face's own body looks at positions on the host
+    fused.attach(decoder, decoder.verify())  # as in a run; the Hugging Face body reads positions on the host
     reference = Reference(decoder, partial(as_reference, decoder.model) if lora else nullcontext)  # type: ignore[arg-type]
     policy = make_policy(decoder, reference=reference)
     rows = pack(grouped_samples(2, *GROUPS), 250).rows

@@ -1,6 +1,6 @@
-"""Sharded weights on a CUDA device over NCCL, in a world of one: the same code as for many, with the same collectives.
+"""Sharded weights on a CUDA device over NCCL with one process: the same code and collectives as for several.
 
-What several ranks come to is proved over gloo (test_ranks.py); here the backend, the kernels and the graphs are.
+test_ranks.py tests several ranks over gloo. This file tests the backend, the kernels and the graphs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def on_device(kind: str, dtype: torch.dtype) -> Decoder:
 def gradient(policy: TrainedPolicy) -> Tensor:
     for row in pack(random_samples(2, *SHAPES), 130).rows:
         policy.forward_backward([row], grpo())
-    policy.forward_backward([], grpo())  # as a rank without a row does: it adds nothing
+    policy.forward_backward([], grpo())  # a rank without a row adds nothing
     grads: list[Any] = [master.grad for master in policy.optimizer.masters.values()]
     whole = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]
     return torch.cat([grad.flatten().double().cpu() for grad in whole])
@@ -73,7 +73,7 @@ def test_backend_is_nccl(ranks: ProcessRanks) -> None:
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 @pytest.mark.parametrize("kind", ("qwen3", "llama-tied", "gemma2", "lora"))
 def test_gradient_is_that_of_whole_weights(ranks: ProcessRanks, kind: str, dtype: torch.dtype, recompute: bool) -> None:
-    """fp32 to rounding. In bf16 the shards keep fp32 gradients where whole weights round theirs."""
+    """fp32 to rounding. In bf16, shards keep fp32 gradients, while full weights round theirs."""
     plain, sharded = on_device(kind, dtype), ShardedDecoder(on_device(kind, dtype), ranks.mesh)
     assert (sharded.fused is None) == (plain.fused is None) and sharded.dtype == dtype
     plain.recompute(recompute)
@@ -85,7 +85,7 @@ def test_gradient_is_that_of_whole_weights(ranks: ProcessRanks, kind: str, dtype
 
 @pytest.mark.parametrize("kind", ("qwen3", "lora"))
 def test_graphs_read_gathered_weights(ranks: ProcessRanks, kind: str) -> None:
-    """Captured once over the whole copy; after optimizer steps on the shards they draw from the new weights."""
+    """Captured once over the full copy. After optimizer steps on the shards, graphs sample with the new weights."""
     whole = on_device(kind, torch.float32)
     sharded = ShardedDecoder(whole, ranks.mesh)
     policy = make_policy(sharded)
@@ -114,7 +114,7 @@ def test_graphs_read_gathered_weights(ranks: ProcessRanks, kind: str) -> None:
 
 
 def make_policy_of(whole: Decoder) -> TrainedPolicy:
-    """Reads only; the whole copy has no gradients of its own any more."""
+    """Only reads. The full copy has no gradients afterwards."""
     whole.model.requires_grad_(True)
     return make_policy(whole)
 
@@ -135,7 +135,7 @@ def config(model: Path, sharding: str) -> dict[str, Any]:
 
 
 def shoal(folder: Path, model: Path, sharding: str, *arguments: str, launcher: Sequence[str] = ()) -> str:
-    """`shoal grpo` to its end. A start on a fresh machine imports torch and compiles kernels: that takes most of it."""
+    """Run `shoal grpo`. Most of the time is the import of torch and the compilation of kernels."""
     file = folder / f"{sharding}.yaml"
     file.write_text(yaml.safe_dump(config(model, sharding)))
     code = ROOT / "tests" / "e2e" / "helpers" / "user_code"
@@ -149,9 +149,9 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 def test_run_under_torchrun(tmp_path: Path) -> None:
-    """Three steps with shards, and with whole weights: the same first rollouts. Then two more, from the checkpoint.
+    """Three steps with shards and with full weights: the same first rollouts. Then two more steps from the checkpoint.
 
-    torchrun starts the first; a world of one needs no launcher, so the other two go without, and start sooner.
+    torchrun starts the first run. One process needs no launcher, so the other two start directly.
     """
     model = tmp_path / "model"
     small_model("qwen3").save_pretrained(model)
@@ -159,7 +159,7 @@ def test_run_under_torchrun(tmp_path: Path) -> None:
     said = shoal(tmp_path, model, "fsdp", launcher=TORCHRUN)
     shoal(tmp_path, model, "none")
     if DEVICE == "cuda":
-        assert "graph" in said, said[-3000:]  # how rollouts are decoded, in words
+        assert "graph" in said, said[-3000:]  # the decoding path as text
     ours, theirs = (lines(tmp_path / f"out-{name}" / "metrics.jsonl") for name in ("fsdp", "none"))
     first, other = (next(line for line in run if line["step"] == 1) for run in (ours, theirs))
     assert first["reward/mean"] == other["reward/mean"]

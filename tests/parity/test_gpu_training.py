@@ -1,4 +1,4 @@
-"""Training passes as CUDA graphs against the same ones launch by launch: log-probs, metrics, gradients, over steps."""
+"""Training passes as CUDA graphs against eager passes: log-probs, metrics and gradients, over several steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 KINDS_OF_BASE = {"lora": None, "stored fp8": "fp8", "stored fp4": "fp4", "stored nf4": "nf4"}
-# Two sizes that graphs tell apart, each met several times with other lengths; and one whose segments share nothing.
+# Two bucket sizes, each used several times with other lengths, and one row whose segments share nothing.
 MICRO_BATCHES = [
     grouped_samples(0, (90, (50, 80, 30)), (40, (60, 60))),
     grouped_samples(1, (80, (55, 70, 40)), (45, (50, 61))),
@@ -37,7 +37,7 @@ MICRO_BATCHES = [
 
 
 class Kept(Span):
-    """Every graph is faster than nothing: whether one pays is not what is tested here."""
+    """All graphs are kept, because these tests are not about their speed."""
 
     @property
     def ms(self) -> float:
@@ -45,7 +45,7 @@ class Kept(Span):
 
 
 def decoder_of(kind: str) -> Decoder:
-    """Of a family; or with adapters, on a base that is stored or computed otherwise."""
+    """A decoder of a family, or with adapters on a quantised base."""
     if kind == "hybrid":
         made = hybrid_decoder("qwen2", True)
     elif kind in KINDS_OF_BASE:
@@ -75,16 +75,16 @@ def rows_of(samples: Any) -> list[Row]:
 
 
 def gap(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Of all numbers together, relative."""
+    """The relative difference of all numbers together."""
     difference = sum(float((ours[name] - theirs[name]).double().square().sum()) for name in theirs)
     return (difference / sum(float(value.double().square().sum()) for value in theirs.values())) ** 0.5
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen2", "qwen3", "mistral", "smollm3", "hybrid", *KINDS_OF_BASE))
 def test_passes_in_cuda_graphs(kind: str) -> None:
-    """Through optimizer steps, which graphs see; each micro-batch twice in a step, which adds up.
+    """Over optimizer steps, whose weights graphs must use. Each micro-batch runs twice per step, and gradients add up.
 
-    With adapters the reference is the base without them.
+    With adapters, the reference is the base without adapters.
     """
     if kind == "stored nf4":
         pytest.importorskip("bitsandbytes", reason="an extra")
@@ -108,7 +108,7 @@ def test_passes_in_cuda_graphs(kind: str) -> None:
             sums = [{name: m.grad.clone() for name, m in policy.optimizer.masters.items()} for policy in (ours, theirs)]  # type: ignore[union-attr]
             assert gap(*sums) < 0.03, f"{kind}, step {step}: {gap(*sums):.3f}"
         assert all(policy.optim_step()["optim/skipped"] == 0 for policy in (ours, theirs))
-        with torch.no_grad():  # so that what a step rounds otherwise does not add up
+        with torch.no_grad():  # so that rounding differences of a step do not accumulate
             for name, parameter in ours.optimizer.parameters.items():
                 parameter.copy_(theirs.optimizer.parameters[name])
                 ours.optimizer.masters[name].copy_(theirs.optimizer.masters[name])
@@ -121,18 +121,18 @@ def captured(policy: TrainedPolicy) -> list[Any]:
 
 
 class Slow(Span):
-    """As a graph everything takes longer; launch by launch, nothing."""
+    """Graphs take longer in all cases; eager passes take no time."""
 
     asked = 0
 
     @property
     def ms(self) -> float:
         Slow.asked += 1
-        return 9.0 - Slow.asked  # replays are asked first
+        return 9.0 - Slow.asked  # replays are measured first
 
 
 def test_small_passes_are_faster_as_graphs() -> None:
-    """By the clock: launching them takes longer than all else."""
+    """Measured: launching kernels takes most of the time of eager passes."""
     policy = policy_of("llama", True)
     policy._graphs = PassGraphs(CUDA)
     for _ in range(2 * TIMED + 1):
@@ -144,7 +144,7 @@ def test_small_passes_are_faster_as_graphs() -> None:
 
 
 def test_dropped_graph_frees_space_for_others() -> None:
-    """The only one of its pool, found to be slower: the next size is captured all the same, and computes the same."""
+    """The only graph of its pool is slower than eager: the next size is still captured and computes the same result."""
     ours, theirs = policy_of("llama", True), policy_of("llama", False)
     ours._graphs = PassGraphs(CUDA, Slow)
     for samples in (MICRO_BATCHES[0], MICRO_BATCHES[2]):
@@ -154,11 +154,11 @@ def test_dropped_graph_frees_space_for_others() -> None:
             for mine, other in zip(ours.logprobs(rows).read()[1], theirs.logprobs(rows).read()[1], strict=True):
                 np.testing.assert_allclose(mine, other, rtol=0, atol=0.06)
             assert len(captured(ours)) == (TIMED <= number < 2 * TIMED)
-    torch.randn(3, device=CUDA)  # nothing is left capturing
+    torch.randn(3, device=CUDA)  # no capture is active
 
 
 def test_uncapturable_work_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    """Work that asks the device inside: it is done launch by launch, and so is what follows, on the same stream."""
+    """Work that syncs with the device runs eagerly, and so does later work, on the same stream."""
     graphs, laid = PassGraphs(CUDA, Kept), HostBatch.of(rows_of(MICRO_BATCHES[0]), CUDA)
     stream = torch.cuda.current_stream()
 
@@ -166,12 +166,15 @@ def test_uncapturable_work_runs_eagerly(caplog: pytest.LogCaptureFixture) -> Non
         return PassOutput((), torch.full((1,), float(micro.token_ids.sum().item()), device=CUDA, dtype=torch.float64))
 
     passed = [graphs.run("asks", laid, work, lambda: work(DeviceBatch.upload(laid, CUDA))) for _ in range(TIMED + 2)]
-    torch.randn(3, device=CUDA)  # what is random takes no part in a capture any more
+    torch.randn(3, device=CUDA)  # random generators are no longer registered with a capture
     assert {float(one.values) for one in passed} == {float(laid.arrays["token_ids"].sum())}
     assert not graphs.captured and torch.cuda.current_stream() == stream
     assert ["no CUDA graphs for training passes" in record.getMessage() for record in caplog.records] == [True]
     assert not torch.cuda.is_current_stream_capturing()
-    ours, theirs = policy_of("llama", True), policy_of("llama", False)  # and another's graphs can be captured still
+    ours, theirs = (
+        policy_of("llama", True),
+        policy_of("llama", False),
+    )  # and graphs of another object can still be captured
     for _ in range(TIMED + 1):
         rows = rows_of(MICRO_BATCHES[0])
         for mine, other in zip(ours.logprobs(rows).read()[1], theirs.logprobs(rows).read()[1], strict=True):
@@ -180,7 +183,7 @@ def test_uncapturable_work_runs_eagerly(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_graphs_are_disabled_where_unsupported() -> None:
-    """Large micro-batches, narrowed draws, activations made twice: launch by launch, however often they come."""
+    """Large micro-batches, truncated sampling and activation checkpointing always run eagerly."""
     policy = policy_of("llama", True)
     objective = Objective(LOSSES["grpo"]())
     large = rows_of(random_samples(0, *((400, 600),) * (GRAPH_TOKENS // 1000 + 1)))

@@ -1,4 +1,4 @@
-"""The engine's greedy text is transformers' `generate`, token for token, and its logits are the model's own."""
+"""The engine's greedy text equals transformers' `generate`, token for token, and its logits equal the model's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = (4, WINDOW, 19, 40, 70)
 
 
 class RecordingDecoder(Decoder):
-    """Keeps what it computed, one [rows, V] tensor a call; row b of a call is slot b while nothing retires."""
+    """Keeps its outputs, one [rows, V] tensor per call. Row b of a call is slot b while no row retires."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -32,7 +32,7 @@ class RecordingDecoder(Decoder):
 
 
 def plain(model: Any) -> Any:
-    """The same weights under transformers' own attention."""
+    """The same weights with transformers' attention."""
     twin = copy.deepcopy(model)
     twin.set_attn_implementation("eager")
     return twin
@@ -47,7 +47,7 @@ def generate(model: Any, prompt: list[int], tokens: int) -> list[int]:
 
 
 def assert_does_not_repeat(text: list[int]) -> None:
-    """A loop would hide errors: whatever the model saw, the next token of a loop is the same."""
+    """A repeating text would hide errors, because the next token of a loop is the same for any input."""
     pieces = [tuple(text[i : i + 6]) for i in range(len(text) - 5)]
     assert len(set(pieces)) == len(pieces) and len(set(text)) >= 10, text
 
@@ -94,7 +94,7 @@ def test_last_logits_equal_the_full_forward(architecture: str) -> None:
 )
 @torch.no_grad()
 def test_windows_and_soft_caps_have_an_effect(architecture: str, without: dict[str, Any]) -> None:
-    """Without this the parity tests above could pass for a reading that ignores both."""
+    """Otherwise the parity tests above could pass for an implementation that ignores both."""
     (prompt,) = random_prompts(1, 40)
     one, other = (plain(small_model(architecture, wild=True, **config)) for config in ({}, without))
     assert (one(torch.tensor([prompt])).logits - other(torch.tensor([prompt])).logits).abs().max() > 0.05
@@ -102,7 +102,7 @@ def test_windows_and_soft_caps_have_an_effect(architecture: str, without: dict[s
 
 @pytest.mark.parametrize("architecture", ("qwen3", "gemma2"))
 def test_greedy_text_does_not_depend_on_when_a_request_starts(architecture: str) -> None:
-    """Slots refill and the batch shrinks while others go on; each text is still that of `generate`."""
+    """Slots are refilled and the batch shrinks while others continue. Each text still equals `generate`."""
     model = small_model(architecture, wild=True)
     reference = plain(model)
     prompts = random_prompts(4, *range(3, 63, 3))

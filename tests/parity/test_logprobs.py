@@ -1,4 +1,4 @@
-"""What the sampler reports is what the trainer computes for the same tokens: fp32, any architecture and setting."""
+"""The sampler's log-probs equal the trainer's for the same tokens: fp32, all architectures and settings."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_sampling_mode_with_lora(setting: str, lora: bool) -> None:
 
 
 def test_missing_temperature_or_kept_ids_fails_the_comparison() -> None:
-    """The agreement above is not for want of a difference."""
+    """The agreement above is not trivial."""
     decoder = small_decoder()
     for setting, name in (("cold", "temperatures"), ("top-p", "kept_ids")):
         rows = rows_of(sample_rollouts(decoder, SETTINGS[setting]))
@@ -75,7 +75,7 @@ def test_missing_temperature_or_kept_ids_fails_the_comparison() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_first_step_mismatch_is_zero(architecture: str) -> None:
-    """Identity 6, fp32: with the sampler's own weights k3 is rounding alone, and the ratio is 1."""
+    """fp32: with the sampler's weights k3 contains only rounding, and the ratio is 1."""
     decoder = small_decoder(architecture)
     policy = make_policy(decoder)
     rows = rows_of(sample_rollouts(decoder, SETTINGS["hot"]))
@@ -89,7 +89,7 @@ def test_first_step_mismatch_is_zero(architecture: str) -> None:
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
 def test_turns_of_a_conversation(lora: bool) -> None:
-    """Three turns, each at its own temperature; the prompt of a turn holds the sampled ids of those before it."""
+    """Three turns with different temperatures. The prompt of a turn contains the sampled ids of earlier turns."""
     decoder = lora_decoder("mistral") if lora else small_decoder("mistral")
     rollouts = []
     for number in range(3):
@@ -107,7 +107,7 @@ def test_turns_of_a_conversation(lora: bool) -> None:
 
 
 def test_sampled_end_token_is_trained() -> None:
-    """Identity 8: the end is in the loss, with its log-prob, like any other token."""
+    """The end token is in the loss with its log-prob, like any other token."""
     decoder = small_decoder()
     prompts = dict(enumerate(random_prompts(0, *[6] * 40)))
     requests = [ask(str(i), prompt, seed=i, max_tokens=60) for i, prompt in prompts.items()]

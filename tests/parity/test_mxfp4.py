@@ -20,7 +20,7 @@ VALUES = np.concatenate([VALUES, -VALUES])
 
 
 def quantised_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    """Replace the experts of a tiny checkpoint by random codes; returns what they stand for, by name."""
+    """Replace the experts of a tiny checkpoint by random codes; returns their values by name."""
     build("gpt_oss").save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     rng, expected = np.random.default_rng(0), {}

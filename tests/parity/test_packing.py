@@ -1,4 +1,4 @@
-"""Identity 3 on real models: packed, padded and one by one, in any split and order, give one gradient (float64)."""
+"""Packed, padded and single sequences, in any split and order, give one gradient on real models (float64)."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def assert_same(one: Gradients, other: Gradients, atol: float = 1e-10) -> None:
 
 
 def gradient_by_hand(model: Any, samples: Sequence[Sequence[Sample]]) -> tuple[Gradients, list[torch.Tensor]]:
-    """Transformers' own forward on a right-padded rectangle, then -A·lp averaged over all trained tokens.
+    """The forward pass of transformers on a right-padded rectangle, then -A·lp averaged over all trained tokens.
 
-    Under a causal mask no real token sees the padding to its right, so there is no mask to get wrong.
+    Under a causal mask no real token attends to padding on its right, so no mask is needed.
     """
     model.set_attn_implementation("sdpa" if getattr(model.config, "attn_logit_softcapping", None) is None else "eager")
     flat = [sample for rollout in samples for sample in rollout]
@@ -72,7 +72,7 @@ def test_packed_rows_equal_transformers_on_a_padded_rectangle(architecture: str)
     found = by_rollout(rows, policy.logprobs(rows).read()[1])
     for (sample,), values in zip(samples, scored, strict=True):
         np.testing.assert_allclose(found[sample.rollout_id], values.float().numpy(), rtol=0, atol=1e-6)
-    # Transformers' soft-capped attention takes its softmax in fp32.
+    # Transformers computes the softmax of soft-capped attention in fp32.
     atol = 1e-10 if architecture != "gemma2" else 1e-6
     assert_same(expected, collect(policy, rows, 1, Objective(Reinforce(ratio="none"))), atol)
 
@@ -137,7 +137,7 @@ def test_tiles_of_logits_change_no_gradient(architecture: str, monkeypatch: pyte
 
 
 def test_bf16_packing_agrees_with_one_by_one() -> None:
-    """Rounding alone: bf16 has eight bits, so log-probs agree to a few hundredths."""
+    """Only rounding: bf16 has eight bits, so log-probs agree to a few hundredths."""
     policy = make_policy(small_decoder("llama", dtype=torch.bfloat16))
     samples = random_samples(5, *SHAPES)
     together, alone = pack(samples).rows, pack(samples, 32).rows

@@ -1,4 +1,4 @@
-"""A prompt computed once for its group against a copy of it for each rollout: the same log-probs and gradients."""
+"""A shared prompt gives the same log-probs and gradients as a copy of the prompt per rollout."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from support.models import (
 )
 from support.training import as_rollout, by_rollout, gradients, grouped_samples, grpo, make_policy, pack, random_samples
 
-# Prompts shorter than the sliding window, as long and longer; answers that stay inside it and that leave it.
+# Prompts shorter than the sliding window, equal to it and longer. Answers that stay inside it and that leave it.
 GROUPS = ((3, (5, 1, 20)), (WINDOW, (1, 7, 30, 2)), (25, (4, 14)), (1, (6, 6)))
 Found = tuple[dict[str, torch.Tensor], dict[str, np.ndarray]]
 
 
 class Recorded:
-    """-A·lp a token, which clips nothing, and notes the log-probs as they are, before they are rounded to fp32."""
+    """A loss of -A·lp per token without clipping, which also records the log-probs before they are rounded to fp32."""
 
     def __init__(self) -> None:
         self.logprobs: list[np.ndarray] = []
@@ -88,7 +88,7 @@ def test_one_prompt_for_a_group(architecture: str) -> None:
 @pytest.mark.parametrize("make", (small_decoder, lora_decoder), ids=("full", "lora"))
 @pytest.mark.parametrize("architecture", ("mistral", "gemma2"))
 def test_rows_and_micro_batches_and_recomputed_activations(architecture: str, make: Any) -> None:
-    """Groups split over rows, several rows in a micro-batch: indices of each count from where its row begins."""
+    """Groups split over rows, and several rows per micro-batch: the indices of a row start at the row."""
     plain, saving = (make(architecture, dtype=torch.float64) for _ in range(2))
     saving.inner.gradient_checkpointing_enable()
     samples = grouped_samples(2, *GROUPS)
@@ -119,7 +119,7 @@ def turn(prompt_ids: list[int], token_ids: list[int], kept: list[list[int]] | No
 
 
 def test_turns_that_diverge_and_truncated_sampling() -> None:
-    """One rollout grows, one loses what it thought and becomes two samples, one was sampled from few ids."""
+    """One rollout grows, one loses its reasoning and becomes two samples, one was sampled from few ids."""
     prompt, first, second, reply, third = random_prompts(4, 15, 6, 9, 4, 5)
     kept = [[token, 3, 4] for token in third]
     rollouts = [
@@ -153,7 +153,7 @@ def test_metrics_and_logprobs_in_fp32_differ_by_rounding() -> None:
 
 
 def test_prefix_hidden_state_predicts_each_first_token() -> None:
-    """By hand on transformers' own forward: answers of one token to one prompt are read off the same distribution."""
+    """Manual computation with transformers: one-token answers to one prompt have the same distribution."""
     samples = grouped_samples(6, (9, (1, 1, 1)))
     decoder = small_decoder("llama")
     (row,) = pack(samples).rows
@@ -176,7 +176,7 @@ def test_rollouts_without_shared_prefix_are_packed_separately() -> None:
 
 
 def test_experts_are_chosen_token_by_token() -> None:
-    """A mixture of experts: a shared prompt is routed once and as each copy was. Its products take no float64."""
+    """A mixture of experts: a shared prompt is routed like each copy. Its products do not support float64."""
     config = CONFIGS["qwen3"]().to_dict()
     same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
     shape = {key: config[key] for key in same}

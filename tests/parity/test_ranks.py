@@ -1,7 +1,7 @@
-"""One step on one batch is the same step for 1, 2 and 4 ranks, with whole weights and with sharded ones, in float64.
+"""One step on one batch is the same step for 1, 2 and 4 ranks, with full and with sharded weights, in float64.
 
-Real processes over gloo. The batch has rows of different lengths: two for the first optimizer step, five for the
-second, so that some of four ranks have none, and one more than the others. What one world saves, another loads.
+Real processes over gloo. The batch has rows of different lengths: two for the first optimizer step and five for the
+second, so that some ranks have no row and one has more than the others. Checkpoints load with another number of ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LIMIT_S = 240
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every world takes its steps at once; each writes one file a case."""
+    """All ranks take their steps at the same time. Each writes one file per case."""
     folder = tmp_path_factory.mktemp("steps")
     path = os.pathsep.join([str(SUPPORT.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -42,7 +42,7 @@ def test_step_is_unchanged(folder: Path, case: str, sharding: str, world: int):
     found = load_file(folder / f"{case}-{sharding}-{world}.safetensors")
     assert found.keys() == one.keys()
     for name, expected in one.items():
-        # Sums of other order differ in their last digits, which an entry near zero has to share with large ones.
+        # Sums in another order differ in their last digits. The tolerance of a small entry depends on the large ones.
         largest = expected.abs().max().item()
         torch.testing.assert_close(
             found[name], expected, rtol=1e-12, atol=1e-12 * largest, msg=lambda m, n=name: f"{n}: {m}"
@@ -51,7 +51,7 @@ def test_step_is_unchanged(folder: Path, case: str, sharding: str, world: int):
 
 @pytest.mark.parametrize("case", CASES)
 def test_step_is_identical(folder: Path, case: str):
-    """Two optimizer steps with gradients everywhere, clipped, that moved every trained weight."""
+    """Two clipped optimizer steps with gradients in all weights, which change every trained weight."""
     found = load_file(folder / f"{case}-fsdp-4.safetensors")
     trained = [name.removeprefix("0/") for name in found if name.startswith("0/")]
     assert len(trained) == sum(name.startswith("1/") for name in found) > 10
@@ -59,7 +59,7 @@ def test_step_is_identical(folder: Path, case: str):
     for number in (0, 1):
         squares = sum((found[f"{number}/{name}"] ** 2).sum() for name in trained)
         assert found[f"norm/{number}"].item() == pytest.approx(float(squares) ** 0.5, rel=1e-12)
-        assert found[f"norm/{number}"] > 0.1  # the limit it was clipped to
+        assert found[f"norm/{number}"] > 0.1  # the clipping limit
 
 
 @pytest.mark.parametrize(("saved", "sharding", "world"), RESTARTS)
@@ -74,7 +74,7 @@ def test_checkpoint_loads_with_another_number_of_ranks(folder: Path, case: str, 
 
 
 def test_every_rank_writes_its_own_shards_and_no_pickle(folder: Path):
-    """Two ranks hold half each, of everything."""
+    """Two ranks hold half of everything each."""
     files = sorted((folder / "llama-tied-fsdp-2" / "shards").iterdir())
     assert len(files) == 2 and all(file.suffix == ".safetensors" for file in files)
     whole = (folder / "llama-tied-fsdp-2-state.safetensors").stat().st_size

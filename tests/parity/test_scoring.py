@@ -18,7 +18,7 @@ TEXTS = random_prompts(5, 40, 3, 17, 40, 2, 25)
 
 
 def expected(model: Any, text: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """[len - 1, V] log-probs by the model's own forward pass."""
+    """[len - 1, V] log-probs by the forward pass of the model."""
     with torch.no_grad():
         model.set_attn_implementation("eager")
         logits = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, :-1]
@@ -41,7 +41,7 @@ def test_scores_equal_the_model_forward(name: str, monkeypatch: pytest.MonkeyPat
         found = torch.tensor([[value for _, value in row] for row in scored.top])
         torch.testing.assert_close(found, best, rtol=0, atol=1e-5)
         greedy = [row[0][1] == value for row, value in zip(scored.top, scored.logprobs, strict=True) if row]
-        assert greedy == (targets == logprobs.argmax(-1)).tolist()[: len(greedy)], "equal to the last bit if greedy"
+        assert greedy == (targets == logprobs.argmax(-1)).tolist()[: len(greedy)], "equal bits if greedy"
 
 
 def test_only_ids_that_could_be_sampled_have_a_score():

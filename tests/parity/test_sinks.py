@@ -1,4 +1,4 @@
-"""Attention sinks: values and gradients of q, k, v and the sink are those of transformers' eager attention, fp64."""
+"""Attention sinks: values and gradients of q, k, v and the sink equal transformers' eager attention in fp64."""
 
 from __future__ import annotations
 

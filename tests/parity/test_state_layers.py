@@ -1,4 +1,4 @@
-"""Layers with a state: packed rows equal padded ones, and a completion does not depend on its batch.
+"""Layers with a state: packed rows equal padded rows, and a completion does not depend on its batch.
 
 `make test-models` compares texts and log-probs of every such family with transformers.
 """
@@ -25,7 +25,7 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 
 @pytest.fixture
 def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers computes states in fp32 whatever the dtype; a comparison to 1e-10 needs all of it in float64."""
+    """transformers computes states in fp32 for every dtype. A comparison to 1e-10 needs float64 everywhere."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(torch, "float32", torch.float64)
 
@@ -57,7 +57,7 @@ def test_packed_equals_padded(family: str, all_in_float64: None) -> None:
 
 @each_family
 def test_completion_is_bit_identical_in_any_batch(family: str) -> None:
-    """Slots refill, the batch shrinks and is compacted, and groups share their prompt."""
+    """Slots are refilled, the batch shrinks and is compacted, and groups share their prompt."""
     decoder = as_decoder(build(family))
     prompts = [prompt for prompt in random_prompts(4, *range(3, 33, 3)) for _ in (0, 1)]
     requests = [ask(str(i), prompt, seed=i, max_tokens=3 + 7 * i % 20) for i, prompt in enumerate(prompts)]

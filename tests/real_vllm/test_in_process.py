@@ -1,4 +1,4 @@
-"""vLLM in this process while requests are in flight: versions that arrive, requests that are cancelled, its end."""
+"""vLLM in this process with requests in flight: new versions, cancelled requests, and its failure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any
 
 @pytest.fixture(scope="module")
 def said(models: list[tuple[dict[str, Any], Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One vLLM for all of it: it takes most of a minute to start."""
+    """One vLLM for all tests, because it takes most of a minute to start."""
     folder = tmp_path_factory.mktemp("in_process")
     asked = {"model": str(contract_model()), "prompt": PROMPT, "vocab_size": VOCABULARY, "eos": [EOS]}
     asked["adapters"] = [manifest for manifest, _ in models]
@@ -43,7 +43,7 @@ def said(models: list[tuple[dict[str, Any], Any]], tmp_path_factory: pytest.Temp
 
 @torch.no_grad()
 def expected(model: Any, ids: list[int]) -> np.ndarray:
-    """Log-probs where the end was not to be drawn (min_tokens), so the rest shares its mass."""
+    """Log-probs at positions where the end token was excluded (min_tokens), so the others are renormalised."""
     rows = model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1].double()
     rows[:, EOS] = -torch.inf
     return rows.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].numpy()
@@ -51,15 +51,15 @@ def expected(model: Any, ids: list[int]) -> np.ndarray:
 
 def test_request_keeps_its_adapter(said: dict[str, Any], models: list[tuple[dict[str, Any], Any]]):
     found = said["versions"]
-    assert found["still"], "the version arrived while it was drawn"
-    assert found["meanwhile"]["adapters"] == [1], "its adapter is kept under it; the new one comes with a request"
+    assert found["still"], "the version arrived during sampling"
+    assert found["meanwhile"]["adapters"] == [1], "the request keeps its adapter; the next request uses the new one"
     for name, version in (("across", 1), ("after", 2)):
         drawn, model = found[name], models[version - 1][1]
         assert drawn["spans"] == [[0, len(drawn["ids"]), version]]
         np.testing.assert_allclose(drawn["logprobs"], expected(model, drawn["ids"]), rtol=0, atol=1e-4)
     assert np.abs(expected(models[1][1], found["across"]["ids"]) - found["across"]["logprobs"]).max() > 1e-2
-    assert found["later"] == {"requests": 0, "adapters": [2]}, "and is dropped after it"
-    assert found["unproved"] is None, "the probe was asked for when nothing was drawn any more"
+    assert found["later"] == {"requests": 0, "adapters": [2]}, "and the old one is removed afterwards"
+    assert found["unproved"] is None, "the probe is requested when nothing is being sampled"
 
 
 def test_cancelled_request_is_aborted_in_vllm(said: dict[str, Any]):
@@ -79,8 +79,8 @@ def test_failed_pause_is_reported_and_changes_nothing(said: dict[str, Any]):
 
 def test_sleeping_engine_wakes_on_request(said: dict[str, Any]):
     found = said["asleep"]
-    assert found["cancelled"] and found["words"] == 1 and found["slept"], "the name of a call that has ended was left"
-    assert found["still"], "it sleeps on"
+    assert found["cancelled"] and found["words"] == 1 and found["slept"], "the name of an ended call can be used again"
+    assert found["still"], "it keeps sleeping"
     assert found["awake"] and found["tokens"] == 8
 
 
@@ -89,5 +89,5 @@ def test_health_reports_a_broken_vllm(said: dict[str, Any]):
     assert found["well"]["ok"] is True and "reason" not in found["well"]
     first, second = found["said"]
     assert first == "vLLM failed: RuntimeError: the device is lost"
-    assert second == "vLLM failed earlier: the device is lost", "at once, not by asking it again"
+    assert second == "vLLM failed earlier: the device is lost", "immediately, without another request"
     assert found["ill"]["ok"] is False and found["ill"]["reason"] == "the device is lost"

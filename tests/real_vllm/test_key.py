@@ -1,4 +1,4 @@
-"""What vLLM's own key guards, and what it does not."""
+"""The routes that vLLM's key protects, and those that it does not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(json.dumps({path: asyncio.run(status(path)) for path in sys.argv[1:]}))
 
 
 def test_control_routes_do_not_use_the_vllm_key() -> None:
-    """What docs/vllm-and-sglang.md warns of, asked of vLLM's own guard, without a key."""
+    """The warning in docs/vllm-and-sglang.md, checked with vLLM's own code and without a key."""
     guarded = ("/v1/models", "/v1/load_lora_adapter", "/inference/v1/generate")
     open_to_all = ("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version")
     open_to_all += ("/update_weights", "/server_info")

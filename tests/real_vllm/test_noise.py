@@ -1,4 +1,4 @@
-"""QeRL's noise on a real vLLM: what it draws from is the norms of a version with that version's noise, and no more."""
+"""QeRL noise on a real vLLM: it samples with the norms of a version plus the noise of this version, and nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_noise_is_added_to_norms_and_removed(tmp_path: Path) -> None:
     clean, noisy = small_model("qwen3", seed=8), small_model("qwen3", seed=8)
     names = write_noisy_norms(contract_model(), tmp_path, sigma=0.2, seed=7, version=0)
     noisy.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
-    assert len(names) == 5  # two a layer and the last
+    assert len(names) == 5  # two per layer and the last
 
     async def check(engine: VllmRolloutEngine) -> None:
         await engine.load(0, {"sigma": 0.2, "noise_seed": 7})
@@ -43,7 +43,9 @@ def test_noise_is_added_to_norms_and_removed(tmp_path: Path) -> None:
 
 
 def test_noise_with_adapters_ends_with_the_run(tmp_path: Path) -> None:
-    """It lies on the norms of the base model, which no adapter replaces: whoever comes next would draw with it."""
+    """The noise is on the norms of the base model, which adapters do not replace, so the next client would sample with
+    it.
+    """
     manifest, _ = adapter(tmp_path / "one", 1, 4)
     clean, noisy = small_model("qwen3", seed=8), with_noise(small_model("qwen3", seed=8), 0.2, SEED, 1)
     adapted: Any = PeftModel.from_pretrained(with_noise(small_model("qwen3", seed=8), 0.2, SEED, 1), tmp_path / "one")
@@ -62,7 +64,7 @@ def test_noise_with_adapters_ends_with_the_run(tmp_path: Path) -> None:
 
 
 def test_noise_of_a_run(tmp_path: Path) -> None:
-    """Three steps in three stages: none, .2 and .1. What was drawn has the log-probs of each version's own noise."""
+    """Three steps in three stages: none, .2 and .1. Sampled tokens have the log-probs of the noise of their version."""
     noise = {"enabled": True, "sigma_start": 0.2, "sigma_end": 0.1, "num_stages": 3}
     train = {"noise_scheduler": noise, "max_steps": 3, "seed": SEED}
     done = grpo(tmp_path, infer={}, train=train, orch={"client": {"base_url": f"{shared_vllm()}/v1"}})
@@ -84,7 +86,7 @@ def test_noise_of_a_run(tmp_path: Path) -> None:
 
 
 async def drawn_by_another() -> Completion:
-    """By whoever asks the server next, with the weights it happens to have."""
+    """Log-probs of another client of the server, with its current weights."""
     engine = VllmRolloutEngine(settings(shared_vllm()))
     try:
         return await engine.generate(ask("another", PROMPT))
@@ -101,7 +103,7 @@ def with_weights(folder: Path) -> Any:
 
 @torch.no_grad()
 def with_noise(model: Any, sigma: float, seed: int, version: int) -> Any:
-    """On the input, post-attention and final norms: two a layer and the last."""
+    """On the input, post-attention and final norms: two per layer and the last."""
     names = [name for name, _ in model.named_parameters() if "layernorm" in name or name == "model.norm.weight"]
     assert len(names) == 5
     for name in names:

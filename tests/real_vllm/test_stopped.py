@@ -1,4 +1,4 @@
-"""A real vLLM of a run's own whose processes are stopped for a while: while it loads, in an update, while it draws."""
+"""The processes of a run's vLLM are suspended: while it loads, during an update, and while it samples."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ SHARED = Path("/dev/shm")
 
 
 def test_vllm_suspended_at_every_stage(tmp_path: Path) -> None:
-    """The run says which process it waits for and goes on to the weights of an undisturbed one, to the bit. vLLM says
-    that it is well while its engine is stopped."""
+    """The run names the process that it waits for, and its weights equal those of an undisturbed run bit for bit. vLLM
+    reports that it is healthy while its engine is suspended.
+    """
     undisturbed = [record["weights"] for record in lines(own_server_run() / "out" / "journal.jsonl")]
     infer, out = own_server(), tmp_path / "out"
     log, journal, events = out / "logs" / "vllm.log", out / "journal.jsonl", out / "events.jsonl"
@@ -63,6 +64,6 @@ def test_vllm_suspended_at_every_stage(tmp_path: Path) -> None:
     assert run.returncode == 0, said[-3000:] + errors[-3000:]
     assert [record["weights"] for record in lines(journal)] == undisturbed
     assert "the inference server responds" in said
-    assert not pids("-f", f"port {infer['port']}"), "nothing of it is left"
+    assert not pids("-f", f"port {infer['port']}"), "no process or file remains"
     left = {file.name for file in set(SHARED.iterdir()) - shared}
     assert not any(name.startswith("psm_") for name in left), left

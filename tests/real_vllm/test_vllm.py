@@ -1,6 +1,6 @@
-"""A real vLLM on the CPU: adapters, noise, updates in flight, refusals, and GRPO runs against it.
+"""A real vLLM on the CPU: adapters, noise, updates in flight, refusals, and GRPO runs.
 
-`make test-vllm` installs it and runs this, with the contract suite (tests/contracts/test_rollout_engine.py).
+`make test-vllm` installs it and runs these tests and the contract suite (tests/contracts/test_rollout_engine.py).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def tokens_drawn() -> float:
 
 
 async def under_way(engine: VllmRolloutEngine, request: Request) -> asyncio.Task[Completion]:
-    """A request of which vLLM has drawn a few tokens."""
+    """A request of which vLLM has sampled a few tokens."""
     before = await asyncio.to_thread(tokens_drawn)
     running = asyncio.create_task(engine.generate(request))
     async with asyncio.timeout(60):
@@ -87,7 +87,7 @@ def test_adapters_have_a_name_a_version(tmp_path: Path) -> None:
         running = await under_way(engine, ask("c", PROMPT, max_tokens=60, min_tokens=60, seed=4))
         await engine.load(1, first)
         across = await running
-        assert [span.version for span in across.spans] == [2], "a request finishes with the adapter it began with"
+        assert [span.version for span in across.spans] == [2], "a request finishes with its first adapter"
         expected = logprobs(second_model, across, ended_late=True)
         np.testing.assert_allclose(across.logprobs, expected, rtol=0, atol=1e-4)
         after = await engine.generate(ask("d", PROMPT))
@@ -97,12 +97,14 @@ def test_adapters_have_a_name_a_version(tmp_path: Path) -> None:
 
 
 def test_weight_update_during_generation_is_recorded_per_token() -> None:
-    """The first tokens have the old weights' log-probs and the rest the new ones', from the token the span names."""
+    """The first tokens have the log-probs of the old weights and the rest those of the new weights, from the token of
+    the span.
+    """
     old, new = small_model("qwen3", seed=8), small_model("qwen3", seed=21)
 
     async def check(engine: VllmRolloutEngine) -> None:
         manifest = engine_servers.publish(5, dict(new.named_parameters()))
-        for _ in range(5):  # one may be done before the update comes
+        for _ in range(5):  # one may finish before the update
             await engine.load(0, describe(contract_model(), 0, "full"))
             running = await under_way(engine, ask("r", PROMPT, max_tokens=80, min_tokens=80, seed=3))
             await engine.load(5, manifest)
@@ -160,7 +162,7 @@ def test_server_that_does_not_fit_is_refused_by_name(name: str) -> None:
 
 
 def check_run(out: Path, steps: int) -> None:
-    """It trained, on log-probs that are the policy's own, with another version of the weights every step."""
+    """It trained with log-probs of the policy, and with another weight version in every step."""
     metrics = lines(out / "metrics.jsonl")
     assert [row["step"] for row in metrics] == list(range(1, steps + 1))
     assert all(row["mismatch/k3"] < 1e-9 for row in metrics), [row["mismatch/k3"] for row in metrics]
@@ -180,9 +182,10 @@ def test_run_with_a_server_of_its_own() -> None:
 
 @pytest.mark.parametrize("victim", ["engine", "engine that owes an answer"])
 def test_server_that_dies_is_named_with_its_log(tmp_path: Path, victim: str) -> None:
-    """vLLM answers that somebody should see the stack trace above; it is in its log, and nothing follows. To a call
-    that its engine was to answer it never says anything, and waits with its own end until it has. (A server that is
-    killed itself: tests/e2e/test_server_lost.py.)"""
+    """vLLM answers that the stack trace above explains the error, but the trace is in its log. It never answers a
+    request of the failed engine, and its process waits for these requests before it ends.
+    (tests/e2e/test_server_lost.py kills the server itself.)
+    """
     infer = {"engine_python": vllm_python(), "port": free_port(), "engine_args": {"enforce_eager": True}}
     process = start_grpo(tmp_path, infer=infer, train={"max_steps": 500})
     try:
@@ -192,7 +195,7 @@ def test_server_that_dies_is_named_with_its_log(tmp_path: Path, victim: str) -> 
         if "owes" in victim:
             before = set(weights.iterdir())
             wait_until(lambda: not set(weights.iterdir()) <= before, 60)
-            os.kill(pid, signal.SIGSTOP)  # the call that follows reaches the server, and no further
+            os.kill(pid, signal.SIGSTOP)  # the following request reaches the server, but not the engine
             time.sleep(3)
         os.kill(pid, signal.SIGKILL)
         out, errors = process.communicate(timeout=60)
@@ -208,11 +211,13 @@ def test_server_that_dies_is_named_with_its_log(tmp_path: Path, victim: str) -> 
     assert re.search(rf"shoal: error: vLLM {how}", said) and str(Path("out/logs/vllm.log")) in said, said
     assert "Unclosed" not in out + errors and "Traceback" not in out + errors
     assert "EngineCore" in said, "the last error lines of its log"
-    assert not pids("-f", f"port {infer['port']}"), "nothing of it is left"
+    assert not pids("-f", f"port {infer['port']}"), "no process remains"
 
 
 def test_split_run_samples_from_vllm(tmp_path: Path) -> None:
-    """Three processes: grpo-infer starts vLLM, grpo-orch asks it, grpo-train writes what it reloads."""
+    """Three processes: grpo-infer starts vLLM, grpo-orch sends requests, grpo-train writes the weights that vLLM
+    reloads.
+    """
     infer = {"engine_python": vllm_python(), "port": free_port(), "engine_args": {"enforce_eager": True}}
     done = grpo(tmp_path, "--layout", "split", infer=infer, train={"max_steps": 2})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -267,7 +272,7 @@ def test_unknown_engine_argument_is_named(tmp_path: Path) -> None:
 
 
 def test_tied_embeddings_on_a_cpu_are_refused(tmp_path: Path) -> None:
-    """A reload leaves the packed copy of the tied head as it was; training on that would be wrong in silence."""
+    """A reload does not change the packed copy of the tied head, so training would silently use a wrong head."""
     tied = tmp_path / "model"
     small_model("qwen3", seed=8, tie_word_embeddings=True).save_pretrained(tied)
     TOKENIZER.save_pretrained(tied)
@@ -296,7 +301,7 @@ def test_tied_embeddings_on_a_cpu_are_refused_before_vllm_serves(tmp_path: Path,
     done = grpo(tmp_path, "--layout", layout, infer=infer, train={"model": str(tied)})
     assert done.returncode == 2
     assert "vLLM on a CPU does not renew the output layer" in done.stdout + done.stderr
-    if layout == "colocated":  # in the split layout it starts to load if the others are slow to meet
+    if layout == "colocated":  # in the split layout it starts to load if the others join late
         assert not (tmp_path / "out" / "logs" / "vllm.log").exists()
 
 
@@ -309,7 +314,7 @@ def test_two_steps_in_the_training_process(tmp_path: Path, lora: bool) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     seen = json.loads((tmp_path / "out" / "seen.json").read_text("utf-8"))
-    assert seen["llm"]["enforce_eager"] is True and seen["llm"]["max_num_seqs"] == 8, "as vllm_args say"
+    assert seen["llm"]["enforce_eager"] is True and seen["llm"]["max_num_seqs"] == 8, "as in vllm_args"
     assert seen["llm"]["gpu_memory_utilization"] == 0.5 and seen["llm"]["logprobs_mode"] == "processed_logprobs"
     assert seen["llm"]["model"] == str(contract_model()) and seen["llm"].get("enable_lora", False) is lora
     assert seen["sleep"] and all(call == {"level": 1} for call in seen["sleep"]), "weights are never discarded"

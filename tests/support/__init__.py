@@ -1,1 +1,1 @@
-"""What tests of models, engine, rollout and trainer share: small random models and short ways to run them."""
+"""Shared by tests of models, engine, rollout and trainer: small random models and short ways to run them."""

@@ -1,4 +1,4 @@
-"""A real headless Chromium for tests of pages: nothing is fetched, and every error of a page is remembered."""
+"""A real headless Chromium for tests of pages, without network access. Every error of a page is recorded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def find_chromium() -> str | None:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """The system's Chromium through playwright; skips, with the reason, where one of the two is missing."""
+    """The system's Chromium through playwright. Skips with a reason if one of them is missing."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed (pip install 'shoal[dev]')"
     )
@@ -43,7 +43,7 @@ def chromium() -> Iterator[Browser]:
 
 
 def until(page: Page, expression: str, limit_s: float = 30.0) -> None:
-    """Wait for an expression to be true. Asked from outside: the page's own policy forbids to evaluate text in it."""
+    """Wait until an expression is true. It is evaluated from outside, because the page's policy forbids eval."""
     deadline = time.monotonic() + limit_s
     while not page.evaluate(expression):
         assert time.monotonic() < deadline, f"waited {limit_s:.0f} s for {expression}"
@@ -51,7 +51,7 @@ def until(page: Page, expression: str, limit_s: float = 30.0) -> None:
 
 
 class Watched:
-    """A page with everything that went wrong in it: errors, console messages, requests that leave the machine."""
+    """A page with its recorded problems: errors, console messages, requests to other machines."""
 
     def __init__(self, browser: Browser, width: int = 1400, height: int = 1000, dark: bool = False) -> None:
         context = browser.new_context(
@@ -77,7 +77,7 @@ class Watched:
         return self.page
 
     def close(self) -> None:
-        """Ends the page; it must have been quiet and have asked for nothing but itself and its own server."""
+        """Close the page. It must have had no errors and requests only to itself and its server."""
         self.page.context.close()
         assert self.problems == []
         assert not [

@@ -1,4 +1,4 @@
-"""Tokenizers for tests of chats: characters, and a small byte-pair one whose merges cross word borders."""
+"""Tokenizers for tests of chats: characters, and a small byte-pair tokenizer whose merges cross word borders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shoal.models.random_models import CHAT_TEMPLATE, SPECIAL
 
-# As reasoning models do it: thoughts of earlier answers are cut from history, and content is trimmed.
+# Like reasoning models: the template removes reasoning of earlier answers and trims content.
 THINK_TEMPLATE = (
     "{%- for m in messages -%}"
     "{%- set content = m['content'] | trim -%}"
@@ -41,7 +41,7 @@ def _trained() -> str:
 
 
 def byte_pair_tokenizer(template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """Only the end of a turn has a name; the token that opens one is merely marked as special, as is usual."""
+    """Only the end-of-turn token has a name. The token that opens a turn is only marked as special, as usual."""
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_trained()),
         eos_token="<|im_end|>",

@@ -1,4 +1,4 @@
-"""A command that starts processes of its own, run with a deadline: past it, it says where each of them stood."""
+"""Run a command that starts processes, with a deadline. After the deadline, the stacks of all processes are printed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ DUMP_S = 0.5  # for the stacks of one process to be written, before those of the
 
 
 def run_within(limit_s: float, command: Sequence[str], folder: Path, env: Mapping[str, str]) -> str:
-    """What the command printed. It must end with 0 before the limit.
+    """The output of the command, which must exit with 0 before the limit.
 
-    Its output goes to a file: processes that outlive a killed parent would hold a pipe open, and the reader with it.
+    The output goes to a file, because processes that outlive a killed parent would keep a pipe and its reader open.
     """
     output = folder / f"output-{time.monotonic_ns()}.txt"
     with output.open("wb") as file:
@@ -48,7 +48,7 @@ def _send(pid: int, number: int) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Every process below `pid`, from /proc."""
+    """All descendants of `pid`, from /proc."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,4 +1,6 @@
-"""Servers that are not ours, for the tests: a real vLLM, started once, and the double of SGLang, with their engines."""
+"""Servers of other projects for the tests: a real vLLM, started once, and a test server with SGLang's API, with their
+engines.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,10 @@ from support.ports import free_port
 from support.sglang_double import SglangDouble
 
 CONTEXT_TOKENS = 96  # of the contract suite
-SERVER_TOKENS = 160  # of the server, which other tests use too
+SERVER_TOKENS = 160  # of the server, which other tests share
 LORA_RANK = 8
 START_S = 420.0
-# Two cores, no GPU; the same for every vLLM that a test starts.
+# Two cores, no GPU. Used for every vLLM that a test starts.
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1"}
 
 

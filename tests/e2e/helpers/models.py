@@ -1,4 +1,4 @@
-"""The model that end-to-end runs start from: tiny, and right often enough that most groups are mixed."""
+"""The start model of end-to-end runs: tiny, and right often enough that most groups have different rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WARM_UP = ["train.learning_rate=3e-3", "train.sequence_len=256", "batch_size=32"
 
 
 def make_raw_model(folder: Path) -> Path:
-    """The demo's tiny model made tinier, random weights."""
+    """The tiny model of the demo, made smaller, with random weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -30,7 +30,7 @@ def make_raw_model(folder: Path) -> Path:
 
 
 def write_tasks(file: Path) -> Path:
-    """Solved tasks of the environments the tests train on; the quickstart's have a long prompt of their own."""
+    """Solved tasks of the environments that the tests train on. The prompts of the quickstart are long."""
     from shoal.envs.registry import load_environment
 
     with file.open("w") as lines:
@@ -44,7 +44,7 @@ def write_tasks(file: Path) -> Path:
 
 
 def warm_up(warm: WarmPython, raw_model: Path, tasks_file: Path, folder: Path) -> Path:
-    """After a few supervised steps."""
+    """Train a few supervised steps."""
     arguments = ["--model", str(raw_model), "--dataset", str(tasks_file), "--output-dir", "out", "--max-steps", "60"]
     command = warm.run(["sft", *arguments, *WARM_UP], folder)
     assert command.wait() == 0, command.text()

@@ -1,4 +1,4 @@
-"""Starting the real command, in a process of its own: fresh, or forked from a Python that is already warm."""
+"""Start real commands in their own process: a new Python, or a fork of a warm Python."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from support.commands import children_of as children_of  # for those who import it from here
+from support.commands import children_of as children_of  # re-exported
 from support.ports import free_port
 
-LIMIT_S = 120.0  # far more than any command of these tests takes on a busy machine
+LIMIT_S = 120.0  # far longer than any command of these tests takes on a busy machine
 HERE = Path(__file__).parent
 USER_CODE = HERE / "user_code"
-Fault = tuple[str, int, str, Any]  # a place, the how manieth time there, what happens, and how; see warm_python.py
+Fault = tuple[str, int, str, Any]  # a place, the number of the pass, the effect and its argument; see warm_python.py
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Offline, one thread, the tests' own modules on the path; nothing else of this process's settings for torch."""
+    """Offline, one thread, the tests' modules on the path, and no other torch settings of this process."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "PYTEST"))}
-    # What this process was given comes after: the tree under test need not be the one that is installed.
+    # The settings of this process come last: the tree under test may differ from the installed one.
     path = os.pathsep.join([str(USER_CODE), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**kept, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, **changes}
 
 
 def ranks_environment(world: int, **changes: str) -> list[dict[str, str]]:
-    """What a launcher gives each of its processes."""
+    """The variables that a launcher sets in each process."""
     place = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
@@ -42,7 +42,7 @@ def ranks_environment(world: int, **changes: str) -> list[dict[str, str]]:
 
 @dataclass
 class Command:
-    """A started command: its process id, what it printed, and how it ended."""
+    """A started command: its process id, its output and its exit code."""
 
     pid: int
     output: Path
@@ -52,7 +52,7 @@ class Command:
         return self._poll() is None
 
     def wait(self, limit_s: float = LIMIT_S) -> int:
-        """The exit code; minus the signal's number if one ended it."""
+        """The exit code, or minus the number of the signal that ended it."""
         wait_until(lambda: self._poll() is not None, limit_s, f"the end of process {self.pid}: {self.text()[-2000:]}")
         code = self._poll()
         assert code is not None
@@ -79,12 +79,12 @@ def wait_until(done: Callable[[], Any], limit_s: float, what: str, pause_s: floa
 
 
 def start_fresh(arguments: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None) -> Command:
-    """`python -m shoal …` as a user would start it."""
+    """Start `python -m shoal …` as a user does."""
     return start_python(["-m", "shoal", *arguments], cwd, env)
 
 
 def start_python(arguments: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None) -> Command:
-    """`python …` in a process that shares nothing with this one."""
+    """Start `python …` in a process that shares nothing with this one."""
     output = cwd / f"output-{time.monotonic_ns()}.txt"
     with output.open("wb") as file:
         process = subprocess.Popen(
@@ -97,7 +97,7 @@ def start_python(arguments: Sequence[str], cwd: Path, env: Mapping[str, str] | N
 
 @dataclass
 class WarmPython:
-    """Forks commands from one process that has everything imported; see warm_python.py."""
+    """Forks commands from one process that has imported everything; see warm_python.py."""
 
     _numbers: Any = field(default_factory=count)
     _pids: dict[int, int] = field(default_factory=dict)  # number of the command → process id
@@ -137,8 +137,9 @@ class WarmPython:
         spares: int | Sequence[int] = 0,
         values: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> Command:
-        """A command of Shoal; with `python`, what Python takes after its name. `spares`: how many of the processes
-        that it starts are forked too, and of those that each of them starts. `values`: constants to set, by module."""
+        """Start a command of Shoal, or with `python` any arguments of Python. `spares`: how many of its child
+        processes are forked too, and of their children. `values`: constants to set, by module.
+        """
         assert self._ready.wait(LIMIT_S), "the warm Python did not start"
         number = next(self._numbers)
         output = output or cwd / f"output-{time.monotonic_ns()}.txt"
@@ -165,11 +166,11 @@ class WarmPython:
 
 
 def rank_of(pid: int) -> int | None:
-    """The RANK of a training process, forked or fresh."""
+    """The RANK of a training process, forked or new."""
     try:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process ended
         return None
     if name.startswith("rank "):
         return int(name.removeprefix("rank "))

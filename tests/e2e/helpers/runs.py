@@ -1,4 +1,4 @@
-"""Run directories in tests: the run most tests start from, what it left behind, and whether two runs are the same."""
+"""Run directories in tests: the default run, its files, and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def base_config(model: Path) -> dict[str, Any]:
 
 @dataclass
 class Run:
-    """One run directory and the folder its command is started in."""
+    """One run directory and the folder in which its command starts."""
 
     folder: Path
     warm: WarmPython
@@ -46,7 +46,7 @@ class Run:
         return self.folder / self.name
 
     def grpo(self, *arguments: str, **options: Any) -> Command:
-        """`shoal grpo run.yaml …` to its end."""
+        """Run `shoal grpo run.yaml …` to its end."""
         return self.warm.run(["grpo", "run.yaml", *arguments], self.folder, **options)
 
     def start(self, *arguments: str, **options: Any) -> Command:
@@ -56,7 +56,7 @@ class Run:
         return json.loads((self.path / "status.json").read_text())
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Without what the clock decides."""
+        """Metrics without times."""
         timed = ("time/", "throughput/")
         lines = self.lines("metrics.jsonl")
         return [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines]
@@ -71,7 +71,7 @@ class Run:
         return [event for event in self.lines("events.jsonl") if event["kind"] == kind]
 
     def rollouts(self) -> list[dict[str, Any]]:
-        """All rollouts of the run, each with the step it was recorded in."""
+        """All rollouts of the run, each with the step that recorded it."""
         files = sorted((self.path / "rollouts").glob("step_*.jsonl"))
         return [
             {"step": int(file.stem.removeprefix("step_")), **json.loads(line)}
@@ -97,7 +97,7 @@ def hash_of(file: Path) -> str:
 
 
 def fingerprint(run: Run) -> dict[str, Any]:
-    """Everything about a run that killing and resuming it must not change. The model card has the planned steps."""
+    """Everything that a kill and a resume must not change. The model card contains the planned steps."""
     final = [file for file in sorted((run.path / "final").iterdir()) if file.name != "README.md"]
     return {
         "metrics": run.metrics(),
@@ -115,7 +115,7 @@ def assert_same_run(run: Run, wanted: dict[str, Any]) -> None:
 
 
 def assert_trained_once(run: Run, steps: int) -> None:
-    """Every step once, in order; no rollout in two of them."""
+    """Every step once and in order, and no rollout in two steps."""
     journal = run.journal()
     assert [record["step"] for record in journal] == list(range(1, steps + 1))
     counts = Counter(rollout_id for record in journal for rollout_id in record["rollout_ids"])
@@ -137,7 +137,7 @@ def overrides(**values: Any) -> Sequence[str]:
 
 
 def each(cases: Iterable[Any], check: Callable[[Any], None], at_once: int = 1) -> None:
-    """Check every case and report all failures. `at_once` is for cases that mostly wait."""
+    """Check every case and report all failures. `at_once`: concurrent cases, for cases that mostly wait."""
     cases = list(cases)
 
     def attempt(case: Any) -> str | None:

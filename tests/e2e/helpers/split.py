@@ -1,4 +1,4 @@
-"""A split run in tests: three processes in one folder, started in any order, killed at named places, started again."""
+"""A split run in tests: three processes in one folder, started in any order, killed at named places and restarted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ InOne = Callable[..., dict[str, Any]]
 
 
 def split_config(model: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Four steps of eight rollouts with two checkpoints, as three sections that stand alone."""
+    """Four steps of eight rollouts with two checkpoints, as three independent sections."""
     config, port = base_config(model), free_port()
     config["infer"] = {"model": str(model), "output_dir": "out", "port": port, "max_model_len": 128, "max_num_seqs": 8}
     config["orch"] |= {
@@ -34,7 +34,7 @@ def split_config(model: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def colocated_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same run in one process: without the keys that only several have."""
+    """The same run in one process, without the keys of the split layout."""
     train = {
         key: value
         for key, value in config["train"].items()
@@ -75,7 +75,7 @@ class SplitRun(Run):
             self.start_one(component, kill_at=(kill_at or {}).get(component), faults=(faults or {}).get(component, ()))
 
     def end(self, limit_s: float = LIMIT_S) -> dict[str, int]:
-        """Exit code of each."""
+        """The exit codes of all processes."""
         return {name: command.wait(limit_s) for name, command in self.processes.items()}
 
     def texts(self) -> str:
@@ -98,7 +98,7 @@ class SplitRun(Run):
 
 @contextmanager
 def split_run(folder: Path, warm: WarmPython, config: Mapping[str, Any]) -> Iterator[SplitRun]:
-    """Nothing of it outlives the test."""
+    """No process outlives the test."""
     run = SplitRun(folder, warm, config)
     try:
         yield run
@@ -109,7 +109,7 @@ def split_run(folder: Path, warm: WarmPython, config: Mapping[str, Any]) -> Iter
 
 
 def same_but_for_the_proof(found: dict[str, Any]) -> dict[str, Any]:
-    """A fingerprint without how the served weights were proved: by tensors in one process, by files between two."""
+    """A fingerprint without the proof of the served weights: tensors in one process, files between processes."""
     journal = [{key: value for key, value in record.items() if key != "weights"} for record in found["journal"]]
     return {**found, "journal": journal}
 

@@ -1,4 +1,4 @@
-"""A disk that is really small: a tmpfs of its own. Where this process may not mount one, the test says so."""
+"""A small disk: a separate tmpfs. The test is skipped with a reason if this process cannot mount one."""
 
 from __future__ import annotations
 

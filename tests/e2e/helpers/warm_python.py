@@ -1,11 +1,10 @@
-"""A Python that has imported what the commands import and forks one process a command: the same code without the wait.
+"""A Python that has imported the modules of the commands and forks one process per command, which saves start-up time.
 
-Run as a script by `processes.WarmPython`, one JSON request a line on stdin; answers are JSON lines on stdout. A request
-may name a place (`shoal.runs.files.fault`), how often it is passed and what happens to the process there: it
-is killed, as by a power cut; it hangs; the disk fails or is full; the clock is set. What it asks for is a command of
-Shoal, or what Python takes after its name: a script, a module after -m, a text after -c. It may ask for spares:
-children that wait, and become the processes of Shoal that the command starts itself. `values` are constants of modules
-that are set first: patience that a test need not have.
+`processes.WarmPython` runs this script. Requests are JSON, one per line on stdin, and answers are JSON lines on
+stdout. A request may name a place (`shoal.runs.files.fault`), the number of the pass, and an effect: SIGKILL, a hang,
+a disk that fails or is full, or a clock change. A request starts a command of Shoal or any arguments of Python: a
+script, a module after -m, or code after -c. It may request spares: waiting child processes, which become the processes
+of Shoal that the command starts. `values` sets constants of modules first, such as shorter timeouts.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from typing import Any
 from shoal.cli.entry import main
 from shoal.runs import files as atomic
 
-# What `shoal grpo`, `sft` and `eval` import when they start to work.
+# Modules that `shoal grpo`, `sft` and `eval` import when they start to work.
 HEAVY = (
     "shoal.api", "shoal.build", "shoal.engine.engine", "shoal.models.lora", "shoal.models.sampler_view",
     "shoal.rollout.embedded", "shoal.core.runner", "shoal.trainer.checkpoint", "shoal.trainer.sft",
@@ -44,7 +43,7 @@ HEAVY = (
 
 
 def serve() -> Callable[[], int]:
-    """Fork until stdin ends. Returns only in a child, with what that is to run."""
+    """Fork until stdin ends. Returns only in a child, with its arguments."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -87,7 +86,7 @@ def say(answer: dict[str, Any]) -> None:
 
 
 def become(request: dict[str, Any]) -> Callable[[], int]:
-    """Be as a process the command line started: own session, folder, environment, output, signals."""
+    """Become a process as started from a command line: own session, folder, environment, output and signals."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -114,9 +113,9 @@ def become(request: dict[str, Any]) -> Callable[[], int]:
 
 
 def keep_spares(number: int = 0, *below: int) -> bool:
-    """Fork children while this process is still as new. Each waits to become a `python -m shoal…` that `subprocess`
-    is asked to start; without spares left, processes are started as ever. `below`: the spares of each of them.
-    Returns True in such a child."""
+    """Fork children before this process changes. Each waits to become a `python -m shoal…` that `subprocess` starts.
+    Without spares, processes start normally. `below`: the number of spares of each child. Returns True in a child.
+    """
     spares: list[tuple[int, socket.socket]] = []
     for _ in range(number):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -159,7 +158,7 @@ def keep_spares(number: int = 0, *below: int) -> bool:
 
 
 def be_started(channel: socket.socket) -> None:
-    """Wait for the request of the parent; end when the parent ends without one."""
+    """Wait for the request of the parent. End if the parent ends without a request."""
     data, fds, _, _ = socket.recv_fds(channel, 1 << 18, 3)
     channel.close()
     if not data:
@@ -174,12 +173,12 @@ def be_started(channel: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     if rank := request["env"].get("RANK"):
-        Path("/proc/self/comm").write_text(f"rank {rank}")  # for `rank_of`: /proc/self/environ is the parent's
+        Path("/proc/self/comm").write_text(f"rank {rank}")  # for `rank_of`: /proc/self/environ belongs to the parent
     sys.argv = list(request["argv"])
 
 
 def run_python() -> int:
-    """Be `python ARGUMENTS`; returns its exit code."""
+    """Run `python ARGUMENTS`; returns the exit code."""
     sys.path[0] = str(Path.cwd())
     try:
         if sys.argv[0] == "-m":
@@ -202,8 +201,9 @@ def run_python() -> int:
 
 
 def at_places(faults: list[tuple[str, int, str, Any]], trace: str | None) -> Callable[[str], None]:
-    """Each is a place, how often it is passed first, one of EFFECTS and what that takes. `trace` is where all places
-    are written as they are passed."""
+    """Each entry is a place, the number of the pass, one of EFFECTS and its argument. `trace` records all places in
+    order.
+    """
     passed: Counter[str] = Counter()
 
     def hook(name: str) -> None:
@@ -227,13 +227,13 @@ def fail(number: int) -> None:
 
 
 def hang(marker: str) -> None:
-    """As a driver that does not come back; `marker` says that it is so."""
+    """Hang like a driver call that never returns. The file `marker` shows that the call hangs."""
     Path(marker).touch()
     time.sleep(3600)
 
 
 def set_clock(seconds: float) -> None:
-    """The clock of the day, for this process alone; the one that only runs forward cannot be set."""
+    """Set the wall clock of this process. The monotonic clock cannot be set."""
     real, real_ns = time.time, time.time_ns
     time.time, time.time_ns = lambda: real() + seconds, lambda: real_ns() + int(seconds * 1e9)
 
@@ -250,7 +250,7 @@ EFFECTS: dict[str, Callable[[Any], None]] = {
 
 
 def leave(code: int) -> None:
-    """End as Python does, but for taking everything imported apart, which takes seconds in a forked process."""
+    """Exit without tearing down the imported modules, which takes seconds in a forked process."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -259,9 +259,9 @@ def leave(code: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path.cwd())  # not this folder: its modules are the tests'
+    sys.path[0] = str(Path.cwd())  # not this folder, which contains modules of the tests
     for module in HEAVY:
         import_module(module)
     gc.collect()
-    gc.freeze()  # what is imported is never garbage; looking at it again would copy its pages into every child
+    gc.freeze()  # imported objects are never garbage; a collection would copy their pages into every child
     leave(serve()())

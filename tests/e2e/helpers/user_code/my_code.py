@@ -1,4 +1,4 @@
-"""Code as a user would write it, found through PYTHONPATH: environments, rewards, losses, advantages, filters."""
+"""User code found through PYTHONPATH: environments, rewards, losses, advantages and filters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = ("tide", "kelp", "reef", "foam", "gull", "sand", "crab", "salt", "wave",
 
 
 class TwoWords(MultiTurn):
-    """Reverse a word, then another; half of the reward each."""
+    """Reverse two words; half of the reward each."""
 
     max_turns = 2
 
@@ -34,7 +34,7 @@ class TwoWords(MultiTurn):
 
 
 class Solved(SingleTurn):
-    """Whatever is answered is right, or wrong."""
+    """Every answer is right, or every answer is wrong."""
 
     def __init__(self, right: bool = True) -> None:
         self._right = right
@@ -52,13 +52,13 @@ def likeness(answer: str, word: str) -> float:
 
 
 def digits(task, messages):
-    """Share of digits: something that random weights get some of, and can learn."""
+    """The share of digits, which random weights sometimes write and can learn."""
     text = messages[-1]["content"]
     return sum(letter.isdigit() for letter in text) / max(len(text), 1)
 
 
 def flaky_reward(task, messages):
-    """Decided by the prompt's first letter: a tenth each hangs, raises, ends its process or says nothing."""
+    """The first letter of the prompt decides: a tenth each hangs, raises, ends the process or returns nothing."""
     kind = ord(task.data["answer"][-1]) % 10
     if kind == 0:
         time.sleep(3600)
@@ -89,7 +89,7 @@ def hanging_reward(task, messages):
 
 
 def server_killing_reward(task, messages):
-    """Kills the reward server in the first call of a run, and stops the keeper above it."""
+    """Kills the reward server in the first call of a run, and suspends the keeper above it."""
     marker = Path("server-killed").absolute()
     if not marker.exists():
         marker.touch()
@@ -104,7 +104,7 @@ _calls = 0
 
 
 def nan_loss(inputs, at=()):
-    """Policy gradient, not a number at the calls named in `at` (at every call if none is)."""
+    """A policy gradient that is nan at the calls named in `at`, or at every call."""
     global _calls
     _calls += 1
     loss = -inputs.policy_logprobs * inputs.advantages
@@ -133,7 +133,7 @@ def one_number(*args):
 
 
 class Leaky(SingleTurn):
-    """Puts a secret where it does not belong: into prompts, and into the words of an error."""
+    """Puts a secret into prompts and into error messages."""
 
     def tasks(self, split):
         return [ask(f"{word} {os.environ['SHOP_API_KEY']}", system="Reverse.") for word in WORDS]
@@ -145,7 +145,7 @@ class Leaky(SingleTurn):
 
 
 class NoJudge(SingleTurn):
-    """Somebody forgot to say what an answer is worth."""
+    """An environment without a reward."""
 
     def tasks(self, split):
         return [ask(f"{word}?") for word in WORDS]
@@ -156,7 +156,7 @@ def broken_reward(task, messages):
 
 
 def patient_with_held_out(task, messages):
-    """Held-out answers are judged once `go` is in the folder of the run; `evaluating` says that one waits."""
+    """Held-out rewards wait for the file `go` in the run folder. The file `evaluating` shows that one waits."""
     environment = load_environment("reverse-text", REVERSE_ARGS)
     held_out = {task.messages[-1]["content"] for task in environment.tasks("eval")}
     while task.messages[-1]["content"] in held_out and not Path("go").exists():
