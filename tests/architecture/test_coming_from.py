@@ -43,7 +43,7 @@ def test_unsupported_fields_are_marked(field: str):
     assert f"| `{field}` | not supported |" in page("trl")
 
 
-# Fields of DPOConfig in TRL 1.16 that TrainingArguments of transformers lacks, and `reference_free` of earlier versions.
+# Fields of DPOConfig (TRL 1.16) that TrainingArguments lacks, and `reference_free` of earlier versions.
 DPO_FIELDS = (
     "learning_rate model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout dataset_num_proc "
     "max_length truncation_mode padding_free pad_to_multiple_of precompute_ref_log_probs precompute_ref_batch_size "

@@ -187,7 +187,7 @@ def build(name: str, seed: int = 0) -> Any:
 
 @torch.no_grad()
 def shake(model: Any, seed: int) -> Any:
-    """Matrices with standard deviation .1. Vectors keep their initial values, such as the decay rates of state layers."""
+    """Matrices with standard deviation .1. Vectors keep their initial values, such as decay rates of state layers."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = 0.1 * torch.randn(parameter.shape, generator=generator)

@@ -242,7 +242,7 @@ def test_only_the_window_is_written() -> None:
 
 
 def test_truncated_sampling_inside_the_graph() -> None:
-    """top-p, top-k, min-p and min_tokens beside a plain row: the same tokens, log-probs and kept ids as in eager mode."""
+    """top-p, top-k, min-p and min_tokens beside a plain row: the same tokens, log-probs and kept ids as eagerly."""
     decoder = on_gpu("llama")
     ways = ({}, {"top_p": 0.8}, {"top_k": 5, "min_tokens": 9}, {"min_p": 0.1, "temperature": 1.4}, {"min_tokens": 12})
     requests = [ask(str(i), [5, 6, 7 + i], seed=i, max_tokens=30, **way) for i, way in enumerate(ways)]

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 VLLM, TORCH = "0.32.0", "2.13.0"
-# Packages that Shoal imports where GRPOTrainer(use_vllm=True) runs. vLLM installs torch, transformers, pydantic and aiohttp.
+# Packages that Shoal imports with GRPOTrainer(use_vllm=True). vLLM installs torch, transformers, pydantic, aiohttp.
 BESIDE = ["peft", "accelerate", "datasets", "gguf", "cyclopts", "rich", "msgspec", "math-verify", "stamina"]
 # A CUDA build of the first three breaks vLLM's import. The CPU build does not use Triton.
 UNWANTED = ["torchvision", "torchaudio", "torchcodec", "triton"]

@@ -1,4 +1,4 @@
-"""QeRL noise on a real vLLM: it samples with the norms of a version plus the noise of this version, and nothing else."""
+"""QeRL noise on a real vLLM: it samples with the norms of a version plus the noise of this version only."""
 
 from __future__ import annotations
 

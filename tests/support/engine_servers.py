@@ -42,14 +42,14 @@ CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HU
 
 
 def vllm_python() -> str:
-    """Where `make test-vllm` put it."""
+    """The Python that `make test-vllm` installed."""
     folder = os.environ.get("SHOAL_VLLM", "/nonexistent")
     return str(Path(folder) / "env" / "bin" / "python")
 
 
 @functools.cache
 def folder() -> Path:
-    """For models and versions that servers read; gone when the tests are."""
+    """A folder for models and versions that servers read. It is deleted after the tests."""
     kept = tempfile.TemporaryDirectory(prefix="shoal-servers-")
     atexit.register(kept.cleanup)
     return Path(kept.name)
@@ -57,7 +57,7 @@ def folder() -> Path:
 
 @functools.cache
 def contract_model() -> Path:
-    """The model of the contract suite as a folder. Its heads are of size 32, the least vLLM's CPU kernels take."""
+    """The model of the contract suite as a folder. Its head_dim is 32, the smallest of vLLM's CPU kernels."""
     path = folder() / "model"
     small_model("qwen3", seed=8).save_pretrained(path)
     TOKENIZER.save_pretrained(path)
@@ -66,9 +66,9 @@ def contract_model() -> Path:
 
 @functools.cache
 def shared_vllm() -> str:
-    """The address of one real vLLM for all tests of a session: it takes most of a minute to start.
+    """The address of one real vLLM for all tests of a session, because it takes most of a minute to start.
 
-    Started by the main thread, since it ends with the thread that started it.
+    The main thread starts it, because it ends with the thread that started it.
     """
     port = free_port()
     own = ["--model", str(contract_model()), "--port", str(port), "--dtype", "float32", "--enforce-eager"]
@@ -94,7 +94,7 @@ def settings(url: str, **changes: Any) -> RemoteSettings:
 
 
 def publish(version: int, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """A folder with these weights, as the trainer would write it, and its manifest."""
+    """A folder with these weights, as the trainer writes it, and its manifest."""
     path = folder() / f"v{version:06d}"
     path.mkdir(exist_ok=True)
     save_file(
@@ -105,7 +105,7 @@ def publish(version: int, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]
 
 
 def adapter(folder: Path, seed: int, rank: int) -> tuple[dict[str, Any], Any]:
-    """An adapter's manifest, as the trainer publishes it, and the model that has it merged."""
+    """The manifest of an adapter, as the trainer publishes it, and the model with the merged adapter."""
     decoder: Any = lora_decoder("qwen3", seed=8, rank=rank, alpha=2 * rank)
     with torch.no_grad():
         for i, parameter in enumerate(p for p in decoder.model.parameters() if p.requires_grad):
@@ -119,13 +119,13 @@ def adapter(folder: Path, seed: int, rank: int) -> tuple[dict[str, Any], Any]:
 
 @asynccontextmanager
 async def attached_vllm(**changes: Any) -> AsyncIterator[VllmRolloutEngine]:
-    """On the shared server, which may hold another test's weights: version 0 is put back first."""
+    """An engine on the shared server. Version 0 is loaded first, because a test may have left other weights."""
     engine = VllmRolloutEngine(settings(shared_vllm(), **changes))
     try:
         await engine.load(0, describe(contract_model(), 0, "full"))
         yield engine
     finally:
-        with contextlib.suppress(EngineError):  # one that the test closed tells nobody anything
+        with contextlib.suppress(EngineError):  # an engine that the test closed reports nothing
             await engine.resume()  # a test may have left it paused
         await engine.close()
 

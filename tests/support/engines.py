@@ -17,7 +17,7 @@ def detokenize(token_ids: Sequence[int]) -> str:
 
 
 def make_engine(decoder: Decoder, view: SamplerView | None = None, **settings: Any) -> EmbeddedEngine:
-    """An engine on the decoder's own weights; no id ends a completion unless `eos_token_ids` says so."""
+    """An engine on the decoder's weights. Only `eos_token_ids` end a completion."""
     values = {"slots": 8, "context_tokens": 128, "eos_token_ids": (), **settings}
     return EmbeddedEngine(view or SamplerView(decoder), layer_shapes(decoder), EngineSettings(**values), detokenize)
 
@@ -33,7 +33,7 @@ def run(engine: EmbeddedEngine, requests: Iterable[Request]) -> dict[str, Comple
         if not engine.busy:
             break
         answered += engine.step()
-    assert not engine.busy, "the engine did not come to an end"
+    assert not engine.busy, "the engine did not finish"
     return {completion.request_id: completion for completion in answered}
 
 

@@ -1,4 +1,4 @@
-"""A model folder as users have it: the demo's tiny model made tinier, random weights, character tokenizer."""
+"""A model folder as users have it: the demo's tiny model made smaller, random weights, character tokenizer."""
 
 from __future__ import annotations
 

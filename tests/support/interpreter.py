@@ -1,7 +1,7 @@
-"""Code under Triton's interpreter, which must be asked for before Triton is imported.
+"""Runs code under Triton's interpreter, which must be enabled before Triton is imported.
 
-Run as a script this is a Python that has asked, has imported what tests need, and forks one process a test: importing
-takes longer than most of the tests do. A line of JSON each way.
+As a script, this is a Python with the interpreter enabled that has imported the tests' modules and forks one process
+per test, because imports take longer than most tests. Requests and answers are lines of JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run_interpreted(code: str) -> None:
 
 
 def _ask(python: subprocess.Popen[bytes], line: bytes) -> int:
-    """How the test ended. A Python that hangs or is gone takes this test with it, not the next."""
+    """The result of the test. If the Python hangs or ended, this test fails and the next one starts a new Python."""
     assert python.stdin is not None and python.stdout is not None
     try:
         python.stdin.write(line)
@@ -60,7 +60,7 @@ def _ask(python: subprocess.Popen[bytes], line: bytes) -> int:
 
 @functools.cache
 def _warm_python() -> subprocess.Popen[bytes]:
-    """It ends with its stdin, and so with the tests."""
+    """It ends when its stdin closes, and so with the tests."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
@@ -77,7 +77,7 @@ def serve() -> None:
 
 
 def be_the_test(asked: dict[str, str]) -> None:
-    """In a process of its own, until it ends or its time does."""
+    """Run the test in a separate process until it ends or its time is over."""
     signal.alarm(LIMIT_S)
     os.chdir(asked["cwd"])
     output = os.open(asked["errors"], os.O_WRONLY | os.O_CREAT, 0o666)

@@ -13,7 +13,7 @@ Reply = tuple[int, Any]
 
 
 class Judge:
-    """Answers with what it is told to and remembers what it was asked."""
+    """Returns the answers that a test sets, and records its requests."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[dict[str, str], Any]] = []
@@ -26,7 +26,7 @@ class Judge:
                 judge.requests.append((dict(self.headers), body))
                 status, content = judge.reply(len(judge.requests))
                 data = content if isinstance(content, bytes) else json.dumps(content).encode()
-                with contextlib.suppress(ConnectionError):  # the client has given up
+                with contextlib.suppress(ConnectionError):  # the client closed the connection
                     self.send_response(status)
                     self.end_headers()
                     self.wfile.write(data)

@@ -1,4 +1,4 @@
-"""A step's metrics as a run logs them, for whatever shows them."""
+"""Metrics of a step as a run logs them, for tests that display them."""
 
 from __future__ import annotations
 

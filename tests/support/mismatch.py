@@ -1,4 +1,4 @@
-"""How far the policy's log-probs are from those the engine reported for what it drew."""
+"""The difference between the policy's log-probs and those that the engine reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.training import as_rollout, grpo, make_policy, one_turn, rows_of
 
 
 def mismatch(decoder: Decoder, graphs: bool | None) -> tuple[float, float]:
-    """mismatch/k3 of the policy against what the engine reported, and the mean size of the log-probs' difference."""
+    """mismatch/k3 of the policy against the engine, and the mean absolute difference of the log-probs."""
     prompts = random_prompts(5, 6, 20, 50, 90)
     asked = [ask(f"{g}/{i}", p, seed=10 * g + i, max_tokens=40) for g, p in enumerate(prompts) for i in range(4)]
     answers = run(make_engine(decoder, slots=16, context_tokens=192, eos_token_ids=(EOS,), graphs=graphs), asked)

@@ -1,7 +1,7 @@
-"""Small random models of every architecture the tests cover: two layers, a vocabulary of the character tokenizer.
+"""Small random models of every tested architecture: two layers and the vocabulary of the character tokenizer.
 
-Windows are shorter than the prompts of the tests, and soft-caps low enough to bend what they cap, so that a reading of
-the model that ignores either is found out.
+Windows are shorter than the prompts of the tests and soft-caps are low, so that an implementation that ignores either
+fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shoal.models.lora import LoraSettings, attach
 from shoal.models.quantize import quantise_linears
 from shoal.models.random_models import character_tokenizer
 
-# As Shoal does itself for models this small; results then do not depend on how many cores the machine has.
+# As Shoal does for models of this size. Results then do not depend on the number of cores.
 torch.set_num_threads(1)
 
 TOKENIZER = character_tokenizer()
@@ -59,7 +59,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama-tied": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**_SHAPE),
     "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32),
-    "smollm3": lambda: SmolLM3Config(**_SHAPE, no_rope_layer_interval=2),  # its second layer rotates nothing
+    "smollm3": lambda: SmolLM3Config(**_SHAPE, no_rope_layer_interval=2),  # its second layer has no rotary embedding
     "mistral": lambda: MistralConfig(**_SHAPE, head_dim=32, sliding_window=WINDOW),
     "granite": lambda: GraniteConfig(
         **_SHAPE, logits_scaling=0.5, residual_multiplier=0.7, embedding_multiplier=1.5, attention_multiplier=0.3
@@ -75,10 +75,10 @@ ARCHITECTURES = tuple(CONFIGS)
 def small_model(
     name: str, seed: int = 0, dtype: torch.dtype = torch.float32, wild: bool = False, **overrides: Any
 ) -> Any:
-    """A Hugging Face model with seeded random weights; `overrides` change its config.
+    """A Hugging Face model with seeded random weights. `overrides` change its config.
 
-    `wild` weights are so large that greedy text does not fall into a loop, and rounding grows on its way through them.
-    Others are of the size training gives them, where log-probs are good to six digits.
+    `wild` weights are so large that greedy text does not repeat itself, but rounding errors grow. Other weights have
+    the size of trained ones, where log-probs are exact to six digits.
     """
     config = CONFIGS[name]()
     for key, value in overrides.items():
@@ -89,7 +89,7 @@ def small_model(
 
 
 def in_float64(model: Any) -> Any:
-    """Transformers computes every RMSNorm in fp32, whatever the model's dtype; a test to 1e-10 needs all of it."""
+    """Transformers computes every RMSNorm in fp32 for any dtype. A test to 1e-10 needs float64 everywhere."""
     for module in model.modules():
         if "RMSNorm" in type(module).__name__:
             module.forward = partial(_rms_norm, module, 1.0 if "Gemma" in type(module).__name__ else 0.0)
@@ -112,11 +112,11 @@ def randomise(model: Any, seed: int, wild: bool = False) -> Any:
         if gemma and "embed_tokens" in name:
             std = (
                 0.01 if wild else 0.03
-            )  # Gemma multiplies embeddings by sqrt(hidden): large ones only repeat themselves
+            )  # Gemma multiplies embeddings by sqrt(hidden); large ones only repeat themselves
         if gemma and name == "model.norm.weight":
             mean = 12.0 if wild else 3.0
         if wild and name.endswith(("q_norm.weight", "k_norm.weight")):
-            mean = 2.0  # sharp attention: what is looked at decides the next token
+            mean = 2.0  # sharp attention: the attended token decides the next token
         if name.endswith(".bias"):
             mean = 0.0
         parameter.copy_(mean + std * torch.randn(parameter.shape, generator=generator))
@@ -151,9 +151,9 @@ def lora_decoder(
     overrides: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Decoder:
-    """The same under LoRA, with an adapter that is not zero (peft starts with B = 0, which changes nothing).
+    """The same with LoRA and a non-zero adapter (PEFT starts with B = 0, which changes nothing).
 
-    `stored` names the format of a quantised base; `overrides` change the model's config.
+    `stored` is the format of a quantised base. `overrides` change the config of the model.
     """
     model = small_model(name, seed, dtype, **(overrides or {}))
     if stored is not None:
@@ -169,7 +169,7 @@ def lora_decoder(
 def hybrid_decoder(
     name: str, lora: bool, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cuda"
 ) -> Decoder:
-    """In fp8-hybrid, on a GPU unless asked otherwise."""
+    """In fp8-hybrid, by default on a GPU."""
     pytest.importorskip("torchao", reason="an extra")
     decoder = as_decoder(small_model(name, dtype=dtype).to(device))
     assert hybrid.convert(decoder.model) == 14
@@ -189,6 +189,6 @@ def shake_adapter(decoder: Decoder, seed: int, std: float = 0.1) -> None:
 
 
 def random_prompts(seed: int, *lengths: int) -> list[list[int]]:
-    """Ids without special tokens, one prompt a length."""
+    """Ids without special tokens, one prompt per length."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(14, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]

@@ -1,4 +1,4 @@
-"""A server that speaks the protocol of OpenEnv: a counter in each session, by actions or by MCP tools."""
+"""A test server with OpenEnv's protocol: one counter per session, by actions or by MCP tools."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OpenEnvDouble:
         self.mcp = mcp
         self.most = most  # sessions
         self.open = 0
-        self.closed: list[str] = []  # how each session ended
+        self.closed: list[str] = []  # the end of each session
 
     async def serve_session(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()

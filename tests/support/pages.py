@@ -1,4 +1,4 @@
-"""The commands and files that the README, the tutorial and the start page tell the reader to run and to save."""
+"""The commands and files of the README, the tutorial and the start page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def text_of(page: str) -> str:
 
 
 def commands_of(page: str, verb: str | None = None) -> list[list[str]]:
-    """The `shoal …` lines of its shell blocks (of one verb), as a shell splits them."""
+    """The `shoal …` lines of its shell blocks (with one verb), split as a shell does."""
     blocks = [body for kind, body in BLOCK.findall(text_of(page)) if kind in ("bash", "sh", "shell")]
     lines = [line for body in blocks for line in body.replace("\\\n", " ").splitlines()]
     split = [shlex.split(line, comments=True) for line in lines]
@@ -28,7 +28,7 @@ def commands_of(page: str, verb: str | None = None) -> list[list[str]]:
 
 
 def save_files(folder: Path) -> None:
-    """Save the files of all pages and make the data of the tutorial."""
+    """Save the files of all pages and create the data of the tutorial."""
     saved: dict[str, str] = {}
     for page in PAGES:
         for name, body in SAVED.findall(text_of(page)):

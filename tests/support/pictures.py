@@ -1,9 +1,9 @@
-"""Takes the pictures of the documentation from real runs, at three widths, with the browser the tests use.
+"""Takes the pictures of the documentation from real runs, at three widths, with the browser of the tests.
 
-    python tests/support/pictures.py RUN FOLLOWED
+python tests/support/pictures.py RUN FOLLOWED
 
-RUN is the demo's run directory, FOLLOWED one whose prompts come back: the demo's GRPO run with `num_train: 128`.
-Writes into docs/images/.
+RUN is the demo's run directory. FOLLOWED is a run that draws prompts repeatedly: the demo's GRPO run with `num_train:
+128`. Writes into docs/images/.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def hover_reward(page: Page) -> None:
     page.mouse.move(box["x"] + 0.62 * box["width"], box["y"] + 0.4 * box["height"])
 
 
-# name → run, width, height, dark, what is done before the picture
+# name → run, width, height, dark, action before the picture
 PICTURES = {
     "report": (0, 1600, 1010, False, hover_reward),
     "rollouts": (0, 1200, 760, False, show_rollouts),

@@ -1,4 +1,4 @@
-"""Free ports for tests. Each pytest-xdist worker takes its own share, so two workers never choose the same port."""
+"""Free ports for tests. Each pytest-xdist worker uses a separate range, so two workers never choose the same port."""
 
 from __future__ import annotations
 

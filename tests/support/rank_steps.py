@@ -1,7 +1,7 @@
-"""`rank_steps.py FOLDER WORLD=PORT …` forks the ranks of each world: they take the same step on the same groups.
+"""`rank_steps.py FOLDER WORLD=PORT …` forks the ranks of each world, which take the same step on the same groups.
 
-Rank 0 writes what came of it, whole: every parameter's gradient, the norm it was clipped by, the weights afterwards.
-Then it saves, and goes on from what worlds of another size saved.
+Rank 0 writes the result with full tensors: the gradient of every parameter, the norm before clipping, and the weights
+afterwards. Then it saves, and continues from the checkpoint of a world of another size.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from shoal.trainer.policy import Reference, TrainedPolicy
 from shoal.trainer.process_ranks import ProcessRanks
 from support.models import VOCABULARY, lora_decoder, small_decoder
 
-# Prompt and completion lengths. Two mini-batches of five rows and of three, of different lengths: with four ranks one
-# has two rows in the first and none in the second.
+# Prompt and completion lengths. Two minibatches of five and three rows of different lengths: of four ranks, one
+# has two rows in the first minibatch and none in the second.
 GROUPS = [(5, (9, 3)), (7, (4, 2)), (16, (13, 1)), (11, (2, 7)), (14, (9, 15)), (3, (26, 8))]
 CASES = ("qwen2", "llama-tied", "qwen3-lora")
 SAVED = ("llama-tied", "qwen3-lora")
-# Who saved, and who goes on from there: with what weights, and how many ranks.
+# Which world saved, and which one continues: with which weights, and how many ranks.
 RESTARTS = [
     ("fsdp-2", "fsdp", 1),
     ("fsdp-2", "none", 1),
@@ -52,7 +52,7 @@ LIMIT_S = 200.0
 
 
 class NotedAdamW(MasterAdamW):
-    """Keeps the gradient as it is before clipping, and the norm."""
+    """Keeps the gradient and its norm before clipping."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -86,7 +86,7 @@ def make_groups() -> list[RolloutGroup]:
 
 def make_policy(case: str, sharded: bool, ranks: ProcessRanks) -> TrainedPolicy:
     name, kind, _ = case.partition("-lora")
-    # Adapters of rank 2: of four ranks, two have nothing of the one that is sharded over its rank.
+    # Adapters of rank 2: of four ranks, two have no part of a matrix that is sharded over its rank.
     whole = lora_decoder(name, 0, torch.float64, rank=2) if kind else small_decoder(name, 0, torch.float64)
     decoder: Decoder = ShardedDecoder(whole, ranks.mesh) if sharded else whole
     optimizer = NotedAdamW(lora.trained_parameters(decoder.model), AdamSettings())
@@ -138,7 +138,7 @@ def write(file: Path, tensors: dict[str, torch.Tensor], ranks: ProcessRanks) -> 
 
 
 def save(policy: TrainedPolicy, folder: Path, ranks: ProcessRanks) -> None:
-    """As the loop does it: all ranks their shards, then the main one the rest."""
+    """As the loop does it: all ranks write their shards, then rank 0 writes the rest."""
     folder.mkdir(exist_ok=True)
     if policy.passes_together:
         save_shards(policy, folder / SHARDS, ranks.cpu_group)
@@ -147,7 +147,7 @@ def save(policy: TrainedPolicy, folder: Path, ranks: ProcessRanks) -> None:
 
 
 def load_saved(folder: Path, saved: str, sharding: str, ranks: ProcessRanks) -> None:
-    """A new policy continues from what another world saved, once that is there."""
+    """A new policy continues from the checkpoint of another world, once it exists."""
     deadline = time.monotonic() + LIMIT_S
     while not (folder / f"{saved}.done").exists():
         assert time.monotonic() < deadline, f"waited {LIMIT_S} s for {saved}"
@@ -178,7 +178,7 @@ def main(folder: Path) -> None:
 
 
 def start_rank(folder: Path, rank: int, world: int, port: str) -> int:
-    """The process of one rank, with what a launcher would give it and what this process has imported."""
+    """The process of one rank, with the variables of a launcher and the modules that this process imported."""
     pid = os.fork()
     if pid != 0:
         return pid

@@ -1,4 +1,4 @@
-"""An engine that says what it is told to, in ids of a real tokenizer: for tests of what happens around sampling."""
+"""An engine with scripted answers, in ids of a real tokenizer, for tests of the code around sampling."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from shoal.core.types import Completion, FinishReason, Request, Span
 from support.models import EOS, TOKENIZER
 
-# Request → what is answered to it: the text and how it ended, or an exception to raise.
+# Request → its answer: the text and the finish reason, or an exception to raise.
 Script = Callable[[Request], tuple[str, FinishReason] | Exception]
 
 
 class ScriptedEngine:
-    """Implements RolloutEngine. Keeps every request it was sent."""
+    """Implements RolloutEngine. Records every request."""
 
     path = "scripted"
     activity = opening = ""

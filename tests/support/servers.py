@@ -1,4 +1,4 @@
-"""A grpo-infer in this process, on a real socket, with a small model of its own."""
+"""A grpo-infer in this process, on a real socket, with its own small model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.models import TOKENIZER
 
 
 def save(model: Any, folder: Path) -> Path:
-    """As `from_pretrained` of transformers, or PEFT, loads it."""
+    """In the format that `from_pretrained` of transformers or PEFT loads."""
     model.save_pretrained(str(folder))
     TOKENIZER.save_pretrained(str(folder))
     return folder
@@ -38,7 +38,7 @@ class Server:
     failures: list[EngineError] = field(default_factory=list)
 
     async def ask(self, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
-        """Status and JSON, or text; a GET where there is no body. With the token, unless headers are given."""
+        """Returns the status and JSON or text. Without a body it is a GET. Sends the token unless headers are given."""
         if "headers" not in options:
             options["headers"] = {"Authorization": f"Bearer {self.token_file.read_text()}"}
         timeout = aiohttp.ClientTimeout(total=30)
@@ -59,7 +59,7 @@ class Server:
 
 @asynccontextmanager
 async def serving(folder: Path, **settings: Any) -> AsyncIterator[Server]:
-    """Its run's folder is the one that the model lies in, unless said otherwise."""
+    """By default the run folder is the folder of the model."""
     own = {"max_model_len": 128, "max_num_seqs": 8, "dtype": "float32", "output_dir": str(folder.parent)}
     values = {**own, **settings}
     config = InferConfig.model_validate({"model": str(folder), **values})

@@ -1,7 +1,8 @@
-"""A double of an SGLang server, written from SGLang's published API (io_struct.py, http_server.py, its documentation).
+"""A test server with SGLang's published API (io_struct.py, http_server.py, its documentation).
 
-It is not SGLang: a plain transformers model stands behind the routes that Shoal uses, one token a forward, with the
-names, defaults and answers of the real ones. No real SGLang was run; what only this double shows is marked so in docs.
+It is not SGLang: a plain transformers model answers on the routes that Shoal uses, one token per forward pass, with
+SGLang's names, defaults and answer formats. No real SGLang was run. The documentation marks facts that only this
+server shows.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ class SglangDouble:
         return app
 
     def _handler(self, name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """Looked up when it is asked, so that a test can put another in its place."""
+        """Looked up at request time, so that a test can replace it."""
 
         async def answer(request: web.Request) -> web.Response:
             return await getattr(self, name)(request)
 
         return answer
 
-    # What it says of itself
+    # What it reports about itself
 
     async def health(self, _: web.Request) -> web.Response:
         return web.Response()
@@ -79,7 +80,7 @@ class SglangDouble:
     async def server_info(self, _: web.Request) -> web.Response:
         return web.json_response(self.server)
 
-    # Drawing
+    # Sampling
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -105,7 +106,7 @@ class SglangDouble:
         sampling, model = drawn.sampling, drawn.adapter or self.model
         logits = model(torch.tensor([prompt + drawn.ids])).logits[0, -1].double().numpy()
         temperature, top_k = float(sampling.get("temperature", 1.0)), int(sampling.get("top_k", -1))
-        if temperature < 1e-6:  # as SGLang reads greedy
+        if temperature < 1e-6:  # SGLang's setting for greedy sampling
             temperature, top_k = 1.0, 1
         ends: set[int] = set(sampling.get("stop_token_ids") or ())
         if not sampling.get("ignore_eos", False):
@@ -132,7 +133,7 @@ class SglangDouble:
         return kept
 
     def _gumbel(self, drawn: _Drawn, size: int) -> np.ndarray:
-        """Seeds count in deterministic mode only, and then by position, whatever else is in the batch."""
+        """Seeds have an effect in deterministic mode only, and then by position, independent of the batch."""
         dice, seed = self._dice, drawn.sampling.get("sampling_seed")
         if self.server["enable_deterministic_inference"] and seed is not None:
             dice = np.random.Generator(np.random.Philox(key=[int(seed), len(drawn.ids)]))
@@ -191,7 +192,7 @@ class SglangDouble:
 
 
 class _Drawn:
-    """One request on its way."""
+    """A request in progress."""
 
     def __init__(self, sampling: dict[str, Any], adapter: Any) -> None:
         self.sampling = sampling

@@ -1,7 +1,7 @@
-"""The double of SGLang, killed and started again: python -m support.sglang_server MODEL PORT [DEATH ...].
+"""The SGLang test server, killed and restarted: python -m support.sglang_server MODEL PORT [DEATH ...].
 
-A DEATH is PATH:NTH. The server is killed by the so manieth request for that path, which it has received and not
-answered; after a while the next one listens at the same port, with the model's own weights, and the last one stays.
+A DEATH is PATH:NTH. The NTH request for PATH kills the server after it was received and before it is answered. After a
+while the next server listens on the same port with the model's original weights. The last server stays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.sglang_double import SglangDouble
 
-AWAY_S = 4.0  # long enough that whoever waits says so
+AWAY_S = 4.0  # long enough that waiting clients report it
 
 
 def serve(double: SglangDouble, port: int, path: str, nth: int) -> None:
@@ -38,7 +38,7 @@ def serve(double: SglangDouble, port: int, path: str, nth: int) -> None:
 
 
 def main(folder: str, port: int, deaths: list[str]) -> None:
-    torch.set_num_threads(1)  # a fork has no others
+    torch.set_num_threads(1)  # a fork has no other threads
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     for death in deaths:
         if not (child := os.fork()):

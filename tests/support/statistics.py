@@ -7,9 +7,9 @@ import torch
 
 
 def chi_square_p(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """P-value of `counts` under `probabilities`; cells expected fewer than five times are counted as one."""
+    """P-value of `counts` under `probabilities`. Cells with an expected count below five are merged."""
     expected = probabilities * counts.sum()
-    assert counts[expected == 0].sum() == 0, "something impossible was drawn"
+    assert counts[expected == 0].sum() == 0, "an impossible id was sampled"
     rare = expected < 5
     observed, wanted = list(counts[~rare]), list(expected[~rare])
     if expected[rare].sum() > 0:
@@ -23,7 +23,7 @@ def chi_square_p(counts: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 def independence_p(first: np.ndarray, second: np.ndarray, kinds: int) -> float:
-    """P-value of two drawn sequences being independent, by their table of pairs."""
+    """P-value for the independence of two sampled sequences, from their table of pairs."""
     table = np.zeros((kinds, kinds))
     np.add.at(table, (first, second), 1)
     expected = table.sum(1, keepdims=True) * table.sum(0, keepdims=True) / table.sum()

@@ -1,4 +1,4 @@
-"""A server that scores tokens as vLLM does (/v1/completions with prompt_logprobs), by nothing but transformers."""
+"""A server that scores tokens like vLLM (/v1/completions with prompt_logprobs), with transformers alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @contextmanager
 def teacher_server(folder: Path, scores: bool = True) -> Iterator[str]:
-    """Its address. Without `scores` it answers without prompt_logprobs, as most OpenAI-compatible servers do."""
+    """The address. Without `scores` it omits prompt_logprobs, as most OpenAI-compatible servers do."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Short ways to build a policy and the rows it trains on."""
+"""Short ways to build a policy and its training rows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rows_of(rollouts: Sequence[Rollout], token_budget: int = 100_000) -> list[Ro
 
 
 def random_samples(seed: int, *shapes: tuple[int, int], temperature: float = 1.0) -> list[list[Sample]]:
-    """One rollout a (prompt length, completion length), with sampler log-probs near those of a small model."""
+    """One rollout per (prompt length, completion length), with sampler log-probs close to those of a small model."""
     rng = np.random.default_rng(seed)
     rollouts = []
     for number, (prompt, completion) in enumerate(shapes):
@@ -73,7 +73,7 @@ def random_samples(seed: int, *shapes: tuple[int, int], temperature: float = 1.0
 
 
 def grouped_samples(seed: int, *groups: tuple[int, Sequence[int]], temperature: float = 1.0) -> list[list[Sample]]:
-    """One group a (prompt length, completion lengths): its rollouts begin with the same prompt."""
+    """One group per (prompt length, completion lengths). Its rollouts share the prompt."""
     rollouts = []
     for number, (prompt, completions) in enumerate(groups):
         shapes = [(prompt, completion) for completion in completions]
@@ -86,7 +86,7 @@ def grouped_samples(seed: int, *groups: tuple[int, Sequence[int]], temperature: 
 
 
 def by_rollout(rows: Sequence[Row], values: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """Values at the trained tokens of each rollout, wherever packing put it."""
+    """Values at the trained tokens of each rollout, independent of packing."""
     found = {}
     for row, at_tokens in zip(rows, values, strict=True):
         for index, rollout_id in enumerate(row.rollout_ids):
@@ -95,7 +95,7 @@ def by_rollout(rows: Sequence[Row], values: Sequence[np.ndarray]) -> dict[str, n
 
 
 def gradients(policy: TrainedPolicy) -> dict[str, torch.Tensor]:
-    """The gradient collected so far, by parameter; empties it."""
+    """The accumulated gradient by parameter. Clears it."""
     found = {name: master.grad.clone() for name, master in policy.optimizer.masters.items() if master.grad is not None}
     policy.optimizer.zero_grad()
     return found

@@ -1,4 +1,4 @@
-"""Runs with a real vLLM, started by them or shared, and looks at its processes. For the tests with the marker vllm."""
+"""Runs with a real vLLM, their own or the shared one, and queries of its processes. For tests with the marker vllm."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def on_shared_vllm(test: Callable[[VllmRolloutEngine], Awaitable[None]], **chang
 
 @torch.no_grad()
 def logprobs(model: Any, completion: Completion, *, ended_late: bool = False) -> np.ndarray:
-    """`ended_late`: with min_tokens the end was not to be drawn, so the rest shares its mass."""
+    """`ended_late`: min_tokens excluded the end token, so the others are renormalised."""
     rows = model(torch.tensor([PROMPT + completion.token_ids])).logits[0, len(PROMPT) - 1 : -1].double()
     if ended_late:
         rows[:, EOS] = -torch.inf
@@ -60,7 +60,7 @@ def grpo(
 def start_grpo(
     folder: Path, *arguments: str, infer: dict[str, Any], **sections: dict[str, Any]
 ) -> subprocess.Popen[str]:
-    """`shoal grpo` with a short run on the model that the shared server has."""
+    """`shoal grpo` with a short run on the model of the shared server."""
     reverse = {"system_prompt": "Reverse.", "min_len": 3, "max_len": 6, "num_train": 200, "num_eval": 20}
     config = {
         "train": {
@@ -74,7 +74,7 @@ def start_grpo(
         },
     }  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(config), "utf-8")
-    # A reward that random weights earn sometimes, so that there is something to learn from.
+    # A reward that random weights sometimes earn.
     (folder / "rewards_of_vllm.py").write_text(
         "def letters(task, messages):\n    text = messages[-1]['content']\n"
         "    return sum(c.isalpha() for c in text) / 10\n",
@@ -87,15 +87,16 @@ def start_grpo(
 
 
 def own_server() -> dict[str, Any]:
-    """The infer section of a run that starts a vLLM. So few tokens a pass that the prompts of a step do not fit into
-    one, and would be taken in parts if they could be."""
+    """The infer section of a run that starts a vLLM. Passes have so few tokens that the prompts of a step do not fit
+    into one, and would be split if vLLM could split them.
+    """
     arguments = {"enforce_eager": True, "max_num_batched_tokens": 128}
     return {"engine_python": vllm_python(), "port": free_port(), "engine_args": arguments}
 
 
 @functools.cache
 def own_server_run() -> Path:
-    """The folder of an undisturbed run with a vLLM of its own, once for all tests."""
+    """The folder of an undisturbed run with its own vLLM, made once for all tests."""
     folder, infer = engine_servers.folder() / "own-server-run", own_server()
     folder.mkdir()
     done = grpo(folder, infer=infer, train={"max_steps": OWN_STEPS})
@@ -116,12 +117,12 @@ def wait_until(true: Callable[[], bool], limit_s: float) -> None:
 
 
 def server_of(port: int) -> int | None:
-    """The first process of the server that listens there, or will."""
+    """The first process of the server that listens, or will listen, on this port."""
     return min(pids("-f", f"api_server.*--port {port}"), default=None)
 
 
 def engine_of(port: int) -> int:
-    """The process that the server which listens there started to compute."""
+    """The engine process of the server that listens on this port."""
     return pids("-P", str(min(pids("-f", f"port {port}"))), "-f", "EngineCore")[0]
 
 

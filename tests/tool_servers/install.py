@@ -1,6 +1,6 @@
-"""Makes the Pythons with the packages openenv and mcp, for servers, in a folder outside the clone.
+"""Creates the Pythons with the packages openenv and mcp, for servers, in a folder outside the clone.
 
-`python install.py FOLDER` leaves the virtual environments FOLDER/openenv and FOLDER/mcp. Done once; about a minute.
+`python install.py FOLDER` creates the virtual environments FOLDER/openenv and FOLDER/mcp, once, in about a minute.
 """
 
 from __future__ import annotations

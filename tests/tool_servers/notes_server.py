@@ -1,4 +1,4 @@
-"""A real MCP server over stdio, run by the Python that has mcp."""
+"""A real MCP server over stdio, run by the Python with mcp."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations

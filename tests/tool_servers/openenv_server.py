@@ -1,4 +1,4 @@
-"""A real OpenEnv server, run by the Python that has openenv: `openenv_server.py PORT actions|mcp`."""
+"""A real OpenEnv server, run by the Python with openenv: `openenv_server.py PORT actions|mcp`."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Servers of the packages openenv and mcp, each in its own Python, as stateful environments.
 
-`make test-tool-servers` installs what is needed and runs this.
+`make test-tool-servers` installs the packages and runs these tests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Makes the Pythons that the verifiers tests need, in a folder outside the clone: one for each line of releases.
+"""Creates the Pythons for the verifiers tests in a folder outside the clone, one per line of releases.
 
-`python install.py FOLDER` leaves FOLDER/v0 and FOLDER/v1, virtual environments, and FOLDER/fixtures/v0 and v1: the
-example environments of the releases' own tests, unpacked from their source archives. Done once; about two minutes.
+`python install.py FOLDER` creates the virtual environments FOLDER/v0 and FOLDER/v1, and FOLDER/fixtures/v0 and v1 with
+the example environments of the releases' tests, from their source archives. This happens once, in about two minutes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 RELEASES = {"v0": "0.3.1", "v1": "0.4.0"}
-# The first reads its examples from a conftest.py; the other starts programs through uv.
+# The first reads its examples from a conftest.py. The second starts programs through uv.
 BESIDE = {"v0": ["pytest"], "v1": ["uv"]}
 FIXTURES = {"v0": "tests", "v1": "tests/v1/fixtures"}
 

@@ -1,7 +1,7 @@
-"""Example environments of the verifiers releases, unchanged, in their own Pythons, through the endpoint to a rollout.
+"""Example environments of the verifiers releases, unchanged, in their own Pythons, from the endpoint to a rollout.
 
-An engine that says what the test tells it stands for the model; endpoint, template, host and environment are real.
-`make test-verifiers` installs what is needed and runs this.
+An engine with scripted answers replaces the model. Endpoint, template, host and environment are real. `make
+test-verifiers` installs the packages and runs these tests.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def said(request: Request) -> str:
 
 
 def one_sample(rollout: Rollout) -> None:
-    """Every turn extends the one before id for id: the conversation trains as one sequence, on its answers alone."""
+    """Every turn extends the previous one in exact ids: one sequence, trained on the answers only."""
     (sample,) = rollout_samples(rollout, advantage=1.0)
     trained = [int(i) for i, kept in zip(sample.token_ids, sample.loss_mask, strict=True) if kept]
     assert trained == [i for turn in rollout.turns for i in turn.completion.token_ids] and EOS in trained
@@ -98,7 +98,7 @@ def test_v1_single_turn(made: list[Any]):
     right = next(rollout for rollout in rollouts if rollout.reward == 1)
     assert right.parts["echoed"] == 1.0 and right.messages[-1]["content"] == "it is Hello, World!"
     assert "exact phrase: hello world" in said(engine.requests[0])
-    assert len({request.sampling.seed for request in engine.requests}) == 2, "each rollout has its own seed"
+    assert len({request.sampling.seed for request in engine.requests}) == 2, "each rollout has a separate seed"
     one_sample(right)
 
 
@@ -158,7 +158,7 @@ def test_v0_tools(made: list[Any]):
 
 @pytest.mark.parametrize("kind", ["single", "multi"])
 def test_v0_scores_a_group_together(made: list[Any], kind: str):
-    """The reward is the rank of the length within the group, plus 1 for an answer that says 4."""
+    """The reward is the rank of the length within the group, plus 1 for an answer that contains 4."""
     environment = verifiers("v0", "examples-v0", args={"kind": kind, "reward": "rank"})
     made.append(environment)
     answers = ["It is 4. DONE", "4 DONE", "I think that it is five. DONE"]
@@ -174,7 +174,7 @@ def test_v0_scores_a_group_together(made: list[Any], kind: str):
     assert [(found[text].parts["rank"], found[text].parts["says"]) for text in answers] == [(1, 1), (0, 1), (2, 0)]
     assert {len(rollout.turns) for rollout in rollouts} == {1 if kind == "single" else 2}
     for rollout in rollouts:
-        assert rollout.messages[-1]["content"] == rollout.turns[-1].completion.text, "each has its own session"
+        assert rollout.messages[-1]["content"] == rollout.turns[-1].completion.text, "each has a separate session"
         one_sample(rollout)
     assert len({request.sampling.seed for request in engine.requests}) == len(engine.requests)
 
@@ -188,7 +188,7 @@ def test_v0_an_error_of_the_group_is_that_of_all(made: list[Any]):
 
 
 def test_v0_a_rollout_that_fails_is_not_compared(made: list[Any]):
-    """One of three conversations has an error: the other two are ranked among themselves."""
+    """One of three conversations fails: the other two are ranked among themselves."""
     environment = verifiers("v0", "examples-v0", args={"kind": "multi_fails", "reward": "rank"})
     made.append(environment)
     texts = iter(["a DONE", "break", "longer DONE"])
@@ -200,7 +200,7 @@ def test_v0_a_rollout_that_fails_is_not_compared(made: list[Any]):
 
 
 def test_run_trains_on_one(tmp_path: Path):
-    """`shoal grpo` with a model of random weights; the environment rewards the share of letters."""
+    """`shoal grpo` with random weights. The environment rewards the share of letters."""
     model = tmp_path / "model"
     small_model("qwen3").save_pretrained(model)
     TOKENIZER.save_pretrained(model)

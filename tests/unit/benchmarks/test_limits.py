@@ -1,4 +1,4 @@
-"""The limits that benchmarks divide by, against numbers worked out by hand."""
+"""The limits that benchmarks divide by, compared with manual computations."""
 
 import importlib.util
 import sys
@@ -14,18 +14,18 @@ def load_benchmark(name: str):
     spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
 
 limits = load_benchmark("limits")
-# 10 body weights, 5 head weights, 2 layers of 3 query numbers, 4 numbers of keys and values a token, 2 bytes each.
+# 10 body weights, 5 head weights, 2 layers of 3 query numbers, 4 numbers of keys and values per token, 2 bytes each.
 SMALL = limits.ModelShape(20, 10, 5, layers=2, query_numbers=3, cache_numbers=4, adapter_numbers=7)
 
 
 def test_decode_counts_the_minimum_bytes():
-    # One sequence, prompt 3, 3 new: two steps, looking at 4 and 5 keys.
+    # One sequence, prompt 3, 3 new tokens: two steps, with 4 and 5 keys.
     work = SMALL.decode([(3, 3)], slots=8)
     assert work.bytes == 2 * (15 * 2) + (4 + 5) * 8 + 2 * 8
     assert work.operations == 2 * 15 * 2 + 4 * 2 * 3 * (4 + 5)
@@ -40,7 +40,7 @@ def test_decode_shares_weights_between_slots():
 
 
 def test_longest_sequence_bounds_the_steps():
-    # 1 + 5 tokens after the first ones in two slots: not 3 steps but 5.
+    # 1 + 5 tokens after the first ones in two slots: 5 steps, not 3.
     work = SMALL.decode([(1, 2), (1, 6)], slots=2)
     assert work.bytes == 5 * 30 + (2 + (2 + 3 + 4 + 5 + 6)) * 8 + 6 * 8
 

@@ -1,4 +1,4 @@
-"""docs/models.md is what the recorded results of `make test-models` say."""
+"""docs/models.md equals the page generated from the recorded results of `make test-models`."""
 
 from __future__ import annotations
 

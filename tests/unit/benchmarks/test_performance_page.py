@@ -1,4 +1,6 @@
-"""docs/performance.md is what its generator writes from the recorded results, and says what is missing or missed."""
+"""docs/performance.md equals the page generated from the recorded results, and names missing results and missed
+targets.
+"""
 
 import json
 import subprocess

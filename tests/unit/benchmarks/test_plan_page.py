@@ -1,4 +1,4 @@
-"""`shoal plan` agrees with every recorded run, and docs/planning.md is what its generator writes."""
+"""`shoal plan` agrees with every recorded run, and docs/planning.md is up to date."""
 
 import json
 import subprocess
@@ -14,12 +14,12 @@ RECORDED: dict[str, Any] = json.loads((RESULTS / "plan_errors.json").read_text("
 MOST_ERROR = 0.25
 LEAST_MEMORY = -0.05
 MOST_MEMORY = 0.10  # of training and whole steps
-MOST_ENGINE_MEMORY = 0.45  # recorded peaks leave out prefills that are CUDA graphs
+MOST_ENGINE_MEMORY = 0.45  # recorded peaks exclude prefills in CUDA graphs
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """Predictions of this source, and the page made of them."""
+    """Predictions of the present source, and the page generated from them."""
     folder = tmp_path_factory.mktemp("plan")
     out, page = folder / "plan_errors.json", folder / "planning.md"
     command = [sys.executable, "benchmarks/plan_errors.py", "--out", str(out), "--page", str(page)]

@@ -1,4 +1,4 @@
-"""The generated parts of README.md are what their generator writes; without results, cells are empty."""
+"""The generated parts of README.md are up to date. Without results, cells are empty."""
 
 import json
 import subprocess

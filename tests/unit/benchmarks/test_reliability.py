@@ -1,4 +1,4 @@
-"""docs/reliability.md names only tests that exist, and is what its script writes."""
+"""docs/reliability.md names only existing tests and is up to date."""
 
 from __future__ import annotations
 

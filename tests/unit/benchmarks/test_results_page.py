@@ -1,4 +1,4 @@
-"""docs/results.md is what its script writes from the recorded files, and the ablations belong to the committed arms."""
+"""docs/results.md is up to date, and the recorded ablations belong to the committed arms."""
 
 from __future__ import annotations
 

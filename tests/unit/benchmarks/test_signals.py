@@ -1,4 +1,4 @@
-"""The table of docs/learning-signals.md is what the recorded runs say, and the runs follow the rules of signals.py."""
+"""The table of docs/learning-signals.md matches the recorded runs, and the runs follow the rules of signals.py."""
 
 from __future__ import annotations
 

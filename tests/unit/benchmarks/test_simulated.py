@@ -1,4 +1,4 @@
-"""The simulated engine does as it says, the loop gains what it should by running ahead, and thousands cost little."""
+"""The simulated engine, the gain of asynchronous training in the loop, and the cost of thousands of rollouts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def test_version_loaded_during_generation_is_in_the_spans(simulated: Any):
 
 
 def test_asynchronous_training_halves_balanced_steps(simulated: Any, tmp_path: Path):
-    """Eight steps of one second each: 2 · 8 s in turns, 1 + 8 s one level ahead. The clock is virtual, so exactly."""
+    """Eight steps of one second each: 2 · 8 s synchronously, 1 + 8 s at level 1. The clock is virtual, so the times
+    are exact.
+    """
 
     def run(level: int, train_s: float = 1.0) -> Any:
         shape = simulated.Shape(8, 2, 8, train_s, lambda _: 1.0, level=level)
@@ -68,11 +70,11 @@ def test_asynchronous_training_halves_balanced_steps(simulated: Any, tmp_path: P
     assert found[1].rollouts_per_s >= 1.5 * found[0].rollouts_per_s
     for level, idle in ((0, 1 / 2), (1, 1 / 9), (4, 1 / 9)):
         assert found[level].sampler_idle == found[level].trainer_idle == pytest.approx(idle)
-    assert run(1, train_s=0.25).wall_s == pytest.approx(8.25), "where generation is the longer part it alone counts"
+    assert run(1, train_s=0.25).wall_s == pytest.approx(8.25), "if generation takes longer, only its time counts"
 
 
 def test_long_answers_do_not_block_sampling_ahead(simulated: Any, tmp_path: Path):
-    """One rollout in eight takes four seconds, the others one: in turns every step waits for the longest."""
+    """One rollout in eight takes four seconds, the others one. Synchronous steps wait for the longest."""
 
     def wall_s(level: int) -> float:
         slow = lambda request: 4.0 if request.request_id.endswith("/7/0") else 1.0  # noqa: E731
@@ -85,7 +87,7 @@ def test_long_answers_do_not_block_sampling_ahead(simulated: Any, tmp_path: Path
 
 
 def test_thousand_concurrent_rollouts_take_under_a_millisecond_each(simulated: Any):
-    """The real runner, reward pool, collector, packing and records; CPU time, so a busy machine does not count."""
+    """The real runner, reward pool, collector, packing and records. CPU time, so a busy machine has no effect."""
     from many_rollouts import measure  # type: ignore[import-not-found]
 
     row = measure(1000, 128, 8, (0.8, 0.4))

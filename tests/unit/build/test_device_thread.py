@@ -1,4 +1,4 @@
-"""The thread that touches the device: awaited no longer than the deadline, and not again once it was given up."""
+"""The device thread is awaited until the deadline, and never again after a deadline passed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def hang(until: threading.Event) -> None:
 
 
 def test_hanging_device_is_awaited_once() -> None:
-    """The deadline has passed when the engine is closed: its place on the thread never comes."""
+    """The deadline passed before the engine is closed, so its work never runs on the thread."""
     free, device = threading.Event(), ThreadPoolExecutor(1)
 
     async def main() -> float:
@@ -44,5 +44,5 @@ def test_hanging_device_is_awaited_once() -> None:
 
 
 def nothing() -> Any:
-    """Neither model nor runner is asked."""
+    """Neither model nor runner is used."""
     return None

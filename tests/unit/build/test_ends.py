@@ -1,4 +1,4 @@
-"""How a run ends is in status.json, whatever it was."""
+"""status.json records how a run ended, for every outcome."""
 
 from __future__ import annotations
 

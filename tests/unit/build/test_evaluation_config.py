@@ -1,4 +1,4 @@
-"""What `shoal eval` finds out by itself: the chat template of an adapter, and whether rewards must be isolated."""
+"""Settings that `shoal eval` derives: the chat template of an adapter, and whether rewards must be isolated."""
 
 from __future__ import annotations
 

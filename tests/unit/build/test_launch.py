@@ -1,4 +1,4 @@
-"""How many processes a run starts, what it says where it cannot, and whose fault the end of several is."""
+"""The number of processes of a run, the refusals, and the cause if several processes end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_rank_starts_no_ranks_and_knows_its_number(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, value)
     assert ranks_to_start(TrainConfig(gpus=2, device="cpu"), None) == 0
     assert (as_rank(None).processes, as_rank(None).local_rank) == (4, 1)
-    assert as_rank(PythonObjects(processes=2)).processes == 2  # whoever was told keeps what it was told
+    assert as_rank(PythonObjects(processes=2)).processes == 2  # a process that received a message keeps it
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_rank_of_another_command_gets_the_command_only(tmp_path: Path):
 
 
 class Ended:
-    """Processes that have ended with these codes, in this order."""
+    """Processes that ended with these codes, in this order."""
 
     def __init__(self, codes: dict[int, int], signalled: bool = False) -> None:
         self.ended, self.signalled = codes, signalled

@@ -1,4 +1,4 @@
-"""The memory plan: what was asked for, what memory allows, what gives way first, and a refusal that names a way out."""
+"""The memory plan: requested sizes, available memory, the order of reductions, and refusals that suggest settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ASKED = MemoryRequest(
     row_tokens=2048, step_tokens=1 << 20, rows_per_micro_batch=None, recompute=None, slots=64, context_tokens=128,
     utilization=None,
 )  # fmt: skip
-# A device of 1,000 bytes per thousandth: what is left for cache and training is easy to see.
+# A device with 1,000 bytes per thousandth, so that the memory for cache and training is easy to compute.
 TOTAL = 1_000_000
 ROOM = int(TOTAL * (1 - RESERVE)) - 300_000
 MEASURED = MemoryMeasurement(
@@ -95,12 +95,14 @@ def test_activation_checkpointing_only_for_rows_that_do_not_fit() -> None:
 
 def test_cache_shrinks_so_that_one_row_fits() -> None:
     plan = decide(MEASURED, replace(ASKED, slots=600, recompute=False))
-    assert plan.slots == 296  # half of 600 in whole blocks, so that 2,048 tokens at 30 bytes fit
+    assert plan.slots == 296  # half of 600 in full blocks, so that 2,048 tokens at 30 bytes fit
     assert plan.micro_batch_tokens >= 2048
 
 
 def test_extra_slots_require_a_full_micro_batch() -> None:
-    """The default follows the rollouts of a step, but never shrinks the micro-batch or turns on recomputation."""
+    """The default follows the rollouts of a step, but never shrinks the micro-batch or enables activation
+    checkpointing.
+    """
     roomy = replace(MEASURED, slot=100, costs={False: Cost(0, 6), True: Cost(0, 6)})
     asked = replace(ASKED, slots=1024, sure_slots=256)
     assert decide(roomy, asked).slots == 1024
@@ -112,9 +114,9 @@ def test_extra_slots_require_a_full_micro_batch() -> None:
     assert decide(tight, replace(asked, slots=720)).slots == 360
     tighter = replace(roomy, slot=(ROOM - 6 * full) // 200)
     plan = decide(tighter, asked)
-    assert plan.slots == 256 and plan.micro_batch_tokens < full, "sure slots come before the micro-batch, as ever"
+    assert plan.slots == 256 and plan.micro_batch_tokens < full, "sure slots come before the micro-batch, as before"
     assert decide(tighter, replace(asked, slots=300)).slots == 256
-    assert decide(tight, replace(asked, slots=720, sure_slots=None)).slots == 720, "what the user sets is obeyed"
+    assert decide(tight, replace(asked, slots=720, sure_slots=None)).slots == 720, "user settings are respected"
 
 
 def test_user_settings_are_respected() -> None:
@@ -134,7 +136,7 @@ def test_memory_table_sums_to_the_device() -> None:
 
 
 def test_captured_passes_have_a_separate_memory_share() -> None:
-    """As large as the largest, where it leaves a micro-batch three quarters; then smaller ones; then none."""
+    """As large as the largest pass if a micro-batch keeps three quarters; then smaller ones; then none."""
     roomy = replace(MEASURED, costs={False: Cost(0, 6), True: Cost(0, 6)})
     asked = replace(ASKED, captures=True)
     plan = decide(roomy, asked)
@@ -142,7 +144,7 @@ def test_captured_passes_have_a_separate_memory_share() -> None:
     assert plan.lines[-1] == ("CUDA graphs of training passes", POOL * 6 * GRAPH_TOKENS)
     assert sum(size for _, size in plan.lines) <= TOTAL * (1 - RESERVE)
     plan = decide(MEASURED, asked)
-    most = (ROOM - 64_000) // 30  # 19,200 tokens: 3,072 and a quarter is less than a quarter of them, 4,096 more
+    most = (ROOM - 64_000) // 30  # 19,200 tokens: 3,072 and a quarter is less than a quarter of them, 4,096 is more
     assert (plan.micro_batch_tokens, plan.graphs.limit_bytes) == (most - 3840, 30 * 3840)
     plan = decide(MEASURED, replace(asked, row_tokens=most))
     assert (plan.micro_batch_tokens, plan.graphs.limit_bytes) == (most, 0) and len(plan.lines) == 4
@@ -157,17 +159,19 @@ def test_captured_passes_have_a_separate_memory_share() -> None:
 
 
 def test_captured_passes_count_gathered_keys() -> None:
-    """Four a token are planned for; a pass of fewer tokens may gather more."""
+    """The plan reserves four per token. A pass of fewer tokens may gather more."""
     roomy = replace(MEASURED, costs={False: Cost(0, 10), True: Cost(0, 10)}, key_bytes=2)
     room = decide(roomy, replace(ASKED, captures=True, step_tokens=2048)).graphs
-    assert room.limit_bytes == POOL * (10 + 4 * 2) * 3072  # a token more than 2,048 is filled up to 3,072
+    assert room.limit_bytes == POOL * (10 + 4 * 2) * 3072  # one token above 2,048 is padded to 3,072
     assert room.fits(3072, 4 * 3072) and not room.fits(3072, 4 * 3072 + 1)
     assert room.fits(1024, 22_528) and not room.fits(1024, 22_529)
     assert decide(roomy, ASKED).keys_for_token == 5 and decide(MEASURED, ASKED).keys_for_token == 1
 
 
 def test_gathered_keys_count_their_gradients() -> None:
-    """Two layers of two key heads, 32 fp32 numbers a key and a value; the backward of one has four heads' of them."""
+    """Two layers of two key heads, 32 fp32 numbers per key and value. The backward of one layer has those of four
+    heads.
+    """
     assert DECODER.config.num_attention_heads == 4
     assert gathered_bytes(LAYERS, DECODER) == 4 * (2 * 2 * (32 + 32) + 4 * (32 + 32))
 
@@ -196,12 +200,12 @@ def test_share_too_small_for_a_block_of_sequences_is_refused() -> None:
     with pytest.raises(HardwareError, match=r"more than infer.gpu_memory_utilization=0.001 allows; lower orch.seq_len"):
         decide(MEASURED, replace(ASKED, utilization=0.001))
     wanted = r"GiB, prefills and decode steps .* GiB, more than infer.gpu_memory_utilization=0.05 allows; raise infer"
-    with pytest.raises(HardwareError, match=wanted):  # a shorter sequence would not help: prefills alone are more
+    with pytest.raises(HardwareError, match=wanted):  # a shorter sequence would not help: prefills alone need more
         decide(replace(MEASURED, sampling=Sampling(50_000)), replace(ASKED, utilization=0.05))
 
 
 def test_training_starts_with_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two are measured where they fit: what a further token takes is then known more closely."""
+    """Two rows are measured if they fit, which gives a better estimate per token."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (TOTAL - 70_000, TOTAL))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 20_000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1000)
@@ -224,11 +228,13 @@ def test_training_starts_with_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = []
     for affordable[0] in (2, 1, 0):
         measured = measuring.measure(DECODER, LAYERS, ASKED, 0, dry_run)
-        assert not measured.costs, "nothing is measured before it is asked for"
+        assert not measured.costs, "nothing is measured before it is needed"
         costs.append(measured.costs[False])
         assert list(measured.costs) == [False]
         assert (measured.total, measured.held, measured.elsewhere) == (TOTAL, 1000, 50_000)
-        assert measured.sampling == Sampling(5000, Cost(5000.0, 0.0)), "what all rows share is not counted for each"
+        assert measured.sampling == Sampling(5000, Cost(5000.0, 0.0)), (
+            "memory shared by all rows is not counted for each row"
+        )
     whole, one, none = costs
     assert whole.fixed == pytest.approx(100_000) and whole.at(2048) == pytest.approx(300_000)
     assert one.at(2048) == pytest.approx(300_000) and one.tokens_in(300_001) == 2048
@@ -236,14 +242,14 @@ def test_training_starts_with_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_dry_passes_match_the_engine() -> None:
-    """They only have to run, narrowed or not; what they took is read off the device."""
+    """The passes only have to run, with and without truncated sampling. Their memory is measured on the device."""
     measuring.dry_prefill(DECODER, 40, 16)
     for narrowed in (False, True):
         measuring.dry_decode(DECODER, 8, narrowed)
 
 
 def test_dry_passes_respect_the_position_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table of 16 positions, and a head that reads fewer numbers than a layer gives."""
+    """A table of 16 positions, and a head that reads fewer numbers than a layer returns."""
     config = OPTConfig(
         vocab_size=64, hidden_size=32, word_embed_proj_dim=16, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=16,
@@ -256,7 +262,7 @@ def test_dry_passes_respect_the_position_limit(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_memory_per_row_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sizes tell what each row takes from what all share."""
+    """Two sizes separate the memory per row from the memory that all rows share."""
     rows: list[int] = []
     monkeypatch.setattr(measuring, "dry_prefill", lambda *_: rows.append(0))
     monkeypatch.setattr(measuring, "dry_decode", lambda _, count, narrowed: rows.append(count))
@@ -267,7 +273,7 @@ def test_memory_per_row_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_sampling_counts_beside_training() -> None:
-    """Its graphs stay. The cache gives way to what drawing for so many rows takes."""
+    """Its graphs stay allocated. The cache shrinks by the memory that sampling of so many rows needs."""
     small = replace(ASKED, step_tokens=2048)
     plan = decide(replace(MEASURED, sampling=Sampling(decode=Cost(0, 2000))), small)
     assert plan.slots == 64 and dict(plan.lines)["prefills and decode steps"] == 64 * 2000
@@ -306,7 +312,7 @@ def test_inference_only_plan_has_cache_and_sampling() -> None:
     )
     plan = decide(measured, alone)
     assert plan.slots == 64 and dict(plan.lines)["prefills and decode steps"] == 5_000 + 64 * 500
-    assert decide(replace(measured, slot=11_200), alone).slots == 56, "cache, prefills and draws together fit"
+    assert decide(replace(measured, slot=11_200), alone).slots == 56, "cache, prefills and sampling fit together"
     with pytest.raises(HardwareError) as refused:
         decide(replace(measured, slot=100_000), alone)
     assert "KV cache of 8 sequences" in str(refused.value) and "one row" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""What is said of a loaded model before the first step."""
+"""Notices about a loaded model before the first step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.servers import save
 
 
 def test_model_that_does_not_fit_is_refused_with_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights, and the masters of what is trained; while training it is no bug either."""
+    """Weights, and master weights of trained ones. Out of memory during training is not a bug either."""
 
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -39,7 +39,7 @@ def test_model_that_does_not_fit_is_refused_with_settings(tmp_path: Path, monkey
 
 
 def test_cpu_runs_have_no_kernel_notice(tmp_path: Path) -> None:
-    """In no layout: the trainer of a split run says what the loop of one process does."""
+    """In both layouts: the trainer of a split run prints the notices of the loop in one process."""
     train = TrainConfig(model=str(save(small_model("qwen3"), tmp_path / "model")), device="cpu", max_steps=1)
     model = load(train)
     assert model.path.startswith("model modules: ")

@@ -1,4 +1,4 @@
-"""What a plan is asked for by a configuration, and ranks that pass together: the smallest of their plans."""
+"""The memory request of a configuration, and ranks with common passes, which use the smallest of their plans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.core.ranks import SingleProcess
 
 
 class TwoRanks(SingleProcess):
-    """This one and another with its numbers."""
+    """This rank and another one with its numbers."""
 
     def __init__(self, *other: int) -> None:
         self.other = other
@@ -20,7 +20,7 @@ class TwoRanks(SingleProcess):
 
 
 def test_ranks_with_common_passes_split_equally() -> None:
-    """Cut otherwise, one rank would wait for a pass that the others never make."""
+    """With another split, one rank would wait for a pass that the others never make."""
     mine = MemoryPlan(8, 1000, False, keys_for_token=9)
     plan = agreed(mine, TwoRanks(900, 12, 0))
     assert (plan.slots, plan.micro_batch_tokens, plan.keys_for_token, plan.recompute) == (8, 900, 9, True)

@@ -1,4 +1,4 @@
-"""Which prompts fit, without asking a tokenizer what it would take minutes over."""
+"""Which prompts fit, without slow tokenization of very long texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_prompt_of_100_mb_is_skipped_fast():
 
 
 def test_template_edge_equals_the_tokenizer():
-    """Ids one under, equal to and over the room."""
+    """Ids below, equal to and above the limit."""
     chat = Chat(character_tokenizer())
     message = [{"role": "user", "content": "x" * 20}]
     ids = len(chat.prompt_ids(message))

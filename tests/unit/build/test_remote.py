@@ -1,4 +1,4 @@
-"""From a configuration to a server's command line, and what is refused before anything loads."""
+"""From a configuration to the command line of a server, and refusals before loading."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_config_key_is_not_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_vllm_on_a_cpu_disables_chunked_prefill_by_default() -> None:
-    """It ends at the first prompt that it takes in parts and that has a seed; every request of a run has one."""
+    """vLLM fails at the first split prompt with a seed, and every request of a run has a seed."""
 
     def flags(on_cpu: bool, **arguments: Any) -> list[str]:
         infer = {"engine": "vllm", "engine_python": "/venv/bin/python", "engine_args": arguments}
@@ -122,7 +122,7 @@ def test_missing_engine_is_refused_before_loading(monkeypatch: pytest.MonkeyPatc
         check_engine(config({"engine": "vllm", "engine_python": sys.executable}), 1)
     with pytest.raises(ConfigError, match=r"orch.client.api_key_var: the environment variable NO_SUCH_KEY is not set"):
         check_engine(config({"engine": "vllm"}, orch={"client": {"api_key_var": "NO_SUCH_KEY"}}), 1)
-    # The orchestrator of a split run is on another machine, perhaps, than the server's Python and its key.
+    # The orchestrator of a split run may be on another machine than the server's Python and its key.
     check_engine(config({"engine": "vllm", "engine_python": "/p", "api_key_var": "NO_SUCH_KEY"}), 1, starts=False)
     with pytest.raises(ConfigError, match="several training processes"):
         check_engine(config({"engine": "vllm"}), 2)
@@ -164,12 +164,12 @@ def test_absent_server_is_reported_before_loading() -> None:
 def test_grpo_infer_distinguishes_a_failed_server_from_a_failed_start(
     tmp_path: Path, serves: bool, kind: type[Exception]
 ) -> None:
-    """Exit code 3 or 2, for all of a split run: the first may be continued as it is, the second has to be changed."""
+    """Exit code 3 or 2 for all processes of a split run: 3 can be resumed unchanged, 2 needs another configuration."""
     port, python = free_port(), tmp_path / "python"
     serve = f'import socket; socket.create_server(("127.0.0.1", {port})).accept(); '
     end = 'print("RuntimeError: no"); raise SystemExit(1)'
     script = f"{sys.executable} -c '{serve * serves}{end}'"
-    python.write_text(f"#!/bin/sh\ncase $1 in -m) exec {script};; esac\n", "utf-8")  # -c: asked whether it has vLLM
+    python.write_text(f"#!/bin/sh\ncase $1 in -m) exec {script};; esac\n", "utf-8")  # -c: the check whether it has vLLM
     python.chmod(0o755)
     given = {"engine": "vllm", "engine_python": str(python), "port": port, "output_dir": str(tmp_path)}
     infer = resolve_run(config({**given, "model": "org/model"})).infer.model_copy(update={"output_dir": str(tmp_path)})

@@ -1,4 +1,4 @@
-"""`orch.reward.function` scores every environment, in each of the forms of a reward function."""
+"""`orch.reward.function` scores every environment, in every form of a reward function."""
 
 from pathlib import Path
 

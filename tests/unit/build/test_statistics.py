@@ -1,4 +1,4 @@
-"""Intervals one can look up: Student's table, Wilson's formula, pass@k by counting."""
+"""Known intervals: Student's table, Wilson's formula, pass@k by counting."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_interval_matches_manual_computation():
 
 
 def test_perfect_score_has_a_wide_interval():
-    """Wilson: 8 of 8 says at least 0.676, 0 of 8 at most 0.324."""
+    """Wilson: 8 of 8 gives at least 0.676, 0 of 8 at most 0.324."""
     assert (interval([1.0] * 8).low, interval([1.0] * 8).high) == pytest.approx((0.6756, 1.0), abs=1e-4)
     assert (interval([0.0] * 8).low, interval([0.0] * 8).high) == pytest.approx((0.0, 0.3244), abs=1e-4)
 
@@ -52,13 +52,15 @@ def test_paired_difference_is_narrower_than_two_intervals():
     theirs = {n: [value] for n, value in enumerate(hard)}
     gap = difference(ours, theirs)
     assert gap.value == pytest.approx(0.055) and gap.low > 0.05
-    assert average(ours).low < average(theirs).high, "unpaired they overlap"
+    assert average(ours).low < average(theirs).high, "unpaired intervals overlap"
     assert difference(theirs, ours).value == pytest.approx(-0.055)
     assert difference({0: [1.0], 1: []}, {0: [0.5], 2: [1.0]}).prompts == 1
 
 
 def test_too_few_prompts_have_no_interval():
-    """Two rewards of 0.2 and 0.9 would have one from -3.9 to 5. Zeros and ones have Wilson's, however few."""
+    """Two rewards of 0.2 and 0.9 would have an interval from -3.9 to 5. Zeros and ones use Wilson's interval for any
+    number.
+    """
     few = interval([0.2, 0.9])
     assert few.value == pytest.approx(0.55) and math.isnan(few.low) and math.isnan(few.high)
     assert str(few) == "0.55 (too few for an interval)"

@@ -1,4 +1,4 @@
-"""After each supervised step: what is written, when it is saved, and what ends it."""
+"""Supervised steps: records, saving and ends."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_signal_saves_and_stops(run_dir: RunDir):
         os.kill(os.getpid(), signal.SIGTERM)
         assert record(2, STEP) and stop == [143]
     assert run_dir.checkpoints.steps() == [2]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "the handler of before is back"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "the previous handler is restored"
 
 
 def test_three_skipped_steps_in_a_row_end_it_with_a_checkpoint(run_dir: RunDir):

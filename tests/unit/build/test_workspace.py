@@ -1,4 +1,4 @@
-"""The order in which a run starts: reward workers fork before torch is imported and before the directory is opened."""
+"""The start order of a run: reward workers fork before torch is imported and before the directory is opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled modules are kept where Python itself would keep none, and only there."""
+"""Compiled modules are cached if Python itself would not cache them, and only then."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IMPORT = "from shoal.cli.entry import guarded; print(guarded(lambda: __import__(
 
 
 def compiled_after(tmp_path: Path, **environment: str) -> set[str]:
-    """Folders, below the test's, that have the compiled module after a command imported it."""
+    """The folders below the test's folder that contain the compiled module after a command imported it."""
     package = tmp_path / "installed" / "torch"
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").write_text("CODE = 0\n")
@@ -31,7 +31,7 @@ def compiled_after(tmp_path: Path, **environment: str) -> set[str]:
 
 def test_writable_installation_uses_pythons_cache(tmp_path: Path) -> None:
     assert compiled_after(tmp_path) == {"installed"}
-    assert compiled_after(tmp_path, PYTHONDONTWRITEBYTECODE="1") == {"installed"}, "what is there is used"
+    assert compiled_after(tmp_path, PYTHONDONTWRITEBYTECODE="1") == {"installed"}, "an existing file is used"
 
 
 def test_bytecode_goes_to_the_user_cache_if_disabled(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_user_location_is_kept(tmp_path: Path) -> None:
 
 
 def test_missing_or_untrusted_home_is_not_used(tmp_path: Path) -> None:
-    """What lies in the folder is executed: it must be this user's alone. The command runs all the same."""
+    """Files in the folder are executed, so it must belong to this user only. The command runs without it."""
     assert compiled_after(tmp_path, PYTHONDONTWRITEBYTECODE="1", XDG_CACHE_HOME="relative") == set()
     (tmp_path / "file").touch()
     assert compiled_after(tmp_path, PYTHONDONTWRITEBYTECODE="1", XDG_CACHE_HOME=str(tmp_path / "file")) == set()

@@ -1,4 +1,4 @@
-"""The commands as a user types them: help, refusals, exit codes and what they leave on disk."""
+"""The commands as a user types them: help, refusals, exit codes and files."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def test_missing_argument_has_its_help_name(argv: list[str], words: str, capsys:
 def test_partial_run_reports_missing_parts_at_once(
     verb: str, key: str, overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Not when the others have come, for whom it would wait."""
+    """Not if the others have joined, because it would wait for them."""
     (tmp_path / "mine.py").write_text("def other(): ...\n")
     assert main([verb, *overrides, f"{key}=mine.py:nope"]) == 2
     said = capsys.readouterr().err
@@ -262,14 +262,14 @@ def test_closed_pipe_is_not_an_error():
 )
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_closed_or_full_streams_are_not_bugs(shell: str, code: int, said: str, unbuffered: str):
-    """Nobody listens, or the disk is full: the exit code says which, and no crash is told."""
+    """The output is closed or the disk is full: the exit code shows it, and no crash is reported."""
     given = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     result = subprocess.run(f"{sys.executable} -m shoal {shell}", shell=True, capture_output=True, text=True, env=given)
     assert (result.returncode, result.stdout, result.stderr) == (code, "", said)
 
 
 def test_child_processes_have_streams():
-    """A child of a command whose output is closed: the first file it opened would be its output otherwise."""
+    """A child of a command with closed output. Otherwise the first file that it opens would become its output."""
     child = "import sys; sys.exit(0 if sys.stdout is not None else 3)"
     work = "import subprocess, sys; from shoal.cli.entry import guarded; "
     work += f"sys.exit(guarded(lambda: subprocess.call([sys.executable, '-c', {child!r}]), []))"

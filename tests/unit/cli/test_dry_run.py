@@ -1,4 +1,4 @@
-"""Dry runs: fast, the same printed as written, each file checked alone, and notes of what this machine lacks."""
+"""Dry runs: fast, the printed config equals the written one, files are checked separately, notes about this machine."""
 
 import resource
 import subprocess
@@ -23,7 +23,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def timed(*argv: str) -> tuple[float, subprocess.CompletedProcess[str]]:
-    """Seconds of processor time, the best of three: other work may share the machine."""
+    """Seconds of CPU time, the best of three, because other work may share the machine."""
     best, result = float("inf"), None
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -67,7 +67,7 @@ SFT = ["sft", "--model", "Qwen/Qwen3-0.6B", "--dataset", "rows.jsonl", "--max-st
 def test_dry_run_notes_what_this_machine_would_refuse(
     argv: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """It may be made where no GPU is, for a machine that has one."""
+    """A machine without a GPU can check the config of a machine with one."""
     monkeypatch.setattr("shoal.cli.dry_run.has_gpu", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')

@@ -1,4 +1,4 @@
-"""What `shoal grpo --layout split` tells each of its three processes."""
+"""The arguments of the three processes of `shoal grpo --layout split`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""report, watch, show, doctor and explain as a user types them: what they print, and how they refuse."""
+"""report, watch, show, doctor and explain as a user types them: output and refusals."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_tokens_are_colored_in_a_terminal(tint: str) -> None:
     assert first.plain == "It is red"
     colours = {str(span.style) for span in first.spans}
     if tint == "advantage":
-        assert colours != {str(span.style) for span in second.spans}, "up and down are told apart"
+        assert colours != {str(span.style) for span in second.spans}, "up and down have different colors"
     assert any("rgb(" in colour for colour in colours) and "bright_black italic" in colours
 
 
@@ -128,7 +128,7 @@ def test_port_in_use_is_detected(tmp_path: Path) -> None:
             taken.bind(("127.0.0.1", 7447))
             taken.listen()
         except OSError:
-            pass  # somebody watches a run here; then it is in use all the same
+            pass  # a run that is being watched counts as in use
         (fact,) = [fact for fact in check_machine(tmp_path) if fact.name == "port 7447"]
     assert fact.value.startswith("in use")
 

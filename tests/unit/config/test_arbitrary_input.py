@@ -1,4 +1,4 @@
-"""Whatever is in a file, an override or a row: a result, or one clear error with exit code 2."""
+"""Any content of a file, an override or a row gives a result or one clear error with exit code 2."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ KEYS = dotted_keys(SCHEMA, SCHEMA)
 
 
 def judge(work: Any) -> None:
-    """A result, or an error of ours that can be shown."""
+    """A result, or an error of Shoal that can be printed."""
     try:
         work()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Rules across keys: what is an error, what is only a notice, and what the seed's own files give."""
+"""Rules across keys: errors, notices, and the result for the files of the guides."""
 
 import json
 from functools import partial
@@ -192,7 +192,7 @@ def test_unusual_settings_give_notices(overrides: list[str], key: str):
 
 
 def test_no_needless_notices():
-    assert notices("orch.reward.scale=10") == []  # masked divides by no spread
+    assert notices("orch.reward.scale=10") == []  # masked does not divide by a standard deviation
     assert notices("train.loss.ratio_type=sequence", "orch.sampling.max_tokens=64") == []
 
 
@@ -284,7 +284,7 @@ def test_weights_of_environments_by_step():
     assert [first.weight_at(step) for step in (1, 10, 15, 20, 25, 30, 99)] == [1, 1, 0.5, 0, 2, 4, 4]
     assert [second.weight_at(step) for step in (1, 10, 12, 20, 99)] == [0, 0, 0.2, 1, 1]
     sent = json.loads(json.dumps(run(*overrides).orch.model_dump(mode="json", exclude_unset=True)))
-    assert OrchConfig.model_validate(sent).env == [first, second], "another process gets the same schedule"
+    assert OrchConfig.model_validate(sent).env == [first, second], "another process has the same schedule"
 
 
 @pytest.mark.parametrize("weight", ["0", "{}", "{-1: 2}", "{a: 1}", "{1: -1}", "{1.5: 1}", "[1]"])

@@ -1,4 +1,4 @@
-"""The JSON schema for editors: every key, the short forms, and no false alarm on a file that Shoal accepts."""
+"""The JSON schema for editors: every key, the short forms, and no false error for a file that Shoal accepts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 
 def accepts(schema: Any, value: Any, root: dict[str, Any]) -> bool:
-    """Validation by the part of JSON schema that concerns keys, types and choices."""
+    """Validation by the part of JSON schema for keys, types and choices."""
     if "$ref" in schema:
         return accepts(root["$defs"][schema["$ref"].rpartition("/")[2]], value, root)
     if "anyOf" in schema and not any(accepts(part, value, root) for part in schema["anyOf"]):

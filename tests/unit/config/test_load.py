@@ -1,4 +1,4 @@
-"""Three files, one file, overrides: the same configuration, and messages that say where."""
+"""Three files, one file and overrides give the same configuration, and messages name the location."""
 
 import subprocess
 import sys
@@ -100,7 +100,7 @@ def test_private_values_stay_private(folder: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("key", ("min_len", "seed", "level"), ids=str)
 def test_environment_argument_error_names_its_location(folder: Path, key: str):
-    """Also where some other section has a key of that name."""
+    """Even if another section has a key of this name."""
     with pytest.raises(ConfigError, match=rf"orch\.env\.0\.{key}: unknown key .* under `args`: \{{{key}: …\}}"):
         load_run("run.yaml", overrides=[f"orch.env=[{{id: reverse-text, {key}: 50}}]"])
     with pytest.raises(ConfigError, match=r"orch\.env\.0\.weigth: unknown key .*did you mean `weight`"):
@@ -154,7 +154,7 @@ def test_swapped_files_give_one_line(folder: Path):
     with pytest.raises(ConfigError, match=r"^run\.yaml:1: has the sections of a whole run; .*without --orch"):
         load_run(parts={"train": "train.yaml", "orch": "run.yaml"})
     (folder / "empty.yaml").write_text("{}\n")
-    load_section("infer", "empty.yaml", ["infer.model=m"])  # it is nobody's, and so anybody's
+    load_section("infer", "empty.yaml", ["infer.model=m"])  # a key of no section could belong to any
 
 
 def test_nearest_file_is_near_by_its_name_not_by_its_suffix(folder: Path):
@@ -190,12 +190,12 @@ def test_files_that_are_none(folder: Path, name: str):
     ],
 )
 def test_training_length_options_override_each_other(folder: Path, override: str, length: tuple):
-    """A resolved file says it twice, train.max_steps and orch.max_steps; extending a run takes one override."""
+    """A resolved file contains train.max_steps and orch.max_steps. One override extends the run."""
     (folder / "orch.yaml").write_text(ORCH + "max_steps: 3\n")
     config = load_run(parts=PARTS, overrides=[override]).config
     assert (config.train.max_steps, config.train.epochs, config.orch.max_steps) == length
     both = load_run(parts=PARTS, overrides=["train.max_steps=5", "orch.max_steps=6"]).config
-    assert (both.train.max_steps, both.orch.max_steps) == (5, 6), "what is said twice is compared, not left out"
+    assert (both.train.max_steps, both.orch.max_steps) == (5, 6), "repeated values are compared, not omitted"
 
 
 def test_missing_section_names_its_required_key():

@@ -1,4 +1,4 @@
-"""How a problem is put into words, and which values are never shown."""
+"""The text of a problem, and values that are never shown."""
 
 import pytest
 

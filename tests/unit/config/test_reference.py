@@ -1,4 +1,4 @@
-"""The generated page: current, and with a line for every key."""
+"""The generated page is up to date and has a line for every key."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Derived defaults, the text of config.yaml, and what a resume may change."""
+"""Derived defaults, the text of config.yaml, and changes that a resume allows."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_derived_defaults():
     assert config.orch.sampling.seed == 5
     assert config.orch.max_off_policy_steps == 2
     assert config.infer.max_num_seqs == 32
-    assert run("orch.batch_size=1024").infer.max_num_seqs == 1024, "the memory plan lowers it where needed"
+    assert run("orch.batch_size=1024").infer.max_num_seqs == 1024, "the memory plan lowers it if needed"
     assert config.infer.model == config.orch.model.name == "m"
     assert config.orch.max_steps == 8
     assert config.train.save_steps == 10

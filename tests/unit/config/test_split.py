@@ -1,4 +1,4 @@
-"""Three sections put together where their processes meet: the same judgement as of one file, secrets left out."""
+"""Three sections checked together: the same result as for one file, without secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML 1.2 numbers and words, lines of keys, variables, and texts that must be refused."""
+"""YAML 1.2 numbers and words, line numbers of keys, variables, and texts that must be refused."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Parts for the loop's tests: letters as tasks, groups with given rewards, a runner that finishes in any order."""
+"""Parts for tests of the loop: letters as tasks, groups with given rewards, a runner that finishes in any order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rewards = Callable[[Prompt], Sequence[float | None]]
 
 
 class Letters(SingleTurn):
-    """Task i asks for the number i; `long` ones have text that does not fit."""
+    """Task i asks for the number i. Tasks in `long` have text that does not fit."""
 
     def __init__(self, size: int, name: str = "letters", long: Sequence[int] = (), size_eval: int = 0) -> None:
         self.name = name
@@ -63,7 +63,7 @@ def make_prompt(index: int = 0, epoch: int = 0, env: str = "letters") -> Prompt:
 def make_group(
     prompt: Prompt, rewards: Sequence[float | None], version: int = 0, turn: Turn | None = None
 ) -> RolloutGroup:
-    """One rollout a reward; None is a rollout whose reward failed."""
+    """One rollout per reward. None is a rollout whose reward failed."""
     rollouts = []
     for index, reward in enumerate(rewards):
         status = "ok" if reward is not None else "error"
@@ -76,12 +76,12 @@ def make_group(
 
 @dataclass
 class ShuffledRunner:
-    """Answers each prompt after a random number of turns of the event loop, so groups finish in any order."""
+    """Finishes each prompt after a random number of iterations of the event loop, so groups finish in any order."""
 
     rewards: Rewards
     seed: int = 0
     slowest: int = 12
-    version: int = 0  # what the sampler serves; the test syncs it as the loop would
+    version: int = 0  # the version that the sampler serves; the test syncs it like the loop
     dispatched: list[Prompt] = field(default_factory=list)
     finished: list[Prompt] = field(default_factory=list)
 

@@ -1,7 +1,7 @@
-"""Each loss and its gradient once more, token by token in float64 with no torch, written from the formulas alone.
+"""Each loss and its gradient, token by token in float64 without torch, written from the formulas alone.
 
-Every function takes a row of plain numbers and returns (loss [T], d loss / d lp [T]); no token's loss has a gradient
-by another token's log-prob.
+Every function takes a row of plain numbers and returns (loss [T], d loss / d lp [T]). The loss of a token has no
+gradient with respect to the log-prob of another token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PlainRow:
         return sum(values(t) for t in tokens) / len(tokens)
 
 
-Pair = tuple[float, float]  # value, derivative by lp
+Pair = tuple[float, float]  # value, derivative with respect to lp
 Result = tuple[np.ndarray, np.ndarray]
 
 
@@ -148,7 +148,7 @@ def decoupled(
 
 
 def dropped_by_masked(row: PlainRow, **given: float | str) -> tuple[np.ndarray, np.ndarray]:
-    """Which trained tokens `masked` drops one by one, and which with their rollout."""
+    """Which trained tokens `masked` drops individually, and which with their rollout."""
     bounds = {
         "token_mask_low": 0.125, "token_mask_high": 8.0, "geo_mask_low": 0.1, "geo_mask_high": 10.0,
         "sequence_mask_low": 0.0, "sequence_mask_high": 100.0, **given,
@@ -260,7 +260,9 @@ def correction(row: PlainRow, kind: str, cap: float = 5.0, level: str = "token",
 
 
 def entropy_of(logits: np.ndarray) -> tuple[float, np.ndarray]:
-    """Entropy of softmax(logits), and its derivative by the logits: -p · (log p + H). Excluded ids are -inf."""
+    """Entropy of softmax(logits), and its derivative with respect to the logits: -p · (log p + H). Excluded ids are
+    -inf.
+    """
     finite = [x for x in logits.tolist() if x > -math.inf]
     log_total = max(finite) + math.log(sum(math.exp(x - max(finite)) for x in finite))
     entropy = -sum(math.exp(x - log_total) * (x - log_total) for x in finite)
@@ -290,7 +292,7 @@ def standardised(values: list[float], eps: float = 1e-6) -> list[float]:
 
 
 def gdpo(groups: list[list[dict[str, float]]], weights: dict[str, float], rescale: bool) -> list[list[float]]:
-    """Each rollout is its parts."""
+    """Each rollout is a list of its parts."""
     sums = []
     for group in groups:
         columns = {name: standardised([rollout[name] for rollout in group]) for name in group[0]}
@@ -302,7 +304,7 @@ def gdpo(groups: list[list[dict[str, float]]], weights: dict[str, float], rescal
 
 
 def per_turn(group: list[list[float]], discount: float | None) -> list[list[float]]:
-    """Rewards per turn of each rollout → advantages per turn. With a discount, of the returns from each turn on."""
+    """Rewards per turn of each rollout → advantages per turn. With a discount: of the returns from each turn on."""
     if discount is not None:
         group = [[sum(discount ** (j - k) * r[j] for j in range(k, len(r))) for k in range(len(r))] for r in group]
     result = [[0.0] * len(rollout) for rollout in group]
@@ -314,7 +316,7 @@ def per_turn(group: list[list[float]], discount: float | None) -> list[list[floa
 
 
 def with_teacher(row: PlainRow, teacher: np.ndarray, tau: float, reward_weight: float) -> PlainRow:
-    """The row with the advantages that a teacher gives it, for the losses that have no term of their own."""
+    """The row with the advantages that include the teacher, for losses without a teacher term."""
     gaps = [min(max(float(teacher[t] - row.old[t]), -20.0), 20.0) if row.m[t] else 0.0 for t in range(len(row.m))]
     return replace(row, a=np.array([reward_weight * a + tau * gap for a, gap in zip(row.a, gaps, strict=True)]))
 

@@ -1,4 +1,4 @@
-"""Random packed rows for the tests: sequences interleaved at will, and garbage wherever the mask is false."""
+"""Random packed rows for tests: interleaved sequences, and random values where the mask is false."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GARBAGE = np.array([np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0])
 
 
 def random_row(seed: int, tokens: int = 48, sequences: int = 5, drift: float = 0.7) -> PlainRow:
-    """`drift` is how far the four policies lie apart, in nats. The last sequence has no trained token."""
+    """`drift` is the distance between the four policies, in nats. The last sequence has no trained token."""
     rng = np.random.default_rng(seed)
     seq = rng.integers(0, sequences, tokens)
     mask = (rng.random(tokens) < 0.75) & (seq != sequences - 1)
@@ -34,7 +34,7 @@ def random_row(seed: int, tokens: int = 48, sequences: int = 5, drift: float = 0
 
 
 def with_garbage(row: PlainRow, seed: int) -> PlainRow:
-    """The same row with other values wherever nothing is trained, sequence ids included."""
+    """The same row with other values at all untrained positions, including sequence ids."""
     rng = np.random.default_rng(seed)
 
     def spoil(values: np.ndarray) -> np.ndarray:
@@ -47,7 +47,7 @@ def with_garbage(row: PlainRow, seed: int) -> PlainRow:
 
 
 def to_inputs(row: PlainRow, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, LossInputs]:
-    """The leaf that gradients arrive at, and the inputs made from it."""
+    """The leaf tensor that receives gradients, and the inputs made from it."""
     leaf = torch.tensor(row.lp, dtype=dtype, requires_grad=True)
     inputs = LossInputs(
         policy_logprobs=leaf,

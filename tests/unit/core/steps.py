@@ -15,7 +15,7 @@ VOCABULARY = 7
 def make_sample(
     rollout_id: str, group_id: str, mask: list[bool], rng: np.random.Generator, prompt: Sequence[int] = ()
 ) -> Sample:
-    """Random tokens, but for those of `prompt` at the start, as many as there is room for."""
+    """Random tokens after those of `prompt`, of which as many as fit are at the start."""
     size = len(mask)
     trained = np.array([False, *mask[1:]])
     return Sample(
@@ -31,7 +31,7 @@ def make_sample(
 
 @st.composite
 def steps(draw: st.DrawFn, longest: int = 8) -> list[list[Sample]]:
-    """Groups of rollouts, a rollout being one to three samples; some have nothing to train, most begin alike."""
+    """Groups of rollouts with one to three samples each. Some have no trained tokens, and most share a prefix."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     masks = st.lists(st.booleans(), min_size=1, max_size=longest)
     rollouts = []
@@ -48,7 +48,7 @@ def random_step(seed: int, groups: int = 4, size: int = 3) -> list[list[Sample]]
     rng = np.random.default_rng(seed)
     rollouts = []
     for group in range(groups):
-        prompt = rng.integers(0, VOCABULARY, group).tolist()  # the first group has nothing in common
+        prompt = rng.integers(0, VOCABULARY, group).tolist()  # the first group shares no prefix
         for index in range(size):
             pieces = 1 + int(rng.random() < 0.3)
             shapes = [

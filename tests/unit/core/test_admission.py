@@ -1,4 +1,6 @@
-"""The admission rule by hand, and as a property: never too far ahead, never stuck, everything settled once."""
+"""The admission rule by manual computation and as a property: never too far ahead, no deadlock, every group settled
+once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from shoal.core.admission import Admission
 
 
 def dispatch_all(admission: Admission, version: int) -> int:
-    """Groups the rule lets out now."""
+    """Groups that the rule allows now."""
     count = 0
     while admission.allows(version):
         admission.dispatch()
@@ -26,14 +28,14 @@ def settle_all(admission: Admission, accepted: bool = True) -> None:
 
 
 def test_synchronous_by_hand():
-    """B = 8, G = 4: two groups a step, none of the next before this one is trained."""
+    """B = 8, G = 4: two groups per step, and none of the next step before this one is trained."""
     admission = Admission(batch=8, group=4)
     assert admission.synchronous and admission.groups_per_step == 2
     assert dispatch_all(admission, version=0) == 2
     admission.settle(accepted=True)
     assert not admission.allows(0), "an accepted group still counts"
     admission.settle(accepted=False)
-    assert dispatch_all(admission, version=0) == 1, "a dropped one is refilled"
+    assert dispatch_all(admission, version=0) == 1, "a dropped group is replaced"
     admission.settle(accepted=True)
     assert not admission.allows(0)
     assert dispatch_all(admission, version=1) == 2
@@ -41,7 +43,7 @@ def test_synchronous_by_hand():
 
 @pytest.mark.parametrize(
     ("version", "groups"),
-    # N = 3: at version 0 three steps may be drawn at once; the next three only when version 3 is out.
+    # N = 3: at version 0 three steps may be sampled at once, and the next three only at version 3.
     [(0, 6), (1, 0), (2, 0), (3, 6), (4, 0), (6, 6)],
 )
 def test_windows_of_three(version: int, groups: int):
@@ -54,7 +56,7 @@ def test_windows_of_three(version: int, groups: int):
 
 @pytest.mark.parametrize(
     ("interval", "level", "steps"),
-    # Two groups per step: the step that each group at version 0 is dispatched for, then the one after.
+    # Two groups per step: the step that each group at version 0 is dispatched for, then the next.
     [(1, 0, [1, 1, 1]), (3, 0, [1, 1, 2, 2, 3, 3, 3]), (1, 2, [1, 1, 2, 2, 3, 3, 3])],
 )
 def test_group_belongs_to_its_step(interval: int, level: int, steps: list[int]):
@@ -64,7 +66,7 @@ def test_group_belongs_to_its_step(interval: int, level: int, steps: list[int]):
         admission.dispatch()
     assert [*found, admission.step_of_next(0)] == steps
     settle_all(admission)
-    assert admission.step_of_next(4) == 5, "a place that a stale group left empty belongs to the present step"
+    assert admission.step_of_next(4) == 5, "the place of a stale group belongs to the present step"
 
 
 def test_windows_sync_at_their_start_only():
@@ -74,7 +76,7 @@ def test_windows_sync_at_their_start_only():
 
 
 def test_never_syncing():
-    """N = 0: only version 0 is served, a step is drawn at a time, and nothing is ever stale."""
+    """N = 0: only version 0 is served, steps are sampled one at a time, and nothing is stale."""
     admission = Admission(batch=8, group=4, interval=0)
     assert not admission.synchronous
     assert [version for version in range(50) if admission.syncs_at(version)] == [0]
@@ -85,7 +87,7 @@ def test_never_syncing():
 
 
 def test_async_level_runs_ahead():
-    """O = 2: at version v, the steps v, v + 1 and v + 2 may be drawn."""
+    """O = 2: at version v, the steps v, v + 1 and v + 2 may be sampled."""
     admission = Admission(batch=8, group=4, async_level=2)
     assert dispatch_all(admission, 0) == 6
     settle_all(admission)
@@ -123,7 +125,7 @@ def test_returned_groups_free_their_places():
     seed=st.integers(0, 2**32),
 )
 def test_asynchronous_admission_is_bounded_and_never_deadlocks(groups, size, interval, level, drop, seed):
-    """Groups finish in random order and some are dropped; after every event the rule still holds."""
+    """Groups finish in random order and some are dropped. The rule holds after every event."""
     rng = random.Random(seed)
     admission = Admission(groups * size, size, interval, level)
     version, running, ready, settled, dispatched = 0, [], 0, 0, 0
@@ -138,7 +140,7 @@ def test_asynchronous_admission_is_bounded_and_never_deadlocks(groups, size, int
             ready -= groups
             version += 1
             continue
-        assert running, "too few groups are ready and none is out: stuck"
+        assert running, "too few groups are ready and none is running: deadlock"
         running.pop(rng.randrange(len(running)))
         kept = rng.random() >= drop
         admission.settle(accepted=kept)

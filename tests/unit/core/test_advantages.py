@@ -1,4 +1,4 @@
-"""The normaliser, by hand and against the relations between the named estimators."""
+"""The normaliser, by manual computation and by relations between the named estimators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling that runs ahead: what goes on during an evaluation, under which noise, what is dropped, where it ends."""
+"""Asynchronous sampling: work during an evaluation, the noise of rollouts, dropped groups, and the last step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ HALF_NOISY = noise_schedule(0.05, 0.05, stages=2, total_steps=6)  # versions 3, 
 
 
 class Watched(World):
-    """A world that notes which noise each rollout met on its way, and what else was out during each evaluation."""
+    """Records the noise of each rollout, and the rollouts that run during each evaluation."""
 
     def __init__(self, path: Path, plan: Plan) -> None:
         super().__init__(path, plan)
-        self.met: set[tuple[int, float]] = set()  # versions rollouts were drawn by, with the noise on them
+        self.met: set[tuple[int, float]] = set()  # versions that sampled rollouts, with their noise
         self.out = 0
         self.out_in_evaluations: list[int] = []
 
@@ -55,24 +55,24 @@ def watched(path: Path, level: int, noise: Callable[[int], float] | None) -> Wat
 def test_noise_free_evaluation_does_not_block_sampling(tmp_path: Path, level: int):
     world = watched(tmp_path, level, None)
     during = world.out_in_evaluations  # two prompts each, after steps 2, 4 and 6
-    # Later everything up to the last step may be in already.
-    assert len(during) == 6 and max(during[:2]) > 0, "groups were out while the model was evaluated"
-    assert during[4:] == [0, 0], "after the last step nothing is sampled for nobody"
+    # Later, all groups up to the last step may have finished.
+    assert len(during) == 6 and max(during[:2]) > 0, "groups were running during the evaluation"
+    assert during[4:] == [0, 0], "after the last step nothing is sampled"
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])  # at 3, the last groups go out before the noise comes
+@pytest.mark.parametrize("level", [0, 1, 2])  # at 3, the last groups finish before the noise is applied
 def test_rollouts_in_flight_keep_the_noise_of_their_version(tmp_path: Path, level: int):
-    """An evaluation takes the noise off; whatever runs ahead is finished before it does."""
+    """An evaluation removes the noise, so rollouts in flight finish before it starts."""
     world = watched(tmp_path, level, HALF_NOISY)
     assert world.met == {(version, HALF_NOISY(version + 1)) for version, _ in world.met}
-    assert {sigma for _, sigma in world.met} == {0.0, 0.05}, "rollouts were drawn with and without noise"
-    assert (4, 0.0) in world.engine.loads and (4, 0.05) in world.engine.loads, "the evaluation was without it"
-    assert world.out_in_evaluations[2:4] == [0, 0], "version 4 is noisy, so its evaluation had the sampler alone"
+    assert {sigma for _, sigma in world.met} == {0.0, 0.05}, "rollouts were sampled with and without noise"
+    assert (4, 0.0) in world.engine.loads and (4, 0.05) in world.engine.loads, "the evaluation had no noise"
+    assert world.out_in_evaluations[2:4] == [0, 0], "version 4 is noisy, so its evaluation used the sampler alone"
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_step_is_recorded_while_the_next_is_sampled(tmp_path: Path, lockstep: bool):
-    """The first two groups of a step are with the sampler before the step before it is on disk, under its weights."""
+    """The first two groups of a step are sampled before the previous step is on disk, with its weights."""
     out: list[tuple[int, int]] = []
     world = World(tmp_path, Plan(group_waits=lambda prompt: out.append((prompt.index, world.engine.version))))
     begun: list[int] = []
@@ -84,7 +84,7 @@ def test_step_is_recorded_while_the_next_is_sampled(tmp_path: Path, lockstep: bo
     ordinary, world.run_dir.write_rollouts = world.run_dir.write_rollouts, write_and_count  # type: ignore[method-assign]
     world.loop.parts.collector._rules = GroupRules(lockstep=lockstep)
     assert world.run() == "finished"
-    # After the second a checkpoint is written first, which takes the device; after the fourth no step comes.
+    # After the second step a checkpoint is written first, which uses the device. After the fourth there is no step.
     assert begun == ([0] * 4 if lockstep else [2, 0, 2, 0])
     assert [version for _, version in out] == [0, 0, 1, 1, 2, 2, 3, 3]
 
@@ -107,7 +107,9 @@ def test_no_prompts_are_drawn_after_the_last_step(tmp_path: Path, plan: Plan, st
 
 
 def test_early_failure_of_a_prompt_keeps_earlier_steps(tmp_path: Path):
-    """The third step's first prompt raises while the second is written down: the second is on disk, then it is told."""
+    """The third step's first prompt raises while the second step is recorded: the record is completed, then the error
+    is raised.
+    """
     world = World(tmp_path, Plan(settings=LoopSettings(4, SaveCadence(100))))
     stream, drawn = world.loop.parts.stream, []
     ordinary = stream.next
@@ -151,7 +153,7 @@ def test_draining_has_a_deadline_and_loses_nothing():
 
 @pytest.mark.parametrize(("interval", "level"), [(1, 0), (1, 1), (1, 4), (3, 0), (2, 2), (0, 1)])
 def test_no_groups_are_sampled_beyond_the_last_step(interval: int, level: int):
-    """Five steps of two groups: ten groups are drawn, however far ahead sampling may run, and every step is full."""
+    """Five steps of two groups: ten groups are sampled at any level, and every step is full."""
     collector, runner = make_collector(mixed, Admission(4, 2, interval, level, last_step=5))
 
     async def run() -> list[int]:
@@ -167,7 +169,7 @@ def test_no_groups_are_sampled_beyond_the_last_step(interval: int, level: int):
 
 
 def test_stale_groups_are_named(tmp_path: Path):
-    """Windows of three with one version of age allowed: the third step of a window finds its groups too old."""
+    """Windows of three with a maximum age of one version: groups of the third step of a window are stale."""
     plan = Plan(admission=Admission(4, 2, 3, 0, 1), settings=LoopSettings(3, SaveCadence(9)))
     world = World(tmp_path, plan)
     world.run()
@@ -179,7 +181,7 @@ def test_stale_groups_are_named(tmp_path: Path):
 
 
 def test_late_group_is_dropped_on_arrival(tmp_path: Path):
-    """Level 1, and the first group needs three steps: the versions went on, and what is too old is not trained."""
+    """Level 1, and the first group needs three steps: it is stale when it finishes, and is not trained."""
     gate = asyncio.Event()
     slow: list[str] = []
 

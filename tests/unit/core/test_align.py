@@ -1,4 +1,4 @@
-"""Identity 9: N-1 trainer log-probs and N sampler log-probs speak of the same tokens."""
+"""N-1 trainer log-probs and N sampler log-probs refer to the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes with the step: noise stages, temperature, saving and evaluating."""
+"""Settings that change with the step: noise stages, temperature, saving and evaluation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def temperature(start: float, end: float, total_steps: int, schedule: str = "lin
 
 
 def test_noise_of_the_quickstart():
-    """40 steps, N = 10: four steps each of the ten values."""
+    """40 steps, N = 10: four steps with each of the ten values."""
     schedule = noise_schedule(5e-2, 5e-4, 10, total_steps=40)
     wanted = [sigma for sigma in SEED_EXAMPLE for _ in range(4)]
     assert [schedule(step) for step in range(1, 41)] == pytest.approx(wanted, abs=5e-5)

@@ -1,4 +1,4 @@
-"""The collector: what enters a step, in which order, what is dropped and why, and that nothing is lost or doubled."""
+"""The collector: groups of a step, their order, dropped groups and reasons, and that each group is settled once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TIMEOUT_S = 20
 
 
 def steps_of(collector: Collector, runner: ShuffledRunner, steps: int, first: int = 0) -> list[CollectedGroups]:
-    """Collect `steps` steps, syncing the runner's version where the loop would."""
+    """Collect `steps` steps and sync the runner's version as the loop does."""
 
     async def run() -> list[CollectedGroups]:
         collected = []
@@ -63,7 +63,7 @@ def test_synchronous_steps_are_in_prompt_order_whatever_finishes_first(seed: int
     order = {p.group_id: i for i, p in enumerate(expected)}
     for step in steps:
         places = [order[group_id] for group_id in ids(step.dropped)]
-        assert places == sorted(places), "dropped groups too: they are summed into the metrics"
+        assert places == sorted(places), "including dropped groups, which the metrics contain"
     assert [p.group_id for p in runner.finished] != [p.group_id for p in runner.dispatched], "the order was shuffled"
 
 
@@ -96,7 +96,9 @@ def test_group_is_solved_at_the_highest_reward_of_its_environment(reward: float,
 
 @pytest.mark.parametrize("max_refill", [0, 1, 3])
 def test_refills_are_bounded_and_the_next_step_starts_afresh(max_refill: int):
-    """All groups flat: a step draws its groups and so many batches more, then goes on with none."""
+    """All groups have zero variance: a step samples its groups and a limited number of further batches, then continues
+    with none.
+    """
     collector, runner = make_collector(lambda _: [0.0, 0.0], Admission(8, 2), GroupRules(max_refill=max_refill))
     steps = steps_of(collector, runner, 3)
     assert [len(step.kept) for step in steps] == [0, 0, 0]
@@ -104,7 +106,7 @@ def test_refills_are_bounded_and_the_next_step_starts_afresh(max_refill: int):
 
 
 def test_short_step_does_not_affect_later_steps():
-    """Step 1 stays short, since its refills are spent; from step 2 on everything is full again."""
+    """Step 1 stays short because its replacements are used up. From step 2 on all steps are full."""
     drawn: list[Prompt] = []
 
     def rewards(prompt: Prompt) -> Sequence[float]:
@@ -135,7 +137,7 @@ def test_kept_uniform_groups_are_trained_but_unscored_ones_are_not():
 
 
 def test_zero_variance_kind_uses_the_raw_reward():
-    """Shaping may move a solved prompt's reward anywhere; solved is what the environment says."""
+    """Shaping changes the reward of a solved prompt. The environment defines the reward of a solved prompt."""
 
     async def run_group(prompt: Prompt) -> RolloutGroup:
         group = make_group(prompt, [-3.0, -3.0])
@@ -164,7 +166,7 @@ def test_user_filter_receives_only_mixed_groups():
 
 
 def test_replacing_zero_variance_groups_is_reported() -> None:
-    """Every third group has equal rewards; without replacement nothing is reported."""
+    """Every third group has equal rewards. Without replacement nothing is reported."""
     reports: list[tuple[int, float]] = []
 
     async def collect(rules: GroupRules) -> CollectedGroups:
@@ -186,7 +188,7 @@ def test_replacing_zero_variance_groups_is_reported() -> None:
 
 
 def test_stale_groups_are_dropped_before_training():
-    """O = 3 but only one version back allowed: what ran ahead too far is drawn again."""
+    """O = 3, but a maximum age of one version: groups sampled too far ahead are sampled again."""
     admission = Admission(4, 2, async_level=3, max_off_policy_steps=1)
     collector, runner = make_collector(mixed, admission)
     steps = steps_of(collector, runner, 5)
@@ -247,7 +249,7 @@ def test_stop_request_ends_the_wait_at_once():
 
 @pytest.mark.parametrize(("interval", "level"), [(1, 0), (2, 0), (0, 0), (1, 1), (3, 2)])
 def test_state_survives_json_and_nothing_is_lost_or_doubled(interval: int, level: int):
-    """Stop after three steps with groups ready and prompts out, continue in a new collector from JSON alone."""
+    """Stop after three steps with groups ready and prompts running, and continue in a new collector from JSON alone."""
 
     async def begin() -> tuple[bytes, dict, list[CollectedGroups]]:
         collector, runner = make_collector(every_third_flat, Admission(8, 2, interval, level), seed=3)
@@ -270,7 +272,9 @@ def test_state_survives_json_and_nothing_is_lost_or_doubled(interval: int, level
     runner.version = 0 if interval == 0 else 3
     again = [msgspec.convert(prompt, Prompt).group_id for prompt in decoded["again"]]
     after = steps_of(collector, runner, 4, first=3)
-    assert [p.group_id for p in runner.dispatched][: len(again)] == again, "what was out is drawn first, in order"
+    assert [p.group_id for p in runner.dispatched][: len(again)] == again, (
+        "prompts that were running are sampled first, in order"
+    )
     trained = [group_id for step in [*before, *after] for group_id in ids(step.kept)]
     assert max(Counter(trained).values()) == 1
     assert [len(step.kept) for step in [*before, *after]] == [4] * 7
@@ -284,7 +288,7 @@ def test_state_survives_json_and_nothing_is_lost_or_doubled(interval: int, level
 
 
 def test_ready_groups_round_trip_whole():
-    """Every field a step needs later: tokens, log-probs, spans, rewards, kept ids."""
+    """Every field that a step needs later: tokens, log-probs, spans, rewards, kept ids."""
 
     async def run_group(prompt: Prompt) -> RolloutGroup:
         group = make_group(prompt, [0.25, 1.0], version=0)
@@ -326,7 +330,7 @@ def test_every_dispatched_group_is_settled_exactly_once(
     flat: int,
     seed: int,
 ):
-    """Any mode, any share of flat groups, any order: each group is in exactly one step, or still out or ready."""
+    """Any mode, share of zero-variance groups and order: each group is in exactly one step, or running or ready."""
     admission = Admission(groups * 2, 2, interval, level)
     rules = GroupRules(uniform, max_refill, deadline_s=TIMEOUT_S)
     collector, runner = make_collector(
@@ -348,7 +352,7 @@ def test_every_dispatched_group_is_settled_exactly_once(
         if uniform == "keep" or flat == 0:
             assert len(step.kept) == groups
         elif uniform == "refill" and len(step.kept) < groups:
-            assert len(step.dropped) >= max_refill * groups, "a short step has spent its refills"
+            assert len(step.dropped) >= max_refill * groups, "a short step has used up its replacements"
 
 
 @settings(max_examples=80, deadline=None)
@@ -363,7 +367,7 @@ def test_every_dispatched_group_is_settled_exactly_once(
 def test_replacements_ahead_change_neither_the_steps_nor_the_cursor(
     groups: int, max_refill: int, share: float, lockstep: bool, seed: int, restart: int
 ):
-    """Any share of useful groups, any order of completion, a resume anywhere: as if groups ran one after another."""
+    """Any share of useful groups, order of completion and resume: the result of groups that run one after another."""
     chooser = random.Random(seed)
     useful = [chooser.random() < share for _ in range(1000)]
     rewards = lambda prompt: [0.0, 1.0] if useful[prompt.index] else [1.0, 1.0]  # noqa: E731
@@ -380,7 +384,7 @@ def test_replacements_ahead_change_neither_the_steps_nor_the_cursor(
         collector, runner = make_collector(rewards, Admission(groups * 2, 2, last_step=5), rules, seed)
         found = []
         for version in range(5):
-            if version == restart:  # in the middle of the early dispatch, from what a checkpoint holds
+            if version == restart:  # during the early dispatch, from the content of a checkpoint
                 collector.begin(version)
                 cursor, state = collector._stream.state(), msgspec.json.encode(collector.state())
                 await collector.cancel()
@@ -400,10 +404,10 @@ def test_replacements_ahead_change_neither_the_steps_nor_the_cursor(
 
 
 def test_replacements_are_dispatched_before_they_are_needed():
-    """With one useful group in three, a step of 8 groups needs few rounds, and its surplus is cancelled."""
+    """With one useful group in three, a step of 8 groups needs few rounds, and surplus groups are cancelled."""
 
     class Rounds:
-        """All groups that run end together, so that each round is one wait for the engine."""
+        """All running groups end together, so each round is one wait for the engine."""
 
         def __init__(self) -> None:
             self.out: list[tuple[Prompt, asyncio.Future[RolloutGroup]]] = []
@@ -441,12 +445,12 @@ def test_replacements_are_dispatched_before_they_are_needed():
         return rounds, surplus, runner.cancelled
 
     rounds, surplus, cancelled = asyncio.run(run())
-    assert sum(rounds[1:]) < 1.5 * len(rounds[1:]), "hardly more rounds of the engine than its groups take"
+    assert sum(rounds[1:]) < 1.5 * len(rounds[1:]), "hardly more rounds of the engine than its groups need"
     assert surplus >= cancelled > 0
 
 
 def test_group_of_one_is_kept_for_batch_statistics():
-    """Nothing can be compared within it; only a rollout without a score is set aside."""
+    """It has nothing to compare with. Only a rollout without a reward is dropped."""
 
     def rewards(prompt: Prompt) -> Sequence[float | None]:
         return [None] if prompt.index % 2 else [1.0]
@@ -458,7 +462,9 @@ def test_group_of_one_is_kept_for_batch_statistics():
 
 
 def test_waiting_cost_does_not_depend_on_groups_in_flight():
-    """They end one by one, and the collector looks at that one: ten times as many cost ten times as much in all."""
+    """Groups finish one by one, and the collector handles one at a time: ten times as many groups cost ten times as
+    much.
+    """
 
     def cpu_s_a_group(groups: int) -> float:
         out: list[asyncio.Future[RolloutGroup]] = []
@@ -475,7 +481,7 @@ def test_waiting_cost_does_not_depend_on_groups_in_flight():
             before = time.process_time()
             for future in out:
                 future.set_result(make_group(make_prompt(), [0.0, 1.0]))
-                for _ in range(6):  # turns in which the collector wakes, settles it and waits again
+                for _ in range(6):  # iterations in which the collector wakes, settles the group and waits again
                     await asyncio.sleep(0)
             assert len((await collecting).kept) == groups
             return (time.process_time() - before) / groups
@@ -483,4 +489,4 @@ def test_waiting_cost_does_not_depend_on_groups_in_flight():
         return asyncio.run(run())
 
     cpu_s_a_group(100)
-    assert cpu_s_a_group(3000) < 6 * cpu_s_a_group(300)  # looking at all of them each time: over ten
+    assert cpu_s_a_group(3000) < 6 * cpu_s_a_group(300)  # checking all groups each time: over ten

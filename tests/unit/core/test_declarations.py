@@ -1,4 +1,4 @@
-"""A loss is one declaration: what refuses a value, what a page shows and what a recipe takes comes from its class."""
+"""A loss is one declaration: validation, documentation and the recipe's config objects are derived from its class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVERY_PARAMETER = {name: info for loss in BUILT_IN for name, info in loss.parame
 
 
 def refused(given: dict) -> list[str]:
-    """The keys that are refused when this is written under `train.loss`."""
+    """The keys that are refused for this content of `train.loss`."""
     try:
         LOSS.validate_python(given)
     except ValidationError as error:
@@ -99,7 +99,7 @@ def test_values_that_cannot_work_are_refused(name: str, given: dict, parameter: 
 
 def test_valid_parameters_are_accepted() -> None:
     assert refused({"ratio_type": "sequence", "sequence_clip_high": 5.0}) == []
-    assert refused({"ratio_type": "token", "sequence_clip_high": 10.0}) == []  # the default, as config.yaml has it
+    assert refused({"ratio_type": "token", "sequence_clip_high": 10.0}) == []  # the default, as in config.yaml
     assert refused({"type": "cispo", "ratio_low": 1.0}) == []
 
 
@@ -178,7 +178,7 @@ print("one file")
 
 
 def test_new_loss_touches_one_file() -> None:
-    """A class added to losses.py, and to nothing else, can be configured, documented, checked and trained."""
+    """A class in losses.py alone can be configured, documented, checked and trained."""
     result = subprocess.run([sys.executable, "-c", WITH_ONE_MORE], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.strip() == "one file"

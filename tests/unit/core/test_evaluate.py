@@ -1,4 +1,4 @@
-"""Held-out evaluation: the same prompts and rollouts every time, summed up by hand."""
+"""Held-out evaluation: the same prompts and rollouts every time, compared with manual sums."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_summary_by_hand():
 
 
 def test_pass_at_k_goes_by_the_raw_reward():
-    """A reward scaled for training says nothing about who solved what."""
+    """A reward scaled for training does not show which prompts were solved."""
     group = make_group(make_prompt(0), [1.0, 0.0])
     for rollout in group.rollouts:
         assert rollout.reward is not None
@@ -90,7 +90,7 @@ def test_evaluation_past_its_deadline_names_the_environment():
 
 
 def test_slow_evaluation_with_progress_meets_its_deadline():
-    """Ten groups, one after another, each well within the deadline and all together far beyond it."""
+    """Ten groups, one after another, each within the deadline and all together far beyond it."""
     turn = asyncio.Semaphore(1)
 
     async def slowly(prompt: Prompt, size: int, sampling: SamplingParams) -> RolloutGroup:

@@ -1,4 +1,4 @@
-"""The identities every loss must hold. Splits and ranks are in tests/unit/batching, parameters in test_declarations."""
+"""Identities of every loss. Splits and ranks are in test_invariance.py, parameters in test_declarations.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_PULL: dict[str, dict] = {"dro": {"quad_beta": 0.0}, "dppo": {"kl_tau": 0.0}}
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_on_policy_gradient_is_minus_advantage(name: str) -> None:
-    """1. lp = old = inf: REINFORCE, whichever loss."""
+    """lp = old = inf: REINFORCE for every loss."""
     row = random_row(0)
     row = replace(row, lp=row.inf, old=row.inf)
     leaf, inputs = to_inputs(with_garbage(row, 1))
@@ -39,7 +39,7 @@ def test_on_policy_gradient_is_minus_advantage(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("normaliser", [AdvantageNormalizer(), AdvantageNormalizer(std="none", leave_one_out=True)])
 def test_uniform_rewards_give_no_gradient(name: str, normaliser: AdvantageNormalizer) -> None:
-    """2. Exactly zero, off policy too; .1 is a reward whose mean over three rounds away from it."""
+    """Exactly zero, also off-policy. The mean of three rewards of .1 is not exactly .1 in floating point."""
     row = random_row(1, sequences=3)
     advantages = normaliser.estimate([[0.1, 0.1, 0.1]])[0]
     row = replace(row, a=np.array(advantages)[row.seq])
@@ -52,7 +52,7 @@ def test_uniform_rewards_give_no_gradient(name: str, normaliser: AdvantageNormal
 @pytest.mark.parametrize("correction", CORRECTED)
 @pytest.mark.parametrize("name", LOSSES)
 def test_masked_tokens_have_no_influence(name: str, correction: str) -> None:
-    """4. Two rows that differ only at m = 0, in every field, agree bit for bit in loss, gradient and metrics."""
+    """Two rows that differ only where the mask is 0 have bit-identical loss, gradient and metrics."""
     row = random_row(2)
     loss = LOSSES[name]
     if correction != "none" and not loss.takes_correction:
@@ -71,7 +71,7 @@ def test_masked_tokens_have_no_influence(name: str, correction: str) -> None:
 
 @pytest.mark.parametrize("estimator", ["k3", "k2", "k3-unbiased"])
 def test_kl_pulls_towards_the_reference(estimator: str) -> None:
-    """5. The penalty's gradient is not zero where ref ≠ lp, and zero where ref = lp."""
+    """The gradient of the penalty is non-zero where ref ≠ lp, and zero where ref = lp."""
     row = random_row(3)
     row = replace(row, old=row.lp)
     leaf, inputs = to_inputs(row)
@@ -85,7 +85,7 @@ def test_kl_pulls_towards_the_reference(estimator: str) -> None:
 
 
 def test_end_of_sequence_token_is_trained() -> None:
-    """8. The sampled EOS (id 2) is in the loss and gets a gradient."""
+    """The sampled EOS (id 2) is in the loss and has a gradient."""
     completion = Completion("r", [7, 2], [-0.1, -0.3], [Span(0, 2, 0)], "stop")
     rollout = Rollout(Prompt("env", 0, []), 0, [Turn([5, 6], completion)], advantage=1.0)
     (batch,) = make_batches([rollout_samples(rollout)], Packing(8, "token-mean", max_tokens=4))

@@ -1,6 +1,6 @@
-"""Identity 3: any split into rows, micro-batches and ranks, in any order, gives the same loss, gradient and metrics.
+"""Any split into rows, micro-batches and ranks, in any order, gives the same loss, gradient and metrics.
 
-The policy is a bigram table, so a token's log-prob depends on its own segment alone and packing has nowhere to hide.
+The policy is a bigram table, so the log-prob of a token depends on its segment only, and packing errors are visible.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Outcome = tuple[np.ndarray, dict[str, tuple[float, float]]]
 
 
 def bigram_logprobs(table: torch.Tensor, row: Row) -> torch.Tensor:
-    """[T]; what crosses a segment boundary is nonsense, as in a real forward, and masked."""
+    """[T]. Values across a segment boundary are meaningless, as in a real forward pass, and masked."""
     ids = torch.tensor(row.token_ids)
     found = torch.log_softmax(table, dim=-1)[ids[row.predecessors], ids]
     return torch.cat([torch.full((1,), torch.nan, dtype=table.dtype), found[1:]])
@@ -107,7 +107,7 @@ def test_loss_does_not_depend_on_budget_or_order(
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_loss_is_the_aggregation_written_out(aggregation: str) -> None:
-    """Against nested means over rollouts and groups, with a loss of -A·lp a token."""
+    """Compared with nested means over rollouts and groups, for a loss of -A·lp per token."""
     step = random_step(5)
     objective = Objective(Reinforce(ratio="none"))
     _, metrics = run(pack(step, aggregation, 12), objective)

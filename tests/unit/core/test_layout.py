@@ -1,4 +1,4 @@
-"""What samples of a group begin with lies in a row once: which tokens that are, where they lie and what it saves."""
+"""A common prefix of samples of a group is stored once per row: which tokens, where, and the savings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sample(name: str, prompt: Sequence[int], completion: Sequence[int], group: s
 
 
 def answers(group: str, prompt: Sequence[int], *lengths: int) -> list[list[Sample]]:
-    """One rollout a completion length; completions differ from their first token on."""
+    """One rollout per completion length. Completions differ from their first token."""
     return [[sample(f"{n}", prompt, [100 + n] * length, group)] for n, length in enumerate(lengths)]
 
 
@@ -56,7 +56,7 @@ def test_groups_do_not_share_with_each_other() -> None:
 
 
 def test_trained_token_is_never_shared() -> None:
-    """Both answers begin with the same two tokens, and the second has a prompt that ends earlier."""
+    """Both answers start with the same two tokens, and the second has a shorter prompt."""
     (row,) = rows_of([[sample("a", [1, 2, 3], [4, 5, 6])], [sample("b", [1, 2], [3, 4, 7])]])
     assert row.segment_starts.tolist()[1] == 2 and row.loss_mask.sum() == 6
     assert row.tokens == 2 + 4 + 3
@@ -70,7 +70,7 @@ def test_prefix_sharing_ends_at_the_first_difference() -> None:
 
 
 def test_group_larger_than_a_row_has_its_prompt_in_each() -> None:
-    """Behind a prompt of 4 a row of 10 has room for 6: answers of 4 + 2, of 3 + 3, and of 2."""
+    """After a prompt of 4, a row of 10 has space for 6 tokens: answers of 4 + 2, of 3 + 3, and of 2."""
     rows = rows_of(answers("g", range(4), 3, 4, 2, 3, 2), 10)
     assert [row.tokens for row in rows] == [10, 10, 6]
     assert [row.rollout_ids for row in rows] == [["1", "2"], ["0", "3"], ["4"]]
@@ -78,7 +78,7 @@ def test_group_larger_than_a_row_has_its_prompt_in_each() -> None:
 
 
 def test_groups_that_fit_are_kept_together() -> None:
-    """Groups of 9, 6 and 7 tokens in rows of 16, longest first: the last finds room beside the first."""
+    """Groups of 9, 6 and 7 tokens in rows of 16, longest first: the last fits beside the first."""
     step = answers("g", range(3), 2, 4) + answers("h", range(4), 1, 1) + answers("i", range(5), 1, 1)
     for number, rollout in enumerate(step):
         rollout[0].rollout_id = f"{rollout[0].group_id}{number}"
@@ -106,6 +106,6 @@ def test_sharing_saves_tokens_and_changes_no_weight(step: list[list[Sample]], bu
         lengths = np.diff(row.segment_starts)
         users = np.bincount(row.segment_prefix[row.segment_prefix >= 0], minlength=len(lengths))
         assert row.sample_tokens - row.tokens == sum((users - 1)[users > 0] * lengths[users > 0])
-        assert not (users == 1).any(), "what only one sample has is not a segment of its own"
+        assert not (users == 1).any(), "tokens of a single sample are not a separate segment"
     totals = [sum(row.weights.sum() for row in rows) for rows in (shared, alone)]
     np.testing.assert_allclose(totals[0], totals[1], rtol=1e-12)

@@ -54,7 +54,7 @@ def test_rewarded_token_gains_probability_and_unscored_rollout_has_no_effect():
     np.testing.assert_allclose(policy.theta, expected, atol=1e-7)
     np.testing.assert_array_equal(policy.theta, alone.theta)
     assert sorted(learned.trained_rollouts) == ["letters/0/0/0/0", "letters/0/0/0/1"]
-    # Two samples of three tokens; the prompt of two is computed once.
+    # Two samples of three tokens. The prompt of two tokens is computed once.
     assert learned.trained_tokens == 2 and learned.sample_tokens == 6 and metrics["tokens/computed"] == 4
 
 
@@ -84,7 +84,7 @@ def test_denominators_are_of_the_whole_step(aggregation: str, weights: tuple[flo
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_prompts_are_shared_where_the_policy_allows_it(shares: bool):
-    """Two answers of two tokens to a prompt of two: 2 + 4 tokens to compute, or 8; what is learned is the same."""
+    """Two answers of two tokens to a prompt of two: 2 + 4 tokens to compute, or 8, with the same result."""
     policy = UnigramPolicy(shares_prefixes=shares)
     learned, metrics = learn(make_learner(policy, MEAN_ONLY), [group_of(0, [0.0, 1.0])])
     (row,) = policy.calls[0].rows
@@ -100,7 +100,7 @@ def test_micro_batches_do_not_change_the_step(rows_per_micro_batch: int):
     learn(make_learner(whole, MEAN_ONLY, token_budget=1000), [group_of(0, [1.0, 0.0, 0.5, 0.25], turns)])
     learner = make_learner(split, MEAN_ONLY, token_budget=5, rows_per_micro_batch=rows_per_micro_batch)
     learned, _ = learn(learner, [group_of(0, [1.0, 0.0, 0.5, 0.25], turns)])
-    # Behind the prompt of two a row has room for three: one answer of 3, those of 2 and 1, and the other one of 2.
+    # After the prompt of two, a row has space for three: one answer of 3, those of 2 and 1, and the other one of 2.
     assert len(whole.calls) == 1 and len(split.calls) == math.ceil(3 / rows_per_micro_batch)
     assert split.optim_steps == 1
     assert sum(call.weight for call in split.calls) == pytest.approx(1.0)
@@ -109,13 +109,13 @@ def test_micro_batches_do_not_change_the_step(rows_per_micro_batch: int):
 
 
 def five_rows() -> list[RolloutGroup]:
-    """Of four tokens each where a row takes no more than four."""
+    """Of four tokens each, if a row has at most four."""
     return [group_of(i, [1.0, 0.0], [make_turn([3]), make_turn([5])]) for i in range(5)]
 
 
 @pytest.mark.parametrize("rows_per_micro_batch", [None, 5])
 def test_out_of_memory_halves_the_micro_batch(rows_per_micro_batch: int | None):
-    """The step is begun anew, and the next one begins with what was found to fit."""
+    """The step starts again, and the next one uses the size that fits."""
     whole, tight = UnigramPolicy(), UnigramPolicy(most_tokens=8)
     options = {"token_budget": 4, "rows_per_micro_batch": rows_per_micro_batch}
     learn(make_learner(whole, MEAN_ONLY, **options), five_rows())
@@ -149,18 +149,18 @@ def test_row_that_does_not_fit_in_memory_ends_the_run():
 @pytest.mark.parametrize(
     ("tokens", "keys", "calls"),
     [
-        (1000, 1, [5]),  # each row is 6 tokens, and 10 keys are gathered: the prompt's own, and each answer's
+        (1000, 1, [5]),  # each row has 6 tokens and gathers 10 keys: the prompt's and each answer's
         (79, 1, [3, 2]),  # not 4 and 1
         (80, 1, [5]),
         (44, 4, [3, 2]),
         (45, 4, [5]),
         (30, 100, [3, 2]),
         (35, 100, [5]),
-        (5, 100, [1] * 5),  # none fits, so each stands alone
+        (5, 100, [1] * 5),  # none fits, so each row is a micro-batch
     ],
 )
 def test_micro_batches_are_few_and_of_equal_size(tokens: int, keys: int, calls: list[int]):
-    """Within the plan, which counts what is computed and, by their memory, the keys that answers share."""
+    """Within the plan, which counts computed tokens and the memory of gathered keys."""
     policy = UnigramPolicy()
     plan: Any = {"rows_per_micro_batch": None, "micro_batch_tokens": tokens, "keys_for_token": keys}
     learn(make_learner(policy, MEAN_ONLY, token_budget=6, **plan), [group_of(i, [0.0, 1.0]) for i in range(5)])
@@ -173,11 +173,11 @@ def test_minibatches_times_epochs_optimizer_steps():
     learned, metrics = learn(learner, [group_of(i, [0.0, 1.0]) for i in range(4)])
     assert policy.optim_steps == 6
     assert [call.optim_steps_before for call in policy.calls] == list(range(6))
-    assert [call.weight for call in policy.calls] == pytest.approx([1.0] * 6), (
-        "each optimizer step is a mean of its own"
-    )
+    assert [call.weight for call in policy.calls] == pytest.approx([1.0] * 6), "each optimizer step is a separate mean"
     assert policy.calls[0].rollout_ids == policy.calls[2].rollout_ids != policy.calls[1].rollout_ids
-    assert len(learned.trained_rollouts) == len(set(learned.trained_rollouts)) == 8, "listed once, whatever the epochs"
+    assert len(learned.trained_rollouts) == len(set(learned.trained_rollouts)) == 8, (
+        "listed once for any number of epochs"
+    )
     assert metrics["optim/skipped"] == 0
 
 
@@ -219,7 +219,7 @@ def test_reference_logprobs_are_taken_where_the_loss_needs_them():
     ("settings", "passes"), (({"recompute_old": True, "needs_reference": True}, 10), ({"reward_kl_beta": 0.1}, 5))
 )
 def test_results_are_read_after_the_last_pass_is_launched(settings: dict[str, Any], passes: int):
-    """A read in between would let the device stand idle until the next pass is made."""
+    """A read in between would leave the device idle until the next pass."""
     made: list[str] = []
 
     @dataclass
@@ -239,11 +239,11 @@ def test_results_are_read_after_the_last_pass_is_launched(settings: dict[str, An
 
     learner = make_learner(Noted(), MEAN_ONLY, token_budget=6, **settings)
     learn(learner, [group_of(i, [0.0, 1.0]) for i in range(5)])
-    assert made[: 2 * passes] == ["pass"] * passes + ["read"] * passes, "the gradient comes after"
+    assert made[: 2 * passes] == ["pass"] * passes + ["read"] * passes, "the gradient comes later"
 
 
 def test_kl_folded_into_the_reward():
-    """r -= beta · Σ (sampler − reference); the advantages then see the lower reward."""
+    """r -= beta · Σ (sampler − reference). The advantages then use the lower reward."""
     policy = UnigramPolicy()
     uniform = -math.log(VOCABULARY)
     turns = [make_turn([3, 4], logprobs=[-0.5, -0.25]), make_turn([5], logprobs=[-1.0])]
@@ -257,7 +257,7 @@ def test_kl_folded_into_the_reward():
 
 
 def test_reward_kl_is_per_row():
-    """Several rows go together; each is compared with its own reference."""
+    """Several rows are computed together. Each is compared with its own reference."""
     groups = [group_of(i, [1.0, 1.0], [make_turn([3 + i]), make_turn([5 + i, 6])]) for i in range(3)]
     alone = [group_of(i, [1.0, 1.0], [make_turn([3 + i]), make_turn([5 + i, 6])]) for i in range(3)]
     reference = np.linspace(-1, 1, VOCABULARY)
@@ -281,8 +281,8 @@ def test_masked_rollouts_count_for_the_advantage_but_not_for_the_loss():
     assert [r.advantage for r in group.rollouts] == pytest.approx([0.5, -0.5, 0.0])
     assert sorted(learned.trained_rollouts) == ["letters/0/0/0/0", "letters/0/0/0/2"]
     assert learned.trained_tokens == 2
-    assert policy.calls[0].weight == pytest.approx(1.0), "denominators are of what is trained"
-    assert policy.theta[4] == pytest.approx(policy.theta[0]), "the cut answer moved nothing"
+    assert policy.calls[0].weight == pytest.approx(1.0), "denominators count trained tokens"
+    assert policy.theta[4] == pytest.approx(policy.theta[0]), "the truncated answer changed nothing"
 
 
 @pytest.mark.parametrize("groups", [[], [group_of(0, [0.0, 1.0], [make_turn([3], finish="length")] * 2)]])
@@ -325,11 +325,11 @@ def test_policy_logprobs_are_noted_for_the_rollout_files():
 
 
 def test_largest_ratios_are_of_single_tokens():
-    """A uniform policy over eight tokens says 1/8; the sampler said 1/2, 1/4 and 1/16 of three of them."""
+    """A uniform policy over eight tokens has 1/8. The sampler had 1/2, 1/4 and 1/16 for three of them."""
     turns = [
         make_turn([3, 4], logprobs=[math.log(1 / 2), math.log(1 / 4)]),
         make_turn([5], logprobs=[math.log(1 / 16)]),
     ]
     _, metrics = learn(make_learner(UnigramPolicy(), MEAN_ONLY), [group_of(0, [1.0, 0.0], turns)])
     assert metrics["mismatch/ratio_max"] == pytest.approx(2.0, rel=1e-5)
-    assert metrics["policy/ratio_max"] == pytest.approx(2.0, rel=1e-5), "the sampler stands in for the old policy"
+    assert metrics["policy/ratio_max"] == pytest.approx(2.0, rel=1e-5), "the sampler replaces the old policy"

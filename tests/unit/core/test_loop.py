@@ -1,4 +1,4 @@
-"""The loop's own rules: what a step leaves behind, when a run stops and why, what the sampler is told to serve."""
+"""Rules of the loop: the records of a step, when and why a run stops, and the weights that the sampler serves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_REFILL = GroupRules(max_refill=0)
 
 
 def nan_at(*calls: int):
-    """An objective whose gradient is not finite at the given calls, counted from 1."""
+    """An objective whose gradient is nan at the given calls, counted from 1."""
     made = [0]
 
     def objective(logprobs, row):
@@ -39,7 +39,7 @@ def nan_at(*calls: int):
 
 
 def rewards_by_draw(*kinds: Sequence[float]):
-    """The first prompt drawn gets the first kind of rewards, and so on; the last kind stays."""
+    """The first drawn prompt has the first kind of rewards, and so on. The last kind repeats."""
     drawn: list[Prompt] = []
 
     def rewards(prompt: Prompt) -> Sequence[float]:
@@ -67,7 +67,7 @@ def test_step_leaves_metrics_a_journal_record_and_rollouts(tmp_path: Path):
 
 
 def test_start_up_time_is_not_in_the_first_step(tmp_path: Path):
-    """Other processes load their models while the loop stands ready."""
+    """Other processes load their models while the loop is ready."""
     world = World(tmp_path, Plan())
     time.sleep(1.0)
     world.run()
@@ -84,7 +84,7 @@ def test_three_nonfinite_steps_in_a_row_stop_the_run(tmp_path: Path):
     assert not world.policy.theta.any()
     world.save()
     checkpoint = world.run_dir.newest_good_checkpoint()
-    assert checkpoint is not None and checkpoint.step == 3, "the state is saved where it stopped"
+    assert checkpoint is not None and checkpoint.step == 3, "the state of the last step is saved"
 
 
 def test_one_nonfinite_step_is_skipped_and_counted(tmp_path: Path):
@@ -104,7 +104,7 @@ def test_five_steps_of_solved_prompts_end_the_run_as_solved(tmp_path: Path):
     assert [event["step"] for event in events_of(tmp_path, "flat")] == [1, 2, 3, 4, 5]
     assert [line["group/all_good_frac"] for line in metrics_of(tmp_path)] == [1.0] * 5
     checkpoint = world.run_dir.newest_good_checkpoint()
-    assert checkpoint is not None and checkpoint.step == 5, "a run with more steps can go on from here"
+    assert checkpoint is not None and checkpoint.step == 5, "a run with more steps can continue from here"
 
 
 def test_reward_that_fails_on_every_rollout_ends_the_run_after_step_1(tmp_path: Path):
@@ -132,7 +132,7 @@ def test_five_zero_variance_steps_stop_the_run(tmp_path: Path, kinds: list[list[
 
 @pytest.mark.parametrize(("rewards", "ends"), [([1.0, 1.0], "solved"), ([0.0, 0.0], "all bad")])
 def test_kept_zero_variance_groups_count_as_flat_steps(tmp_path: Path, rewards: list[float], ends: str):
-    """Every gradient is zero then, whatever number of rollouts was packed."""
+    """Every gradient is zero then, for any number of packed rollouts."""
     plan = Plan(rewards=lambda _: rewards, rules=GroupRules(uniform="keep"), settings=LoopSettings(9, SaveCadence(9)))
     world = World(tmp_path, plan)
     if ends == "solved":
@@ -147,7 +147,7 @@ def test_kept_zero_variance_groups_count_as_flat_steps(tmp_path: Path, rewards: 
 
 def test_trained_step_resets_the_zero_variance_count(tmp_path: Path):
     flat, mixed = [0.0, 0.0], [0.0, 1.0]
-    kinds = [flat] * 8 + [mixed] * 2 + [flat] * 8 + [mixed]  # two groups a step: steps 5 and 10 train
+    kinds = [flat] * 8 + [mixed] * 2 + [flat] * 8 + [mixed]  # two groups per step: steps 5 and 10 train
     plan = Plan(rewards=rewards_by_draw(*kinds), rules=NO_REFILL, settings=LoopSettings(11, SaveCadence(9)))
     world = World(tmp_path, plan)
     assert world.run() == "finished"
@@ -182,7 +182,9 @@ def test_noise_reaches_the_sampler_and_the_metrics(tmp_path: Path):
     world.run()
     sigmas = [0.0, 0.0, 0.05, 0.05, pytest.approx(0.0005), pytest.approx(0.0005)]
     assert [line["noise/sigma"] for line in metrics_of(tmp_path)] == sigmas
-    assert [sigma for _, sigma in world.engine.loads] == [*sigmas, 0.0], "version v samples step v + 1; the last none"
+    assert [sigma for _, sigma in world.engine.loads] == [*sigmas, 0.0], (
+        "version v samples step v + 1; the last version samples nothing"
+    )
 
 
 def test_noise_is_constant_within_a_sync_window(tmp_path: Path):
@@ -224,7 +226,7 @@ def test_evaluations_without_a_better_one_end_the_run(tmp_path: Path):
 
 
 def interrupted_world(path: Path, plan: Plan, at_draw: int) -> World:
-    """A world that is asked to stop while its draw number `at_draw` is out."""
+    """A world with a stop request while its draw `at_draw` is running."""
     drawn: list[Prompt] = []
 
     def wait(prompt: Prompt) -> None:
@@ -240,7 +242,7 @@ def interrupted_world(path: Path, plan: Plan, at_draw: int) -> World:
 @pytest.mark.parametrize(("interval", "level"), [(1, 0), (2, 0), (1, 1)])
 @pytest.mark.parametrize("at_draw", [1, 2, 3, 4, 6, 7])
 def test_interrupted_run_continues(tmp_path: Path, interval: int, level: int, at_draw: int):
-    """Saved where the last step ended; nothing lost or trained twice; equal to the undisturbed run if synchronous."""
+    """Saved at the end of the last step. Nothing is lost or trained twice; synchronous runs are unchanged."""
 
     def plan() -> Plan:
         settings = LoopSettings(5, SaveCadence(100), EvalCadence(2))
@@ -271,7 +273,7 @@ def test_interrupted_run_continues(tmp_path: Path, interval: int, level: int, at
 
 @pytest.mark.parametrize(("at", "saved"), [(1, None), (2, 3), (3, 6)])
 def test_stop_during_an_evaluation(tmp_path: Path, at: int, saved: int | None):
-    """At steps 0, 3 and 6: the first is given up, a later one is finished with its step."""
+    """At steps 0, 3 and 6: the first evaluation is cancelled, later ones finish with their step."""
 
     def plan(interrupted_at: int | None) -> Plan:
         settings = LoopSettings(7, SaveCadence(2), EvalCadence(3))
@@ -293,7 +295,7 @@ def test_stop_during_an_evaluation(tmp_path: Path, at: int, saved: int | None):
 
 
 def test_failure_between_minibatches_writes_no_checkpoint(tmp_path: Path):
-    """The user's loss raises in the second half of step 3: half a step has moved the weights, none is recorded."""
+    """The user's loss raises in the second half of step 3: the weights changed, and nothing is recorded."""
     calls = [0]
 
     def objective(logprobs, row):
@@ -320,7 +322,7 @@ def test_failure_between_minibatches_writes_no_checkpoint(tmp_path: Path):
 
 
 def test_failure_after_the_optimizer_step_writes_no_checkpoint(tmp_path: Path):
-    """The evaluation of step 3 hangs: the weights have moved, the step is not recorded, so it is computed again."""
+    """The evaluation of step 3 hangs: the weights changed but the step is not recorded, so it is computed again."""
 
     def plan(hangs: int | None) -> Plan:
         settings = LoopSettings(4, SaveCadence(2), EvalCadence(3, at_start=False))
@@ -340,7 +342,7 @@ def test_failure_after_the_optimizer_step_writes_no_checkpoint(tmp_path: Path):
 
 
 def test_sync_and_a_checkpoint_have_deadlines(tmp_path: Path):
-    """Each names the key that says how long it may take."""
+    """Each error names the key of the limit."""
     settings = LoopSettings(2, SaveCadence(1), sync_deadline_s=0.05, save_deadline_s=0.05)
     world = World(tmp_path / "sync", Plan(settings=settings))
 

@@ -1,4 +1,6 @@
-"""Every loss against its float64 reference, value and gradient, over interleaved sequences and garbage at m = 0."""
+"""Every loss against its float64 reference, value and gradient, with interleaved sequences and random values where m =
+0.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ VARIANTS: list[tuple[str, dict]] = [
 
 @pytest.mark.parametrize(("name", "params"), VARIANTS)
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("drift", [0.7, 15.0])  # 15 nats reaches the ±20 clamp
+@pytest.mark.parametrize("drift", [0.7, 15.0])  # 15 nats: the clamp at ±20 is reached
 def test_loss_and_gradient_equal_the_reference(name: str, params: dict, seed: int, drift: float) -> None:
     row = random_row(seed, drift=drift)
     leaf, inputs = to_inputs(with_garbage(row, seed + 100))
@@ -72,7 +74,7 @@ def test_sequences_of_a_single_token(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize(("name", "params"), VARIANTS[len(LOSSES) :])
 def test_variants_are_exercised(name: str, params: dict) -> None:
-    """A parameter set that changes nothing against the defaults would leave its branch untested."""
+    """A parameter set that equals the defaults would leave its branch untested."""
     rows = [random_row(seed) for seed in range(4)]
     ones = np.ones(len(rows[0].m))
     differs = [not np.allclose(REFERENCE[name](r, ones)[1], REFERENCE[name](r, ones, **params)[1]) for r in rows]
@@ -114,7 +116,7 @@ def test_matches_manual_numbers() -> None:
     assert LOSSES["importance_sampling"]()(two).loss.item() == pytest.approx(-2)
     assert LOSSES["cispo"]()(two).loss.item() == pytest.approx(-2 * math.log(0.8))
     assert LOSSES["sapo"]()(two).loss.item() == pytest.approx(-4 / (1 + math.exp(-1)))
-    assert LOSSES["dppo"]()(two).loss.item() == pytest.approx(1e-3 * math.log(2) ** 2)  # moved by .4: dropped
+    assert LOSSES["dppo"]()(two).loss.item() == pytest.approx(1e-3 * math.log(2) ** 2)  # changed by .4: dropped
     assert LOSSES["masked"]()(two).loss.item() == pytest.approx(-2 * math.log(0.8))
     bad = by_hand([math.log(0.8)], [math.log(0.1)], -1.0)  # ratio 8
     assert DAPO(dual_clip=3.0)(bad).loss.item() == pytest.approx(3)
@@ -128,7 +130,7 @@ def test_gspo_takes_the_geometric_mean() -> None:
 
 
 def test_dppo_drops_by_the_sign_of_the_advantage() -> None:
-    """Probability .4 → .8 and .8 → .4; an advantage of 0 goes with the negative ones."""
+    """Probability .4 → .8 and .8 → .4. An advantage of 0 counts as negative."""
     lp, inf = [math.log(0.8), math.log(0.4)], [math.log(0.4), math.log(0.8)]
     for advantage, kept in ((1.0, [False, True]), (-1.0, [True, False]), (0.0, [True, False])):
         result = DPPO()(by_hand(lp, inf, advantage))
