@@ -1,4 +1,4 @@
-"""GRPOTrainer on a tiny model: items, rewards, evaluation, resume, objects, and what it refuses."""
+"""GRPOTrainer on a tiny model: items, rewards, evaluation, resume, objects, and refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Shout:
     prompt: str
 
     def get_reward(self, completion: str) -> float | None:
-        """Completions with a digit are left out of their group."""
+        """Completions with a digit are excluded from their group."""
         if any(c.isdigit() for c in completion):
             return None
         return sum(c.isupper() for c in completion) / max(len(completion), 1)
@@ -106,7 +106,7 @@ def test_other_data_cannot_be_resumed(model: str, tmp_path: Path):
 
 
 def test_model_object_and_trl_rewards(model: str, tmp_path: Path):
-    """Trained in place, put back as it was; its own tokenizer is not needed if one is given."""
+    """Trained in place and restored afterwards. Its own tokenizer is not needed if one is given."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(model)
     loaded.name_or_path = ""
     loaded.lm_head.requires_grad_(False)
@@ -129,7 +129,7 @@ def test_model_object_and_trl_rewards(model: str, tmp_path: Path):
     assert metrics["reward/part/loud"] == pytest.approx(metrics["reward/part/capitals"])
     moved = [name for name, p in loaded.named_parameters() if not torch.equal(p, before[name])]
     frozen = [name for name, p in loaded.named_parameters() if not p.requires_grad]
-    assert moved and frozen and not set(frozen) & set(moved)  # what was frozen stays as it was, and frozen
+    assert moved and frozen and not set(frozen) & set(moved)  # frozen weights are unchanged, and still frozen
     final: Any = AutoModelForCausalLM.from_pretrained(folder / "final")
     ids = torch.arange(3, 13)[None]
     torch.testing.assert_close(loaded(input_ids=ids).logits, final(input_ids=ids).logits)
@@ -137,7 +137,7 @@ def test_model_object_and_trl_rewards(model: str, tmp_path: Path):
 
 
 def test_trls_constructor_trains(model: str, tmp_path: Path):
-    """As in TRL's documentation, with one whole group per reward call, TRL's KL and a resume as in TRL."""
+    """As in TRL's documentation: one complete group per reward call, TRL's KL, and a resume as in TRL."""
     groups: list[int] = []
 
     def loud(completions, **kwargs):
@@ -283,7 +283,7 @@ def test_training_works_inside_an_event_loop(model: str, tmp_path: Path):
 
 
 def test_wandb_gets_the_project(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A tracker of our own in its place: it is told the project, the configuration and every step."""
+    """A test tracker records the project, the configuration and every step."""
     told: list[Any] = []
 
     class Recorder:

@@ -1,4 +1,6 @@
-"""The lock file has every dependency with a hash and no address; the scan finds planted secrets and none of ours."""
+"""The lock file has every dependency with a hash and no address. The scan finds planted secrets, and none in this
+repository.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ assert SPEC is not None and SPEC.loader is not None
 tool = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(tool)
 
-# Put together here, so that the scan of this repository does not find them.
+# Assembled here, so that the scan of this repository does not find them.
 PLANTED = {
     "private key": "-----BEGIN RSA " + "PRIVATE KEY-----",
     "AWS key": "AKIA" + "IOSFODNN7EXAMPLE",

@@ -1,4 +1,4 @@
-"""Tally and Phases, with numbers that can be checked by hand."""
+"""Tally and Phases, with manually computed numbers."""
 
 from __future__ import annotations
 

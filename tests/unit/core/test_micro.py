@@ -1,4 +1,4 @@
-"""Rows into micro-batches: within both bounds, few, about equal; and a smaller bound where memory did not suffice."""
+"""Rows in micro-batches: within both bounds, few, of equal size, and a smaller bound after running out of memory."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_every_row_once_in_order_and_within_the_bounds(sizes: list[int], tokens:
     ("sizes", "bound", "most", "expected"),
     [
         ([5, 1, 1, 1, 5, 1], 8, None, [[5, 1, 1], [1, 5, 1]]),
-        ([1, 9, 1, 1], 3, None, [[1], [9], [1, 1]]),  # one that is too large alone stands alone
+        ([1, 9, 1, 1], 3, None, [[1], [9], [1, 1]]),  # a row that is too large alone is a separate micro-batch
         ([4, 4, 4, 4, 4], 16, None, [[4, 4, 4], [4, 4]]),
         ([1, 1, 1, 1, 9], 13, None, [[1, 1, 1, 1, 9]]),
         ([1, 1, 1, 1, 9], 12, None, [[1, 1, 1, 1], [9]]),
         ([1] * 5, 100, 2, [[1, 1], [1, 1], [1]]),
-        ([1] * 5, None, 4, [[1] * 4, [1]]),  # rows that the user counted
+        ([1] * 5, None, 4, [[1] * 4, [1]]),  # the user set the number of rows
         ([1] * 5, None, None, [[1] * 5]),
         ([], 5, None, []),
     ],

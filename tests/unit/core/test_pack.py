@@ -1,4 +1,4 @@
-"""Packing loses nothing, keeps to its budget, and weighs every token as the aggregation is defined."""
+"""Packing loses no token, stays within its budget, and weighs every token by the definition of the aggregation."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def sequence(rollout_id: str, group_id: str, prompt: int, completion: int) -> li
 
 
 def described(rollout_id: str, source: Row | Sample, at: np.ndarray) -> tuple[Any, ...]:
-    """All there is to know about the sample that lies at `at`. An advantage is of a trained token."""
+    """All data of the sample at `at`. Advantages count only at trained tokens."""
     arrays = (source.token_ids, source.loss_mask, source.sampler_logprobs, source.temperatures)
     return (rollout_id, *(a[at].tolist() for a in arrays), source.advantages[at][source.loss_mask[at]].tolist())
 
 
 def unpack(row: Row) -> list[tuple[Any, ...]]:
-    """The samples of a row, each put together from the segment it begins with and its own."""
+    """The samples of a row, each assembled from its prefix segment and its own segment."""
     assert row.segment_starts[0] == 0 and row.segment_starts[-1] == row.tokens
     segments = [np.arange(start, end) for start, end in pairwise(row.segment_starts)]
     shared = set(row.segment_prefix[row.segment_prefix >= 0].tolist())
@@ -95,7 +95,7 @@ def test_minibatches_hold_whole_groups_in_order(step: list[list[Sample]], miniba
 
 
 def expected_weights(step: list[list[Sample]], aggregation: str) -> dict[str, float]:
-    """Rollout id → what one of its trained tokens weighs, from the definition."""
+    """Rollout id → the weight of one of its trained tokens, from the definition."""
     tokens: dict[str, int] = defaultdict(int)
     group_of: dict[str, str] = {}
     for sample in trainable(step):
@@ -134,7 +134,7 @@ def test_weights_follow_the_definition(aggregation: str, step: list[list[Sample]
 
 
 def test_weights_by_hand() -> None:
-    """Two groups: completions of 1 and 3 tokens, and of 2; a third rollout of the first has nothing to train."""
+    """Two groups: completions of 1 and 3 tokens, and of 2. A third rollout of the first group has no trained token."""
     step = [sequence("a", "g", 2, 1), sequence("b", "g", 2, 3), sequence("c", "g", 3, 0), sequence("d", "h", 1, 2)]
     assert count_totals(step) == Totals(tokens=6, sequences=3, prompts=2)
     by_hand = {
@@ -175,7 +175,7 @@ def test_kept_sets_travel_with_their_tokens() -> None:
     (second,) = sequence("b", "g", 1, 1)
     first = replace(first, kept_ids=[None, [1, 2], [3]])
     (batch,) = pack([[first], [second]])
-    # Both begin with the same token, which lies there once.
+    # Both start with the same token, which is stored once.
     assert batch.rows[0].kept_ids == [None, [1, 2], [3], None]
     assert pack([[second]])[0].rows[0].kept_ids is None
 

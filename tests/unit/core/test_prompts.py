@@ -1,4 +1,4 @@
-"""Prompts in seeded epochs: the same in every process, resumable at any point, mixed by weight, unfit ones counted."""
+"""Prompts in seeded epochs: equal in every process, resumable at any point, mixed by weight, with counted omissions."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def linear(step: int, start: float, end: float, steps: int = 20) -> float:
 
 
 def changing(sizes: dict[str, int], *slopes: tuple[float, float]) -> PromptStream:
-    """Each environment's weight goes from the first to the second number within 20 steps."""
+    """The weight of each environment changes from the first to the second number within 20 steps."""
     weights = {name: partial(linear, start=a, end=b) for name, (a, b) in zip(sizes, slopes, strict=True)}
     return PromptStream({name: Letters(size, name) for name, size in sizes.items()}, weights, 0, fits)
 
 
 def test_weights_change_with_the_steps():
-    """From all of a to all of b: 8 prompts per step, by hand."""
+    """From all of a to all of b: 8 prompts per step, computed manually."""
     stream = changing({"a": 5, "b": 5}, (1, 0), (0, 1))
     steps = [Counter(stream.next(step).env for _ in range(8)) for step in range(25)]
     assert [steps[step]["b"] for step in (0, 5, 10, 15, 20, 24)] == [0, 2, 4, 6, 8, 8]
@@ -112,7 +112,7 @@ def test_draws_follow_the_changing_weights(slopes: list[tuple[float, float]], co
 @settings(max_examples=60, deadline=None)
 @given(before=st.integers(0, 80), back=st.integers(0, 10), slope=st.tuples(st.floats(0, 3), st.floats(0.1, 3)))
 def test_changing_env_weights_resume_at_any_point(before: int, back: int, slope: tuple[float, float]):
-    """After a resume, and after surplus prompts were returned, the draws are those of an undisturbed stream."""
+    """After a resume, and after surplus prompts were returned, the draws equal those of an undisturbed stream."""
 
     def fresh() -> PromptStream:
         return changing({"a": 3, "b": 4, "c": 5}, (1, 1), slope, (2, 0))
@@ -138,7 +138,7 @@ def test_changing_env_weights_resume_at_any_point(before: int, back: int, slope:
     active=st.booleans(),
 )
 def test_cursor_continues_at_any_point(before: int, sizes: list[int], seed: int, active: bool):
-    """State through JSON into a fresh stream: what comes next is what would have come."""
+    """State through JSON into a new stream: the next prompts are the same."""
 
     def fresh() -> PromptStream:
         environments = {f"e{i}": Letters(size + 1, f"e{i}", long=[0]) for i, size in enumerate(sizes)}
@@ -170,7 +170,7 @@ def test_prompts_that_do_not_fit_are_skipped_and_counted():
 
 
 def test_unavailable_prompt_raises():
-    """A run that ends with it meets it again when it continues."""
+    """A run that ends with this error meets it again after a resume."""
     stream = make_stream(size=10)
     tasks = stream._environments["letters"].tasks("train")
     failing = TaskList(10, lambda index: tasks[index if len(made) < 3 else 99])
@@ -209,7 +209,7 @@ def test_resuming_with_other_environments_is_refused():
 
 
 def test_buffer_draws_easy_and_hard_prompts_less_often():
-    """Prompts 0–9 are solved, 10–19 hopeless, 20–29 in between; each kind has its own share."""
+    """Prompts 0–9 are solved, 10–19 hopeless, 20–29 in between. Each kind has its own share."""
 
     def mean(prompt: Prompt) -> float:
         return [1.0, 0.0, 0.5][prompt.index // 10]
@@ -232,7 +232,7 @@ def test_thresholds_are_strict():
 
 
 def test_prompt_is_drawn_even_if_all_are_hopeless():
-    """All solved and easy_fraction 0: training goes on with what there is instead of searching for ever."""
+    """All solved and easy_fraction 0: training uses these prompts instead of searching forever."""
     stream = make_stream(size=6, buffer=Buffer(easy_threshold=0.5, easy_fraction=0.0))
     for prompt in draw(stream, 6):
         stream.observe(make_group(prompt, [1.0, 1.0]))
@@ -247,11 +247,11 @@ def test_prompt_history_uses_the_last_group_and_ignores_failed_rewards():
     assert stream.cursor.means == {"letters/0": 0.5}
     plain = make_stream(size=1)
     plain.observe(make_group(plain.next(), [1.0]))
-    assert plain.cursor.means == {}, "without a buffer nothing is remembered"
+    assert plain.cursor.means == {}, "without a buffer nothing is stored"
 
 
 def test_prompts_with_equal_rewards_are_drawn_less_often_each_time():
-    """Half as often after one such group, a sixteenth after four and more; a useful group restores the prompt."""
+    """Half as often after one such group, a sixteenth after four and more. A useful group restores the prompt."""
     stream = make_stream(size=200, buffer=Buffer(zero_variance_fraction=0.5))
     hopeless = {prompt.index for prompt in draw(stream, 200) if prompt.index % 2}
     counts = []

@@ -1,4 +1,4 @@
-"""Several processes as one: dealing, exchanging, agreeing. Ranks are coroutines of one event loop here."""
+"""Several ranks as one: sharing, exchange, agreement. Ranks are coroutines of one event loop here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .world import Plan, World
 
 
 class Meeting:
-    """Where ranks exchange: everyone waits until all have come."""
+    """The exchange of ranks: each waits until all have arrived."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -82,7 +82,7 @@ def test_any_rank_can_request_a_stop():
 
 
 def test_failure_on_one_rank_fails_on_all():
-    """Each with its own reason, or with that of the first that had one; and they are in step afterwards."""
+    """Each rank raises its own error, or that of the first failed rank. Afterwards they are in step."""
 
     async def work(rank: int) -> int:
         if rank == 1:
@@ -150,7 +150,7 @@ def test_ranks_collect_the_groups_of_one_process(world: int):
     assert found[0] == ALL["steps"]
 
 
-ALL: dict[str, Any] = {}  # what the first world collected; every other one must collect the same
+ALL: dict[str, Any] = {}  # the groups of the first world; every other world must collect the same
 
 
 def test_processes_with_other_weights_are_detected(tmp_path: Path):

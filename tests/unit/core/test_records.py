@@ -1,4 +1,4 @@
-"""What a step leaves behind: metrics over its groups, counted by hand, and one line a rollout."""
+"""Records of a step: metrics over its groups, counted manually, and one line per rollout."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_parts_and_several_environments():
     assert metrics["reward/env/a"] == 0.5 and metrics["reward/env/b"] == 0.5
     assert (metrics["group/env/a"], metrics["group/env/b"]) == (1.0, 0.0)
     assert metrics["completion/env/a"] == metrics["completion/env/b"] == metrics["completion/length_mean"]
-    assert metrics["reward/part/style"] == pytest.approx(1.25 / 3), "a failed rollout has no part in it"
+    assert metrics["reward/part/style"] == pytest.approx(1.25 / 3), "a failed rollout is excluded"
     assert not any(name.startswith("reward/env/") for name in tallied([first]))
 
 
@@ -128,7 +128,7 @@ def test_dropped_and_failed_rollouts_have_lines_too():
 
 
 def test_several_turns_in_one_line():
-    """Between two answers stand the tokens of what the environment said: not in the loss, log-prob 0."""
+    """Between two answers are the tokens of the environment's reply: not in the loss, log-prob 0."""
     group = make_group(make_prompt(0), [1.0, 0.0])
     rollout = group.rollouts[0]
     first, second = make_turn([3, 4], version=1), make_turn([6], version=2, prompt_ids=[1, 2, 3, 4, 5])
@@ -148,7 +148,7 @@ def test_several_turns_in_one_line():
 
 
 def test_conversation_with_tool_calls_is_stored_as_messages():
-    """Also of what no schema allows: the values that an environment put there become text."""
+    """Values that are not JSON, which an environment may add, become text."""
     group = make_group(make_prompt(0), [1.0, 0.0])
     group.prompt.messages.insert(0, {"role": "system", "content": [{"type": "text", "text": "Use add."}]})
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -171,4 +171,4 @@ def test_conversation_with_tool_calls_is_stored_as_messages():
         {"role": "assistant", "content": "c"},
     ]  # fmt: skip
     assert first["turn_tokens"] == [2, 1]
-    assert set(second) == FIELDS, "the prompt is stored once, and a plain completion is no conversation"
+    assert set(second) == FIELDS, "the prompt is stored once, and a single completion is not stored as a conversation"

@@ -1,4 +1,4 @@
-"""Groups of scored rollouts: what an environment, a reward or an engine can do, and what becomes of the rollout."""
+"""Groups of scored rollouts: possible behaviours of environments, rewards and engines, and the resulting rollouts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Dying(ScriptedEngine):
 
 
 class Desk(SingleTurn):
-    """Scores an answer by its length, unless the task says to misbehave."""
+    """Scores an answer by its length, unless the task requests a failure."""
 
     name = "desk"
 
@@ -76,7 +76,7 @@ class Desk(SingleTurn):
 
 
 class Echo(MultiTurn):
-    """Answers back twice; a task may make it fail at the second answer."""
+    """Repeats the answer twice. A task may make it fail at the second answer."""
 
     name = "echo"
     max_turns = 3
@@ -141,7 +141,7 @@ def desk(kind: str, **fields: Any) -> Prompt:
 
 
 def test_rollout_that_ends_the_run_cancels_the_others(pool: RewardPool) -> None:
-    """One that went on would ask an engine that is closed meanwhile."""
+    """Another rollout would send requests to a closed engine."""
 
     async def main() -> None:
         runner = GroupRunner(Dying(always("")), ENVIRONMENTS, pool, CHAT, RunnerSettings(context_tokens=256))  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ def test_failures_are_counted_and_never_scored(kind: str, status: str, error: st
 
 
 def test_group_is_scored_when_complete(pool: RewardPool) -> None:
-    """A ranking needs the other answers. A rollout that failed takes no part in it."""
+    """A ranking needs the other answers. A failed rollout is excluded from it."""
 
     def script(request: Any) -> tuple[str, Any] | Exception:
         index = int(request.request_id.split("/")[-2])
@@ -198,7 +198,7 @@ def test_group_is_scored_when_complete(pool: RewardPool) -> None:
 
 
 class Tournament:
-    """Makes the rollouts of a group together at the endpoint, each in its own session, and ranks their lengths."""
+    """Plays the rollouts of a group together at the endpoint, each in its own session, and ranks their lengths."""
 
     name = "tournament"
 
@@ -310,7 +310,7 @@ def test_conversation_ends_at_a_truncated_answer(pool: RewardPool) -> None:
 def test_environment_failure_within_a_rollout(pool: RewardPool) -> None:
     (rollout,) = play(ScriptedEngine(always("word")), pool, Prompt("echo", 1, [])).rollouts
     assert rollout.status == "error" and "KeyError" in str(rollout.error) and rollout.reward is None
-    assert len(rollout.turns) == 2, "what was sampled is kept for the record"
+    assert len(rollout.turns) == 2, "the sampled turns are kept for the record"
 
 
 def test_conversation_ends_at_the_context_limit(pool: RewardPool) -> None:
@@ -318,7 +318,7 @@ def test_conversation_ends_at_the_context_limit(pool: RewardPool) -> None:
     engine = ScriptedEngine(always("w" * 10))
     (rollout,) = play(engine, pool, Prompt("echo", 0, []), context_tokens=prompt_tokens + 20).rollouts
     assert len(rollout.turns) == 1 and rollout.status == "ok"
-    assert engine.requests[0].sampling.max_tokens == 20, "a completion is asked for no longer than there is room"
+    assert engine.requests[0].sampling.max_tokens == 20, "a completion is limited to the remaining context"
 
 
 def test_seeds_differ_by_rollout_turn_and_run_and_are_stable(pool: RewardPool) -> None:
@@ -332,7 +332,7 @@ def test_seeds_differ_by_rollout_turn_and_run_and_are_stable(pool: RewardPool) -
     assert seeds(seed=1) == first
     assert not set(seeds(seed=2).values()) & set(first.values())
     assert rollout_seed(1, "echo/0/1/0/2", 1) == first["train:echo/0/1/0/2/1"]
-    # Written down: a run resumed by a later version must draw the same.
+    # Fixed numbers: a run resumed by a later version must sample the same.
     assert rollout_seed(7, "env/3/0/0/1", 0) == 4594870498251128934
     assert all(0 <= seed < 1 << 63 for seed in first.values())
 
@@ -370,7 +370,7 @@ def test_phases_are_entered_once_a_rollout(pool: RewardPool) -> None:
 
 
 def test_with_the_embedded_engine(pool: RewardPool, device: Any) -> None:
-    """The real thing: a group that shares a prefill, different answers, and the same ones again."""
+    """The real engine: a group with a shared prefill, different answers, and the same answers when repeated."""
 
     def sample(seed: int) -> list[list[int]]:
         engine = EmbeddedRolloutEngine(make_engine(small_decoder(), eos_token_ids=(EOS,)), device)

@@ -1,4 +1,4 @@
-"""Rollouts become samples: one while history only grows, another where it diverges."""
+"""Rollouts become samples: one while the history grows, a further one where it diverges."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_sampled_token_is_trained_exactly_once(script: list[tuple[bool, li
     turns: list[Turn] = []
     history: list[int] = []
     for number, (grows, context, answer) in enumerate(script):
-        # A first id of its own, so that a prompt meant to diverge cannot extend the history by chance.
+        # A unique first id, so that a prompt meant to diverge cannot extend the history by chance.
         prompt = history + context if grows else [10 + number, *context]
         turns.append(turn(prompt, answer))
         history = prompt + answer

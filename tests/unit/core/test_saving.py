@@ -21,7 +21,7 @@ SIX = LoopSettings(6, SaveCadence(1), save_total_limit=9)
 
 
 class Behind(World):
-    """A world whose checkpoints are copied, then written by a thread when `allow` is set."""
+    """A world whose checkpoints are copied, and written by a thread when `allow` is set."""
 
     def __init__(self, path: Path, plan: Plan, resume: bool = False) -> None:
         super().__init__(path, plan, resume)
@@ -48,7 +48,7 @@ class Behind(World):
 
 
 def test_run_continues_while_a_checkpoint_is_written(tmp_path: Path):
-    """Step 2 is in the journal before the checkpoint of step 1 is on disk; that of step 2 waits for it."""
+    """Step 2 is in the journal before the checkpoint of step 1 is on disk. The checkpoint of step 2 waits for it."""
     world = Behind(tmp_path, Plan(settings=SIX))
     world.allow.clear()
     journal, seen = world.run_dir.append_journal, []
@@ -68,7 +68,7 @@ def test_run_continues_while_a_checkpoint_is_written(tmp_path: Path):
 
 
 def test_checkpoint_contains_the_state_of_its_step(tmp_path: Path):
-    """Resumed from any of them, the run equals one that writes its checkpoints at once."""
+    """Resumed from any of them, the run equals one that writes its checkpoints synchronously."""
     plain = World(tmp_path / "plain", Plan(settings=SIX))
     plain.run()
     plain.close()

@@ -1,4 +1,4 @@
-"""Truncation, scale, bias and clip, in that order, computed by hand."""
+"""Truncation, scale, bias and clip, in this order, computed manually."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_scale_then_bias_then_clip() -> None:
 
 def test_truncated_reward_is_zero() -> None:
     shape = RewardShape(truncated="zero", scale=3, bias=1)
-    assert shape(0.7, CUT, 100) == 1, "zero goes through scale and bias like any reward"
+    assert shape(0.7, CUT, 100) == 1, "scale and bias apply to a zero like to any reward"
     assert shape(0.7, WHOLE, 100) == pytest.approx(3.1)
     assert shape.trains(CUT)
 

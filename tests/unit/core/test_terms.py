@@ -1,4 +1,4 @@
-"""Corrections, KL estimators, the mismatch report and the objective that adds them up."""
+"""Corrections, KL estimators, the mismatch report, and the objective that sums them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_correction_equals_the_reference(kind: str, params: dict, drift: float) 
 
 
 def test_sequence_level_does_not_shrink_with_length() -> None:
-    """A hundred tokens each off by 5 %: the product would be 131, the geometric mean is 1.05."""
+    """A hundred tokens that differ by 5 % each: the product would be 131, the geometric mean is 1.05."""
     row = random_row(0, tokens=100, sequences=2)
     row = replace(row, m=np.ones(100, bool), seq=np.zeros(100, int), old=row.inf + math.log(1.05))
     weight, _ = TruncatedImportance(level="sequence")(to_inputs(row)[1])

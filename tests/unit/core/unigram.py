@@ -1,4 +1,4 @@
-"""A policy small enough to follow by hand: one logit a token, no context, plain gradient descent, NumPy only."""
+"""A policy that can be computed manually: one logit per token, no context, plain gradient descent, NumPy only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Results:
 
 @dataclass
 class Backward:
-    """One call of forward_backward, as it was made."""
+    """One call of forward_backward."""
 
     rows: list[Row]
     source: str
@@ -57,7 +57,7 @@ class UnigramPolicy:
     reference: np.ndarray = field(default_factory=lambda: np.zeros(VOCABULARY))
     shares_prefixes: bool = True
     passes_together: bool = False
-    most_tokens: int | None = None  # of a micro-batch that there is memory for
+    most_tokens: int | None = None  # the micro-batch size that fits into memory
 
     def __post_init__(self) -> None:
         self._gradient = np.zeros(VOCABULARY)
@@ -78,7 +78,7 @@ class UnigramPolicy:
         loss = 0.0
         for row in rows:
             if self.most_tokens is not None and sum(row.tokens for row in rows) > self.most_tokens:
-                self._gradient += 1000.0  # what was added before memory ran out
+                self._gradient += 1000.0  # gradients added before memory ran out
                 raise MemoryStop("no memory")
             logprobs = _token_logprobs(self.theta, row)
             slope = objective(logprobs, row)

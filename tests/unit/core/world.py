@@ -1,4 +1,4 @@
-"""A whole loop in memory: letters for prompts, eight logits for a policy, a real run directory."""
+"""A complete loop in memory: letters as prompts, eight logits as the policy, a real run directory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Rewards = Callable[[Prompt], Sequence[float | None]]
 
 @dataclass
 class Served:
-    """The engine as the loop sees it: which versions it was told to serve, and with how much noise."""
+    """The engine as the loop sees it: records the loaded versions and their noise."""
 
     path = activity = opening = ""
     version: int = 0
@@ -85,7 +85,7 @@ class ThetaFile:
 
 @dataclass
 class Plan:
-    """What a world is made of; everything has a default."""
+    """The settings of a world. Everything has a default."""
 
     rewards: Rewards = lambda prompt: [0.0, 1.0]
     eval_rewards: Callable[[int], float] | None = None  # evaluation number → mean reward
@@ -93,7 +93,7 @@ class Plan:
     eval_interrupted_at: int | None = None
     group_waits: Callable[[Prompt], None] | None = None  # called when a group starts
     objective: Any = reinforce
-    learn: dict[str, Any] = field(default_factory=dict)  # settings of the learner that differ
+    learn: dict[str, Any] = field(default_factory=dict)  # changed settings of the learner
     admission: Admission = field(default_factory=lambda: Admission(4, 2))
     rules: GroupRules = field(default_factory=GroupRules)
     settings: LoopSettings = field(default_factory=lambda: LoopSettings(4, SaveCadence(2)))
@@ -155,7 +155,7 @@ class World:
         return make_group(prompt, [self.plan.eval_rewards(self.evaluations)] * size, self.engine.version)
 
     def run(self) -> str:
-        """From the newest good checkpoint to the end; the run directory is closed whatever happens."""
+        """From the newest good checkpoint to the end. The run directory is always closed."""
 
         async def go() -> str:
             checkpoint = self.run_dir.newest_good_checkpoint()
@@ -180,7 +180,7 @@ class World:
 
 
 def metrics_of(path: Path) -> list[dict[str, Any]]:
-    """Metrics without what the clock decides."""
+    """Metrics without times."""
     timed = ("time/", "throughput/")
     return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in read_lines(path / "metrics.jsonl")]
 

@@ -1,4 +1,4 @@
-"""The cache holds what was written, where it was written."""
+"""The cache contains the written values at the written positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load-time check of decode steps finds what the check of one forward pass cannot."""
+"""The load-time check of decode steps detects errors that a check of one forward pass cannot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.models import small_model
 
 
 def windowed() -> Decoder:
-    """A window far above the length of the check."""
+    """A window far larger than the length of the check."""
     return Decoder(small_model("mistral", sliding_window=100))
 
 

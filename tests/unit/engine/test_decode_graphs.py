@@ -1,4 +1,4 @@
-"""Which decode graphs are captured, in which order, and which one a batch takes."""
+"""Which decode graphs are captured, in which order, and which graph a batch uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def graphs_of(limit: int) -> Any:
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, [64]), (2, [64, 8]), (9, [64, 8, 16])])
 def test_largest_graph_is_captured_first(limit: int, kept: list[int]) -> None:
-    """At the limit a batch takes the smallest graph that covers it."""
+    """At the limit, a batch uses the smallest graph that covers it."""
     graphs = graphs_of(limit)
     taken = [graphs._graph(DecodeBucket(rows, 512), False)[0].rows for rows in (8, 16)]
     assert [bucket.rows for bucket, *_ in graphs._graphs] == kept

@@ -1,4 +1,4 @@
-"""Every outcome a request can have, and what the engine does with its slots and its prompts."""
+"""Every outcome of a request, and the engine's use of slots and prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DECODER = small_decoder()
 
 
 class CountingDecoder(Decoder):
-    """Counts the tokens that go through the model, prompts and single steps apart."""
+    """Counts the tokens of forward passes, separately for prompts and single steps."""
 
     prefilled = 0
     decoded = 0
@@ -53,7 +53,7 @@ def one(engine, prompt=PROMPT, **sampling):
 
 @pytest.fixture(scope="module")
 def free():
-    """A completion of 20 plain characters that nothing ended; its seed is kept in the request id."""
+    """A completion of 20 plain characters without an end. Its seed is stored in the request id."""
     for seed in range(1000):
         answer = one(make_engine(DECODER), max_tokens=20, seed=seed)
         if min(answer.token_ids) >= 14 and len(set(answer.token_ids[:8])) == 8:
@@ -62,7 +62,7 @@ def free():
     pytest.fail("every completion holds a special token")
 
 
-# How a completion ends
+# Ends of a completion
 
 
 def test_length_is_the_end_unless_something_else_is() -> None:
@@ -83,7 +83,7 @@ def test_end_token_is_kept_and_ends_the_completion(free) -> None:
     for engine, sampling in (
         (make_engine(DECODER, eos_token_ids=(end,)), {"max_tokens": 20}),
         (make_engine(DECODER), {"max_tokens": 20, "stop_token_ids": (end,)}),
-        (make_engine(DECODER), {"max_tokens": 7, "stop_token_ids": (end,)}),  # an end on the last token allowed
+        (make_engine(DECODER), {"max_tokens": 7, "stop_token_ids": (end,)}),  # an end on the last allowed token
     ):
         answer = one(engine, seed=seed, **sampling)
         assert answer.token_ids == free.token_ids[:7] and answer.finish_reason == "stop"
@@ -115,11 +115,11 @@ def test_earliest_of_two_stop_strings_cuts_the_text(free) -> None:
 
 @pytest.mark.parametrize("min_tokens", (1, 4, 7))
 def test_min_tokens_delays_every_end(min_tokens: int) -> None:
-    """All ids but one end the completion, so it ends as soon as it may."""
+    """All ids but one end the completion, so it ends as soon as allowed."""
     ends = tuple(i for i in range(DECODER.vocab_size) if i != 50)
     answer = one(make_engine(DECODER), min_tokens=min_tokens, max_tokens=20, stop_token_ids=ends, seed=1)
     assert answer.token_ids[:min_tokens] == [50] * min_tokens
-    assert answer.logprobs[:min_tokens] == [0.0] * min_tokens, "nothing else could be drawn"
+    assert answer.logprobs[:min_tokens] == [0.0] * min_tokens, "no other token could be sampled"
     assert answer.finish_reason == "stop" and len(answer.token_ids) == min_tokens + 1
 
 
@@ -182,7 +182,7 @@ def test_more_requests_than_slots() -> None:
     answers = run(engine, [ask(f"{i}", PROMPT, seed=i, max_tokens=n) for i, n in enumerate(lengths)])
     assert [len(answers[f"{i}"].token_ids) for i in range(30)] == lengths
     assert engine.generated_tokens == sum(lengths)
-    # Slots are refilled as they fall free: a batch that waited for its longest would take far more steps.
+    # Slots are refilled when they become free. A batch that waits for its longest request needs far more steps.
     in_fours = sum(max(lengths[i : i + 8]) for i in range(0, 30, 8))
     assert decoder.decoded / 8 < in_fours
 
@@ -192,7 +192,7 @@ def test_batch_shrinks_when_few_are_left() -> None:
     requests = [ask(f"{i}", PROMPT, seed=i, max_tokens=2) for i in range(63)]
     requests.append(ask("long", PROMPT, seed=99, max_tokens=40))
     answers = run(engine, requests)
-    # One step of 64 rows, then the lone sequence moves down and decodes in the smallest batch.
+    # One step of 64 rows, then the remaining sequence moves down and decodes in the smallest batch.
     assert decoder.decoded == 64 + 38 * 8
     assert answers["long"] == run(make_engine(DECODER), requests[-1:])["long"]
 
@@ -209,7 +209,7 @@ def test_abort_returns_the_sampled_tokens() -> None:
     assert {completion.finish_reason for completion in dropped.values()} == {"abort"}
     for completion in dropped.values():
         assert completion.kept_ids is not None and len(completion.kept_ids) == len(completion.token_ids)
-    assert len(one(engine, max_tokens=5).token_ids) == 5, "and the engine goes on"
+    assert len(one(engine, max_tokens=5).token_ids) == 5, "and the engine continues"
 
 
 def test_slots_come_in_multiples_of_the_row_padding() -> None:
@@ -217,7 +217,7 @@ def test_slots_come_in_multiples_of_the_row_padding() -> None:
         EngineSettings(slots=3)
 
 
-# What is reported
+# Reports
 
 
 def test_spans_have_the_version_of_each_token() -> None:
@@ -236,7 +236,9 @@ def test_spans_have_the_version_of_each_token() -> None:
 @pytest.mark.parametrize("temperature", (1.0, 0.6))
 @torch.no_grad()
 def test_chi_square_of_first_and_second_tokens(temperature: float) -> None:
-    """Through the engine, against the model's own forward: first tokens, then second ones after the commonest first."""
+    """Through the engine, against the model's forward pass: first tokens, then second tokens after the most frequent
+    first one.
+    """
     model = small_model("qwen3", seed=5)
     reference = small_model("qwen3", seed=5)
     decoder = Decoder(model)
@@ -282,7 +284,7 @@ def test_cancelled_requests_leave_waiting_or_running_and_the_others_draw_the_sam
 
 
 def test_nonfinite_weights_are_detected_at_once() -> None:
-    """Not when the sequence ends, a hundred tokens later; and by the version that drew."""
+    """Not when the sequence ends a hundred tokens later. The error names the version."""
     decoder = small_decoder()
     engine = make_engine(decoder)
     engine.add(ask("long", PROMPT, max_tokens=100))
@@ -298,7 +300,7 @@ def test_nonfinite_weights_are_detected_at_once() -> None:
 
 
 class InstantGraphs:
-    """A device that takes no time: every row draws its own number, with log-probs 0, -1, -2, …"""
+    """A device without delay: every row samples its own number, with log-probs 0, -1, -2, …"""
 
     def __init__(self) -> None:
         self.windows: deque[Window] = deque()
@@ -328,7 +330,7 @@ class InstantGraphs:
 
 
 class CountingGraphs(InstantGraphs):
-    """A device whose rows count on from the length of their prompt, wherever they are moved."""
+    """A device whose rows count from the length of their prompt, wherever they are moved."""
 
     def __init__(self, slots: int) -> None:
         super().__init__()
@@ -351,7 +353,7 @@ class CountingGraphs(InstantGraphs):
 
 
 def test_windows_of_several_lengths_while_rows_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches shrink and fill again across the size from which windows are shorter."""
+    """Batches shrink and grow again across the size from which windows are shorter."""
     monkeypatch.setattr("shoal.engine.engine.MANY_ROWS", 16)
     chance = random.Random(5)
     lengths = [(chance.randint(1, 30), 1 + int(chance.expovariate(1 / 12))) for _ in range(120)]
@@ -363,7 +365,7 @@ def test_windows_of_several_lengths_while_rows_move(monkeypatch: pytest.MonkeyPa
     for i, (prompt, new) in enumerate(lengths):
         assert answers[str(i)].token_ids == list(range(prompt, prompt + new))
         assert answers[str(i)].logprobs == [-float(at) for at in range(prompt, prompt + new)]
-    assert moves and {4, 8} <= set(graphs.launched), "all of it was met"
+    assert moves and {4, 8} <= set(graphs.launched), "all cases occurred"
 
 
 @pytest.mark.parametrize(("slots", "longest"), ((1016, 8), (1024, 4)))
@@ -372,12 +374,13 @@ def test_windows_of_many_rows_are_shorter(slots: int, longest: int) -> None:
     engine._graphs = graphs = InstantGraphs()  # type: ignore[assignment]
     answers = run(engine, [ask(str(i), PROMPT, max_tokens=20) for i in range(slots)])
     assert all(answers[str(i)].token_ids == [i] * 20 for i in range(slots))
-    assert max(graphs.launched) == longest and sum(graphs.launched) == 19, "the first is the prefill's"
+    assert max(graphs.launched) == longest and sum(graphs.launched) == 19, "the first token comes from the prefill"
 
 
 def test_long_windows_do_not_trigger_garbage_collection() -> None:
-    """Objects by the thousand that live as long as a window would have it look through all of Python again and again,
-    while the device waits."""
+    """Thousands of objects that live as long as a window would make the garbage collector scan all of Python
+    repeatedly while the device waits.
+    """
     engine = make_engine(DECODER, slots=1024, context_tokens=272)
     engine._graphs = InstantGraphs()  # type: ignore[assignment]
     requests = [ask(str(i), PROMPT, max_tokens=256) for i in range(1024)]
@@ -395,4 +398,4 @@ def test_long_windows_do_not_trigger_garbage_collection() -> None:
         gc.callbacks.remove(note)
     assert all(answers[str(i)].token_ids == [i] * 256 for i in range(1024))
     assert all(answer.logprobs == [-float(step) for step in range(256)] for answer in answers.values())
-    assert len(looked) < 32, "less than once a window"
+    assert len(looked) < 32, "less than once per window"

@@ -1,6 +1,6 @@
-"""The Triton kernels against plain torch, under Triton's interpreter where there is no GPU.
+"""The Triton kernels against plain torch, under Triton's interpreter if there is no GPU.
 
-The interpreter must be asked for before Triton is imported, so each check runs in a process of its own.
+The interpreter must be enabled before Triton is imported, so each check runs in a separate process.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ pytest.importorskip("triton", reason="Triton is installed on Linux only")
     ],
 )
 def test_decode_attention(window: int | None, softcap: float | None, cut: str, dim: int) -> None:
-    """fp32 and fp16 against float64; keys and values of the new token land in the cache and nothing else moves.
+    """fp32 and fp16 against float64. Keys and values of the new token are written to the cache, and nothing else
+    changes.
 
-    Rows of one span stand beside rows of several, and beside rows whose splits take more than one span each.
+    Rows of one span, rows of several spans, and rows whose splits have more than one span each.
     """
     run(f"""
         from shoal.engine.kernels.attention import Launch, decode_attention
@@ -61,7 +62,7 @@ def test_decode_attention(window: int | None, softcap: float | None, cut: str, d
 
 @pytest.mark.parametrize("cut", ["1, 512, 16, 1, 3", "4, 32", "3, 64, 16"])
 def test_qk_norm_and_rope_hold_in_every_split(cut: str) -> None:
-    """However a row is cut, its heads are made ready the same way, and its key lands in the cache once."""
+    """For every split of a row, its heads are computed in the same way, and its key is written to the cache once."""
     run(f"""
         from shoal.engine.kernels.attention import HeadForm, Launch, decode_attention
         rows, heads, kv_heads, length, dim = 4, 6, 2, 256, 32
@@ -82,7 +83,7 @@ def test_qk_norm_and_rope_hold_in_every_split(cut: str) -> None:
 
 
 def test_unsupported_head_sizes_use_the_modules() -> None:
-    """In training, prefill and decoding, with the reason; unsupported heads are not captured."""
+    """In training, prefill and decoding, with the reason. Unsupported heads are not captured."""
     run("""
         from support.engines import greedy, make_engine
         from support.models import as_decoder, small_model
@@ -109,7 +110,9 @@ def test_unsupported_head_sizes_use_the_modules() -> None:
 
 
 def test_prompts_are_copied_into_their_slots() -> None:
-    """Keys and values of other widths, strided and not; one prompt in two slots, one longer than a program's share."""
+    """Keys and values of other widths, strided and contiguous; one prompt in two slots, one longer than the share of a
+    program.
+    """
     run("""
         from shoal.engine.kv_cache import PrefillWriter
         from shoal.models import kernels
@@ -128,7 +131,7 @@ def test_prompts_are_copied_into_their_slots() -> None:
 
 
 def test_ids_that_are_never_sampled() -> None:
-    """A head padded with ids that nobody may draw, more of them than a block holds."""
+    """A head padded with ids that are never sampled, more of them than a block contains."""
     run("""
         from shoal.engine.kernels.sampling import draw_tokens
         from shoal.engine.sampler import SamplingState, draw
@@ -145,7 +148,7 @@ def test_ids_that_are_never_sampled() -> None:
 
 
 def test_uncapturable_step_runs_eagerly() -> None:
-    """In the middle of an answer: nothing drawn is lost, and what follows is the same."""
+    """In the middle of an answer: no sampled token is lost, and later tokens are unchanged."""
     run("""
         from support.engines import ask, make_engine, run
         from support.models import LEAST, random_prompts, small_decoder
@@ -173,7 +176,7 @@ def test_uncapturable_step_runs_eagerly() -> None:
 
 
 def test_sampling_is_reproducible() -> None:
-    """Greedy and sampled rows, more ids than one block: the same token, the same log-prob but for rounding."""
+    """Greedy and sampled rows, more ids than one block: the same token, and the same log-prob to rounding."""
     run("""
         from shoal.engine.kernels.sampling import draw_tokens
         from shoal.engine.sampler import SamplingState, draw
@@ -192,7 +195,7 @@ def test_sampling_is_reproducible() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "smollm3"])
 def test_fused_layers_agree_with_the_modules(architecture: str) -> None:
-    """Hidden states and cache after one decode step; the parameters are views now, and still themselves."""
+    """Hidden states and cache after one decode step. The parameters are views now, with unchanged values."""
     run(f"""
         from support.models import small_decoder
         from shoal.engine.decode import FusedDecode, make_fused
@@ -223,7 +226,7 @@ def test_fused_layers_agree_with_the_modules(architecture: str) -> None:
 
 
 def test_window_of_steps_equals_single_steps() -> None:
-    """The engine with kernels, several steps between two looks, against the eager one: tokens, reasons, log-probs."""
+    """The engine with kernels and several steps per window, against the eager engine: tokens, reasons, log-probs."""
     run("""
         from support.engines import ask, make_engine, run
         from support.models import EOS, LEAST, small_decoder
@@ -247,7 +250,7 @@ def test_window_of_steps_equals_single_steps() -> None:
 
 @pytest.mark.parametrize("lora", (False, True), ids=("full", "lora"))
 def test_truncated_sampling_and_adapters_in_windows(lora: bool) -> None:
-    """top-p, min_tokens and stops beside plain requests; before and after the weights move under the graphs."""
+    """top-p, min_tokens and stops beside plain requests, before and after a weight update under the graphs."""
     run(f"""
         from support.engines import ask, make_engine, run
         from support.models import EOS, LEAST, lora_decoder, small_decoder
@@ -280,7 +283,7 @@ def test_truncated_sampling_and_adapters_in_windows(lora: bool) -> None:
 
 
 def test_products_are_split_as_measured() -> None:
-    """Rows from 8 to 1,024, as cuts were fastest on an H200; where that is a matter of little, the rule decides."""
+    """Rows from 8 to 1,024, with the fastest splits on an H200. Where the difference is small, the rule decides."""
     run("""
         from shoal.engine.kernels.products import splits_of
         def cuts(depth, width):
@@ -295,7 +298,9 @@ def test_products_are_split_as_measured() -> None:
 
 
 def test_fused_products_with_neighbouring_operations() -> None:
-    """SwiGLU behind gate and up, a split sum before a norm: rounded as apart, rows that fill no tile too."""
+    """SwiGLU after gate and up, a split sum before a norm: rounded like separate operations, also for rows that fill
+    no tile.
+    """
     run("""
         from shoal.engine.kernels.products import Tile, gated, split_product, sum_norm_
         for rows in (5, 70):

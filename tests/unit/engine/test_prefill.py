@@ -1,4 +1,4 @@
-"""Prompts laid end to end, and the sizes of the graphs that compute them."""
+"""Concatenated prompts, and the sizes of the graphs that compute them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.models import small_decoder
 
 
 def prompts_of(*lengths: int) -> Prompts:
-    """Distinct ones, each in the slot of its number."""
+    """Different prompts, each in the slot of its number."""
     made = []
     for number, length in enumerate(lengths):
         request = Request(f"{number}", [number % 7 + 1] * length, SamplingParams(max_tokens=4))
@@ -32,7 +32,7 @@ def prompts_of(*lengths: int) -> Prompts:
         ((9000, 216), 9216),
         ((9000, 217), 10_240),
         ((16_000, 384), GRAPH_TOKENS),
-        ((16_000, 385), 17_408),  # is not captured any more
+        ((16_000, 385), 17_408),  # is no longer captured
     ],
 )
 def test_few_bucket_sizes_cover_every_size(lengths: tuple[int, ...], tokens: int) -> None:
@@ -43,7 +43,7 @@ def test_few_bucket_sizes_cover_every_size(lengths: tuple[int, ...], tokens: int
     assert len(arrays["ids"]) == len(arrays["positions"]) == tokens
     np.testing.assert_array_equal(arrays["ids"][: sum(lengths)], prompts.arrays["ids"])
     assert arrays["starts"][: len(lengths) + 1].tolist() == [0, *np.cumsum(lengths)]
-    assert (arrays["starts"][len(lengths) :] == sum(lengths)).all(), "what fills up belongs to no prompt"
+    assert (arrays["starts"][len(lengths) :] == sum(lengths)).all(), "padding belongs to no prompt"
     filled = extent.sequences - len(lengths)
     assert arrays["lengths"].tolist() == [*lengths, *[0] * filled], "nor to a sequence"
 
@@ -52,14 +52,14 @@ def test_group_prompt_is_prefilled_once_for_all_slots() -> None:
     asked = [(5, [1, 2, 3]), (2, [1, 2, 3]), (0, [4, 5]), (7, [1, 2, 3])]
     made = [Sequence(Request(f"{slot}", ids, SamplingParams(max_tokens=4)), 4, slot=slot) for slot, ids in asked]
     prompts = Prompts.of(made)
-    assert prompts.arrays["ids"].tolist() == [1, 2, 3, 4, 5, 1, 2, 3], "neighbours share"
+    assert prompts.arrays["ids"].tolist() == [1, 2, 3, 4, 5, 1, 2, 3], "neighbours share the prefill"
     assert prompts.arrays["positions"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     assert prompts.arrays["first"].tolist() == [0, 0, 3, 5] and prompts.arrays["lengths"].tolist() == [3, 3, 2, 3]
     assert prompts.arrays["slots"].tolist() == [5, 2, 0, 7] and prompts.last.tolist() == [2, 2, 4, 7]
 
 
 def test_without_memory_prefills_are_not_captured_any_more(caplog: pytest.LogCaptureFixture) -> None:
-    """The prompt is computed all the same, and what graphs held is given back."""
+    """The prompt is computed eagerly, and the memory of graphs is freed."""
     engine = make_engine(small_decoder())
     prefill: Prefill = engine._prompts
     prefill._graphs.enabled = True
@@ -78,7 +78,7 @@ def test_without_memory_prefills_are_not_captured_any_more(caplog: pytest.LogCap
 
 
 def test_captured_prefills_take_no_more_than_the_largest() -> None:
-    """In tokens of all sizes; one of a size that was captured for other prompts needs no more."""
+    """In tokens of all sizes. A prompt of a captured size needs no further memory."""
     prefill: Prefill = make_engine(small_decoder())._prompts
     captured = []
     prefill._capture = lambda *_: captured.append(1)  # type: ignore[method-assign,assignment]

@@ -1,4 +1,4 @@
-"""Draws follow the distribution they are said to, and the log-prob reported is that distribution's."""
+"""Samples follow the requested distribution, and reported log-probs belong to this distribution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOGITS = torch.randn(40, generator=torch.Generator().manual_seed(0)) * 2
 
 
 def state(rows: int, **values: float) -> SamplingState:
-    """Seeds 0, 1, 2, …: neighbouring seeds must be as good as any."""
+    """Seeds 0, 1, 2, …: neighbouring seeds must be independent."""
     made = SamplingState.allocate(rows, torch.device("cpu"))
     made.seeds.copy_(torch.arange(rows))
     for name, value in values.items():
@@ -39,7 +39,7 @@ def draw_many(
 
 
 def expected_distribution(logits: Tensor, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0) -> np.ndarray:
-    """In float64, by sorting and walking down, one rule at a time."""
+    """In float64, by sorting and cumulative sums, one rule at a time."""
     p = torch.softmax(logits.double() / temperature, -1).numpy()
     order, kept, mass = np.argsort(-p, kind="stable"), [], 0.0
     for rank, i in enumerate(order):
@@ -171,7 +171,7 @@ def test_sampling_state_moves_full_rows() -> None:
 
 
 def test_sampling_reduces_vocabulary_blocks_first() -> None:
-    """More ids than one block: still the distribution asked for, over blocks and inside each."""
+    """More ids than one block: the requested distribution, across blocks and within each."""
     width = 2 * BLOCK + 700
     logits = torch.full((width,), -20.0)
     alive = [0, 5, BLOCK - 1, BLOCK, BLOCK + 17, 2 * BLOCK + 3, width - 1]
@@ -179,7 +179,7 @@ def test_sampling_reduces_vocabulary_blocks_first() -> None:
     drawn = draw_many(logits, 4_000, 3)
     expected = torch.softmax(logits.double(), -1)[alive].numpy()
     counts = np.array([int((drawn.token_ids == i).sum()) for i in alive])
-    assert counts.sum() >= 3_995  # all the rest together has a chance of 2e-6 a draw
+    assert counts.sum() >= 3_995  # all other ids together have a probability of 2e-6 per draw
     assert chi_square_p(counts, expected / expected.sum()) > 1e-3
     np.testing.assert_allclose(drawn.logprobs, torch.log_softmax(logits, -1)[drawn.token_ids], rtol=0, atol=1e-5)
     greedy = draw_many(logits, 2, temperature=0.0)

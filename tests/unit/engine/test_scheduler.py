@@ -30,14 +30,14 @@ def test_prefill_budget_counts_equal_prompts_once_and_admits_one() -> None:
     assert [len(s.request.prompt_ids) for s in scheduler.admit()] == [6, 6, 4], "6 + 4 is the budget"
     assert [len(s.request.prompt_ids) for s in scheduler.admit()] == [1, 6]
     waiting(scheduler, [4] * 50, [5])
-    assert [len(s.request.prompt_ids) for s in scheduler.admit()] == [50], "too long, but alone"
+    assert [len(s.request.prompt_ids) for s in scheduler.admit()] == [50], "too long, but the only one"
 
 
 def test_rows_are_powers_of_two_over_the_highest_slot() -> None:
     scheduler = Scheduler(slots=40, prefill_tokens=1000)
     waiting(scheduler, *([n] for n in range(40)))
     scheduler.admit()
-    assert scheduler.rows == 40, "never more than there are slots"
+    assert scheduler.rows == 40, "never more than the number of slots"
     for slot in range(39, -1, -1):
         scheduler.retire(scheduler.running[slot])
         expected = 40 if slot > 32 else 32 if slot > 16 else 16 if slot > 8 else 8
@@ -45,7 +45,7 @@ def test_rows_are_powers_of_two_over_the_highest_slot() -> None:
 
 
 def test_large_batches_grow_in_smaller_steps() -> None:
-    """A row too many costs more the more there are; a graph too many costs the same."""
+    """An unneeded row costs more in larger batches. An additional graph always costs the same."""
     sizes = sorted({bucket(count) for count in range(1, 2049)})
     assert sizes[:14] == [8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512]
     assert sizes[14:] == [*range(576, 1025, 64), *range(1152, 2049, 128)]

@@ -1,4 +1,4 @@
-"""Stateful environments for the tests: one that behaves, and what may go wrong in each of its methods."""
+"""Stateful environments for tests: a correct one, and failures in each of its methods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = (
     "plain", "reset raises", "reset hangs", "reset ends", "reset returns a number", "reset returns much",
     "reward raises", "reward hangs", "reward is a list", "close raises", "close hangs", "random",
 )  # fmt: skip
-LOG = Path()  # set before the workers fork: a line for each object that was made, and that was closed
+LOG = Path()  # set before the workers fork: a line for each object that was created, and that was closed
 
 
 def note(event: str, kind: str) -> None:

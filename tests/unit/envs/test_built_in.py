@@ -1,4 +1,4 @@
-"""The built-in environments, with answers worked out by hand."""
+"""The built-in environments, with manually computed answers."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""Datasets as people really have them: broken rows are counted and named, nothing is replaced in silence."""
+"""Real datasets: broken rows are counted and reported, and nothing is replaced silently."""
 
 import csv
 import json
@@ -188,7 +188,7 @@ def test_fingerprint_detects_every_change():
 
 def test_held_out_rows_and_removed_duplicates_are_reported(tmp_path: Path):
     file = tmp_path / "rows.jsonl"
-    rows = [{"prompt": f"q{n % 18}", "answer": str(n)} for n in range(20)]  # the last two are the first two again
+    rows = [{"prompt": f"q{n % 18}", "answer": str(n)} for n in range(20)]  # the last two equal the first two
     file.write_text("\n".join(map(json.dumps, rows)))
     with collect_row_problems() as found:
         splits = read_splits(DatasetSpec(path=str(file)), ("prompt", "answer"), make)
@@ -217,7 +217,7 @@ def test_all_of_gsm8k():
 
 
 def test_data_set_by_name_through_the_datasets_library(tmp_path, monkeypatch, caplog):
-    """`name` goes to datasets.load_dataset: here a local folder it understands, with columns of its own names."""
+    """`name` is passed to datasets.load_dataset: here a local folder, with its own column names."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "pairs"
     folder.mkdir()

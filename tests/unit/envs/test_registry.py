@@ -1,4 +1,4 @@
-"""Loading environments by id: built in, from a package, from the user's own code; and what is said when it fails."""
+"""Loading environments by id: built in, from a package, from user code; and the error messages."""
 
 import inspect
 import re
@@ -68,7 +68,7 @@ def user_module(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("environment", [*BUILT_IN.values(), *PACKAGES.values()])
 def test_every_parameter_is_a_described_argument(environment):
-    """A parameter without `Annotated` would silently be no argument."""
+    """A parameter without `Annotated` would silently not be an argument."""
     parameters = inspect.signature(environment).parameters
     fields = arguments_of(environment).model_fields
     supplied = {name for name in parameters if name not in fields}
@@ -296,7 +296,7 @@ def raises(split):
     ],
 )
 def test_invalid_tasks_are_environment_errors(tasks, words):
-    """Exit 2 with its name, and no bug of Shoal's."""
+    """Exit code 2 with its name, not a bug of Shoal."""
     with pytest.raises(DataError, match=re.escape(words)) as caught:
         checked_tasks("mine", tasks)("train")
     assert str(caught.value).startswith("orch.env: mine: tasks('train')")

@@ -54,7 +54,7 @@ class Other:
 
 
 class Slow:
-    """Takes its time to close."""
+    """Closes slowly."""
 
     def reset(self) -> str:
         return "go"
@@ -115,7 +115,7 @@ def tool(name: str, **arguments: Any) -> str:
 def play(
     world: Any, said: Sequence[str], env: str = "counter", kind: str | int = "plain", size: int = 1
 ) -> RolloutGroup:
-    """Rollouts in which the policy says these things, one per turn."""
+    """Rollouts in which the policy gives these answers, one per turn."""
     runner, prompt = runner_of(world, said, env, kind)
     return asyncio.run(runner.run(prompt, size, SamplingParams(max_tokens=200)))
 
@@ -136,7 +136,7 @@ def events() -> list[list[str]]:
 
 
 def count(event: str, limit_s: float = 5.0, expected: int | None = None) -> int:
-    """How often it happened. Environments close after their rollouts have ended."""
+    """The number of times that it happened. Environments close after their rollouts have ended."""
     deadline = time.monotonic() + limit_s
     while True:
         found = sum(name == event for name, *_ in events())
@@ -248,14 +248,14 @@ def test_reward_of_an_environment_beside_functions(own: Any, functions: list[Any
 @pytest.mark.parametrize(
     "said, messages, reward",
     [
-        ([tool("add", amount="3"), "ok"], ["error: TypeError"], 0.0),  # the model's error is a message for the model
+        ([tool("add", amount="3"), "ok"], ["error: TypeError"], 0.0),  # the error is a message for the model
         ([tool("add", wrong=3), "ok"], ["error: TypeError"], 0.0),
         (
             [tool("add", amount=3), tool("finish") + tool("add", amount=1)],
             ["3", "you reached 3", "the episode is over"],
             1.0,
         ),
-        ([tool("add", amount=1)] * 4, ["1", "2", "3"], 1.0),  # max_turns: nothing answers the last one
+        ([tool("add", amount=1)] * 4, ["1", "2", "3"], 1.0),  # max_turns: nothing answers the last turn
     ],
 )  # fmt: skip
 def test_conversation_continues_and_ends(world: Any, said: list[str], messages: list[str], reward: float) -> None:

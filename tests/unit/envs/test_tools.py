@@ -1,4 +1,4 @@
-"""Tools: what a function's schema is, what counts as a call, and a conversation with both, by hand."""
+"""Tools: schemas of functions, formats of calls, and a conversation with both, computed manually."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every key of the launcher does what it says: each row sets one key and names what changes in the run."""
+"""Every key of the launcher has its effect: each row sets one key and names the change in the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load(folder: Path, *overrides: str, text: str = BASE) -> RunConfig:
     return resolve_run(loaded.config)
 
 
-# key → (override, what is looked at, what it is without the key, what it is with it)
+# key → (override, inspected value, the value without the key, the value with it)
 ROWS: dict[str, tuple[str, See, Any, Any]] = {
     "experiment_name": ("other", lambda c: c.train.output_dir, "outputs/exp/trial0", "outputs/other/trial0"),
     "trial_name": ("t7", lambda c: c.train.output_dir, "outputs/exp/trial0", "outputs/exp/t7"),
@@ -75,7 +75,7 @@ ROWS: dict[str, tuple[str, See, Any, Any]] = {
     "evaluator.freq_secs": ("90", lambda c: c.orch.eval and c.orch.eval.interval_seconds, None, 90),
     "stats_logger.wandb.mode": ("offline", lambda c: c.train.report_to, [], ["wandb"]),
 }  # fmt: skip
-# Keys whose effect needs another key as well, or is a refusal: the functions below are their rows.
+# Keys whose effect needs another key, or is a refusal, have a function below instead.
 APART = {
     "tokenizer_path": "test_other_paths_are_refused",
     "ref.path": "test_other_paths_are_refused",

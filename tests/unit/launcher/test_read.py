@@ -1,4 +1,4 @@
-"""Files, overrides and references of the launcher, and what it says when something is wrong."""
+"""Files, overrides and references of the launcher, and error messages."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_reference_follows_an_override(tmp_path: Path):
     text = BASE + "trial_name: ${experiment_name}-lr${actor.lr}\nseed: ${gconfig.n_samples}\n"
     config = read(tmp_path, "experiment_name=e2", "actor.lr=0.001", "gconfig.n_samples=2", text=text).run
     assert config.train.output_dir == "outputs/e2/e2-lr0.001"
-    assert config.train.seed == 2, "a whole reference keeps its type"
-    assert read(tmp_path, text=BASE + "seed: ${gconfig.n_samples}\n").run.train.seed == 4, "or names a default"
+    assert config.train.seed == 2, "a value that is only a reference keeps its type"
+    assert read(tmp_path, text=BASE + "seed: ${gconfig.n_samples}\n").run.train.seed == 4, "or has a default"
 
 
 def test_environment_variables_work_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -96,7 +96,7 @@ def test_error_location_is_the_line_of_the_file(tmp_path: Path):
 
 
 def test_ratio_cap_in_a_file_allows_switching_the_loss(tmp_path: Path):
-    """The shipped file sets it for its own loss; turning that off takes one override, and says what it leaves out."""
+    """The shipped file sets it for its loss. One override turns this off, and the notice names the omitted key."""
     text = BASE + "  use_decoupled_loss: true\n  behav_imp_weight_cap: 5.0\n"
     read_ = read(tmp_path, "actor.use_decoupled_loss=false", text=text)
     assert read_.run.train.loss.type == "grpo"

@@ -1,4 +1,4 @@
-"""The attention function against a loop over tokens written out in float64."""
+"""The attention function against a loop over tokens in float64."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ def random_qkv(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 def written_out(
     query: Tensor, key: Tensor, value: Tensor, shape: Shape, prefixes: Sequence[int] | None = None
 ) -> np.ndarray:
-    """[T, H, D]: each token looks at its own segment, what that continues in front, up to itself and no further back
-    than the window."""
+    """[T, H, D]: each token attends to its segment and its prefix, up to itself and within the window."""
     out = np.zeros((query.shape[2], HEADS, DIM))
     segments = [list(range(start, end)) for start, end in pairwise(STARTS)]
     for segment, prefix in zip(segments, prefixes or [-1] * len(segments), strict=True):
@@ -73,7 +72,7 @@ def written_out(
 
 @pytest.fixture(params=(0, attention.LEAST_ABOUT), ids=("rectangles", "one rectangle"))
 def _rectangles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every length here is about the same as the others, unless told that it is not."""
+    """All lengths here are similar, unless a test changes this."""
     monkeypatch.setattr(attention, "LEAST_ABOUT", request.param)
 
 
@@ -97,7 +96,7 @@ def test_segments_that_continue_another(name: str, prefixes: list[int]) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradient_of_a_prefix_is_that_of_its_copies(name: str) -> None:
-    """Against the same tokens laid out with a copy of the prefix in front of each segment that continues it."""
+    """Against the same tokens with a copy of the prefix before each segment that continues it."""
     taken = [np.arange(a, b) for a, b in pairwise(STARTS)]
     whole = [taken[0], np.concatenate([taken[0], taken[1]]), np.concatenate([taken[0], taken[2]]), taken[3]]
     copied, starts = np.concatenate(whole), np.concatenate([[0], np.cumsum([len(w) for w in whole])])
@@ -117,7 +116,7 @@ def test_gradient_of_a_prefix_is_that_of_its_copies(name: str) -> None:
 
 
 def varlen_by_hand(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int, **how: Any) -> Tensor:
-    """What the kernel of a GPU computes: [T, H, D], queries and keys of a segment aligned at their ends."""
+    """The computation of the GPU kernel: [T, H, D], queries and keys of a segment aligned at their ends."""
     out = []
     for (start, end), (first, last) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
         query, key, value = (x.transpose(0, 1)[None] for x in (q[start:end], k[first:last], v[first:last]))
@@ -131,7 +130,7 @@ def varlen_by_hand(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, 
 @pytest.mark.parametrize("prefixes", (None, [-1, 0, 0, 0], [-1, -1, 1, 0]), ids=str)
 @pytest.mark.parametrize("name", ("plain", "window", "window of one", "wide window"))
 def test_varlen_kernel_arguments(name: str, prefixes: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/parity/test_gpu_prefix.py has the kernel itself."""
+    """tests/parity/test_gpu_prefix.py tests the kernel itself."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_hand)
     query, key, value = random_qkv()
     context = Packed(STARTS, CPU, prefixes=None if prefixes is None else np.array(prefixes))
@@ -141,7 +140,7 @@ def test_varlen_kernel_arguments(name: str, prefixes: list[int] | None, monkeypa
 
 
 def test_gradients_of_a_shared_token_are_added_up_in_fp32() -> None:
-    """In bf16 a sum of ones stops at 256: half the step from there on is 1."""
+    """In bf16 a sum of ones stops at 256: from there half the step is 1."""
     tokens = torch.zeros(2, 3, dtype=torch.bfloat16, requires_grad=True)
     take_tokens(tokens, plan_of([0] * 300 + [1], 2)).sum().backward()
     assert tokens.grad is not None and tokens.grad.tolist() == [[300.0] * 3, [1.0] * 3]
@@ -168,7 +167,7 @@ def test_prefixes_of_prefixes_and_in_a_prefill_are_refused() -> None:
 
 
 def test_training_padding_is_below_twice_the_segment_length() -> None:
-    """One of 2,000 tokens and sixty of 50 in one rectangle would be twenty-four times their number."""
+    """One segment of 2,000 tokens and sixty of 50 in one rectangle would be twenty-four times their number."""
     starts = np.concatenate([[0], np.cumsum([2000, 1100, *[50] * 60, 130])])
     rectangles, order = Packed(starts, CPU)._layout()
     assert sorted(tuple(rectangle.queries.shape) for rectangle in rectangles) == [(1, 130), (2, 2000), (60, 50)]
@@ -187,7 +186,7 @@ def test_row_without_shared_prefix_is_unchanged(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_prefill_then_decode(name: str) -> None:
-    """All but the last token of each segment as a prefill, the last one against the cache."""
+    """All but the last token of each segment as a prefill, the last one with the cache."""
     query, key, value = random_qkv(1)
     expected = written_out(query, key, value, SHAPES[name])
     cache = SlotCache({0: LayerShape(KV_HEADS, DIM, DIM)}, len(LENGTHS), 16, torch.float64, CPU)

@@ -1,4 +1,4 @@
-"""Chat templates that replace the tokenizer's: built-in ones, files, and what is refused."""
+"""Chat templates that replace the tokenizer's: built-in ones, files, and refused templates."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_keys_of_a_run_reach_its_chat(tmp_path: Path) -> None:
     orch = OrchConfig.model_validate({"env": "arithmetic", "chat_template": "plain", "chat_history": "template"})
     chat = make_chat(base_model(tmp_path), **chat_options(orch))
     prompt = chat.prompt_ids(TALK[:1])
-    sampled = [prompt[0], EOS]  # no tokenizer would write these ids
+    sampled = [prompt[0], EOS]  # no tokenizer would produce these ids
     after = chat.next_prompt_ids([*prompt, *sampled], TALK[:2], TALK[2:])
     assert after == chat.prompt_ids(TALK) and after[: len(prompt) + 2] != [*prompt, *sampled]
 

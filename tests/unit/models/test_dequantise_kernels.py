@@ -1,4 +1,4 @@
-"""The kernels that read stored weights, against plain torch to the bit, under Triton's interpreter."""
+"""The kernels that read quantised weights, bit for bit against plain torch, under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(code: str) -> None:
 
 @pytest.mark.parametrize("name", ("fp8", "fp4"))
 def test_random_weights_of_every_size(name: str) -> None:
-    """Rows and columns that end inside a block; numbers over six decades, so that scales of all sizes occur."""
+    """Rows and columns that end inside a block. Numbers over six decades, so that scales of all sizes occur."""
     run(f"""
         for shape in ((130, 200), (7, 20), (128, 256), (1, 2), (300, 33)):
             weight = torch.randn(shape) * torch.logspace(-6, 0, shape[1])
@@ -58,7 +58,7 @@ def test_every_code() -> None:
 
 
 def test_layer_reads_its_storage_in_place() -> None:
-    """What a captured graph relies on: the next call sees what was written to the stored tensors."""
+    """Captured graphs rely on this: the next call uses new values of the stored tensors."""
     run("""
         from shoal.models.quantize import QuantisedLinear
         for name in ("fp8", "fp4"):

@@ -1,4 +1,4 @@
-"""Quantise and dequantise against float64 NumPy written from the formats' definitions, and numbers by hand."""
+"""Quantise and dequantise against float64 NumPy from the definitions of the formats, and manual examples."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 from shoal.models.quantize import E2M1, FORMATS
 
-# Sizes that end inside a block of 128, inside a group of 16 and inside a block of 64; and a plain one.
+# Sizes that end inside a block of 128, inside a group of 16 and inside a block of 64, and a plain size.
 SHAPES = ((130, 200), (7, 20), (128, 256), (1, 2))
 
 
 def e4m3_numbers() -> np.ndarray:
-    """The 127 finite numbers from 0 up, by code: exponent bias 7, three mantissa bits, no infinities; 127 is NaN."""
+    """The 127 finite numbers from 0 up, by code: exponent bias 7, three mantissa bits, no infinities. 127 is NaN."""
     code = np.arange(127)
     exponent, mantissa = code >> 3, code & 7
     return np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
 
 
 def nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Codes of the nearest magnitudes of an ascending table; half-way, the even code."""
+    """Codes of the nearest magnitudes of an ascending table. Half-way values take the even code."""
     size = np.minimum(np.abs(values), table[-1])
     high = np.clip(np.searchsorted(table, size), 1, len(table) - 1)
     low = high - 1
@@ -35,7 +35,7 @@ def rounded(values: np.ndarray, table: np.ndarray) -> np.ndarray:
 
 
 def random_weight(shape: tuple[int, int], seed: int = 0) -> torch.Tensor:
-    """Columns of very different size, some zero rows, and one outlier, in bf16 as checkpoints have them."""
+    """Columns of very different size, some zero rows, and one outlier, in bf16 like checkpoints."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator) * torch.logspace(-3, 0, shape[1])
     weight[::5] *= 0 if shape[0] > 1 else 1
@@ -75,13 +75,13 @@ def test_nvfp4(shape: tuple[int, int]) -> None:
             scale = rounded(np.array([np.abs(group).max() / 6 / whole]), e4m3_numbers())[0] * whole
             expected = rounded(group / scale, np.array(E2M1)) * scale if scale > 0 else 0 * group
             ours = found[row, column : column + 16]
-            # Half-way in float64 is either side in fp32: as near as can be, and one of the numbers there are.
+            # Half-way values in float64 may round to either side in fp32. Both are representable and equally near.
             np.testing.assert_allclose(np.abs(ours - group), np.abs(expected - group), rtol=1e-5, atol=1e-6 * scale)
             np.testing.assert_allclose(rounded(ours / (scale or 1), np.array(E2M1)) * scale, ours, rtol=1e-6)
 
 
 def nf4_numbers() -> np.ndarray:
-    """Quantiles of the normal distribution, eight above zero and seven below, scaled to ±1, and zero itself."""
+    """Quantiles of the normal distribution, eight above zero and seven below, scaled to ±1, and zero."""
     edge, inverse = 0.9677083, NormalDist().inv_cdf
     above = [inverse(p) for p in np.linspace(edge, 0.5, 9)[:-1]]
     below = [-inverse(p) for p in np.linspace(edge, 0.5, 8)[:-1]]
@@ -90,7 +90,7 @@ def nf4_numbers() -> np.ndarray:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_nf4_double_quantised(shape: tuple[int, int]) -> None:
-    """Every number is the nearest of 16, times a scale that is itself stored in 8 bits around the mean of all."""
+    """Every number is the nearest of 16, times a scale that is stored in 8 bits around the mean of all scales."""
     pytest.importorskip("bitsandbytes", reason="an extra")
     weight = random_weight(shape)
     stored = {name: tensor.double().numpy() for name, tensor in FORMATS["nf4"].quantise(weight).items()}
@@ -112,15 +112,16 @@ def test_nf4_double_quantised(shape: tuple[int, int]) -> None:
 
 
 def test_matches_manual_computation() -> None:
-    """Largest number 448: fp8 keeps it with scale 1, and 17 lies half-way between 16 and 18. Largest 2688 = 448 · 6:
-    fp4 has the whole's scale 1; a group whose largest is 12 has scale 2, so 5 becomes 2.5, half-way, and then 2 · 2."""
+    """Largest number 448: fp8 keeps it with scale 1, and 17 is half-way between 16 and 18. Largest 2688 = 448 · 6: fp4
+    has the tensor scale 1. A group whose largest number is 12 has scale 2, so 5 becomes 2.5, half-way, and then 2 · 2.
+    """
     assert restored("fp8", torch.tensor([[448.0, 17.0, -0.3, 0.0]])).tolist() == [[448.0, 16.0, -0.3125, 0.0]]
     weight = torch.zeros(1, 32)
     weight[0, 0] = 2688.0
     weight[0, 16:20] = torch.tensor([12.0, 5.0, -1.0, 0.4])
     assert restored("fp4", weight)[0, [0, 16, 17, 18, 19]].tolist() == [2688.0, 12.0, 4.0, -1.0, 0.0]
     stored = FORMATS["fp4"].quantise(weight)
-    assert stored["codes"][0, 8:10].tolist() == [7 | 4 << 4, (8 | 1) | 0 << 4], "two to a byte, low half first"
+    assert stored["codes"][0, 8:10].tolist() == [7 | 4 << 4, (8 | 1) | 0 << 4], "two per byte, low half first"
     assert (stored["whole"].item(), stored["scales"].shape) == (1.0, (1, 2))
 
 
@@ -145,7 +146,7 @@ def test_zeros_stay_zero_and_any_dtype_is_rounded_once(name: str) -> None:
 
 
 def test_error_of_each_format() -> None:
-    """Of normal numbers: the relative error each format is known for, which a wrong scale or order would exceed."""
+    """Of normal numbers: the known relative error of each format, which a wrong scale or order would exceed."""
     pytest.importorskip("bitsandbytes", reason="an extra")
     weight = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
     errors = {name: float((restored(name, weight) - weight).norm() / weight.norm()) for name in FORMATS}

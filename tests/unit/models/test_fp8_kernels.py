@@ -1,5 +1,5 @@
-"""Rounding to FP8 in few kernels, under Triton's interpreter, whose own rounding is not to the nearest: so all numbers
-here lie on FP8's grid. What a GPU rounds to is compared in tests/parity/test_gpu_hybrid.py.
+"""Rounding to FP8 in fused kernels, under Triton's interpreter, which does not round to nearest: all numbers here are
+FP8 numbers. tests/parity/test_gpu_hybrid.py compares the rounding of a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ pytest.importorskip("triton", reason="Triton is installed on Linux only")
 
 
 def test_rounded_both_ways() -> None:
-    """Scales are powers of two, 2^8 for a largest number of 1.75 in E4M3; rows are padded with zeros where turned."""
+    """Scales are powers of two, 2^8 for a largest number of 1.75 in E4M3. Rows of the transposed matrix are padded
+    with zeros.
+    """
     run("""
         from shoal.models.kernels.quant import largest, rounded
         for rows, columns in ((5, 48), (70, 130), (1, 16), (64, 64)):

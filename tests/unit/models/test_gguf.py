@@ -1,4 +1,6 @@
-"""GGUF files are converted once: the second load is equal, damaged entries are converted again, many runs may start."""
+"""GGUF files are converted once: the second load is equal, damaged entries are converted again, several runs may
+start.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of CUDA graphs, with a fake capture: warm-up, inputs, pool, limits, and what a failed capture leaves."""
+"""The cache of CUDA graphs, with a fake capture: warm-up, inputs, pool, limits, and failed captures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FakeGraph:
 
 
 class FakeDevice:
-    """What a capture and its pool take from CUDA."""
+    """The resources that a capture and its pool take from CUDA."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pools = 0
@@ -68,7 +68,7 @@ def work_on(device: FakeDevice, inputs: dict[str, Tensor], runs: list[int], rese
 def test_graph_reads_its_inputs_in_place(device: FakeDevice) -> None:
     cache, inputs, runs = Cache(CPU, 2), {"x": torch.ones(3)}, []
     graph = cache["a"] = cache.capture(work_on(device, inputs, runs), inputs)
-    assert runs == [0, 1], "one run to warm up, one in the capture"
+    assert runs == [0, 1], "one run as warm-up, one in the capture"
     first = graph.replay({"x": torch.full((3,), 5.0)})
     assert first.tolist() == [10.0] * 3 and inputs["x"].tolist() == [5.0] * 3
     assert graph.replay() is first, "without new inputs; every replay writes the same result"

@@ -1,5 +1,5 @@
-"""A model that is only named: asked of the hub once, with one line for whatever comes of it. The hubs here are small
-servers on this machine, and none at all.
+"""A model given by name: one request to the hub, and one line for every outcome. The hubs here are small servers on
+this machine, or none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from support.ports import free_port
 
 @contextmanager
 def hub(monkeypatch: pytest.MonkeyPatch, status: int) -> Iterator[list[str]]:
-    """One that answers everything with the same status; gives what it was asked."""
+    """A hub that answers everything with the same status; records its requests."""
     asked: list[str] = []
 
     class Answer(http.server.BaseHTTPRequestHandler):
@@ -52,7 +52,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, status: int) -> Iterator[list[str]]:
 
 
 def point_at(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    """As HF_ENDPOINT does, which is read once, when the library is imported; so is whether it is offline."""
+    """Like HF_ENDPOINT, which the library reads once at import, as it does the offline setting."""
     from huggingface_hub import constants
 
     address = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
@@ -76,7 +76,7 @@ def test_unreachable_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_restored_network_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not at once: every file of a model would wait anew for a hub that is not there."""
+    """Not immediately: otherwise every file of a model would wait for a missing hub."""
     point_at(monkeypatch, free_port())
     with pytest.raises(ModelError, match="could not be downloaded"):
         locate("somebody/something")
@@ -96,7 +96,7 @@ def test_hub_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         began = time.monotonic()
         with pytest.raises(ModelError, match=r"could not be downloaded from .*timed out"):
             locate("nobody/nothing")
-        assert time.monotonic() - began < 20, "a second was given; retries would take half a minute"
+        assert time.monotonic() - began < 20, "the limit is one second; retries would take half a minute"
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
@@ -104,7 +104,7 @@ def test_hub_denies_access(monkeypatch: pytest.MonkeyPatch, status: int) -> None
     with hub(monkeypatch, status) as asked, pytest.raises(ModelError) as told:
         locate("nobody/nothing")
     assert "the hub refused access" in str(told.value)
-    assert asked == ["/nobody/nothing/resolve/main/config.json"], "asked once"
+    assert asked == ["/nobody/nothing/resolve/main/config.json"], "one request"
 
 
 @pytest.mark.parametrize("status", [200, 429, 503])
@@ -112,7 +112,7 @@ def test_available_or_busy_hub_is_left_to_the_libraries(monkeypatch: pytest.Monk
     with hub(monkeypatch, status) as asked:
         assert locate("somebody/something") == ("somebody/something", None)
         assert locate("somebody/something") == ("somebody/something", None)
-    assert len(asked) == 1, "once a process"
+    assert len(asked) == 1, "once per process"
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
@@ -143,7 +143,7 @@ export_weights(SimpleNamespace(decoder=decoder), load_tokenizer("somebody/someth
 
 
 def python_without_a_hub(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """With a hub that nobody listens at."""
+    """With a hub address that nobody listens on."""
     kept = {name: value for name, value in os.environ.items() if "OFFLINE" not in name}
     env = {**kept, "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(folder / "home")}
     return subprocess.run(
@@ -164,7 +164,7 @@ def test_command_prints_one_line_and_leaves_no_files(tmp_path: Path) -> None:
 
 
 def test_cached_model_needs_no_hub(tmp_path: Path) -> None:
-    """Libraries that are not told so ask for every file that a model does not have, half a minute each."""
+    """Without the offline setting, libraries request every missing file of a model, half a minute each."""
     kept = tmp_path / "home" / "hub" / "models--somebody--something"
     make_model("tiny", tmp_path / "tiny", 0)
     (kept / "refs").mkdir(parents=True)
@@ -176,5 +176,5 @@ def test_cached_model_needs_no_hub(tmp_path: Path) -> None:
     assert "Retrying" not in ended.stderr
     assert ended.stderr.count("somebody/something: it could not be downloaded") == 1
     assert ended.stdout.split() == [str(len(character_tokenizer())), "somebody/something"], "an adapter names its base"
-    assert "Could not find a config file" not in ended.stderr, "nor is the hub asked where an adapter is saved"
+    assert "Could not find a config file" not in ended.stderr, "saving an adapter sends no request either"
     assert "base_model: somebody/something" in (tmp_path / "saved" / "README.md").read_text()

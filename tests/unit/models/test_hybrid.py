@@ -1,4 +1,4 @@
-"""fp8-hybrid through torchao: what is rounded to which format, what is not, and that samplers never see it."""
+"""fp8-hybrid through torchao: what is rounded to which format, what is not, and that samplers never use it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rounded(values: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
 
 @pytest.mark.parametrize("frozen", (False, True), ids=("trained", "frozen"))
 def test_e4m3_forward_and_e5m2_backward(frozen: bool) -> None:
-    """Eleven tokens, no multiple of 16. Products in FP8 are exact but for the order of their sums."""
+    """Eleven tokens, not a multiple of 16. Products in FP8 are exact except for the order of their sums."""
     torch.manual_seed(0)
     model = Holder(nn.Linear(32, 48))
     assert hybrid.convert(model) == 1
@@ -71,7 +71,7 @@ def test_e4m3_forward_and_e5m2_backward(frozen: bool) -> None:
 
 
 def test_kept_layers() -> None:
-    """Not the head, and none with a side that is no multiple of 16."""
+    """Without the head, and without layers with a side that is not a multiple of 16."""
     model = Holder(nn.Linear(32, 48), nn.Linear(32, 24), nn.Linear(20, 32))
     assert hybrid.convert(model) == 1
     assert [type(layer).__name__ for layer in model.layers] == ["HybridLinear", "Linear", "Linear"]
@@ -145,7 +145,7 @@ def test_weights_are_unchanged_and_snapshots_have_their_own_switch() -> None:
 
 
 def test_scores_do_not_depend_on_the_batch() -> None:
-    """Powers of two as scales: what else is in the batch moves the scale and not the rounding."""
+    """Scales are powers of two: the rest of the batch changes the scale and not the rounding."""
     torch.manual_seed(0)
     model = Holder(nn.Linear(64, 32))
     hybrid.convert(model)
@@ -153,4 +153,4 @@ def test_scores_do_not_depend_on_the_batch() -> None:
     with scored(model):
         alone, among = model.layers[0](x), model.layers[0](torch.cat([x, loud]))[:3]
     torch.testing.assert_close(among, alone, rtol=0, atol=1e-4)
-    assert (alone - model.layers[0](x)).abs().max() > 1e-2, "rounding itself is far larger"
+    assert (alone - model.layers[0](x)).abs().max() > 1e-2, "the rounding itself is far larger"

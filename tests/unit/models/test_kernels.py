@@ -1,6 +1,6 @@
 """The Triton kernels of training against plain torch in float64, forward and backward, under Triton's interpreter.
 
-The interpreter must be asked for before Triton is imported, so each check runs in a process of its own.
+The interpreter must be enabled before Triton is imported, so each check runs in a separate process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is installed on Linux only")
 
 
 def test_norm_forward_and_backward() -> None:
-    """Alone and with the residual sum; gradients of input, residual and weight; more rows than programs."""
+    """With and without the residual sum; gradients of input, residual and weight; more rows than programs."""
     run_interpreted("""
         from shoal.models.kernels import elementwise as kernels
         kernels.BACKWARD_PROGRAMS = 3
@@ -45,7 +45,7 @@ def test_norm_forward_and_backward() -> None:
 
 @pytest.mark.parametrize("normed", (False, True))
 def test_rotation_forward_and_backward(normed: bool) -> None:
-    """Heads that are no power of two, rows that are views of a wider product."""
+    """Head sizes that are not powers of two, and rows that are views of a wider product."""
     run_interpreted(f"""
         from shoal.models.kernels import elementwise
         elementwise.BACKWARD_PROGRAMS = 2
@@ -74,7 +74,7 @@ def test_rotation_forward_and_backward(normed: bool) -> None:
 
 
 def test_gradients_of_prefix_copies_are_summed() -> None:
-    """Tokens with none, one and many copies; in fp32 between, so a thousand ones are a thousand."""
+    """Tokens with none, one and many copies. Sums are in fp32, so a thousand ones are a thousand."""
     run_interpreted("""
         import numpy as np
         from shoal.models.attention import gather
@@ -111,7 +111,7 @@ def test_swiglu_forward_and_backward() -> None:
 @pytest.mark.parametrize("narrowed", (False, True), ids=("all ids", "some ids"))
 @pytest.mark.parametrize("tile", (1 << 29, 3 * 5000))
 def test_log_probs_and_entropy(tile: int, narrowed: bool) -> None:
-    """In one tile and in several: values and gradients of the log-probs, against float64."""
+    """In one tile and in several: values and gradients of the log-probs against float64."""
     run_interpreted(f"""
         from shoal.models import logprobs
         from shoal.models.logprobs import AllowedTokens
@@ -141,7 +141,9 @@ def test_log_probs_and_entropy(tile: int, narrowed: bool) -> None:
 
 @pytest.mark.parametrize("architecture", ("llama", "qwen2", "qwen3", "mistral", "smollm3"))
 def test_fused_body_trains_as_the_modules_do(architecture: str) -> None:
-    """Log-probs and every gradient of a packed row, with and without recomputation; and a wrong layer is found out."""
+    """Log-probs and every gradient of a packed row, with and without activation checkpointing. A wrong layer is
+    detected.
+    """
     run_interpreted(f"""
         from shoal.models import fused
         from support.models import small_decoder

@@ -1,4 +1,4 @@
-"""What loads, what is refused by name and with which words; which ids end an answer."""
+"""Models that load, models that are refused and the messages, and the ids that end an answer."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 MAMBA: dict[str, Any] = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 
-# What the config alone gives away: refused before any weights are read.
+# Refused from the config, before any weights are read.
 BY_CONFIG: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "llama4": (lambda: Llama4TextConfig(**SHAPE), "chunked_attention layers"),
     "qwen2-vl": (Qwen2VLConfig, "multimodal"),
     "phi-3.5-moe": (PhimoeConfig, "at random in training"),
     "t5": (T5Config, "encoder-decoder"),
 }
-# What only running the model shows: refused before anything is sampled.
+# Refused after running the model, before anything is sampled.
 BY_PROBE: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "mamba": (lambda: MambaConfig(**SHAPE), "no attention or state"),
     "stablelm": (lambda: StableLmConfig(**SHAPE), "cannot run with Shoal's attention: .* without a context"),
@@ -76,7 +76,7 @@ def test_refused_from_the_config(name: str, tmp_path: Path) -> None:
     config.architectures = ["TheirModel"]
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=f"TheirModel .*{said}"):
-        load(tmp_path)  # there are no weights: it must not come to them
+        load(tmp_path)  # there are no weights: the check must come first
 
 
 @pytest.mark.parametrize("name", BY_PROBE)
@@ -114,14 +114,14 @@ def test_model_object_regains_its_dropout() -> None:
 
 
 def test_families_without_a_fused_path_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: GPT-2 names its layers differently from the families that have the path."""
+    """As on a GPU: GPT-2 names its layers differently from the families on the fused path."""
     monkeypatch.setattr(kernels, "available", lambda on_gpu: True)
     decoder = Decoder(AutoModelForCausalLM.from_config(DROPOUT["gpt2"]()))
     assert "GPT2LMHeadModel" in (fused.why_not(decoder) or "")
 
 
 def test_logit_scale_is_applied() -> None:
-    """Granite's are divided by a number, and the tests of all architectures have it; Cohere's are multiplied."""
+    """Granite divides its logits by a number, which the tests of all architectures cover. Cohere multiplies them."""
     model = randomise(AutoModelForCausalLM.from_config(CohereConfig(**SHAPE, logit_scale=0.25)), seed=0)
     decoder = Decoder(model)
     assert len(decoder.verify()) == 2 and decoder.logit_scale == 0.25 and decoder.head.weight is None
@@ -196,7 +196,7 @@ def test_broken_weights_and_configs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_with_nan(value: float) -> None:
-    """One of them is enough, and it is told as what it is."""
+    """One nan is enough, and the message names it."""
     model = small_model("llama")
     with torch.no_grad():
         next(p for name, p in model.named_parameters() if "down_proj" in name)[0, 0] = value
@@ -218,19 +218,19 @@ def test_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
 def test_every_declared_end_and_the_template_s_own() -> None:
     model, tokenizer = small_model("llama"), character_tokenizer()
     assert eos_token_ids(model, tokenizer) == (EOS,)
-    tokenizer.eos_token = "<|endoftext|>"  # the tokenizer says one thing, the template ends turns with another
+    tokenizer.eos_token = "<|endoftext|>"  # the tokenizer and the template end turns with different tokens
     assert eos_token_ids(None, tokenizer) == (0, EOS)
     model.generation_config.eos_token_id = [5, 7]
     assert eos_token_ids(model, tokenizer) == (0, EOS, 5, 7)
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
-    assert eos_token_ids(None, tokenizer) == (0,), "a line break ends no answer"
+    assert eos_token_ids(None, tokenizer) == (0,), "a line break does not end an answer"
     tokenizer.eos_token = None
     with pytest.raises(ModelError, match="end-of-sequence"):
         eos_token_ids(None, tokenizer)
 
 
 def test_misspelled_folder_is_not_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`models/tny` where `models/` lies here: a path was meant, and there is nothing to wait for."""
+    """`models/tny` if `models/` exists here: a path was meant, and the hub is not asked."""
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -239,7 +239,7 @@ def test_misspelled_folder_is_not_looked_up_on_the_hub(tmp_path: Path, monkeypat
 
 
 def test_models_of_equal_name_have_different_fingerprints(tmp_path: Path) -> None:
-    """Whatever is read again when a run goes on counts; when it was written, and other files, do not."""
+    """Everything that a resume reads again counts. Modification times and other files do not."""
     (tmp_path / "config.json").write_text("{}")
     weights = bytearray(8 << 20)
     (tmp_path / "model.safetensors").write_bytes(weights)
@@ -256,4 +256,4 @@ def test_models_of_equal_name_have_different_fingerprints(tmp_path: Path) -> Non
     (tmp_path / "tokenizer.json").write_text("{}")
     marks.add(files_fingerprint(str(tmp_path)))
     assert len(marks) == 5
-    assert files_fingerprint("Qwen/Qwen3-0.6B") is None, "what the hub has is not here"
+    assert files_fingerprint("Qwen/Qwen3-0.6B") is None, "weights on the hub are not on this machine"

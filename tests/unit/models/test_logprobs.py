@@ -1,4 +1,4 @@
-"""Token log-probs and entropy against float64 NumPy; tiles change nothing and no full [T, V] tensor is made."""
+"""Token log-probs and entropy against float64 NumPy. Tiles change nothing, and no full [T, V] tensor is made."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_tiles_give_the_same_gradient(kept: list[list[int] | None] | None, monke
 
 @pytest.mark.parametrize("grad", (False, True))
 def test_logits_never_exceed_a_tile(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every result of the computation is looked at: the largest is a tile of logits, in the backward as well."""
+    """Every intermediate result is inspected: the largest is a tile of logits, also in the backward."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     largest = 0
@@ -113,7 +113,7 @@ def test_logits_never_exceed_a_tile(grad: bool, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_logit_tile_is_freed_before_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saved for the backward: inputs, not logits."""
+    """Inputs are saved for the backward, not logits."""
     tile(monkeypatch, 4)
     saved: list[int] = []
     hidden = HIDDEN.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Adapters: what is attached, what moves, what the reference is, and slots that keep apart."""
+"""Adapters: which layers have one, what is trained, the reference, and independent slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes: their sizes, models of them without files, and where those are refused."""
+"""Shapes: their sizes, models of them without files, and where they are refused."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def is_vision(name: str) -> bool:
 
 
 def stepped(train: TrainConfig, loaded: building.LoadedModel) -> building.PolicyFiles:
-    """One step on arbitrary gradients of everything that is trained."""
+    """One step with arbitrary gradients of everything that is trained."""
     policy = building.make_policy(train, loaded, 1)
     for master in policy.optimizer.masters.values():
         master.grad = torch.ones_like(master)

@@ -1,4 +1,4 @@
-"""Weights of a server: a published version replaces them in place, a bad one leaves them as they are."""
+"""Weights of a server: a published version replaces them in place, and a bad version changes nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPTS = random_prompts(1, 9, 14)
 
 
 def lora_server(rank: int) -> tuple[Decoder, WeightLoader]:
-    """A server's model: room for adapters, none there yet."""
+    """The model of a server with adapters enabled and none loaded."""
     base = as_decoder(small_model("qwen3", seed=3))
     decoder = Decoder(attach(base.model, LoraSettings(rank=rank)))
     return decoder, WeightLoader(decoder, rank)
@@ -181,7 +181,7 @@ def test_hash_is_of_the_version_and_every_file(tmp_path: Path):
 
 
 def test_partial_version_is_rejected(tmp_path: Path):
-    """A disk that fails after everything was verified: half is replaced, so nothing may be drawn from it."""
+    """A disk that fails after the verification: half is replaced, so the engine must not sample."""
 
     class Failing(FolderWeights):
         def tensor(self, name: str) -> torch.Tensor:

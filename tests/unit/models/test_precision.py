@@ -1,4 +1,4 @@
-"""Which dtype and device a run gets, and what is refused with a setting that works. On a machine without a GPU."""
+"""The dtype and device of a run, and refusals with a setting that works. On a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_fp8_hybrid_needs_units_that_older_gpus_lack(hopper: None, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(HardwareError, match=r"compute capability 8.9, this GPU has 8.0"):
         choose(train(recipe="fp8-hybrid"))
-    assert choose(train(qlora_fp8=True, lora=True)).stored == "fp8", "storage needs no such units"
+    assert choose(train(qlora_fp8=True, lora=True)).stored == "fp8", "storage does not need FP8 units"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_missing_package_is_named_with_its_extra(
     ids=("small", "large", "the user's word"),
 )
 def test_small_models_run_on_one_thread(parameters: int, threads: str | None, expected: str) -> None:
-    """In a process of its own, since the number of threads is the process's."""
+    """In a separate process, because the number of threads is global."""
     program = (
         "import torch; torch.set_num_threads(3)\n" if threads is None else "import torch\n"
     ) + f"from shoal.models.precision import limit_threads; limit_threads({parameters}); print(torch.get_num_threads())"

@@ -1,4 +1,4 @@
-"""A quantised base under LoRA: the same numbers as its dequantised weights give, gradients into adapters alone."""
+"""A quantised base under LoRA: the numbers of its dequantised weights, and gradients only in adapters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stored(request: pytest.FixtureRequest) -> str:
 
 
 def dequantised(decoder: Decoder) -> Decoder:
-    """The same model and adapter with plain linear layers that hold what the quantised ones stand for."""
+    """The same model and adapter with plain linear layers that contain the dequantised weights."""
     model: Any = copy.deepcopy(decoder.model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -61,7 +61,7 @@ def test_forward_and_backward_are_those_of_the_dequantised_weight(stored: str, d
     assert torch.equal(layer(one), twin(other))
     assert one.grad is not None and other.grad is not None
     torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-2)
-    assert [p.requires_grad for p in layer.parameters()] == [False], "the bias, frozen; the weight is no parameter"
+    assert [p.requires_grad for p in layer.parameters()] == [False], "the bias, frozen; the weight is not a parameter"
 
 
 def test_policy_gradients_equal_the_dequantised_model(stored: str) -> None:
@@ -120,7 +120,7 @@ def test_noise_and_snapshots(stored: str) -> None:
     policy = make_policy(decoder)
     policy.forward_backward(ROWS, grpo())
     policy.optim_step()
-    assert run(engine, [request])["r"].logprobs == clean, "the snapshot's slot has not moved, and noise is gone"
+    assert run(engine, [request])["r"].logprobs == clean, "the snapshot's slot is unchanged, and noise is removed"
 
 
 def test_reference_is_the_quantised_base_alone(stored: str) -> None:
@@ -159,7 +159,7 @@ def test_merging_into_the_stored_base_is_refused(stored: str, tmp_path: Path) ->
 
 
 def test_memory_and_dtype(stored: str) -> None:
-    """Linear layers of a layer: 64·(4+2+2)·32 and its way back, and 3·64·128, twice; the rest stays in 16 bits."""
+    """Linear layers of a layer: 64·(4+2+2)·32 and the transposed ones, and 3·64·128, twice. The rest has 16 bits."""
     model = small_model("qwen3", dtype=torch.bfloat16)
     weights, plain = count_weights(model), held_bytes(model)
     assert plain == 2 * weights + sum(b.nbytes for b in model.buffers())
@@ -168,7 +168,9 @@ def test_memory_and_dtype(stored: str) -> None:
     assert count_weights(model) == weights
     linear = 2 * (64 * 8 * 32 + 64 * 4 * 32 + 3 * 64 * 128)
     saved = plain - Decoder(model).weight_bytes
-    bits = {"fp8": 8.01, "fp4": 4.51, "nf4": 5.31}[stored]  # small layers: bitsandbytes' table weighs most
+    bits = {"fp8": 8.01, "fp4": 4.51, "nf4": 5.31}[
+        stored
+    ]  # small layers: the table of bitsandbytes is the largest part
     assert linear * (16 - bits) / 8 <= saved < linear * 1.5
 
 

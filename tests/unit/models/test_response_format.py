@@ -1,4 +1,4 @@
-"""Answers of every family in its real form, written by hand: the same two calls, broken calls, and reasoning."""
+"""Answers of every family in its real format: the same two calls, malformed calls, and reasoning."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_truncated_call_is_not_a_call(family: Family) -> None:
 
 def test_text_before_a_call_stays(family: Family) -> None:
     if family.syntax == "llama" or "message" in family.marks:
-        return  # the whole answer is the call
+        return  # the complete answer is the call
     parsed = ResponseFormat.of(family.marks).parse("I look it up.\n" + family.first, tools=TOOLS)
     assert parsed.content.replace("</s>", "") == "I look it up." and len(parsed.calls) == 1
 

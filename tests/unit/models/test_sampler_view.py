@@ -1,4 +1,4 @@
-"""What the sampler sees: the trainer's tensors, a snapshot that waits, and noise that only the sampler knows."""
+"""The sampler's weights: the trainer's tensors, a snapshot updated on request, and noise for the sampler only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_shared_weights_are_the_trainer_s_own(make) -> None:
     assert view.decoder is decoder
     before = sample(decoder, view)
     train_one_step(decoder)
-    assert sample(decoder, view)[1] != before[1], "a step is seen at once"
+    assert sample(decoder, view)[1] != before[1], "a step is visible at once"
 
 
 @pytest.mark.parametrize("make", (small_decoder, lora_decoder), ids=("full", "lora"))
@@ -124,7 +124,7 @@ def test_noise_is_drawn_from_seed_and_version() -> None:
     torch.manual_seed(0)
     first = noise(1, 5)
     torch.manual_seed(1)
-    assert torch.equal(noise(1, 5), first), "whatever else was drawn"
+    assert torch.equal(noise(1, 5), first), "independent of other random draws"
     assert not torch.equal(noise(1, 6), first) and not torch.equal(noise(2, 5), first)
     assert first.std().item() == pytest.approx(0.1, rel=0.2) and abs(first.mean().item()) < 0.02
     torch.testing.assert_close(noise(1, 5, sigma=0.2), 2 * first, rtol=0, atol=1e-6)
@@ -141,7 +141,7 @@ def test_error_while_sampling_leaves_no_noise_behind() -> None:
 
 
 def test_training_between_two_noisy_samplings() -> None:
-    """The optimizer moves the clean weights while noise waits aside."""
+    """The optimizer changes the clean weights while the noise is removed."""
     decoder, plain = small_decoder(), small_decoder()
     view = SamplerView(decoder)
     view.refresh(1, sigma=0.3)
@@ -155,7 +155,7 @@ def test_training_between_two_noisy_samplings() -> None:
 
 @pytest.mark.parametrize(("sigma", "share"), [(0.05, (0.9, 1.1)), (2e-4, (0.0, 0.5))])
 def test_applied_noise_is_measured_after_rounding(sigma: float, share: tuple[float, float]) -> None:
-    """Norm weights are near 1, where neighbouring numbers of bf16 differ by 0.004 below and 0.008 above."""
+    """Norm weights are near 1, where neighbouring bf16 numbers differ by 0.004 below and 0.008 above."""
     decoder = small_decoder()
     view = SamplerView(decoder)
     view.refresh(1, sigma, seed=3)

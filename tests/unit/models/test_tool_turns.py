@@ -1,4 +1,4 @@
-"""Answers as messages and the prompts after them, with templates that write calls in the forms of several families."""
+"""Answers as messages and the following prompts, with templates that write calls in the formats of several families."""
 
 from __future__ import annotations
 
@@ -175,7 +175,9 @@ def test_turns_in_the_form_that_the_template_deploys(history: Any, count: int) -
     assert "one" in contexts[2] and "two" in contexts[2]
     if history == "template":
         assert trained == by_turn
-        assert turns[2].prompt_ids == chat.prompt_ids(messages[:5]), "exactly what a server would sample from"
+        assert turns[2].prompt_ids == chat.prompt_ids(messages[:5]), (
+            "exactly the prompt that a server would sample from"
+        )
 
 
 def test_answer_without_markers_is_the_content() -> None:

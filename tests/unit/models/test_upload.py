@@ -1,4 +1,4 @@
-"""Arrays go to the device with one copy a dtype and come out as they went in."""
+"""Arrays are sent to the device with one copy per dtype and are unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datums and built-in loss functions, with numbers one can compute by hand."""
+"""Datums and built-in loss functions, with manually computed numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.recipes.datums import PromptGroup, SampledCompletion, build_grpo_datu
 
 
 def completion(*tokens: int, logprob: float = -1.0, prompt: int = 2) -> SampledCompletion:
-    """Two prompt tokens, then `tokens`, each drawn with the same log-prob."""
+    """Two prompt tokens, then `tokens`, each sampled with the same log-prob."""
     given: list[float | None] = [None, *([0.0] * (prompt - 1))]
     return SampledCompletion([7] * prompt + list(tokens), prompt, [*given, *([logprob] * len(tokens))], "", "stop")
 
@@ -62,7 +62,7 @@ def test_misaligned_log_probs_are_refused():
 
 
 def test_grpo_loss_by_hand():
-    """Sampler -1 everywhere; the policy gives -1 + log 1.1 to the third answer's tokens and -1 to the rest."""
+    """Sampler -1 everywhere. The policy has -1 + log 1.1 for the tokens of the third answer and -1 for the rest."""
     datums = build_grpo_datums([GROUP])
     logprobs = [torch.full((datum.num_tokens - 1,), -1.0) for datum in datums]
     logprobs[2] = logprobs[2] + math.log(1.1)

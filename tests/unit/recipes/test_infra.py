@@ -62,7 +62,7 @@ def sample(infra: Infra, prompts: tuple[str, ...] = ("Shout fish", "Shout crab")
 
 
 def gradient(infra: Infra) -> dict[str, torch.Tensor]:
-    """What was collected so far; empties it."""
+    """The accumulated gradient. Clears it."""
     optimizer = infra._trainer.policy.optimizer
     found = {name: m.grad.clone() for name, m in optimizer.masters.items() if m.grad is not None}
     optimizer.zero_grad()
@@ -91,7 +91,9 @@ def test_samples_have_n_log_probs_and_the_trainer_n_minus_one(infra: Infra):
 
 
 def test_forward_agrees_with_the_model_itself(infra: Infra, model: str):
-    """Prompt tokens too, by transformers' own forward. The adapter starts at zero, so the base is the policy."""
+    """Also of prompt tokens, by the forward pass of transformers. The adapter starts at zero, so the base is the
+    policy.
+    """
     base: Any = AutoModelForCausalLM.from_pretrained(model)
     datums = build_grpo_datums(sample(infra))
     for datum, ours in zip(datums, infra.policy.forward(datums), strict=True):
@@ -112,7 +114,7 @@ def test_loss_of_ten_lines_equals_the_built_in_one(infra: Infra, example: Module
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
 def test_built_in_losses_have_the_loops_gradient(infra: Infra, model: str, loss: str):
-    """The same rows through shoal.trainer's own forward_backward, off policy so that ratios matter."""
+    """The same rows through forward_backward of shoal.trainer, off-policy so that ratios matter."""
     from shoal.build.model import make_objective
     from shoal.core.batching import Packing, make_batches
     from shoal.recipes.config import translate
@@ -136,7 +138,7 @@ def test_built_in_losses_have_the_loops_gradient(infra: Infra, model: str, loss:
 
 
 def test_rows_do_not_matter(infra: Infra, model: str):
-    """A loss over all datums at once, though only one of them fits into a row."""
+    """A loss over all datums at once, although only one of them fits into a row."""
     from dataclasses import replace
 
     from shoal.recipes.clients import PolicyClient
@@ -165,7 +167,7 @@ def test_invalid_loss_function_is_refused(infra: Infra):
 def test_reference_is_forward_only(infra: Infra):
     datums = build_grpo_datums(sample(infra))
     for ours, theirs in zip(infra.policy.forward(datums), infra.reference.forward(datums), strict=True):  # type: ignore[union-attr]
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)  # the adapter is zero so far
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)  # the adapter is still zero
     with pytest.raises(RuntimeError, match=r"forward-only; call optim_step on the policy"):
         infra.reference.optim_step(AdamParams())  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match=r"forward-only"):

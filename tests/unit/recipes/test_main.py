@@ -1,4 +1,4 @@
-"""`main(Config(…))` on a tiny model: windows, checkpoints and resume, the reference, data from files and from rows."""
+"""`main(Config(…))` on a tiny model: windows, checkpoints and resume, the reference, data from files and rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def untimed(folder: Path) -> list[dict[str, Any]]:
 
 
 def versions(folder: Path, step: int) -> set[int]:
-    """Weight versions that drew the tokens of a step."""
+    """Weight versions that sampled the tokens of a step."""
     return {span[2] for line in lines(folder, f"rollouts/step_{step:06d}.jsonl") for span in line["spans"]}
 
 
@@ -52,7 +52,7 @@ def versions(folder: Path, step: int) -> set[int]:
     ("interval", "drawn_by"), [(1, [{0}, {1}, {2}, {3}]), (2, [{0}, {0}, {2}, {2}]), (0, [{0}, {0}, {0}, {0}])]
 )
 def test_windows(model: str, tmp_path: Path, interval: int, drawn_by: list[set[int]]):
-    """1 syncs every step, 2 samples two steps at once and then syncs, 0 keeps the weights of the start."""
+    """1 syncs every step, 2 samples two steps and then syncs, 0 keeps the initial weights."""
     sync = WeightSyncConfig(weight_sync_interval=interval)
     main(config(model, tmp_path, weight_sync=sync, max_rows=4), shouting)
     assert [versions(tmp_path, step) for step in (1, 2, 3, 4)] == drawn_by
@@ -107,7 +107,7 @@ def test_deployment_with_its_own_weights_gives_the_same_run(model: str, tmp_path
 
 
 def test_rows_come_from_files_as_well(model: str, tmp_path: Path):
-    """All rows of a file are trained on, whether or not another one lies beside it: the recipe evaluates nothing."""
+    """All rows of a file are trained, with or without a second file: the recipe has no evaluation."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     by_name = main(config(model, tmp_path / "file", dataset=str(tmp_path / "data"), max_rows=2), shouting)

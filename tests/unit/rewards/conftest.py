@@ -1,4 +1,4 @@
-"""A pool over rewards that misbehave, closed again."""
+"""A pool with misbehaving rewards, closed after the test."""
 
 import asyncio
 

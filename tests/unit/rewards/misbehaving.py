@@ -1,4 +1,4 @@
-"""An environment whose rewards misbehave as the answer says, and what tests of the pool ask of it."""
+"""An environment whose rewards misbehave as the answer says, and the requests of the pool tests."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ TIMEOUT_S = 0.5
 
 
 def job_id() -> bytes:
-    """The id of the running job, read from the worker's own memory."""
+    """The id of the running job, read from the memory of the worker."""
     frame = sys._getframe()
     while frame.f_code.co_name != "serve":
         assert frame.f_back is not None
@@ -30,7 +30,7 @@ def job_id() -> bytes:
 
 
 class Misbehaving(SingleTurn):
-    """Does what the answer says. `self.folder` is where it leaves process ids."""
+    """Does what the answer says. Writes process ids into `self.folder`."""
 
     weights = {"heavy": 10.0}
 
@@ -81,7 +81,7 @@ class Misbehaving(SingleTurn):
         return 1
 
     def escape(self):
-        """A grandchild in a session of its own, whose parent ends."""
+        """A grandchild in a separate session, whose parent ends."""
         self.note()
         touch = f"pathlib.Path({str(self.folder)!r}, f'pid-{{os.getpid()}}').touch()"
         script = f"import os, pathlib, time; {touch}; time.sleep(600)"
@@ -124,7 +124,7 @@ class Misbehaving(SingleTurn):
         return 1
 
     def forge(self):
-        """Writes a score of its own making into the pipe, before the worker does."""
+        """Writes a forged score into the pipe before the worker's score."""
         forged = json.dumps({"status": "ok", "reward": float("nan"), "parts": {}}).encode()
         for descriptor in (int(entry.name) for entry in list(Path("/dev/fd").iterdir())):
             with contextlib.suppress(OSError):
@@ -200,7 +200,7 @@ class Misbehaving(SingleTurn):
         time.sleep(600)
 
     def hop(self):
-        """A chain of processes: each starts the next in a session of its own and ends."""
+        """A chain of processes: each starts the next in a new session and ends."""
         script = 'touch "$0/hop"; exec setsid sh -c "$1" "$0" "$1" &'
         subprocess.Popen(["setsid", "sh", "-c", script, str(self.folder), script])
         while not (self.folder / "hop").exists():
@@ -238,8 +238,8 @@ class Misbehaving(SingleTurn):
         time.sleep(600)
 
     def corrupt(self):
-        """Writes rubbish into every descriptor it can find."""
-        for descriptor in range(3, 4096):  # however many files were open when the server was forked
+        """Writes random bytes into every descriptor that it can find."""
+        for descriptor in range(3, 4096):  # for any number of files that were open when the server was forked
             with contextlib.suppress(OSError):
                 os.write(descriptor, b"\xff" * 64)
         time.sleep(600)

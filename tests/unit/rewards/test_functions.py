@@ -1,4 +1,4 @@
-"""Reward functions in the forms people write them."""
+"""Reward functions in all accepted forms."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_plain_function_gets_columns_by_name():
 
 
 def rank(prompts, completions, **columns):
-    """Compares the completions of a group: with lists of length one it is the constant 0."""
+    """Compares the completions of a group. With lists of length one it is constant 0."""
     order = sorted(range(len(completions)), key=lambda index: len(completions[index]))
     return [order.index(index) / max(1, len(order) - 1) for index in range(len(order))]
 
@@ -72,7 +72,7 @@ def test_forms_mix_within_a_group():
 
 
 def test_environment_argument_formats():
-    """The names of the parameters decide, in scripts, configurations and data sets alike."""
+    """The names of the parameters decide, equally in scripts, configurations and datasets."""
     task = Task([{"role": "user", "content": "2 + 3?"}], {"answer": "5"})
     messages = [*task.messages, {"role": "assistant", "content": "5"}]
 
@@ -238,4 +238,4 @@ def test_reasoning_and_the_whole_text_are_parameters():
         return 1.0
 
     RewardFunctions([named])(RewardInput({}, {"reasoning": "a column"}, "?", "5", task, [answer]))
-    assert seen[2] == "a column", "columns come first"
+    assert seen[2] == "a column", "columns have priority"

@@ -1,4 +1,4 @@
-"""Graders on answers one can check by eye."""
+"""Graders with answers that are easy to check."""
 
 import time
 from fractions import Fraction
@@ -70,7 +70,7 @@ def test_right_answers(completion, gold):
     "completion, gold",
     [
         ("", "18"),
-        ("There are 18", "18"),  # no final answer is stated
+        ("There are 18", "18"),  # no final answer is given
         ("18\nI am not sure.", "18"),
         ("The answer is 10:30.", "10"),
         ("\\boxed{10:30}", "10:31"),
@@ -159,7 +159,7 @@ def test_rewards_are_numbers_parts_or_none():
 
 
 def test_reward_may_have_turns_tokens_and_kinds() -> None:
-    """Its total is the given one, else the weighted parts, else the sum over turns or tokens."""
+    """The total is the given one, else the weighted parts, else the sum over turns or tokens."""
     turns = read_score(Reward(turns=[0.25, 1.0], kinds=["policy", "ignore"]), {})
     assert (turns["reward"], turns["turns"], turns["kinds"]) == (1.25, [0.25, 1.0], ["policy", "ignore"])
     assert read_score(Reward(tokens=[[1.0, 2.0], []]), {})["reward"] == 3.0
@@ -172,7 +172,7 @@ def test_reward_may_have_turns_tokens_and_kinds() -> None:
 
 
 def test_words_are_not_numbers_and_are_fast():
-    """An untrained model writes many. math-verify reads each as a product of symbols, which takes 20 ms."""
+    """An untrained model writes many words. math-verify parses each as a product of symbols, which takes 20 ms."""
     words = ["".join("abcdefghij"[int(digit)] for digit in f"{number:05d}") for number in range(11111, 11411)]
     began = time.process_time()
     assert not any(process_results(f"\\boxed{{about {word} apples}}", "72")[0] for word in words)

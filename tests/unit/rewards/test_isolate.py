@@ -1,4 +1,4 @@
-"""Rewards that run what a model wrote: real processes in namespaces of their own, doing what they should not."""
+"""Rewards that run code of a model: real processes in namespaces, with actions that must fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ left_behind: list[int] = []
 
 
 class Untrusted(SingleTurn):
-    """Does what the answer says; `port` is somebody on this machine who would answer, `file` a private one."""
+    """Does what the answer says. `port` is an open port on this machine, `file` a private file."""
 
     def __init__(self, port: int, file: Path) -> None:
         self.port, self.file, self.run = port, file, os.getpid()
@@ -99,7 +99,7 @@ def outcomes(tmp_path: Path, *answers: str) -> list[Score]:
 
 
 def test_isolated_jobs_share_no_state(tmp_path: Path) -> None:
-    """Every job is in a fresh process: what one changed the next does not see."""
+    """Every job has a new process, so changes by one job do not affect the next."""
     assert [score.reward for score in outcomes(tmp_path, "harmless", "remember", "remember")] == [0.5, 1.0, 1.0]
 
 
@@ -108,7 +108,7 @@ def test_isolated_jobs_share_no_state(tmp_path: Path) -> None:
     [
         ("connect", "Network is unreachable"),
         ("read_environment", "PermissionError"),
-        ("become_root", "OSError: [Errno 22]"),  # there is no root to become
+        ("become_root", "OSError: [Errno 22]"),  # there is no root account
         ("read_private", "FileNotFoundError"),
         ("kill_the_run", "ProcessLookupError"),
     ],
@@ -120,7 +120,7 @@ def test_attack_is_blocked(answer: str, says: str, tmp_path: Path) -> None:
 
 
 def test_processes_are_counted(tmp_path: Path) -> None:
-    """A fork bomb ends at the limit, and all of it is gone when the job is."""
+    """A fork bomb ends at the limit, and all its processes end with the job."""
     bomb, then = outcomes(tmp_path, "fork_bomb", "harmless")
     assert bomb.reward is not None and 10 < bomb.reward < MAX_PROCESSES and then.reward == 0.5
 

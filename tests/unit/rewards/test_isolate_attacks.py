@@ -1,4 +1,4 @@
-"""Programs that attack the reward which runs them: through `run_code`, as a plain child, and as code of the reward."""
+"""Programs that attack the reward that runs them: through `run_code`, as a child process, and as code of the reward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ needs_bwrap = pytest.mark.skipif(find_bwrap() is None, reason="bubblewrap is mis
 needs_cgroups = pytest.mark.skipif("memory" not in cgroups.parents(), reason="control groups cannot be created")
 
 MEMORY_BYTES = 2**29
-SECRET = "the-answer-is-" + "forty-two"  # one constant only in this process's memory
+SECRET = "the-answer-is-" + "forty-two"  # a constant that exists only in the memory of this process
 SPACES = ("user", "pid", "net", "ipc", "mnt", "uts")
 
 TAKE_OVER = """
@@ -125,7 +125,7 @@ SCRIPTS = {
 
 
 class Judged(SingleTurn):
-    """The answer is WAY SCRIPT [ARGUMENTS]. What the script prints is the error of the call."""
+    """The answer is WAY SCRIPT [ARGUMENTS]. The error of the call is the output of the script."""
 
     def tasks(self, split: str) -> Any:
         return [ask("what?", answer=SECRET)]
@@ -149,7 +149,7 @@ class Judged(SingleTurn):
 
 
 def exec_here(script: str, arguments: list[str]) -> None:
-    """As a reward would that runs an answer in its own process."""
+    """Like a reward that executes an answer in its own process."""
     import contextlib
     import io
 
@@ -186,8 +186,10 @@ SANDBOX = pytest.param("sandbox", marks=needs_bwrap)
 
 @pytest.mark.parametrize("way", [SANDBOX, "child"])
 def test_judge_cannot_be_taken_over(pool: RewardPool, way: str) -> None:
-    """The old worker lent its socket (pidfd_getfd) and its memory (/proc/PID/mem) to every child of its user."""
-    own = "1" if way == "sandbox" else ""  # bubblewrap's, in the sandbox itself
+    """The previous worker exposed its socket (pidfd_getfd) and its memory (/proc/PID/mem) to child processes of its
+    user.
+    """
+    own = "1" if way == "sandbox" else ""  # of bubblewrap, in the sandbox itself
     assert printed(pool, f"{way} take_over {own}") == "[]"
 
 
@@ -255,7 +257,7 @@ def test_no_process_outlives_its_call(pool: RewardPool, way: str) -> None:
 
 @pytest.mark.parametrize("way", [SANDBOX, "child", "inside"])
 def test_python_under_a_private_home_is_found(pool: RewardPool, way: str) -> None:
-    """Modules that are imported late lie where only the owner of the installation may look."""
+    """Modules that are imported late are in a folder that only the owner can read."""
     assert printed(pool, f"{way} import") == sys.prefix
 
 
@@ -300,7 +302,7 @@ def test_without_bubblewrap_programs_are_children_that_cannot_take_over(monkeypa
 
 @pytest.mark.parametrize("wanted", [True, "best-effort"])
 def test_machine_without_namespaces(monkeypatch: pytest.MonkeyPatch, wanted: bool | str) -> None:
-    """It is refused, unless the user prefers less."""
+    """It is refused, unless the user accepts less isolation."""
     monkeypatch.setattr(isolation, "why_not", lambda needed=(): "no namespaces")
     if wanted is True:
         with pytest.raises(HardwareError, match="no namespaces"):

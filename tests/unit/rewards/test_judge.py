@@ -1,4 +1,4 @@
-"""A judge over HTTP against a real local server: numbers, retries, silence, nonsense, keys."""
+"""A judge over HTTP with a real local server: numbers, retries, missing and invalid answers, keys."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_wrong_settings_are_refused(settings: dict[str, Any]):
 
 
 def test_judge_runs_in_the_pool_and_failures_are_counted(judge: Judge, tmp_path, monkeypatch: pytest.MonkeyPatch):
-    """From the configuration of the `dataset` environment to a score; the second answer's judge breaks."""
+    """From the configuration of the `dataset` environment to a score. The judge fails for the second answer."""
     monkeypatch.setenv("JUDGE_API_KEY", "the-key-12345")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a?", "answer": "1"}\n{"prompt": "b?", "answer": "1"}\n')
     settings = {"url": judge.url, "api_key_var": "JUDGE_API_KEY", "retries": 0}

@@ -1,4 +1,4 @@
-"""A weight on a part that no reward has is told, with the name that was meant."""
+"""A weight of a part that no reward has is reported, with the nearest name."""
 
 import pytest
 

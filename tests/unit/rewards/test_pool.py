@@ -1,4 +1,4 @@
-"""What the reward pool says of a reward: its number and parts, or the error of that job alone; and what it hides."""
+"""Results of the reward pool: the number and parts of a reward, or an error of this job only; and hidden secrets."""
 
 import asyncio
 import os
@@ -93,7 +93,7 @@ def test_many_jobs_on_several_workers(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 def test_secrets_are_removed_from_proc_environ():
-    """/proc/self/environ is what a process was started with, so it takes one that was started with a secret."""
+    """/proc/self/environ has the initial environment of a process, so the test starts a process with a secret."""
     script = (
         "from pathlib import Path; from shoal.rewards import sandbox; sandbox.drop_secrets(['KEPT_TOKEN']); "
         "print(Path('/proc/self/environ').read_text())"
@@ -117,12 +117,12 @@ def test_secrets_do_not_reach_rewards(tmp_path, monkeypatch):
     pool.start()
     (score,) = ask_pool(pool, "secrets")
     assert sorted(score.parts) == ["SHOAL_TEST_PLAIN", "SHOAL_TEST_TOKEN"]
-    assert "SHOAL_TEST_API_KEY" in os.environ, "the main process keeps its own"
+    assert "SHOAL_TEST_API_KEY" in os.environ, "the main process keeps its environment"
     asyncio.run(pool.close())
 
 
 def test_forged_score_is_validated(tmp_path):
-    """Reward code can reach the pipe; what is no reward does not become one on that way."""
+    """Reward code can write to the pipe. Invalid rewards are rejected there too."""
     pool = RewardPool({"bad": Misbehaving(tmp_path)}, workers=1)
     pool.start()
 

@@ -1,4 +1,4 @@
-"""Rewards that attack the processes which run them: noticed in a bounded time, and other jobs keep their rewards."""
+"""Rewards that attack the processes that run them: detected in bounded time, and other jobs keep their rewards."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ def quick(monkeypatch):
 
 @pytest.mark.parametrize("answer", ["stop_server", "kill_server", "stop_all"])
 def test_server_that_a_reward_stopped_is_replaced(pool, quick, answer):
-    """The time does not depend on the batch: with 200 queued jobs the wait used to be over an hour."""
+    """The time does not depend on the batch size: with 200 queued jobs the wait was over an hour."""
     ask_pool(pool, "true")
     began = time.monotonic()
     attack, *others = ask_pool(pool, answer, *["true"] * 200)
@@ -71,7 +71,7 @@ asyncio.run(main())
 
 
 def killed_run(folder: Path, *answers: str, until: int) -> list[int]:
-    """Run rewards in a process, kill it once `until` processes are noted, and return these."""
+    """Run rewards in a process, kill it once `until` processes are recorded, and return these."""
     root = Path(__file__).parents[3]
     victim = subprocess.Popen([sys.executable, "-c", VICTIM, str(root), str(folder), *answers])
     deadline = time.monotonic() + 60
@@ -154,7 +154,7 @@ def test_hanging_calls_slow_the_pool_by_their_share(tmp_path):
     scores = ask_pool(pool, *(["hang"] + ["true"] * 19) * 20)
     seconds = time.monotonic() - began
     assert [score.status for score in scores] == (["timeout"] + ["ok"] * 19) * 20
-    assert seconds < 8, "a hung worker must not occupy the others"
+    assert seconds < 8, "a hanging worker must not block the others"
     asyncio.run(pool.close())
 
 

@@ -1,4 +1,4 @@
-"""How the pool ends: closed, its server killed, or with the process that holds it. Nothing outlives it."""
+"""Ends of the pool: closed, its server killed, or its owner killed. No process remains."""
 
 import asyncio
 import os
@@ -58,7 +58,7 @@ def test_end_detected_by_a_write_is_reported_the_same(pool):
         await pool.score("bad", "train", 0, [{"role": "assistant", "content": "4"}])
         os.kill(pool._pid, signal.SIGKILL)
         while end_of(pool._pid) is None:
-            time.sleep(0.005)  # the loop stands: nothing is read
+            time.sleep(0.005)  # the event loop is blocked: nothing is read
         with pytest.raises(RewardServerError, match=r"server ended \(killed by SIGKILL\)"):
             await pool.score("bad", "train", 0, [])
 
@@ -86,7 +86,7 @@ asyncio.run(main())
 
 
 def test_no_process_outlives_a_killed_parent(tmp_path):
-    """Also with HOME unset and a strict umask, as a service manager may run it."""
+    """Also without HOME and with a strict umask, as a service manager may run it."""
     env = {key: value for key, value in os.environ.items() if key != "HOME"}
     command = [sys.executable, "-c", VICTIM, str(Path(__file__).parent), str(tmp_path)]
     victim = subprocess.Popen(command, env=env, umask=0o077)

@@ -1,4 +1,4 @@
-"""Rewards that hang, and the processes they leave: the worker is replaced, and all that it started is killed."""
+"""Rewards that hang, and processes that they leave: the worker is replaced, and all its child processes are killed."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ def test_repeating_the_start_does_not_extend_the_timeout(pool):
 
 
 def test_worker_with_invalid_replies_is_replaced(pool):
-    """One reward that breaks its process must not spoil the rewards after it."""
+    """A reward that breaks its process must not affect later rewards."""
     spoilt, *others = ask_pool(pool, "patch", *["true"] * 4)
     assert (spoilt.status, spoilt.reward) == ("error", None)
     assert [(score.status, score.reward) for score in others] == [("ok", 1.0)] * 4
@@ -44,7 +44,7 @@ def test_reply_during_a_busy_loop_is_in_time(pool):
     async def run():
         job = asyncio.create_task(pool.score("bad", "train", 0, [{"role": "assistant", "content": "true"}]))
         await asyncio.sleep(0)
-        time.sleep(2 * TIMEOUT_S)  # the trainer holds the event loop
+        time.sleep(2 * TIMEOUT_S)  # the trainer blocks the event loop
         return await job
 
     assert asyncio.run(run()).status == "ok"

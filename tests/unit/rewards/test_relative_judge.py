@@ -46,7 +46,7 @@ def attempts_of(body: Any) -> dict[str, str]:
 
 
 def by_length(body: Any) -> str:
-    """What a judge replies that prefers long answers."""
+    """The reply of a judge that prefers long answers."""
     scores = [{"id": name, "score": len(text)} for name, text in attempts_of(body).items()]
     return json.dumps({"scores": scores})
 

@@ -1,4 +1,4 @@
-"""Answers of vLLM and SGLang that no sampler gives, from a server that really answers so: refused, never trained on."""
+"""Invalid sampler answers of vLLM and SGLang, from a real test server: refused and never trained."""
 
 from __future__ import annotations
 

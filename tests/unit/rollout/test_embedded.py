@@ -1,4 +1,4 @@
-"""The embedded engine behind its seam: batching, cancelling, failing, and weights that change under way."""
+"""The embedded engine behind its interface: batching, cancellation, failures, and weight updates during generation."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_cancelled_call_does_not_affect_others(device: ThreadPoolExecutor) -> No
 
 
 def test_cancelled_call_frees_its_slot(device: ThreadPoolExecutor) -> None:
-    """Eight slots, all taken by calls that would take minutes: when they are cancelled, eight more are answered."""
+    """Eight slots, all used by calls that would take minutes. After cancellation, eight more are answered."""
     engine = make(device, slots=8, context_tokens=4096)
 
     async def cancel_all() -> None:
@@ -193,7 +193,7 @@ def test_failure_ends_every_request_with_its_reason(device: ThreadPoolExecutor) 
 
 
 def test_nonfinite_weights_end_the_run(device: ThreadPoolExecutor) -> None:
-    """Between two versions: what is drawn then is never trained on, and its reason is told."""
+    """Between two versions: these tokens are never trained, and the reason is reported."""
     decoder = small_decoder()
     engine = make(device, decoder)
 
@@ -255,7 +255,7 @@ def test_hash_identifies_the_served_weights(make_decoder: Any, mode: Any, device
 
 
 def test_waiting_group_is_prefilled_with_current_weights(device: ThreadPoolExecutor) -> None:
-    """Half of a group starts under version 0; its prompt is computed again for the half that starts under version 1."""
+    """Half of a group starts with version 0. Its prompt is computed again for the half that starts with version 1."""
     decoder = small_decoder()
     engine, fresh = make(device, decoder, slots=8), make(device, small_decoder(seed=5), slots=8)
 

@@ -1,4 +1,4 @@
-"""Whoever owes an answer is looked at meanwhile, and what is found out reaches everybody who waits for one."""
+"""A server with open requests is polled, and a failure is raised in every wait for it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_polling_continues_after_a_failure_and_stops_when_idle() -> None:
                 await poller.wait_for(never())
             assert looks == expected
         await asyncio.sleep(0.05)
-        assert looks == 6, "nobody asks, so nobody looks"
+        assert looks == 6, "no open request, so no polling"
         await poller.close()
 
     run(main)
@@ -129,7 +129,7 @@ def test_cancelled_wait_cancels_the_request() -> None:
 
 
 def test_errors_during_cancellation_are_not_unhandled() -> None:
-    """Many ask at once; the first failure ends the others' waits in the moment in which theirs fail too."""
+    """Many requests wait. The first failure ends the other waits while theirs fail too."""
     told: list[object] = []
 
     async def main() -> None:

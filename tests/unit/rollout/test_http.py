@@ -1,4 +1,4 @@
-"""The engine that is a server: lost connections, restarts, answers that are wrong. Its bits: test_http_bits.py."""
+"""The engine over HTTP: lost connections, restarts, invalid answers. test_http_bits.py compares bits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def exactly(**changes: Any) -> dict[str, Any]:
 
 
 class Double:
-    """Answers as it is told, one answer after the other; None breaks the connection."""
+    """Gives the set answers, one after the other. None breaks the connection."""
 
     def __init__(self, answers: list[Any], facts: Mapping[str, Any] | None = None) -> None:
         self.answers = answers
@@ -170,7 +170,7 @@ def test_lost_connection_is_retried_until_a_deadline():
 
 
 def test_busy_server_is_retried():
-    """429, in JSON or in a proxy's words, and a 503 that passes: nothing is lost. One that never has time is late."""
+    """429, in JSON or as a proxy's text, and a temporary 503: nothing is lost. A server that stays busy times out."""
     busy = [web.Response(text='{"error": {"message": "slow down"}}', status=429) for _ in range(3)]
     double = Double([*busy, web.Response(text="<p>slow down</p>", status=429), web.Response(status=503), good()])
 
@@ -192,7 +192,7 @@ def test_busy_server_is_retried():
 
 
 def test_answers_match_their_requests_in_any_order():
-    """Eight at once, answered last first: each gets its own."""
+    """Eight requests at once, answered in reverse order: each gets its own answer."""
     waiting: list[asyncio.Future[None]] = []
 
     class Reversing(Double):
@@ -260,7 +260,7 @@ def test_missing_answer_has_a_deadline():
 
 
 def test_new_server_process_receives_weights_first(tmp_path: Path):
-    """The server comes back without them: it is loaded and paused as before, then asked again."""
+    """The server returns without the weights: it is loaded and paused as before, then the request is repeated."""
     (tmp_path / "a").write_bytes(b"fish")
     manifest = {**describe(tmp_path, 3, "full"), "sigma": 0.5}
     loaded = {"version": 3, "hash": version_hash(manifest)}
@@ -282,7 +282,7 @@ def test_new_server_process_receives_weights_first(tmp_path: Path):
 
 
 def test_answer_from_other_weights_is_rejected(tmp_path: Path):
-    """It was restarted between two requests: the first answer it gives is of the wrong weights."""
+    """It restarted between two requests: its first answer uses the wrong weights."""
     double = Double([])
 
     def first_of_the_new_one() -> dict[str, Any]:
@@ -347,7 +347,7 @@ def test_unreachable_address():
 
     asyncio.run(run())
     words = [text for text in said if text is not None]
-    assert words == said, "nobody came, so nobody is said to be there"
+    assert words == said, "nothing was found, so nothing is reported as present"
     assert words[0].startswith("waiting for the inference server at http://127.0.0.1:9 since")
     assert words[0].endswith(": nothing listens there"), "without the exception's text"
 
@@ -356,7 +356,7 @@ def test_unreachable_address():
     "text", ["<!DOCTYPE html><html>no such page</html>", '{"detail": "Not Found"}', "404 page not found", ""]
 )
 def test_another_server_at_the_address_is_named_as_such(text: str):
-    """Not quoted: what a foreign server writes says nothing about the run."""
+    """Not quoted: the text of a foreign server says nothing about the run."""
 
     class Foreign(Double):
         async def about(self, request: web.Request) -> web.Response:
@@ -373,7 +373,7 @@ def test_another_server_at_the_address_is_named_as_such(text: str):
 
 
 def test_closed_engine_sends_no_request():
-    """A session that is opened then is closed by nobody, and aiohttp says so."""
+    """A session that is opened then would never be closed, and aiohttp reports it."""
 
     async def work(engine: HttpRolloutEngine) -> None:
         await engine.describe()
@@ -385,7 +385,7 @@ def test_closed_engine_sends_no_request():
 
 
 def test_silently_replaced_process_is_detected(monkeypatch: pytest.MonkeyPatch):
-    """The request hangs for ever on a connection that leads nowhere; the new process would answer it."""
+    """The request hangs on a dead connection. The new process would answer it."""
     monkeypatch.setattr("shoal.rollout.remote.shoal.POLL_EVERY_S", 0.1)
 
     class Replaced(Double):
@@ -426,7 +426,7 @@ def test_hanging_server_wait_is_reported_and_bounded(monkeypatch: pytest.MonkeyP
 
 
 def test_silent_server_is_polled_early(monkeypatch: pytest.MonkeyPatch):
-    """A process that was stopped keeps its connections open: its silence elsewhere is what tells."""
+    """A suspended process keeps its connections open. Its missing heartbeat reveals it."""
     monkeypatch.setattr("shoal.rollout.remote.shoal.SILENT_PROBE_S", 0.2)
     said: list[str | None] = []
     silent = False
@@ -451,11 +451,11 @@ def test_silent_server_is_polled_early(monkeypatch: pytest.MonkeyPatch):
     against(Stopped([good()]), work, request_s=60, waiting=said.append, silent_s=lambda: 100.0 * silent)
     assert said[0] is not None and "no answer to /shoal/about within 0 s" in said[0]
     began = datetime.strptime(re.findall(r"since (\d\d:\d\d:\d\d)", said[0])[0], "%H:%M:%S")
-    assert 95 <= (datetime.now() - began).seconds <= 110, "since it was last seen"
+    assert 95 <= (datetime.now() - began).seconds <= 110, "since the last heartbeat"
 
 
 def test_responsive_server_without_heartbeat_is_polled_rarely():
-    """Its heartbeat may be what is broken: a folder that cannot be written, or shows files late."""
+    """Its heartbeat may be broken: a folder that is not writable, or that shows files late."""
     looks: list[float] = []
 
     class Unseen(Double):
@@ -471,11 +471,11 @@ def test_responsive_server_without_heartbeat_is_polled_rarely():
         assert (await engine.generate(REQUEST)).token_ids == [7, 8, 9]
 
     against(Unseen([good()]), work, request_s=60, silent_s=lambda: 100.0)
-    assert 2 <= len(looks) <= 5, "to meet it, and then twice a second"
+    assert 2 <= len(looks) <= 5, "to connect, and then twice a second"
 
 
 def test_unreachable_address_is_reported_despite_server_state():
-    """A name that is not known was said to be a server that is still loading."""
+    """An unknown host name was reported as a server that is still loading."""
     address = Address("http://nowhere:1/v1", deadline_s=0.01, whereabouts=lambda: ("it loads", "wait"))
 
     async def reason(loss: ConnectionLost) -> str:

@@ -1,4 +1,4 @@
-"""The engine that is a server draws the same bits as the one in this process, version after version."""
+"""The engine over HTTP samples the same bits as the engine in this process, for every version."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def drawn(engine: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", ("full", "lora"))
 @pytest.mark.parametrize("sigma", (0.0, 0.05), ids=("plain", "noisy"))
 def test_same_bits_as_the_engine_in_this_process(kind: Any, sigma: float, tmp_path: Path):
-    """Version 0 and version 2, tokens and log-probs and spans and kept ids, with the noise of the run's own seed."""
+    """Version 0 and version 2: tokens, log-probs, spans and kept ids, with the noise of the run's seed."""
     base = small_model("qwen3", seed=3)
     trained: Any = as_decoder(small_model("qwen3", seed=6)) if kind == "full" else lora_decoder(seed=3, rank=8)
 
@@ -75,7 +75,7 @@ def test_same_bits_as_the_engine_in_this_process(kind: Any, sigma: float, tmp_pa
 
 
 def test_weights_change_during_generation(tmp_path: Path):
-    """A request that is drawn while a version arrives has a span of each, and is taken."""
+    """A request that is running while a version arrives has a span of each version, and is accepted."""
     base, trained = small_model("qwen3", seed=3), small_model("qwen3", seed=6)
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""A server process of our own: refused before it starts, and its log shown when it fails."""
+"""A server process of the run: refused before it starts, and its log shown when it fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def launch(folder: Path, script: str, port: int | None = None) -> ServerProcess:
 
 
 def connect(process: ServerProcess, folder: Path, start_s: float) -> None:
-    """As a run does: wait for health, and end the process whatever happens."""
+    """As in a run: wait for health, and always end the process."""
     url = f"http://127.0.0.1:{process.launch.port}"
     settings = RemoteSettings(url, "model", 64, 100, (2,), str, folder, start_s=start_s)
 
@@ -49,7 +49,7 @@ def test_dead_server_error_quotes_its_log(tmp_path: Path) -> None:
 
 
 def test_server_that_stops_listening_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM whose engine died under a call waits for ever for that call's answer before it ends."""
+    """vLLM with a failed engine waits forever for the answer of the running call before it ends."""
     monkeypatch.setattr("shoal.rollout.remote.process.NOT_LISTENING_S", 0.3)
     port, deaf = free_port(), tmp_path / "deaf"
     script = (
@@ -62,7 +62,7 @@ def test_server_that_stops_listening_has_ended(tmp_path: Path, monkeypatch: pyte
     process = launch(tmp_path, script, port)
     process.start()
     try:
-        while not listens("127.0.0.1", port):  # what does not listen yet has not ended
+        while not listens("127.0.0.1", port):  # a process that does not listen yet has not ended
             assert process.ended() is None
             time.sleep(0.01)
         assert process.ended() is None
@@ -76,7 +76,7 @@ def test_server_that_stops_listening_has_ended(tmp_path: Path, monkeypatch: pyte
     finally:
         began = time.monotonic()
         asyncio.run(process.close())
-    assert time.monotonic() - began < STOP_S, "what is on its way out, or never ends, is not asked for long"
+    assert time.monotonic() - began < STOP_S, "a process that ends, or never ends, is not queried for long"
 
 
 ENDS = {
@@ -89,7 +89,7 @@ ENDS = {
 
 @pytest.mark.parametrize("how", ENDS)
 def test_server_end_is_classified_as_config_or_failure(tmp_path: Path, how: str) -> None:
-    """What cannot work here is told from what broke: the first is not worth another try."""
+    """Errors that cannot succeed on this machine differ from failures: only failures are retried."""
     (end, kind, message), port = ENDS[how], free_port()
     serve = (
         "import socket\n"

@@ -1,4 +1,4 @@
-"""A server process of our own ends with us, however we end, and leaves nothing of it."""
+"""A server process of the run ends with the run for every kind of end, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def launch(folder: Path, script: str, port: int | None = None) -> ServerProcess:
 
 
 def test_suspended_server_is_reported_and_ended(tmp_path: Path) -> None:
-    """Its child is stopped, not itself; SIGTERM alone would not reach it."""
+    """Its child is suspended, not itself. SIGTERM alone would not reach the child."""
     child = "import pathlib, signal, time; signal.signal(15, lambda *_: pathlib.Path('ended').touch() or exit()); "
     child += "pathlib.Path('up').touch(); time.sleep(300)"
     script = f"import os, subprocess, sys; os.chdir({str(tmp_path)!r}); "
@@ -41,7 +41,7 @@ def test_suspended_server_is_reported_and_ended(tmp_path: Path) -> None:
 
 
 def test_unclosed_server_ends_with_the_process_but_not_with_a_fork(tmp_path: Path) -> None:
-    """It heeds no SIGTERM, as vLLM does not while it imports."""
+    """It ignores SIGTERM, like vLLM while it imports."""
     server = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(300)"
     script = (
         "import os, sys, time; from pathlib import Path\n"
@@ -71,7 +71,7 @@ def test_shared_memory_of_a_killed_server_is_removed(tmp_path: Path) -> None:
         process.start()
         until(lambda: process.tail(9).count(" ") == 1)
         files = [Path("/dev/shm") / name for name in process.tail(9).split()]
-        assert all(file.exists() for file in files) and process.ended() is None, "seen while it lives"
+        assert all(file.exists() for file in files) and process.ended() is None, "visible while it lives"
         assert process.pid is not None
         os.killpg(process.pid, signal.SIGKILL)
         until(lambda: process.ended() is not None)
@@ -84,7 +84,7 @@ def test_shared_memory_of_a_killed_server_is_removed(tmp_path: Path) -> None:
 
 
 def test_server_ends_with_its_killed_parent(tmp_path: Path) -> None:
-    """Killed for good, so that nothing of ours can run: Linux ends the server."""
+    """SIGKILL: no code of Shoal runs, so Linux ends the server."""
     script = (
         "import time; from pathlib import Path; from shoal.rollout.remote.process import Launch, ServerProcess\n"
         f"import sys; launch = Launch('vLLM', [sys.executable, '-c', 'import time; time.sleep(300)'], '127.0.0.1', "

@@ -1,4 +1,4 @@
-"""Noise for a server's norms: which tensors, how much, in which precision, and always the same."""
+"""Noise for a server's norms: which tensors, how much, in which precision, and reproducible."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_bf16_is_rounded_as_torch_rounds(model: Path, tmp_path: Path) -> None:
         noise = exact[name].double() - clean[name].double()
         expected = (clean[name].bfloat16().float() + noise.float()).bfloat16()
         assert found[name].dtype == torch.bfloat16
-        # The noise is known here only to fp32 rounding, which moves a value across a bf16 boundary very seldom.
+        # The noise is known here to fp32 rounding, which very rarely crosses a bf16 boundary.
         assert (found[name] != expected).sum() <= 1
     assert applied_sigma(model, tmp_path / "b") == pytest.approx(0.1, rel=0.15)
     noisy(model, tmp_path / "b", sigma=1e-5)
-    assert applied_sigma(model, tmp_path / "b") < 3e-6, "bf16 rounds most of it away"
+    assert applied_sigma(model, tmp_path / "b") < 3e-6, "bf16 removes most of it by rounding"
 
 
 def test_model_without_rms_norms_is_refused(model: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A pause waits for the turn on the device, for so long; one that fails has paused nothing."""
+"""A pause waits for its turn on the device, with a limit. A failed pause pauses nothing."""
 
 from __future__ import annotations
 

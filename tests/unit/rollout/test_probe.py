@@ -1,4 +1,4 @@
-"""The proof by log-probs: equal weights answer equally, others do not, and a path that carries nothing is found."""
+"""The proof by log-probs: equal weights give equal answers, others do not, and a lost transfer is detected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_reloaded_weights_must_answer_as_before() -> None:
 def test_new_weights_must_change_within_two_versions() -> None:
     probes = Probes("vLLM")
     probes.judge("a", [-1.0, -2.0], 1)
-    probes.judge("b", [-1.0, -2.0], 2)  # a small update in bf16 may leave sixteen numbers as they were
+    probes.judge("b", [-1.0, -2.0], 2)  # a small update in bf16 may leave sixteen numbers unchanged
     with pytest.raises(EngineError, match=r"loaded 2 new weight versions .* have not moved"):
         probes.judge("c", [-1.0, -2.0], 3)
 

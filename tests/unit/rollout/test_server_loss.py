@@ -1,4 +1,4 @@
-"""A server that is lost, fails or hangs over what a run asks of it: the double of SGLang; vLLM has it in common."""
+"""A server that is lost, fails or hangs during a control request: the SGLang test server; vLLM shares the code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class Trouble:
-    """Stands before a handler of the double: the first `times` requests come to grief, and every one is counted."""
+    """Replaces a handler of the test server: the first `times` requests fail, and all are counted."""
 
     def __init__(self, double: SglangDouble, name: str, how: str, times: int = 1) -> None:
         self.asked = 0
@@ -37,7 +37,7 @@ class Trouble:
         self.asked += 1
         if self.asked > self._times:
             return await self._answering(request)
-        if self._how == "hangs":  # until the test is over with it
+        if self._how == "hangs":  # until the test ends
             await asyncio.wait_for(self._over.wait(), 60)
         if self._how == "fails":
             return web.json_response({"error": {"message": "See stack trace (above)"}}, status=500)
@@ -53,7 +53,7 @@ class Trouble:
 def test_connection_lost_during_connect_is_retried(name: str) -> None:
     async def main() -> None:
         async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
-            trouble = Trouble(double, name, "is lost", times=2)  # a lost GET is sent once more on its own account
+            trouble = Trouble(double, name, "is lost", times=2)  # a lost GET is repeated automatically
             await engine.connect()
             assert trouble.asked == 3 and (await engine.generate(ask("r", PROMPT))).token_ids
 
@@ -71,7 +71,9 @@ def test_failing_server_is_not_mistaken_for_another_engine() -> None:
 
 
 def test_hanging_load_times_out_once() -> None:
-    """Not asked again, nor asked to go on: whoever does not answer would be waited for as long as that, ten times."""
+    """Neither the load nor the resume request is repeated: otherwise the wait for a silent server would be ten times
+    as long.
+    """
 
     async def main() -> None:
         async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
@@ -89,7 +91,7 @@ def test_hanging_load_times_out_once() -> None:
 
 
 def test_cancelled_load_does_not_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deadline of the loop ends the wait; the server is told to go on, and has little time to say that it does."""
+    """A deadline of the loop ends the wait. The request to resume has a short time limit."""
     monkeypatch.setattr("shoal.rollout.remote.engine.HEALTH_S", 2)
 
     async def main() -> None:
@@ -112,7 +114,7 @@ def test_cancelled_load_does_not_wait_again(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_lost_load_leaves_the_server_unpaused() -> None:
-    """The connection broke, and the server lives on: one that is paused might not even say that it is well."""
+    """The connection broke, and the server lives: a paused server might not report that it is healthy."""
 
     async def main() -> None:
         async with attached_double(small_model("qwen3", seed=8)) as (engine, double):
@@ -128,7 +130,7 @@ def test_lost_load_leaves_the_server_unpaused() -> None:
 
 
 def test_refused_connection_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that drops what is sent to it: only one that was reached can be slow to answer."""
+    """A machine that drops packets: only a server that was reached can be slow."""
     monkeypatch.setattr("shoal.rollout.remote.client.CONNECT_S", 0.3)
 
     async def main(port: int) -> None:
@@ -141,7 +143,7 @@ def test_refused_connection_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> N
 
     with ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(4):  # its queue is full after the first or second
+        for _ in range(4):  # its queue is full after the first or second connection
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(server.getsockname())

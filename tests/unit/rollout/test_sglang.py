@@ -1,4 +1,4 @@
-"""What the SGLang engine sends and does, against the double of its published API. No SGLang was run."""
+"""Requests and reactions of the SGLang engine, against the test server with its published API. No SGLang was run."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_adapters_by_versioned_names(tmp_path: Path) -> None:
 
 
 def test_restarted_server_is_reloaded_and_retried() -> None:
-    """The seed is in the request, so what was lost comes out as it would have."""
+    """The seed is in the request, so a repeated request has the same result."""
     port, new = free_port(), small_model("qwen3", seed=21)
 
     async def serve() -> web.AppRunner:
@@ -111,7 +111,7 @@ def test_restarted_server_is_reloaded_and_retried() -> None:
 
 
 def test_unhealthy_server_breaks_off_requests_and_slow_server_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that will not come is asked for again when the server is well; a slow look breaks nothing off."""
+    """A request that will not be answered is repeated when the server is healthy. A slow check cancels nothing."""
     for name, value in (("POLL_EVERY_S", 0.05), ("RECHECK_S", 0.05), ("HEALTH_S", 2.0)):
         monkeypatch.setattr(f"shoal.rollout.remote.server_api.{name}", value)
     asked, looks, over = 0, 0, asyncio.Event()
@@ -145,7 +145,7 @@ def test_unhealthy_server_breaks_off_requests_and_slow_server_does_not(monkeypat
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_unnoticed_restart_is_found_by_the_served_weights(kind: str, tmp_path: Path) -> None:
-    """No request was under way, so none was lost; the next one meets a server with the weights it started with."""
+    """No request was running, so none was lost. The next one reaches a server with its initial weights."""
     decoder: Any = lora_decoder("qwen3", seed=8, rank=4, alpha=8)
     decoder.model.save_pretrained(str(tmp_path), selected_adapters=["default"])
     new, first = small_model("qwen3", seed=21), small_model("qwen3", seed=8)
@@ -180,7 +180,7 @@ def test_invalid_sampler_answer_is_refused() -> None:
 
 
 def test_server_failure_quotes_its_log(tmp_path: Path) -> None:
-    """What it answers is that somebody should look above, and that is in its log."""
+    """It answers that the log above explains the error, and the log has it."""
     (tmp_path / "sglang.log").write_text("loading\nRuntimeError: the scheduler is out of luck\nbye\n", "utf-8")
 
     async def dead(_: web.Request) -> web.Response:
@@ -205,7 +205,7 @@ def test_server_failure_quotes_its_log(tmp_path: Path) -> None:
 
 
 def test_test_server_samples_from_its_model() -> None:
-    """Of the double itself, so that the contract suite rests on something: its log-probs are transformers' own."""
+    """The test server itself, on which the contract suite relies: its log-probs equal transformers."""
     model = small_model("qwen3", seed=8)
 
     async def main() -> None:

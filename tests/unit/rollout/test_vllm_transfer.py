@@ -1,4 +1,6 @@
-"""vLLM's weight-transfer endpoints, in the order and with the fields of its published protocol. No transfer was run."""
+"""The weight-transfer endpoints of vLLM, in the order and with the fields of its published protocol. No real transfer
+is run.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ STEPS = 6
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Six steps with a checkpoint after the last but one."""
+    """Six steps with a checkpoint after step 5."""
     with RunDir.create(tmp_path / "run", "", BINDING, "go --resume") as run_dir:
         run_dir.append_metrics(0, {"eval/sums/mean": 0.5})
         for step in range(1, STEPS + 1):
@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def resume(path: Path) -> list[str]:
-    """As the commands do. Returns what is reported."""
+    """As the commands do. Returns the reports."""
     with RunDir.resume(path) as run_dir:
         run_dir.check_binding(BINDING)
         checkpoint = run_dir.newest_good_checkpoint()
@@ -43,7 +43,7 @@ def resume(path: Path) -> list[str]:
 
 
 def without_copy(path: Path) -> None:
-    """As a checkpoint of an earlier version: no copy of the files, and no binding in the manifest."""
+    """Like a checkpoint of an earlier version: no copy of the files, and no binding in the manifest."""
     from shoal.runs.checkpoints import CheckpointStore
 
     (folder,) = (path / "checkpoints").glob("step_*")

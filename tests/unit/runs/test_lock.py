@@ -66,7 +66,7 @@ def test_forked_child_that_outlives_the_holder_does_not_block(tmp_path: Path) ->
         os.kill(int(child), 0)  # still there
         deadline = time.monotonic() + 5
         while find_holder(tmp_path) and time.monotonic() < deadline:
-            time.sleep(0.01)  # the child may not have been scheduled yet to close its copy
+            time.sleep(0.01)  # the child may not have closed its copy yet
         RunLock(tmp_path).release()
     finally:
         os.kill(int(child), signal.SIGKILL)

@@ -28,7 +28,7 @@ Post = Callable[..., Coroutine[Any, Any, tuple[int, Any]]]
 
 
 class Watch:
-    """Requests /health all the time and keeps the longest wait."""
+    """Requests /health continuously and records the longest wait."""
 
     def __init__(self, http: aiohttp.ClientSession, base: str) -> None:
         self._http, self._base = http, base
@@ -46,7 +46,7 @@ class Watch:
 
 
 def attack(work: Callable[[int, Post], Awaitable[None]], context_tokens: int = CONTEXT_TOKENS, **access: Any) -> None:
-    """Run `work(port, post)` while /health is requested all the time."""
+    """Run `work(port, post)` while /health is requested continuously."""
 
     async def run() -> None:
         engine: Any = ScriptedEngine(lambda _: ("hi", "stop"))

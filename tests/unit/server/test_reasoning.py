@@ -1,4 +1,4 @@
-"""Reasoning in answers of the server: at once, and in the parts of a stream."""
+"""Reasoning in answers of the server: complete answers, and the parts of a stream."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_shoal_engine_sends_the_token_and_awaits_a_slow_server(folder: Path):
         engine = HttpRolloutEngine(server.address(deadline_s=20))
         asking = asyncio.create_task(engine.describe())
         await asyncio.sleep(0.3)
-        assert not asking.done(), "the file may be on its way"
+        assert not asking.done(), "the file may not be written yet"
         server.token_file.write_text(right)
         assert (await asking)["model"] == server.model
         await engine.pause()

@@ -1,4 +1,4 @@
-"""Versions that do not arrive whole, or two at once: a server draws from one of them or from none, never from half."""
+"""Versions that arrive incomplete, or two at once: a server samples from one complete version or from none."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ VERSIONS = (1, 2, 3)
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """Manifests by version; 0 is what a server starts with."""
+    """Manifests by version. 0 is the initial version of a server."""
     folder = tmp_path_factory.mktemp("published")
     return {v: describe(save(small_model("qwen3", seed=3 + v), folder / f"v{v}"), v, "full") for v in (0, *VERSIONS)}
 
 
 @pytest.fixture
 def fail_at() -> Iterator[Callable[[str, int], None]]:
-    """The device fails the how manieth time a place is passed."""
+    """The device fails at the given pass of a place."""
 
     def at(place: str, times: int) -> None:
         passed = itertools.count(1)
@@ -50,7 +50,7 @@ def fail_at() -> Iterator[Callable[[str, int], None]]:
 
 
 async def draw(engine: HttpRolloutEngine, name: str) -> tuple[set[int], list[int]]:
-    """The versions it was drawn with, and the tokens."""
+    """The versions that sampled the tokens, and the tokens."""
     completion = await engine.generate(Request(name, [20, 21, 22], GREEDY))
     return {span.version for span in completion.spans}, completion.token_ids
 
@@ -68,7 +68,7 @@ def synced(published: dict[int, dict[str, Any]], work: Callable[[Server, HttpRol
 
 
 def tensors_of(file: Path) -> list[tuple[str, int, int]]:
-    """Name, and where its numbers begin and end in the file, as the head of a safetensors file says."""
+    """Names, and the offsets of their numbers in the file, from the header of a safetensors file."""
     raw = file.read_bytes()
     length = 8 + int.from_bytes(raw[:8], "little")
     head = json.loads(raw[8:length])
@@ -110,7 +110,7 @@ def test_damaged_file_changes_no_tensor(published: dict[int, Any], tmp_path: Pat
 def test_device_failure_between_tensors_stops_sampling(
     tensor: int, published: dict[int, Any], fail_at: Callable[[str, int], None]
 ):
-    """Everything was verified before, so half of it is in place: neither version is served, and the server says so."""
+    """Everything was verified before, and half is in place: neither version is served, and the server reports it."""
 
     async def work(server: Server, engine: HttpRolloutEngine) -> None:
         await engine.describe()
@@ -125,7 +125,7 @@ def test_device_failure_between_tensors_stops_sampling(
 
 
 def test_concurrent_syncs_are_served_in_order(published: dict[int, Any]):
-    """Late, twice, in any order, and one that is damaged: whatever is drawn meanwhile is drawn with whole versions."""
+    """Late, repeated, in any order, and one damaged: sampling always uses complete versions."""
     proofs = {v: version_hash(published[v]) for v in VERSIONS}
     unknown = {**published[2], "version": 9, "files": {"gone.safetensors": {"bytes": 1, "digest": "0" * 64}}}
 

@@ -126,7 +126,7 @@ def test_tokens() -> None:
 
 
 def test_reward_without_turns_belongs_to_the_last_turn() -> None:
-    """So does what shaping adds: every turn has the same return, and only the last one a reward of its own."""
+    """The same for shaping: every turn has the same return, and only the last turn has its own reward."""
     groups = [group_with([[0.0, 0.0], [0.0, 0.0]]) for _ in range(2)]
     for group in groups:
         for rollout, reward in zip(group.rollouts, [1.0, 0.0], strict=True):

@@ -122,7 +122,7 @@ def test_adaptive_coefficient_follows_the_entropy() -> None:
     coef, applied = 0.01, []
     for entropy in (0.7, 0.4, 0.45, 0.3, 0.6, 0.6):
         row, tally = one_row(4), Tally()
-        signal = EntropyCoefficient(bonus, policy)  # made anew: all state is with the policy
+        signal = EntropyCoefficient(bonus, policy)  # created again: all state is in the policy
         asyncio.run(signal.annotate(StepRows([], [Batch([row])], None, None)))  # type: ignore[arg-type]
         applied.append(float(row.signals["entropy_coef"][1]) if "entropy_coef" in row.signals else 0.0)
         tally.add("policy/entropy", entropy * 3, 3)

@@ -54,7 +54,7 @@ def test_matches_manual_computation():
     assert names(draw(made, [group(2, 2)], 2)) == ["env/1/0/1"]
     assert draw(made, [group(5, 5)], 5) == [], "the group of version 2 is too old"
     assert draw(made, [], 6) == [], "a step that trains nothing replays nothing"
-    assert names(draw(made, [group(7, 7)], 7)) == ["env/5/0/1"], "and costs no stored group"
+    assert names(draw(made, [group(7, 7)], 7)) == ["env/5/0/1"], "and uses no stored group"
 
 
 def test_replayed_groups_are_spread_over_the_minibatches():
@@ -104,7 +104,7 @@ def test_training_does_not_change_stored_groups():
     stop=st.integers(0, 11),
 )
 def test_replay_limits_hold_for_any_run(counts: list[int], limits: tuple[int, int, int], stop: int):
-    """Never too many, too old or too often; no id twice; and a resume after any step, through JSON, changes nothing."""
+    """Never too many, too old or too often, and no id twice. A resume after any step, through JSON, changes nothing."""
     made, seen, times, index = replay(*limits), Counter[str](), Counter[int](), 0
     for version, count in enumerate(counts):
         kept = [group(index + number, version) for number in range(count)]
@@ -128,7 +128,7 @@ def test_replay_limits_hold_for_any_run(counts: list[int], limits: tuple[int, in
 
 
 def test_every_group_has_the_same_chance():
-    """One of four stored groups is drawn: each about a quarter of the time, and differently by seed."""
+    """One of four stored groups is drawn: each in about a quarter of the cases, and differently by seed."""
     drawn = Counter[int]()
     for seed in range(2000):
         made = replay(seed=seed)

@@ -57,7 +57,7 @@ def step_of(samples, score=None, groups=()) -> StepRows:
 
 
 def test_server_scores_whole_sequences() -> None:
-    """Also of a shared prompt, which a row stores once. The answer here is the place of a token in its sequence."""
+    """Also of a shared prompt, which a row stores once. The test answer is the position of a token in its sequence."""
     group = make_group(make_prompt(0), [0.0, 1.0, 2.0], turn=None)
     for rollout, ids in zip(group.rollouts, [[3, 4], [5], [6, 7, 1]], strict=True):
         rollout.turns, rollout.advantage = [make_turn(ids)], 0.0

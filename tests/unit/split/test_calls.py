@@ -1,4 +1,4 @@
-"""One suite for both ways that calls travel, between real ends in one loop."""
+"""One suite for both transports of calls, between real ends in one loop."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_call_to_another_incarnation_is_not_executed(tmp_path: Path, kind: str):
 
 
 def test_repeated_call_is_executed_once(tmp_path: Path):
-    """The connection is cut while the call runs: the answer comes over the next one."""
+    """The connection breaks while the call runs. The answer arrives over the next connection."""
 
     async def both() -> None:
         answerer = await TcpAnswerer.listen(tmp_path, TRAINER, "127.0.0.1", 0)
@@ -130,9 +130,9 @@ def test_repeated_call_is_executed_once(tmp_path: Path):
             taken = await answerer.next()
         assert answerer._writer is not None
         answerer._writer.close()
-        await asyncio.sleep(0.6)  # it has connected and asked again by now
+        await asyncio.sleep(0.6)  # it has connected and repeated the request
         await answerer.answer(taken, Answer(1, {"done": True}))
-        again = await answerer.next()  # the second asking is answered from memory
+        again = await answerer.next()  # the repeated request is answered from memory
         assert again is None
         assert (await asyncio.wait_for(asking, 10)).value == {"done": True}
         await caller.close()
@@ -149,7 +149,7 @@ async def connection(answerer: TcpAnswerer, folder: Path) -> asyncio.StreamWrite
 
 
 async def executed(answerer: Answerer) -> list[tuple[str, int]]:
-    """All that is executed until nothing comes any more."""
+    """All executed calls, until no more arrive."""
     done = []
     while (taken := await answerer.next()) is not None:
         done.append((taken.session, taken.number))
@@ -158,7 +158,7 @@ async def executed(answerer: Answerer) -> list[tuple[str, int]]:
 
 
 def test_late_duplicate_and_reordered_calls_are_executed_at_most_once(tmp_path: Path):
-    """A step that is trained twice is another run, whatever the connections did to its call."""
+    """A step that is trained twice would change the run, whatever the connections did to its call."""
 
     async def both() -> None:
         answerer = await TcpAnswerer.listen(tmp_path, TRAINER, "127.0.0.1", 0)
@@ -169,7 +169,7 @@ def test_late_duplicate_and_reordered_calls_are_executed_at_most_once(tmp_path: 
         second = await connection(answerer, tmp_path)  # the orchestrator was restarted
         await write_frame(second, msgspec.msgpack.encode(Call(1, "orch-2", TRAINER, "load")))
         assert await executed(answerer) == [("orch-2", 1)]
-        with contextlib.suppress(OSError):  # what the killed one had sent arrives now
+        with contextlib.suppress(OSError):  # the messages of the killed one arrive now
             await write_frame(first, msgspec.msgpack.encode(call(4)))
         assert await executed(answerer) == []
         await write_frame(second, msgspec.msgpack.encode(Call(2, "orch-2", "another trainer", "learn")))
@@ -183,7 +183,7 @@ def test_late_duplicate_and_reordered_calls_are_executed_at_most_once(tmp_path: 
 
 
 def test_vanished_caller_does_not_block_others(tmp_path: Path):
-    """Its connection stays open and reads nothing; the answer is larger than what the system holds of it."""
+    """Its connection stays open and reads nothing. The answer is larger than the system's buffers."""
 
     async def both() -> None:
         answerer = await TcpAnswerer.listen(tmp_path, TRAINER, "127.0.0.1", 0)
@@ -216,14 +216,14 @@ def test_late_or_repeated_folder_calls_are_not_executed_again(tmp_path: Path):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"call_{asked.number:06d}.msgpack").write_bytes(msgspec.msgpack.encode(asked))
 
-        for number in (2, 1, 3):  # they are there at once, the last first
+        for number in (2, 1, 3):  # they are present at once, in reverse order
             put(call(number))
         assert await executed(answerer) == [(SESSION, 1), (SESSION, 2), (SESSION, 3)]
         for number in (2, 3):  # again
             put(call(number))
         assert await executed(answerer) == []
         sessions.append("orch-2")
-        put(call(4))  # of the one before
+        put(call(4))  # of the previous one
         put(Call(1, "orch-2", TRAINER, "load"))
         assert await executed(answerer) == [("orch-2", 1)]
 
@@ -254,7 +254,7 @@ def test_receiver_requires_the_token(tmp_path: Path):
         for shown in (b"wrong", b"", LENGTH.pack(1 << 40)):
             reader, writer = await asyncio.open_connection(host, int(port))
             if len(shown) == LENGTH.size:
-                writer.write(shown)  # a length that nobody should wait for
+                writer.write(shown)  # a length that is never waited for
             else:
                 await write_frame(writer, shown)
             assert await asyncio.wait_for(reader.read(), 5) == b"", "the connection is closed"
@@ -342,7 +342,7 @@ def test_changed_payload_is_damaged(tmp_path: Path, content: bytes):
     bulk.path.write_bytes(content)
     damaged = rf"is damaged: its {len(content)} bytes are not those that were written"
     for carried in (None, content, content[:5]):
-        asked.bulk = carried  # over a connection nothing comes later, so what is short is damaged too
+        asked.bulk = carried  # over a connection nothing arrives later, so a short payload is damaged too
         expected = damaged if carried != content[:5] else "is damaged: its 5 bytes"
         with pytest.raises(StorageError, match=expected) as caught:
             read_bulk(asked, tmp_path / "samples")
@@ -359,7 +359,7 @@ def test_unreadable_payload_fails_at_once(tmp_path: Path):
 
 
 def test_call_of_another_session_is_ignored(tmp_path: Path):
-    """Its answer would be written where that name leads."""
+    """Its answer would be written to the path in that name."""
     answerer = FolderAnswerer(tmp_path, TRAINER, lambda: SESSION)
     folder = tmp_path / "samples" / SESSION
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Who is taken for alive: beats seen to change, never clocks, never what a killed process left."""
+"""Processes count as alive if their heartbeat changes: no clocks, and no files of killed processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DiskFull = Callable[..., None]
 
 @pytest.fixture
 def disk_full() -> Iterator[DiskFull]:
-    """The disk is full at the places named, from then on."""
+    """The disk is full at the named places from then on."""
 
     def at(*places: str) -> None:
         def hook(place: str) -> None:
@@ -74,7 +74,7 @@ def test_earlier_process_is_recognised_by_its_heartbeat(tmp_path: Path):
     trainer = HeartbeatFile(tmp_path, "train", {})
     peers = Peers(tmp_path / "handshake", "orch")
     peers.look()
-    assert peers.get("train") is None, "it may be a file of the dead"
+    assert peers.get("train") is None, "it may be a file of a dead process"
 
     def beats() -> bool:
         peers.look()
@@ -93,7 +93,7 @@ def test_silence_is_counted_from_the_last_beat(tmp_path: Path, monkeypatch: pyte
     assert peers.is_alive("train")
     trainer.close(leave_word=True)
     wait_for(lambda: not peers.is_alive("train"))
-    assert peers.get("train") is not None, "it was there; what it said stands"
+    assert peers.get("train") is not None, "it existed; its data is still valid"
     assert peers.silent_s("train") >= 0.2
 
 
@@ -116,13 +116,13 @@ def test_run_end_applies_to_named_incarnations(tmp_path: Path):
     write_run_end(tmp_path, RunEnd("no more disk", 4, "grpo-orch", ("a", "b")))
     found = read_end(tmp_path, "a")
     assert found is not None and (found.reason, found.code, found.told_by) == ("no more disk", 4, "grpo-orch")
-    assert read_end(tmp_path, "c") is None, "whoever comes later starts another run"
+    assert read_end(tmp_path, "c") is None, "a later process starts another run"
     (tmp_path / "end.json").write_text("{")
     assert read_end(tmp_path, "a") is None
 
 
 def test_full_disk_keeps_heartbeat_and_run_end(tmp_path: Path, disk_full: DiskFull):
-    """Not a block is free: both are written over what stands there. Else all wait for the deadline of the others."""
+    """No free block: both are written in place. Otherwise all would wait for the deadline of the others."""
     trainer = HeartbeatFile(tmp_path, "train", {"model": "m"})
     peers = Peers(tmp_path / "handshake", "orch")
     peers.look()

@@ -1,4 +1,4 @@
-"""A port that is free now and stays so: no connection that somebody opens is given it."""
+"""A port that is free and stays free: no outgoing connection uses it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_system_without_port_range(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_system_with_all_ports_ephemeral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then one of its choice has to do."""
+    """Then a port that the system chooses must do."""
     handed_out(tmp_path / "range", f"1024\t{ports.HIGHEST}\n", monkeypatch)
     monkeypatch.setattr(ports, "_is_free", lambda _: pytest.fail("there is none to try"))
     assert 0 < free_port() <= ports.HIGHEST

@@ -1,4 +1,4 @@
-"""A trainer in another process, here in another task: what it is asked, and how one that was lost is brought back."""
+"""A trainer in another process, here in another task: its calls, and how a lost trainer is restored."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Nothing:
 
 @dataclass
 class Trainer:
-    """One incarnation: its policy starts from nothing, as a new process's does."""
+    """One incarnation: its policy starts from the initial state, like that of a new process."""
 
     folder: Path
     weights: Published = field(default_factory=Published)
@@ -159,7 +159,7 @@ async def world(folder: Path, deadline_s: float = 20.0) -> AsyncIterator[World]:
 
 
 async def theta_after(steps: int) -> np.ndarray:
-    """The same steps without any process between."""
+    """The same steps without a separate process."""
     policy = UnigramPolicy()
     learner = make_learner(policy, AdvantageNormalizer())
     for step in range(1, steps + 1):
@@ -204,7 +204,7 @@ def test_sent_groups_omit_text_and_keep_numbers():
     assert found.rollouts[0].messages == [] and found.prompt.messages == []
     assert found.rollouts[0].turns[0].completion.logprobs == [-1 / 3, -1e-300]
     assert found.rollouts[0].rollout_id == group.rollouts[0].rollout_id
-    assert group.rollouts[0].messages, "the group itself is left as it was"
+    assert group.rollouts[0].messages, "the group itself is unchanged"
 
 
 def test_lost_trainer_repeats_the_steps_since_the_checkpoint(tmp_path: Path):
@@ -215,7 +215,7 @@ def test_lost_trainer_repeats_the_steps_since_the_checkpoint(tmp_path: Path):
         for step in (3, 4):
             await made.learn(step)
         kept = sorted(path.name for path in made.remote.parts.folder.glob("learn_*"))
-        assert kept == ["learn_000003.msgpack", "learn_000004.msgpack"], "what the checkpoint covers is not kept"
+        assert kept == ["learn_000003.msgpack", "learn_000004.msgpack"], "calls covered by the checkpoint are removed"
         await made.kill_trainer()
         second = await made.start_trainer()
         assert (await RemoteWeights(made.remote).publish(4))["version"] == 4
@@ -240,7 +240,7 @@ def test_trainer_lost_before_any_checkpoint_starts_over(tmp_path: Path):
 
 
 def test_new_orchestrator_starts_at_its_step(tmp_path: Path):
-    """The trainer lives on and is told: from the beginning, then from a checkpoint."""
+    """The trainer lives on and starts over: from the beginning, then from a checkpoint."""
 
     async def check(made: World) -> None:
         await made.learn(1)
@@ -250,7 +250,7 @@ def test_new_orchestrator_starts_at_its_step(tmp_path: Path):
         assert trainer is not None
         made.remote.step, made.remote._kept = 0, []
         await made.remote.start()
-        assert trainer.made == 2 and (trainer.policy.theta == 0).all(), "it was made anew"
+        assert trainer.made == 2 and (trainer.policy.theta == 0).all(), "it was created again"
         await RemoteFiles(made.remote).load(tmp_path / "checkpoints" / "step_000001")
         assert made.remote.step == 1 and (trainer.policy.theta == await theta_after(1)).all()
 

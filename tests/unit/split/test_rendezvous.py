@@ -1,4 +1,4 @@
-"""What the three processes tell people about each other: who is waited for, who ended the run, whose key is wrong."""
+"""Messages of the three processes about each other: waits, the process that ended the run, wrong keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def come(folder: Path, component: str, told: list[str] | None = None, **more: ob
 
 
 async def accompany(server: Rendezvous, seconds: float) -> None:
-    """As grpo-infer does it beside its server."""
+    """Like grpo-infer beside its server."""
     end = asyncio.get_running_loop().time() + seconds
     while asyncio.get_running_loop().time() < end:
         await server.meet(patient=True)
@@ -42,7 +42,7 @@ async def accompany(server: Rendezvous, seconds: float) -> None:
 
 
 def test_departed_process_is_not_reported_as_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It was said to be there ten times a second for as long as it was away."""
+    """It was reported as present ten times a second while it was away."""
     monkeypatch.setattr(presences, "PATIENCE_S", 0.2)
     monkeypatch.setattr("shoal.rollout.remote.client.FIRST_REPORT_S", 0.2)
     monkeypatch.setattr("shoal.split.rendezvous.LOOK_S", 0.01)
@@ -56,7 +56,7 @@ def test_departed_process_is_not_reported_as_joined(tmp_path: Path, monkeypatch:
     orchestrator.close()
     asyncio.run(accompany(server, 1.0))
     assert told and all(line.startswith("waiting for grpo-orch") for line in told), told
-    assert len(told) <= 3, "at ever longer intervals"
+    assert len(told) <= 3, "with growing intervals"
     back = come(tmp_path, "orch")
     asyncio.run(accompany(server, 0.3))
     assert told[-1] == "grpo-orch responds"
@@ -65,7 +65,7 @@ def test_departed_process_is_not_reported_as_joined(tmp_path: Path, monkeypatch:
 
 
 def test_missing_components_are_named_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Most often it went to another one."""
+    """Usually it uses another folder."""
     monkeypatch.setattr("shoal.rollout.remote.client.FIRST_REPORT_S", 0.0)
     told: list[str] = []
     trainer = come(tmp_path, "train", told, deadline_s=0.3)

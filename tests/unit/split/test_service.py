@@ -1,4 +1,4 @@
-"""The trainer's service and a call whose payload is not there: waited for, told once, and not for ever."""
+"""The trainer's service and a call without its payload: awaited, reported once, and with a limit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CountingAnswerer(FolderAnswerer):
 
 @dataclass
 class Bench:
-    """A folder with one `learn` call in it, and the service that reads it."""
+    """A folder with one `learn` call, and the service that reads it."""
 
     output_dir: Path
     answerer: CountingAnswerer
@@ -85,7 +85,7 @@ def test_missing_payload_is_named_in_the_error(tmp_path: Path, monkeypatch: pyte
         assert answer.code == EXIT_STORAGE
         named = "learn_000001.msgpack, the payload of call 1 (learn),"
         assert answer.error == f"{named} is not there, and did not arrive within 1 s"
-        assert bench.answerer.looks <= 8, "it looks four times a second, not as often as it can"
+        assert bench.answerer.looks <= 8, "it looks four times a second, not continuously"
         (said,) = (text for text in bench.told if "learn_000001" in text)
         assert said.startswith("waiting for learn_000001.msgpack, the payload of call 1 (learn) of grpo-orch")
 
@@ -104,13 +104,13 @@ def test_late_payload_is_accepted(tmp_path: Path):
 
 def test_damaged_payload_fails_at_once_and_short_payload_is_awaited(tmp_path: Path):
     async def work(bench: Bench) -> None:
-        (bench.folder / "learn_000001.msgpack").write_bytes(GROUPS[:3])  # more of it may come
+        (bench.folder / "learn_000001.msgpack").write_bytes(GROUPS[:3])  # more of it may arrive
         await asyncio.sleep(0.6)
         assert not (bench.folder / "answer_000001.msgpack").exists()
         began = time.monotonic()
         (bench.folder / "learn_000001.msgpack").write_bytes(b"gruops")
         answer = await bench.answer()
-        assert time.monotonic() - began < 5, "what no wait mends is not waited for"
+        assert time.monotonic() - began < 5, "errors that waiting cannot fix end at once"
         assert answer.code == EXIT_STORAGE and answer.error is not None
         assert answer.error.startswith("learn_000001.msgpack, the payload of call 1 (learn), is damaged: its 6 bytes")
 

@@ -1,4 +1,4 @@
-"""What the orchestrator says of a grpo-infer that does not answer, from what lies in the shared folder."""
+"""What the orchestrator reports about a grpo-infer that does not answer, from the files in the shared folder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_server_state_descriptions(tmp_path: Path) -> None:
 
 
 def test_ended_run_is_not_awaited(tmp_path: Path) -> None:
-    """Its vLLM is gone: whoever waits for an answer at the address is told why there will be none."""
+    """Its vLLM is gone: processes that wait for an answer get the reason."""
     orch: Any = OrchConfig.model_validate({"env": "reverse-text", "output_dir": str(tmp_path)})
     ours = Rendezvous("orch", orch, lambda _: None)
     theirs = Rendezvous("infer", InferConfig.model_validate({"output_dir": str(tmp_path)}), lambda _: None)
@@ -63,7 +63,7 @@ def test_ended_run_is_not_awaited(tmp_path: Path) -> None:
 
 
 def test_silence_requires_an_earlier_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has not come yet is waited for in other words, and one that beats is not silent."""
+    """A process that has not joined yet has another message, and one with a heartbeat is not silent."""
     monkeypatch.setattr(presence, "PATIENCE_S", 0.6)
     monkeypatch.setattr(presence, "BEAT_S", 0.05)
     orch: Any = OrchConfig.model_validate({"env": "reverse-text", "output_dir": str(tmp_path)})

@@ -1,4 +1,4 @@
-"""What follows from the end of a process of the split layout; with real processes in tests/e2e/test_supervisor.py."""
+"""Consequences of the end of a process in the split layout. tests/e2e/test_supervisor.py uses real processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.split.supervisor import Child, Supervisor
 
 
 def test_leader_bug_ends_the_run_with_its_exit_code():
-    """It told the others that the run is over, so one that is started again would wait for nobody."""
+    """It reported the end of the run to the others, so a restarted process would wait forever."""
     told: list[str] = []
     leader = Child("grpo-orch", ["--version"])
     supervisor = Supervisor([leader, Child("grpo-train", ["--version"])], "grpo-orch", told.append)
@@ -27,7 +27,7 @@ def supervised(leader_runs: str, told: list[str], code: str = "") -> tuple[Super
 
 
 def test_server_ended_separately_is_restarted():
-    """It ends by the signal it was sent: with 0 it would say that the run is over."""
+    """It ends by its signal: exit code 0 would mean the end of the run."""
     told: list[str] = []
     supervisor, leader, server = supervised("sleep 60", told)
     try:
@@ -42,7 +42,7 @@ def test_server_ended_separately_is_restarted():
 @pytest.mark.parametrize("signals", [[], [15]], ids=["alone", "signalled"])
 @pytest.mark.parametrize("code", [0, 3, 143])
 def test_leader_decides_how_the_run_ended(code: int, signals: list[int]):
-    """The others end with 0 once they are told that it is over, before it has left itself."""
+    """The others end with 0 after its report, before it has ended itself."""
     told: list[str] = []
     supervisor, leader, server = supervised(sys.executable, told, f"import time; time.sleep(.2); exit({code})")
     supervisor._signals += signals
@@ -59,4 +59,4 @@ def test_crash_after_a_signal_keeps_the_leader_grace_period():
     supervisor, leader, server = supervised("sleep 0.2", told)
     supervisor._signals.append(15)
     assert supervisor._ended(server, -15) == EXIT_TERMINATED
-    assert leader.code == 0 and server.process is None, "it was waited for"
+    assert leader.code == 0 and server.process is None, "it was awaited"

@@ -1,4 +1,4 @@
-"""Weight versions on their way: as folders, and over torch.distributed with gloo."""
+"""Weight versions in transfer: as folders, and over torch.distributed with gloo."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ def test_newest_two_are_kept_in_the_order_they_were_published(tmp_path: Path):
         for version in (4, 5, 6):
             await channel.publish(version)
         assert versions(tmp_path) == ["v000005", "v000006"]
-        await channel.publish(4)  # the run went back to a checkpoint
+        await channel.publish(4)  # the run returned to a checkpoint
         assert versions(tmp_path) == ["v000004", "v000006"]
 
     asyncio.run(publish())
-    later = folder_channel(tmp_path)  # another trainer: an engine may still read what the last one wrote
+    later = folder_channel(tmp_path)  # another trainer: an engine may still read the files of the previous one
     asyncio.run(later.publish(5))
     assert versions(tmp_path) == ["v000004", "v000005"]
 
 
 def test_newest_checkpoint_is_found_without_a_clock(tmp_path: Path):
-    """The clock was set back by a day between two versions: the later one is still the one that is kept."""
+    """The clock was set back by a day between two versions: the later version is still kept."""
 
     async def publish() -> None:
         channel = folder_channel(tmp_path)
@@ -112,13 +112,13 @@ async def fetched(folder: Path, manifest: Any) -> BroadcastWeights:
 
 
 def stranger(manifest: Any) -> TCPStore:
-    """The store as anybody who reaches the port has it."""
+    """The store as seen by any client of the port."""
     host, _, port = manifest["address"].rpartition(":")
     return TCPStore(host, int(port), 2, False, timedelta(seconds=10), wait_for_workers=False)
 
 
 def wanted(folder: Path, number: int, version: int) -> str:
-    """What an engine with the token writes."""
+    """The request of an engine with the token."""
     said, token = f"{number} {version}", (folder / WEIGHTS).read_bytes()
     return f"{version} {hmac.new(token, said.encode(), 'sha256').hexdigest()}"
 
@@ -159,7 +159,7 @@ def test_changed_or_missing_tensors_are_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("sent", range(1, 1 + len(TENSORS)))
 def test_interrupted_broadcast_is_rejected(sent: int, tmp_path: Path):
-    """The sender's connection breaks: the engine has nothing of it, soon, and fetches it whole the next time."""
+    """The sender's connection breaks: the engine gets an error soon, and fetches the complete version the next time."""
     passed = itertools.count(1)
 
     def cut(place: str) -> None:
@@ -185,7 +185,7 @@ def test_interrupted_broadcast_is_rejected(sent: int, tmp_path: Path):
 
 
 def test_sender_requires_the_token(tmp_path: Path):
-    """Neither to one that has none, nor to one that shows the token's proof of another request."""
+    """Neither to a client without a token, nor to one that repeats the proof of another request."""
 
     async def fetch() -> None:
         channel = broadcast_channel(tmp_path)
@@ -197,7 +197,7 @@ def test_sender_requires_the_token(tmp_path: Path):
         await fetched(tmp_path, manifest)
         store = stranger(manifest)
         number = store.add("asked", 1)
-        store.set(f"{number}/wanted", wanted(tmp_path, 3, 5))  # of the one that was sent them
+        store.set(f"{number}/wanted", wanted(tmp_path, 3, 5))  # of the version that was sent
         assert (number, store.get(f"{number}/state")) == (4, b"denied")
         channel.close()
 
@@ -205,7 +205,7 @@ def test_sender_requires_the_token(tmp_path: Path):
 
 
 def test_proof_is_valid_once(tmp_path: Path):
-    """Neither is it left in the store, nor does it help to turn the counter back and show it again."""
+    """The proof does not stay in the store, and turning the counter back does not make it valid again."""
 
     async def fetch() -> None:
         channel = broadcast_channel(tmp_path)
@@ -221,7 +221,7 @@ def test_proof_is_valid_once(tmp_path: Path):
         await asyncio.sleep(10 * POLL_S)
         store.add("asked", 1)
         await asyncio.sleep(10 * POLL_S)
-        assert not store.check(["1/state"]) and store.check(["1/wanted"]), "nobody looked at it"
+        assert not store.check(["1/state"]) and store.check(["1/wanted"]), "nobody read it"
         await fetched(tmp_path, manifest)
         channel.close()
 
@@ -229,7 +229,7 @@ def test_proof_is_valid_once(tmp_path: Path):
 
 
 def test_silent_requester_does_not_block_others(tmp_path: Path):
-    """One of them keeps its slot and no other; with every slot taken, the next is told at once and asks again."""
+    """It keeps one slot and no other. With every slot used, the next client is rejected at once and retries."""
 
     async def fetch() -> None:
         channel = broadcast_channel(tmp_path)
@@ -238,7 +238,7 @@ def test_silent_requester_does_not_block_others(tmp_path: Path):
         store.add("asked", 1)
         await asyncio.sleep(10 * POLL_S)
         await asyncio.wait_for(fetched(tmp_path, manifest), 10)
-        store.add("asked", MAX_TRANSFERS + 1)  # 15 more are waited for, two are not
+        store.add("asked", MAX_TRANSFERS + 1)  # 15 more are awaited, two are not
         assert [store.get(f"{number}/state") for number in (18, 19)] == [b"busy", b"busy"]
         waiting = asyncio.create_task(fetched(tmp_path, manifest))
         assert await asyncio.to_thread(store.get, "20/state") == b"busy" and not waiting.done()
@@ -285,7 +285,7 @@ def test_counter_jump_does_not_answer_each_request(tmp_path: Path, caplog: pytes
 
 
 def test_loopback_server_is_not_reachable_from_outside(tmp_path: Path):
-    """Left to itself, torch's store listens on every address of the machine."""
+    """By default, torch's store listens on every address of the machine."""
     channel = broadcast_channel(tmp_path)
     manifest = asyncio.run(channel.publish(5))
     port = f"{int(manifest['address'].rpartition(':')[2]):04X}"

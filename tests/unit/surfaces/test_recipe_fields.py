@@ -1,4 +1,4 @@
-"""Every field of the recipe's Config changes something one can see; a field without a row fails."""
+"""Every field of the recipe's Config has a visible effect. A field without a row fails."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ OTHER_LOSSES = {
     **parameters("sapo", tau_pos=2.0, tau_neg=2.0),
     **parameters("vespo", k_pos=1.0, rate_pos=1.0, k_neg=1.0, rate_neg=1.0),
 }  # fmt: skip
-# Field → (what Config is given, {schema key: value}).
+# Field → (arguments of Config, {schema key: value}).
 IN_THE_CONFIGURATION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "log_path": ({"log_path": "elsewhere"}, {"train.output_dir": "elsewhere"}),
     "base_model": ({"base_model": "org/other"}, {"train.model": "org/other"}),

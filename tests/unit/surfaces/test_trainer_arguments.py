@@ -1,4 +1,4 @@
-"""Every argument of GRPOTrainer changes something one can see: a key of the resolved configuration, or an object."""
+"""Every argument of GRPOTrainer has a visible effect: on a key of the resolved configuration, or on an object."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ IN_THE_CONFIGURATION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "device": ({"device": "cpu"}, {"train.device": "cpu"}),
     "overrides": ({"overrides": ["train.loss.type=dapo"]}, {"train.loss.type": "dapo"}),
 }  # fmt: skip
-# Arguments that are objects or about this process; what they do is seen where they are tested.
+# Arguments that are objects or concern this process. Other tests check their effects.
 ELSEWHERE = {
     **dict.fromkeys(("args", "processing_class", "peft_config"), "test_trl_config"),
     "adapter_path": "test_grpo_trainer: test_start_adapter_must_exist",
@@ -89,7 +89,7 @@ ELSEWHERE = {
 
 
 def call(**given: Any) -> dict[str, Any]:
-    """Every argument as a call would have it."""
+    """Every argument as in a call."""
     values: dict[str, Any] = {
         name: SIGNATURE[name].default for name in NAMES if SIGNATURE[name].default is not inspect.Parameter.empty
     }
@@ -129,7 +129,7 @@ def test_documented_keys_are_the_translated_keys(argument: str):
     set_by_it = {key for key, name in translation.arguments.items() if name.split("[")[0] == argument}
     free = {key for key in set_by_it if key.startswith("infer.engine_args.")}
     assert set_by_it - free <= set(KEYS[argument].keys), set_by_it
-    assert set_by_it, "an argument that sets nothing"
+    assert set_by_it, "an argument without an effect"
 
 
 def test_defaults_are_those_of_the_surface():
@@ -189,7 +189,7 @@ def test_wrong_argument_is_named_in_one_line(case: str):
 
 
 def test_warnings_use_argument_names(tmp_path: Path):
-    """Warnings of a step speak of schema keys; a script's author reads the names they wrote."""
+    """Warnings of a step name schema keys. The author of a script sees argument names instead."""
     from shoal.recipes.rl_loop import _reword
     from shoal.runs.events import EventLog
     from shoal.runs.run_dir import RunDir

@@ -1,4 +1,4 @@
-"""Arguments of the wrong kind: one line that names the argument, and a script that ends with it."""
+"""Arguments of the wrong type: one line that names the argument, and the end of the script."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_argument_is_named(case: str):
 
 
 def test_all_wrong_arguments_are_reported_at_once():
-    """Unknown names, wrong types and contradictions, each with the nearest name and the default of this surface."""
+    """Unknown names, wrong types and contradictions, each with the nearest name and the default of this interface."""
     with pytest.raises(ArgumentError) as caught:
         GRPOTrainer("m", "d.jsonl", judge, groupsize=4, clip_eps=-1.0, ppo_steps="two", eval_steps=5, max_new_tokens=0)  # type: ignore[arg-type]
     said = {line.split(": ")[1]: line for line in str(caught.value).splitlines()}

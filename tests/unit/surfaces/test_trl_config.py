@@ -1,4 +1,4 @@
-"""`args=GRPOConfig(…)`: TRL's defaults, the meaning of each field, and what is refused."""
+"""`args=GRPOConfig(…)`: TRL's defaults, the meaning of each field, and refused fields."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_field_without_an_effect_gives_a_notice():
 
 ACCUMULATED = {"gradient_accumulation_steps": 2}
 UPDATES = {"steps_per_generation": 2}
-# The fields of a call → what the notices say; a call without a difference from TRL has none.
+# Fields of a call → its notices. A call that equals TRL has none.
 DIFFERENCES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "bonus": ({"entropy_coef": 0.01}, []),
     "bonus, micro-batches": (

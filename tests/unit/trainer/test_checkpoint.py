@@ -1,4 +1,4 @@
-"""A policy saved and loaded continues bit for bit; what cannot be loaded is said."""
+"""A policy that is saved and loaded continues bit for bit. Load errors are reported."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_checkpoint_of_another_model(tmp_path: Path) -> None:
 
 
 def test_export_holds_the_trained_adapter_alone(tmp_path: Path) -> None:
-    """Other slots (the sampler's, the reference's) are no business of whoever loads it."""
+    """Other slots (the sampler's, the reference's) are not exported."""
     policy = make("lora", torch.float32)
     SamplerView(policy.decoder, "snapshot")
     export_weights(policy, TOKENIZER, tmp_path)

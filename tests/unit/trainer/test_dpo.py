@@ -1,4 +1,6 @@
-"""Preference training: the gradient of the step is that of the whole loss, and held-out preferences are learned."""
+"""Preference training: the gradient of the step equals that of the complete loss, and held-out preferences are
+learned.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW with fp32 masters: against the formula, and what bf16 parameters would lose without it."""
+"""AdamW with fp32 masters: against the formula, and updates that bf16 parameters would lose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_parameters(dtype: torch.dtype) -> dict[str, nn.Parameter]:
 
 
 def give_gradient(parameters: dict[str, nn.Parameter], seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
-    """Through the autograd engine, as in training: hooks see it."""
+    """Through the autograd engine, as in training, so that hooks run."""
     generator = torch.Generator().manual_seed(seed)
     wanted = {n: scale * torch.randn(p.shape, generator=generator) for n, p in parameters.items()}
     sum((p.float() * wanted[n].to(p.dtype).float()).sum() for n, p in parameters.items()).backward()  # type: ignore[union-attr]
@@ -55,7 +55,7 @@ def test_three_steps_by_hand_with_decay_on_matrices_only(dtype: torch.dtype) -> 
 
 
 def test_small_updates_accumulate_in_the_master_weights() -> None:
-    """Near 1 a bf16 number moves in steps of 1/128; updates of 1e-4 would all be lost."""
+    """Near 1, bf16 numbers have a distance of 1/128. Updates of 1e-4 would all be lost."""
     parameter = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
     optimizer = MasterAdamW({"w": parameter}, AdamSettings(weight_decay=0.0))
     naive = torch.ones((), dtype=torch.bfloat16)
@@ -139,7 +139,7 @@ def test_state_of_another_model_is_refused() -> None:
 
 
 def test_settings_of_one_step_replace_those_of_the_start():
-    """A step with its own settings is a step of an optimizer made with them; norms are never decayed."""
+    """A step with its own settings equals a step of an optimizer created with them. Norms are never decayed."""
     ours, theirs = make_parameters(torch.float32), make_parameters(torch.float32)
     one, other = MasterAdamW(ours, AdamSettings()), MasterAdamW(theirs, SETTINGS)
     give_gradient(ours, 1)
@@ -175,14 +175,14 @@ def test_nonfinite_step_is_undone(settings: AdamSettings, dtype: torch.dtype, ba
 
 
 def large_parameters(dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    """A matrix beyond bitsandbytes' 4,096 numbers, whose last block of 256 is not full, and a norm."""
+    """A matrix larger than bitsandbytes' minimum of 4,096 numbers, whose last block of 256 is not full, and a norm."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"matrix": (97, 130), "norm": (64,)}
     return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()}
 
 
 def fall(optimizer: MasterAdamW, steps: range) -> None:
-    """Down a bowl around a random point, with noise: gradients that shrink and turn, as in training."""
+    """Descend to a random point with noise: gradients that shrink and change direction, as in training."""
     for seed in steps:
         generator = torch.Generator().manual_seed(99)
         goals = {n: torch.randn(p.shape, generator=generator) for n, p in optimizer.parameters.items()}
@@ -198,7 +198,7 @@ def fall(optimizer: MasterAdamW, steps: range) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_eight_bit_moments_follow_adamw_for_fifty_steps(dtype: torch.dtype) -> None:
-    """The way travelled differs by less than 5 %; a norm is too small to be worth quantising and agrees to rounding."""
+    """The path differs by less than 5 %. A norm is too small for quantisation and agrees to rounding."""
     pytest.importorskip("bitsandbytes", reason="an extra")
     start = {name: p.detach().float().clone() for name, p in large_parameters(dtype).items()}
     exact = MasterAdamW(large_parameters(dtype), AdamSettings(weight_decay=0.1))
@@ -219,7 +219,7 @@ def test_bytes_of_the_state() -> None:
     exact = MasterAdamW(large_parameters(torch.bfloat16), AdamSettings())
     small = MasterAdamW(large_parameters(torch.bfloat16), EIGHT_BIT)
     masters = 4 * (97 * 130 + 64)
-    assert exact.state_bytes == small.state_bytes == masters, "nothing has moved yet"
+    assert exact.state_bytes == small.state_bytes == masters, "nothing has changed yet"
     for optimizer in (exact, small):
         fall(optimizer, range(1))
     assert exact.state_bytes == masters + 8 * (97 * 130 + 64)

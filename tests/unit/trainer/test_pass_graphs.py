@@ -1,4 +1,6 @@
-"""Micro-batches padded to the size of a graph: the same log-probs, metrics and gradients, and bounds that cover all."""
+"""Micro-batches padded to the size of a graph: the same log-probs, metrics and gradients, and bounds that cover all
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def rows_of(samples: object, reference: bool, most: int = 40) -> list[Row]:
 
 
 def filled(laid: HostBatch, extent: GraphBucket) -> DeviceBatch:
-    """As a graph is given it, attention apart: without a GPU segments are read from the host."""
+    """As for a graph, except for attention: without a GPU, segments are read from the host."""
     arrays = padded(laid, extent)
     starts, prefixes = laid.context.starts, laid.context.prefixes
     filling = [int(end) for end in np.unique(arrays["starts"]) if end > starts[-1]]
@@ -62,7 +64,7 @@ def filled(laid: HostBatch, extent: GraphBucket) -> DeviceBatch:
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("samples", (ALONE, SHARED), ids=("alone", "shared"))
 def test_padding_changes_nothing(name: str, samples: object) -> None:
-    """In float64, for every loss: what fills up takes no part."""
+    """In float64, for every loss: padding has no effect."""
     objective = OBJECTIVES[name]
     rows = rows_of(samples, objective.needs_reference)
     policy = make_policy(small_decoder(dtype=torch.float64))
@@ -82,7 +84,7 @@ def test_padding_changes_nothing(name: str, samples: object) -> None:
 
 
 def test_gradients_accumulate_in_place() -> None:
-    """Twice collected is twice as much, in the same place, beside a backward's; and an optimizer step takes it."""
+    """Accumulating twice doubles the gradient in place, also after a plain backward; and an optimizer step uses it."""
     rows = rows_of(ALONE, False)
     objective = OBJECTIVES["grpo"]
     policies = [make_policy(lora_decoder()) for _ in range(2)]
@@ -114,7 +116,9 @@ def collect_twice(policy: TrainedPolicy, rows: list[Row], objective: Objective) 
     "samples", (ALONE, SHARED, LONG, LONG_SHARED), ids=("alone", "shared", "long", "long and shared")
 )
 def test_bounds_cover_all(samples: object) -> None:
-    """Every real segment has its queries and keys; of what fills up, tokens see their like, and keys nobody."""
+    """Every real segment has its queries and keys. Padding tokens attend to padding, and nothing attends to padding
+    keys.
+    """
     laid = HostBatch.of(rows_of(samples, False, 8000), CPU)
     extent = GraphBucket.covering(laid)
     arrays = padded(laid, extent)
@@ -140,7 +144,7 @@ def test_bounds_cover_all(samples: object) -> None:
 
 
 def test_sizes() -> None:
-    """Powers of two and three quarters of them, from 8,192 multiples of 2,048; always a token more than there are."""
+    """Powers of two and three quarters of them, from 8,192 multiples of 2,048; always one token more than needed."""
     laid = HostBatch.of(rows_of(ALONE, False), CPU)
     assert GraphBucket.covering(laid) == GraphBucket(256, 0, 64, (512, 512))
     assert GraphBucket.covering(HostBatch.of(rows_of(SHARED, False), CPU)) == GraphBucket(256, 512, 64, (512, 512))
@@ -155,7 +159,7 @@ def test_sizes() -> None:
 
 
 class SetSpan(Span):
-    """Takes no time, and shows what was set for it: launch by launch 100 ms, as a graph `graph_ms`."""
+    """Returns preset times: 100 ms for eager passes, `graph_ms` for graphs."""
 
     made: list[SetSpan]
     graph_ms: float
@@ -182,7 +186,7 @@ class SetGraph:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
-    """Where there is no GPU: what is captured is set."""
+    """Without a GPU: the captured objects are preset."""
     monkeypatch.setattr(SetSpan, "made", [], raising=False)
     monkeypatch.setattr(SetSpan, "graph_ms", 50.0, raising=False)
     found = PassGraphs(CPU, SetSpan)
@@ -200,7 +204,7 @@ PLAIN, GRAPHED = PassOutput((), torch.zeros(1)), PassOutput((), torch.ones(1))
 
 
 def passes(graphs: PassGraphs, count: int, kind: str = "policy", samples: object = ALONE) -> str:
-    """How so many passes were done: launch by launch, or as a graph."""
+    """How each pass was computed: eagerly or as a graph."""
     laid = HostBatch.of(rows_of(samples, False), CPU)
     found = [graphs.run(kind, laid, lambda _: pytest.fail("called"), lambda: PLAIN) for _ in range(count)]
     return "".join("pg"[int(passed.values[0])] for passed in found)
@@ -208,15 +212,15 @@ def passes(graphs: PassGraphs, count: int, kind: str = "policy", samples: object
 
 @pytest.mark.parametrize(("ms", "then"), [(50.0, "g"), (94.0, "g"), (96.0, "p"), (180.0, "p")])
 def test_graph_is_kept_if_measured_faster(graphs: PassGraphs, ms: float, then: str) -> None:
-    """Three passes of a size are timed launch by launch, three as a graph; the next one knows."""
+    """Three passes of a size are timed eagerly, three as a graph. Then the decision is made."""
     SetSpan.graph_ms = ms
     assert passes(graphs, 10) == "pppggg" + then * 4 and len(SetSpan.made) == 2 * TIMED
     assert len(graphs.captured) == (then == "g")
-    assert passes(graphs, 4, "reference") == "pppg"  # which is timed by itself
+    assert passes(graphs, 4, "reference") == "pppg"  # which is timed separately
 
 
 def test_fastest_of_several_measurements_is_used(graphs: PassGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that compiled a kernel says nothing of the next."""
+    """A pass that compiled a kernel does not represent the next one."""
     times = iter([2936.0, 843.0, 115.0, 900.0, 118.0, 117.0])
     monkeypatch.setattr(SetSpan, "ms", property(lambda span: listed[id(span)]))
     assert passes(graphs, 6) == "pppggg"
@@ -226,7 +230,7 @@ def test_fastest_of_several_measurements_is_used(graphs: PassGraphs, monkeypatch
 
 @pytest.mark.parametrize("full", ("graphs", "bytes"))
 def test_full_graph_pool_is_reset_later(graphs: PassGraphs, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
-    """With the sizes that still come: of graphs or bytes there are so many, and what came early may come no more."""
+    """The number and bytes of graphs are limited, and sizes that came early may not come again."""
     graphs._graphs.limit = 2 if full == "graphs" else 100
     monkeypatch.setattr("shoal.trainer.pass_graphs.POOL_PASSES", 20)
     graphs.fits = lambda tokens, keys, pool_bytes: pool_bytes < 200
@@ -239,8 +243,8 @@ def test_full_graph_pool_is_reset_later(graphs: PassGraphs, monkeypatch: pytest.
     assert [passes(graphs, 5, kind) for kind in "abc"] == ["pppgg", "pppgg", "ppppp"]
     assert passes(graphs, 3, "b") == "ggg"
     SetSpan.graph_ms = 180.0
-    assert passes(graphs, 6, "c") == "pgggpp", "captured late, and compared all the same"
-    assert not graphs.captured and graphs._graphs.pool_bytes == 0, "with its last graph goes the pool"
+    assert passes(graphs, 6, "c") == "pgggpp", "captured late, and still compared"
+    assert not graphs.captured and graphs._graphs.pool_bytes == 0, "the pool is freed with its last graph"
     assert passes(graphs, 4, "a") == "gppp" and passes(graphs, 2, "b") == "gg"
 
 
@@ -259,7 +263,7 @@ def test_failed_pass_is_not_timed(graphs: PassGraphs) -> None:
 def test_failed_capture_is_tried_once_and_reported(
     graphs: PassGraphs, caplog: pytest.LogCaptureFixture, error: type[RuntimeError], what: str, tries: int
 ) -> None:
-    """Without memory it is a size that is given up; where the model is what stands in the way, all of them."""
+    """Out of memory disables one size. If the model cannot be captured, all sizes are disabled."""
     tried: list[GraphBucket] = []
 
     def fail(arrays: object, extent: GraphBucket, work: object) -> NoReturn:
@@ -274,7 +278,7 @@ def test_failed_capture_is_tried_once_and_reported(
 
 
 def test_failed_capture_frees_its_memory(graphs: PassGraphs) -> None:
-    """What it took lies in a pool that nothing else may use as long as one graph lives; the others come again."""
+    """Its memory is in a pool that nothing else can use while a graph lives. The other graphs are captured again."""
     assert passes(graphs, 4) == "pppg"
 
     def fail(*_: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The policy: what a step does, what a step not taken leaves alone, and minibatches against one snapshot."""
+"""The policy: the effect of a step, what a skipped step leaves unchanged, and minibatches against one snapshot."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_step_raises_good_and_lowers_bad_completions(make: Any, dtype: torch.dty
     change = policy.logprobs(ROWS).read()[1][0] - before
     row = ROWS[0]
     assert float((change * row.advantages)[row.loss_mask].sum()) > 0
-    assert [p.data_ptr() for p in decoder.model.parameters()] == pointers, "whoever shares the tensors sees the step"
+    assert [p.data_ptr() for p in decoder.model.parameters()] == pointers, "all users of the tensors see the step"
     assert not decoder.model.training
 
 
@@ -66,7 +66,7 @@ def test_nonfinite_gradient_changes_no_weight(dtype: torch.dtype) -> None:
     assert outcome["optim/skipped"] == 1 and "optim/grad_norm" not in outcome
     assert all(torch.equal(value, before[name]) for name, value in weights(decoder).items())
     assert all(torch.equal(value, state[name]) for name, value in state_of(policy).items())
-    assert gradients(policy) == {}, "and nothing of it is left for the next step"
+    assert gradients(policy) == {}, "and nothing of it remains for the next step"
     policy.forward_backward(ROWS, grpo())
     assert policy.optim_step()["optim/skipped"] == 0
     assert not all(torch.equal(value, before[name]) for name, value in weights(decoder).items())
@@ -91,7 +91,7 @@ def test_reported_norm_is_before_clipping() -> None:
 
 
 def test_minibatches_against_one_old_snapshot() -> None:
-    """The old policy is taken once; after the first minibatch the ratio has left 1, and in the second it shows."""
+    """The old policy is taken once. After the first minibatch the ratio differs from 1, and the second one uses it."""
     policy = make_policy(small_decoder(), Schedule(3e-2, 10))
     first, second = pack(SAMPLES[:2]), pack(SAMPLES[2:])
     for row in (*first.rows, *second.rows):
@@ -103,7 +103,7 @@ def test_minibatches_against_one_old_snapshot() -> None:
     metrics, _ = policy.forward_backward(second.rows, grpo(), "none").read()
     total, count = metrics["policy/ratio_mean"]
     assert abs(total / count - 1) > 1e-3
-    assert "mismatch/k3" not in metrics, "the sampler is not to blame for a step of the trainer"
+    assert "mismatch/k3" not in metrics, "a step of the trainer is not attributed to the sampler"
 
 
 def test_old_logprobs_default_to_the_sampler() -> None:
@@ -150,7 +150,7 @@ def test_frozen_reference_is_constant_and_missing_reference_raises() -> None:
 
 
 def test_entropy_is_that_of_the_sampling_temperature() -> None:
-    """Against the model's own forward, token by token."""
+    """Against the model's forward pass, token by token."""
     samples = random_samples(1, (5, 9), temperature=0.5)
     decoder = small_decoder()
     metrics, _ = make_policy(decoder).forward_backward(pack(samples).rows, grpo()).read()
@@ -166,7 +166,7 @@ def test_entropy_is_that_of_the_sampling_temperature() -> None:
 
 
 def test_results_are_read_as_they_were_computed() -> None:
-    """A count beyond fp32's whole numbers, a sum that fp32 rounds otherwise, and log-probs: one copy loses none."""
+    """A count beyond the exact integers of fp32, a sum that fp32 rounds, and log-probs: one copy keeps all of them."""
     tokens = int(ROWS[0].loss_mask.sum())
     pairs = {
         "a": (torch.tensor(0.1), torch.tensor(2**24 + 1)),
@@ -178,7 +178,7 @@ def test_results_are_read_as_they_were_computed() -> None:
 
 
 def test_longrope_texts_stay_within_the_original_length() -> None:
-    """A longer one would switch every other text of its batch to other rotary factors."""
+    """A longer text would switch every other text of its batch to other rotary factors."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
     decoder = as_decoder(small_model("llama-tied", rope_parameters=rope))
@@ -197,5 +197,5 @@ def test_prompts_are_not_shared_with_dropout() -> None:
     assert make_policy(lora_decoder()).shares_prefixes
     assert not make_policy(lora_decoder(dropout=0.1)).shares_prefixes
     by_name = small_decoder()
-    by_name.config.resid_pdrop = 0.1  # as where a model calls functional.dropout
+    by_name.config.resid_pdrop = 0.1  # as if a model calls functional.dropout
     assert not make_policy(by_name).shares_prefixes

@@ -1,4 +1,4 @@
-"""Learning rates, computed by hand."""
+"""Learning rates, computed manually."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_cosine() -> None:
 def test_wsd_is_flat_then_falls_over_the_last_fifth() -> None:
     assert rates("wsd", 10) == pytest.approx([1] * 9 + [0.5])
     assert rates("wsd", 10, warmup=2, final=0.4) == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.7])
-    assert rates("wsd", 5, warmup=5) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1]), "warm-up may take the whole run"
+    assert rates("wsd", 5, warmup=5) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1]), "warm-up may take the complete run"
 
 
 @pytest.mark.parametrize("kind", ("constant", "linear", "cosine", "wsd"))
@@ -49,7 +49,7 @@ def test_no_step_has_a_rate_of_zero(kind: Kind, steps: int, warmup: int) -> None
 
 @pytest.mark.parametrize(("kind", "theirs"), [("linear", "linear"), ("cosine", "cosine")])
 def test_decay_is_that_of_transformers(kind: Kind, theirs: str) -> None:
-    """Warm-up differs by one step: transformers' first step has the rate 0."""
+    """Warm-up differs by one step: the first step of transformers has the rate 0."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = get_scheduler(theirs, optimizer, num_warmup_steps=3, num_training_steps=12)
     found = []

@@ -54,7 +54,7 @@ def test_rows_that_are_too_long_are_counted() -> None:
 
 
 def test_row_of_100_mb_is_counted_fast() -> None:
-    """No tokenizer is asked, which would take minutes to say the same."""
+    """Without the tokenizer, which would take minutes."""
     long = [Task(TASKS[0].messages, {"completion": "x" * 100_000_000})]
     began = time.monotonic()
     assert supervised_samples([*TASKS, *long], CHAT, EOS, 64)[1] == supervised_samples(TASKS, CHAT, EOS, 64)[1] + 1
@@ -79,7 +79,7 @@ def test_loss_is_transformers_own() -> None:
 
 
 def test_out_of_memory_step_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same step as one row after another; what fails with one row is no longer mended."""
+    """The same step as single rows. A failure with one row is an error."""
     most, sizes = [1], []
     ours, alone = (make_steps(batch_size=6) for _ in range(2))
     for steps in (ours, alone):

@@ -16,7 +16,7 @@ from shoal.watch.sinks import Sinks
 
 OLD_RUNS = Path(__file__).parents[2] / "fixtures/ca3ec84"
 PACKAGES_THAT_MEASURE = ("signals", "build", "core", "rollout", "trainer")
-# Names that the code builds from parts.
+# Names that the code assembles from parts.
 BUILT_NAMES = {
     'f"reward/p{share}"': ("reward/p10", "reward/p50", "reward/p90"),
     'f"time/{phase}"': tuple(f"time/{phase}" for phase in PHASES),

@@ -26,7 +26,7 @@ HEALTHY = {
 
 
 def rows(count: int, bad_from: int = 10**6, bad_to: int = 10**6, **bad: float) -> list[dict[str, Any]]:
-    """Healthy steps, with `bad` in place of some values at the steps from … to."""
+    """Healthy steps, with `bad` in place of some values in the given steps."""
     return [{"step": step, **HEALTHY, **(bad if bad_from <= step <= bad_to else {})} for step in range(1, count + 1)]
 
 

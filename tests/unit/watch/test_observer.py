@@ -34,4 +34,4 @@ def test_refilling_is_shown_in_the_console_and_on_the_page(tmp_path: Path) -> No
         assert "waiting for 12 more" in progress["doing"] and (progress["done"], progress["total"]) == (4, 16)
         assert describe_run(run_dir.path)["progress"] == progress
         run_dir.write_status("finished", step=7, reason="", resumable=False)
-        assert "progress" not in describe_run(run_dir.path), "nothing is going on"
+        assert "progress" not in describe_run(run_dir.path), "nothing is running"

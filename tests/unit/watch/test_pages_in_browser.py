@@ -38,7 +38,7 @@ def browser() -> Iterator[Browser]:
 
 @contextmanager
 def watching(*folders: Path) -> Iterator[tuple[str, int]]:
-    """`shoal watch` in a process of its own; yields its address and process id. It must end without an error."""
+    """`shoal watch` in a separate process; yields its address and process id. It must end without an error."""
     command = [sys.executable, "-m", "shoal", "watch", *map(str, folders), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -178,7 +178,7 @@ def test_groups_are_sorted_by_reward_and_spread(browser: Browser, tmp_path: Path
 
 
 def make_conversations(path: Path, text: str = "") -> Path:
-    """Two steps in which one prompt is answered with a tool call; `text` stands wherever text can stand."""
+    """Two steps in which one prompt is answered with a tool call. `text` is used everywhere text is possible."""
     system, user = {"role": "system", "content": f"Use add.{text}"}, {"role": "user", "content": f"1 + 2?{text}"}
     call = {"name": f"add{text}", "arguments": f'{{"a": 1, "b": 2}}{text}'}
     with RunDir.create(path, "", {}) as run_dir:

@@ -1,4 +1,4 @@
-"""CompletionReader rollouts: the index of a step, searches with a time limit, the steps of one prompt."""
+"""Reading rollouts: the index of a step, searches with a time limit, the steps of one prompt."""
 
 from __future__ import annotations
 
