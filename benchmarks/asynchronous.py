@@ -1,12 +1,12 @@
-"""What running ahead gains: rollouts a second and idle time at asynchronous levels 0, 1 and 4.
+"""The gain of asynchronous training: rollouts per second and idle time at levels 0, 1 and 4.
 
-    python benchmarks/asynchronous.py OUT.json [--layouts …] [--split] [--gpu SHAPE] [--quiet SECONDS] [--smoke]
+python benchmarks/asynchronous.py OUT.json [--layouts …] [--split] [--gpu SHAPE] [--quiet SECONDS] [--smoke]
 
-Simulated: the real loop on an engine and a policy with set delays. Measured: a tiny model on the CPU, co-located
-(`shoal grpo`, sampling and training take turns on one device) and with the embedded engine in a process of its own, one
-thread each. For the latter the simulation is run with the delays measured at level 0 and says what to expect.
-`--split` adds `shoal grpo --layout split`; `--quiet` waits so long before each run for an idle machine. `--gpu`
-measures a random model of that shape on the one GPU instead, which processes of a split run then share.
+Simulated: the real loop with an engine and a policy with fixed delays. Measured: a tiny model on the CPU, co-located
+(`shoal grpo`, sampling and training alternate on one device) and with the embedded engine in a separate process, one
+thread each. For the latter, the simulation with the delays measured at level 0 gives the expected gain. `--split` adds
+`shoal grpo --layout split`. `--quiet` waits up to this long before each run for an idle machine. `--gpu` measures a
+random model of that shape on one GPU instead, which the processes of a split run share.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEVELS = (0, 1, 4)
 LAYOUTS = ("simulated", "engine process", "co-located")
 EQUAL_S = 0.4
 LIMIT_S = 900
-REPEATS = 3  # of what is measured on a machine with other work to do; the fastest counts
+REPEATS = 3  # repetitions on a machine with other work; the fastest counts
 
 
 def even(request: Request) -> float:
@@ -42,7 +42,7 @@ def even(request: Request) -> float:
 
 
 def tailed(request: Request) -> float:
-    """Half of the time for most, twice for a few: the batch waits for its last."""
+    """Half of the time for most rollouts, twice the time for a few: the batch waits for its last rollout."""
     place = request.sampling.seed % 1000 / 1000
     return EQUAL_S * (0.5 + 1.5 * place**8)
 
@@ -74,19 +74,19 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
 
 
 def _with_gain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Beside level 0 of the same layout and name."""
+    """Adds the gain over level 0 of the same layout and name."""
     base = {(row["layout"], row["name"]): row["rollouts_per_s"] for row in rows if row["level"] == 0}
     return [{**row, "gain": row["rollouts_per_s"] / base[row["layout"], row["name"]]} for row in rows]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured, and on what."""
+    """The measured layouts and the device."""
 
     folder: Path
     smoke: bool
     quiet_s: float
-    shape: str | None  # of a model on a GPU; None = the tiny one on the CPU
+    shape: str | None  # the shape of a model on a GPU; None = the tiny model on the CPU
 
     @property
     def name(self) -> str:
@@ -103,9 +103,9 @@ class Bench:
 
 
 def make_config(bench: Bench) -> dict[str, Any]:
-    """Answers of one length, so that a step's rollouts end together.
+    """Answers of one length, so that the rollouts of a step end together.
 
-    In a vocabulary of a real size random weights hardly ever draw the end; the tiny model has to be kept from it.
+    With a vocabulary of real size, random weights rarely sample the end token. The tiny model needs min_tokens.
     """
     tokens = 16 if bench.smoke else 256 if bench.shape else 96
     least = {} if bench.shape else {"min_tokens": tokens}
@@ -126,7 +126,7 @@ def make_config(bench: Bench) -> dict[str, Any]:
 
 
 def measured_rows(layout: str, bench: Bench) -> Iterator[dict[str, Any]]:
-    """Level by level, as they are done."""
+    """Yields one row per level when it is done."""
     runs = {"co-located": run_command, "split": run_command, "engine process": run_overlapped}
     rows = []
     for level in LEVELS:
@@ -144,7 +144,7 @@ def measured_rows(layout: str, bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def run_command(config: dict[str, Any], folder: Path, layout: str) -> dict[str, Any]:
-    """`shoal grpo` on both cores. Idle is the share of time in which a part had nothing to do, its turn or not."""
+    """`shoal grpo` on both cores. Idle is the share of time in which a part had nothing to do."""
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "shoal", "grpo", str(file)]
@@ -167,7 +167,7 @@ def run_command(config: dict[str, Any], folder: Path, layout: str) -> dict[str, 
 
 
 def predicted_rows(measured: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """The simulation with the delays of level 0 and a virtual clock, beside what was measured."""
+    """The simulation with the delays of level 0 and a virtual clock, next to the measurement."""
     base = next(row for row in measured if row["level"] == 0)
     shape = Shape(32, 8, steps, base["train_s"], lambda _: base["generate_s"], tokens=96)
     rows = []

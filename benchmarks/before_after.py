@@ -1,6 +1,6 @@
-"""Compares the speed of two source trees on one machine: the GPU benchmarks of both, in turns, in one run.
+"""Compares the speed of two source trees on one machine: the GPU benchmarks of both trees alternate in one run.
 
-    python benchmarks/before_after.py OUT.json --before FOLDER [--scripts train rollout grpo_step] [--rounds 2]
+python benchmarks/before_after.py OUT.json --before FOLDER [--scripts train rollout grpo_step] [--rounds 2]
 
 FOLDER is a checkout of the other tree with its own benchmarks/. Each row of a benchmark becomes one row here: the
 median of the rounds for both trees, and `change`, the share by which this tree is faster (negative: slower).

@@ -1,9 +1,9 @@
-"""The embedded engine against transformers' `generate` on the CPU: the demo's model, 64 sequences, 64 new tokens,
-once as eight groups of eight, as GRPO asks, and once as 64 different prompts.
+"""The embedded engine against transformers' `generate` on the CPU: the demo's model, 64 sequences, 64 new tokens, as
+eight groups of eight and as 64 different prompts.
 
-    python benchmarks/cpu_engine.py OUT.json
+python benchmarks/cpu_engine.py OUT.json
 
-Both sample every token from the whole vocabulary; the engine also reports log-probs. Runs alternate, medians are kept.
+Both sample from the full vocabulary. The engine also reports log-probs. Runs alternate, and medians are recorded.
 """
 
 from __future__ import annotations

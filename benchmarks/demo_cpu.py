@@ -1,4 +1,4 @@
-"""Runs `shoal demo` for seeds 1, 2 and 3 and records what GRPO added and how long it took.
+"""Runs `shoal demo` for seeds 1, 2 and 3, and records the improvement by GRPO and the time.
 
 python benchmarks/demo_cpu.py [SEED ...]
 """
@@ -22,7 +22,7 @@ RESULT = Path(__file__).parent / "results" / "demo_cpu.json"
 
 
 def run_seed(seed: int) -> dict[str, Any]:
-    """One demo in a folder of its own, as a newcomer starts it. `load_before` tells how busy the machine was."""
+    """One demo in a new folder. `load_before` is the load of the machine before it."""
     with tempfile.TemporaryDirectory() as name:
         folder, load = Path(name) / "demo", os.getloadavg()[0]
         start = time.monotonic()

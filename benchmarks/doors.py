@@ -1,9 +1,9 @@
-"""Every surface once on a real pretrained model: the quickstart's files, GRPOTrainer, the recipe, the launcher.
+"""Runs every interface once with a real pretrained model: the quickstart files, GRPOTrainer, the recipe, the launcher.
 
-    python benchmarks/doors.py OUT.json SMOLLM2.gguf --gsm8k FOLDER [--steps 10] [--smoke]
+python benchmarks/doors.py OUT.json SMOLLM2.gguf --gsm8k FOLDER [--steps 10] [--smoke]
 
-Each runs as its users run it, as a command of its own; what it did is read from its run directory. FOLDER holds
-GSM8K's train.jsonl and test.jsonl. With --smoke the model is a tiny one and a step takes a second on a CPU.
+Each run is a command as users start it, and its results are read from its run directory. FOLDER contains train.jsonl
+and test.jsonl of GSM8K. With --smoke the model is tiny, and a step takes a second on a CPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ main(
 
 
 def commands(model: str, gsm8k: Path, steps: int, small: bool) -> dict[str, tuple[list[str], str]]:
-    """What is typed, by surface, and the run directory it makes below its folder."""
+    """The command line of each interface, and the run directory that it creates below its folder."""
     tokens = 8 if small else 64
     files = [word for name in ("train", "infer", "orch") for word in (f"--{name}", f"examples/grpo/{name}.yaml")]
     named = [f"train.model={model}", f"infer.model={model}", f"orch.model.name={model}", "train.output_dir=out"]
@@ -75,7 +75,7 @@ def commands(model: str, gsm8k: Path, steps: int, small: bool) -> dict[str, tupl
 
 
 def first_rows(source: Path, target: Path, rows: dict[str, int]) -> Path:
-    """As many questions as the steps take: the launcher counts epochs."""
+    """As many questions as the steps need: the launcher counts epochs."""
     target.mkdir()
     for name, count in rows.items():
         lines = (source / name).read_text("utf-8").splitlines(keepends=True)[:count]

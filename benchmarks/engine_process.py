@@ -1,7 +1,7 @@
-"""The embedded engine in a process of its own, fed with weights through a file: what overlap can be, measured.
+"""The embedded engine in a separate process that loads weights from a file, to measure the possible overlap.
 
-For benchmarks/asynchronous.py alone. One thread here, one there, so that on two cores sampling and training do not take
-turns. Messages are MessagePack on a pipe; the requests, the engine and its results are the co-located run's.
+Used by benchmarks/asynchronous.py only. With one thread per process, sampling and training run at the same time on two
+cores. Messages are MessagePack on a pipe. Requests, engine and results equal those of the co-located run.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ START_LIMIT_S = 120.0
 
 
 class EngineProcess:
-    """Implements RolloutEngine over a child process. `stderr` of the child is ours."""
+    """Implements RolloutEngine with a child process, which inherits stderr."""
 
     path, activity, opening = "in a child process", "", ""
 
     def __init__(self, config: Path) -> None:
         self.version = 0
-        self.busy_s = 0.0  # as the child counts it
+        self.busy_s = 0.0  # as counted by the child
         self._answers: dict[str, asyncio.Future[Any]] = {}
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._child = subprocess.Popen(
@@ -92,7 +92,7 @@ class EngineProcess:
 
 
 class FileWeights:
-    """Implements WeightChannel: the trainer's parameters as they are, in one file that is written anew."""
+    """Implements WeightChannel: writes the trainer's parameters into one file."""
 
     def __init__(self, model: Any, path: Path, on_device: Any) -> None:
         self._model = model
@@ -121,7 +121,7 @@ def write_message(stream: Any, message: dict[str, Any]) -> None:
 
 
 class Served:
-    """The child's side: the engine's own thread steps, the event loop reads and answers."""
+    """The child's side: the engine's thread makes steps, the event loop reads and answers."""
 
     def __init__(self, config: Path) -> None:
         import torch
@@ -145,7 +145,7 @@ class Served:
         self.inner = EmbeddedEngine(model.view, model.layers, limits, model.chat.text)
         self.engine = EmbeddedRolloutEngine(self.inner, self.device)
         self._out = sys.stdout.buffer
-        sys.stdout = sys.stderr  # nobody else writes to the pipe
+        sys.stdout = sys.stderr  # no other thread writes to the pipe
         self.busy_s, self._open, self._since = 0.0, 0, 0.0
 
     async def run(self) -> None:
@@ -173,7 +173,7 @@ class Served:
         self._answer(message["id"], completion)
 
     def _count(self, by: int) -> None:
-        """Busy is the time with at least one request open."""
+        """Busy is the time with at least one open request."""
         now = asyncio.get_running_loop().time()
         self.busy_s += (now - self._since) * (self._open > 0)
         self._since, self._open = now, self._open + by

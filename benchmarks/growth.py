@@ -1,8 +1,8 @@
-"""How cost grows: with sequences (32 → 2,048), context (512 → 16k, 128 sequences) and the group (4 → 64, of 512).
+"""Growth of costs: with sequences (32 → 2,048), context (512 → 16k, 128 sequences) and group size (4 → 64, of 512).
 
-    python benchmarks/growth.py OUT.json [--shape qwen2.5-0.5b] [--smoke]
+python benchmarks/growth.py OUT.json [--shape qwen2.5-0.5b] [--smoke]
 
-Every row has the limits of its own size, so the table tells a cost that must grow from one that should not.
+Every row has the limits of its size, so the table separates necessary from unnecessary growth.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workload import TINY, Loaded, begin, free, load, make_engine, parser, reque
 
 @dataclass(frozen=True)
 class Point:
-    axis: str  # what grows
+    axis: str  # the varied size
     value: int
     sequences: int
     prompts: int
@@ -33,7 +33,7 @@ def points(smoke: bool) -> list[Point]:
     many, wide = (8, 16) if smoke else (128, 512)
     return [
         *(Point("sequences", n, n, n, prompt, new) for n in sequences),
-        # One prompt for all: what grows here is the cache that decoding reads, not the prefill.
+        # One prompt for all sequences: the cache that decoding reads grows here, not the prefill.
         *(Point("context", n, many, 1, n - tail, tail) for n in contexts),
         *(Point("group", n, wide, wide // n, prompt, 2 * new) for n in groups),
     ]

@@ -1,10 +1,9 @@
-"""Whole GRPO steps through the real command, `shoal grpo`, read from the run directory afterwards.
+"""Complete GRPO steps through the real command, `shoal grpo`, read from the run directory afterwards.
 
-    python benchmarks/grpo_step.py OUT.json [--cases 0.5b 7b-lora] [--smollm GGUF] [--smoke]
+python benchmarks/grpo_step.py OUT.json [--cases 0.5b 7b-lora] [--smollm GGUF] [--smoke]
 
-Each case runs twice: cold, with empty caches, for a few steps, and warm; or once, cold. Steady state is the
-median step of the last run's last half. Limits of a step are those of its rollouts and its training, one after the
-other.
+Each case runs twice, cold (with empty caches, a few steps) and warm, or only cold. The steady state is the median step
+of the second half of the last run. The limit of a step is the sum of the limits of its rollouts and its training.
 """
 
 from __future__ import annotations
@@ -36,7 +35,11 @@ PHASES = ("rollout", "reward", "train", "sync", "idle", "save")
 COLD_STEPS = 2
 COUNTED = 64  # prompts whose tokens are counted
 LIMIT_S = 540
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")  # kernels; compiled Python if need be
+CACHES = (
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "XDG_CACHE_HOME",
+)  # compiled kernels, and compiled Python if needed
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Case:
     new: int = 256
     steps: int = 12
     rows: int | None = None  # packed rows of one micro-batch; None = by the memory plan
-    characters: int | None = None  # of a prompt; as many as its tokens take, unless given
+    characters: int | None = None  # of a prompt; by default derived from its number of tokens
     lora_rank: int | None = None
     precision: str = "bf16"
     quoted: str | None = None
@@ -63,7 +66,7 @@ class Case:
         return self.model.endswith(".gguf")
 
     def arguments(self, model: str, run: Path, steps: int) -> list[str]:
-        length = self.prompt_tokens + self.group * self.new  # a row holds a group, whose prompt is computed once
+        length = self.prompt_tokens + self.group * self.new  # a row contains a group, whose prompt is computed once
         rows = [f"train.per_device_train_batch_size={self.rows}"] if self.rows else []
         characters = self.characters or characters_for(model, self.prompt_tokens)
         adapters = [f"train.lora_rank={self.lora_rank}", "train.lora=true"] if self.lora_rank else []
@@ -89,7 +92,7 @@ SMOKE_SMOLLM = replace(SMOLLM, prompts=2, group=2, new=4, steps=2, rows=2, preci
 
 @cache
 def characters_for(model: str, tokens: int) -> int:
-    """Of prompts that have so many tokens on average, with what the chat template puts around them."""
+    """The number of characters for prompts with this many tokens on average, including the chat template."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -108,11 +111,11 @@ def characters_for(model: str, tokens: int) -> int:
 
 
 class Failed(RuntimeError):
-    """A run that did not end well; the other cases go on."""
+    """A run failed. The other cases continue."""
 
 
 def run(case: Case, model: str, folder: Path, steps: int) -> dict[str, Any]:
-    """One command in a run directory of its own; `first_step_s` is from the command to the first step on record."""
+    """One command in a new run directory. `first_step_s`: from the command to the record of the first step."""
     out, peak = folder / "run", folder / "peak.json"
     shutil.rmtree(out, ignore_errors=True)
     caches = {name: str(folder / "cache" / name) for name in CACHES}
@@ -148,13 +151,13 @@ def run(case: Case, model: str, folder: Path, steps: int) -> dict[str, Any]:
 
 
 def _event(run_dir: Path, kind: str) -> dict[str, Any]:
-    """What the first event of this kind says."""
+    """The first event of this kind."""
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text("utf-8").splitlines()]
     return next((event["data"] for event in events if event.get("kind") == kind), {})
 
 
 def _planned(run_dir: Path) -> dict[str, float]:
-    """What the memory plan said before the first step; nothing on a CPU."""
+    """The memory plan as reported before the first step. None on a CPU."""
     plan = _event(run_dir, "memory-plan").get("bytes")
     return {"planned_gib": sum(plan.values()) / 2**30} if plan else {}
 
@@ -173,7 +176,7 @@ def _kept(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def steady(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median step of the last half, its phases, and what it drew."""
+    """The median step of the second half, its phases, and its sampled tokens."""
     half = steps[len(steps) // 2 :]
     split = {phase: statistics.median(line.get(f"time/{phase}", 0.0) for line in half) for phase in PHASES}
     return {
@@ -188,7 +191,7 @@ def steady(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def limits(case: Case, shape: ModelShape, found: dict[str, Any], rates: Rates) -> dict[str, Any]:
-    """Shares of both limits: bytes and operations of rollouts and training, over the time of the step."""
+    """Shares of both limits: bytes and operations of rollouts and training, divided by the time of the step."""
     prompt, new, count = round(found["prompt_tokens"]), round(found["completion_tokens"]), case.sequences
     rollout = shape.prefill([prompt] * case.prompts, count) + shape.decode([(prompt, new)] * count, count)
     adapters = _adapter_parameters(case, shape)
@@ -209,7 +212,7 @@ def _adapter_parameters(case: Case, shape: ModelShape) -> int:
 
 
 def memory(case: Case, shape: ModelShape, peak: dict[str, float] | None) -> dict[str, float] | None:
-    """The peak, and what of it is not weights, gradient, masters, moments and keys and values."""
+    """The peak, and the part of it that is not weights, gradient, masters, moments, keys and values."""
     if peak is None:
         return None
     trained = _adapter_parameters(case, shape) or shape.parameters
@@ -221,7 +224,7 @@ def memory(case: Case, shape: ModelShape, peak: dict[str, float] | None) -> dict
 
 
 def make_model(case: Case, folder: Path) -> str:
-    """A folder made by the command; the file itself where one was given. A large shape is made on the GPU."""
+    """A folder written by the command, or the given file. A large shape is created on the GPU."""
     if case.is_file:
         return case.model
     target = folder / "model"
@@ -257,7 +260,7 @@ def measure(case: Case, rates: Rates, cold_too: bool) -> dict[str, Any]:
         **found,
         **limits(case, shape, found, rates),
         "memory": memory(case, shape, warm["memory"]),
-        # The run that counts finds the caches of the one before it, if there was one.
+        # The measured run uses the caches of the previous one, if there was one.
         "first_step_s": {"cold": (cold or warm)["first_step_s"], "warm": warm["first_step_s"] if cold else None},
         "start_s": warm["start_s"],
         "quoted": case.quoted,
@@ -267,7 +270,7 @@ def measure(case: Case, rates: Rates, cold_too: bool) -> dict[str, Any]:
 
 
 def rates_apart(smoke: bool) -> Rates:
-    """Measured by another process, so that this one holds no memory of the device."""
+    """Measured by another process, so that this process uses no device memory."""
     import torch
 
     if not smoke and not torch.cuda.is_available():

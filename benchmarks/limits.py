@@ -1,10 +1,11 @@
-"""What a device could do at best: its measured rates, and the bytes and operations a piece of work cannot do without.
+"""The limits of a device: its measured rates, and the minimal bytes and operations of a piece of work.
 
-    python benchmarks/limits.py [--smoke]     prints the measured rates as JSON
+python benchmarks/limits.py [--smoke]     prints the measured rates as JSON
 
-A limit counts weights read once a decode step, keys and values read and written once, and two operations a weight and
-token; logits, activations and norms are not counted, so a limit is never too low. `limit_bytes` and `limit_operations`
-are both in tokens/s, as if nothing else cost anything; a fraction is the measured rate over the lower of the two.
+A limit counts weights read once per decode step, keys and values read and written once, and two operations per weight
+and token. Logits, activations and norms are not counted, so a limit is never too low. `limit_bytes` and
+`limit_operations` are in tokens/s, each as if nothing else took time. A fraction is the measured rate divided by the
+lower limit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured on the device at hand: a large copy, read plus written, and a large matrix product."""
+    """Measured on this device: a large copy, bytes read plus written, and a large matrix product."""
 
     bytes_per_s: float
     operations_per_s: float
@@ -37,7 +38,7 @@ class Work:
         return max(self.bytes / rates.bytes_per_s, self.operations / rates.operations_per_s)
 
     def limits(self, rates: Rates, tokens: float, measured: float) -> dict[str, float]:
-        """Tokens/s if only bytes or only operations cost time, and the share of the tighter one that was reached."""
+        """Tokens/s if only bytes or only operations took time, and the reached share of the lower limit."""
         by_bytes = tokens * rates.bytes_per_s / self.bytes
         by_operations = tokens * rates.operations_per_s / self.operations
         return {
@@ -50,10 +51,10 @@ class Work:
 @dataclass(frozen=True)
 class ModelShape:
     parameters: int
-    body_weights: int  # of linear layers inside the body: every token passes all of them
-    head_weights: int  # of the output head: only where a token is predicted
+    body_weights: int  # of linear layers in the body, used by every token
+    head_weights: int  # of the output head, used only where a token is predicted
     layers: int
-    query_numbers: int  # heads times head size of the queries, one layer
+    query_numbers: int  # heads times head size of the queries, per layer
     cache_numbers: int  # keys and values of one token, all layers
     adapter_numbers: int  # of adapters of rank 1 on every linear layer of the body
     element_bytes: int = 2
@@ -87,17 +88,18 @@ class ModelShape:
 
     @property
     def step_weight_bytes(self) -> int:
-        """Weights a decode step reads; of an untied input embedding it reads a few rows, which are left out."""
+        """Weights that a decode step reads, without an untied input embedding, of which it reads a few rows."""
         return (self.body_weights + self.head_weights) * self.element_bytes
 
     def attention(self, keys: float) -> float:
-        """Operations of looking at `keys` keys in total, all layers: a product with keys, one with values."""
+        """Operations of attention to `keys` keys in total, all layers: one product with keys and one with values."""
         return 4.0 * self.layers * self.query_numbers * keys
 
     def decode(self, sequences: Sequence[tuple[int, int]], slots: int) -> Work:
-        """(prompt, new tokens) each, in at most `slots` at a time, all slots always full; first tokens are prefill's.
+        """(prompt, new tokens) of each sequence, at most `slots` at a time, with all slots always used. The prefill
+        samples first tokens.
 
-        Token t of a completion is drawn looking at prompt + t keys.
+        Token t of a completion attends to prompt + t keys.
         """
         drawn = sum(new - 1 for _, new in sequences)
         keys = sum((new - 1) * prompt + (new - 1) * new / 2 for prompt, new in sequences)
@@ -106,7 +108,7 @@ class ModelShape:
         return Work(moved, 2.0 * (self.body_weights + self.head_weights) * drawn + self.attention(keys))
 
     def prefill(self, prompts: Sequence[int], sequences: int) -> Work:
-        """Distinct prompts of these lengths, whose keys and values go to `sequences` sequences, evenly."""
+        """Different prompts of these lengths, whose keys and values are written to `sequences` sequences, evenly."""
         tokens = sum(prompts)
         keys = sum(n * (n + 1) / 2 for n in prompts)
         operations = 2.0 * (self.body_weights * tokens + self.head_weights * sequences) + self.attention(keys)
@@ -114,9 +116,9 @@ class ModelShape:
         return Work(self.step_weight_bytes + written, operations)
 
     def train(self, tokens: int, adapter_parameters: int = 0) -> Work:
-        """Forward and backward: 6 operations a parameter and token; 4 for a frozen base, which has no gradient.
+        """Forward and backward: 6 operations per parameter and token; 4 for a frozen base, which has no gradient.
 
-        Weights are read in both directions, and an fp32 gradient is written for whatever is trained.
+        Weights are read in both directions, and an fp32 gradient is written for all trained weights.
         """
         trained = adapter_parameters or self.parameters
         operations = (4.0 * self.parameters + 6.0 * adapter_parameters) if adapter_parameters else 6.0 * trained
@@ -128,7 +130,7 @@ class ModelShape:
 
 
 def measure_rates(smoke: bool = False) -> Rates:
-    """On the GPU, or, for a smoke test, on the CPU with sizes that take no time."""
+    """On the GPU, or for a smoke test on the CPU with small sizes."""
     import torch
 
     device = torch.device("cpu" if smoke else "cuda")
@@ -146,7 +148,7 @@ def measure_rates(smoke: bool = False) -> Rates:
 
 
 def _seconds(action: Any, repeats: int, device: Any) -> float:
-    """Best of three means over `repeats`, after warming up."""
+    """The best of three means over `repeats`, after a warm-up."""
     import torch
 
     def wait() -> None:

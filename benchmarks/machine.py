@@ -1,4 +1,4 @@
-"""What a result was measured on and with which command, for the JSON files in benchmarks/results/."""
+"""The machine and the command of a result, for the JSON files in benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def machine() -> dict[str, Any]:
 
 
 def wait_until_quiet(limit_s: float, share: float = 0.9, look_s: float = 3.0) -> float:
-    """Wait until so much of the CPUs is idle, for at most so long; returns the idle share last seen."""
+    """Wait until this share of the CPUs is idle, with a time limit; returns the last idle share."""
     deadline = time.monotonic() + limit_s
     while True:
         before = _cpu_times()
@@ -51,13 +51,13 @@ def _cpu_times() -> list[int]:
 
 
 def command() -> str:
-    """What was typed, as from the root of the repository; where else files lay is of no interest."""
+    """The command line, relative to the root of the repository. Paths of other files are shortened."""
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Written whole or not at all: benchmarks write again after every row, and may be cut off between."""
+    """Written completely or not at all: benchmarks write after every row and may be interrupted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"machine": machine(), "command": command(), **result}, indent=1) + "\n"
     draft = path.with_name(f".{path.name}.draft")
@@ -66,7 +66,7 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
 
 def print_table(title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
-    """A short table for whoever watches; the JSON holds the rest."""
+    """A short table for the terminal. The JSON contains everything."""
     cells = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     print(f"\n{title}")

@@ -1,10 +1,10 @@
-"""How many rollouts one orchestrator holds: the real loop, runner, reward pool and run directory on a simulated engine.
+"""The cost of many concurrent rollouts: the real loop, runner, reward pool and run directory with a simulated engine.
 
-    python benchmarks/many_rollouts.py OUT.json [--rollouts 10000] [--tokens 256] [--smoke]
+python benchmarks/many_rollouts.py OUT.json [--rollouts 10000] [--tokens 256] [--smoke]
 
-All rollouts of the step are open at once and finish one after another. Own time is the CPU time of this process, all
-its threads together: dispatching, playing, asking for rewards, judging groups, packing for training, writing every
-rollout. Rewards run in processes of their own; the simulated engine sleeps. The process is kept to two cores.
+All rollouts of the step run at the same time and finish one after another. The own time is the CPU time of all threads
+of this process: dispatch, episodes, reward requests, settling of groups, packing, and writing rollouts. Rewards run in
+other processes, and the simulated engine sleeps. The process uses two cores.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shoal.rewards.pool import RewardPool
 
 CORES = 2
 GROUP = 8
-FIRST_S, SPREAD_S = 4.0, 4.0  # the first answer comes after, and the last this much later
+FIRST_S, SPREAD_S = 4.0, 4.0  # the first answer comes after this time, and the last one this much later
 LIMIT_MS, LIMIT_GIB = 1.0, 2.0
 
 
 @dataclass
 class OpenJudge:
-    """The pool of another event loop's lifetime: the loop ends, the pool does not."""
+    """A reward pool that outlives the event loop of a run."""
 
     pool: RewardPool
 
@@ -95,7 +95,7 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     rollouts, wait = (200, (0.2, 0.2)) if asked.smoke else (asked.rollouts, (FIRST_S, SPREAD_S))
     rows = []
-    for tokens in sorted(asked.tokens):  # the peak is the process's, so larger ones come later
+    for tokens in sorted(asked.tokens):  # the peak is that of the process, so larger runs come later
         rows.append(measure(rollouts, tokens, GROUP, wait))
         write_result(asked.out, {"smoke": asked.smoke, "cores_used": CORES, "rows": rows})
     print_table("one orchestrator", rows, ["rollouts", "tokens", "most_at_once", "own_ms_a_rollout", "peak_gib"])

@@ -1,10 +1,10 @@
-"""Rollouts of mixed lengths, as training asks for them: 512 prompts, 8 samples each, geometric lengths.
+"""Rollouts of mixed lengths, as in training: 512 prompts, 8 samples each, geometric lengths.
 
-    python benchmarks/mixed.py OUT.json [--slots 1024 4096] [--shape qwen2.5-0.5b] [--smoke]
+python benchmarks/mixed.py OUT.json [--slots 1024 4096] [--shape qwen2.5-0.5b] [--smoke]
 
-A sequence's length is its own max_tokens, drawn once from a geometric distribution (mean 256, at most 2,048). The rate
-is compared with those of 512 sequences of equal length in the same run, in groups of eight as these and of distinct
-prompts; prompts of a group are computed once.
+The length of a sequence is its max_tokens, from a geometric distribution (mean 256, at most 2,048). The rate is
+compared with 512 sequences of equal length in the same run, in groups of eight and with different prompts. The prompt
+of a group is computed once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Case:
     prompt_tokens: int = 128
     mean: int = 256
     longest: int = 2048
-    equal_sequences: int = 512  # the rate to compare with: so many sequences of `mean` tokens
+    equal_sequences: int = 512  # the rate to compare with: this many sequences of `mean` tokens
 
     def lengths(self) -> list[int]:
         drawn = np.random.default_rng(0).geometric(1 / self.mean, self.prompts * self.group)
@@ -36,7 +36,7 @@ SMOKE = Case(prompts=4, group=4, prompt_tokens=16, mean=8, longest=32, equal_seq
 
 
 def equal_lengths(loaded: Loaded, case: Case, rates: Rates, group: int) -> dict[str, Any]:
-    """The 512-sequence rate: all of the mean length, `group` of them with the same prompt."""
+    """The rate of 512 sequences with the mean length, `group` of which share a prompt."""
     count, prompt, prompts = case.equal_sequences, case.prompt_tokens, case.equal_sequences // group
     engine = make_engine(loaded, count, prompt + case.mean)
     timing = time_engine(engine, requests(loaded.decoder.vocab_size, prompts, prompt, [case.mean] * count))

@@ -1,6 +1,6 @@
-"""A GRPO run whose embedded engine lives in a process of its own; everything else is what `shoal grpo` builds.
+"""A GRPO run whose embedded engine is in a separate process. Everything else is built as by `shoal grpo`.
 
-For benchmarks/asynchronous.py: on two cores with one thread each, sampling and training really overlap.
+For benchmarks/asynchronous.py: on two cores with one thread each, sampling and training overlap.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def _run(run: Run, workspace: Workspace, file: Path) -> dict[str, Any]:
             _replace_engine(loop, run, engine)
             await loop.run()
             busy_s = engine.busy_s
-            assert busy_s > 0, "the engine of the other process drew nothing"
+            assert busy_s > 0, "the engine of the other process sampled nothing"
     finally:
         await engine.close()
     return _figures(read_metrics(run.path), busy_s)
@@ -58,7 +58,7 @@ def _replace_engine(loop: Loop, run: Run, engine: EngineProcess) -> None:
 
 
 def _figures(steps: list[dict[str, Any]], busy_s: float) -> dict[str, Any]:
-    """`generate_s` and `train_s` are of a step, and mean something at level 0, where they do not overlap."""
+    """`generate_s` and `train_s` are per step, and are meaningful at level 0, where they do not overlap."""
     wall_s = sum(step["time/step"] for step in steps)
     train_s = sum(step["time/train"] for step in steps)
     return {

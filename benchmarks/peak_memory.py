@@ -1,8 +1,8 @@
-"""Runs a module as `python -m` does, and writes the device memory it took at most when it ends.
+"""Runs a module like `python -m`, and writes the peak of the device memory at the end.
 
-    python benchmarks/peak_memory.py PEAK.json shoal grpo …
+python benchmarks/peak_memory.py PEAK.json shoal grpo …
 
-Nothing is changed about the run: PyTorch keeps the peak anyway, and it is read at the end, in this process alone.
+The run is unchanged: PyTorch records the peak of this process anyway.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def write_peak(path: Path, process: int) -> None:
 if __name__ == "__main__":
     peak_file, process = Path(sys.argv[1]), os.getpid()
     sys.argv = sys.argv[2:]
-    sys.path[0] = str(Path.cwd())  # as python -m has it: the current folder, not this script's
+    sys.path[0] = str(Path.cwd())  # like python -m: the current folder, not the folder of this script
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     finally:

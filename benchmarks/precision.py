@@ -1,9 +1,9 @@
-"""What each precision costs and saves on a real model: bytes held, and how far log-probs move.
+"""Costs and savings of each precision on a real model: bytes of weights, and differences of log-probs.
 
-    python benchmarks/precision.py MODEL OUT.json [NEW_TOKENS]
+python benchmarks/precision.py MODEL OUT.json [NEW_TOKENS]
 
-Each answers 16 times and scores its own tokens, and those of the model as loaded. `sampler` is the policy against
-the log-probs its own sampler reported, what GRPO sees as mismatch; `base` is the same against the model as loaded.
+Each precision samples 16 answers, and scores its own tokens and those of the original model. `sampler` compares the
+policy with the log-probs of its sampler, the mismatch in GRPO. `base` compares it with the original model.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Bench:
         self.published = self.answers(Decoder(self.model))
 
     def answers(self, decoder: Decoder) -> list[Row]:
-        """Four prompts, four answers each, as rows that carry the sampler's log-probs."""
+        """Four prompts with four answers each, as rows with the sampler's log-probs."""
         switch = hybrid.scoring_switch(decoder.model)
-        # The fused path reads weights past the layers, which is right unless they are to sample in FP8.
+        # The fused path reads weights without the layers, which is right unless it samples in FP8.
         settings = EngineSettings(16, 256, eos_token_ids=self.ends, fused=switch is None or not switch.on)
         engine = EmbeddedEngine(SamplerView(decoder), self.layers, settings, self.chat.text)
         prompts = [self.chat.prompt_ids([{"role": "user", "content": text}]) for text in ASKED]
@@ -92,7 +92,7 @@ def gap(decoder: Decoder, rows: list[Row]) -> dict[str, float]:
 
 
 def sample_in_fp8_too(model: Any) -> None:
-    """What was tried and left: docs/log.md."""
+    """A rejected variant: docs/log.md."""
     hybrid.convert(model)
     switch = hybrid.scoring_switch(model)
     assert switch is not None

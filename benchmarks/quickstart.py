@@ -1,10 +1,11 @@
-"""The quickstart's three files as they are, only the model named: one of the same shape that knows the task a little.
+"""Runs the three quickstart files unchanged except for the model: a model of the same shape, trained a little on the
+task.
 
-    python benchmarks/quickstart.py OUT.json [--shape qwen3-0.6b] [--smoke]
+python benchmarks/quickstart.py OUT.json [--shape qwen3-0.6b] [--smoke]
 
-Random weights never write a tag, so every group would be equal and nothing could be learned. A few supervised steps on
-solved examples stand in for what the pretrained model knows; then `shoal grpo` runs the files to their last step.
-After 300 of them rewards begin at .99 and leave little to learn.
+Random weights never write a tag, so every group would have zero variance. A few supervised steps on solved examples
+replace the knowledge of the pretrained model. Then `shoal grpo` runs the files to their last step. After 300
+supervised steps, rewards would start at .99 and leave little to learn.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def shoal(*arguments: str) -> float:
 
 
 def warmed_up(shape: str, steps: int, folder: Path) -> tuple[Path, float]:
-    """A folder with a model of that shape after supervised steps on solved tasks; and their median time."""
+    """A folder with a model of that shape after supervised steps on solved tasks, and the median time of the steps."""
     words = ["tiny", str(folder / "model")] if shape == "tiny" else [str(folder / "model"), "--shape", shape]
     shoal("make-model", *words)
     environment = ReverseText(num_train=64 * steps)
@@ -64,7 +65,7 @@ def warmed_up(shape: str, steps: int, folder: Path) -> tuple[Path, float]:
 
 
 def recorded(out: Path, result: dict[str, Any], run: Path, arguments: list[str]) -> None:
-    """`shoal grpo` to its end; what its steps measured is written down as they come, so that nothing waits for it."""
+    """Runs `shoal grpo` to its end. Metrics are recorded in the background."""
     start = time.monotonic()
     process = subprocess.Popen([sys.executable, "-m", "shoal", "grpo", *arguments])
     ended = None

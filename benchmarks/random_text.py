@@ -1,4 +1,4 @@
-"""Environments that a model with random weights can already play: rewards differ within a group from the first step."""
+"""Environments for random weights: rewards differ within a group from the first step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Sevens(SingleTurn):
 
 
 class Evens(SingleTurn):
-    """Write characters with an even code. Prompts have `characters` characters, so a tokenizer decides their tokens."""
+    """Write characters with an even code. Prompts have `characters` characters, so their number of tokens depends on
+    the tokenizer.
+    """
 
     name = "evens"
 
@@ -47,7 +49,7 @@ class Evens(SingleTurn):
         return [ask(self._prompt(number)) for number in range(start, start + size)]
 
     def _prompt(self, number: int) -> str:
-        """Number first, so that prompts differ from the start and none is the prefix of another."""
+        """The number comes first, so that no prompt is a prefix of another."""
         text = f"{number:04d}: {TALES.format(HEROES[number % len(HEROES)])}"
         return (text * (1 + self.characters // len(text)))[: self.characters]
 
@@ -60,7 +62,7 @@ USEFUL_SHARE = 0.4
 
 
 class SomeUseful(Evens):
-    """Only this share of the prompts has rewards that differ, whatever the model is."""
+    """Only this share of the prompts has different rewards, for any model."""
 
     def reward(self, task: Task, messages: Sequence[Message]) -> float:
         useful = zlib.crc32(messages[0]["content"].encode()) / 2**32 < USEFUL_SHARE

@@ -1,9 +1,9 @@
-"""What replacing zero-variance groups costs: the rollout rate with and without replacement, in one measurement.
+"""The cost of replacing zero-variance groups: the rollout rate with and without replacement, in one measurement.
 
-    python benchmarks/replacement.py OUT.json [--gpu MODEL] [--smoke]
+python benchmarks/replacement.py OUT.json [--gpu MODEL] [--smoke]
 
 The reward of `SomeUseful` is constant for 60 % of the prompts. Runs of `shoal grpo` with and without replacement
-alternate; the medians over all steps after the first two are compared. A GPU measures MODEL, a CPU the tiny one.
+alternate. The result compares medians over all steps after the first two. A GPU measures MODEL, a CPU the tiny model.
 """
 
 from __future__ import annotations

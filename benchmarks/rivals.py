@@ -1,4 +1,6 @@
-"""The same rollouts by others, for ratios within one run: transformers' generate, and vLLM in a process of its own."""
+"""The same rollouts by other systems, for ratios within one run: transformers' generate, and vLLM in a separate
+process.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from shoal.core.types import Request
 from shoal.models.decoder import Decoder
 from shoal.models.random_models import character_tokenizer
 
-GENERATE_WARM = 8  # tokens before the clock runs
+GENERATE_WARM = 8  # tokens before the measurement starts
 VLLM_LIMIT_S = 420
 VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -32,7 +34,7 @@ VLLM_ENVIRONMENT = {
 
 
 def transformers_generate(decoder: Decoder, count: int, prompt: int, new: int) -> dict[str, Any]:
-    """Its rate for the same prompts and as many tokens, from the first prompt to the last token."""
+    """The rate for the same prompts and the same number of tokens, from the first prompt to the last token."""
     work = requests(decoder.vocab_size, count, prompt, [new] * count)
     ids = torch.tensor([request.prompt_ids for request in work], device=decoder.device)
     model: Any = decoder.inner
@@ -56,7 +58,7 @@ def _generate(model: Any, ids: torch.Tensor, new: int) -> float:
 
 @contextmanager
 def saved(decoder: Decoder) -> Iterator[Path]:
-    """The weights as a folder others can load."""
+    """The weights as a folder that other systems can load."""
     with tempfile.TemporaryDirectory() as name:
         model: Any = decoder.inner
         model.save_pretrained(name)
@@ -67,10 +69,10 @@ def saved(decoder: Decoder) -> Iterator[Path]:
 def vllm(
     folder: Path, prompts: Mapping[int, Sequence[Request]], new: int, packages: str | None
 ) -> list[dict[str, Any]]:
-    """vLLM on the same token ids, with and without log-probs of sampled tokens; one entry a count, in order.
+    """vLLM on the same token ids, with and without log-probs of sampled tokens; one entry per count, in order.
 
-    `packages` is a folder that only vLLM's process imports from. A run that fails or takes too long is said in the
-    result and does not end the benchmark.
+    `packages` is a folder that only vLLM's process imports from. A failed or slow run is recorded and does not end the
+    benchmark.
     """
     job, out = folder / "job.json", folder / "vllm.json"
     ids = {count: [request.prompt_ids for request in work] for count, work in prompts.items()}

@@ -1,10 +1,10 @@
-"""Rollout speed of the embedded engine: random weights of known shapes, log-probs included.
+"""Rollout speed of the embedded engine: random weights of known shapes, with log-probs.
 
-    python benchmarks/rollout.py OUT.json [--shapes …] [--sequences …] [--generate] [--vllm] [--eager] [--smoke]
+python benchmarks/rollout.py OUT.json [--shapes …] [--sequences …] [--generate] [--vllm] [--eager] [--smoke]
 
-Prompts are distinct, and then in groups of eight, as GRPO draws them. `tokens_per_s` counts everything from the first
-prompt to the last token; `decode_tokens_per_s` leaves the prefill out.
---generate and --vllm time transformers' generate and vLLM on the same weights and prompts in the same run.
+Prompts are different, and then in groups of eight as in GRPO. `tokens_per_s` covers the time from the first prompt to
+the last token. `decode_tokens_per_s` excludes the prefill. --generate and --vllm measure transformers' generate and
+vLLM with the same weights and prompts in the same run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def measure(loaded: Loaded, case: Case, rates: Rates) -> dict[str, Any]:
 
 
 def parity(loaded: Loaded) -> dict[str, float]:
-    """The same requests in graphs and eagerly: how long the tokens agree, and how far log-probs differ."""
+    """The same requests with graphs and eagerly: how long the tokens agree, and the difference of log-probs."""
     count, new = PARITY_SEQUENCES, PARITY_NEW
     work = requests(loaded.decoder.vocab_size, count, PROMPT, [new] * count)
     ours, theirs = (generate(make_engine(loaded, count, PROMPT + new, graphs), work)[1] for graphs in (True, False))
@@ -80,7 +80,7 @@ def parity(loaded: Loaded) -> dict[str, float]:
 
 
 def add_ratios(row: dict[str, Any], found: dict[str, Any]) -> None:
-    """A rival's figures and how many times as fast Shoal is, both from first prompt to last token."""
+    """The figures of another system and the ratio of Shoal's rate to it, both from first prompt to last token."""
     for name, rate in found.items():
         row[name] = rate
         if name.endswith("tokens_per_s") and rate:

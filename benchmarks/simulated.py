@@ -1,8 +1,8 @@
-"""A simulated engine and a simulated policy with set delays, and the real loop around them.
+"""A simulated engine and a simulated policy with fixed delays, and the real loop around them.
 
-For what scheduling costs and gains, without a model: runner, collector, loop, records and run directory are Shoal's
-own. A request holds one of the engine's slots for its set time, and an optimizer step takes its own. The clock may be
-the wall's, and then what the loop itself does counts too; or a virtual one that is moved to whatever comes next.
+For the costs and gains of scheduling without a model: runner, collector, loop, records and run directory are real. A
+request uses one of the engine's slots for its delay, and an optimizer step takes its delay. With the wall clock, the
+work of the loop itself counts. The virtual clock jumps to the next event.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def now_s() -> float:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop that never waits: where nothing is to be done, its clock is moved on instead."""
+    """An event loop that never waits: its clock jumps to the next event instead."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -59,7 +59,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.now_s
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """At once, and in no time: a clock that never waits would run away from a thread."""
+        """Runs immediately and takes no time, because a virtual clock cannot wait for a thread."""
         done = self.create_future()
         done.set_result(func(*args))
         return done
@@ -77,8 +77,9 @@ class _NeverWaiting(selectors.SelectSelector):
 
 
 class SimulatedEngine:
-    """Implements RolloutEngine. Each request takes its set time in one of `slots`; what was loaded meanwhile is in its
-    spans, by the share of the time that each version served."""
+    """Implements RolloutEngine. Each request takes its delay in one of `slots`. Versions loaded meanwhile are in its
+    spans, by the share of the time that each version served.
+    """
 
     path, activity, opening = "simulated", "", ""
 
@@ -103,7 +104,7 @@ class SimulatedEngine:
         finally:
             self._open -= 1
         self.busy_s += ended - started
-        at = request.sampling.seed % WORDS  # answers differ, and cost nothing here: the engine is not what is measured
+        at = request.sampling.seed % WORDS  # answers differ and take no time, because the engine is not measured
         text = LETTERS[at : at + self._tokens]
         spans = self._spans(started, ended)
         return Completion(request.request_id, list(text.encode()), [-0.5] * len(text), spans, "stop", text)
@@ -141,7 +142,7 @@ class SimulatedEngine:
 
 @dataclass
 class SimulatedPolicy:
-    """Implements Policy: an optimizer step takes its set time, off the event loop's hands, and moves nothing."""
+    """Implements Policy: an optimizer step takes its delay without blocking the event loop, and changes nothing."""
 
     seconds: float
     shares_prefixes: bool = True
@@ -179,7 +180,7 @@ class SimulatedResults:
 
 
 class NoFiles:
-    """A policy without weights has nothing to save."""
+    """A policy without weights saves nothing."""
 
     def save(self, folder: Path) -> None: ...
 
@@ -189,7 +190,7 @@ class NoFiles:
 
 
 class Characters:
-    """Implements the runner's Tokens: one id a character."""
+    """Implements the runner's Tokens: one id per character."""
 
     def prompt_ids(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
         return [ord(letter) % 128 for message in messages for letter in str(message["content"])]
@@ -202,7 +203,7 @@ class Characters:
 
 
 class Vowels(SingleTurn):
-    """A reward with something in it: the share of vowels in the answer."""
+    """The reward is the share of vowels in the answer."""
 
     name = "vowels"
 
@@ -216,7 +217,7 @@ class Vowels(SingleTurn):
 
 @dataclass
 class InstantJudge:
-    """Implements Judge in this process: for when scheduling is measured, not rewards."""
+    """Implements Judge in this process, to measure scheduling without rewards."""
 
     environment: Vowels = field(default_factory=Vowels)
 
@@ -233,14 +234,14 @@ class InstantJudge:
 
 @dataclass(frozen=True)
 class Shape:
-    """What is simulated: rollouts a step, a group, steps, and how long things take."""
+    """The simulated run: rollouts per step and group, steps, and delays."""
 
     batch: int
     group: int
     steps: int
     train_s: float
     seconds: Seconds
-    slots: int | None = None  # the batch unless given: a step's rollouts run together
+    slots: int | None = None  # by default the batch: the rollouts of a step run together
     tokens: int = 64
     level: int = 0
 
@@ -259,7 +260,7 @@ class Outcome:
 
 
 def simulate(shape: Shape, folder: Path, judge: Judge | None = None, *, virtual: bool = False) -> Outcome:
-    """The real loop to its end in a real run directory; its clock runs from the first dispatch to the last record."""
+    """The real loop in a real run directory. The time starts at the first dispatch and ends at the last record."""
     with asyncio.Runner(loop_factory=VirtualLoop if virtual else None) as runner:
         return runner.run(_simulate(shape, folder, judge or InstantJudge()))
 

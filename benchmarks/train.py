@@ -51,7 +51,7 @@ MODULES = [
 
 
 def one_row(sequences: int, length: int, vocabulary: int) -> Row:
-    """Random tokens with the log-probs a model of random weights gives them, so that ratios stay near 1."""
+    """Random tokens with the log-probs of a model with random weights, so that ratios stay near 1."""
     rng = np.random.default_rng(0)
     mask = np.arange(length) > 0
     ones = np.ones(length, dtype=np.float32)
@@ -83,9 +83,9 @@ def make_policy(decoder: Decoder) -> TrainedPolicy:
 def prepare(decoder: Decoder, variant: Variant) -> None:
     decoder.recompute(variant.recompute)
     if variant.compiled:
-        # What lays out a micro-batch runs once, in the first layer, in numpy.
+        # The layout of a micro-batch is computed once, in the first layer, with NumPy.
         attention.upload = torch.compiler.disable(attention.upload)
-        # A layer's number is no reason to compile it anew.
+        # Layers differ by their index only, which must not trigger a compilation.
         torch._dynamo.config.allow_unspec_int_on_nn_module = True  # type: ignore[attr-defined]
         torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined]
     if variant.own_modules:
@@ -98,7 +98,7 @@ def prepare(decoder: Decoder, variant: Variant) -> None:
 
 
 def timed(policy: TrainedPolicy, row: Row) -> tuple[list[float], list[float]]:
-    """Seconds of forward and backward, and of the optimizer step, each run, those to warm up first."""
+    """Seconds of forward and backward, and of the optimizer step, for each run; warm-up runs first."""
     objective = Objective(LOSSES["grpo"]())
     forward_backward, optimizer = [], []
     for number in range(WARM_UP + REPEATS):

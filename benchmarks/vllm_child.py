@@ -1,8 +1,8 @@
-"""vLLM's side of benchmarks/rollout.py, in a process of its own so that its memory and imports stay apart.
+"""vLLM's side of benchmarks/rollout.py, in a separate process with its own memory and imports.
 
-    python benchmarks/vllm_child.py JOB.json OUT.json
+python benchmarks/vllm_child.py JOB.json OUT.json
 
-Prefix caching is off: the same prompts are timed several times, as Shoal computes them every time.
+Prefix caching is off, because the same prompts are measured several times, and Shoal computes them every time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REPEATS = 3
 
 
 def rate(llm: Any, prompts: list[list[int]], new: int, logprobs: int | None) -> float:
-    """Tokens/s from first prompt to last token, best of three after one run to warm up."""
+    """Tokens/s from the first prompt to the last token, the best of three after one warm-up run."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(

@@ -1,6 +1,6 @@
-"""What the benchmarks share: a model of a known shape, requests, and an engine timed on them.
+"""Shared by the benchmarks: a model of a known shape, requests, and a timed engine.
 
-With `--smoke` everything is the tiny model on the CPU in fp32 and takes seconds: it proves that a script runs, and its
+With `--smoke` everything is the tiny model on the CPU in fp32 and takes seconds. This shows that a script runs; its
 numbers mean nothing.
 """
 
@@ -27,7 +27,7 @@ from shoal.models.random_models import character_tokenizer, shape_config, tiny_c
 from shoal.models.sampler_view import SamplerView
 
 TINY = "tiny"
-PREFILL_TOKENS = 1 << 16  # all prompts of a benchmark in one prefill where they fit
+PREFILL_TOKENS = 1 << 16  # all prompts of a benchmark in one prefill if they fit
 
 
 @dataclass
@@ -35,12 +35,12 @@ class Loaded:
     decoder: Decoder
     layers: dict[int, LayerShape]
     shape: ModelShape
-    path: str  # how prefill and training compute, in words
+    path: str  # the computation path of prefill and training, as text
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Best of several runs. `prefill_s` is the same requests cut to one token, which needs no decode step."""
+    """The best of several runs. `prefill_s`: the same requests with one token each, which need no decode step."""
 
     seconds: float
     prefill_s: float
@@ -76,7 +76,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def begin(smoke: bool) -> tuple[Rates, dict[str, Any]]:
-    """The device's rates, and the head of a result."""
+    """The rates of the device, and the header of a result."""
     if not smoke and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU; --smoke runs it on the CPU with a tiny model")
     rates = measure_rates(smoke)
@@ -89,7 +89,9 @@ def config_of(shape: str) -> Any:
 
 
 def load(shape: str, adapters: lora.LoraSettings | None = None) -> Loaded:
-    """Random weights of that shape, made on the device, read as a run reads a model: proved, adapted, fused."""
+    """Random weights of the shape, created on the device and loaded like the model of a run: verified, with adapters,
+    fused.
+    """
     torch.manual_seed(0)
     device, dtype = ("cpu", torch.float32) if shape == TINY else ("cuda", torch.bfloat16)
     config = config_of(shape)
@@ -110,7 +112,7 @@ def make_engine(loaded: Loaded, slots: int, context_tokens: int, graphs: bool = 
 
 
 def requests(vocabulary: int, prompts: int, prompt_tokens: int, new: Sequence[int]) -> list[Request]:
-    """One request an entry of `new`, spread evenly over random prompts, a prompt's requests side by side."""
+    """One request per entry of `new`, evenly over random prompts; requests of a prompt are adjacent."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, vocabulary, (prompts, prompt_tokens), generator=generator).tolist()
     group = len(new) // prompts
@@ -130,7 +132,7 @@ def generate(engine: EmbeddedEngine, work: Sequence[Request]) -> tuple[float, di
 
 
 def time_engine(engine: EmbeddedEngine, work: Sequence[Request], repeats: int = 3) -> Timing:
-    """After two runs: what comes a second time is captured as a graph. Every token is drawn with its log-prob."""
+    """After two runs, because graphs are captured at the second use. Every token is sampled with its log-prob."""
     first = [replace(request, sampling=replace(request.sampling, max_tokens=1)) for request in work]
     for _ in range(2):
         _, done = generate(engine, work)
@@ -158,7 +160,7 @@ def peak_gib() -> float | None:
 
 
 def free() -> None:
-    """Give back what nothing holds any more."""
+    """Free memory that nothing uses any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

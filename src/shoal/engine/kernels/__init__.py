@@ -1,1 +1,1 @@
-"""Triton kernels of the decode step, imported only where Triton is; each is tested against a plain torch equal."""
+"""Triton kernels of the decode step, imported only if Triton is installed. Tests compare each with plain torch."""

@@ -26,7 +26,7 @@ TOKENS = 32  # of a program
 
 @triton.jit
 def _copy(source, target, tokens, there, stride_token, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """`tokens` of one head, [T] of which those in the mask `there`, from one place to another."""
+    """Copy `tokens` of one head, [T], where the mask `there` is true."""
     dims = tl.arange(0, PADDED)[None]
     real = there[:, None] & (dims < DIM)
     numbers = tl.load(source + tokens[:, None] * stride_token + dims, mask=real)
@@ -40,7 +40,7 @@ def _scatter(
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, tokens of it, head)."""
+    """Program (sequence, block of its tokens, head)."""
     at = tl.program_id(0)
     first = tl.program_id(1) * TOKENS
     head = tl.program_id(2).to(tl.int64)
@@ -67,7 +67,7 @@ def scatter(
     where: tuple[Tensor, Tensor, Tensor],  # starts, lengths and slots, [N] each
     longest: int,
 ) -> None:
-    """`lengths[i]` tokens from `starts[i]` on go to the slot `slots[i]`, none more than `longest`."""
+    """Copy `lengths[i]` tokens, starting at `starts[i]`, to the slot `slots[i]`; none is longer than `longest`."""
     key, value = (x if x.stride(2) == 1 else x.contiguous() for x in heads)
     keys, values = cache
     _scatter[(len(where[0]), triton.cdiv(longest, TOKENS), len(key))](
@@ -83,12 +83,14 @@ def scatter(
 
 
 WIDEST = 256  # numbers of a head
-MIN_HEADS = 16  # a tensor-core tile has at least 16 rows; heads are padded up to it
+MIN_HEADS = 16  # a tensor-core tile has at least 16 rows; heads are padded to this number
 
 
 @dataclass(frozen=True)
 class HeadForm:
-    """How heads are made ready: rotation tables by position, [length, D], and the weights of their own norms."""
+    """The operations on heads before attention: rotation tables by position, [length, D], and the weights of their
+    norms.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -99,7 +101,7 @@ class HeadForm:
 
 @triton.jit
 def _ready(at, weight, cos, sin, real, dims, eps, DIM: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr):
-    """Heads [N, DIM] at `at` (pointers to their first number, [N, 1]): normed, rotated, in their own dtype."""
+    """Heads [N, DIM] at `at` (pointers to their first number, [N, 1]): after norm and rotation, in their own dtype."""
     HALF: tl.constexpr = DIM // 2
     own = tl.load(at + dims, mask=real, other=0.0)
     if NORMED:
@@ -118,7 +120,7 @@ def _ready(at, weight, cos, sin, real, dims, eps, DIM: tl.constexpr, NORMED: tl.
 
 @triton.jit
 def _real(mask, dims, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Of heads whose size is no power of two the last numbers are none."""
+    """Mask of real numbers: heads whose size is not a power of two are padded."""
     if WIDTH > DIM:
         mask = mask & (dims < DIM)
     return mask
@@ -126,11 +128,11 @@ def _real(mask, dims, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _share(position, window, split, splits, SPAN: tl.constexpr, WINDOWED: tl.constexpr):
-    """[first, last) of the keys before the new one that are this split's, and how many splits the row needs."""
+    """The keys [first, last) before the new one that belong to this split, and the number of splits of the row."""
     start = position * 0
     if WINDOWED:
         start = tl.maximum(position - window + 1, 0)
-    # Spans are the unit: a row of one span is one split; a row of many takes as many of them at a time as it must.
+    # The unit is a span: a row of one span is one split; in a longer row each split takes several spans.
     spans = tl.cdiv(position - start, SPAN)
     share = tl.maximum(tl.cdiv(spans, splits), 1)
     first = start + split * share * SPAN
@@ -168,7 +170,7 @@ def _attend(
     q = _ready(q_at, query_norm, turn_cos, turn_sin, q_real, dims[None], eps, DIM, NORMED, ROTATED)
     k_new = _ready(k_at, key_norm, turn_cos, turn_sin, one_real, dims[None], eps, DIM, NORMED, ROTATED)
     v_new = tl.load(new_value + row * stride_new + head * DIM + dims[None], mask=one_real, other=0.0)
-    # The token itself comes first, while nothing else is there yet: seen by every query, stored for those to come.
+    # The new token comes first, while there are no other keys: every query attends to it, and its key is stored.
     own = split == 0
     stored = dims < tl.where(own, DIM, 0)
     tl.store(keys + base + position * DIM + dims[None], k_new, mask=stored[None])
@@ -215,7 +217,7 @@ def _join(
     partial, partial_max, partial_sum, out, positions, window, splits,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, query head): its splits weighed by how much of the softmax each holds. Rows of one are done."""
+    """Program (row, query head): the mean of its splits, weighted by softmax mass. Rows with one split are done."""
     row = tl.program_id(0).to(tl.int64)
     _, _, live = _share(tl.load(positions + row), window, 0, splits, SPAN, WINDOWED)
     if live == 1:
@@ -235,7 +237,7 @@ def _join(
 
 @dataclass(frozen=True)
 class Launch:
-    """How the kernel is cut: splits of a row at most, keys of one at least; keys a block, warps, load stages."""
+    """How the kernel is divided: most splits of a row, fewest keys of a split, keys per block, warps, load stages."""
 
     splits: int = 1
     span: int = 512
@@ -244,20 +246,20 @@ class Launch:
     stages: int = 3
 
 
-SHORT = 512  # keys; rows up to here are never cut
-MANY, FEW = 1000, 128  # programs that fill the device many times over, and programs that do not fill it
+SHORT = 512  # keys; shorter rows have one split
+MANY, FEW = 1000, 128  # enough programs to fill the device many times, and too few to fill it
 MAX_SPLITS = 64
 
 
 def launch_for(programs: int, dim: int, longest: int) -> Launch:
-    """For `programs` rows times key heads of `dim`, none with more than `longest` keys, as measured on an H200.
+    """For `programs` rows times key heads of size `dim` with at most `longest` keys, as measured on an H200.
 
-    Other cards run it too, perhaps not at their best.
+    Other GPUs use the same values, which may not be the fastest there.
 
-    Wider heads take as much of the shared memory as those of 128: fewer keys a block.
+    Wider heads use as much shared memory as heads of 128, so they have fewer keys per block.
 
-    Where programs abound and rows are short, one warp each with small blocks; where they are few, each takes more of
-    the memory's width. A long row among many is still one program, of more warps; among few it is cut.
+    With many programs and short rows, each has one warp and small blocks. With few programs, each uses more of the
+    memory bandwidth. A long row among many is one program with more warps; among few it is split.
     """
     launch = _launch(programs, dim, longest)
     return replace(launch, block=max(16, launch.block * 128 // width_of(dim))) if dim > 128 else launch
@@ -280,10 +282,11 @@ def _cut(longest: int, span: int, form: tuple[int, int, int]) -> Launch:
 def decode_attention(
     heads: tuple[Tensor, Tensor, Tensor],  # query [B, H, D], new key and value [B, Hkv, D]; rows may be strided
     cache: tuple[Tensor, Tensor],  # keys and values [slots, Hkv, length, D], written at `positions`
-    positions: Tensor,  # [B] int64, where the new token stands
+    positions: Tensor,  # [B] int64, the position of the new token
     shape: Shape,
     launch: Launch | None = None,
-    form: HeadForm | None = None,  # None: heads come normed and rotated, as those of no power of two must
+    form: HeadForm
+    | None = None,  # None: heads are already normed and rotated, as required if their size is not a power of two
 ) -> Tensor:  # [B, H, D]
     query, new_key, new_value = heads
     keys, values = cache
@@ -320,7 +323,7 @@ def _partials(rows: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def width_of(dim: int) -> int:
-    """Numbers that a head takes in a tile."""
+    """Numbers that a head occupies in a tile."""
     return max(16, triton.next_power_of_2(dim))
 
 

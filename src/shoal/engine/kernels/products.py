@@ -58,7 +58,7 @@ def _gated(
 def _sum_norm(
     partial, residual, weight, out, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Program: one row. The sum of the parts, rounded, joins the residual; `out` is the norm of that."""
+    """Program: one row. The rounded sum of the parts is added to the residual; `out` is the norm of the result."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -75,16 +75,16 @@ def _sum_norm(
     tl.store(out + row * WIDTH + columns, gain * (wide * scale).to(value.dtype), mask=inside)
 
 
-GATED_ROWS = 64  # above them the library's product is as fast, or faster
-EXACT_ROWS = 16  # in fp32 for the check at start alone: such products are slow
-PROGRAMS = 132  # that fill the device
+GATED_ROWS = 64  # with more rows the library's product is as fast, or faster
+EXACT_ROWS = 16  # in fp32 only for the check at the start: such products are slow
+PROGRAMS = 132  # tiles that fill the device
 SPLITS = (4, 2)
-SPLIT_TILE, SPLIT_DEPTH = 128, 256  # rows and columns that one program of the library takes; the least depth of a part
-FEWEST_TILES, MOST_TILES = 40, 100  # of all parts together; between them a tile more for every 86 of the depth
+SPLIT_TILE, SPLIT_DEPTH = 128, 256  # rows and columns of one program of the library; the least depth of a part
+FEWEST_TILES, MOST_TILES = 40, 100  # depth of all parts together; between them one more tile for every 86 of the depth
 
 
 def gated_tile(rows: int, weight: Tensor) -> Tile | None:
-    """How `gated` is cut, as measured on an H200; None where a product and a SwiGLU of their own are better."""
+    """How `gated` is divided, as measured on an H200. None if a product and a separate SwiGLU are faster."""
     width, depth = len(weight) // 2, weight.shape[1]
     exact = weight.dtype == torch.float32
     if rows > (EXACT_ROWS if exact else GATED_ROWS) or width % 64 or depth % 64:
@@ -93,8 +93,9 @@ def gated_tile(rows: int, weight: Tensor) -> Tile | None:
 
 
 def splits_of(rows: int, weight: Tensor) -> int:
-    """Into how many parts of its depth a product is best cut, as measured on an H200: tiles alone are too few to fill
-    the device, but every part is written and read again, which only a deep product is worth."""
+    """The best number of parts along the depth of a product, as measured on an H200. Tiles alone do not fill the
+    device, but every part is written and read again, which pays only for a deep product.
+    """
     width, depth = weight.shape
     tiles = triton.cdiv(rows, SPLIT_TILE) * triton.cdiv(width, SPLIT_TILE)
     most = min(MOST_TILES, max(FEWEST_TILES, depth // 86))
@@ -119,7 +120,7 @@ def gated(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
 
 
 def split_product(x: Tensor, weight: Tensor, splits: int) -> Tensor:
-    """x [B, in] @ weight [out, in].T in parts: [splits, B, out] fp32, whose sum it is."""
+    """x [B, in] @ weight [out, in].T in parts [splits, B, out] fp32. The product is their sum."""
     parts = x.view(len(x), splits, -1).transpose(0, 1)
     weights = weight.view(len(weight), splits, -1).permute(1, 2, 0)
     if x.is_cuda and x.dtype != torch.float32:

@@ -1,7 +1,8 @@
-"""The end of a decode step: a token drawn from each row of logits, its log-prob, and the row made ready for the next.
+"""The end of a decode step: sample a token from each row of logits, compute its log-prob, and prepare the row for the
+next step.
 
-The draw is that of engine/sampler.py: a block of the vocabulary first, then a token of it, each by an exponential race,
-so that only one block needs random numbers. The hash is the same too; rounding apart, so is the token.
+It samples like engine/sampler.py: first a block of the vocabulary, then a token of the block, each by an exponential
+race, so that only one block needs random numbers. The hash is the same, so the tokens are equal except for rounding.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
@@ -38,14 +39,14 @@ def _log_exponential(columns, low, high):
     """log of a unit exponential for each column, a pure function of (low, high, column)."""
     bits = _mix32(_mix32(columns.to(tl.uint32) * 0x9E3779B1 + low) ^ high)
     uniform = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 6e-8)
-    # log1p(-u) for small u is -u - u*u/2 - …: the plain logarithm would round unlikely tokens away.
+    # log1p(-u) for small u is -u - u*u/2 - …: the plain logarithm would round unlikely tokens to zero.
     series = uniform + uniform * uniform * 0.5 + uniform * uniform * uniform * (1.0 / 3.0)
     return tl.log(tl.where(uniform < 1e-3, series, -tl.log(1.0 - uniform)))
 
 
 @triton.jit
 def _scan(logits, temperatures, tops, sums, WIDTH, stride, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, block): the block's highest logit and its sum of exponentials."""
+    """Program (row, block): the block's largest logit and its sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -55,7 +56,7 @@ def _scan(logits, temperatures, tops, sums, WIDTH, stride, BLOCKS: tl.constexpr,
     temperature = tl.where(temperature == 0.0, 1.0, temperature)
     highest = tl.max(x, 0)
     tl.store(tops + row * BLOCKS + block, highest / temperature)
-    # As a power of two, whose factor holds the temperature too: nothing is divided but the highest.
+    # As a power of two, whose factor includes the temperature: only the maximum is divided.
     weights = tl.exp2((x - tl.where(highest == float("-inf"), 0.0, highest)) * (1.4426950408889634 / temperature))
     tl.store(sums + row * BLOCKS + block, tl.sum(weights, 0))
 
@@ -65,7 +66,9 @@ def _draw(
     logits, temperatures, seeds, counts, tops, sums, token_ids, logprobs, WIDTH, stride, SALT,
     BLOCKS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program: one row. Races blocks by their mass, then the tokens of the winner; greedy rows take the highest."""
+    """Program: one row. Races blocks by their mass, then the tokens of the winning block. Greedy rows take the
+    maximum.
+    """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     greedy = temperature == 0.0
@@ -96,7 +99,7 @@ def _advance(
     drawn, drawn_logprobs, tokens, positions, counts, limits, done, cursors, ends, ids, logprobs, slots,
     ENDS: tl.constexpr,
 ):  # fmt: skip
-    """Program: one row. Notes what was drawn and steps on; a row that is done stands at position 0 and stays there."""
+    """Program: one row. Records the sampled token and advances. A finished row stays at position 0."""
     row = tl.program_id(0)
     token = tl.load(drawn + row)
     cursor = tl.load(cursors + row)
@@ -114,12 +117,12 @@ def _advance(
 
 @dataclass
 class Rows:
-    """The state of every slot between decode steps; graphs read and write it in place. [slots] unless said."""
+    """The state of every slot between decode steps. Graphs read and write it in place. [slots] unless noted."""
 
     tokens: Tensor  # int64, the newest token
-    positions: Tensor  # int64, where it stands
-    counts: Tensor  # int64, tokens drawn so far
-    limits: Tensor  # int64, tokens to draw at most
+    positions: Tensor  # int64, its position
+    counts: Tensor  # int64, tokens sampled so far
+    limits: Tensor  # int64, most tokens to sample
     done: Tensor  # int32
     cursors: Tensor  # int64, the row of `ids` to write next
     ids: Tensor  # [window, slots] int64
@@ -157,7 +160,7 @@ def draw_tokens(logits: Tensor, seeds: Tensor, counts: Tensor, temperatures: Ten
 
 
 def advance(rows: Rows, count: int, drawn: Tensor, logprobs: Tensor) -> None:
-    """Rows 0..count-1 take what was drawn for them."""
+    """Rows 0..count-1 take the sampled tokens."""
     _advance[(count,)](
         drawn, logprobs, rows.tokens, rows.positions, rows.counts, rows.limits, rows.done, rows.cursors, rows.ends,
         rows.ids, rows.logprobs, rows.ids.shape[1], ENDS=len(rows.ends), num_warps=1,

@@ -1,4 +1,4 @@
-"""Triton kernels of a decoder layer, of log-probs and of stored weights; each is tested against plain torch."""
+"""Triton kernels of a decoder layer, of log-probs and of quantised weights. Tests compare each with plain torch."""
 
 from __future__ import annotations
 

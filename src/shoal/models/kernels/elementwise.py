@@ -16,14 +16,14 @@ from torch import Tensor
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportIncompatibleMethodOverride=false
 
 
-BACKWARD_PROGRAMS = 528  # four a multiprocessor: each sums the weight's gradient over its own rows
+BACKWARD_PROGRAMS = 528  # four per multiprocessor: each sums the gradient of the weight over its rows
 
 
 @triton.jit
 def _add_norm(
     x, residual, weight, total, out, scales, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
 ):
-    """Program: one row. `total` gets the sum, `out` its norm, `scales` the factor the backward needs."""
+    """Program: one row. `total` is the sum, `out` its norm, `scales` the factor for the backward."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -43,7 +43,9 @@ def _norm_backward(
     total, scales, weight, d_out, d_total, d_x, d_weight, rows, share,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr, WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """Program: `share` rows. d_x is the gradient of the sum; d_weight[program] this program's part of the gain's."""
+    """Program: `share` rows. d_x is the gradient of the sum; d_weight[program] is this program's part of the gradient
+    of the gain.
+    """
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -124,7 +126,7 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[T
 
 
 def add_norm_(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """The norm of residual + x, which replaces residual in place; of x alone without one. For decoding."""
+    """The norm of residual + x, which replaces residual in place; without a residual, the norm of x. For decoding."""
     return _launch(x, residual, weight, eps, x if residual is None else residual)[0]
 
 
@@ -133,7 +135,7 @@ def add_norm_(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) ->
 
 @triton.jit
 def turn(own, other, cos, sin, dims, HALF: tl.constexpr):
-    """`other` holds each number's partner: (x, y) → (x cos - y sin, y cos + x sin)."""
+    """`other` contains the partner of each number: (x, y) → (x cos - y sin, y cos + x sin)."""
     return own * cos + tl.where(dims < HALF, -other, other) * sin
 
 
@@ -167,7 +169,7 @@ def _rotate_backward(
     x, d_out, d_x, cos, sin, weight, d_weight, eps, stride, d_stride, rows, share,
     HEADS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Program: `share` tokens; the rotation turned back, then the norm's gradient."""
+    """Program: `share` tokens. The inverse rotation, then the gradient of the norm."""
     program = tl.program_id(0)
     HALF: tl.constexpr = DIM // 2
     heads = tl.arange(0, PADDED)[:, None]
@@ -196,7 +198,7 @@ def _rotate_backward(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Heads of one token must lie side by side; tokens may be any distance apart."""
+    """Heads of one token must be contiguous. Tokens may have any stride."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -297,5 +299,5 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """[T, width] each, rows any distance apart → silu(gate) * up, [T, width]."""
+    """[T, width] each, with any row stride → silu(gate) * up, [T, width]."""
     return _SwiGLU.apply(gate, up)  # type: ignore[return-value]

@@ -27,7 +27,7 @@ def _sum_copies(values, copies, starts, out, WIDTH: tl.constexpr, BLOCK: tl.cons
 
 
 def sum_copies(values: Tensor, copies: Tensor, starts: Tensor) -> Tensor:
-    """values [n, ...], `copies` [n] the rows of each token, which begin at `starts` [T+1] → [T, ...]."""
+    """values [n, ...], and `copies` [n], the rows of each token, which start at `starts` [T+1] → [T, ...]."""
     out = torch.empty(len(starts) - 1, *values.shape[1:], dtype=values.dtype, device=values.device)
     width = values[0].numel()
     _sum_copies[(len(out),)](
@@ -44,7 +44,7 @@ BLOCK = 4096
 
 @triton.jit
 def _score(logits, targets, temperatures, logprobs, entropies, totals, WIDTH, BLOCK: tl.constexpr):
-    """Program: one row. Keeps a running maximum, the sum of exponentials and the sum of those times the logit."""
+    """Program: one row. Keeps a running maximum, the sum of exponentials, and the sum of exponentials times logits."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     base = logits + row * WIDTH
@@ -58,7 +58,7 @@ def _score(logits, targets, temperatures, logprobs, entropies, totals, WIDTH, BL
         rescale = tl.exp(top - higher)
         weight = tl.exp(z - higher)
         mass = mass * rescale + weight
-        # What could not be drawn has a logit of -inf and no share.
+        # Ids that could not be sampled have a logit of -inf and no share.
         moment = moment * rescale + tl.where((columns < WIDTH) & (weight > 0), weight * z, 0.0)
         top = higher
     highest = tl.max(top, 0)
@@ -87,7 +87,7 @@ def _differentiate(logits, targets, temperatures, totals, upstream, WIDTH, BLOCK
 
 
 def score(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [T, V] → log-probs, entropies and log-sum-exps, [T] fp32 each, at each row's temperature."""
+    """logits [T, V] → log-probs, entropies and log-sum-exps, [T] fp32 each, at the temperature of each row."""
     rows, width = logits.shape
     logprobs, entropies, totals = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
     _score[(rows,)](logits, targets, temperatures, logprobs, entropies, totals, width, BLOCK=BLOCK, num_warps=8)
@@ -95,7 +95,7 @@ def score(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor
 
 
 def differentiate_(logits: Tensor, targets: Tensor, temperatures: Tensor, totals: Tensor, upstream: Tensor) -> Tensor:
-    """The gradient of sum(upstream * logprobs) with respect to the logits, written over them."""
+    """The gradient of sum(upstream * logprobs) with respect to the logits, which replaces the logits."""
     rows, width = logits.shape
     grid = (rows, triton.cdiv(width, BLOCK))
     _differentiate[grid](logits, targets, temperatures, totals, upstream, width, BLOCK=BLOCK, num_warps=8)

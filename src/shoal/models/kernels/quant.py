@@ -19,7 +19,7 @@ from torch import Tensor
 
 @triton.jit
 def _e4m3(code):
-    """uint8 → the number it stands for, fp32: one sign, four exponent (bias 7) and three mantissa bits."""
+    """uint8 → its value in fp32: one sign, four exponent (bias 7) and three mantissa bits."""
     wide = code.to(tl.int32)
     exponent, mantissa = (wide >> 3) & 15, wide & 7
     normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
@@ -39,7 +39,7 @@ def _e2m1(code):
 
 @triton.jit
 def _fp8_blocks(codes, scales, out, rows, columns, scale_columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (rows / ROWS, columns / BLOCK): inside one block, so with one scale."""
+    """Program (rows / ROWS, columns / BLOCK): within one block, so with one scale."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -61,7 +61,7 @@ def fp8_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int) ->
 
 @triton.jit
 def _nvfp4(codes, scales, whole, out, total, columns, padded, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Program: BLOCK numbers in row-major order. A row is padded to whole groups, so its bytes are its own."""
+    """Program: BLOCK numbers in row-major order. Rows are padded to complete groups, so no byte belongs to two rows."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < total
     row, column = at // columns, at % columns
@@ -87,14 +87,14 @@ def nvfp4(stored: tuple[Tensor, Tensor, Tensor], shape: tuple[int, int], dtype: 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 
 
-LEAST = 1e-12  # the largest number of an empty tensor is taken for this
+LEAST = 1e-12  # replaces the largest number of an empty tensor
 CHUNK, TILE = 8192, 64
-INNER = 16  # what the inner dimension of a product in FP8 is a multiple of
+INNER = 16  # the inner dimension of an FP8 product must be a multiple of this
 
 
 @triton.jit
 def _largest(x, out, count, CHUNK: tl.constexpr):
-    """Program: one chunk; `out` begins at 0."""
+    """Program: one chunk. `out` starts at 0."""
     at = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     numbers = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
     tl.atomic_max(out, tl.max(tl.abs(numbers), 0))
@@ -105,8 +105,8 @@ def _round(
     x, largest, plain, turned, inverse, rows, columns, padded, MAX: tl.constexpr, LEAST: tl.constexpr,
     PLAIN: tl.constexpr, TURNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program: one tile of x [rows, columns]; `turned` is [columns, padded], with zeros where there are no rows."""
-    # The highest power of two that keeps the largest number within MAX: its exponent is all that is left of it.
+    """Program: one tile of x [rows, columns]. `turned` is the transpose, [columns, padded], padded with zeros."""
+    # The largest power of two that keeps the largest number within MAX. Only its exponent is used.
     scale = tl.div_rn(MAX, tl.maximum(tl.load(largest), LEAST))
     scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     at_row = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -127,7 +127,9 @@ def _round(
 
 @dataclass(frozen=True)
 class Fp8Matrix:
-    """A matrix in FP8: as it is and turned, [columns, rows padded to 16], where asked for; times `inverse` it is x."""
+    """A matrix in FP8: `plain`, and its transpose `turned`, [columns, rows padded to 16], each if requested. Times
+    `inverse` it is x.
+    """
 
     plain: Tensor | None
     turned: Tensor | None
@@ -142,7 +144,7 @@ def largest(x: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, kind: torch.dtype, top: Tensor, *, plain: bool = True, turned: bool = False) -> Fp8Matrix:
-    """x [rows, columns], contiguous, in `kind`, with the scale that its largest magnitude `top` asks for."""
+    """x [rows, columns], contiguous, in `kind`, with the scale for its largest magnitude `top`."""
     rows, columns = x.shape
     padded = -(-rows // INNER) * INNER
     inverse = torch.empty(1, dtype=torch.float32, device=x.device)
