@@ -27,6 +27,9 @@ from machine import print_table, write_result
 from random_text import Evens
 from workload import parser
 
+from shoal.config.model_shapes import shape_of as shape_name
+from shoal.models.random_models import shape_config
+from shoal.models.tokenizer import load_tokenizer
 from shoal.runs.run_dir import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +48,7 @@ CACHES = (
 @dataclass(frozen=True)
 class Case:
     name: str
-    model: str  # a shape, "tiny", or a file
+    model: str  # a shape, `shape:NAME` without files, "tiny", or a file
     prompts: int = 16
     group: int = 8
     prompt_tokens: int = 128
@@ -84,18 +87,22 @@ TRL = "TRL 1.16 on an H200, same setting: 11.4–12.3 s per step, 57 GiB; with i
 CASES = {
     "0.5b": Case("0.5b", "qwen2.5-0.5b"),
     "7b-lora": Case("7b-lora", "qwen2.5-7b", prompt_tokens=256, new=512, steps=3, lora_rank=16),
+    "qwen3.5-0.8b": Case("qwen3.5-0.8b", "shape:qwen3.5-0.8b", steps=4),
+    "gemma-3-4b": Case("gemma-3-4b", "shape:gemma-3-4b", steps=4),
+    "gpt-oss-20b-lora": Case("gpt-oss-20b-lora", "shape:gpt-oss-20b", steps=3, lora_rank=16),
+    "qwen3-30b-a3b-lora": Case("qwen3-30b-a3b-lora", "shape:qwen3-30b-a3b", steps=3, lora_rank=16),
 }
+DEFAULT = ("0.5b", "7b-lora")
 SMOLLM = Case("smollm2-135m", "", characters=325, quoted=TRL)
 SMOKE = Case("tiny", "tiny", prompts=2, group=4, prompt_tokens=64, new=8, steps=4, rows=4, precision="fp32")
+SMOKE_SHAPE = replace(SMOKE, name="tiny-shape", model="shape:tiny", lora_rank=2)
 SMOKE_SMOLLM = replace(SMOLLM, prompts=2, group=2, new=4, steps=2, rows=2, precision="fp32")
 
 
 @cache
 def characters_for(model: str, tokens: int) -> int:
     """The number of characters for prompts with this many tokens on average, including the chat template."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
 
     def mean(characters: int) -> float:
         texts = [
@@ -224,8 +231,8 @@ def memory(case: Case, shape: ModelShape, peak: dict[str, float] | None) -> dict
 
 
 def make_model(case: Case, folder: Path) -> str:
-    """A folder written by the command, or the given file. A large shape is created on the GPU."""
-    if case.is_file:
+    """A folder written by the command, or the given file or `shape:NAME`. A large shape is created on the GPU."""
+    if case.is_file or shape_name(case.model):
         return case.model
     target = folder / "model"
     if case.model == "qwen2.5-7b":
@@ -243,6 +250,8 @@ def make_model(case: Case, folder: Path) -> str:
 def shape_of(case: Case, model: str, run_dir: Path) -> ModelShape:
     from transformers import AutoConfig
 
+    if name := shape_name(case.model):
+        return ModelShape.of(shape_config(name))
     folder = run_dir / "final" if case.is_file else Path(model)
     return ModelShape.of(AutoConfig.from_pretrained(folder), 4 if case.precision == "fp32" else 2)
 
@@ -281,11 +290,11 @@ def rates_apart(smoke: bool) -> Rates:
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
+    made.add_argument("--cases", nargs="*", choices=list(CASES), default=list(DEFAULT))
     made.add_argument("--once", "--warm-only", action="store_true", help="no short run before: caches are empty")
     made.add_argument("--smollm", metavar="GGUF", help="SmolLM2-135M, for the case that others have measured")
     asked = made.parse_args()
-    cases = [SMOKE] if asked.smoke else [CASES[name] for name in asked.cases]
+    cases = [SMOKE, SMOKE_SHAPE] if asked.smoke else [CASES[name] for name in asked.cases]
     if asked.smollm:
         cases.append(replace(SMOKE_SMOLLM if asked.smoke else SMOLLM, model=asked.smollm))
     rates = rates_apart(asked.smoke)

@@ -1,6 +1,7 @@
 """Rollout speed of the embedded engine: random weights of known shapes, with log-probs.
 
-python benchmarks/rollout.py OUT.json [--shapes …] [--sequences …] [--generate] [--vllm] [--eager] [--smoke]
+python benchmarks/rollout.py OUT.json [--shapes …] [--sequences …] [--prompt 128] [--new 256] [--generate] [--vllm]
+    [--eager] [--smoke]
 
 Prompts are different, and then in groups of eight as in GRPO. `tokens_per_s` covers the time from the first prompt to
 the last token. `decode_tokens_per_s` excludes the prefill. --generate and --vllm measure transformers' generate and
@@ -17,7 +18,9 @@ from limits import Rates
 from machine import print_table, write_result
 from workload import TINY, Loaded, begin, free, generate, load, make_engine, parser, requests, time_engine
 
-CASES = {"qwen2.5-0.5b": [128, 512], "qwen3-0.6b": [128, 512], "qwen2.5-7b": [64]}
+DENSE = ("qwen2.5-0.5b", "qwen3-0.6b", "qwen2.5-7b")
+CASES = {"qwen2.5-0.5b": [128, 512], "qwen3-0.6b": [128, 512], "qwen2.5-7b": [64], "gemma-3-4b": [64, 128],
+         "qwen3.5-0.8b": [128, 512], "gpt-oss-20b": [128], "qwen3-30b-a3b": [128]}  # fmt: skip
 PROMPT, NEW, GROUP = 128, 256, 8
 PARITY_SEQUENCES, PARITY_NEW = 16, 64
 
@@ -25,6 +28,7 @@ PARITY_SEQUENCES, PARITY_NEW = 16, 64
 @dataclass(frozen=True)
 class Case:
     sequences: int
+    prompt: int
     new: int
     group: int = 1  # sequences of one prompt
     graphs: bool = True
@@ -36,15 +40,15 @@ class Case:
 
 def measure(loaded: Loaded, case: Case, rates: Rates) -> dict[str, Any]:
     count, prompts = case.sequences, case.prompts
-    engine = make_engine(loaded, count, PROMPT + case.new, case.graphs)
-    work = requests(loaded.decoder.vocab_size, prompts, PROMPT, [case.new] * count)
+    engine = make_engine(loaded, count, case.prompt + case.new, case.graphs)
+    work = requests(loaded.decoder.vocab_size, prompts, case.prompt, [case.new] * count)
     timing = time_engine(engine, work, repeats=3 if case.graphs else 1)
-    decode = loaded.shape.decode([(PROMPT, case.new)] * count, count)
-    prefill = loaded.shape.prefill([PROMPT] * prompts, count)
+    decode = loaded.shape.decode([(case.prompt, case.new)] * count, count)
+    prefill = loaded.shape.prefill([case.prompt] * prompts, count)
     return {
         "sequences": count,
         "group": case.group,
-        "prompt": PROMPT,
+        "prompt": case.prompt,
         "new": case.new,
         "path": engine.path,
         **timing.row(),
@@ -52,8 +56,8 @@ def measure(loaded: Loaded, case: Case, rates: Rates) -> dict[str, Any]:
         "decode": decode.limits(rates, timing.tokens - count, timing.decode_tokens_per_s)
         | {"bytes": decode.bytes, "operations": decode.operations, "seconds": timing.seconds - timing.prefill_s},
         "prefill": {
-            "tokens_per_s": prompts * PROMPT / timing.prefill_s,
-            **prefill.limits(rates, prompts * PROMPT, prompts * PROMPT / timing.prefill_s),
+            "tokens_per_s": prompts * case.prompt / timing.prefill_s,
+            **prefill.limits(rates, prompts * case.prompt, prompts * case.prompt / timing.prefill_s),
             "bytes": prefill.bytes,
             "operations": prefill.operations,
         },
@@ -88,25 +92,25 @@ def add_ratios(row: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 def run_shape(shape: str, counts: list[int], asked: Any, rates: Rates) -> list[dict[str, Any]]:
-    new = 16 if asked.smoke else NEW
+    prompt, new = (16, 16) if asked.smoke else (asked.prompt, asked.new)
     loaded = load(shape)
     rows: list[dict[str, Any]] = []
     for group in (1, GROUP):
         for count in counts:
-            rows.append({"shape": shape, **measure(loaded, Case(count, new, group), rates)})
+            rows.append({"shape": shape, **measure(loaded, Case(count, prompt, new, group), rates)})
             free()
     rows[0]["parity_graphs_eager"] = parity(loaded)
     if asked.eager:
-        eager = measure(loaded, Case(counts[0], new, graphs=False), rates)
+        eager = measure(loaded, Case(counts[0], prompt, new, graphs=False), rates)
         rows[0]["eager_tokens_per_s"] = eager["tokens_per_s"]
     if asked.generate:
-        add_ratios(rows[0], rivals.transformers_generate(loaded.decoder, counts[0], PROMPT, new))
+        add_ratios(rows[0], rivals.transformers_generate(loaded.decoder, counts[0], prompt, new))
     if asked.vllm:
         with rivals.saved(loaded.decoder) as folder:
             vocabulary = loaded.decoder.vocab_size
             del loaded
             free()
-            prompts = {count: requests(vocabulary, count, PROMPT, [new] * count) for count in counts}
+            prompts = {count: requests(vocabulary, count, prompt, [new] * count) for count in counts}
             for row, found in zip(rows, rivals.vllm(folder, prompts, new, asked.vllm_path), strict=False):
                 add_ratios(row, found)
     return rows
@@ -114,8 +118,10 @@ def run_shape(shape: str, counts: list[int], asked: Any, rates: Rates) -> list[d
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--shapes", nargs="+", choices=list(CASES), default=list(CASES))
-    made.add_argument("--sequences", nargs="+", type=int, help="instead of 128 and 512 (7b: 64)")
+    made.add_argument("--shapes", nargs="+", choices=list(CASES), default=list(DENSE))
+    made.add_argument("--sequences", nargs="+", type=int, help="numbers of sequences, instead of those of each shape")
+    made.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
+    made.add_argument("--new", type=int, default=NEW, help="tokens of a completion")
     made.add_argument("--generate", action="store_true", help="also time transformers' generate")
     made.add_argument("--vllm", action="store_true", help="also time vLLM, which has to be installed")
     made.add_argument("--vllm-path", metavar="FOLDER", help="where vLLM is installed, if apart")

@@ -2,11 +2,14 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from models.families import build
 from shoal.models.random_models import shape_config
+from support.models import as_decoder
 
 
 def load_benchmark(name: str):
@@ -81,3 +84,43 @@ def test_known_shape():
 def test_untied_embedding_reads_only_needed_rows():
     shape = limits.ModelShape.of(shape_config("qwen2.5-7b"))
     assert shape.parameters - (shape.body_weights + shape.head_weights) > 151_936 * 3584
+
+
+def test_experts_that_a_step_uses():
+    # 4 experts of 25 weights, 2 per token: one token reads half of them, two read 3/4 on average.
+    mixture = replace(SMALL, expert_weights=100, experts=4, experts_per_token=2)
+    assert [mixture.step_weight_bytes(tokens) for tokens in (1, 2)] == [2 * (15 + 50), 2 * (15 + 75)]
+    assert mixture.decode([(3, 3)], slots=8).operations == SMALL.decode([(3, 3)], slots=8).operations + 2 * 50 * 2
+    assert mixture.train(1).operations == 6 * (20 - 50)
+
+
+def test_keys_within_a_window():
+    # Queries at positions 4 to 6 see 4, 5 and 6 keys, or 5 at most in the second layer.
+    windowed = replace(SMALL, windows=(5,))
+    assert SMALL.keys(3, 3) == 15 and windowed.keys(3, 3) == (15 + 14) / 2
+    assert windowed.keys(0, 2) == SMALL.keys(0, 2) and windowed.keys(9, 2) == (10 + 11 + 5 + 5) / 2
+
+
+def test_states_are_read_and_written_in_every_step():
+    stateful = replace(SMALL, state_bytes=1000)
+    assert stateful.decode([(3, 3)] * 2, 8).bytes == SMALL.decode([(3, 3)] * 2, 8).bytes + 2 * 2 * 2 * 1000
+    assert stateful.prefill([2], 3).bytes == SMALL.prefill([2], 3).bytes + 3 * 1000
+
+
+def test_shapes_with_experts_windows_and_states():
+    mixture = limits.ModelShape.of(shape_config("qwen3-30b-a3b"))
+    assert (mixture.experts, mixture.experts_per_token) == (128, 8)
+    assert mixture.expert_weights == 48 * 128 * 3 * 2048 * 768
+    assert mixture.token_weights + mixture.head_weights == pytest.approx(3.0e9, rel=0.03)
+    gemma = limits.ModelShape.of(shape_config("gemma-3-4b"))
+    assert gemma.layers == 34 and gemma.windows == (1024,) * 29
+    hybrid = limits.ModelShape.of(shape_config("qwen3.5-0.8b"))
+    assert hybrid.layers == 6 and hybrid.cache_bytes == 6 * 2 * 2 * 256 * 2
+    oss = limits.ModelShape.of(shape_config("gpt-oss-20b"))
+    assert oss.expert_weights == 24 * 32 * 3 * 2880 * 2880 and len(oss.windows) == 12
+
+
+def test_state_size_is_that_of_the_engine():
+    model = build("qwen3_5_text")
+    engine = sum(layer.state_bytes for layer in as_decoder(model).verify().values())
+    assert limits.ModelShape.of(model.config, element_bytes=4).state_bytes == engine > 0
