@@ -61,8 +61,10 @@ Build = Callable[[Run, Workspace], AbstractAsyncContextManager[Loop]]
 async def build_colocated(run: Run, workspace: Workspace) -> AsyncIterator[Loop]:
     """The loop with the policy in this process. The order is fixed: model, memory plan, engine."""
     from shoal.build.memory_plan import make_plan
+    from shoal.models.graph_cache import capture_seconds
 
-    config, ranks, phases = run.config, workspace.ranks, Phases()
+    config, ranks = run.config, workspace.ranks
+    phases = Phases(counters={"capture": capture_seconds})
     if absent := absent_server(config):
         workspace.console.note(absent)
     device = DeviceThread(config.orch.deadline_s, ranks)

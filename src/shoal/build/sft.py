@@ -15,7 +15,7 @@ from shoal.build.load import resume_command
 from shoal.build.model import LoadedModel, PolicyFiles, explain_oom, load, make_policy
 from shoal.build.parts import make_sinks
 from shoal.build.signals import stop_signals
-from shoal.build.workspace import end_at_once, newest_checkpoint
+from shoal.build.workspace import Stages, end_at_once, newest_checkpoint
 from shoal.config.schema import DpoConfig, SupervisedConfig
 from shoal.core.errors import Interrupted, StoppedByPolicy
 from shoal.core.metrics import throughput
@@ -35,6 +35,12 @@ if TYPE_CHECKING:
     from shoal.trainer.sft import SupervisedSteps
 
 
+def _phases() -> Phases:
+    from shoal.models.graph_cache import capture_seconds
+
+    return Phases(counters={"capture": capture_seconds})
+
+
 @dataclass
 class SupervisedRecorder:
     run_dir: RunDir
@@ -47,15 +53,15 @@ class SupervisedRecorder:
     save_total_limit: int
     next_command: str
     stop: Sequence[int]  # the exit code, once a signal has arrived
-    _phases: Phases = field(default_factory=Phases)
+    _phases: Phases = field(default_factory=_phases)
     _non_finite: int = 0  # steps in a row
 
     def __call__(self, step: int, metrics: dict[str, float]) -> bool:
         """Record a step. Returns true if training must stop after it."""
         self.events.step = step
-        time_s = self._phases.take()["time/step"]
-        metrics = {**metrics, "time/step": time_s}
-        metrics |= throughput({**metrics, "time/train": time_s}, metrics["tokens/completion"])
+        times = self._phases.take()
+        metrics = {**metrics, **{name: times[name] for name in ("time/step", "time/capture") if name in times}}
+        metrics |= throughput({**metrics, "time/train": times["time/step"]}, metrics["tokens/completion"])
         self.sinks.log(step, metrics)
         self.run_dir.append_journal(step, {"version": step})
         self.console.step(step, metrics)
@@ -129,14 +135,15 @@ def _prepare(
     """Load the model, and make the samples of the rows that fit into a sequence."""
     from shoal.build.memory_plan import reference_line, report_plan, training_plan
 
-    train = config.train
-    with console.progress(f"loading {train.model}"):
+    train, stage = config.train, Stages(console)
+    with stage("load", f"loading {train.model}"):
         model = load(train, {"chat_template": config.chat_template})
     for notice in model.notices:
         console.note(notice)
-    items, make_steps = _items(config, tasks, model, events)
+    with stage("data", "encoding the rows"):
+        items, make_steps = _items(config, tasks, model, events)
     total = train.max_steps or max(1, len(items) // config.batch_size) * (train.epochs or 1)
-    with console.progress("measuring memory", quiet=model.decoder.device.type == "cpu"):
+    with stage("memory", "measuring memory", quiet=model.decoder.device.type == "cpu"):
         policy = make_policy(train, model, total)
         plan = training_plan(train, config.batch_size * len(items[0]), model, policy)
     for line in reference_line(policy):
@@ -146,6 +153,7 @@ def _prepare(
     rows = train.per_device_train_batch_size or (1 if plan is None else None)
     tokens = plan.micro_batch_tokens if plan is not None and rows is None else None
     steps = make_steps(policy, items, config.batch_size, train.sequence_len, rows, tokens, train.seed)
+    stage.report(events)
     return SupervisedState(steps, PolicyFiles(policy, model.chat), total)
 
 

@@ -58,6 +58,25 @@ LOADING = "is still loading"  # in a wait that every start has, and that is no w
 
 
 @dataclass
+class Stages:
+    """The parts of the start: shown on the console and timed."""
+
+    console: BaseConsole
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def __call__(self, name: str, doing: str, quiet: bool = False) -> Iterator[None]:
+        began = time.monotonic()
+        with self.console.progress(doing, quiet=quiet):
+            yield
+        self.seconds[name] = time.monotonic() - began
+
+    def report(self, events: EventLog) -> None:
+        """Call it when everything is loaded."""
+        events.emit("ready", "everything is loaded", data={"seconds": self.seconds})
+
+
+@dataclass
 class Workspace:
     """Everything that a run has before a model is loaded."""
 
@@ -69,15 +88,7 @@ class Workspace:
     events: EventLog
     watchdog: Watchdog
     data_notices: list[DataNotice]  # rows of data sets that were held out or left out
-    stages: dict[str, float] = field(default_factory=dict)  # parts of the start → seconds
-
-    @contextlib.contextmanager
-    def stage(self, name: str, doing: str, quiet: bool = False) -> Iterator[None]:
-        """A part of the start: shown on the console and timed."""
-        began = time.monotonic()
-        with self.console.progress(doing, quiet=quiet):
-            yield
-        self.stages[name] = time.monotonic() - began
+    stage: Stages
 
     def report_wait(self, text: str) -> None:
         """Report on the console, in the events and in the status that the run waits, or no longer does."""
@@ -113,7 +124,7 @@ def open_workspace(run: Run) -> Iterator[Workspace]:
         for notice in [*run.notices, *rewards.notices]:
             console.note(f"note: {notice}")
         watchdog = Watchdog(run_dir.logs, events, stall_s=config.orch.deadline_s)
-        yield Workspace(environments, rewards, ranks, run_dir, console, events, watchdog, data_notices)
+        yield Workspace(environments, rewards, ranks, run_dir, console, events, watchdog, data_notices, Stages(console))
 
 
 def prepare_environments(run: Run) -> tuple[dict[str, Environment], list[DataNotice]]:

@@ -6,8 +6,9 @@ when to capture. The cache owns the graphs, their memory pool and its size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +18,22 @@ from torch import Tensor
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
+_capture_s = 0.0  # of this process
+
+
+def capture_seconds() -> float:
+    """Seconds this process has spent capturing graphs, with their warm-ups: `time/capture` is the difference."""
+    return _capture_s
+
+
+@contextmanager
+def _timed_capture() -> Iterator[None]:
+    global _capture_s
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        _capture_s += time.monotonic() - began
 
 
 def power_of_two(count: int, least: int = 1) -> int:
@@ -67,7 +84,6 @@ class GraphCache(dict[Key, CapturedGraph[Result]]):
     def capture(self, work: Callable[[], Result], inputs: Mapping[str, Tensor] | None = None) -> CapturedGraph[Result]:
         """Run `work` once to warm up, then capture it. The caller stores the graph."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        work()
 
         def measured() -> Result:
             before = torch.cuda.memory_reserved(self._device)  # capturing has freed all unused memory
@@ -75,7 +91,9 @@ class GraphCache(dict[Key, CapturedGraph[Result]]):
             self.pool_bytes += torch.cuda.memory_reserved(self._device) - before
             return result
 
-        graph, result = capture(measured, self._pool)
+        with _timed_capture():
+            work()
+            graph, result = capture(measured, self._pool)
         return CapturedGraph(graph, inputs or {}, result)
 
     def reset(self) -> None:

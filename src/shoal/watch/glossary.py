@@ -274,6 +274,7 @@ CATALOGUE = _catalogue(
     Metric("time/reward", "Wall time during which rewards were computed.", "s", "", FASTER_REWARD),
     Metric("time/train", "Wall time of forward pass, backward pass and optimizer.", "s"),
     Metric("time/teacher", "Wall time in which the teacher scored the rollouts; part of time/train.", "s"),
+    Metric("time/capture", "Wall time of capturing CUDA graphs; part of time/rollout and time/train.", "s"),
     Metric("time/sync", "Wall time of the weight transfer to the sampler.", "s", "a few percent of the step"),
     Metric("time/eval", "Wall time of held-out evaluation.", "s"),
     Metric("time/save", "Wall time of writing checkpoints.", "s"),

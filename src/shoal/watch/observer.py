@@ -74,11 +74,16 @@ class Phases:
     """Measures phases of a step. They may nest, overlap and run in several threads or tasks.
 
     The time of a phase is the wall time during which at least one block of that name is open, so 64 concurrent rollouts
-    count once. Idle is the wall time during which no phase is open.
+    count once. Idle is the wall time during which no phase is open. `counters` are seconds that are measured
+    elsewhere, by name: their increase is a metric of the step if there is any.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, counters: Mapping[str, Callable[[], float]] | None = None
+    ) -> None:
         self._now = now
+        self._counters = dict(counters or {})
+        self._counted = dict.fromkeys(self._counters, 0.0)
         self._guard = threading.Lock()
         self._open: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
@@ -109,6 +114,11 @@ class Phases:
             taken = {"time/step": self._last - self._window_start}
             taken |= {f"time/{phase}": self._seconds[phase] for phase in PHASES if phase in self._seconds}
             taken["time/idle"] = self._idle
+            for name, read in self._counters.items():
+                seconds = read()
+                if seconds > self._counted[name]:
+                    taken[f"time/{name}"] = seconds - self._counted[name]
+                self._counted[name] = seconds
             self._seconds = dict.fromkeys(self._open, 0.0)
             self._idle = 0.0
             self._window_start = self._last
