@@ -142,7 +142,7 @@ def test_sighup_stops_it_cleanly(start: Start, tmp_path: Path):
             {"MY_KEY": "k"},
             "infer.host: cannot listen on 192.0.2.1",
         ),
-        (["infer.model=nowhere/at/all"], {}, "'nowhere/at/all' does not exist"),
+        (["infer.model=nowhere/at/all"], {}, '"nowhere/at/all" does not exist'),
         (["infer.dtype=float16"], {}, "infer.dtype"),
         (["infer.max_loras=4"], {}, "infer.max_loras"),
         (["infer.engine_args={a: 1}"], {}, "infer.engine_args"),
@@ -151,7 +151,7 @@ def test_sighup_stops_it_cleanly(start: Start, tmp_path: Path):
 def test_invalid_settings_print_one_line_and_exit_2(overrides: list[str], env: dict[str, str], says: str, start: Start):
     command = start(*overrides, **env)
     assert command.wait() == 2
-    lines = [line for line in command.text().splitlines() if line != "loading nowhere/at/all"]
+    lines = command.text().splitlines()
     assert len(lines) == 1 and says in lines[0], command.text()
 
 

@@ -98,7 +98,7 @@ def test_shipped_example_runs_unchanged(warm: WarmPython, place: Path):
 @pytest.mark.parametrize(
     ("script", "words", "says"),
     [
-        ("train_local_simple.py", ["--model", "./nothing"], "--model: the model folder './nothing' does not exist"),
+        ("train_local_simple.py", ["--model", "./nothing"], '--model: "./nothing" does not exist'),
         ("train_local_simple.py", ["--max-length", "3"], "--max-length: all 12 examples"),
         ("train_hf_trainer.py", ["--data", "bad"], "--data: bad: no usable row (1 bad)"),
         ("train_hf_trainer.py", ["--output-dir", "dense.py"], "--output-dir: 'dense.py' is a file"),

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from shoal.build.load import environment_problem
 from shoal.cli.output import notices, say
+from shoal.config.model_names import model_problem
 from shoal.config.problems import Findings, Origins
-from shoal.config.section_rules import model_problem
 from shoal.config.yaml_text import Source, parse_yaml
 from shoal.core.errors import ConfigError
 from shoal.runs.files import storage

@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from shoal.cli.output import say
+from shoal.config.model_names import model_problem
 from shoal.config.model_shapes import shape_of, shape_problem
 from shoal.config.reference import SCHEMA_LINE, reference_page, schema_file
 from shoal.config.schema import LAYOUTS, SECTIONS
-from shoal.config.section_rules import model_problem
 from shoal.core.errors import ConfigError, StorageError
 from shoal.runs.weight_files import find_weights
 from shoal.watch.console import stderr_console

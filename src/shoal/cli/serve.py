@@ -16,8 +16,8 @@ from cyclopts import Parameter
 from shoal.cli.output import notices, say
 from shoal.config.infer import InferConfig
 from shoal.config.load import ConfigDraft, load_section
+from shoal.config.model_names import model_problem
 from shoal.config.rules import check_section
-from shoal.config.section_rules import model_problem
 from shoal.core.errors import ConfigError
 from shoal.core.types import Message, Request, SamplingParams
 from shoal.runs.weight_files import ADAPTER_FILE, Weights, find_weights, template_of

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from shoal.config.fields import given, marked
 from shoal.config.infer import InferConfig
 from shoal.config.loss_rules import check_adapter_off, check_loss, check_replay
+from shoal.config.model_names import model_problem
 from shoal.config.model_shapes import shape_of
 from shoal.config.orch import OrchConfig
 from shoal.config.problems import Findings, Origins, problems_from, redact, render, show
@@ -24,7 +25,6 @@ from shoal.config.section_rules import (
     check_orch,
     check_train,
     check_uniform,
-    model_problem,
     port_of,
 )
 from shoal.config.train import TrainConfig
@@ -75,6 +75,8 @@ def check_section(name: str, section: TrainConfig | InferConfig | OrchConfig) ->
         findings.error(key, "is required but not set", "set it to a model folder, a hub id or a GGUF file")
     elif shape_of(model) is not None:
         findings.error(key, f"{show(model)} has no files, which other processes need", WRITE_SHAPE)
+    elif name != "train" and (problem := model_problem(model)) is not None:
+        findings.error(key, *problem)
     if isinstance(section, TrainConfig):
         check_train(section, findings)
         check_loss(section, findings)

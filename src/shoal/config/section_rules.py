@@ -6,13 +6,12 @@ Called by rules.py. Of a data file only the first row is read.
 from __future__ import annotations
 
 import json
-import re
 from itertools import islice
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from shoal.config.fields import given, marked, nearest
-from shoal.config.model_shapes import shape_of, shape_problem
+from shoal.config.model_names import model_problem
 from shoal.config.orch import AdvantageConfig, DatasetConfig, OrchConfig, TemperatureSchedule
 from shoal.config.problems import Findings, show
 from shoal.config.train import TrainConfig
@@ -23,7 +22,6 @@ FULL_RATES = (5e-7, 5e-5)
 LORA_FACTOR = 10
 # Key → PEFT's key: properties that an existing adapter fixes.
 ADAPTER_KEYS = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
-_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?\Z")
 
 
 def check_train(train: TrainConfig, findings: Findings, supervised: bool = False) -> None:
@@ -82,39 +80,6 @@ def _check_model(train: TrainConfig, findings: Findings) -> None:
         findings.error("train.teacher.adapter", what, "use an adapter folder written by PEFT")
     if train.adapter_path is not None:
         _check_adapter(train, train.adapter_path, findings)
-
-
-def model_problem(model: str) -> tuple[str, str] | None:
-    """What is wrong with a model name, as (what, fix), or None. Loads nothing."""
-    if (shape := shape_of(model)) is not None:
-        return shape_problem(shape)
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        if (folder / "config.json").is_file():
-            return None
-        if (folder / "final" / "adapter_config.json").is_file():
-            base = "use its base model, with train.lora=true and train.adapter_path="
-            return f"{show(model)} is a run directory, not a model", f"{base}{folder / 'final'}"
-        if (folder / "final").is_dir():
-            return f"{show(model)} is a run directory, not a model", f"use its weights: {show(str(folder / 'final'))}"
-        return (
-            f"{show(model)} is a folder without config.json",
-            "use a folder written by save_pretrained, or a .gguf file",
-        )
-    if folder.is_file():
-        return (
-            None
-            if folder.suffix == ".gguf"
-            else (f"{show(model)} is a file without the suffix .gguf", "use the model folder")
-        )
-    if model.endswith(".gguf") or not _HUB_ID.match(model) or looks_like_path(model):
-        return f"{show(model)} does not exist", "check the path; `shoal make-model tiny DIR` builds a small model"
-    return None
-
-
-def looks_like_path(model: str) -> bool:
-    """True for owner/name if there is a local folder called owner: then it is a path, not a hub id."""
-    return "/" in model and Path(model.split("/")[0]).is_dir()
 
 
 def _check_adapter(train: TrainConfig, adapter_path: str, findings: Findings) -> None:

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.config.model_names import expanded, missing_path, similar_path
 from shoal.config.model_shapes import shape_of
-from shoal.config.section_rules import looks_like_path
 from shoal.core.errors import ModelError
 from shoal.models.chat import special_tokens
 from shoal.models.chat_templates import HOW, with_chat_template
@@ -86,7 +86,7 @@ def _read_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def locate(name: str) -> tuple[str, str | None]:
     if (shape := shape_of(name)) is not None:
         raise ModelError(f"{name!r} has no files; write them with `shoal make-model DIR --shape {shape}`")
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_file() and path.suffix == ".gguf":
         return str(path.parent), path.name
     if path.is_dir():
@@ -98,8 +98,8 @@ def locate(name: str) -> tuple[str, str | None]:
         if "auto_map" in _read_config(path / "config.json"):
             raise ModelError(f"{name!r} needs remote code (auto_map), which Shoal does not run")
         return str(path), None
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or looks_like_path(name):
-        raise ModelError(f"the model folder {name!r} does not exist")
+    if (problem := missing_path(name)) is not None:
+        raise ModelError("; ".join(problem))
     return _from_hub(name), None
 
 
@@ -161,7 +161,8 @@ def _from_hub(name: str) -> str:
             _warn_once(f"{name}: {problem[0]}; using the cached files")
             return str(Path(fetched).parent)
     if problem is not None and not isinstance(fetched, str):
-        raise ModelError(f"{name!r} is not a local folder, and {problem[0]}; {problem[1]}, or give a local folder")
+        folder = similar_path(name) or "give a local folder"
+        raise ModelError(f"{name!r} is not a local folder, and {problem[0]}; {problem[1]}, or {folder}")
     return name
 
 

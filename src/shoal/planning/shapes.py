@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.config.model_names import similar_path
 from shoal.config.model_shapes import SHAPES
 from shoal.core.errors import ConfigError
 
@@ -115,9 +116,10 @@ def _cached(model: str) -> Path | None:
 
 
 def _unknown(model: str, argument: str) -> Path:
+    remedy = similar_path(model) or f"known shapes: {', '.join(KNOWN_SHAPES)}"
     raise ConfigError(
         f"command line: {argument}: {model!r} is not a known shape, a folder with config.json or a model in the "
-        f"hub cache; known shapes: {', '.join(KNOWN_SHAPES)}"
+        f"hub cache; {remedy}"
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
+from shoal.config.model_names import expanded
 from shoal.core.errors import ConfigError, StorageError
 from shoal.runs.checkpoints import CheckpointStore
 from shoal.runs.files import digest_files
@@ -44,7 +45,7 @@ def template_of(adapter: Path | str | None) -> str | None:
 
 def find_weights(name: str, *, adapter: str | None = None, checkpoint: str | None = None) -> Weights:
     """`checkpoint` selects one of a run directory: a step, `best`, `newest` or `final` (the default if it exists)."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     if adapter is not None:
         if checkpoint is not None:
             raise ConfigError("command line: --checkpoint: cannot be combined with --adapter; remove one of them")

@@ -234,7 +234,7 @@ def test_misspelled_folder_is_not_looked_up_on_the_hub(tmp_path: Path, monkeypat
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    with pytest.raises(ModelError, match="'models/tny' does not exist"):
+    with pytest.raises(ModelError, match='"models/tny" does not exist; did you mean "models/tiny"'):
         load_tokenizer("models/tny")
 
 

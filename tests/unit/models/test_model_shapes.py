@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from shoal.cli.make_files import export
 from shoal.config.infer import InferConfig
+from shoal.config.model_names import model_problem
 from shoal.config.model_shapes import SHAPES
 from shoal.config.rules import check_run, check_section
 from shoal.config.schema import RunConfig
-from shoal.config.section_rules import model_problem
 from shoal.core.errors import ConfigError, ModelError
 from shoal.models.load import load_model
 from shoal.models.random_models import make_model, shape_config
