@@ -115,7 +115,7 @@ class RunDir:
                 damage = [f"{error}; the identity of the run was read from its checkpoints"]
             run_dir = cls(path, lock, status)
             run_dir.damage = damage
-            for folder in (path, path / "rollouts", path / "checkpoints"):
+            for folder in filter(Path.is_dir, (path, path / "rollouts", path / "checkpoints", path / "final")):
                 sweep(folder)
         except BaseException:
             lock.release()

@@ -88,6 +88,16 @@ def test_step_metrics_are_amended_in_place(run_dir: RunDir) -> None:
     }  # fmt: skip
 
 
+def test_resume_removes_unfinished_files_everywhere(run_dir: RunDir) -> None:
+    (run_dir.path / "final").mkdir()
+    left = [run_dir.path / folder / ".tmp-x" for folder in (".", "rollouts", "checkpoints", "final")]
+    for file in left:
+        file.write_text("half")
+    run_dir.close()
+    with RunDir.resume(run_dir.path):
+        assert not [file for file in left if file.exists()]
+
+
 def test_streams_survive_a_resume_and_partial_lines_are_removed(run_dir: RunDir) -> None:
     for step in (1, 2):
         run_dir.append_metrics(step, {"reward/mean": step / 2})
