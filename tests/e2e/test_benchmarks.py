@@ -85,6 +85,14 @@ def test_kills_are_counted(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_kill_during_a_save_is_counted(tmp_path: Path):
+    found = smoke("gpu_kills", tmp_path)
+    (row,) = found["rows"]
+    assert found["kills"] == 1 and found["failed"] == 0
+    assert row["resumed_from"] <= row["last_step"] <= found["steps"] and found["undisturbed"]["save_s"] > 0
+
+
+@pytest.mark.slow
 def test_quickstart_is_timed(tmp_path: Path):
     (row,) = smoke("quickstart", tmp_path)["rows"]
     assert row["steps"] == 2 and row["supervised_step_s"] > 0 and 0 < row["step_s"] < row["seconds"]
