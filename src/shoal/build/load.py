@@ -81,10 +81,7 @@ def load(
 
     With `split` the orchestrator prints the advice of the rules later, so it is not among the notices.
     """
-    findings = check_split(draft.config) if split else check_run(draft.config)
-    check_environments(draft.config.orch, findings)
-    check_user_code(draft.config.orch, findings)
-    check_user_code(draft.config.train, findings)
+    findings = check_launch(draft.config, split)
     findings.raise_errors(draft.origins)
     config = resolve_run(draft.config)
     advice = [] if split else findings.notice_lines()
@@ -93,6 +90,15 @@ def load(
         notices.append(DEFAULT_LOSS)
     resume = resume or config.train.resume_from_checkpoint
     return Run(config, resume, notices=tuple(wording(line) for line in notices), wording=wording)
+
+
+def check_launch(config: RunConfig, split: bool = False) -> Findings:
+    """The rules, and the environments and functions that the configuration names."""
+    findings = check_split(config) if split else check_run(config)
+    check_environments(config.orch, findings)
+    check_user_code(config.orch, findings)
+    check_user_code(config.train, findings)
+    return findings
 
 
 def resume_command(config: RunConfig | SupervisedConfig) -> str:

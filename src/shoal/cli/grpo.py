@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from shoal.build.load import Run, load
+from shoal.build.load import Run, check_launch, load
 from shoal.cli.dry_run import end_dry_run
 from shoal.cli.entry import note_run_folder
 from shoal.cli.output import notices, say
@@ -150,7 +151,7 @@ def grpo(
     run, overrides = split_tokens(tokens)
     parts = {name: file for name, file in (("train", train), ("infer", infer), ("orch", orch)) if file is not None}
     if layout == "split":
-        return supervise(SplitCommand(run, parts, overrides, resume, dry_run), _read(run, parts, overrides))
+        return supervise(SplitCommand(run, parts, overrides, resume, dry_run), _read(run, parts, overrides, split=True))
     train_or_dry_run(load(_read(run, parts, overrides), resume=resume), dry_run)
     return None
 
@@ -166,7 +167,7 @@ def train_or_dry_run(run: Run, dry_run: bool) -> None:
     api.train(run)
 
 
-def _read(run: str | None, parts: dict[str, str], overrides: list[str]) -> ConfigDraft[RunConfig]:
+def _read(run: str | None, parts: dict[str, str], overrides: list[str], split: bool = False) -> ConfigDraft[RunConfig]:
     if run is not None and parts:
         given = ", ".join(f"--{name}" for name in parts)
         raise ConfigError(f"command line: {run}: a file for the whole run excludes {given}; give one or the other")
@@ -177,7 +178,7 @@ def _read(run: str | None, parts: dict[str, str], overrides: list[str]) -> Confi
         )
     if run is None and parts and (missing := [name for name in ("train", "orch") if name not in parts]):
         raise ConfigError(f"command line: --{missing[0]}: is required next to --{next(iter(parts))}; name its file")
-    return load_run(run, parts=parts, overrides=overrides)
+    return load_run(run, parts=parts, overrides=overrides, rules=partial(check_launch, split=split))
 
 
 def split_tokens(tokens: tuple[str, ...]) -> tuple[str | None, list[str]]:

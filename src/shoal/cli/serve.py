@@ -195,7 +195,7 @@ def _loaded(
             if draft.config.chat_template is None and (template := template_of(found)) is not None:
                 given["chat_template"] = template
         config = draft.config.model_copy(update=given)
-        findings = check_section("infer", config)
+        findings = check_section(config)
         findings.raise_errors(draft.origins)
         notices(findings.notice_lines())
         yield weights, config

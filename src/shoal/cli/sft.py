@@ -108,7 +108,7 @@ def _configure(
     if file is None and not overrides:
         command = f"shoal {kind.verb} {kind.verb}.yaml"
         raise ConfigError(f"command line: no configuration; write {command}, or --model M --dataset D --max-steps N")
-    loaded = load_supervised(kind, file, overrides)
+    loaded = load_supervised(kind, file, overrides, check_supervised)
     findings = check_supervised(loaded.config)
     findings.raise_errors(loaded.origins)
     config = resolve_supervised(loaded.config)

@@ -16,7 +16,7 @@ from shoal.cli.output import notices, say
 from shoal.config.infer import InferConfig
 from shoal.config.load import ConfigDraft, load_section
 from shoal.config.orch import OrchConfig
-from shoal.config.problems import Origins
+from shoal.config.problems import Findings, Origins
 from shoal.config.resolve import as_yaml
 from shoal.config.rules import check_section
 from shoal.config.train import TrainConfig
@@ -102,12 +102,9 @@ def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool
     """The checked section; None after a dry run."""
     die_with_supervisor()
     only_overrides = "=" in file and not file.endswith(FILE_SUFFIXES)
-    loaded = load_section(name, None, [file, *overrides]) if only_overrides else load_section(name, file, overrides)
-    findings = check_section(name, loaded.config)
-    if isinstance(loaded.config, OrchConfig):
-        check_environments(loaded.config, findings)
-    if isinstance(loaded.config, OrchConfig | TrainConfig):
-        check_user_code(loaded.config, findings)
+    words = (None, [file, *overrides]) if only_overrides else (file, overrides)
+    loaded = load_section(name, *words, rules=_check)
+    findings = _check(loaded.config)
     findings.raise_errors(loaded.origins)
     if os.environ.get("RANK", "0") == "0":  # once, not on every rank
         notices(findings.notice_lines())
@@ -119,6 +116,16 @@ def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool
         note_machine(loaded.config)
     say(as_yaml(loaded.config))
     return None
+
+
+def _check(section: TrainConfig | InferConfig | OrchConfig) -> Findings:
+    """The rules of the section, and the environments and functions that it names."""
+    findings = check_section(section)
+    if isinstance(section, OrchConfig):
+        check_environments(section, findings)
+    if isinstance(section, OrchConfig | TrainConfig):
+        check_user_code(section, findings)
+    return findings
 
 
 def die_with_supervisor() -> None:

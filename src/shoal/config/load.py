@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pydantic import ValidationError
-
 from shoal.config.fields import known_keys, nearest, sections_at, variants_of
-from shoal.config.problems import Origins, Problem, printable, problems_from, render, show
+from shoal.config.problems import Origins, printable, show
 from shoal.config.schema import SECTIONS, DpoConfig, RunConfig, SftConfig, SupervisedConfig
+from shoal.config.validate import Rules, validate
 from shoal.config.yaml_text import KeyPath, Source, parse_yaml
 from shoal.core.errors import ConfigError
 from shoal.core.section import Section
@@ -43,29 +42,45 @@ class ConfigDraft(Generic[Config]):
 
 
 def load_run(
-    run: str | None = None, *, parts: Mapping[str, str] | None = None, overrides: Sequence[str] = ()
+    run: str | None = None,
+    *,
+    parts: Mapping[str, str] | None = None,
+    overrides: Sequence[str] = (),
+    rules: Rules[RunConfig] | None = None,
 ) -> ConfigDraft[RunConfig]:
-    """A whole run: one file with three sections, or one file per section (`parts`), plus overrides."""
-    return _load(RunConfig, run, parts or {}, overrides)
+    """A whole run: one file with three sections, or one file per section (`parts`), plus overrides.
+
+    If the schema refuses keys, `rules` find the problems of the other keys, here and in the other functions.
+    """
+    return _load(RunConfig, run, overrides, parts or {}, rules)
 
 
 def load_data(
-    data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "configuration"
+    data: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    source: str = "configuration",
+    rules: Rules[RunConfig] | None = None,
 ) -> ConfigDraft[RunConfig]:
     """A run as plain data with the keys of the files, plus overrides. Messages name `source` as the place."""
     draft = _KeyReader(RunConfig)
     draft.data = copy.deepcopy(dict(data))
     draft.origins.default = source
-    for override in overrides:
-        draft.override(override)
-    return ConfigDraft(draft.validate(), draft.origins)
+    draft.override_all(overrides)
+    return ConfigDraft(validate(RunConfig, draft.data, draft.origins, rules), draft.origins)
 
 
-def load_supervised(kind: type[Supervised], file: str | None, overrides: Sequence[str] = ()) -> ConfigDraft[Supervised]:
-    return _load(kind, file, {}, overrides)
+def load_supervised(
+    kind: type[Supervised],
+    file: str | None,
+    overrides: Sequence[str] = (),
+    rules: Rules[Supervised] | None = None,
+) -> ConfigDraft[Supervised]:
+    return _load(kind, file, overrides, rules=rules)
 
 
-def load_section(name: str, file: str | None, overrides: Sequence[str] = ()) -> ConfigDraft[Any]:
+def load_section(
+    name: str, file: str | None, overrides: Sequence[str] = (), rules: Rules[Any] | None = None
+) -> ConfigDraft[Any]:
     """One section, for the commands of the split layout. The file may have the other sections too.
 
     Paths in messages start with the name of the section.
@@ -73,17 +88,10 @@ def load_section(name: str, file: str | None, overrides: Sequence[str] = ()) -> 
     draft = _KeyReader(RunConfig)
     if file is not None:
         draft.add_file(file, () if _holds_sections(file) else (name,))
-    for override in overrides:
-        draft.override(override, only=name)
+    draft.override_all(overrides, only=name)
     _share(draft.data, name)
     data = draft.data.get(name) or {}
-    try:
-        config = SECTIONS[name].model_validate(data)
-    except ValidationError as error:
-        problems = problems_from(error, SECTIONS[name], data)
-        moved = [Problem((name, *problem.path), problem.what, problem.fix) for problem in problems]
-        raise ConfigError(render(moved, draft.origins)) from None
-    return ConfigDraft(config, draft.origins)
+    return ConfigDraft(validate(SECTIONS[name], data, draft.origins, rules, section=name), draft.origins)
 
 
 def _share(data: dict[str, Any], name: str) -> None:
@@ -108,17 +116,20 @@ def _holds_sections(file: str) -> bool:
 
 
 def _load(
-    model: type[Config], file: str | None, parts: Mapping[str, str], overrides: Sequence[str]
+    model: type[Config],
+    file: str | None,
+    overrides: Sequence[str],
+    parts: Mapping[str, str] | None = None,
+    rules: Rules[Config] | None = None,
 ) -> ConfigDraft[Config]:
     draft = _KeyReader(model)
     if file is not None:
         draft.add_file(file, ())
-    for name, part in parts.items():
+    for name, part in (parts or {}).items():
         draft.add_file(part, (name,))
-    for override in overrides:
-        draft.override(override)
+    draft.override_all(overrides)
     draft.drop_conflicting(LENGTH)
-    return ConfigDraft(draft.validate(), draft.origins)
+    return ConfigDraft(validate(model, draft.data, draft.origins, rules), draft.origins)
 
 
 def read_config_text(file: str) -> str:
@@ -154,10 +165,10 @@ def _similar_file(path: Path) -> str:
     return f"; did you mean {printable(str(path.parent / near))}?" if near else "; `shoal init DIR` writes examples"
 
 
-class _KeyReader(Generic[Config]):
-    """Collects plain data from files and overrides, and validates it."""
+class _KeyReader:
+    """Collects plain data from files and overrides."""
 
-    def __init__(self, model: type[Config]) -> None:
+    def __init__(self, model: type[Section]) -> None:
         self.model = model
         self.data: dict[str, Any] = {}
         self.origins = Origins(default=COMMAND_LINE)
@@ -214,6 +225,17 @@ class _KeyReader(Generic[Config]):
                 f"{', '.join(sections)}{hint if fits[best] else ''}"
             )
 
+    def override_all(self, overrides: Sequence[str], only: str | None = None) -> None:
+        """Raises one ConfigError for all overrides that cannot be applied."""
+        refused = []
+        for text in overrides:
+            try:
+                self.override(text, only)
+            except ConfigError as error:
+                refused.append(str(error))
+        if refused:
+            raise ConfigError("\n".join(refused))
+
     def override(self, text: str, only: str | None = None) -> None:
         key, equals, value_text = text.partition("=")
         shown = printable(text)
@@ -268,26 +290,6 @@ class _KeyReader(Generic[Config]):
                 _assign(target, key, [] if isinstance(following, int) else {})
             target = target[key]
         _assign(target, _slot(target, path[-1], shown), value)
-
-    def validate(self) -> Config:
-        try:
-            return self.model.model_validate(self.data)
-        except ValidationError as error:
-            problems = problems_from(error, self.model, self.data)
-            raise ConfigError(render(self._with_templates(problems), self.origins)) from None
-
-    def _with_templates(self, problems: list[Problem]) -> list[Problem]:
-        """A value from ${VAR} may be private, so the message shows the text of the file instead."""
-        shown = []
-        for problem in problems:
-            text = self.origins.templates.get(problem.path)
-            what = (
-                problem.what.split(", not ")[0] + f", not {show(text)}"
-                if text and ", not " in problem.what
-                else problem.what
-            )
-            shown.append(Problem(problem.path, what, problem.fix))
-        return shown
 
 
 def _slot(target: Any, part: str | int, shown: str) -> Any:

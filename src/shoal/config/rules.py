@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from shoal.config.fields import given, marked
 from shoal.config.infer import InferConfig
 from shoal.config.loss_rules import check_adapter_off, check_loss, check_replay
 from shoal.config.model_names import model_problem
 from shoal.config.model_shapes import shape_of
 from shoal.config.orch import OrchConfig
-from shoal.config.problems import Findings, Origins, problems_from, redact, render, show
-from shoal.config.schema import DpoConfig, RunConfig, SupervisedConfig
+from shoal.config.problems import Findings, Origins, redact, show
+from shoal.config.schema import SECTIONS, DpoConfig, RunConfig, SupervisedConfig
 from shoal.config.section_rules import (
     check_dataset,
     check_orch,
@@ -28,7 +26,7 @@ from shoal.config.section_rules import (
     port_of,
 )
 from shoal.config.train import TrainConfig
-from shoal.core.errors import ConfigError
+from shoal.config.validate import validate
 from shoal.core.section import Section
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -66,9 +64,10 @@ def check_common(config: RunConfig, findings: Findings) -> None:
     _check_adapters(config, findings)
 
 
-def check_section(name: str, section: TrainConfig | InferConfig | OrchConfig) -> Findings:
+def check_section(section: TrainConfig | InferConfig | OrchConfig) -> Findings:
     """Checks for one process of the split layout. The sections are compared when the processes connect."""
     findings = Findings()
+    name = next(name for name, kind in SECTIONS.items() if isinstance(section, kind))
     model = section.model.name if isinstance(section, OrchConfig) else section.model
     key = "orch.model.name" if name == "orch" else f"{name}.model"
     if model is None:
@@ -315,10 +314,7 @@ def merge_sections(name: str, own: Any, others: Mapping[str, Mapping[str, Any]])
     """The run as one process sees it. Each process reaches the shared folder under its own output_dir."""
     data: dict[str, Any] = {other: {**section, "output_dir": own.output_dir} for other, section in others.items()}
     data[name] = own.model_dump(by_alias=True, exclude_unset=True)
-    try:
-        return RunConfig.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(render(problems_from(error, RunConfig, data), Origins(default="handshake"))) from None
+    return validate(RunConfig, data, Origins(default="handshake"))
 
 
 def _check_port(config: RunConfig, findings: Findings) -> None:

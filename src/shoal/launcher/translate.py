@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
+from shoal.build.load import check_launch
 from shoal.config.load import COMMAND_LINE, ConfigDraft
-from shoal.config.problems import Origins, problems_from, render, show, split_path
+from shoal.config.problems import Origins, show, split_path
 from shoal.config.schema import RunConfig
+from shoal.config.validate import validate
 from shoal.core.errors import ConfigError
 from shoal.core.section import NAME_PATTERN
 from shoal.launcher.keys import KEYS
@@ -89,10 +89,9 @@ def translate(flat: FlatKeys, task: LauncherTask) -> Translated:
         draft.data["orch"].setdefault("reward", {})["function"] = task.reward
     environment = _tracker_environment(draft)
     try:
-        config = RunConfig.model_validate(draft.data)
-    except ValidationError as error:
-        message = render(problems_from(error, RunConfig, draft.data), draft.origins)
-        raise ConfigError(with_launcher_keys(message, draft.came_from)) from None
+        config = validate(RunConfig, draft.data, draft.origins, check_launch)
+    except ConfigError as error:
+        raise ConfigError(with_launcher_keys(str(error), draft.came_from)) from None
     return Translated(ConfigDraft(config, draft.origins), draft.notices, environment, draft.came_from)
 
 

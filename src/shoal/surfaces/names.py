@@ -13,8 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, wraps
 from typing import Any, get_args, get_type_hints
 
-from shoal.config.load import ConfigDraft, load_data
-from shoal.config.problems import Findings
+from shoal.config.load import load_data
 from shoal.config.resolve import resolve_run
 from shoal.config.rules import check_run
 from shoal.config.schema import RunConfig
@@ -185,27 +184,16 @@ class Translation:
 
     def config(self, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
         """The resolved configuration, and notices. Raises one ArgumentError for all problems, one line for each."""
-        found = self._checked(overrides)
-        if found is None:  # some values are of the wrong type: check the others against each other
-            self._checked(overrides)
-        self.raise_problems()
-        assert found is not None
-        loaded, findings = found
-        return resolve_run(loaded.config), [*self.notices, *(self.reword(line) for line in findings.notice_lines())]
-
-    def _checked(self, overrides: Sequence[str]) -> tuple[ConfigDraft[RunConfig], Findings] | None:
-        """None if values do not have the type of the schema. They are removed, with their problems recorded."""
         try:
-            loaded = load_data(self.data, overrides, self.surface)
-        except ConfigError as error:
-            self._record(str(error))
-            return None
-        findings = check_run(loaded.config)
-        try:
+            loaded = load_data(self.data, overrides, self.surface, check_run)
+            findings = check_run(loaded.config)
             findings.raise_errors(loaded.origins)
         except ConfigError as error:
             self._record(str(error))
-        return loaded, findings
+            self.raise_problems()
+            raise
+        self.raise_problems()
+        return resolve_run(loaded.config), [*self.notices, *(self.reword(line) for line in findings.notice_lines())]
 
     def _record(self, text: str) -> None:
         """Add the lines of an error of the schema, in words of this interface."""
@@ -216,15 +204,6 @@ class Translation:
                 line = re.sub(r"; (the default is .*|remove it to use the default)$", "", line)
                 line += self._default_note(argument, line)
             self._problems.setdefault(argument or line, self.reword(line))
-            self._remove(key)
-
-    def _remove(self, key: str) -> None:
-        *sections, last = key.split(".")
-        target: Any = self.data
-        for name in sections:
-            target = target.get(name, {}) if isinstance(target, dict) else {}
-        if isinstance(target, dict):
-            target.pop(last, None)
 
     def _default_note(self, argument: str, line: str = "") -> str:
         default = self._defaults.get(argument)

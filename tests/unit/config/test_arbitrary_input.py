@@ -12,6 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shoal.build.load import check_launch
 from shoal.config.load import ConfigDraft, load_data, load_run
 from shoal.config.rules import check_run
 from shoal.config.schema import RunConfig
@@ -75,7 +76,7 @@ def test_keys_are_those_of_the_configuration():
 @given(st.lists(st.tuples(st.sampled_from(KEYS), values), min_size=1, max_size=3))
 def test_overrides(pairs: list[tuple[str, Any]]):
     overrides = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in pairs]
-    judge(lambda: check(load_data(GOOD, overrides)))
+    judge(lambda: check(load_data(GOOD, overrides, rules=check_launch)))
 
 
 @bounded
@@ -99,7 +100,7 @@ def test_configuration_files(pairs: list[tuple[str, Any]]):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.yaml"
         file.write_text(yaml.safe_dump(data, allow_unicode=True), "utf-8", "surrogatepass")
-        judge(lambda: check(load_run(str(file))))
+        judge(lambda: check(load_run(str(file), rules=check_launch)))
 
 
 @bounded

@@ -52,4 +52,4 @@ def test_absolute_path(tmp_path: Path):
 
 def test_sections_of_the_split_layout():
     section = OrchConfig.model_validate({"env": [{"id": "arithmetic"}], "model": {"name": "./modles/tiny"}})
-    assert [dotted(problem.path) for problem in check_section("orch", section).errors] == ["orch.model.name"]
+    assert [dotted(problem.path) for problem in check_section(section).errors] == ["orch.model.name"]

@@ -40,7 +40,7 @@ def test_address_with_another_port_is_reported(url: str, port: int, asked: int |
     "url", ["localhost:8000", "http://", "http://node2:port/v1", "http://[::1/v1", "ftp://node2/v1"]
 )
 def test_invalid_address_is_refused(url: str):
-    findings = check_section("orch", OrchConfig.model_validate(ORCH | {"client": {"base_url": url}}))
+    findings = check_section(OrchConfig.model_validate(ORCH | {"client": {"base_url": url}}))
     assert [".".join(map(str, problem.path)) for problem in findings.errors] == ["orch.client.base_url"]
 
 

@@ -53,7 +53,7 @@ def test_shape_is_refused_where_files_are_needed() -> None:
     assert model_problem("shape:qwen3-06b") == ("there is no shape 'qwen3-06b'", "did you mean qwen3-0.6b?")
     with pytest.raises(ConfigError, match="has no files"):
         export("shape:tiny", "nowhere")
-    assert check_section("infer", InferConfig.model_validate({"model": "shape:tiny"})).errors
+    assert check_section(InferConfig.model_validate({"model": "shape:tiny"})).errors
     data = {"train": {"model": "shape:tiny", "max_steps": 1}, "orch": {"env": "arithmetic"}}
     plain, remote = (RunConfig.model_validate(data | {"infer": {"engine": name}}) for name in ("embedded", "vllm"))
     assert not [e for e in check_run(plain).errors if "files" in str(e)]
