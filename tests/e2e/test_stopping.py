@@ -61,6 +61,20 @@ def test_reward_that_fails_everywhere_ends_the_run_in_step_1(new_run: NewRun):
     assert record["rollout_ids"] == [] and not (run.path / "final").exists()
 
 
+@pytest.mark.parametrize("reward", ["judge", "relative-judge"])
+def test_unreachable_judge_is_one_message(new_run: NewRun, reward: str):
+    judge = {"url": "http://127.0.0.1:9/v1/chat/completions", "model": "judge", "retries": 0}
+    rows = [{"prompt": f"What is {number} plus one?"} for number in range(8)]
+    env = [{"id": "dataset", "args": {"reward": reward, "judge": judge}}]
+    run = new_run("unreachable", orch={"env": env, "dataset": {"path": "rows.jsonl"}, "groups": {"max_refill": 0}})
+    (run.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = run.grpo()
+    assert command.wait() == 3, command.text()
+    *_, last = command.text().splitlines()
+    assert last.startswith("shoal: error: ") and judge["url"] in last and "cannot be reached" in last
+    assert "http_judge.py" not in command.text() and 'File "' not in command.text()
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_saves_and_the_next_command_continues(new_run: NewRun, number: int, code: int):
     whole = new_run("whole", orch=SLOW)

@@ -20,7 +20,7 @@ from typing import Any
 from shoal.core.errors import ConfigError
 from shoal.core.types import Message, Task
 from shoal.rewards.numeric import last_number, parse_number
-from shoal.rewards.outcome import answer_of
+from shoal.rewards.outcome import RewardError, answer_of
 
 INSTRUCTION = (
     "Rate the answer below from 0 (useless) to {best} (perfect). Reply with the number alone.\n\n"
@@ -44,8 +44,12 @@ RETRIED = (408, 425, 429, 500, 502, 503, 504)
 FIRST_PAUSE_S = 0.1
 
 
-class JudgeError(RuntimeError):
-    """The judge is unavailable or did not return a number."""
+class JudgeError(RewardError):
+    """The judge did not return a number."""
+
+
+class UnavailableJudgeError(JudgeError):
+    """The judge cannot be reached, does not reply, or refuses the request."""
 
 
 class _Client:
@@ -85,9 +89,11 @@ class _Client:
                             break
                 except TimeoutError:
                     problem = f"no reply within {self._timeout_s:g} s"
+                except aiohttp.ClientConnectorError as error:
+                    problem = f"it cannot be reached ({_reason(error.os_error)}); start it, or correct its url"
                 except (aiohttp.ClientError, ValueError) as error:
                     problem = f"{type(error).__name__}: {error}"
-        raise JudgeError(f"the judge at {self._url} failed: {problem}")
+        raise UnavailableJudgeError(f"the judge at {self._url} failed: {problem}")
 
 
 class HttpJudge(_Client):
@@ -212,6 +218,11 @@ class RelativeJudge(_Client):
                 )
         scores = dict(found)
         return [float(scores[name]) / self._best for name in wanted]
+
+
+def _reason(error: OSError) -> str:
+    """asyncio replaces the text of a refused connection, and name resolution has its own negative numbers."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror or error)
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:

@@ -57,7 +57,11 @@ MAX_PARTS = 64
 INVALID_REPLY = "the reward worker sent an invalid reply"
 
 
-class RewardValueError(ValueError):
+class RewardError(ValueError):
+    """A rollout has no reward. The message says why, so it is shown without a line of code and without a traceback."""
+
+
+class RewardValueError(RewardError):
     """The reward function returned something that is not a reward."""
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from shoal.core.types import Task
 from shoal.rewards import cgroups, isolation, run_code, sandbox
-from shoal.rewards.outcome import RewardValueError, call, read_score
+from shoal.rewards.outcome import RewardError, RewardValueError, call, read_score
 
 HEADER = struct.Struct("!I16sB")
 MAX_JOB_BYTES = 64 * 2**20
@@ -222,9 +222,9 @@ def _score_group(
 
 
 def describe(error: BaseException) -> str:
-    """Format an exception as `ValueError: text (file.py:12 in grade)`, with its innermost frame."""
+    """Format an exception as `ValueError: text (file.py:12 in grade)`, with its innermost frame, except RewardError."""
     try:
-        frames = [] if isinstance(error, RewardValueError) else traceback.extract_tb(error.__traceback__)
+        frames = [] if isinstance(error, RewardError) else traceback.extract_tb(error.__traceback__)
         inner = frames[-1] if frames else None
         place = f" ({Path(inner.filename).name}:{inner.lineno} in {inner.name})" if inner else ""
         return f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}{place}"
@@ -234,6 +234,8 @@ def describe(error: BaseException) -> str:
 
 def user_traceback(error: BaseException) -> str:
     """The traceback of an exception from its first frame outside Shoal, at most MAX_ERROR_CHARS."""
+    if isinstance(error, RewardError):
+        return ""
     try:
         frames = traceback.extract_tb(error.__traceback__)
         ours = str(Path(__file__).parents[1])
