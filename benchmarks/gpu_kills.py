@@ -22,7 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from machine import print_table, write_result
+from transformers import AutoModelForCausalLM
 from workload import parser
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -43,7 +45,8 @@ LIMIT_S = 240.0
 POLL_S = 0.001
 ATTEMPTS = 3  # runs of a case, if a run ends before it can be killed
 SAMPLING_SHARE = 0.6  # of the device memory, for all runs together
-DECODE = "rollouts: "  # starts the line of the output that names the decode path
+DECODE = "rollouts: "  # comes before the decode path in the output
+GRAPHS, EAGER = "CUDA graphs", "eager"
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Case:
     last_step: int = 0
     resumed_from: int = 0
     steps_back: int = 0
-    decode: str = "eager"
+    decode: str = ""
     capture_s: float = 0.0  # spent capturing CUDA graphs
     save_s: float = 0.0  # median time for which a step waits for a checkpoint
     seconds: float = 0.0
@@ -95,9 +98,14 @@ class Run:
                 yield found
             time.sleep(POLL_S)
 
-    def decode_paths(self) -> set[str]:
-        lines = [line.strip() for output in self.outputs for line in output.read_text(errors="replace").splitlines()]
-        return {line.partition(DECODE)[2] for line in lines if DECODE in line}
+    def decode_path(self) -> str:
+        """The decode path that all commands of the run printed. Decoding is eager where none is printed."""
+        paths = set()
+        for output in self.outputs:
+            lines = output.read_text(errors="replace").splitlines()
+            found = [line.partition(DECODE)[2].strip() for line in lines]
+            paths.add(next((path for path in found if path.startswith((GRAPHS, EAGER))), EAGER))
+        return "; ".join(sorted(paths, reverse=True))
 
     def good_checkpoints(self) -> list[int]:
         """The steps with a checkpoint. Raises if one of them is damaged: a resume would have to skip it."""
@@ -116,9 +124,6 @@ def expect(holds: bool, words: str) -> None:
 
 def make_model(folder: Path, smoke: bool) -> Path:
     """Random weights. With the moments and the fp32 weights, a checkpoint has 14 bytes per parameter (GPU: 350 MB)."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     tokenizer = character_tokenizer()
     config = tiny_config(len(tokenizer))
     if not smoke:
@@ -224,13 +229,11 @@ def check_finished(run: Run, case: Case) -> None:
     check_weights(run.path)
     case.capture_s = sum(line.get("time/capture", 0.0) for line in metrics)
     case.save_s = statistics.median(line["time/save"] for line in metrics if line.get("time/save"))
-    case.decode = "; ".join(sorted(run.decode_paths())) or "eager"
+    case.decode = run.decode_path()
 
 
 def check_weights(path: Path) -> None:
     """`final/` loads, is finite, and equals the weights of the last checkpoint."""
-    from transformers import AutoModelForCausalLM
-
     model: Any = AutoModelForCausalLM.from_pretrained(path / "final")
     expect(
         all(bool(tensor.isfinite().all()) for tensor in model.parameters()), "final/ has weights that are not finite"
@@ -248,7 +251,8 @@ def attempt(run: Run, case: Case, numbers: random.Random, write_s: float, smoke:
     try:
         kill_and_resume(run, case, numbers, write_s)
         if not smoke:
-            expect(case.decode.startswith("CUDA graphs") and case.capture_s > 0, f"decoding was {case.decode}")
+            expect(case.decode.startswith(GRAPHS) and EAGER not in case.decode, f"decoding was {case.decode}")
+            expect(case.capture_s > 0, "no CUDA graph was captured")
     except (AssertionError, OSError, StorageError, KeyError, ValueError) as error:
         case.problem = f"{type(error).__name__}: {error}"
     case.seconds = time.monotonic() - began
@@ -262,6 +266,8 @@ def main() -> None:
     made.add_argument("--at-once", type=int, default=4, help="runs that share the GPU")
     made.add_argument("--seed", type=int, default=1)
     asked = made.parse_args()
+    if not asked.smoke and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a GPU; --smoke runs it on the CPU with a tiny model")
     smoke, kills, at_once = asked.smoke, 1 if asked.smoke else asked.kills, 1 if asked.smoke else asked.at_once
     result: dict[str, Any] = {"smoke": smoke, "seed": asked.seed, "at_once": at_once, "steps": STEPS,
                               "save_steps": SAVE_STEPS, "rollouts_per_step": BATCH, "rows": []}  # fmt: skip
