@@ -48,9 +48,9 @@ def similar_path(text: str) -> str | None:
     for part in expanded(text).relative_to(found).parts:
         entry = part if _exists(found / part) else nearest(part, _models_in(found))
         if entry is None:
-            return f"the nearest existing folder is {show(str(found))}" if found.name else None
+            return f"the nearest existing folder is {_path(found)}" if found.name else None
         found = found / entry
-    return f"did you mean {show(str(found))}?"
+    return f"did you mean {_path(found)}?"
 
 
 def _folder_problem(model: str, folder: Path) -> tuple[str, str] | None:
@@ -60,7 +60,7 @@ def _folder_problem(model: str, folder: Path) -> tuple[str, str] | None:
     if (folder / "final" / "adapter_config.json").is_file():
         return what, f"use its base model, with train.lora=true and train.adapter_path={folder / 'final'}"
     if (folder / "final").is_dir():
-        return what, f"use its weights: {show(str(folder / 'final'))}"
+        return what, f"use its weights: {_path(folder / 'final')}"
     return f"{show(model)} is a folder without config.json", "use a folder written by save_pretrained, or a .gguf file"
 
 
@@ -68,6 +68,11 @@ def _may_be_hub_id(model: str) -> bool:
     """False for a path, also for owner/name if there is a local folder called owner."""
     in_folder = "/" in model and Path(model.split("/")[0]).is_dir()
     return bool(_HUB_ID.match(model)) and not model.endswith(GGUF) and not in_folder
+
+
+def _path(path: Path) -> str:
+    """Not shortened, so that it can be copied."""
+    return show(str(path), limit=4096)
 
 
 def expanded(text: str) -> Path:

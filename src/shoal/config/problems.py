@@ -113,8 +113,8 @@ def is_secret(key: str | int) -> bool:
     return isinstance(key, str) and re.split(r"[_\-.]", key.lower())[-1] in _SECRET_ENDINGS
 
 
-def show(value: Any, path: KeyPath = ()) -> str:
-    """A value as it would be written in YAML, shortened, with secrets hidden."""
+def show(value: Any, path: KeyPath = (), limit: int = 80) -> str:
+    """A value as it would be written in YAML, shortened to `limit` characters, with secrets hidden."""
     if path and is_secret(path[-1]) and isinstance(value, str):
         return REDACTED
     try:
@@ -122,7 +122,7 @@ def show(value: Any, path: KeyPath = ()) -> str:
     except (TypeError, ValueError):
         text = repr(value)
     text = {"NaN": ".nan", "Infinity": ".inf", "-Infinity": "-.inf"}.get(text, text)
-    return printable(text if len(text) <= 80 else text[:77] + "…")
+    return printable(text if len(text) <= limit else text[: limit - 3] + "…")
 
 
 def redact(value: Any) -> Any:

@@ -53,3 +53,10 @@ def test_absolute_path(tmp_path: Path):
 def test_sections_of_the_split_layout():
     section = OrchConfig.model_validate({"env": [{"id": "arithmetic"}], "model": {"name": "./modles/tiny"}})
     assert [dotted(problem.path) for problem in check_section(section).errors] == ["orch.model.name"]
+
+
+def test_long_paths_are_not_shortened(tmp_path: Path):
+    folder = tmp_path / ("a" * 90) / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert similar_path(str(folder.parent / "tny")) == f'did you mean "{folder}"?'
