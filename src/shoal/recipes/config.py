@@ -19,9 +19,8 @@ from shoal.config.schema import LAYOUTS, Layout, RunConfig
 from shoal.core.errors import ArgumentError
 from shoal.core.losses import BUILT_IN, CISPO, DAPO, DRO, GRPO, GSPO, LOSSES, ImportanceSampling, Loss, Reinforce
 from shoal.core.section import IN_MEMORY, NAME_PATTERN
-from shoal.envs.readers import SUFFIXES
-from shoal.surfaces.excepthook import one_line_if_uncaught
-from shoal.surfaces.names import Key, Translation, keys_of, named_arguments
+from shoal.envs.datasets import SUFFIXES
+from shoal.surfaces.names import Key, Translation, keys_of, named_arguments, one_line_if_uncaught
 
 Kind = TypeVar("Kind", bound=type)
 PARAMETER_NAMES = {"clip_low": "eps_clip", "clip_high": "eps_clip_high", "quad_beta": "beta"}  # schema → Config
