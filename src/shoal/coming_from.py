@@ -12,7 +12,7 @@ from pathlib import Path
 from shoal.config.fields import known_keys, sections_at, walk_keys
 from shoal.config.schema import DpoConfig, RunConfig
 from shoal.grpo_trainer import KEYS as TRAINER_KEYS
-from shoal.launcher.keys import KEYS as LAUNCHER_KEYS
+from shoal.launcher.read import KEYS as LAUNCHER_KEYS
 from shoal.recipes.config import KEYS as RECIPE_KEYS
 from shoal.surfaces import trl
 from shoal.surfaces.names import KeyRow, KeyTable, rows_of

@@ -31,9 +31,8 @@ from shoal.envs.user_code import load_object
 from shoal.rewards.functions import RewardFunctions
 from shoal.runs.run_dir import is_used, read_metrics
 from shoal.surfaces import trl
-from shoal.surfaces.excepthook import one_line_if_uncaught
 from shoal.surfaces.grpo_config import GRPOConfig
-from shoal.surfaces.names import Key, Translation, keys_of
+from shoal.surfaces.names import Key, Translation, keys_of, one_line_if_uncaught
 from shoal.surfaces.trainer import (
     COMPLETIONS_SHOWN,
     DEFAULT_STEPS,

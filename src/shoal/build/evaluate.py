@@ -16,12 +16,12 @@ from statistics import NormalDist, fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.load import PythonObjects, Run
-from shoal.build.prompts import fits_in
 from shoal.build.sampler import (
     CLOSE_LIMIT_S,
     LEAVE_LIMIT_S,
     DeviceThread,
     Sampler,
+    fits_in,
     load_model,
     make_engine,
     make_runner,

@@ -32,7 +32,7 @@ from shoal.watch.text import count
 from shoal.watch.trackers import MetricSink
 
 if TYPE_CHECKING:
-    from shoal.trainer.sft import SupervisedSteps
+    from shoal.trainer.supervised import SupervisedSteps
 
 
 def _phases() -> Phases:
@@ -162,8 +162,7 @@ def _items(
 ) -> tuple[Sequence[Sequence[Sample]], Callable[..., SupervisedSteps]]:
     """The samples of each row of the data set, and what makes the steps that train on them."""
     from shoal.models.load import switch_off_dropout
-    from shoal.trainer.dpo import PreferenceSteps, preference_pairs
-    from shoal.trainer.sft import SupervisedSteps, supervised_samples
+    from shoal.trainer.supervised import PreferenceSteps, SupervisedSteps, preference_pairs, supervised_samples
 
     limits = (model.chat, _end_id(model), config.train.sequence_len)
     if isinstance(config, DpoConfig):
@@ -182,7 +181,7 @@ def _train(
     config: SupervisedConfig, state: SupervisedState, run_dir: RunDir, events: EventLog, console: BaseConsole
 ) -> None:
     """Train the remaining steps and write the final weights."""
-    from shoal.trainer.sft import train_supervised
+    from shoal.trainer.supervised import train_supervised
 
     train, command = config.train, resume_command(config)
     every = train.save_epochs * state.steps.steps_per_epoch if train.save_epochs else train.save_steps

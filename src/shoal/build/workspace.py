@@ -50,7 +50,7 @@ from shoal.runs.events import EventLog, forward_log_warnings, setup_logging, sto
 from shoal.runs.journal import damaged_lines, read_lines
 from shoal.runs.run_dir import FollowerRunDir, RunDir, is_used, read_status
 from shoal.watch.console import BaseConsole, make_console
-from shoal.watch.sinks import check_sinks
+from shoal.watch.observer import check_sinks
 from shoal.watch.text import count
 from shoal.watch.watchdog import Watchdog
 

@@ -9,9 +9,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from shoal.build.load import check_run_folder
-from shoal.cli.dry_run import end_dry_run
 from shoal.cli.entry import note_run_folder
-from shoal.cli.grpo import split_tokens
+from shoal.cli.grpo import end_dry_run, split_tokens
 from shoal.cli.output import notices
 from shoal.config.load import Supervised, load_supervised
 from shoal.config.resolve import resolve_supervised

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from shoal.build.load import check_environments, check_user_code
-from shoal.cli.dry_run import import_user_code, note_machine
-from shoal.cli.grpo import FILE_SUFFIXES
+from shoal.cli.grpo import FILE_SUFFIXES, import_user_code, note_machine
 from shoal.cli.output import notices, say
 from shoal.config.infer import InferConfig
 from shoal.config.load import ConfigDraft, load_section

@@ -13,8 +13,7 @@ from typing import Any
 from shoal.config.fields import given, marked
 from shoal.config.infer import InferConfig
 from shoal.config.loss_rules import check_adapter_off, check_loss, check_replay
-from shoal.config.model_names import model_problem
-from shoal.config.model_shapes import shape_of
+from shoal.config.model_names import model_problem, shape_of
 from shoal.config.orch import OrchConfig
 from shoal.config.problems import Findings, Origins, redact, show
 from shoal.config.schema import SECTIONS, DpoConfig, RunConfig, SupervisedConfig

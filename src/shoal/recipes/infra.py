@@ -24,7 +24,7 @@ from shoal.recipes.attach import Server, TrainerFolder, start_deployment, start_
 from shoal.recipes.clients import DeploymentSampler, Device, PolicyClient, ReferenceClient, local_reference
 from shoal.recipes.config import Config, WeightSyncScope, check_config, translate
 from shoal.rewards.pool import RewardPool
-from shoal.surfaces.excepthook import one_line_if_uncaught
+from shoal.surfaces.names import one_line_if_uncaught
 
 
 @dataclass

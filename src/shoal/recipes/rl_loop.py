@@ -43,8 +43,7 @@ from shoal.recipes.datums import Datum, PromptGroup, SampledCompletion, build_gr
 from shoal.recipes.infra import Infra, check_tokenizers, setup_infra
 from shoal.rewards.functions import RewardFunctions
 from shoal.runs.run_dir import is_used
-from shoal.surfaces.excepthook import one_line_if_uncaught
-from shoal.surfaces.names import names_by_key, replace_keys
+from shoal.surfaces.names import names_by_key, one_line_if_uncaught, replace_keys
 
 RewardFn = Callable[..., Any] | str
 
