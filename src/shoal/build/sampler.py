@@ -192,6 +192,7 @@ def make_runner(
 ) -> tuple[GroupRunner, LocalEndpoint | None]:
     """Runs environments with any engine; the endpoint is for environments that drive their rollouts over HTTP."""
     from shoal.core.runner import GroupRunner, RunnerSettings
+    from shoal.rollout.endpoint_episodes import EndpointEpisodes
 
     orch = config.orch
     assert orch.seq_len is not None and orch.sampling.seed is not None
@@ -210,7 +211,8 @@ def make_runner(
         needs_reward=teacher is None or teacher.reward_weight > 0,
         uses_hints=teacher is not None and teacher.itself,
     )
-    return GroupRunner(engine, environments, rewards, chat, settings, endpoint), endpoint
+    player = EndpointEpisodes(endpoint) if endpoint is not None else None
+    return GroupRunner(engine, environments, rewards, chat, settings, player), endpoint
 
 
 def model_facts(model: LoadedModel) -> ModelFacts:
