@@ -83,9 +83,9 @@ def _child(command: SplitCommand, name: str, implied: Sequence[str], folder: Pat
 def _implied(given: RunConfig, resolved: RunConfig) -> dict[str, list[str]]:
     """Overrides that give each section what it takes from the others. Keys that the user set are left alone."""
     model, folder = resolved.train.model, str(Path(resolved.train.output_dir).resolve())
-    implied = {name: [f"{name}.output_dir={_quoted(folder)}"] for name in COMPONENTS}
+    implied = {name: [f"{name}.output_dir={quoted(folder)}"] for name in COMPONENTS}
     for name, key in (("train", "train.model"), ("infer", "infer.model"), ("orch", "orch.model.name")):
-        implied[name].append(f"{key}={_quoted(str(model))}")
+        implied[name].append(f"{key}={quoted(str(model))}")
     for key, value in _length(resolved).items():
         implied[key.partition(".")[0]].append(f"{key}={'null' if value is None else value}")
     implied["infer"] += [f"infer.{key}={value}" for key, value in _served(given, resolved).items()]
@@ -118,8 +118,9 @@ def _served(given: RunConfig, resolved: RunConfig) -> dict[str, object]:
     return {key: value for key, value in needed.items() if key not in given.infer.model_fields_set}
 
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
+def quoted(value: str | int) -> str:
+    """A YAML scalar of the same type: a folder called 1e5 must stay a string."""
+    return str(value) if isinstance(value, int) else "'" + value.replace("'", "''") + "'"
 
 
 FILE_SUFFIXES = (".yaml", ".yml")
