@@ -10,26 +10,20 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+
 from shoal.config.fields import known_keys, nearest, sections_at, variants_of
-from shoal.config.problems import Origins, printable, show
+from shoal.config.problems import Findings, Origins, Problem, printable, problems_from, render, show
 from shoal.config.schema import SECTIONS, DpoConfig, RunConfig, SftConfig, SupervisedConfig
 from shoal.config.yaml_text import KeyPath, Source, parse_yaml
 from shoal.core.errors import ConfigError
 from shoal.core.section import Section
-import copy
-import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
-from pydantic import ValidationError
-from shoal.config.problems import Findings, Origins, Problem, problems_from, render, show
-from shoal.config.yaml_text import KeyPath
-from shoal.core.errors import ConfigError
-from shoal.core.section import Section
-
 
 MAX_FILE_BYTES = 1_000_000
 COMMAND_LINE = "command line"

@@ -12,6 +12,7 @@ from typing import Any
 
 from shoal.config.fields import given, marked
 from shoal.config.infer import InferConfig
+from shoal.config.load import validate
 from shoal.config.loss_rules import check_adapter_off, check_loss, check_replay
 from shoal.config.model_names import model_problem, shape_of
 from shoal.config.orch import OrchConfig
@@ -25,7 +26,6 @@ from shoal.config.section_rules import (
     port_of,
 )
 from shoal.config.train import TrainConfig
-from shoal.config.validate import validate
 from shoal.core.section import Section
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -8,12 +8,17 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
+from pathlib import Path
 from types import MethodType
 from typing import Annotated, Any, get_origin, get_type_hints
+
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.fields import FieldInfo
+
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.protocols import Environment
 from shoal.core.section import IN_MEMORY
@@ -27,11 +32,6 @@ from shoal.envs.reverse_text import ReverseText
 from shoal.envs.stateful import StatefulEnvironment, is_stateful
 from shoal.envs.user_code import load_object
 from shoal.envs.verifiers_env import Verifiers
-import re
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-
 
 REASONING_GYM = "reasoning-gym:"
 VERIFIERS = "verifiers:"

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.build.load import check_launch
-from shoal.config.load import COMMAND_LINE, ConfigDraft
+from shoal.config.load import COMMAND_LINE, ConfigDraft, validate
 from shoal.config.problems import Origins, show, split_path
 from shoal.config.schema import RunConfig
-from shoal.config.validate import validate
 from shoal.core.errors import ConfigError
 from shoal.core.section import NAME_PATTERN
 from shoal.launcher.read import KEYS, AllocationError, FlatKeys, parse_allocation
