@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.fields import nearest
-from shoal.config.problems import show
+from shoal.config.problems import printable, show
 
 PREFIX = "shape:"
 
@@ -144,7 +144,7 @@ def similar_path(text: str) -> str | None:
         if entry is None:
             return f"the nearest existing folder is {show(str(found))}" if found.name else None
         found = found / entry
-    return f"did you mean {show(str(found))}?"
+    return f'did you mean "{printable(str(found))}"?'  # all of it: a shortened path could not be copied
 
 
 def _folder_problem(model: str, folder: Path) -> tuple[str, str] | None:
