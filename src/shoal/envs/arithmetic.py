@@ -13,7 +13,7 @@ from pydantic import Field
 
 from shoal.core.errors import ConfigError
 from shoal.core.types import Message, Task
-from shoal.envs.base import EvalSize, SingleTurn, TaskSeed, TrainSize, ask, generated_tasks
+from shoal.envs.base import EvalSize, Generated, TaskSeed, TrainSize, ask
 from shoal.rewards.numeric import last_number, same_number
 from shoal.rewards.outcome import answer_of
 
@@ -27,7 +27,7 @@ Operations = (
 PROMPT = "Compute {} and write only the result."
 
 
-class Arithmetic(SingleTurn):
+class Arithmetic(Generated):
     """Generated sums in five levels, from one digit to four operands."""
 
     name = "arithmetic"
@@ -45,11 +45,7 @@ class Arithmetic(SingleTurn):
     ) -> None:
         self._operations = sorted(set(operations))
         self._level = level
-        self._sizes = {"train": num_train, "eval": num_eval}
-        self._seed = seed
-
-    def tasks(self, split: str) -> Sequence[Task]:
-        return generated_tasks(self._draw, split=split, size=self._sizes.get(split, 0), seed=self._seed)
+        super().__init__(num_train, num_eval, seed)
 
     def reward(self, task: Task, messages: Sequence[Message]) -> float:
         number = last_number(answer_of(messages))
@@ -173,7 +169,7 @@ COUNTDOWN_PROMPT = (
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-class Countdown(SingleTurn):
+class Countdown(Generated):
     """Reach a target from given numbers, each used at most once."""
 
     name = "countdown"
@@ -200,11 +196,7 @@ class Countdown(SingleTurn):
         self._max_number = max_number
         self._max_target = max_target
         self._format_reward = format_reward
-        self._sizes = {"train": num_train, "eval": num_eval}
-        self._seed = seed
-
-    def tasks(self, split: str) -> Sequence[Task]:
-        return generated_tasks(self._draw, split=split, size=self._sizes.get(split, 0), seed=self._seed)
+        super().__init__(num_train, num_eval, seed)
 
     def reward(self, task: Task, messages: Sequence[Message]) -> float:
         """1 if the target is reached, `format_reward` for a valid expression that misses it, else 0."""
