@@ -65,45 +65,43 @@ class Estimate:
         return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
 
-def average(scores: Mapping[int, Sequence[float]], level: float = LEVEL) -> Estimate:
+def average(scores: Mapping[int, Sequence[float]]) -> Estimate:
     """avg@k: the mean reward, with equal weight for each prompt."""
-    return interval([fmean(rewards) for rewards in scores.values() if rewards], level)
+    return interval([fmean(rewards) for rewards in scores.values() if rewards])
 
 
-def pass_at(scores: Mapping[int, Sequence[float]], k: int, level: float = LEVEL) -> Estimate:
+def pass_at(scores: Mapping[int, Sequence[float]], k: int) -> Estimate:
     """Unbiased pass@k from n >= k rollouts per prompt, c of them solved: 1 - C(n - c, k) / C(n, k)."""
     values = []
     for rewards in scores.values():
         n, solved = len(rewards), sum(reward >= SOLVED for reward in rewards)
         if n >= k:
             values.append(1 - math.comb(n - solved, k) / math.comb(n, k))
-    return interval(values, level)
+    return interval(values)
 
 
-def difference(
-    ours: Mapping[int, Sequence[float]], theirs: Mapping[int, Sequence[float]], level: float = LEVEL
-) -> Estimate:
+def difference(ours: Mapping[int, Sequence[float]], theirs: Mapping[int, Sequence[float]]) -> Estimate:
     """Mean of ours minus theirs over the prompts that both answered. Paired, so the difficulty of prompts cancels."""
     shared = [index for index in ours if ours[index] and theirs.get(index)]
-    return interval([fmean(ours[index]) - fmean(theirs[index]) for index in shared], level, paired=True)
+    return interval([fmean(ours[index]) - fmean(theirs[index]) for index in shared], paired=True)
 
 
-def interval(values: Sequence[float], level: float = LEVEL, *, paired: bool = False) -> Estimate:
+def interval(values: Sequence[float], *, paired: bool = False) -> Estimate:
     """Student's interval of a mean. Wilson's if every value is 0 or 1, since it is also correct near 0 and 1."""
     n = len(values)
     if n == 0:
         return Estimate(math.nan, math.nan, math.nan, 0)
     mean = fmean(values)
     if not paired and all(value in (0, 1) for value in values):
-        return _wilson(mean, n, level)
+        return _wilson(mean, n)
     if n < MIN_VALUES:
         return Estimate(mean, math.nan, math.nan, n)
-    half = student_quantile(0.5 + level / 2, n - 1) * stdev(values) / math.sqrt(n)
+    half = student_quantile(0.5 + LEVEL / 2, n - 1) * stdev(values) / math.sqrt(n)
     return Estimate(mean, mean - half, mean + half, n)
 
 
-def _wilson(mean: float, n: int, level: float) -> Estimate:
-    z = NormalDist().inv_cdf(0.5 + level / 2)
+def _wilson(mean: float, n: int) -> Estimate:
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half), n)

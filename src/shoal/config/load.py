@@ -36,6 +36,7 @@ SHARED = {
 }
 COMMANDS: dict[str, type[Section]] = {"grpo": RunConfig, SftConfig.verb: SftConfig, DpoConfig.verb: DpoConfig}
 Config = TypeVar("Config", bound=Section)
+Rules = Callable[[Config], Findings]
 Supervised = TypeVar("Supervised", bound=SupervisedConfig)
 
 
@@ -321,8 +322,6 @@ def _assign(target: Any, key: Any, value: Any) -> None:
         target[key] = value
 
 
-Config = TypeVar("Config", bound=Section)
-Rules = Callable[[Config], Findings]
 MAX_REPAIRS = 8
 UNKNOWN = "(unknown)"
 # Required keys. A section without a required key cannot be checked.

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal.config.section_rules import DATA_SUFFIXES
 from shoal.core.errors import DataError
 from shoal.core.protocols import Events
 from shoal.core.types import Message, Task
@@ -232,17 +233,17 @@ def _source(spec: DatasetSpec, split: str) -> Iterator[RawRow]:
         raise DataError(f"{path}: no such file or folder")
     files = _split_files(path, split) if path.is_dir() else [path]
     if not files:
-        raise DataError(f"{path}: no {split} file; looked for {', '.join(split + suffix for suffix in SUFFIXES)}")
+        raise DataError(f"{path}: no {split} file; looked for {', '.join(split + suffix for suffix in DATA_SUFFIXES)}")
     return (row for file in files for row in read_file(file, split))
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
     """Return `train.jsonl`, or the shards of a split such as `train-00000-of-00002.parquet`."""
-    for suffix in SUFFIXES:
+    for suffix in DATA_SUFFIXES:
         whole = folder / f"{split}{suffix}"
         if whole.is_file():
             return [whole]
-    return sorted(file for file in folder.glob(f"{split}-*") if file.suffix in SUFFIXES)
+    return sorted(file for file in folder.glob(f"{split}-*") if file.suffix in DATA_SUFFIXES)
 
 
 def _hub_splits(spec: DatasetSpec) -> list[str]:
@@ -344,7 +345,6 @@ def _check_answer(message: Message, name: str) -> None:
 MAX_ROW_BYTES = 16 * 2**20
 MAX_ROW_LEVELS = 100  # of nested lists and objects; JSON writers fail at about 1,000
 TOO_DEEP = f"nested over {MAX_ROW_LEVELS} levels deep"
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +366,7 @@ def read_file(path: Path, split: str) -> Iterator[RawRow]:
         elif suffix in readers:
             yield from readers[suffix](path)
         else:
-            raise DataError(f"{path}: cannot read {suffix or 'a file without suffix'}; use {', '.join(SUFFIXES)}")
+            raise DataError(f"{path}: cannot read {suffix or 'a file without suffix'}; use {', '.join(DATA_SUFFIXES)}")
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
 
