@@ -177,7 +177,11 @@ def score(models: Sequence[Weights], task: EvalTask, folders: Sequence[Path] = (
             folder = folders[number] if folders else None
             metrics, groups = await evaluate_once(config, first.objects, environments, rewards, folder)
             _check_failures(groups)
-            scores.append(Scores(metrics, _by_prompt(groups), task.settings.rollouts_per_example))
+            by_prompt = {
+                group.prompt.index: [r.raw_reward for r in group.rollouts if r.scored and r.raw_reward is not None]
+                for group in groups
+            }
+            scores.append(Scores(metrics, by_prompt, task.settings.rollouts_per_example))
         return scores
 
     with reward_workers(_isolated_if_needed(first.config.orch, environments), environments) as rewards:
@@ -211,31 +215,19 @@ def _check_failures(groups: Sequence[RolloutGroup]) -> None:
         log.warning("no reward for %d of %d rollouts: %s", len(failed), len(rollouts), why)
 
 
-def _by_prompt(groups: Sequence[RolloutGroup]) -> dict[int, list[float]]:
-    return {
-        group.prompt.index: [r.raw_reward for r in group.rollouts if r.scored and r.raw_reward is not None]
-        for group in groups
-    }
-
-
-def eval_sampling_params(orch: OrchConfig) -> SamplingParams:
-    assert orch.eval is not None
-    own = orch.eval.sampling
-    values = {name: getattr(own, name) for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens")}
-    return SamplingParams(**values, min_tokens=own.min_tokens or 0, stop=tuple(own.stop or ()))
-
-
 def make_evaluator(
     orch: OrchConfig, environments: Mapping[str, Environment], runner: GroupRunner, chat: Chat
 ) -> Evaluator | None:
     """None if the configuration has no evaluation."""
     if orch.eval is None:
         return None
-    assert orch.seq_len is not None and orch.eval.sampling.seed is not None
-    sampling = eval_sampling_params(orch)
+    own = orch.eval.sampling
+    assert orch.seq_len is not None and own.seed is not None
+    values = {name: getattr(own, name) for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens")}
+    sampling = SamplingParams(**values, min_tokens=own.min_tokens or 0, stop=tuple(own.stop or ()))
     names = [env.label for env in orch.eval.env or orch.env]
     return Evaluator(
-        runner.with_seed(orch.eval.sampling.seed).run,
+        runner.with_seed(own.seed).run,
         {name: environments[name] for name in names},
         fits_in(chat, orch.seq_len - sampling.max_tokens),
         EvalSettings(orch.eval.num_examples, orch.eval.rollouts_per_example, sampling, orch.deadline_s),

@@ -18,7 +18,6 @@ from shoal.build.model import LoadedModel, explain_oom, explain_start_oom, load,
 from shoal.build.remote_engines import ModelFacts, make_remote
 from shoal.config.orch import OrchConfig, TemperatureSchedule
 from shoal.config.schema import RunConfig
-from shoal.config.train import TrainConfig
 from shoal.core.advantages import RewardShape
 from shoal.core.deadlines import wait_while_awake
 from shoal.core.errors import DataError, DeadlineError
@@ -229,38 +228,26 @@ def reward_shape(orch: OrchConfig) -> RewardShape:
 
 def loop_settings(config: RunConfig, steps: int, prompts: int, next_command: str) -> LoopSettings:
     train, evaluation, noise = config.train, config.orch.eval, config.train.noise_scheduler
-    sigma_at = None
-    if noise.enabled:
-        sigma_at = partial(noise.sigma_at, total_steps=steps)
+    epoch = _epoch_steps(config.orch, prompts)
+    save_steps = train.save_steps if train.save_epochs is None else train.save_epochs * epoch
+    cadence = None
+    if evaluation is not None:
+        epochs = evaluation.interval_epochs
+        interval = evaluation.interval if epochs is None else epochs * epoch
+        cadence = EvalCadence(interval, evaluation.at_start, evaluation.interval_seconds)
     return LoopSettings(
         max_steps=steps,
-        save=_save_cadence(train, config.orch, prompts),
-        evaluation=_eval_cadence(config.orch, prompts) if evaluation else None,
+        save=SaveCadence(save_steps, train.save_seconds),
+        evaluation=cadence,
         save_total_limit=train.save_total_limit,
         keep_best=evaluation.keep_best if evaluation else False,
         stop_after=evaluation.stop_after if evaluation else None,
-        sigma_at=sigma_at,
+        sigma_at=partial(noise.sigma_at, total_steps=steps) if noise.enabled else None,
         next_command=next_command,
         show_completions=train.show_completions,
         sync_deadline_s=config.orch.sync_deadline_s,
         save_deadline_s=train.save_deadline_s,
     )
-
-
-def _save_cadence(train: TrainConfig, orch: OrchConfig, prompts: int) -> SaveCadence:
-    steps = train.save_steps
-    if train.save_epochs is not None:
-        steps = train.save_epochs * _epoch_steps(orch, prompts)
-    return SaveCadence(steps, train.save_seconds)
-
-
-def _eval_cadence(orch: OrchConfig, prompts: int) -> EvalCadence:
-    settings = orch.eval
-    assert settings is not None
-    interval = settings.interval
-    if settings.interval_epochs is not None:
-        interval = settings.interval_epochs * _epoch_steps(orch, prompts)
-    return EvalCadence(interval, settings.at_start, settings.interval_seconds)
 
 
 def _epoch_steps(orch: OrchConfig, prompts: int) -> int:

@@ -65,7 +65,9 @@ class SupervisedRecorder:
         self.sinks.log(step, metrics)
         self.run_dir.append_journal(step, {"version": step})
         self.console.step(step, metrics)
-        self._count_skipped(step, bool(metrics["optim/skipped"]))
+        self._non_finite = self._non_finite + 1 if metrics["optim/skipped"] else 0
+        if self._non_finite:
+            self.events.warn("non-finite", f"step {step}: the gradient is not finite; the optimizer step is skipped")
         gives_up = self._non_finite >= MAX_NON_FINITE
         if self.stop or gives_up or self.save.due(step) or (step == self.total and not self.save.off):
             self._save(step)
@@ -77,11 +79,6 @@ class SupervisedRecorder:
                 "or check the data, then resume from the last checkpoint"
             )
         return bool(self.stop)
-
-    def _count_skipped(self, step: int, skipped: bool) -> None:
-        self._non_finite = self._non_finite + 1 if skipped else 0
-        if skipped:
-            self.events.warn("non-finite", f"step {step}: the gradient is not finite; the optimizer step is skipped")
 
     def _save(self, step: int) -> None:
         self.console.waiting(f"saving the checkpoint of step {step}")

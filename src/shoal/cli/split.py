@@ -150,10 +150,6 @@ def grpo_infer(file: str, *overrides: str, dry_run: Annotated[bool, Parameter(ne
     """
     loaded = read_section("infer", file, overrides, dry_run)
     if loaded is not None:
-        _serve(loaded)
+        from shoal.split import commands as split
 
-
-def _serve(loaded: ConfigDraft[InferConfig]) -> None:
-    from shoal.split import commands as split
-
-    split.serve_inference(loaded.config, loaded.origins, say_at_once)
+        split.serve_inference(loaded.config, loaded.origins, say_at_once)

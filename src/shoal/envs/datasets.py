@@ -110,11 +110,6 @@ def read_splits(spec: DatasetSpec, needed: Sequence[str], make: MakeTask) -> dic
     return {"train": trained, "eval": held}
 
 
-def has_eval_split(spec: DatasetSpec) -> bool:
-    """True if the dataset has its own held-out split."""
-    return _eval_split(spec, spec.split or "train") is not None
-
-
 def to_messages(prompt: Any) -> list[Message]:
     """Convert a prompt column (text, or a list of {role, content}) to messages. Raises DataError for other values."""
     if isinstance(prompt, str):
@@ -215,7 +210,9 @@ def _kind(value: Any) -> str:
 def _eval_split(spec: DatasetSpec, train_split: str) -> str | None:
     """Return the name of the dataset's own held-out split, None if there is none."""
     if spec.path is None:
-        available = _hub_splits(spec)
+        import datasets  # slow to import, and only hub names need it
+
+        available = _from_hub(spec, datasets.get_dataset_split_names)
         return next((name for name in EVAL_SPLITS if name in available and name != train_split), None)
     path = Path(spec.path).expanduser()
     if path.is_dir():
@@ -246,12 +243,6 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     return sorted(file for file in folder.glob(f"{split}-*") if file.suffix in DATA_SUFFIXES)
 
 
-def _hub_splits(spec: DatasetSpec) -> list[str]:
-    import datasets  # slow to import, and only hub names need it
-
-    return _from_hub(spec, datasets.get_dataset_split_names)
-
-
 def _hub_rows(spec: DatasetSpec, split: str) -> Iterator[RawRow]:
     import datasets
 
@@ -277,7 +268,8 @@ PAIR = {"chosen", "rejected"}
 def supervised_tasks(spec: DatasetSpec) -> list[Task]:
     """Return tasks for supervised training; `data["completion"]` is the target text. An eval split is not used."""
     splits = read_splits(spec, (), _task)
-    return splits["train"] if has_eval_split(spec) else [*splits["train"], *splits["eval"]]
+    has_eval_split = _eval_split(spec, spec.split or "train") is not None
+    return splits["train"] if has_eval_split else [*splits["train"], *splits["eval"]]
 
 
 def _task(row: Mapping[str, Any]) -> Task:

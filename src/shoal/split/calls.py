@@ -36,7 +36,7 @@ from shoal.core.errors import (
 )
 from shoal.core.learn import StepResult
 from shoal.core.metrics import Tally
-from shoal.core.types import Rollout, RolloutGroup, Turn
+from shoal.core.types import Rollout, RolloutGroup
 from shoal.rollout.remote.client import retry
 from shoal.runs.files import open_to_read, remove_quietly, storage, storage_error, write_atomic
 from shoal.runs.secrets import CALLS, write_token
@@ -283,19 +283,12 @@ def unpack_groups(data: bytes) -> list[RolloutGroup]:
 
 
 def _without_texts(group: RolloutGroup) -> RolloutGroup:
+    def strip(rollout: Rollout) -> Rollout:
+        turns = [replace(turn, completion=replace(turn.completion, text="")) for turn in rollout.turns]
+        return replace(rollout, prompt=replace(rollout.prompt, messages=[]), messages=[], error=None, turns=turns)
+
     prompt = replace(group.prompt, messages=[])
-    return replace(group, prompt=prompt, rollouts=[_rollout_without_texts(rollout) for rollout in group.rollouts])
-
-
-def _rollout_without_texts(rollout: Rollout) -> Rollout:
-    prompt = replace(rollout.prompt, messages=[])
-    return replace(
-        rollout, prompt=prompt, messages=[], error=None, turns=[_turn_without_texts(t) for t in rollout.turns]
-    )
-
-
-def _turn_without_texts(turn: Turn) -> Turn:
-    return replace(turn, completion=replace(turn.completion, text=""))
+    return replace(group, prompt=prompt, rollouts=[strip(rollout) for rollout in group.rollouts])
 
 
 def pack_learned(learned: StepResult, tally: Tally, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
