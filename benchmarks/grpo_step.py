@@ -27,7 +27,7 @@ from machine import print_table, write_result
 from random_text import Evens
 from workload import parser
 
-from shoal.config.model_shapes import shape_of as shape_name
+from shoal.config.model_names import shape_of as shape_name
 from shoal.models.random_models import shape_config
 from shoal.models.tokenizer import load_tokenizer
 from shoal.runs.run_dir import read_metrics

@@ -3,7 +3,7 @@
     python benchmarks/plan_errors.py [--fit] [--out benchmarks/results/plan_errors.json] [--page docs/planning.md]
 
 --fit also fits the constants again, once with all records and once without each file (leave one out), and prints them;
-shoal/planning/devices.py declares them. Without --fit the recorded fits are kept. A test compares the page and the
+shoal/planning/time_model.py declares them. Without --fit the recorded fits are kept. A test compares the page and the
 predictions with what this writes.
 """
 
@@ -26,7 +26,7 @@ from performance_tables import table
 from plan_records import LEFT_OUT, Record, records
 
 from shoal.cli.entry import main as shoal
-from shoal.planning.devices import CONSTANTS, Constants
+from shoal.planning.time_model import CONSTANTS, Constants
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "benchmarks" / "results" / "plan_errors.json"

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.planning.devices import CONSTANTS, DEVICES, GIB, Constants
 from shoal.planning.estimate import Estimate, Workload, estimate
 from shoal.planning.memory import STATE_BYTES, TrainingMemory, decode_bytes, prefill_bytes
 from shoal.planning.shapes import read_shape
-from shoal.planning.time_model import Rollouts, TimeModel
+from shoal.planning.time_model import CONSTANTS, DEVICES, GIB, Constants, Rollouts, TimeModel
 
 RESULTS = Path(__file__).parent / "results"
 H200 = DEVICES["h200"]

@@ -33,8 +33,7 @@ from shoal.runs.events import EventLog
 from shoal.runs.run_dir import RunDir, read_metrics
 from shoal.signals.advantages import AdvantageNormalizer
 from shoal.watch.console import BaseConsole, make_console
-from shoal.watch.observer import Phases, RunObserver
-from shoal.watch.sinks import Sinks
+from shoal.watch.observer import Phases, RunObserver, Sinks
 from shoal.watch.watchdog import Watchdog
 
 Seconds = Callable[[Request], float]

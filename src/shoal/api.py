@@ -38,7 +38,7 @@ from shoal.models.tokenizer import check_found
 from shoal.runs.checkpoints import write_folder
 from shoal.runs.events import EventLog
 from shoal.runs.weight_files import find_weights
-from shoal.watch.sinks import check_sinks
+from shoal.watch.observer import check_sinks
 from shoal.watch.text import count
 
 __all__ = ["dpo", "evaluate", "evaluate_run", "export", "make_model", "sft", "train"]

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 from shoal.config.fields import known_keys, sections_at, walk_keys
+from shoal.config.reference import table_cell
 from shoal.config.schema import DpoConfig, RunConfig
 from shoal.grpo_trainer import KEYS as TRAINER_KEYS
-from shoal.launcher.keys import KEYS as LAUNCHER_KEYS
+from shoal.launcher.read import KEYS as LAUNCHER_KEYS
 from shoal.recipes.config import KEYS as RECIPE_KEYS
 from shoal.surfaces import trl
 from shoal.surfaces.names import KeyRow, KeyTable, rows_of
@@ -455,11 +456,7 @@ def render(table: KeyTable, system: str) -> str:
 
 def _line(row: KeyRow) -> str:
     ours = "not supported" if row.refused else ", ".join(k if "`" in k else f"`{k}`" for k in row.keys) or "–"
-    return f"| {_cell(f'`{row.theirs}`')} | {_cell(ours)} | {_cell(row.note)} |"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return f"| {table_cell(f'`{row.theirs}`')} | {table_cell(ours)} | {table_cell(row.note)} |"
 
 
 def unknown_keys() -> list[str]:

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 from shoal import api
 from shoal.build.load import PythonObjects, Run
+from shoal.build.ranks import is_main
 from shoal.build.signals import outside_event_loop
 from shoal.config.infer import InferConfig
 from shoal.config.orch import EnvConfig, EvalConfig
@@ -31,9 +32,8 @@ from shoal.envs.user_code import load_object
 from shoal.rewards.functions import RewardFunctions
 from shoal.runs.run_dir import is_used, read_metrics
 from shoal.surfaces import trl
-from shoal.surfaces.excepthook import one_line_if_uncaught
 from shoal.surfaces.grpo_config import GRPOConfig
-from shoal.surfaces.names import Key, Translation, keys_of
+from shoal.surfaces.names import Key, Translation, keys_of, one_line_if_uncaught
 from shoal.surfaces.trainer import (
     COMPLETIONS_SHOWN,
     DEFAULT_STEPS,
@@ -225,7 +225,7 @@ class GRPOTrainer:
         resume = resume or self.config.train.resume_from_checkpoint
         if self.output_dir.exists() and not self.output_dir.is_dir():
             raise ArgumentError(f"GRPOTrainer: output_dir: {str(self.output_dir)!r} is a file; use a folder")
-        if is_used(self.output_dir) and not resume and _is_main():
+        if is_used(self.output_dir) and not resume and is_main():
             raise ArgumentError(
                 f"GRPOTrainer: output_dir: {str(self.output_dir)!r} already holds a run; continue it with "
                 "resume_from_checkpoint=True, or choose another folder"
@@ -245,7 +245,7 @@ class GRPOTrainer:
     def _test(self, items: Items | None) -> dict[str, float]:
         if items is None or len(items) == 0:
             raise ArgumentError("GRPOTrainer.test: dataset: is empty; pass items, or set eval_dataset")
-        if not _is_main():
+        if not is_main():
             return {}
         with _about("GRPOTrainer.test", train="dataset", eval="dataset"):
             environment = self._environment(TEST, items, items)
@@ -351,10 +351,6 @@ def _launched_without_gpu() -> bool:
     import torch
 
     return not torch.cuda.is_available()
-
-
-def _is_main() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _check_vllm() -> None:

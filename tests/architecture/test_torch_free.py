@@ -11,8 +11,8 @@ PACKAGES = [
     "core.prompts", "core.admission", "core.runner", "core.advantages", "core.batching", "core.layout", "core.losses",
     "core.terms", "core.collect", "core.learn", "core.ranks", "core.evaluate", "core.state",
     "core.stop_rules", "core.loop", "config", "runs", "rewards", "envs", "watch", "server", "rollout.remote",
-    "rollout.weight_channels", "split.commands", "split.rendezvous", "split.heartbeat", "split.calls",
-    "split.tcp_calls", "split.remote_trainer", "split.orchestrator", "split.inference_process", "split.supervisor",
+    "rollout.weight_channels", "split.commands", "split.rendezvous", "split.calls",
+    "split.orchestrator", "split.inference_process", "split.supervisor",
     "models.chat", "models.tokenizer", "signals", "cli", "surfaces", "grpo_trainer", "launcher",
     "planning",
 ]  # fmt: skip

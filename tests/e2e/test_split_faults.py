@@ -18,7 +18,7 @@ from .helpers.storage import small_disk
 
 STEPS = 4
 DAY_S = 86_400
-SILENT_S = 3.6  # longer than a component may be silent (split/heartbeat.py)
+SILENT_S = 3.6  # longer than a component may be silent (split/rendezvous.py)
 NCCL = {"weight_broadcast": {"type": "nccl"}}
 
 

@@ -34,9 +34,9 @@ from shoal.envs.datasets import to_messages
 from shoal.models.chat import Chat
 from shoal.models.decoder import Decoder
 from shoal.models.lora import LoraSettings, as_reference, attach
-from shoal.trainer.dpo import PreferenceSteps, preference_pairs
 from shoal.trainer.optimizer import AdamSettings, Schedule
 from shoal.trainer.policy import Reference
+from shoal.trainer.supervised import PreferenceSteps, preference_pairs
 from support.models import EOS, TOKENIZER, as_decoder
 from support.training import make_policy
 

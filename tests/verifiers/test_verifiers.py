@@ -24,6 +24,7 @@ from shoal.core.runner import GroupRunner, RunnerSettings
 from shoal.core.types import Prompt, Request, Rollout, SamplingParams, Score
 from shoal.envs.registry import load_environment
 from shoal.models.chat import Chat
+from shoal.rollout.endpoint_episodes import EndpointEpisodes
 from shoal.server.app import LocalEndpoint
 from shoal.server.completions import ServedModel
 from support.models import EOS, TOKENIZER, small_model
@@ -63,7 +64,7 @@ def play(environment: Any, script: Script, index: int = 0, size: int = 1) -> tup
     chat = Chat(TOKENIZER)
     endpoint = LocalEndpoint(ServedModel(engine, chat, "scripted", 6000))
     settings = RunnerSettings(context_tokens=6000, seed=5)
-    runner = GroupRunner(engine, {"env": environment}, NoJudge(), chat, settings, endpoint)
+    runner = GroupRunner(engine, {"env": environment}, NoJudge(), chat, settings, EndpointEpisodes(endpoint))
     prompt = Prompt("env", index, environment.tasks("train")[index].messages)
 
     async def run() -> list[Rollout]:

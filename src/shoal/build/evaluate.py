@@ -16,12 +16,12 @@ from statistics import NormalDist, fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.load import PythonObjects, Run
-from shoal.build.prompts import fits_in
 from shoal.build.sampler import (
     CLOSE_LIMIT_S,
     LEAVE_LIMIT_S,
     DeviceThread,
     Sampler,
+    fits_in,
     load_model,
     make_engine,
     make_runner,
@@ -65,45 +65,43 @@ class Estimate:
         return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
 
-def average(scores: Mapping[int, Sequence[float]], level: float = LEVEL) -> Estimate:
+def average(scores: Mapping[int, Sequence[float]]) -> Estimate:
     """avg@k: the mean reward, with equal weight for each prompt."""
-    return interval([fmean(rewards) for rewards in scores.values() if rewards], level)
+    return interval([fmean(rewards) for rewards in scores.values() if rewards])
 
 
-def pass_at(scores: Mapping[int, Sequence[float]], k: int, level: float = LEVEL) -> Estimate:
+def pass_at(scores: Mapping[int, Sequence[float]], k: int) -> Estimate:
     """Unbiased pass@k from n >= k rollouts per prompt, c of them solved: 1 - C(n - c, k) / C(n, k)."""
     values = []
     for rewards in scores.values():
         n, solved = len(rewards), sum(reward >= SOLVED for reward in rewards)
         if n >= k:
             values.append(1 - math.comb(n - solved, k) / math.comb(n, k))
-    return interval(values, level)
+    return interval(values)
 
 
-def difference(
-    ours: Mapping[int, Sequence[float]], theirs: Mapping[int, Sequence[float]], level: float = LEVEL
-) -> Estimate:
+def difference(ours: Mapping[int, Sequence[float]], theirs: Mapping[int, Sequence[float]]) -> Estimate:
     """Mean of ours minus theirs over the prompts that both answered. Paired, so the difficulty of prompts cancels."""
     shared = [index for index in ours if ours[index] and theirs.get(index)]
-    return interval([fmean(ours[index]) - fmean(theirs[index]) for index in shared], level, paired=True)
+    return interval([fmean(ours[index]) - fmean(theirs[index]) for index in shared], paired=True)
 
 
-def interval(values: Sequence[float], level: float = LEVEL, *, paired: bool = False) -> Estimate:
+def interval(values: Sequence[float], *, paired: bool = False) -> Estimate:
     """Student's interval of a mean. Wilson's if every value is 0 or 1, since it is also correct near 0 and 1."""
     n = len(values)
     if n == 0:
         return Estimate(math.nan, math.nan, math.nan, 0)
     mean = fmean(values)
     if not paired and all(value in (0, 1) for value in values):
-        return _wilson(mean, n, level)
+        return _wilson(mean, n)
     if n < MIN_VALUES:
         return Estimate(mean, math.nan, math.nan, n)
-    half = student_quantile(0.5 + level / 2, n - 1) * stdev(values) / math.sqrt(n)
+    half = student_quantile(0.5 + LEVEL / 2, n - 1) * stdev(values) / math.sqrt(n)
     return Estimate(mean, mean - half, mean + half, n)
 
 
-def _wilson(mean: float, n: int, level: float) -> Estimate:
-    z = NormalDist().inv_cdf(0.5 + level / 2)
+def _wilson(mean: float, n: int) -> Estimate:
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half), n)
@@ -179,7 +177,11 @@ def score(models: Sequence[Weights], task: EvalTask, folders: Sequence[Path] = (
             folder = folders[number] if folders else None
             metrics, groups = await evaluate_once(config, first.objects, environments, rewards, folder)
             _check_failures(groups)
-            scores.append(Scores(metrics, _by_prompt(groups), task.settings.rollouts_per_example))
+            by_prompt = {
+                group.prompt.index: [r.raw_reward for r in group.rollouts if r.scored and r.raw_reward is not None]
+                for group in groups
+            }
+            scores.append(Scores(metrics, by_prompt, task.settings.rollouts_per_example))
         return scores
 
     with reward_workers(_isolated_if_needed(first.config.orch, environments), environments) as rewards:
@@ -213,31 +215,19 @@ def _check_failures(groups: Sequence[RolloutGroup]) -> None:
         log.warning("no reward for %d of %d rollouts: %s", len(failed), len(rollouts), why)
 
 
-def _by_prompt(groups: Sequence[RolloutGroup]) -> dict[int, list[float]]:
-    return {
-        group.prompt.index: [r.raw_reward for r in group.rollouts if r.scored and r.raw_reward is not None]
-        for group in groups
-    }
-
-
-def eval_sampling_params(orch: OrchConfig) -> SamplingParams:
-    assert orch.eval is not None
-    own = orch.eval.sampling
-    values = {name: getattr(own, name) for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens")}
-    return SamplingParams(**values, min_tokens=own.min_tokens or 0, stop=tuple(own.stop or ()))
-
-
 def make_evaluator(
     orch: OrchConfig, environments: Mapping[str, Environment], runner: GroupRunner, chat: Chat
 ) -> Evaluator | None:
     """None if the configuration has no evaluation."""
     if orch.eval is None:
         return None
-    assert orch.seq_len is not None and orch.eval.sampling.seed is not None
-    sampling = eval_sampling_params(orch)
+    own = orch.eval.sampling
+    assert orch.seq_len is not None and own.seed is not None
+    values = {name: getattr(own, name) for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens")}
+    sampling = SamplingParams(**values, min_tokens=own.min_tokens or 0, stop=tuple(own.stop or ()))
     names = [env.label for env in orch.eval.env or orch.env]
     return Evaluator(
-        runner.with_seed(orch.eval.sampling.seed).run,
+        runner.with_seed(own.seed).run,
         {name: environments[name] for name in names},
         fits_in(chat, orch.seq_len - sampling.max_tokens),
         EvalSettings(orch.eval.num_examples, orch.eval.rollouts_per_example, sampling, orch.deadline_s),

@@ -321,7 +321,16 @@ def make_plan(
     config: RunConfig, model: LoadedModel, policy: TrainedPolicy | None, ranks: Ranks | None = None
 ) -> MemoryPlan:
     """Make and apply the plan (device thread). Without a policy it covers sampling only, on a CPU the cache only."""
-    plan = _make_plan(config, model, policy)
+    from shoal.build.memory_probe import sampling_plan
+
+    copied = host_copy_bytes(policy) if policy is not None and model.sharded is None else 0
+    demand = replace(_demand(config), host_copy=copied)
+    if policy is None or model.decoder.device.type != "cuda":
+        plan = sampling_plan(model.decoder, model.layers, demand)
+    else:
+        captures = policy.captures and not _narrows(config.orch.sampling)
+        plan = _measured_plan(replace(demand, captures=captures), model, policy)
+    plan = replace(plan, host_copy=copied)
     if model.sharded is not None and ranks is not None:
         plan = agreed(plan, ranks)
     model.trained.recompute(plan.recompute)
@@ -334,17 +343,6 @@ def agreed(plan: MemoryPlan, ranks: Ranks) -> MemoryPlan:
     """The smallest plan of all ranks: ranks with sharded weights must use the same micro-batches."""
     tokens, keys, kept = ranks.minimum([plan.micro_batch_tokens, plan.keys_for_token, int(not plan.recompute)])
     return replace(plan, micro_batch_tokens=tokens, keys_for_token=keys, recompute=not kept)
-
-
-def _make_plan(config: RunConfig, model: LoadedModel, policy: TrainedPolicy | None) -> MemoryPlan:
-    from shoal.build.memory_probe import sampling_plan
-
-    copied = host_copy_bytes(policy) if policy is not None and model.sharded is None else 0
-    demand = replace(_demand(config), host_copy=copied)
-    if policy is None or model.decoder.device.type != "cuda":
-        return replace(sampling_plan(model.decoder, model.layers, demand), host_copy=copied)
-    captures = policy.captures and not _narrows(config.orch.sampling)
-    return replace(_measured_plan(replace(demand, captures=captures), model, policy), host_copy=copied)
 
 
 def training_plan(train: TrainConfig, batch_size: int, model: LoadedModel, policy: TrainedPolicy) -> MemoryPlan | None:

@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any
 from shoal.build.evaluate import make_evaluator
 from shoal.build.load import Run
 from shoal.build.model import LoadedModel, PolicyFiles, make_objective, make_policy, recomputes_old
-from shoal.build.prompts import loop_settings, make_stream, temperature_schedule, total_steps
 from shoal.build.remote_engines import absent_server
 from shoal.build.sampler import (
     DeviceThread,
     Sampler,
     load_model,
+    loop_settings,
     make_engine,
     make_runner,
+    make_stream,
     reward_shape,
     sampling_params,
+    temperature_schedule,
+    total_steps,
 )
 from shoal.build.workspace import Workspace
 from shoal.config.orch import OrchConfig
@@ -45,8 +48,7 @@ from shoal.signals.replay import GroupReplay, ReplaySettings
 from shoal.signals.rows import make_row_signals
 from shoal.signals.teacher import AskTeacher, make_teacher
 from shoal.watch.health import LiveHealth
-from shoal.watch.observer import Phases, RunObserver
-from shoal.watch.sinks import Sinks, open_sinks
+from shoal.watch.observer import Phases, RunObserver, Sinks, open_sinks
 from shoal.watch.trackers import TrackerRun
 
 if TYPE_CHECKING:

@@ -1,29 +1,34 @@
-"""The sampling side of a run: the device thread, the model with the sampler's view, the engine and the runner."""
+"""The sampling side of a run: prompt stream and schedules, the device thread, the model with the sampler's view, the
+engine and the runner."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.build.load import PythonObjects
 from shoal.build.model import LoadedModel, explain_oom, explain_start_oom, load, release
 from shoal.build.remote_engines import ModelFacts, make_remote
-from shoal.config.orch import OrchConfig
+from shoal.config.orch import OrchConfig, TemperatureSchedule
 from shoal.config.schema import RunConfig
 from shoal.core.advantages import RewardShape
 from shoal.core.deadlines import wait_while_awake
-from shoal.core.errors import DeadlineError
+from shoal.core.errors import DataError, DeadlineError
+from shoal.core.prompts import Buffer, Fits, PromptStream
 from shoal.core.protocols import EndpointEnvironment, Environment, Ranks, RolloutEngine
 from shoal.core.ranks import SingleProcess
-from shoal.core.types import SamplingParams
+from shoal.core.state import EvalCadence, LoopSettings, SaveCadence
+from shoal.core.types import Message, SamplingParams, Task
 from shoal.planning.memory import GPU_PREFILL_TOKENS
 from shoal.rollout.remote.client import Waiting
+from shoal.runs.events import EventLog
 
 if TYPE_CHECKING:
     from shoal.core.runner import GroupRunner
@@ -186,6 +191,7 @@ def make_runner(
 ) -> tuple[GroupRunner, LocalEndpoint | None]:
     """Runs environments with any engine; the endpoint is for environments that drive their rollouts over HTTP."""
     from shoal.core.runner import GroupRunner, RunnerSettings
+    from shoal.rollout.endpoint_episodes import EndpointEpisodes
 
     orch = config.orch
     assert orch.seq_len is not None and orch.sampling.seed is not None
@@ -204,7 +210,8 @@ def make_runner(
         needs_reward=teacher is None or teacher.reward_weight > 0,
         uses_hints=teacher is not None and teacher.itself,
     )
-    return GroupRunner(engine, environments, rewards, chat, settings, endpoint), endpoint
+    player = EndpointEpisodes(endpoint) if endpoint is not None else None
+    return GroupRunner(engine, environments, rewards, chat, settings, player), endpoint
 
 
 def model_facts(model: LoadedModel) -> ModelFacts:
@@ -217,3 +224,105 @@ def reward_shape(orch: OrchConfig) -> RewardShape:
     reward, truncated = orch.reward, orch.truncated
     clip = (reward.clip[0], reward.clip[1]) if reward.clip is not None else None
     return RewardShape(reward.scale, reward.bias, clip, truncated.type, truncated.tokens, truncated.factor or 1.0)
+
+
+def loop_settings(config: RunConfig, steps: int, prompts: int, next_command: str) -> LoopSettings:
+    train, evaluation, noise = config.train, config.orch.eval, config.train.noise_scheduler
+    epoch = _epoch_steps(config.orch, prompts)
+    save_steps = train.save_steps if train.save_epochs is None else train.save_epochs * epoch
+    cadence = None
+    if evaluation is not None:
+        epochs = evaluation.interval_epochs
+        interval = evaluation.interval if epochs is None else epochs * epoch
+        cadence = EvalCadence(interval, evaluation.at_start, evaluation.interval_seconds)
+    return LoopSettings(
+        max_steps=steps,
+        save=SaveCadence(save_steps, train.save_seconds),
+        evaluation=cadence,
+        save_total_limit=train.save_total_limit,
+        keep_best=evaluation.keep_best if evaluation else False,
+        stop_after=evaluation.stop_after if evaluation else None,
+        sigma_at=partial(noise.sigma_at, total_steps=steps) if noise.enabled else None,
+        next_command=next_command,
+        show_completions=train.show_completions,
+        sync_deadline_s=config.orch.sync_deadline_s,
+        save_deadline_s=train.save_deadline_s,
+    )
+
+
+def _epoch_steps(orch: OrchConfig, prompts: int) -> int:
+    """Steps of one pass over the prompts, rounded up."""
+    return max(1, -(-prompts * orch.rollouts_per_example // orch.batch_size))
+
+
+def temperature_schedule(orch: OrchConfig, steps: int) -> Callable[[int], float]:
+    temperature = orch.sampling.temperature
+    if isinstance(temperature, TemperatureSchedule):
+        return partial(temperature.at, total_steps=steps)
+    return lambda _: temperature
+
+
+def total_steps(config: RunConfig, prompts: int) -> int:
+    orch = config.orch
+    if config.train.max_steps is not None:
+        return config.train.max_steps
+    assert config.train.epochs is not None
+    groups = orch.batch_size // orch.rollouts_per_example
+    return max(1, -(-prompts * config.train.epochs // groups))
+
+
+TEMPLATE_BYTES = 2048  # more than any chat template writes around a short conversation
+
+
+def make_stream(
+    orch: OrchConfig, environments: Mapping[str, Environment], chat: Chat, events: EventLog
+) -> PromptStream:
+    """Prompts that leave no room for a completion are skipped, with a warning."""
+    assert orch.seq_len is not None and orch.sampling.max_tokens is not None and orch.sampling.seed is not None
+    max_tokens = orch.seq_len - orch.sampling.max_tokens
+    fits_context = fits_in(chat, max_tokens)
+    for env in orch.env:
+        _report_long_prompts(env.label, environments[env.label].tasks("train"), fits_context, max_tokens, events)
+
+    def fits(messages: Sequence[Message]) -> bool:
+        if fits_context(messages):
+            return True
+        if not events.counts["set-aside"]:  # once; the journal has the number
+            events.warn("set-aside", f"a prompt is longer than {max_tokens} tokens (seq_len - max_tokens) and skipped")
+        return False
+
+    weights = {env.label: env.weight_at if isinstance(env.weight, dict) else env.weight for env in orch.env}
+    buffer = Buffer(
+        orch.buffer.easy_threshold,
+        orch.buffer.hard_threshold,
+        1.0 if orch.buffer.easy_fraction is None else orch.buffer.easy_fraction,
+        1.0 if orch.buffer.hard_fraction is None else orch.buffer.hard_fraction,
+        1.0 if orch.buffer.zero_variance_fraction is None else orch.buffer.zero_variance_fraction,
+    )
+    return PromptStream(environments, weights, orch.sampling.seed, fits, buffer)
+
+
+def _report_long_prompts(name: str, tasks: Sequence[Task], fits: Fits, max_tokens: int, events: EventLog) -> None:
+    """Count the prompts of a data set that are too long. Generated prompts are checked when they are drawn."""
+    if not isinstance(tasks, list):
+        return
+    # A token has at least one byte, so short prompts fit without running the tokenizer.
+    long = [task for task in tasks if _bytes_of(task) + TEMPLATE_BYTES > max_tokens]
+    too_long = [task for task in long if not fits(task.messages)]
+    if tasks and len(too_long) == len(tasks):
+        raise DataError(f"no prompt of {name} fits: prompt plus sampling.max_tokens exceeds orch.seq_len")
+    if too_long:
+        events.warn(
+            "set-aside",
+            f"{len(too_long)} of {len(tasks)} prompts of {name} are longer than {max_tokens} tokens "
+            "(seq_len - max_tokens) and skipped",
+            data={"prompts": len(too_long), "of": len(tasks)},
+        )
+
+
+def _bytes_of(task: Task) -> int:
+    return sum(len(str(message.get("content") or "").encode("utf-8", "surrogatepass")) for message in task.messages)
+
+
+def fits_in(chat: Chat, max_tokens: int) -> Callable[[Sequence[Message]], bool]:
+    return lambda messages: not chat.exceeds(messages, max_tokens) and 0 < len(chat.prompt_ids(messages)) <= max_tokens

@@ -32,7 +32,7 @@ from shoal.watch.text import count
 from shoal.watch.trackers import MetricSink
 
 if TYPE_CHECKING:
-    from shoal.trainer.sft import SupervisedSteps
+    from shoal.trainer.supervised import SupervisedSteps
 
 
 def _phases() -> Phases:
@@ -65,7 +65,9 @@ class SupervisedRecorder:
         self.sinks.log(step, metrics)
         self.run_dir.append_journal(step, {"version": step})
         self.console.step(step, metrics)
-        self._count_skipped(step, bool(metrics["optim/skipped"]))
+        self._non_finite = self._non_finite + 1 if metrics["optim/skipped"] else 0
+        if self._non_finite:
+            self.events.warn("non-finite", f"step {step}: the gradient is not finite; the optimizer step is skipped")
         gives_up = self._non_finite >= MAX_NON_FINITE
         if self.stop or gives_up or self.save.due(step) or (step == self.total and not self.save.off):
             self._save(step)
@@ -77,11 +79,6 @@ class SupervisedRecorder:
                 "or check the data, then resume from the last checkpoint"
             )
         return bool(self.stop)
-
-    def _count_skipped(self, step: int, skipped: bool) -> None:
-        self._non_finite = self._non_finite + 1 if skipped else 0
-        if skipped:
-            self.events.warn("non-finite", f"step {step}: the gradient is not finite; the optimizer step is skipped")
 
     def _save(self, step: int) -> None:
         self.console.waiting(f"saving the checkpoint of step {step}")
@@ -162,8 +159,7 @@ def _items(
 ) -> tuple[Sequence[Sequence[Sample]], Callable[..., SupervisedSteps]]:
     """The samples of each row of the data set, and what makes the steps that train on them."""
     from shoal.models.load import switch_off_dropout
-    from shoal.trainer.dpo import PreferenceSteps, preference_pairs
-    from shoal.trainer.sft import SupervisedSteps, supervised_samples
+    from shoal.trainer.supervised import PreferenceSteps, SupervisedSteps, preference_pairs, supervised_samples
 
     limits = (model.chat, _end_id(model), config.train.sequence_len)
     if isinstance(config, DpoConfig):
@@ -182,7 +178,7 @@ def _train(
     config: SupervisedConfig, state: SupervisedState, run_dir: RunDir, events: EventLog, console: BaseConsole
 ) -> None:
     """Train the remaining steps and write the final weights."""
-    from shoal.trainer.sft import train_supervised
+    from shoal.trainer.supervised import train_supervised
 
     train, command = config.train, resume_command(config)
     every = train.save_epochs * state.steps.steps_per_epoch if train.save_epochs else train.save_steps

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import io
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from shoal.core.errors import (
 )
 from shoal.core.protocols import Environment, Ranks
 from shoal.core.ranks import SingleProcess
-from shoal.core.types import Task
 from shoal.envs.base import lacks_reward
 from shoal.envs.datasets import DataNotice, DatasetSpec, collect_row_problems, fingerprint
 from shoal.envs.registry import load_environment, takes_data
@@ -50,7 +49,7 @@ from shoal.runs.events import EventLog, forward_log_warnings, setup_logging, sto
 from shoal.runs.journal import damaged_lines, read_lines
 from shoal.runs.run_dir import FollowerRunDir, RunDir, is_used, read_status
 from shoal.watch.console import BaseConsole, make_console
-from shoal.watch.sinks import check_sinks
+from shoal.watch.observer import check_sinks
 from shoal.watch.text import count
 from shoal.watch.watchdog import Watchdog
 
@@ -251,12 +250,8 @@ def _data_fingerprint(run: Run, environments: Mapping[str, Environment]) -> str:
     """Identifies the training data. Data sets are read in full; of generated tasks the first 1000 are enough, because
     the arguments that determine them are compared as well."""
     tasks = [environments[env.label].tasks("train") for env in run.config.orch.env]
-    read = (task for some in tasks for task in (some if isinstance(some, list) else _first(some, 1000)))
+    read = (some[i] for some in tasks for i in range(len(some) if isinstance(some, list) else min(1000, len(some))))
     return f"{fingerprint(read)} {'+'.join(str(len(some)) for some in tasks)}"
-
-
-def _first(tasks: Sequence[Task], number: int) -> list[Task]:
-    return [tasks[i] for i in range(min(number, len(tasks)))]
 
 
 def binding(config: RunConfig | SupervisedConfig, data: str) -> dict[str, Any]:
@@ -427,11 +422,8 @@ def last_line(path: Path) -> str:
     if (path / "report.html").exists():
         lines.append(f"the report is {path / 'report.html'}")
     if (path / "final").exists():
-        kind = "unchanged weights, because no step trained anything," if _trained_nothing(path) else "trained weights"
+        trained = [bool(record.get("rollout_ids", True)) for record in read_lines(path / "journal.jsonl")]
+        unchanged = bool(trained) and not any(trained)
+        kind = "unchanged weights, because no step trained anything," if unchanged else "trained weights"
         lines.append(f"the {kind} are in {path / 'final'}")
     return "; ".join(lines)
-
-
-def _trained_nothing(path: Path) -> bool:
-    trained = [bool(record.get("rollout_ids", True)) for record in read_lines(path / "journal.jsonl")]
-    return bool(trained) and not any(trained)

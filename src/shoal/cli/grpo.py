@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,16 +13,21 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from shoal.build.load import Run, check_launch, load
-from shoal.cli.dry_run import end_dry_run
+from shoal.build.load import Run, check_launch, load, user_functions
 from shoal.cli.entry import note_run_folder
 from shoal.cli.output import notices, say
 from shoal.config.load import ConfigDraft, load_run
-from shoal.config.schema import RunConfig
-from shoal.core.errors import ConfigError
+from shoal.config.orch import OrchConfig
+from shoal.config.problems import about
+from shoal.config.resolve import as_yaml
+from shoal.config.schema import RunConfig, SupervisedConfig
+from shoal.config.train import TrainConfig
+from shoal.core.errors import ConfigError, HardwareError
+from shoal.envs.registry import BUILT_IN, OWN_TASKS, takes_data
 from shoal.runs.files import storage
-from shoal.runs.run_dir import is_used
+from shoal.runs.run_dir import is_used, write_config
 from shoal.split.supervisor import SERVER_KILL_S, Child, Supervisor, free_port
+from shoal.watch.machine import has_gpu
 
 COMPONENTS = ("infer", "train", "orch")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -76,9 +83,9 @@ def _child(command: SplitCommand, name: str, implied: Sequence[str], folder: Pat
 def _implied(given: RunConfig, resolved: RunConfig) -> dict[str, list[str]]:
     """Overrides that give each section what it takes from the others. Keys that the user set are left alone."""
     model, folder = resolved.train.model, str(Path(resolved.train.output_dir).resolve())
-    implied = {name: [f"{name}.output_dir={_quoted(folder)}"] for name in COMPONENTS}
+    implied = {name: [f"{name}.output_dir={quoted(folder)}"] for name in COMPONENTS}
     for name, key in (("train", "train.model"), ("infer", "infer.model"), ("orch", "orch.model.name")):
-        implied[name].append(f"{key}={_quoted(str(model))}")
+        implied[name].append(f"{key}={quoted(str(model))}")
     for key, value in _length(resolved).items():
         implied[key.partition(".")[0]].append(f"{key}={'null' if value is None else value}")
     implied["infer"] += [f"infer.{key}={value}" for key, value in _served(given, resolved).items()]
@@ -111,8 +118,9 @@ def _served(given: RunConfig, resolved: RunConfig) -> dict[str, object]:
     return {key: value for key, value in needed.items() if key not in given.infer.model_fields_set}
 
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
+def quoted(value: str | int) -> str:
+    """A YAML scalar of the same type: a folder called 1e5 must stay a string."""
+    return str(value) if isinstance(value, int) else "'" + value.replace("'", "''") + "'"
 
 
 FILE_SUFFIXES = (".yaml", ".yml")
@@ -186,3 +194,73 @@ def split_tokens(tokens: tuple[str, ...]) -> tuple[str | None, list[str]]:
     if tokens and (tokens[0].endswith(FILE_SUFFIXES) or "=" not in tokens[0]):
         return tokens[0], list(tokens[1:])
     return None, list(tokens)
+
+
+def end_dry_run(config: RunConfig | SupervisedConfig, resume: bool) -> None:
+    """Import user code, compare with this machine, then print and write the resolved configuration.
+
+    Only config.yaml is written. In the folder of a run that would be resumed, the recorded file stays.
+    """
+    if isinstance(config, RunConfig):
+        import_user_code(config.orch)
+        import_user_code(config.train)
+    note_machine(config.train)
+    text, folder = as_yaml(config), Path(config.train.output_dir)
+    say(text)
+    if not (resume and is_used(folder)):
+        write_config(folder, text)
+
+
+def import_user_code(section: OrchConfig | TrainConfig) -> None:
+    """Import everything named as module:attribute, and create the built-in environments. No task is read.
+
+    User environments are imported but not created: they may need the machine of the run. Whatever they print goes to
+    stderr, because stdout holds the configuration.
+    """
+    from shoal.envs.user_code import load_object
+
+    with contextlib.redirect_stdout(sys.stderr):
+        if isinstance(section, OrchConfig):
+            _import_environments(section)
+        for key, name in user_functions(section).items():
+            with about(key):
+                load_object(name)
+
+
+def _import_environments(orch: OrchConfig) -> None:
+    from shoal.envs.datasets import DatasetSpec
+    from shoal.envs.registry import load_environment
+    from shoal.envs.user_code import load_object
+
+    for key, env in ((key, env) for key, envs in orch.env_lists for env in envs):
+        with about(key):
+            if env.id in BUILT_IN:
+                data = DatasetSpec(**dict(orch.dataset)) if orch.dataset is not None and takes_data(env.id) else None
+                load_environment(env.id, env.args, dataset=data)
+            elif not env.id.startswith(OWN_TASKS):
+                load_object(env.id)
+
+
+def note_machine(train: TrainConfig) -> None:
+    """Print a notice if this machine lacks a device or package. The run may be meant for another machine."""
+    try:
+        _check_machine(train)
+    except HardwareError as error:
+        notices([f"a run on this machine would be refused: {error}"])
+
+
+def _check_machine(train: TrainConfig) -> None:
+    from shoal.models.precision import check_machine
+
+    check_machine(train, "cuda" if train.device != "cpu" and has_gpu() and _torch_has_gpu() else "cpu")
+    if train.gpus != 1:
+        from shoal.build.ranks import ranks_to_start
+
+        ranks_to_start(train, None)
+
+
+def _torch_has_gpu() -> bool:
+    """A driver alone is not enough: this build of torch must support it."""
+    import torch
+
+    return torch.cuda.is_available()

@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from shoal.cli.output import say
-from shoal.config.model_names import model_problem
-from shoal.config.model_shapes import shape_of, shape_problem
+from shoal.config.model_names import model_problem, shape_of, shape_problem
 from shoal.config.reference import SCHEMA_LINE, reference_page, schema_file
 from shoal.config.schema import LAYOUTS, SECTIONS
 from shoal.core.errors import ConfigError, StorageError

@@ -36,6 +36,12 @@ def say(text: str) -> None:
         print(_safe(line, sys.stdout.encoding))
 
 
+def say_at_once(line: str) -> None:
+    """A line on stdout that another program waits for."""
+    say(line)
+    sys.stdout.flush()
+
+
 def _write(line: str) -> None:
     try:
         print(_safe(line, sys.stderr.encoding), file=sys.stderr)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from shoal.cli.output import notices, say
+from shoal.cli.output import notices, say_at_once
 from shoal.config.infer import InferConfig
 from shoal.config.load import ConfigDraft, load_section
 from shoal.config.model_names import model_problem
@@ -49,7 +49,7 @@ def serve(
     from shoal.split.inference_process import serve as serve_model
 
     with exit_on_first_signal(), _loaded(model, overrides, adapter, checkpoint) as (weights, config):
-        ended_by = serve_model(config, _tell, adapter=_adapter(weights), name=model)
+        ended_by = serve_model(config, say_at_once, adapter=_adapter(weights), name=model)
     end_by(ended_by)
 
 
@@ -210,8 +210,3 @@ def _rank(adapter: Path) -> int:
         return int(json.loads((adapter / ADAPTER_FILE).read_text("utf-8"))["r"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"command line: {adapter / ADAPTER_FILE}: has no rank r: {error}") from error
-
-
-def _tell(line: str) -> None:
-    say(line)
-    sys.stdout.flush()  # a program that starts the server waits for this line

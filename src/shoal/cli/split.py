@@ -10,9 +10,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from shoal.build.load import check_environments, check_user_code
-from shoal.cli.dry_run import import_user_code, note_machine
-from shoal.cli.grpo import FILE_SUFFIXES
-from shoal.cli.output import notices, say
+from shoal.cli.grpo import FILE_SUFFIXES, import_user_code, note_machine
+from shoal.cli.output import notices, say, say_at_once
 from shoal.config.infer import InferConfig
 from shoal.config.load import ConfigDraft, load_section
 from shoal.config.orch import OrchConfig
@@ -95,7 +94,7 @@ def serve_reference(train: TrainConfig) -> None:
     from shoal.split.inference_process import infer_section
 
     section = {**infer_section(train), "output_dir": train.output_dir, "port": free_port()}
-    split.serve_inference(InferConfig.model_validate(section), Origins(), _tell)
+    split.serve_inference(InferConfig.model_validate(section), Origins(), say_at_once)
 
 
 def read_section(name: str, file: str, overrides: tuple[str, ...], dry_run: bool) -> ConfigDraft[Any] | None:
@@ -151,15 +150,6 @@ def grpo_infer(file: str, *overrides: str, dry_run: Annotated[bool, Parameter(ne
     """
     loaded = read_section("infer", file, overrides, dry_run)
     if loaded is not None:
-        _serve(loaded)
+        from shoal.split import commands as split
 
-
-def _serve(loaded: ConfigDraft[InferConfig]) -> None:
-    from shoal.split import commands as split
-
-    split.serve_inference(loaded.config, loaded.origins, _tell)
-
-
-def _tell(line: str) -> None:
-    say(line)
-    sys.stdout.flush()  # a program that starts the server waits for this line
+        split.serve_inference(loaded.config, loaded.origins, say_at_once)

@@ -1,8 +1,8 @@
 """The losses of `shoal dpo`. One class declares parameters, bounds, defaults, documentation and formula of a loss.
 
-Formulas use tensor methods only, so that reading a configuration does not import torch. trainer/dpo.py calls them. In
-them, `c` and `r` are the sums of policy_logprobs - reference_logprobs over the tokens of the chosen and of the rejected
-completion, and `m` = beta · (c - r) is the reward margin of the pair.
+Formulas use tensor methods only, so that reading a configuration does not import torch. trainer/supervised.py calls
+them. In them, `c` and `r` are the sums of policy_logprobs - reference_logprobs over the tokens of the chosen and of the
+rejected completion, and `m` = beta · (c - r) is the reward margin of the pair.
 """
 
 from __future__ import annotations

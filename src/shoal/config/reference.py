@@ -91,7 +91,7 @@ def _table(keys: list[Key], prefix: str = "", choices: Sequence[type[Variant]] =
         name = " or ".join(f"`{prefix}{name}`" for name in field_names(key.path[-1], key.info))
         selects = bool(choices) and key.path[-1] == "type"
         takes = ", ".join(f"`{choice.choice()}`" for choice in choices) if selects else _takes(key)
-        yield f"| {name} | {_cell(takes)} | {_cell(_default(key))} | {_cell(_meaning(key))} |"
+        yield f"| {name} | {table_cell(takes)} | {table_cell(_default(key))} | {table_cell(_meaning(key))} |"
     yield ""
 
 
@@ -99,7 +99,7 @@ def _meaning(key: Key) -> str:
     return " ".join([key.info.description or "", *(text for mark, text in _MARKS.items() if mark_of(key.info, mark))])
 
 
-def _cell(text: str) -> str:
+def table_cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
@@ -183,7 +183,7 @@ def parameter_table(variants: Sequence[type[Variant]]) -> Iterator[str]:
         for name, info in variant.parameters().items():
             key = Key((name,), info, sections_of(info.annotation))
             cells = (_takes(key), _default(key) or "unset", info.description or "")
-            yield f"| `{variant.choice()}` | `{name}` | {' | '.join(map(_cell, cells))} |"
+            yield f"| `{variant.choice()}` | `{name}` | {' | '.join(map(table_cell, cells))} |"
     yield ""
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from shoal.config.fields import given, marked
 from shoal.config.infer import InferConfig
+from shoal.config.load import validate
 from shoal.config.loss_rules import check_adapter_off, check_loss, check_replay
-from shoal.config.model_names import model_problem
-from shoal.config.model_shapes import shape_of
+from shoal.config.model_names import model_problem, shape_of
 from shoal.config.orch import OrchConfig
 from shoal.config.problems import Findings, Origins, redact, show
 from shoal.config.schema import SECTIONS, DpoConfig, RunConfig, SupervisedConfig
@@ -26,7 +26,6 @@ from shoal.config.section_rules import (
     port_of,
 )
 from shoal.config.train import TrainConfig
-from shoal.config.validate import validate
 from shoal.core.section import Section
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -272,7 +271,10 @@ def _check_colocated(config: RunConfig, findings: Findings) -> None:
             for name in given(getattr(config, section), *names):
                 what = "is not used: the embedded engine runs inside `shoal grpo`"
                 findings.error(f"{section}.{name}", what, "remove it")
-        _check_embedded_precision(train.recipe, infer.dtype, findings)
+        dtype = infer.dtype
+        if dtype in EMBEDDED_DTYPES.values() and EMBEDDED_DTYPES.get(train.recipe) != dtype:
+            what = f"is {dtype}, but the embedded engine uses the trainer's weights (train.recipe {train.recipe})"
+            findings.error("infer.dtype", what, "remove it and set train.recipe")
     else:
         _check_server(config, findings)
     check_served(config, findings)
@@ -299,12 +301,6 @@ def advantage_std(config: RunConfig) -> str:
     return config.orch.advantage.std or config.train.loss.default_advantage_std
 
 
-def _check_embedded_precision(recipe: str, dtype: str, findings: Findings) -> None:
-    if dtype in EMBEDDED_DTYPES.values() and EMBEDDED_DTYPES.get(recipe) != dtype:
-        what = f"is {dtype}, but the embedded engine uses the trainer's weights (train.recipe {recipe})"
-        findings.error("infer.dtype", what, "remove it and set train.recipe")
-
-
 def section_data(section: Section) -> dict[str, Any]:
     """The keys that were set, as plain data without secrets, for the other processes."""
     return redact(section.model_dump(by_alias=True, exclude_unset=True, mode="json"))
@@ -317,14 +313,6 @@ def merge_sections(name: str, own: Any, others: Mapping[str, Mapping[str, Any]])
     return validate(RunConfig, data, Origins(default="handshake"))
 
 
-def _check_port(config: RunConfig, findings: Findings) -> None:
-    """A notice, not an error, since a proxy may forward the port."""
-    asked, port = port_of(config.orch.client.base_url), config.infer.port
-    if asked not in (None, port):
-        what = f"has port {asked}, but grpo-infer listens on {port} (infer.port)"
-        findings.notice("orch.client.base_url", what, "make them equal, unless a proxy forwards the port")
-
-
 def check_split(config: RunConfig) -> Findings:
     """All checks of a split run that need no model."""
     findings = Findings()
@@ -333,7 +321,10 @@ def check_split(config: RunConfig) -> Findings:
     check_replay(train, config.orch, infer.engine != "embedded" or train.quantised, findings)
     if given(infer, "weights"):
         findings.error("infer.weights", "is not used: a server always has its own copy", "remove it")
-    _check_port(config, findings)
+    asked, port = port_of(config.orch.client.base_url), infer.port
+    if asked not in (None, port):  # a notice, not an error, since a proxy may forward the port
+        what = f"has port {asked}, but grpo-infer listens on {port} (infer.port)"
+        findings.notice("orch.client.base_url", what, "make them equal, unless a proxy forwards the port")
     if infer.engine == "embedded" and train.quantised:
         what = "is quantised in the trainer but not in grpo-infer, so their log-probs differ"
         findings.notice("train.model", f"{what}; old_logprobs are computed with a forward pass")

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shoal.core.layout import PackedRollout, fill_rows, lay_out
+from shoal.core.layout import PackedRollout, by_group, fill_rows, lay_out
 from shoal.core.types import Batch, LossKind, Rollout, Sample, Turn
 
 
@@ -33,9 +33,6 @@ class _SampleBuilder:
     cross_entropy: list[float] = field(default_factory=list)
     ignored: list[bool] = field(default_factory=list)
     truncated: bool = False  # some token was not sampled from the whole vocabulary
-
-    def extends_to(self, prompt_ids: list[int]) -> bool:
-        return prompt_ids[: len(self.token_ids)] == self.token_ids
 
     def append(self, turn: Turn, advantages: Sequence[float], kind: LossKind, context_weight: float) -> None:
         """`context_weight`: cross-entropy weight of the tokens before the completion that are not in the sample yet."""
@@ -76,7 +73,7 @@ def rollout_samples(
     per_token = rollout.token_advantages if advantage is None else None
     drafts: list[_SampleBuilder] = []
     for number, turn in enumerate(rollout.turns):
-        starts = not drafts or not drafts[-1].extends_to(turn.prompt_ids)
+        starts = not drafts or turn.prompt_ids[: len(drafts[-1].token_ids)] != drafts[-1].token_ids
         if starts:
             drafts.append(_SampleBuilder())
         constant = [0.0 if value is None else value] * len(turn.completion.token_ids)
@@ -144,13 +141,10 @@ def count_totals(samples_by_rollout: Iterable[Sequence[Sample]]) -> Totals:
 
 def split_minibatches(samples_by_rollout: Iterable[Sequence[Sample]], minibatches: int) -> list[list[list[Sample]]]:
     """At most `minibatches` parts of whole groups, in order, with nearly equal numbers of groups. No part is empty."""
-    groups: dict[str, list[list[Sample]]] = {}
-    for rollout in _collect(samples_by_rollout):
-        groups.setdefault(rollout.group_id, []).append(rollout.samples)
+    groups = by_group(_collect(samples_by_rollout))
     parts = min(minibatches, len(groups))
-    ordered = list(groups.values())
-    bounds = [len(ordered) * part // parts for part in range(parts + 1)] if parts else []
-    return [[samples for group in ordered[start:end] for samples in group] for start, end in pairwise(bounds)]
+    bounds = [len(groups) * part // parts for part in range(parts + 1)] if parts else []
+    return [[rollout.samples for group in groups[start:end] for rollout in group] for start, end in pairwise(bounds)]
 
 
 def make_batches(samples_by_rollout: Sequence[Sequence[Sample]], packing: Packing) -> list[Batch]:

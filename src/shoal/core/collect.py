@@ -205,15 +205,12 @@ class Collector:
             raise StopRequested
         if not self._finished:
             raise self._deadline_error("none finished")
-        for task in self._take_finished():
+        finished, self._finished = self._finished, []
+        self._arrival.clear()
+        for task in finished:
             if task in self._running:
                 order, _ = self._running.pop(task)
                 self._settle(order, task.result(), version)
-
-    def _take_finished(self) -> list[asyncio.Task[RolloutGroup]]:
-        finished, self._finished = self._finished, []
-        self._arrival.clear()
-        return finished
 
     async def _settle_round(self, version: int) -> None:
         _, pending = await wait_without_suspension(list(self._running), self._rules.deadline_s)

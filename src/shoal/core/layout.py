@@ -67,7 +67,7 @@ def fill_rows(rollouts: Sequence[PackedRollout], token_budget: int, share_prefix
         if longest > token_budget:
             raise ValueError(f"a sample of {rollout.rollout_id} has {longest} tokens, a row holds {token_budget}")
     if share_prefixes:
-        chunks = [chunk for group in _by_group(rollouts) for chunk in _split_group(group, token_budget)]
+        chunks = [chunk for group in by_group(rollouts) for chunk in _split_group(group, token_budget)]
     else:
         chunks = [Chunk([rollout]) for rollout in rollouts]
     rows = _first_fit([chunk.tokens for chunk in chunks], token_budget)
@@ -113,7 +113,7 @@ def _segments(chunks: Sequence[Chunk]) -> list[_Segment]:
     return segments
 
 
-def _by_group(rollouts: Sequence[PackedRollout]) -> list[list[PackedRollout]]:
+def by_group(rollouts: Sequence[PackedRollout]) -> list[list[PackedRollout]]:
     groups: dict[str, list[PackedRollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group_id, []).append(rollout)

@@ -12,12 +12,12 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from shoal.core.errors import EngineError
 from shoal.core.types import (
     Completion,
     EpisodeResult,
     Message,
     Request,
+    Rollout,
     RolloutGroup,
     Row,
     SamplingParams,
@@ -26,7 +26,6 @@ from shoal.core.types import (
     ScoreRequest,
     Task,
     Tools,
-    Turn,
 )
 
 
@@ -257,24 +256,19 @@ class Tokens(Protocol):
         """
 
 
-class EndpointSession(Protocol):
-    """One rollout at an endpoint: where the environment sends requests, and the turns recorded so far."""
+class EpisodePlayer(Protocol):
+    """Makes rollouts of an EndpointEnvironment, and writes their turns and messages."""
 
-    base_url: str
-    model: str
-    turns: list[Turn]
-    conversation: list[Message]
-
-
-class Endpoint(Protocol):
-    """An OpenAI-compatible server in the training process, for EndpointEnvironment."""
-
-    failure: EngineError | None  # the engine failed while it served a session
-
-    def session(
-        self, name: str, sampling: SamplingParams, context_tokens: int, seed_of: Callable[[int], int]
-    ) -> AbstractAsyncContextManager[EndpointSession]:
-        """A session while the block runs. Turn n is sampled with `sampling` and the seed `seed_of(n)`."""
+    async def play(
+        self,
+        environment: EndpointEnvironment,
+        rollouts: Sequence[Rollout],
+        sampling: SamplingParams,
+        context_tokens: int,
+        seed: int,
+    ) -> Sequence[Score]:
+        """One rollout, or all rollouts of a group that its environment makes together."""
+        ...
 
 
 class Judge(Protocol):

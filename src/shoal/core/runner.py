@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from shoal.core.advantages import RewardShape
 from shoal.core.errors import ConfigError, DataError, EngineError, EpisodeError, StoppedByPolicy, StorageError
 from shoal.core.protocols import (
-    Endpoint,
     EndpointEnvironment,
     Environment,
     Episode,
+    EpisodePlayer,
     Judge,
     RolloutEngine,
     StatefulEpisode,
@@ -26,7 +26,6 @@ from shoal.core.protocols import (
 )
 from shoal.core.types import (
     Completion,
-    EpisodeResult,
     Message,
     Prompt,
     Request,
@@ -68,14 +67,14 @@ class GroupRunner:
         judge: Judge,
         tokens: Tokens,
         settings: RunnerSettings,
-        endpoint: Endpoint | None = None,
+        player: EpisodePlayer | None = None,
     ) -> None:
         self._engine = engine
         self._environments = environments
         self._judge = judge
         self._tokens = tokens
         self._settings = settings
-        self._endpoint = endpoint
+        self._player = player
         # Checked once: `isinstance` with a protocol is slow compared with a short rollout.
         self._endpoint_environments = {
             name: env for name, env in environments.items() if isinstance(env, EndpointEnvironment)
@@ -84,7 +83,7 @@ class GroupRunner:
     def with_seed(self, seed: int) -> GroupRunner:
         """The same runner with another seed, for held-out rollouts."""
         settings = replace(self._settings, seed=seed)
-        return GroupRunner(self._engine, self._environments, self._judge, self._tokens, settings, self._endpoint)
+        return GroupRunner(self._engine, self._environments, self._judge, self._tokens, settings, self._player)
 
     async def run(
         self, prompt: Prompt, size: int, sampling: SamplingParams, phase: Phase = nullcontext
@@ -114,7 +113,9 @@ class GroupRunner:
         try:
             with phase("rollout"):
                 if environment is not None:
-                    scores = await self._run_endpoint_episodes(environment, rollouts, sampling)
+                    assert self._player is not None, "an EndpointEnvironment needs a player"
+                    limits = self._settings.context_tokens, self._settings.seed
+                    scores: Sequence[Score | None] = await self._player.play(environment, rollouts, sampling, *limits)
                 else:
                     scores = [await self._run_episode(rollouts[0], sampling, phase)]
         except (StoppedByPolicy, StorageError, asyncio.CancelledError):
@@ -179,42 +180,6 @@ class GroupRunner:
         except ConfigError as error:
             raise EngineError(str(error)) from error
 
-    async def _run_endpoint_episodes(
-        self, environment: EndpointEnvironment, rollouts: Sequence[Rollout], sampling: SamplingParams
-    ) -> Sequence[Score | None]:
-        """The environment sends requests to the endpoint, with one session per rollout."""
-        prompt = rollouts[0].prompt
-        try:
-            async with AsyncExitStack() as stack:
-                sessions = [await stack.enter_async_context(self._session(rollout, sampling)) for rollout in rollouts]
-                task = environment.tasks(prompt.split)[prompt.index]
-                if (play_group := getattr(environment, "play_group", None)) is not None:
-                    results = await play_group(task, [(session.base_url, session.model) for session in sessions])
-                else:
-                    results = [await environment.play(task, sessions[0].base_url, sessions[0].model)]
-        except TimeoutError as error:
-            return [Score("timeout", error=str(error)) for _ in rollouts]
-        return [_episode_score(rollout, result) for rollout, result in zip(rollouts, results, strict=True)]
-
-    @asynccontextmanager
-    async def _session(self, rollout: Rollout, sampling: SamplingParams) -> AsyncIterator[Any]:
-        """An EndpointSession, which records the turns of the rollout in exact token ids."""
-        endpoint, settings = self._endpoint, self._settings
-        assert endpoint is not None, "an EndpointEnvironment needs an endpoint"
-
-        def seed_of(turn: int) -> int:
-            return rollout_seed(settings.seed, rollout.rollout_id, turn)
-
-        try:
-            async with endpoint.session(rollout.rollout_id, sampling, settings.context_tokens, seed_of) as session:
-                try:
-                    yield session
-                finally:
-                    rollout.turns, rollout.messages = session.turns, session.conversation
-        finally:
-            if endpoint.failure is not None:
-                raise endpoint.failure
-
     async def _score(self, rollout: Rollout, sampling: SamplingParams) -> None:
         prompt = rollout.prompt
         if not self._settings.needs_reward and getattr(self._environments[prompt.env], "without_reward", False):
@@ -269,15 +234,6 @@ class GroupRunner:
         if rollout.reward is None and not self._settings.needs_reward and rollout.turns:
             rollout.status, rollout.reward = "ok", 0.0
         return rollout
-
-
-def _episode_score(rollout: Rollout, result: EpisodeResult) -> Score:
-    if result.error is not None:
-        return Score("error", error=result.error)
-    if not rollout.turns:
-        return Score("error", error="the environment sent no request to the model")
-    rollout.messages = result.messages or rollout.messages
-    return Score("ok", result.reward, result.parts)
 
 
 def _with_hint(messages: Sequence[Message], hint: str) -> list[Message]:

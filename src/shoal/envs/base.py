@@ -183,3 +183,18 @@ def generated_tasks(draw: Draw, *, split: str, size: int, seed: int) -> TaskList
         raise ConfigError(f"too few different tasks for a separate {split} split; widen the environment's args")
 
     return TaskList(size, make)
+
+
+class Generated(SingleTurn):
+    """A single-turn environment that draws its tasks; a subclass defines `_draw`."""
+
+    def __init__(self, num_train: int, num_eval: int, seed: int) -> None:
+        self._sizes = {"train": num_train, "eval": num_eval}
+        self._seed = seed
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return generated_tasks(self._draw, split=split, size=self._sizes.get(split, 0), seed=self._seed)
+
+    def _draw(self, rng: random.Random) -> tuple[str, Task]:
+        """Return a task, and the key that decides its split."""
+        raise NotImplementedError

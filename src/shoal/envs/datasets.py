@@ -1,13 +1,16 @@
 """Read datasets from files, folders or the Hugging Face hub into tasks for "train" and "eval".
 
-Invalid rows are excluded, counted and reported with file and line. A dataset without a valid row raises DataError.
-Called by environments that take a dataset and by `api`. A resumed run must have the same `fingerprint`.
+Files are JSONL, JSON, CSV or Parquet. Invalid rows are excluded, counted and reported with file and line; bytes that
+are not UTF-8 are reported, never replaced. A dataset without a valid row raises DataError. Called by environments that
+take a dataset and by `api`. A resumed run must have the same `fingerprint`.
 """
 
 from __future__ import annotations
 
+import csv
 import difflib
 import hashlib
+import io
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal.config.section_rules import DATA_SUFFIXES
 from shoal.core.errors import DataError
 from shoal.core.protocols import Events
 from shoal.core.types import Message, Task
-from shoal.envs.readers import SUFFIXES, TOO_DEEP, RawRow, is_too_deep, read_file
 
 log = logging.getLogger(__name__)
 
@@ -105,11 +108,6 @@ def read_splits(spec: DatasetSpec, needed: Sequence[str], make: MakeTask) -> dic
         text = "%s: no eval or test split, so the last %d of %d rows are held out for evaluation%s"
         log.info(text, spec.path or spec.name, len(held), len(train), same)
     return {"train": trained, "eval": held}
-
-
-def has_eval_split(spec: DatasetSpec) -> bool:
-    """True if the dataset has its own held-out split."""
-    return _eval_split(spec, spec.split or "train") is not None
 
 
 def to_messages(prompt: Any) -> list[Message]:
@@ -212,7 +210,9 @@ def _kind(value: Any) -> str:
 def _eval_split(spec: DatasetSpec, train_split: str) -> str | None:
     """Return the name of the dataset's own held-out split, None if there is none."""
     if spec.path is None:
-        available = _hub_splits(spec)
+        import datasets  # slow to import, and only hub names need it
+
+        available = _from_hub(spec, datasets.get_dataset_split_names)
         return next((name for name in EVAL_SPLITS if name in available and name != train_split), None)
     path = Path(spec.path).expanduser()
     if path.is_dir():
@@ -230,23 +230,17 @@ def _source(spec: DatasetSpec, split: str) -> Iterator[RawRow]:
         raise DataError(f"{path}: no such file or folder")
     files = _split_files(path, split) if path.is_dir() else [path]
     if not files:
-        raise DataError(f"{path}: no {split} file; looked for {', '.join(split + suffix for suffix in SUFFIXES)}")
+        raise DataError(f"{path}: no {split} file; looked for {', '.join(split + suffix for suffix in DATA_SUFFIXES)}")
     return (row for file in files for row in read_file(file, split))
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
     """Return `train.jsonl`, or the shards of a split such as `train-00000-of-00002.parquet`."""
-    for suffix in SUFFIXES:
+    for suffix in DATA_SUFFIXES:
         whole = folder / f"{split}{suffix}"
         if whole.is_file():
             return [whole]
-    return sorted(file for file in folder.glob(f"{split}-*") if file.suffix in SUFFIXES)
-
-
-def _hub_splits(spec: DatasetSpec) -> list[str]:
-    import datasets  # slow to import, and only hub names need it
-
-    return _from_hub(spec, datasets.get_dataset_split_names)
+    return sorted(file for file in folder.glob(f"{split}-*") if file.suffix in DATA_SUFFIXES)
 
 
 def _hub_rows(spec: DatasetSpec, split: str) -> Iterator[RawRow]:
@@ -274,7 +268,8 @@ PAIR = {"chosen", "rejected"}
 def supervised_tasks(spec: DatasetSpec) -> list[Task]:
     """Return tasks for supervised training; `data["completion"]` is the target text. An eval split is not used."""
     splits = read_splits(spec, (), _task)
-    return splits["train"] if has_eval_split(spec) else [*splits["train"], *splits["eval"]]
+    has_eval_split = _eval_split(spec, spec.split or "train") is not None
+    return splits["train"] if has_eval_split else [*splits["train"], *splits["eval"]]
 
 
 def _task(row: Mapping[str, Any]) -> Task:
@@ -337,3 +332,138 @@ def _check_answer(message: Message, name: str) -> None:
             f"{name} ends with an answer whose reasoning is not in its content; write it into the content, as the "
             "model does (such as <think>…</think>)"
         )
+
+
+MAX_ROW_BYTES = 16 * 2**20
+MAX_ROW_LEVELS = 100  # of nested lists and objects; JSON writers fail at about 1,000
+TOO_DEEP = f"nested over {MAX_ROW_LEVELS} levels deep"
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """One row of a file: `row`, or the `problem` with reading it."""
+
+    where: str  # file:line
+    row: dict[str, Any] | None = None
+    problem: str | None = None
+
+
+def read_file(path: Path, split: str) -> Iterator[RawRow]:
+    """Read a file according to its suffix. `split` selects a list in a JSON file that contains several."""
+    readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
+    suffix = path.suffix.lower()
+    try:
+        if suffix == ".json":
+            yield from _read_json(path, split)
+        elif suffix in readers:
+            yield from readers[suffix](path)
+        else:
+            raise DataError(f"{path}: cannot read {suffix or 'a file without suffix'}; use {', '.join(DATA_SUFFIXES)}")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+
+
+def _read_jsonl(path: Path) -> Iterator[RawRow]:
+    with path.open("rb") as file:
+        # Split on \n only: str.splitlines would also split at U+2028, which JSON strings may contain.
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = _without_bom(line, path)
+            if line.strip():
+                yield _parse(line, f"{path}:{number}")
+
+
+def _without_bom(data: bytes, path: Path) -> bytes:
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(f"{path}: this is UTF-16; save it as UTF-8")
+    return data.removeprefix(b"\xef\xbb\xbf")
+
+
+def _parse(line: bytes, where: str) -> RawRow:
+    if len(line) > MAX_ROW_BYTES:
+        return RawRow(where, problem=f"a row of {len(line):,} bytes; the limit is {MAX_ROW_BYTES:,}")
+    try:
+        row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        return RawRow(where, problem=f"not UTF-8 at byte {error.start}")
+    except json.JSONDecodeError as error:
+        return RawRow(where, problem=f"not JSON: {error.msg} at column {error.colno}")
+    except ValueError as error:
+        return RawRow(where, problem=f"not JSON: {error}")
+    except RecursionError:
+        return RawRow(where, problem=TOO_DEEP)
+    return _object(row, where)
+
+
+def _object(row: Any, where: str) -> RawRow:
+    if not isinstance(row, dict):
+        return RawRow(where, problem=f"the row is of type {type(row).__name__}, not an object with columns")
+    return RawRow(where, row)
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether lists and objects are nested so deep that the row could be read, but not always written."""
+    level = [value]
+    for _ in range(MAX_ROW_LEVELS):
+        level = [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _read_json(path: Path, split: str) -> Iterator[RawRow]:
+    try:
+        content = json.loads(_without_bom(path.read_bytes(), path).decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 at byte {error.start}") from error
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+    except RecursionError as error:
+        raise DataError(f"{path}: a row is {TOO_DEEP}; remove it") from error
+    if isinstance(content, dict):
+        content = next((content[key] for key in (split, "data") if isinstance(content.get(key), list)), None)
+    if not isinstance(content, list):
+        raise DataError(f"{path}: needs a list of objects, or an object with a list under {split!r} or 'data'")
+    for number, row in enumerate(content, start=1):
+        yield _object(row, f"{path}:item {number}")
+
+
+def _read_csv(path: Path) -> Iterator[RawRow]:
+    # surrogateescape turns invalid bytes into lone surrogates, which the row checks report.
+    text = _without_bom(path.read_bytes(), path).decode("utf-8", "surrogateescape")
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            yield RawRow(f"{path}:{reader.line_num}", problem=str(error))
+            continue
+        if row is None:
+            return
+        where = f"{path}:{reader.line_num}"
+        if None in row:
+            yield RawRow(where, problem="more cells than columns in the header")
+        else:
+            yield RawRow(where, dict(row))
+
+
+def _read_parquet(path: Path) -> Iterator[RawRow]:
+    import pyarrow.parquet as parquet  # slow to import, and only this format needs it
+
+    try:
+        table = parquet.read_table(path)
+        for number, row in enumerate(table.to_pylist(), start=1):
+            yield RawRow(f"{path}:row {number}", row)
+    except OSError:
+        raise
+    except Exception as error:  # pyarrow has its own exception types for broken files and encodings
+        raise DataError(f"{path}: not a readable Parquet file: {error}") from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import json
 import random
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -16,17 +15,17 @@ from pydantic import Field
 
 from shoal.core.errors import ConfigError
 from shoal.core.types import Message, Task
-from shoal.envs.base import EvalSize, SingleTurn, TaskSeed, TrainSize, ask, generated_tasks
+from shoal.envs.arithmetic import TAG
+from shoal.envs.base import EvalSize, Generated, TaskSeed, TrainSize, ask
 from shoal.rewards.outcome import answer_of
 
 SYSTEM_PROMPT = (
     "Solve the problem. Think first if you need to, then give only the answer inside <answer> and </answer> tags."
 )
-TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 ENTRIES = 20_000  # the largest size that every task of the package accepts
 
 
-class ReasoningGym(SingleTurn):
+class ReasoningGym(Generated):
     """Any task of the package reasoning-gym; further arguments are options of the task."""
 
     name = "reasoning-gym"
@@ -43,12 +42,8 @@ class ReasoningGym(SingleTurn):
     ) -> None:
         self.name = f"reasoning-gym:{task}"
         self._entries = _create(task, seed, config)
-        self._sizes = {"train": num_train, "eval": num_eval}
-        self._seed = seed
+        super().__init__(num_train, num_eval, seed)
         self._system_prompt = system_prompt
-
-    def tasks(self, split: str) -> Sequence[Task]:
-        return generated_tasks(self._draw, split=split, size=self._sizes.get(split, 0), seed=self._seed)
 
     def reward(self, task: Task, messages: Sequence[Message]) -> float:
         found = TAG.findall(answer_of(messages))

@@ -8,8 +8,11 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
+from pathlib import Path
 from types import MethodType
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -19,12 +22,10 @@ from pydantic.fields import FieldInfo
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.protocols import Environment
 from shoal.core.section import IN_MEMORY
-from shoal.envs.arithmetic import Arithmetic
+from shoal.envs.arithmetic import Arithmetic, Countdown
 from shoal.envs.base import OneAnswer, SingleTurn
-from shoal.envs.countdown import Countdown
-from shoal.envs.dataset_env import DatasetEnvironment
+from shoal.envs.dataset_env import DatasetEnvironment, Gsm8k
 from shoal.envs.datasets import DatasetSpec
-from shoal.envs.gsm8k import Gsm8k
 from shoal.envs.items import ItemEnvironment
 from shoal.envs.reasoning import ReasoningGym
 from shoal.envs.reverse_text import ReverseText
@@ -226,3 +227,27 @@ def _named(environment: Environment, name: str) -> Environment:
 def _article(found: Any) -> str:
     kind = type(found).__name__
     return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
+
+
+def argument_table(environment: type) -> Iterator[str]:
+    yield "| Argument | Default | |"
+    yield "|---|---|---|"
+    for name, argument in arguments_of(environment).model_fields.items():
+        default = shown_default(argument)
+        shown = default if default in ("required", "built-in", "unset") else f"`{default}`"
+        yield f"| `{name}` | {shown} | {argument.description} |"
+
+
+def with_tables(page: str) -> str:
+    """Return the page with the table below each `<!-- arguments of ID -->` generated again."""
+    environments = {**BUILT_IN, **{prefix.rstrip(":"): environment for prefix, environment in PACKAGES.items()}}
+
+    def table(found: re.Match[str]) -> str:
+        return found[1] + "".join(f"{line}\n" for line in argument_table(environments[found[2]]))
+
+    return re.sub(r"(<!-- arguments of (\S+) -->\n)(?:\|.*\n)*", table, page)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        Path(name).write_text(with_tables(Path(name).read_text(encoding="utf-8")), encoding="utf-8")

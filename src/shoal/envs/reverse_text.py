@@ -15,7 +15,7 @@ from pydantic import Field
 
 from shoal.core.errors import ConfigError
 from shoal.core.types import Message, Task
-from shoal.envs.base import EvalSize, SingleTurn, TaskSeed, TrainSize, ask, generated_tasks
+from shoal.envs.base import EvalSize, Generated, TaskSeed, TrainSize, ask
 from shoal.envs.datasets import DatasetSpec, read_splits
 from shoal.rewards.outcome import answer_of
 
@@ -95,7 +95,7 @@ SYSTEM_PROMPT = (
 TAG = re.compile(r"<reversed_text>(.*?)</reversed_text>", re.DOTALL)
 
 
-class ReverseText(SingleTurn):
+class ReverseText(Generated):
     """Write a short English text backwards, character by character."""
 
     name = "reverse-text"
@@ -114,16 +114,14 @@ class ReverseText(SingleTurn):
         if min_len > max_len:
             raise ConfigError(f"reverse-text: min_len {min_len} is larger than max_len {max_len}")
         self._bounds = (min_len, max_len)
-        self._sizes = {"train": num_train, "eval": num_eval}
-        self._seed = seed
+        super().__init__(num_train, num_eval, seed)
         self._system_prompt = system_prompt
         self._dataset = dataset
         self._splits: dict[str, list[Task]] | None = None
 
     def tasks(self, split: str) -> Sequence[Task]:
         if self._dataset is None:
-            size = self._sizes.get(split, 0)
-            return generated_tasks(self._draw, split=split, size=size, seed=self._seed)
+            return super().tasks(split)
         if self._splits is None:
             self._splits = read_splits(self._dataset, ("prompt",), lambda row: self._task(str(row["prompt"]).strip()))
         return self._splits[split]

@@ -24,7 +24,7 @@ from shoal.core.types import Message, Score, Task
 from shoal.envs.base import TaskList, _Base, as_message
 from shoal.envs.datasets import DatasetSpec, read_splits, to_messages
 from shoal.envs.items import ItemError, Items, columns_of
-from shoal.envs.tools import calls_of
+from shoal.envs.tools import as_text, calls_of
 from shoal.rewards.functions import RewardFunctions, RewardInput
 from shoal.rewards.outcome import answer_of
 
@@ -308,7 +308,7 @@ class LiveEpisode:
         results: list[str] = []
         for call in calls:
             try:
-                results.append(_as_text(self._call(call["name"], call["arguments"])))
+                results.append(as_text(self._call(call["name"], call["arguments"])))
             except EndEpisode as end:
                 results += [str(end)] + ["the episode is over"] * (len(calls) - len(results) - 1)
                 return {"results": results, "over": True}
@@ -361,7 +361,3 @@ class LiveEpisode:
             return await value
 
         return self._runner.run(wait())
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -81,15 +81,15 @@ class ToolUse(MultiTurn):
         try:
             async with asyncio.timeout(TOOL_LIMIT_S):
                 if inspect.iscoroutinefunction(function):
-                    return _as_text(await function(**call.arguments))
-                return _as_text(await asyncio.to_thread(function, **call.arguments))
+                    return as_text(await function(**call.arguments))
+                return as_text(await asyncio.to_thread(function, **call.arguments))
         except TimeoutError:
             return f"error: {call.name} took longer than {TOOL_LIMIT_S:g} s"
         except Exception as error:  # user code, called with arguments written by the model
             return f"error: {type(error).__name__}: {error}"
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

@@ -14,8 +14,7 @@ from shoal.config.load import COMMAND_LINE
 from shoal.config.problems import printable
 from shoal.core.errors import EXIT_DONE, ConfigError
 from shoal.envs.user_code import load_object
-from shoal.launcher.keys import KEYS
-from shoal.launcher.read import USAGE, parse_arguments, read_flat
+from shoal.launcher.read import KEYS, USAGE, parse_arguments, read_flat
 from shoal.launcher.translate import LauncherTask, translate
 
 

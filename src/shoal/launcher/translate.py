@@ -1,6 +1,6 @@
 """Translates the launcher's flat keys to the schema, and schema keys in messages back to the launcher's.
 
-keys.py translates most keys. This file has those that depend on each other.
+`KEYS` in read.py translates most keys. This file has those that depend on each other.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.build.load import check_launch
-from shoal.config.load import COMMAND_LINE, ConfigDraft
+from shoal.config.load import COMMAND_LINE, ConfigDraft, validate
 from shoal.config.problems import Origins, show, split_path
 from shoal.config.schema import RunConfig
-from shoal.config.validate import validate
 from shoal.core.errors import ConfigError
 from shoal.core.section import NAME_PATTERN
-from shoal.launcher.keys import KEYS
-from shoal.launcher.read import AllocationError, FlatKeys, parse_allocation
+from shoal.launcher.read import KEYS, AllocationError, FlatKeys, parse_allocation
 from shoal.surfaces.names import replace_keys
 
 OUTPUTS = "outputs"

@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.quantization_config import Mxfp4Config
 
-from shoal.config.model_shapes import shape_of
+from shoal.config.model_names import shape_of
 from shoal.core.errors import ModelError
 from shoal.models.decoder import STATELESS
 from shoal.models.gguf import load_gguf, unquantised

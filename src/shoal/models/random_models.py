@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from shoal.config.model_shapes import SHAPES, shape_problem
+from shoal.config.model_names import SHAPES, shape_problem
 from shoal.core.errors import ConfigError
 from shoal.models.chat_templates import CHATML
 

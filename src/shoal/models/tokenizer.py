@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.config.model_names import expanded, missing_path, similar_path
-from shoal.config.model_shapes import shape_of
+from shoal.config.model_names import expanded, missing_path, shape_of, similar_path
 from shoal.core.errors import ModelError
 from shoal.models.chat import special_tokens
 from shoal.models.chat_templates import HOW, with_chat_template

@@ -11,16 +11,6 @@ from dataclasses import dataclass, replace
 
 from shoal.config.resolve import MAX_NUM_SEQS, MAX_SLOTS
 from shoal.core.errors import ConfigError
-from shoal.planning.devices import (
-    ALL_REDUCE_S,
-    CONSTANTS,
-    DEVICES_PER_MACHINE,
-    GIB,
-    LINK_SHARE,
-    NETWORK_BYTES_PER_S,
-    Constants,
-    Device,
-)
 from shoal.planning.memory import (
     GPU_PREFILL_TOKENS,
     ROW_MULTIPLE,
@@ -31,7 +21,18 @@ from shoal.planning.memory import (
     round_up,
 )
 from shoal.planning.shapes import ModelShape
-from shoal.planning.time_model import Rollouts, TimeModel
+from shoal.planning.time_model import (
+    ALL_REDUCE_S,
+    CONSTANTS,
+    DEVICES_PER_MACHINE,
+    GIB,
+    LINK_SHARE,
+    NETWORK_BYTES_PER_S,
+    Constants,
+    Device,
+    Rollouts,
+    TimeModel,
+)
 
 KEY_MULTIPLE = 16  # as in models/attention.py
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.config.model_names import similar_path
-from shoal.config.model_shapes import SHAPES
+from shoal.config.model_names import SHAPES, similar_path
 from shoal.core.errors import ConfigError
 
 # Shapes of which every layer is the same dense decoder layer with full attention.

@@ -33,8 +33,8 @@ from shoal.rollout.remote.shoal import COMPLETIONS, HttpRolloutEngine
 from shoal.runs.checkpoints import CheckpointStore
 from shoal.runs.files import RunLock, find_holder, storage, write_atomic
 from shoal.runs.secrets import CONTROL
-from shoal.split.heartbeat import FOLDER as HANDSHAKE
 from shoal.split.inference_process import infer_section
+from shoal.split.rendezvous import FOLDER as HANDSHAKE
 from shoal.split.supervisor import free_port
 
 TRAINERS, DEPLOYMENTS = "trainers", "deployments"  # folders in log_path, with one folder per id

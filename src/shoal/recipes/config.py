@@ -19,9 +19,9 @@ from shoal.config.schema import LAYOUTS, Layout, RunConfig
 from shoal.core.errors import ArgumentError
 from shoal.core.losses import BUILT_IN, CISPO, DAPO, DRO, GRPO, GSPO, LOSSES, ImportanceSampling, Loss, Reinforce
 from shoal.core.section import IN_MEMORY, NAME_PATTERN
-from shoal.envs.readers import SUFFIXES
-from shoal.surfaces.excepthook import one_line_if_uncaught
-from shoal.surfaces.names import Key, Translation, keys_of, named_arguments
+from shoal.envs.datasets import DATA_SUFFIXES
+from shoal.surfaces.names import Key, Translation, keys_of, named_arguments, one_line_if_uncaught
+from shoal.surfaces.trainer import LABEL
 
 Kind = TypeVar("Kind", bound=type)
 PARAMETER_NAMES = {"clip_low": "eps_clip", "clip_high": "eps_clip_high", "quad_beta": "beta"}  # schema → Config
@@ -272,7 +272,6 @@ class Config:
 
 
 KEYS = keys_of(Config)
-LABEL = "dataset"
 POLICY_LOSSES = tuple(loss.choice() for loss in BUILT_IN)
 DEFAULT_KL = {"grpo": 0.001, "reinforce": 0.001}
 
@@ -353,7 +352,9 @@ def _data(to: Translation, config: Config, in_memory: bool) -> None:
 
 def is_path(dataset: str) -> bool:
     return (
-        Path(dataset).expanduser().exists() or dataset.endswith(tuple(SUFFIXES)) or dataset.startswith((".", "/", "~"))
+        Path(dataset).expanduser().exists()
+        or dataset.endswith(tuple(DATA_SUFFIXES))
+        or dataset.startswith((".", "/", "~"))
     )
 
 

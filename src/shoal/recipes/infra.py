@@ -24,7 +24,7 @@ from shoal.recipes.attach import Server, TrainerFolder, start_deployment, start_
 from shoal.recipes.clients import DeploymentSampler, Device, PolicyClient, ReferenceClient, local_reference
 from shoal.recipes.config import Config, WeightSyncScope, check_config, translate
 from shoal.rewards.pool import RewardPool
-from shoal.surfaces.excepthook import one_line_if_uncaught
+from shoal.surfaces.names import one_line_if_uncaught
 
 
 @dataclass
@@ -91,7 +91,13 @@ class Infra:
     @property
     def sampler(self) -> DeploymentSampler:
         """Samples completions with the weights of the last sync."""
-        return _requested(self._sampler, "sampler", "needs_inference")
+        if self._sampler is None:
+            with one_line_if_uncaught():
+                raise ArgumentError(
+                    "setup_infra: needs_inference: was False, so there is no infra.sampler; call "
+                    "setup_infra(…, needs_inference=True)"
+                )
+        return self._sampler
 
     def _make_sampler(self) -> DeploymentSampler:
         orch = self._trainer.run.orch
@@ -172,15 +178,6 @@ class Infra:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _requested(piece: Piece | None, name: str, argument: str) -> Piece:
-    with one_line_if_uncaught():
-        if piece is None:
-            raise ArgumentError(
-                f"setup_infra: {argument}: was False, so there is no infra.{name}; call setup_infra(…, {argument}=True)"
-            )
-    return piece
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from shoal.envs.user_code import load_object
 from shoal.recipes.clients import AdamParams, DeploymentSampler, ForwardBackward, PolicyClient, ReferenceClient
 from shoal.recipes.config import (
     KEYS,
-    LABEL,
     LOSS_OBJECTS,
     CISPOConfig,
     Config,
@@ -43,8 +42,8 @@ from shoal.recipes.datums import Datum, PromptGroup, SampledCompletion, build_gr
 from shoal.recipes.infra import Infra, check_tokenizers, setup_infra
 from shoal.rewards.functions import RewardFunctions
 from shoal.runs.run_dir import is_used
-from shoal.surfaces.excepthook import one_line_if_uncaught
-from shoal.surfaces.names import names_by_key, replace_keys
+from shoal.surfaces.names import names_by_key, one_line_if_uncaught, replace_keys
+from shoal.surfaces.trainer import LABEL
 
 RewardFn = Callable[..., Any] | str
 

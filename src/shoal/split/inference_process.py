@@ -31,7 +31,7 @@ from shoal.server.access import LOOPBACK, Access, Listener, bind
 from shoal.server.app import make_app
 from shoal.server.completions import Completions, ServedModel
 from shoal.server.control import Control, Names
-from shoal.split.heartbeat import FOLDER as HANDSHAKE
+from shoal.split.rendezvous import FOLDER as HANDSHAKE
 from shoal.watch.machine import has_gpu
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from shoal.split.calls import (
     read_bulk,
     unpack_groups,
 )
-from shoal.split.heartbeat import FOLDER as HANDSHAKE
+from shoal.split.rendezvous import FOLDER as HANDSHAKE
 from shoal.split.rendezvous import Rendezvous, RunEndedByPeer
 
 if TYPE_CHECKING:

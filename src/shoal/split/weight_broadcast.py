@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.config.rules import LOOPBACK
 from shoal.core.errors import ConfigError, StorageError
 from shoal.rollout.remote.client import retry_blocking
 from shoal.runs import weight_files as manifests
@@ -36,7 +37,6 @@ WORLD = 2
 MAX_TRANSFERS = 16  # at the same time
 MAX_REQUESTS = 1024  # between two polls; more are ignored, since only a faulty client sends them
 OFFERED, GONE, DENIED, BUSY = "offered", "gone", "denied", "busy"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Returns the tensors of the current version on the host, by their names in files, and the adapter configuration.
 Snapshot = Callable[[], Awaitable[tuple[dict[str, Tensor], dict[str, Any] | None]]]
 

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, wraps
+from pathlib import Path
+from types import TracebackType
 from typing import Any, get_args, get_type_hints
 
 from shoal.config.load import load_data
 from shoal.config.resolve import resolve_run
 from shoal.config.rules import check_run
 from shoal.config.schema import RunConfig
-from shoal.core.errors import ArgumentError, ConfigError
-from shoal.surfaces.excepthook import one_line_if_uncaught
+from shoal.core.errors import ArgumentError, ConfigError, ShoalError, UserCodeError
 
 
 @dataclass(frozen=True)
@@ -221,3 +225,37 @@ class Translation:
 
 def _hint(near: Sequence[str], known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+
+
+OURS = str(Path(__file__).parents[1])
+
+
+@contextmanager
+def one_line_if_uncaught(wording: Callable[[str], str] = str) -> Iterator[None]:
+    """Show an uncaught ShoalError of a script as one line instead of a traceback.
+
+    Scripts that catch the error, tools with their own excepthook (notebooks, debuggers), and errors in user code are
+    not affected. `wording` replaces schema keys in the message by arguments.
+    """
+    try:
+        yield
+    except ShoalError as error:
+        error.args = (wording(str(error)), *error.args[1:])
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = _hook
+        raise
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, ShoalError) or isinstance(error, UserCodeError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    theirs = [frame for frame in traceback.extract_tb(trace) if _is_theirs(frame.filename)]
+    place = f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno}: " if theirs else ""
+    print(f"{place}{error}", file=sys.stderr)
+
+
+def _is_theirs(file: str) -> bool:
+    """True for frames of the user's script: not of Shoal, installed packages or the standard library."""
+    installed = any(part in ("site-packages", "dist-packages") for part in Path(file).parts)
+    return not (installed or file.startswith((OURS, "<", str(Path(traceback.__file__).parent))))

@@ -58,13 +58,11 @@ class Console(Protocol):
     def close(self) -> None: ...
 
 
-def make_console(stream: TextIO | None = None, *, plain: bool | None = None, every: int = 1) -> BaseConsole:
+def make_console(stream: TextIO | None = None, *, every: int = 1) -> BaseConsole:
     """The live console if `stream` is a terminal, else the plain one. `every` is train.logging_steps."""
     if stream is None:
         stream = cast("TextIO | None", sys.stdout) or io.StringIO()  # None if it was closed before Python started
-    if plain is None:
-        plain = not stream.isatty()
-    if plain:
+    if not stream.isatty():
         return PlainConsole(stream, every=every)
     from shoal.watch.live_console import LiveConsole  # importing rich takes 20 ms
 

@@ -211,7 +211,8 @@ def _file_findings(run: Path) -> list[Finding]:
         if damaged := damaged_lines(run / name):
             text = f"{name} is damaged: {count(len(damaged), 'line')} cannot be read, the first is line {damaged[0]}"
             findings.append(Finding("damaged", "warning", text, _DAMAGED))
-    recorded = _journal_steps(run)  # read first: a running process writes metrics before the journal
+    # The journal is read first: a running process writes metrics before it.
+    recorded = [step for record in read_lines(run / "journal.jsonl") if isinstance(step := record.get("step"), int)]
     measured = {record.get("step") for record in read_lines(run / "metrics.jsonl")}
     lost = sorted(step for step in recorded if step not in measured)
     if lost:
@@ -221,10 +222,6 @@ def _file_findings(run: Path) -> list[Finding]:
     if not read_config(run) and config.is_file() and config.stat().st_size:
         findings.append(Finding("damaged", "warning", "config.yaml contains no configuration", _DAMAGED))
     return findings
-
-
-def _journal_steps(run: Path) -> list[int]:
-    return [step for record in read_lines(run / "journal.jsonl") if isinstance(step := record.get("step"), int)]
 
 
 def _event_findings(run: Path) -> list[Finding]:

@@ -82,12 +82,9 @@ def _skip_with_teacher(judge: Judge) -> Judge:
     return lambda row, history: judge(row, history) if "teacher/kl" not in row else None
 
 
-def _below(metric: str, limit: float, words: str) -> Judge:
-    def judge(row: Row, _: History) -> RuleMatch | None:
-        value = row[metric]
-        return RuleMatch(words.format(value=value, limit=limit), -value) if value < limit else None
-
-    return judge
+def _wasted_tokens(row: Row, _: History) -> RuleMatch | None:
+    value = row["tokens/used_frac"]
+    return RuleMatch(f"only {value:.0%} of the sampled tokens were trained", -value) if value < 0.5 else None
 
 
 def _reward_flat(row: Row, _: History) -> RuleMatch | None:
@@ -246,7 +243,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "wasted-tokens",
         "tokens/used_frac",
-        _below("tokens/used_frac", 0.5, "only {value:.0%} of the sampled tokens were trained"),
+        _wasted_tokens,
         glossary.WASTED,
         patience=10,
         level="notice",

@@ -2,7 +2,7 @@
 
 A tracker is imported only when it is opened, in the thread of its sink. `train.metric_names` selects the metric names
 of TRL or verl, so that existing dashboards keep working; a metric without a counterpart keeps its name. metrics.jsonl
-always has Shoal's names. Called by sinks.py.
+always has Shoal's names. Called by observer.py.
 """
 
 from __future__ import annotations

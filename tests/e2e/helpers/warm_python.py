@@ -36,7 +36,7 @@ from shoal.runs import files as atomic
 # Modules that `shoal grpo`, `sft` and `eval` import when they start to work.
 HEAVY = (
     "shoal.api", "shoal.build", "shoal.engine.engine", "shoal.models.lora", "shoal.models.sampler_view",
-    "shoal.rollout.embedded", "shoal.core.runner", "shoal.trainer.checkpoint", "shoal.trainer.sft",
+    "shoal.rollout.embedded", "shoal.core.runner", "shoal.trainer.checkpoint", "shoal.trainer.supervised",
     "shoal.rollout.weight_channels", "shoal.split.weight_broadcast", "shoal.core.objective", "shoal.split.commands",
     "shoal.split.inference_process", "shoal.rollout.remote.shoal", "peft", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip

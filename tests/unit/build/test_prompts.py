@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from shoal.build.prompts import fits_in
+from shoal.build.sampler import fits_in
 from shoal.models.chat import Chat
 from shoal.models.random_models import character_tokenizer
 

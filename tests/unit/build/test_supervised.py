@@ -16,7 +16,7 @@ from shoal.core.state import SaveCadence
 from shoal.runs.events import EventLog
 from shoal.runs.run_dir import RunDir, read_metrics, read_status
 from shoal.watch.console import PlainConsole
-from shoal.watch.sinks import Sinks
+from shoal.watch.observer import Sinks
 
 STEP = {"sft/loss": 1.0, "tokens/completion": 8.0, "optim/lr": 0.1, "optim/skipped": 0.0, "optim/grad_norm": 1.0}
 SKIPPED = {**STEP, "optim/skipped": 1.0}

@@ -68,7 +68,7 @@ def test_dry_run_notes_what_this_machine_would_refuse(
     argv: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """A machine without a GPU can check the config of a machine with one."""
-    monkeypatch.setattr("shoal.cli.dry_run.has_gpu", lambda: False)
+    monkeypatch.setattr("shoal.cli.grpo.has_gpu", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     assert main([*argv, "--dry-run"]) == 0
@@ -81,7 +81,7 @@ def test_dry_run_notes_what_this_machine_would_refuse(
 
 def test_driver_that_torch_cannot_use_is_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """A CPU build of torch beside a driver, or CUDA_VISIBLE_DEVICES that hides the devices."""
-    monkeypatch.setattr("shoal.cli.dry_run.has_gpu", lambda: True)
+    monkeypatch.setattr("shoal.cli.grpo.has_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main([*THREE, "--dry-run"]) == 0
     assert f"note: a run on this machine would be refused: {NO_FP8}" in capsys.readouterr().err

@@ -90,8 +90,8 @@ def test_show_prints_a_group_without_escapes(run: Path, capsys: Output) -> None:
 
 @pytest.mark.parametrize("tint", ["advantage", "logprob", "ratio"])
 def test_tokens_are_colored_in_a_terminal(tint: str) -> None:
+    from shoal.cli.inspect_run import colored_completion
     from shoal.watch.report.rollouts import describe_group
-    from shoal.watch.report.terminal import colored_completion
 
     (up, down) = describe_group("a", [rollout("a", 0, 1.0), rollout("a", 1, 0.0)])["rollouts"]
     first, second = colored_completion(up, tint), colored_completion(down, tint)

@@ -32,6 +32,7 @@ from shoal.envs import MultiTurn, SingleTurn, answer_of, ask
 from shoal.models.chat import Chat
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.embedded import EmbeddedRolloutEngine
+from shoal.rollout.endpoint_episodes import EndpointEpisodes
 from shoal.server.app import LocalEndpoint
 from shoal.server.completions import ServedModel
 from support.engines import make_engine
@@ -227,8 +228,9 @@ def compete(index: int) -> list[Rollout]:
     texts = iter(["aa", "a", "aaaa"])
     engine = ScriptedEngine(lambda _: (next(texts), "stop"))
     endpoint = LocalEndpoint(ServedModel(engine, CHAT, "scripted", 256))
+    player = EndpointEpisodes(endpoint)
     environments: Any = {"tournament": Tournament()}
-    runner = GroupRunner(engine, environments, RewardPool({}), CHAT, RunnerSettings(context_tokens=256), endpoint)
+    runner = GroupRunner(engine, environments, RewardPool({}), CHAT, RunnerSettings(context_tokens=256), player)
 
     async def run() -> list[Rollout]:
         try:

@@ -26,8 +26,7 @@ from shoal.runs.journal import read_lines
 from shoal.runs.run_dir import RunDir
 from shoal.signals.advantages import AdvantageNormalizer
 from shoal.watch.console import make_console
-from shoal.watch.observer import Phases, RunObserver
-from shoal.watch.sinks import Sinks
+from shoal.watch.observer import Phases, RunObserver, Sinks
 from shoal.watch.watchdog import Watchdog
 
 from .groups import Letters, fits, make_group, make_stream, make_turn

@@ -107,7 +107,7 @@ def test_missing_column_is_reported_once(tmp_path):
 
 
 def test_row_over_the_limit_is_skipped(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("shoal.envs.readers.MAX_ROW_BYTES", 100)
+    monkeypatch.setattr("shoal.envs.datasets.MAX_ROW_BYTES", 100)
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "q" * 200, "answer": "1"}, {"prompt": "q", "answer": "1"}]
     path.write_text("\n".join(map(json.dumps, rows)))

@@ -13,8 +13,7 @@ from shoal.core.errors import ConfigError, DataError, UserCodeError
 from shoal.core.types import Task
 from shoal.envs.base import ask
 from shoal.envs.datasets import DatasetSpec
-from shoal.envs.reference import with_tables
-from shoal.envs.registry import BUILT_IN, PACKAGES, arguments_of, load_environment, problem_with, summary
+from shoal.envs.registry import BUILT_IN, PACKAGES, arguments_of, load_environment, problem_with, summary, with_tables
 from shoal.envs.user_code import checked_tasks, load_filter
 
 USER_CODE = """
@@ -252,7 +251,7 @@ def test_documentation_lists_every_environment_and_argument():
     page = DOCS.read_text()
     for id in (*BUILT_IN, *(prefix.rstrip(":") for prefix in PACKAGES)):
         assert page.count(f"<!-- arguments of {id} -->") == 1
-    assert with_tables(page) == page, "run: python -m shoal.envs.reference docs/environments.md"
+    assert with_tables(page) == page, "run: python -m shoal.envs.registry docs/environments.md"
     assert with_tables(page.replace("| `level` | `1` |", "| `level` | `7` |")) == page
 
 

@@ -14,7 +14,7 @@ from shoal.config.rules import check_run
 from shoal.config.schema import RunConfig
 from shoal.core.errors import ConfigError
 from shoal.launcher import load_config
-from shoal.launcher.keys import KEYS, table
+from shoal.launcher.read import KEYS, table
 
 BASE = "experiment_name: exp\nactor: {path: Qwen/Qwen2.5-0.5B-Instruct}\n"
 See = Callable[[Any], Any]  # of a RunConfig; parameters of a loss depend on its type

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from shoal.cli.make_files import export
 from shoal.config.infer import InferConfig
-from shoal.config.model_names import model_problem
-from shoal.config.model_shapes import SHAPES
+from shoal.config.model_names import SHAPES, model_problem
 from shoal.config.rules import check_run, check_section
 from shoal.config.schema import RunConfig
 from shoal.core.errors import ConfigError, ModelError

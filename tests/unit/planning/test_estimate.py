@@ -14,10 +14,9 @@ from shoal.models.attention import KEY_MULTIPLE, ROW_MULTIPLE
 from shoal.models.random_models import shape_config
 from shoal.planning import estimate as estimates
 from shoal.planning import memory
-from shoal.planning.devices import CONSTANTS, DEVICES, GIB
 from shoal.planning.estimate import Workload, estimate
 from shoal.planning.shapes import KNOWN_SHAPES, read_shape, shape_of
-from shoal.planning.time_model import Rollouts, TimeModel
+from shoal.planning.time_model import CONSTANTS, DEVICES, GIB, Rollouts, TimeModel
 
 ROOT = Path(__file__).parents[3]
 H200 = DEVICES["h200"]

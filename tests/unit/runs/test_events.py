@@ -32,7 +32,7 @@ def test_log_warnings_of_the_engine_and_the_trainer_are_events() -> None:
     store = Store()
     with forward_log_warnings(EventLog(store)):
         logging.getLogger("shoal.engine.engine").warning("decoding without graphs: %s", "why")
-        logging.getLogger("shoal.trainer.sft").info("information only")
+        logging.getLogger("shoal.trainer.supervised").info("information only")
         logging.getLogger("shoal.split.weight_broadcast").warning("not forwarded")
     logging.getLogger("shoal.engine.engine").warning("after the block")
     assert [(r["kind"], r["level"], r["message"]) for r in store.records] == [

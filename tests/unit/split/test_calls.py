@@ -18,6 +18,7 @@ from shoal.core.errors import EXIT_BUG, ConfigError, StoppedByPolicy, StorageErr
 from shoal.runs.files import set_fault_hook
 from shoal.runs.secrets import CALLS
 from shoal.split.calls import (
+    LENGTH,
     Answer,
     Answerer,
     Call,
@@ -27,12 +28,14 @@ from shoal.split.calls import (
     Payload,
     PayloadInfo,
     PayloadNotReady,
+    TcpAnswerer,
+    TcpCaller,
     failed,
     raise_failed,
     read_bulk,
     write_bulk,
+    write_frame,
 )
-from shoal.split.tcp_calls import LENGTH, TcpAnswerer, TcpCaller, write_frame
 
 SESSION, TRAINER = "orch-1", "train-1"
 Ends = tuple[Caller, Answerer]

@@ -12,8 +12,8 @@ import pytest
 
 from shoal.core.errors import RunLockedError
 from shoal.runs.files import set_fault_hook
-from shoal.split import heartbeat as presences
-from shoal.split.heartbeat import HeartbeatFile, Peers, RunEnd, read_end, write_run_end
+from shoal.split import rendezvous as presences
+from shoal.split.rendezvous import HeartbeatFile, Peers, RunEnd, read_end, write_run_end
 
 DiskFull = Callable[..., None]
 

@@ -21,7 +21,7 @@ from shoal.core.types import RolloutGroup
 from shoal.runs.checkpoints import Checkpoint
 from shoal.signals.advantages import AdvantageNormalizer
 from shoal.split.calls import FolderAnswerer, FolderCaller, pack_groups, unpack_groups
-from shoal.split.remote_trainer import RemoteFiles, RemoteTrainer, RemoteWeights, Resources
+from shoal.split.orchestrator import RemoteFiles, RemoteTrainer, RemoteWeights, Resources
 from shoal.split.rendezvous import Rendezvous
 from shoal.split.trainer_process import TrainerState, TrainingService
 
@@ -280,7 +280,7 @@ def test_absent_trainer_ends_the_run_by_name(tmp_path: Path):
 
 
 def test_interruption_does_not_wait_for_absent_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shoal.split.heartbeat.PATIENCE_S", 0.7)
+    monkeypatch.setattr("shoal.split.rendezvous.PATIENCE_S", 0.7)
 
     async def check(made: World) -> None:
         await made.kill_trainer()

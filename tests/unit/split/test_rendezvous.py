@@ -15,9 +15,8 @@ from shoal.config.problems import Origins
 from shoal.config.train import TrainConfig
 from shoal.core.errors import ConfigError, DeadlineError
 from shoal.rollout.remote.client import WaitReporter
-from shoal.split import heartbeat as presences
-from shoal.split.heartbeat import COMPONENTS, RunEnd
-from shoal.split.rendezvous import Rendezvous, ending_of, raise_end
+from shoal.split import rendezvous as presences
+from shoal.split.rendezvous import COMPONENTS, Rendezvous, RunEnd, ending_of, raise_end
 
 SECTIONS = {
     "infer": (InferConfig, {"model": "m"}),

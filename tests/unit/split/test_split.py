@@ -12,7 +12,7 @@ from shoal.config.infer import InferConfig
 from shoal.config.orch import OrchConfig
 from shoal.config.schema import RunConfig
 from shoal.core.errors import StoppedByPolicy
-from shoal.split import heartbeat as presence
+from shoal.split import rendezvous as presence
 from shoal.split.orchestrator import describe_server_state, server_trouble, silent_s
 from shoal.split.rendezvous import Rendezvous
 

@@ -21,9 +21,9 @@ from shoal.models.chat import Chat
 from shoal.models.decoder import Decoder
 from shoal.models.load import switch_off_dropout
 from shoal.models.lora import LoraSettings, as_reference, attach
-from shoal.trainer.dpo import PreferenceSteps, pair_slopes, preference_pairs
 from shoal.trainer.optimizer import Schedule
 from shoal.trainer.policy import Reference
+from shoal.trainer.supervised import PreferenceSteps, pair_slopes, preference_pairs
 from shoal.watch.glossary import checked_metrics
 from support.models import EOS, TOKENIZER, small_decoder, small_model
 from support.training import by_rollout, gradients, make_policy, pack, weights

@@ -13,7 +13,7 @@ from shoal.core.errors import DataError
 from shoal.core.types import Sample, Task
 from shoal.models.chat import Chat
 from shoal.trainer.optimizer import Schedule
-from shoal.trainer.sft import SupervisedSteps, supervised_samples, train_supervised
+from shoal.trainer.supervised import SupervisedSteps, supervised_samples, train_supervised
 from support.models import EOS, TOKENIZER, small_decoder, small_model
 from support.training import make_policy, weights
 

@@ -11,8 +11,7 @@ import shoal
 from shoal.core.metrics import SUMMED
 from shoal.runs.run_dir import read_metrics
 from shoal.watch.glossary import CATALOGUE, FAMILIES, checked_metrics, find_metric, nearest_metrics, sort_metrics
-from shoal.watch.observer import PHASES
-from shoal.watch.sinks import Sinks
+from shoal.watch.observer import PHASES, Sinks
 
 OLD_RUNS = Path(__file__).parents[2] / "fixtures/ca3ec84"
 PACKAGES_THAT_MEASURE = ("signals", "build", "core", "rollout", "trainer")

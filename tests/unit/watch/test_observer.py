@@ -9,9 +9,8 @@ from pathlib import Path
 from shoal.runs.events import EventLog
 from shoal.runs.run_dir import RunDir, read_progress
 from shoal.watch.console import PlainConsole
-from shoal.watch.observer import RunObserver
+from shoal.watch.observer import RunObserver, Sinks
 from shoal.watch.report.data import describe_run
-from shoal.watch.sinks import Sinks
 from shoal.watch.watchdog import Watchdog
 
 

@@ -218,7 +218,7 @@ def test_not_a_run_directory(tmp_path: Path) -> None:
 
 def test_package_does_not_import_torch() -> None:
     code = (
-        "import sys, shoal.watch.report, shoal.runs.run_dir, shoal.watch.live_console, shoal.watch.sinks,"
+        "import sys, shoal.watch.report, shoal.runs.run_dir, shoal.watch.live_console, shoal.watch.observer,"
         "shoal.watch.watchdog, shoal.runs.events\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )

@@ -12,8 +12,8 @@ import pytest
 
 from shoal.core.errors import ConfigError, StorageError
 from shoal.runs.run_dir import RunDir, read_metrics
-from shoal.watch import sinks as sinks_module
-from shoal.watch.sinks import Sinks, ThreadedSink, check_sinks, open_sinks
+from shoal.watch import observer as sinks_module
+from shoal.watch.observer import Sinks, ThreadedSink, check_sinks, open_sinks
 from shoal.watch.trackers import TRACKERS, Tracker, TrackerRun
 
 

@@ -17,7 +17,7 @@ import pytest
 from shoal.core.errors import ConfigError
 from shoal.core.types import Prompt, Rollout, RolloutGroup
 from shoal.runs.run_dir import RunDir, read_metrics
-from shoal.watch.sinks import Sinks, check_sinks, open_sinks
+from shoal.watch.observer import Sinks, check_sinks, open_sinks
 from shoal.watch.trackers import COLUMNS, TrackerRun, alias, as_markdown, completion_rows, rename
 
 ROWS = [{"reward/mean": 0.25, "optim/lr": 1e-5, "eval/a/mean": 0.5}, {"reward/mean": 0.75, "optim/lr": 2e-5}]
@@ -235,7 +235,7 @@ def test_tracker_uses_the_requested_names(tmp_path: Path) -> None:
 
         def close(self) -> None: ...
 
-    from shoal.watch.sinks import ThreadedSink
+    from shoal.watch.observer import ThreadedSink
 
     with RunDir.create(tmp_path / "run", "", {}) as run_dir:
         run = TrackerRun(run_dir.path, metric_names="verl")
