@@ -14,10 +14,12 @@ import msgspec
 import numpy as np
 
 from shoal.core.batching import rollout_samples
+from shoal.core.collect import StopRequested
+from shoal.core.deadlines import unless_stopped
 from shoal.core.learn import StepRows
 from shoal.core.metrics import Tally
 from shoal.core.protocols import PendingResults, Ranks
-from shoal.core.ranks import deal
+from shoal.core.ranks import any_rank, deal
 from shoal.core.types import Rollout, Row
 
 TEACHER = "teacher_logprobs"
@@ -71,7 +73,9 @@ class RemoteTeacher(Teacher):
     async def _fill(self, step: StepRows) -> None:
         rows = [row for batch in step.batches for row in deal(batch.rows, self._ranks)]
         places = [(row, at, ids) for row in rows for at, ids in _sequences(row)]
-        answers = await self._ask([ids for _, _, ids in places])
+        answers = await unless_stopped(self._ask([ids for _, _, ids in places]), step.stop)
+        if await any_rank(self._ranks, answers is None) or answers is None:
+            raise StopRequested
         for row in rows:
             row.signals[TEACHER] = np.zeros(row.tokens, dtype=np.float32)
         for (row, at, _), logprobs in zip(places, answers, strict=True):
