@@ -203,9 +203,10 @@ def test_wait_for_a_lost_teacher_is_reported_and_ends_with_a_signal(
     with teacher_server(model, requests=20) as url:  # a step needs 16
         run = distil(raw_model, tmp_path, warm, {"url": url})
         command = run.start("train.max_steps=3")
+        what = f"waiting for the teacher at {url.removesuffix('/v1')}"
         wait_until(lambda: not command.running() or bool(run.events("waiting")), 60, "the report", 0.05)
+        wait_until(lambda: not command.running() or what in run.status()["reason"], 10, "the status", 0.05)
         assert command.running(), command.text()
-        assert f"waiting for the teacher at {url.removesuffix('/v1')}" in run.status()["reason"]
         command.send(number)
         assert command.wait(20) == code, command.text()
     assert "waiting for the teacher" in command.text() and "Traceback" not in command.text()
