@@ -79,7 +79,7 @@ EXPERIMENTS = (
             Arm("`credit: turn`", "FirstTurn", orch={"advantage": {"credit": "turn"}}),
             Arm("`credit: outcome`", "FirstTurn"),
         ),
-        limit=120, target=0.35, max_tokens=36, batch_size=32,
+        limit=60, target=0.35, max_tokens=36, batch_size=16,
     ),
     Experiment(
         "chance", "Rewards per turn", "two turns, and the reward of the second one is chance",
