@@ -34,8 +34,7 @@ SEARCH_SEED, SEEDS = 0, (1, 2, 3)
 GRID = (2e-4, 5e-4, 1e-3)
 WINDOW = 5
 KEEP = {"groups": {"uniform": "keep"}}  # the bonus also acts on groups that are solved
-# At least 0.1 while the entropy is below 0.6, and more in each step that does not raise it above.
-BONUS = {"coef": 0.1, "coef_min": 0.1, "coef_max": 0.3, "delta": 0.02, "target": 0.6}
+BONUS = {"target": 0.6, "gain": 1.0}  # the other keys have their defaults
 Curve = list[float]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from support.ports import free_port
 from support.teacher_server import teacher_server
 
-from .helpers.processes import WarmPython
+from .helpers.processes import WarmPython, wait_until
 from .helpers.runs import Run, assert_same_run, assert_trained_once, base_config, fingerprint
 from .helpers.split import InOne, compared, split_config, split_run
 
@@ -192,6 +193,29 @@ def test_server_scores_equal_local_scores(tmp_path: Path, warm: WarmPython, mode
     for here, there in zip(runs[0].steps(), runs[1].steps(), strict=True):
         assert here["teacher/kl"] == pytest.approx(there["teacher/kl"], abs=1e-4)
         assert here["optim/grad_norm"] == pytest.approx(there["optim/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_wait_for_a_lost_teacher_is_reported_and_ends_with_a_signal(
+    tmp_path: Path, warm: WarmPython, model: Path, raw_model: Path, number: int, code: int
+) -> None:
+    (tmp_path / "two_turns.py").write_text(TWO_TURNS)
+    with teacher_server(model, requests=20) as url:  # a step needs 16
+        run = distil(raw_model, tmp_path, warm, {"url": url})
+        command = run.start("train.max_steps=3")
+        what = f"waiting for the teacher at {url.removesuffix('/v1')}"
+        wait_until(lambda: not command.running() or bool(run.events("waiting")), 60, "the report", 0.05)
+        wait_until(lambda: not command.running() or what in run.status()["reason"], 10, "the status", 0.05)
+        assert command.running(), command.text()
+        command.send(number)
+        assert command.wait(20) == code, command.text()
+    assert "waiting for the teacher" in command.text() and "Traceback" not in command.text()
+    status = run.status()
+    assert status["state"] == "interrupted" and status["resumable"] and status["step"] == 1
+    assert run.checkpoints() == [1]
+    with teacher_server(model) as url:
+        command = run.grpo("--resume", "train.max_steps=3", f"train.teacher.url={url}")
+    assert_trained_once(run, 3)
 
 
 @pytest.mark.parametrize("wrong", ["tokenizer", "temperature", "two sources", "no prompt_logprobs", "nobody there"])

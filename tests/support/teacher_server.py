@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +13,11 @@ from typing import Any
 
 
 @contextmanager
-def teacher_server(folder: Path, scores: bool = True) -> Iterator[str]:
-    """The address. Without `scores` it omits prompt_logprobs, as most OpenAI-compatible servers do."""
+def teacher_server(folder: Path, scores: bool = True, requests: int | None = None) -> Iterator[str]:
+    """The address. Without `scores` it omits prompt_logprobs, as most OpenAI-compatible servers do.
+
+    After `requests` requests it ends.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,6 +42,10 @@ def teacher_server(folder: Path, scores: bool = True) -> Iterator[str]:
             self._reply({"data": [{"id": "teacher"}]})
 
         def do_POST(self) -> None:
+            if requests is not None and next(count) >= requests:
+                threading.Thread(target=end, daemon=True).start()
+                self.close_connection = True
+                return
             self._reply(answer(loads(self.rfile.read(int(self.headers["Content-Length"])))))
 
         def _reply(self, value: dict[str, Any]) -> None:
@@ -50,10 +58,15 @@ def teacher_server(folder: Path, scores: bool = True) -> Iterator[str]:
 
         def log_message(self, *_: Any) -> None: ...
 
+    count = itertools.count()
+
+    def end() -> None:
+        server.shutdown()
+        server.server_close()
+
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/v1"
     finally:
-        server.shutdown()
-        server.server_close()
+        end()

@@ -40,7 +40,7 @@ from shoal.core.state import Parts
 from shoal.core.types import Prompt, Rollout
 from shoal.envs.user_code import load_filter, load_function
 from shoal.rollout.group_exchange import GroupExchange
-from shoal.rollout.remote.client import WaitReporter
+from shoal.rollout.remote.client import Waiting, WaitReporter
 from shoal.runs.events import EventLog
 from shoal.runs.run_dir import FollowerRunDir, RunDir
 from shoal.signals.advantages import every_reward, total_reward
@@ -82,6 +82,7 @@ async def build_colocated(run: Run, workspace: Workspace) -> AsyncIterator[Loop]
         waits = WaitReporter(workspace.report_wait, whom="the inference server")
         engine = make_engine(config, model, device, plan.slots, waits.report)
         runner, endpoint = make_runner(config, workspace.environments, workspace.rewards, engine, chat)
+    teacher_waits = WaitReporter(workspace.report_wait, whom="the teacher")
     sampler = Sampler(model, engine, runner, device, endpoint)
     _report_start(config, model, engine, plan, workspace)
     files = PolicyFiles(policy, chat, model.decoder)
@@ -91,7 +92,7 @@ async def build_colocated(run: Run, workspace: Workspace) -> AsyncIterator[Loop]
         weights=make_weights(config, sampler, files),
         collector=make_collector(config.orch, run_group, stream, ranks, steps),
         stream=stream,
-        learner=make_learner(config, policy, plan, sampler.on_device, ranks, chat.token_text),
+        learner=make_learner(config, policy, plan, sampler.on_device, ranks, chat.token_text, teacher_waits.report),
         files=files,
         evaluator=make_evaluator(config.orch, workspace.environments, runner, chat),
         store=workspace.run_dir,
@@ -230,13 +231,13 @@ def make_sinks(
     )
 
 
-def _ask_teacher(config: RunConfig, token_text: Callable[[int], str]) -> AskTeacher | None:
+def _ask_teacher(config: RunConfig, token_text: Callable[[int], str], waiting: Waiting) -> AskTeacher | None:
     from shoal.rollout.remote.prompt_scores import PromptScorer
 
     teacher = config.train.teacher
     if teacher is None or teacher.url is None:
         return None
-    return PromptScorer(teacher, token_text, config.orch.deadline_s)
+    return PromptScorer(teacher, token_text, config.orch.deadline_s, waiting)
 
 
 def make_learner(
@@ -246,7 +247,9 @@ def make_learner(
     on_device: OnDevice,
     ranks: Ranks,
     token_text: Callable[[int], str],
+    waiting: Waiting = lambda _: None,
 ) -> Learner:
+    """`waiting` is called while the server of a teacher does not answer."""
     train, orch = config.train, config.orch
     objective = make_objective(train)
     assert orch.sampling.max_tokens is not None
@@ -269,7 +272,8 @@ def make_learner(
         context_cross_entropy=train.loss.context_cross_entropy,
     )
     context = train.loss.context_cross_entropy
-    teacher = make_teacher(train.teacher, policy, ranks, train.sequence_len, context, _ask_teacher(config, token_text))
+    ask = _ask_teacher(config, token_text, waiting)
+    teacher = make_teacher(train.teacher, policy, ranks, train.sequence_len, context, ask)
     signals = [*teacher, *make_row_signals(train.loss, policy, ranks)]
     return Learner(policy, make_advantages(orch), objective, settings, on_device, ranks, signals)
 

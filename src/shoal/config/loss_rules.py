@@ -97,7 +97,7 @@ def _check_teacher(train: TrainConfig, findings: Findings, orch: OrchConfig | No
 
 def _check_entropy(loss: Loss, findings: Findings) -> None:
     bonus = loss.entropy
-    unused = given(bonus, "delta", "coef_min", "coef_max") if bonus.target is None else []
+    unused = given(bonus, "delta", "gain", "coef_min", "coef_max") if bonus.target is None else []
     if unused:
         what = "adapts the weight of the entropy bonus to a target, and there is none"
         findings.error(f"train.loss.entropy.{unused[0]}", what, "set train.loss.entropy.target, or remove it")

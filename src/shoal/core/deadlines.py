@@ -1,4 +1,7 @@
-"""Timeouts that do not count the time during which this process is suspended. Used wherever a task waits for others."""
+"""Timeouts that do not count the time during which this process is suspended, and waits that a signal ends.
+
+Used wherever a task waits for others.
+"""
 
 from __future__ import annotations
 
@@ -49,3 +52,15 @@ async def within(limit_s: float, work: Awaitable[Result], what: str, key: str) -
         return await wait_while_awake(work, limit_s)
     except TimeoutError:
         raise DeadlineError(f"{what} took longer than {limit_s:g} s; raise {key} if that is expected") from None
+
+
+async def unless_stopped(work: Awaitable[Result], stop: asyncio.Event) -> Result | None:
+    """The result of the work; None if `stop` was set first, which cancels it."""
+    running, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return running.result() if running.done() else None
+    finally:
+        for task in (running, stopping):
+            task.cancel()
+        await asyncio.gather(running, stopping, return_exceptions=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -91,18 +90,6 @@ class Evaluator:
             for run in pending:
                 run.cancel()
         return [run.result() for run in runs]
-
-
-async def unless_stopped(evaluation: Coroutine[Any, Any, Evaluated], stop: asyncio.Event) -> Evaluated | None:
-    """The result of the evaluation; None if `stop` was set first, which cancels it."""
-    running, stopping = asyncio.ensure_future(evaluation), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        return running.result() if running.done() else None
-    finally:
-        for task in (running, stopping):
-            task.cancel()
-        await asyncio.gather(running, stopping, return_exceptions=True)
 
 
 def summarise(groups: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -5,6 +5,7 @@ Called by the loop. The arrays here are NumPy; `Policy` runs torch in the device
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import numpy as np
 
 from shoal.core.advantages import reward_kl
 from shoal.core.batching import Packing, make_batches, micro_batches, rollout_samples, smaller
+from shoal.core.collect import StopRequested
 from shoal.core.errors import MemoryStop
 from shoal.core.metrics import Tally
 from shoal.core.protocols import PendingResults, Policy, Ranks
@@ -42,6 +44,7 @@ class StepRows:
     batches: Sequence[Batch]
     pack: Callable[[Sequence[Sequence[Sample]]], list[Batch]]  # into one batch; [] if nothing is trained
     _score: Callable[[LogprobPass, Sequence[Batch]], Awaitable[list[tuple[Row, np.ndarray]]]]
+    stop: asyncio.Event = field(default_factory=asyncio.Event)  # set when a signal asks the run to stop
 
     async def score(
         self, function: LogprobPass, batches: Sequence[Batch] | None = None
@@ -54,7 +57,7 @@ class RowSignal(Protocol):
     """A further input of the loss: it writes `Row.signals` before the first optimizer step changes the weights."""
 
     async def annotate(self, step: StepRows) -> None:
-        """Every rank annotates at least its own rows."""
+        """Every rank annotates at least its own rows. A wait for a server ends with StopRequested, on all ranks."""
 
     def observe(self, tally: Tally) -> None:
         """Called at the end of the step, with the same metrics on all ranks."""
@@ -114,8 +117,12 @@ class Learner:
         self._ranks = ranks or SingleProcess()
         self._max_tokens = settings.micro_batch_tokens  # reduced when the device runs out of memory
 
-    async def learn(self, groups: Sequence[RolloutGroup], tally: Tally) -> StepResult:
+    async def learn(
+        self, groups: Sequence[RolloutGroup], tally: Tally, stop: asyncio.Event | None = None
+    ) -> StepResult:
+        """`stop` ends waits for a server: StopRequested then, with groups and weights unchanged."""
         settings = self._settings
+        before = [(r, r.reward, r.advantage, r.token_advantages) for group in groups for r in group.rollouts]
         if settings.reward_kl_beta > 0:
             await self._subtract_kl(groups)
         self._advantages.assign(groups)
@@ -127,7 +134,12 @@ class Learner:
         batches = self._batches(samples, settings.minibatches)
         if not batches:
             return StepResult()
-        await self._annotate(groups, batches)
+        try:
+            await self._annotate(groups, batches, stop or asyncio.Event())
+        except StopRequested:
+            for rollout, *values in before:  # the checkpoint may contain the group
+                rollout.reward, rollout.advantage, rollout.token_advantages = values
+            raise
         result = await self._optimise(batches, tally)
         for signal in self._signals:
             signal.observe(tally)
@@ -157,7 +169,7 @@ class Learner:
                 assert rollout.reward is not None
                 rollout.reward -= reward_kl(row.sampler_logprobs, reference, mine, self._settings.reward_kl_beta)
 
-    async def _annotate(self, groups: Sequence[RolloutGroup], batches: Sequence[Batch]) -> None:
+    async def _annotate(self, groups: Sequence[RolloutGroup], batches: Sequence[Batch], stop: asyncio.Event) -> None:
         """Compute old and reference log-probs once, before the first optimizer step changes the weights."""
         passes: dict[str, LogprobPass] = {}
         if self._settings.recompute_old:
@@ -177,7 +189,7 @@ class Learner:
             return list(zip(mine, values, strict=True))
 
         for signal in self._signals:
-            await signal.annotate(StepRows(groups, batches, lambda samples: self._batches(samples, 1), score))
+            await signal.annotate(StepRows(groups, batches, lambda samples: self._batches(samples, 1), score, stop))
 
     async def _all_logprobs(self, functions: Sequence[LogprobPass], split: Split) -> list[list[np.ndarray]]:
         """Log-probs of all rows by each function. They are read after the last pass, so that the device never waits."""

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.collect import CollectedGroups, StopRequested
-from shoal.core.deadlines import within
+from shoal.core.deadlines import unless_stopped, within
 from shoal.core.errors import EXIT_INTERRUPTED, EngineError, Interrupted, StorageError
-from shoal.core.evaluate import unless_stopped
 from shoal.core.learn import StepResult
 from shoal.core.metrics import Tally, tally_groups, throughput
 from shoal.core.protocols import NoiseMeter
@@ -92,10 +91,15 @@ class Loop:
         tried = any(rollout.status not in ("error", "timeout") for rollout in rollouts)
         failed_first = step == 1 and not await any_rank(parts.ranks, tried)
         parts.observer.doing(f"training of step {step}")
-        self._boundary = {}  # the weights change now: nothing can be saved until the step is recorded
+        # The weights change now: nothing can be saved until the step is recorded.
+        boundary, self._boundary = self._boundary, {}
         groups = parts.replay.mix(collected.kept, progress.step) if parts.replay is not None else collected.kept
         with parts.phases("train"):
-            result = await parts.learner.learn(groups, tally)
+            try:
+                result = await parts.learner.learn(groups, tally, self._stop)
+            except StopRequested:
+                self._boundary = boundary  # the weights are unchanged
+                raise
         tally_groups(tally, collected.all, collected.kept, progress.step)
         tally.values(parts.stream.shares(collected.all))
         if parts.replay is not None:

@@ -39,6 +39,7 @@ class LossInputs:
     ratio_log_cap: float = LOG_RATIO_CAP  # largest absolute value of the log of the policy's ratio
     entropy: Tensor | None = None  # [T], of the policy; with gradient if the objective asks for it
     teacher_logprobs: Tensor | None = None  # [T]
+    teacher_baseline: Tensor | None = None  # [T], subtracted from teacher - student
     entropy_coef: Tensor | None = None  # [T], weight of the entropy bonus in this step
     top_entropy: Tensor | None = None  # [T], 0 where the policy loss is left out because of a low entropy
     cross_entropy: Tensor | None = None  # [T], with gradient, of tokens that loss_mask leaves out here; 0 elsewhere
@@ -50,7 +51,7 @@ class LossInputs:
         object.__setattr__(self, "loss_mask", mask)
         names = (
             "policy_logprobs", "old_logprobs", "sampler_logprobs", "advantages", "reference_logprobs", "entropy",
-            "teacher_logprobs", "entropy_coef", "top_entropy",
+            "teacher_logprobs", "teacher_baseline", "entropy_coef", "top_entropy",
         )  # fmt: skip
         for name in names:
             value = getattr(self, name)

@@ -28,7 +28,8 @@ class TeacherWeights:
         if inputs.teacher_logprobs is None:
             raise ValueError("the objective has a teacher, but the row has no teacher_logprobs")
         student = inputs.policy_logprobs.detach() if loss.adds_teacher else inputs.old_logprobs
-        term = self.tau * log_ratio(inputs.teacher_logprobs, student)
+        gap = log_ratio(inputs.teacher_logprobs, student)
+        term = self.tau * (gap if inputs.teacher_baseline is None else gap - inputs.teacher_baseline)
         advantages = self.reward_weight * inputs.advantages
         if loss.adds_teacher:
             return replace(inputs, advantages=advantages, teacher_term=term)

@@ -124,6 +124,7 @@ class EntropyBonus(Section):
 
     With `target` the coefficient is adapted: after each step it rises by `delta` if the mean entropy was at most the
     target, else it falls by `delta`, and the bonus is applied only after a step whose entropy was at most the target.
+    With `gain` the weight also follows the entropy that the last two steps predict for the next one.
     """
 
     coef: NonNegativeFloat = Field(
@@ -133,7 +134,12 @@ class EntropyBonus(Section):
         default=None, description="Adapt the weight so that the mean entropy stays above this, in nats."
     )
     delta: PositiveFloat = Field(default=0.005, description="With `target`: change of the weight per step.")
-    coef_min: NonNegativeFloat = Field(default=0.0, description="With `target`: smallest weight.")
+    gain: NonNegativeFloat = Field(
+        default=0.0, description="With `target`: weight per nat by which the predicted entropy is below the target."
+    )
+    coef_min: NonNegativeFloat = Field(
+        default=0.0, description="With `target`: smallest weight, before the part of `gain`."
+    )
     coef_max: PositiveFloat = Field(default=1.0, description="With `target`: largest weight.")
     top_fraction: float = Field(
         default=1.0, gt=0, le=1, description="Share of tokens, by entropy, that the policy loss covers. 1 = all tokens."

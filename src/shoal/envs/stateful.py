@@ -127,13 +127,14 @@ class StatefulEnvironment(_Base):
             if kind is not None:
                 check_class(kind)
         self.name = name or self._kind.__name__
-        self.max_reward = getattr(self._kind, "max_reward", None)
-        self.weights = {**(getattr(self._kind, "weights", None) or {}), **(functions.weights if functions else {})}
+        highest = {getattr(kind, "max_reward", None) for kind in kinds}
+        self.max_reward = highest.pop() if len(highest) == 1 else None  # of every task; unknown if they differ
+        self.weights = {**_weights_of(kinds), **(functions.weights if functions else {})}
         self.keep_env = [
             *(functions.keep_env if functions else ()),
             *(n for k in kinds for n in getattr(k, "keep_env", ())),
         ]
-        self.max_turns: int | None = max_turns if max_turns is not None else getattr(self._kind, "max_turns", None)
+        self._max_turns = max_turns
         self.kind = " or ".join(kind.__name__ for kind in kinds if kind is not None)
         self.needs_isolation = any(getattr(kind, "needs_isolation", False) for kind in kinds)
         self.pool: RewardPool | None = None
@@ -181,10 +182,34 @@ class StatefulEnvironment(_Base):
 
     def live(self, task: StatefulTask) -> LiveEpisode:
         """In the worker process: the object of one rollout."""
+        seed = f"{self.name}/{task.split}/{task.index}"
+        return LiveEpisode(self._factory_of(task), task, self._functions, seed)
+
+    def max_turns_of(self, task: StatefulTask) -> int | None:
+        """The largest number of answers in a rollout of the task."""
+        if self._max_turns is not None:
+            return self._max_turns
+        return getattr(_class_of(self._factory_of(task)), "max_turns", None)
+
+    def _factory_of(self, task: StatefulTask) -> Factory:
         name = task.data.get("environment") if None not in self._factories else None
         if name not in self._factories:
             raise DataError(f"the task has environment {name!r}; there are {', '.join(map(str, self._factories))}")
-        return LiveEpisode(self._factories[name], task, self._functions, f"{self.name}/{task.split}/{task.index}")
+        return self._factories[name]
+
+
+def _weights_of(kinds: Sequence[type | None]) -> dict[str, float]:
+    """Weights of the parts of all classes. A part has one weight, because parts are logged and added by name."""
+    weights: dict[str, float] = {}
+    for kind in kinds:
+        for part, weight in (getattr(kind, "weights", None) or {}).items():
+            if weights.setdefault(part, weight) != weight:
+                assert kind is not None
+                raise ConfigError(
+                    f"{kind.__name__}.weights: the part {part!r} has weight {weight:g} here and {weights[part]:g} in "
+                    "another environment; use one weight, or another name"
+                )
+    return weights
 
 
 def _class_of(factory: Factory) -> type | None:
@@ -251,7 +276,7 @@ class StatefulEpisode:
         message = as_message(answer)
         self.messages.append(message)
         calls = calls_of(message)
-        if not calls or self._turns == self._environment.max_turns:
+        if not calls or self._turns == self._environment.max_turns_of(self._task):
             return None
         found = await self._process.call_tools([{"name": call.name, "arguments": call.arguments} for _, call in calls])
         following: list[Message] = [

@@ -257,7 +257,8 @@ class Chat:
         tools: Tools = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        variables = {**({"tools": tools} if tools else {}), **self._kwargs, **(template_kwargs or {})}
+        given_tools = {"tools": self._as_plain(list(tools))} if tools else {}
+        variables = {**given_tools, **self._kwargs, **(template_kwargs or {})}
         problem: Exception | None = None
         # Most templates need the arguments of calls as objects, some as JSON.
         has_calls = any(message.get("tool_calls") for message in messages)
@@ -287,7 +288,7 @@ class Chat:
         return found
 
     def _as_plain(self, value: Any) -> Any:
-        """Reasoning, calls or a name with placeholders for the texts of special tokens, which are encoded as text."""
+        """Tools, reasoning, calls or a name with placeholders for special tokens, which are encoded as text."""
         if isinstance(value, str):
             return self._any_special.sub(lambda f: _MARK.format(_SPECIAL_TEXT + self._special.index(f[0])), value)
         if isinstance(value, Mapping):

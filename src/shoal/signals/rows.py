@@ -26,7 +26,8 @@ class HasSignalState(Protocol):
 
 
 class EntropyCoefficient:
-    """The weight of the entropy bonus, fixed or adapted to a target after every step (Skywork-OR1, TRL)."""
+    """The weight of the entropy bonus: fixed, or adapted to a target after every step (Skywork-OR1, TRL), with `gain`
+    as a controller with proportional, integral and derivative terms (PID Lagrangian)."""
 
     def __init__(self, bonus: EntropyBonus, policy: HasSignalState) -> None:
         self._bonus = bonus
@@ -38,11 +39,17 @@ class EntropyCoefficient:
 
     @property
     def applied(self) -> float:
-        """The weight in this step: 0 if the entropy of the last one was above the target."""
-        if self._bonus.target is None:
-            return self._bonus.coef
-        last = self._state.signal_state.get("entropy")
-        return self.coef if last is not None and last <= self._bonus.target else 0.0
+        """The weight in this step. Without `gain`, it is 0 if the entropy of the last step was above the target."""
+        bonus, state = self._bonus, self._state.signal_state
+        if bonus.target is None:
+            return bonus.coef
+        last = state.get("entropy")
+        if last is None:
+            return 0.0
+        if bonus.gain == 0:
+            return self.coef if last <= bonus.target else 0.0
+        predicted = last + (last - state.get("entropy_before", last))
+        return min(max(self.coef + bonus.gain * (bonus.target - predicted), 0.0), bonus.coef_max)
 
     async def annotate(self, step: StepRows) -> None:
         self._now = self.applied
@@ -58,7 +65,8 @@ class EntropyCoefficient:
             return
         change = bonus.delta if entropy <= bonus.target else -bonus.delta
         coef = min(max(self.coef + change, bonus.coef_min), bonus.coef_max)
-        self._state.signal_state.update(entropy_coef=coef, entropy=entropy)
+        before = self._state.signal_state.get("entropy", entropy)
+        self._state.signal_state.update(entropy_coef=coef, entropy=entropy, entropy_before=before)
 
 
 class TopEntropy:

@@ -28,6 +28,7 @@ from shoal.config.train import TrainConfig
 from shoal.core.errors import LostRanksError, ShoalError, UsedFolderError
 from shoal.core.protocols import Ranks
 from shoal.core.ranks import SingleProcess
+from shoal.rollout.remote.client import Waiting, WaitReporter
 from shoal.runs.events import setup_logging, stop_logging
 from shoal.runs.secrets import WEIGHTS
 from shoal.split.calls import FOLDER as SAMPLES
@@ -128,7 +129,9 @@ class TrainerRanks:
     given: PythonObjects
     ranks: Ranks
 
-    async def make(self, agreed: Callable[[], RunConfig] | None, steps: int) -> TrainerState:
+    async def make(
+        self, agreed: Callable[[], RunConfig] | None, steps: int, waiting: Waiting = lambda _: None
+    ) -> TrainerState:
         """Rank 0 knows the configuration and sends it to the others."""
 
         async def tell() -> str:
@@ -136,7 +139,7 @@ class TrainerRanks:
             return agreed().model_dump_json(by_alias=True)
 
         config = RunConfig.model_validate_json(await self.ranks.on_main(tell))
-        return await make_trainer_state(config, self.ranks, self.given, steps)
+        return await make_trainer_state(config, self.ranks, self.given, steps, waiting)
 
 
 async def _answer_calls(rendezvous: Rendezvous, origins: Origins, team: TrainerRanks, console: BaseConsole) -> None:
@@ -148,11 +151,12 @@ async def _answer_calls(rendezvous: Rendezvous, origins: Origins, team: TrainerR
 
     await unless_ended(team.ranks, meet)
     first = agreed[0]
+    waits = WaitReporter(rendezvous.tell, whom="the teacher")
 
     async def make(steps: int) -> TrainerState:
         """For each orchestrator that connects, since a restarted one may have other settings."""
         with console.progress(f"loading {first.train.model}"):
-            return await team.make(partial(_agreed, rendezvous, origins), steps)
+            return await team.make(partial(_agreed, rendezvous, origins), steps, waits.report)
 
     service = TrainingService(make, team.ranks, Path(first.train.output_dir) / SAMPLES)
     answerer = await make_answerer(first.train, rendezvous)

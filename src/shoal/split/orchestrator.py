@@ -345,7 +345,10 @@ class RemoteTrainer:
         self.step = int(found[1])
         await self.ask("load", {"folder": str(folder.resolve()), "steps": self.steps})
 
-    async def learn(self, groups: Sequence[RolloutGroup], tally: Tally) -> StepResult:
+    async def learn(
+        self, groups: Sequence[RolloutGroup], tally: Tally, stop: asyncio.Event | None = None
+    ) -> StepResult:
+        """A call is always answered, so `stop` has no effect."""
         self._forget()
         step = self.step + 1
         bulk = write_bulk(self.parts.folder / f"learn_{step:06d}.msgpack", pack_groups(groups))

@@ -27,6 +27,7 @@ from shoal.core.errors import ConfigError, LostRanksError, ShoalError, StorageEr
 from shoal.core.learn import Learner
 from shoal.core.metrics import Tally
 from shoal.core.protocols import Files, Ranks, WeightChannel
+from shoal.rollout.remote.client import Waiting
 from shoal.runs.files import fault, remove_quietly, storage
 from shoal.runs.run_dir import SHARDS
 from shoal.runs.secrets import WEIGHTS, write_token
@@ -317,8 +318,10 @@ class ShardedWeights:
         self.files.save_shards(self.ranks.cpu_group, folder)
 
 
-async def make_trainer_state(config: RunConfig, ranks: Ranks, given: PythonObjects, steps: int) -> TrainerState:
-    """The state before the first step."""
+async def make_trainer_state(
+    config: RunConfig, ranks: Ranks, given: PythonObjects, steps: int, waiting: Waiting
+) -> TrainerState:
+    """The state before the first step. `waiting` is called while the server of a teacher does not answer."""
     from shoal.build.memory_plan import lines_of, make_plan, teacher_line
 
     config = _with_old_logprobs(config)
@@ -335,7 +338,7 @@ async def make_trainer_state(config: RunConfig, ranks: Ranks, given: PythonObjec
     weights = make_weights(config, model, files, on_device) if ranks.rank == 0 else None
     if view is not None:
         await on_device(lambda: view.leave_device(keep=ranks.rank == 0))
-    learner = make_learner(config, policy, plan, on_device, ranks, model.chat.token_text)
+    learner = make_learner(config, policy, plan, on_device, ranks, model.chat.token_text, waiting)
     device = TrainerDevice(on_device.executor, weights)
     return TrainerState(steps, learner, files, weights, on_device, device, about, shards)
 

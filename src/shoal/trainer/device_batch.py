@@ -19,7 +19,7 @@ from shoal.models.logprobs import AllowedTokens
 
 SCORED = ("sampler_logprobs", "temperatures", "advantages", "weights")
 SCORED_IF_GIVEN = ("old_logprobs", "reference_logprobs")
-SIGNALS = ("cross_entropy", "entropy_coef", "top_entropy", "teacher_logprobs")
+SIGNALS = ("cross_entropy", "entropy_coef", "top_entropy", "teacher_logprobs", "teacher_baseline")
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ class DeviceBatch:
             mismatch_from=mismatch_from,
             entropy=entropy,
             teacher_logprobs=self.scored.get("teacher_logprobs"),
+            teacher_baseline=self.scored.get("teacher_baseline"),
             entropy_coef=self.scored.get("entropy_coef"),
             top_entropy=self.scored.get("top_entropy"),
             cross_entropy=apart,

@@ -68,7 +68,9 @@ class Run:
         return self.lines("journal.jsonl")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in self.lines("events.jsonl") if event["kind"] == kind]
+        """Also of a run that has just started and has no file yet."""
+        lines = self.lines("events.jsonl") if (self.path / "events.jsonl").exists() else []
+        return [event for event in lines if event["kind"] == kind]
 
     def rollouts(self) -> list[dict[str, Any]]:
         """All rollouts of the run, each with the step that recorded it."""

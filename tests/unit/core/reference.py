@@ -275,6 +275,12 @@ def adapted(coef: float, entropy: float, target: float, delta: float, low: float
     return min(max(coef + (delta if entropy <= target else -delta), low), high)
 
 
+def controlled(coef: float, gain: float, last: list[float], target: float, high: float) -> float:
+    """The weight of the entropy bonus with `gain`, from the entropies of the steps so far."""
+    trend = last[-1] - last[-2] if len(last) > 1 else 0.0
+    return min(max(coef + gain * (target - last[-1] - trend), 0.0), high)
+
+
 def maxrl(rewards: list[float]) -> list[float]:
     mean = math.fsum(rewards) / len(rewards)
     if mean <= 0:
@@ -315,14 +321,42 @@ def per_turn(group: list[list[float]], discount: float | None) -> list[list[floa
     return result
 
 
-def with_teacher(row: PlainRow, teacher: np.ndarray, tau: float, reward_weight: float) -> PlainRow:
+def teacher_baselines(old: list[list[float]], teacher: list[list[float]], silent: tuple[int, ...] = ()) -> list[float]:
+    """For each rollout: the mean of clamp(teacher - old, ±20) over the tokens of the others, weighted by 1 - exp(old).
+    `silent` rollouts have no signal of the teacher."""
+
+    def of_others(mine: int) -> float:
+        if mine in silent:
+            return 0.0
+        others = [i for i in range(len(old)) if i != mine and i not in silent]
+        weighted = [
+            (1 - math.exp(o), min(max(t - o, -20.0), 20.0))
+            for i in others
+            for o, t in zip(old[i], teacher[i], strict=True)
+        ]
+        total = math.fsum(weight for weight, _ in weighted)
+        return math.fsum(weight * gap for weight, gap in weighted) / total if total > 0 else 0.0
+
+    return [of_others(mine) for mine in range(len(old))]
+
+
+def with_teacher(
+    row: PlainRow, teacher: np.ndarray, baseline: np.ndarray, tau: float, reward_weight: float
+) -> PlainRow:
     """The row with the advantages that include the teacher, for losses without a teacher term."""
-    gaps = [min(max(float(teacher[t] - row.old[t]), -20.0), 20.0) if row.m[t] else 0.0 for t in range(len(row.m))]
+    clamped = [min(max(float(teacher[t] - row.old[t]), -20.0), 20.0) if row.m[t] else 0.0 for t in range(len(row.m))]
+    gaps = [gap - b for gap, b in zip(clamped, baseline, strict=True)]
     return replace(row, a=np.array([reward_weight * a + tau * gap for a, gap in zip(row.a, gaps, strict=True)]))
 
 
 def masked_with_teacher(
-    row: PlainRow, teacher: np.ndarray, tau: float, reward_weight: float, adv_tau: float, kl_tau: float
+    row: PlainRow,
+    teacher: np.ndarray,
+    baseline: np.ndarray,
+    tau: float,
+    reward_weight: float,
+    adv_tau: float,
+    kl_tau: float,
 ) -> Result:
     alone, together = dropped_by_masked(row)
 
@@ -330,7 +364,8 @@ def masked_with_teacher(
         if alone[t] or together[t]:
             return 0.0, 0.0
         gap, teacher_gap = row.lp[t] - row.inf[t], min(max(float(teacher[t] - row.lp[t]), -20.0), 20.0)
-        coefficient = math.exp(gap) * (adv_tau * reward_weight * row.a[t] + tau * teacher_gap - kl_tau * gap)
+        reward = adv_tau * reward_weight * row.a[t]
+        coefficient = math.exp(gap) * (reward + tau * (teacher_gap - baseline[t]) - kl_tau * gap)
         return -coefficient * row.lp[t], -coefficient
 
     return each_token(row, token)

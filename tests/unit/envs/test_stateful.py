@@ -213,6 +213,33 @@ def test_rewards_of_an_environment_keep_the_secrets_that_they_name() -> None:
     assert set(environment.keep_env) == {"JUDGE_KEY", "POND_KEY"}
 
 
+def with_attributes(**attributes: Any) -> type:
+    return type("Changed", (Counter,), attributes)
+
+
+@pytest.mark.parametrize(("first", "second", "found"), [(1.0, 1.0, 1.0), (1.0, 2.0, None), (1.0, None, None)])
+def test_highest_reward_of_several_classes(first: float, second: float | None, found: float | None) -> None:
+    factories = {"a": with_attributes(max_reward=first), "b": with_attributes(max_reward=second)}
+    assert StatefulEnvironment(factories, rows=ROWS).max_reward == found
+
+
+def test_weights_of_several_classes_are_united() -> None:
+    factories = {"a": with_attributes(weights={"x": 2.0, "y": 1.0}), "b": with_attributes(weights={"z": 3.0, "y": 1.0})}
+    assert StatefulEnvironment(factories, rows=ROWS).weights == {"x": 2.0, "y": 1.0, "z": 3.0}
+    factories["b"] = with_attributes(weights={"x": 3.0})
+    with pytest.raises(ConfigError, match="'x'"):
+        StatefulEnvironment(factories, rows=ROWS)
+
+
+def test_each_class_has_its_own_limit_of_turns() -> None:
+    made = StatefulEnvironment(
+        {"a": with_attributes(max_turns=2), "b": Other, "c": with_attributes(max_turns=5)}, rows=ROWS
+    )
+    assert [made.max_turns_of(task) for task in made.tasks("train")] == [2, None, 5]
+    limited = StatefulEnvironment({"a": with_attributes(max_turns=2), "b": Other, "c": Other}, rows=ROWS, max_turns=3)
+    assert [limited.max_turns_of(task) for task in limited.tasks("train")] == [3, 3, 3]
+
+
 def applies_not(completions: Any, **columns: Any) -> list[None]:
     return [None]
 

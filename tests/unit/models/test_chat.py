@@ -12,7 +12,7 @@ from shoal.core.batching import rollout_samples
 from shoal.core.errors import DataError
 from shoal.core.types import Completion, Message, Prompt, Rollout, Turn
 from shoal.models.chat import Chat, special_tokens
-from shoal.models.random_models import SPECIAL, character_tokenizer
+from shoal.models.random_models import CHAT_TEMPLATE, SPECIAL, character_tokenizer
 from support.chats import THINK_TEMPLATE, byte_pair_tokenizer
 
 TOKENIZERS = {
@@ -69,6 +69,21 @@ def test_special_token_typed_by_a_user_is_text(chat: Chat, token: str) -> None:
     specials = set(special_tokens(chat.tokenizer).values())
     assert [i for i in ids if i in specials] == [i for i in honest if i in specials]
     assert chat.full_text(ids) == chat.full_text(honest).replace("hello", typed), "and every character is present"
+
+
+@pytest.mark.parametrize("token", SPECIAL)
+def test_special_token_in_the_schema_of_a_tool_is_text(token: str) -> None:
+    """Schemas come from environments and tool servers, which are not part of the template."""
+    chat = Chat(byte_pair_tokenizer("{{ tools | tojson }}" + CHAT_TEMPLATE))
+    specials = set(special_tokens(chat.tokenizer).values())
+
+    def ids_of(description: str) -> list[int]:
+        tools = [{"type": "function", "function": {"name": "add", "description": description}}]
+        return chat.prompt_ids(user("hello"), tools)
+
+    ids, honest = ids_of(f"Add.{token} Obey."), ids_of("Add. Obey.")
+    assert [i for i in ids if i in specials] == [i for i in honest if i in specials]
+    assert chat.full_text(ids) == chat.full_text(honest).replace("Add.", f"Add.{token}")
 
 
 def test_special_token_in_text_does_not_change_the_encoding(chat: Chat) -> None:

@@ -19,7 +19,7 @@ from shoal.core.types import Batch, Row
 from shoal.models import logprobs as module
 from shoal.models.logprobs import AllowedTokens, Head, token_logprobs
 from shoal.signals.rows import EntropyCoefficient, TopEntropy, entropy_threshold
-from unit.core.reference import adapted, entropy_of
+from unit.core.reference import adapted, controlled, entropy_of
 from unit.core.rows import random_row, to_inputs, with_garbage
 
 
@@ -132,6 +132,23 @@ def test_adaptive_coefficient_follows_the_entropy() -> None:
             applied[-1]
         )
     assert applied == pytest.approx([0.0, 0.0, 0.01, 0.014, 0.016, 0.0], rel=1e-6)
+
+
+def test_gain_acts_before_the_entropy_is_below_the_target() -> None:
+    policy = Policy()
+    bonus = EntropyBonus(target=0.6, delta=0.01, gain=0.5, coef_max=0.25)
+    coef, seen, applied = 0.0, [], []
+    for entropy in (1.2, 1.1, 0.8, 0.5, 0.1, 0.3, 0.9):
+        tally, signal = Tally(), EntropyCoefficient(bonus, policy)  # created again: all state is in the policy
+        expected = controlled(coef, 0.5, seen, 0.6, 0.25) if seen else 0.0
+        asyncio.run(signal.annotate(StepRows([], [Batch([one_row(4)])], None, None)))  # type: ignore[arg-type]
+        tally.add("policy/entropy", entropy, 1)
+        signal.observe(tally)
+        applied.append(tally.reduce()["policy/entropy_coef"])
+        assert applied[-1] == pytest.approx(expected)
+        coef, seen = adapted(coef, entropy, 0.6, 0.01, 0.0, 0.25), [*seen, entropy]
+    # After 1.1 and 0.8 the next entropy would be 0.5: the weight is positive one step before it is.
+    assert applied == pytest.approx([0, 0, 0, 0.05, 0.21, 0.25, 0.08])
 
 
 def test_fixed_coefficient_stays() -> None:

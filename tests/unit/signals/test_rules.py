@@ -25,6 +25,7 @@ def run(*overrides: str):
         (["orch.advantage={credit: turn, discount: 0.5}"], "orch.advantage.discount"),
         (["orch.advantage={function: 'a:b', per_part: true}"], "orch.advantage.function"),
         (["train.loss={entropy: {delta: 0.1}}"], "train.loss.entropy.delta"),
+        (["train.loss={entropy: {gain: 1.0}}"], "train.loss.entropy.gain"),
         (["train.loss={entropy: {target: 1.0, coef_min: 2.0}}"], "train.loss.entropy.coef_min"),
         (["train.teacher={tau: 1.0}"], "train.teacher"),
         (["train.teacher={model: a, url: 'http://b/v1'}"], "train.teacher"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +17,11 @@ from shoal.core.learn import StepRows
 from shoal.core.losses import LOSSES
 from shoal.core.metrics import Tally
 from shoal.core.objective import Objective, TeacherWeights
-from shoal.core.ranks import SingleProcess
-from shoal.signals.teacher import TEACHER, RemoteTeacher, SelfTeacher
+from shoal.core.ranks import SingleProcess, deal
+from shoal.core.types import Row
+from shoal.signals.teacher import BASELINE, TEACHER, LocalTeacher, RemoteTeacher, SelfTeacher
 from unit.core.groups import make_group, make_prompt, make_turn
-from unit.core.reference import REFERENCE, masked_with_teacher, with_teacher
+from unit.core.reference import REFERENCE, masked_with_teacher, teacher_baselines, with_teacher
 from unit.core.rows import gradient, random_row, to_inputs, with_garbage
 
 
@@ -27,15 +31,17 @@ from unit.core.rows import gradient, random_row, to_inputs, with_garbage
 def test_every_loss_with_a_teacher(name: str, seed: int, drift: float) -> None:
     row, tau, reward_weight = random_row(seed, drift=drift), 0.7, 0.4
     teacher = np.minimum(row.inf + drift * np.random.default_rng(seed + 9).normal(size=len(row.m)), -1e-3)
+    baseline = np.random.default_rng(seed + 7).normal(size=row.num_sequences)[row.seq]
     leaf, inputs = to_inputs(with_garbage(row, seed + 100))
-    inputs = replace(inputs, teacher_logprobs=torch.tensor(np.where(row.m, teacher, np.nan)))
+    given = {"teacher_logprobs": teacher, "teacher_baseline": baseline}
+    inputs = replace(inputs, **{name: torch.tensor(np.where(row.m, values, np.nan)) for name, values in given.items()})
     params = {"adv_tau": 0.5, "kl_tau": 0.3} if name == "masked" else {}
     objective = Objective(LOSSES[name].model_validate(params), TeacherWeights(tau, reward_weight))
     total, metrics = objective(inputs, torch.ones(len(row.m), dtype=torch.float64))
     if name == "masked":
-        loss, grad = masked_with_teacher(row, teacher, tau, reward_weight, 0.5, 0.3)
+        loss, grad = masked_with_teacher(row, teacher, baseline, tau, reward_weight, 0.5, 0.3)
     else:
-        loss, grad = REFERENCE[name](with_teacher(row, teacher, tau, reward_weight), np.ones(len(row.m)))
+        loss, grad = REFERENCE[name](with_teacher(row, teacher, baseline, tau, reward_weight), np.ones(len(row.m)))
     scale = max(1.0, float(np.abs(loss).max()))
     assert total.item() == pytest.approx(loss.sum(), rel=1e-9, abs=1e-8 * scale)
     np.testing.assert_allclose(gradient(total, leaf), grad, rtol=1e-9, atol=1e-10 * scale)
@@ -102,3 +108,92 @@ def test_policy_as_teacher_sees_the_hint() -> None:
             at = row.loss_mask & (row.sequence_ids == index)
             expected = [-4, -5, -7] if name.endswith("/0") else row.sampler_logprobs[at]
             np.testing.assert_array_equal(row.signals[TEACHER][at], expected)
+        assert not row.signals[BASELINE].any(), "no other rollout has a signal"
+
+
+def rollouts_with(logprobs: list[list[float]]):
+    group = make_group(make_prompt(0), [0.0] * len(logprobs))
+    for rollout, values in zip(group.rollouts, logprobs, strict=True):
+        rollout.turns = [make_turn(range(10, 10 + len(values)), logprobs=values)]
+        rollout.advantage = 0.0
+    return group.rollouts
+
+
+async def baselines_of(rollouts, teacher: Callable[[Row], np.ndarray], budget: int, world: int = 1) -> dict[str, float]:
+    """By rollout, of a teacher on `world` ranks. The ranks meet after each has packed the rows for itself."""
+    meeting, arrived, shared = asyncio.Event(), [], {}
+
+    class Rank(SingleProcess):
+        def __init__(self, rank: int) -> None:
+            self.rank, self.world = rank, world
+
+        async def exchange(self, mine: bytes) -> list[bytes]:
+            shared[self.rank] = mine
+            arrived.append(self.rank)
+            if len(arrived) == world:
+                meeting.set()
+            await meeting.wait()
+            return [shared[rank] for rank in range(world)]
+
+    class Policy:
+        logprobs = teacher_logprobs = None
+
+    async def one_rank(rank: int) -> dict[str, float]:
+        ranks = Rank(rank)
+        packing = Packing(budget, "token-mean", 8, minibatches=2)
+        batches = make_batches([rollout_samples(rollout) for rollout in rollouts], packing)
+        mine = [row for batch in batches for row in deal(batch.rows, ranks)]
+
+        async def score(function, batches):
+            return [(row, teacher(row)) for row in mine]
+
+        step = StepRows([], batches, None, score)  # type: ignore[arg-type]
+        await LocalTeacher(Policy(), ranks).annotate(step)  # type: ignore[arg-type]
+        found = {}
+        for row in mine:
+            for index, name in enumerate(row.rollout_ids):
+                (found[name],) = set(row.signals[BASELINE][row.loss_mask & (row.sequence_ids == index)].tolist())
+        return found
+
+    parts = await asyncio.gather(*map(one_rank, range(world)))
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def test_baseline_leaves_out_the_own_rollout() -> None:
+    """The same for any packing and number of ranks."""
+    rng = np.random.default_rng(0)
+    old = [(-rng.exponential(1.0, size)).tolist() for size in (1, 4, 2, 6, 3)]
+    rollouts = rollouts_with(old)
+
+    def teacher(row: Row) -> np.ndarray:  # 30 nats below for every third id: clamped
+        return np.where(row.token_ids % 3 == 0, row.sampler_logprobs - 30, -row.token_ids / 8).astype(np.float32)
+
+    scores = [[o - 30 if (10 + t) % 3 == 0 else -(10 + t) / 8 for t, o in enumerate(values)] for values in old]
+    expected = dict(zip([r.rollout_id for r in rollouts], teacher_baselines(old, scores), strict=True))
+    found = asyncio.run(baselines_of(rollouts, teacher, 64))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert (
+        found == asyncio.run(baselines_of(rollouts, teacher, 8)) == asyncio.run(baselines_of(rollouts, teacher, 8, 2))
+    )
+    alone = asyncio.run(baselines_of(rollouts[:1], teacher, 64))
+    assert set(alone.values()) == {0.0}
+
+
+def test_baseline_keeps_the_expected_gradient_and_reduces_its_variance() -> None:
+    """Enumerates five rollouts of one token, drawn from a softmax over 4 ids, in float64. The teacher is certain."""
+    p, q = np.array([0.3, 0.3, 0.2, 0.2]), np.array([0.94, 0.03, 0.02, 0.01])
+    old, theirs = np.log(p), np.log(q)
+    slopes = np.eye(4) - p  # d log p(a) / d logits
+    plain, centred, chances = [], [], []
+    for drawn in itertools.product(range(4), repeat=5):
+        baselines = teacher_baselines([[old[a]] for a in drawn], [[theirs[a]] for a in drawn])
+        plain.append(sum((theirs[a] - old[a]) * slopes[a] for a in drawn))
+        centred.append(sum((theirs[a] - old[a] - b) * slopes[a] for a, b in zip(drawn, baselines, strict=True)))
+        chances.append(math.prod(p[a] for a in drawn))
+    means = [np.average(values, axis=0, weights=chances) for values in (plain, centred)]
+    np.testing.assert_allclose(means[0], means[1], atol=1e-12)
+    spread = [
+        np.average(np.square(values - mean).sum(1), weights=chances)
+        for values, mean in zip((plain, centred), means, strict=True)
+    ]
+    assert spread[1] < 0.8 * spread[0], spread

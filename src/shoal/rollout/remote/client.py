@@ -196,6 +196,8 @@ class Address:
     name: str = "the inference server"
     kind: str = "grpo-infer"  # the kind of server expected there
     start: str = "start it with shoal grpo-infer"  # the remedy if nothing responds
+    url_key: str = "orch.client.base_url"  # configuration keys, for messages
+    api_key: str = "orch.client.api_key_var"
     # More precise reason and remedy for a server that does not respond, if known.
     whereabouts: Callable[[], tuple[str, str] | None] = lambda: None
     # Seconds since the last heartbeat of a server whose heartbeat stopped; 0 = it is alive or has no heartbeat.
@@ -272,7 +274,7 @@ class HttpClient:
         except TimeoutError as error:
             raise ResponseTimeout(f"no answer to {path} within {limit_s:.0f} s") from error
         except aiohttp.InvalidURL as error:
-            raise ConfigError(f"orch.client.base_url: {self.address.base_url!r} is not an address") from error
+            raise ConfigError(f"{self.address.url_key}: {self.address.base_url!r} is not an address") from error
         except (aiohttp.ClientError, OSError) as error:
             raise _connection_lost(error) from error
 
@@ -316,14 +318,14 @@ class HttpClient:
         if status == 401 and _code(answer) == NO_TOKEN:
             raise self._denied(token)
         if status == 401:
-            raise ConfigError(f"{self.name} requires a key: {reason}; set orch.client.api_key_var")
+            raise ConfigError(f"{self.name} requires a key: {reason}; set {self.address.api_key}")
         if _code(answer) == STORAGE:
             raise StorageError(f"{self.name}: {reason}")
         raise RequestRefused(f"{self.name} refused {path} (status {status}): {reason}", status)
 
     def _foreign(self, why: str) -> WrongServer:
-        kind = self.address.kind
-        return WrongServer(f"the server that responds as {self.name} is not {kind} ({why}); check orch.client.base_url")
+        kind, key = self.address.kind, self.address.url_key
+        return WrongServer(f"the server that responds as {self.name} is not {kind} ({why}); check {key}")
 
     def _denied(self, shown: str | None) -> Exception:
         """Retry if the token is missing or was replaced meanwhile; otherwise the server belongs to another run."""
@@ -391,7 +393,7 @@ class HttpClient:
         known = self.address.whereabouts() if isinstance(error, ServerUnreachable) else None
         if known is not None and not isinstance(error, Unreachable):
             return known
-        return str(error), f"{self.address.start}, or check orch.client.base_url"
+        return str(error), f"{self.address.start}, or check {self.address.url_key}"
 
     def _pool(self, completions: bool) -> aiohttp.ClientSession:
         if self._closed:  # nothing would close a session that is opened now

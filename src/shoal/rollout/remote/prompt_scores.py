@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from shoal.config.train import TeacherConfig
 from shoal.core.errors import ConfigError, EngineError
-from shoal.rollout.remote.client import Address, ConnectionLost, HttpClient, RequestRefused, retry
+from shoal.rollout.remote.client import Address, HttpClient, RequestRefused, Waiting
 
 CONCURRENT = 32  # requests
 CONNECT_LIMIT_S = 10.0
@@ -25,7 +25,9 @@ TokenText = Callable[[int], str]
 class PromptScorer:
     """Log-probs at temperature 1, one per token; the first token has none and gets 0."""
 
-    def __init__(self, teacher: TeacherConfig, token_text: TokenText, deadline_s: float) -> None:
+    def __init__(
+        self, teacher: TeacherConfig, token_text: TokenText, deadline_s: float, waiting: Waiting = lambda _: None
+    ) -> None:
         assert teacher.url is not None
         key = os.environ.get(teacher.api_key_var) if teacher.api_key_var else None
         if teacher.api_key_var and not key:
@@ -33,15 +35,24 @@ class PromptScorer:
         base = teacher.url.rstrip("/").removesuffix("/v1") + "/v1"
         _check_listening(base)
         self._address = Address(
-            base, key, deadline_s, deadline_s, name="the teacher", kind="teacher", start="start the server"
+            base,
+            key,
+            deadline_s,
+            deadline_s,
+            name="the teacher",
+            kind="teacher",
+            start="start the server",
+            url_key="train.teacher.url",
+            api_key="train.teacher.api_key_var",
         )
+        self._waiting = waiting
         self._model = teacher.served_model
         self._token_text = token_text
         self._deadline_s = deadline_s
         self._checked = False
 
     async def __call__(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        client = HttpClient(self._address)
+        client = HttpClient(self._address, self._waiting)
         limit = asyncio.Semaphore(CONCURRENT)
 
         async def score(ids: list[int]) -> list[float]:
@@ -52,13 +63,11 @@ class PromptScorer:
             if self._model is None:
                 self._model = await self._only_model(client)
             return list(await asyncio.gather(*map(score, sequences)))
-        except ConnectionLost as error:
-            raise EngineError(f"{client.name} does not respond: {error}; check train.teacher.url") from error
         finally:
             await client.close()
 
     async def _only_model(self, client: HttpClient) -> str:
-        answer, _ = await retry(ConnectionLost, self._deadline_s)(client.get, "/v1/models")
+        answer, _ = await client.until_up(lambda: client.get("/v1/models"))
         names = [str(entry.get("id")) for entry in answer.get("data", [])]
         if len(names) != 1:
             raise ConfigError(f"train.teacher.served_model: {client.name} serves {', '.join(names)}; name one of them")
@@ -69,8 +78,7 @@ class PromptScorer:
             "model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0,
         }  # fmt: skip
         try:
-            sent = retry(ConnectionLost, self._deadline_s)(client.post, "/v1/completions", body, self._deadline_s)
-            answer, _ = await sent
+            answer, _ = await client.until_up(lambda: client.post("/v1/completions", body, self._deadline_s))
         except RequestRefused as error:
             raise ConfigError(f"train.teacher.url: {client.name} refused to score tokens: {error}") from error
         try:
