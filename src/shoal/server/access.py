@@ -68,15 +68,17 @@ class Guard:
             self._clients -= 1
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = bytearray()
+        body, size = bytearray(), 0
         try:
             limit = self._admit(scope)
             if await self._read_within_deadline(receive, body, limit):
-                await self._app(scope, _replay(bytes(body), receive), send)
+                size, replay = len(body), _replay(bytes(body), receive)
+                body.clear()  # the app frees its copy when it is parsed
+                await self._app(scope, replay, send)
         except _Rejection as rejection:
             await _reject(send, rejection)
         finally:
-            self._held_bytes -= len(body)
+            self._held_bytes -= size or len(body)
 
     def _with_headers(self, send: Send) -> Send:
         async def send_with_headers(message: Message) -> None:
@@ -136,7 +138,8 @@ class Guard:
     async def _read_within_deadline(self, receive: Receive, body: bytearray, limit: int) -> bool:
         """Read the whole body; False if the client disconnected."""
         try:
-            return await asyncio.wait_for(self._read(receive, body, limit), BODY_LIMIT_S)
+            async with asyncio.timeout(BODY_LIMIT_S):  # wait_for's task and its error would keep the body in a cycle
+                return await self._read(receive, body, limit)
         except TimeoutError:
             text = f"the request body did not arrive within {BODY_LIMIT_S:.0f} s"
             raise _Rejection(408, text, "timeout") from None

@@ -117,12 +117,19 @@ class Completions:
 
     async def read_chat(self, body: ChatBody) -> CompletionRequest:
         body.check_supported()
-        messages, tokens, limit = chat_messages(body.messages), self.served.tokens, self.served.context_tokens
         tools = None if body.tool_choice == "none" else body.tools or None
-        _check_characters((messages, tools, body.chat_template_kwargs), limit)
-        ids = await self.off_loop(lambda: tokens.prompt_ids(messages, tools, body.chat_template_kwargs))
-        request = self._request("chat.completion", body, [ids])
-        return replace(request, messages=messages, tools=tools)
+        ids = await self._chat_ids(body.messages, tools, body.chat_template_kwargs)
+        return replace(self._request("chat.completion", body, [ids]), tools=tools)
+
+    async def _chat_ids(self, given: list[dict[str, Any]], tools: Any, options: dict[str, Any] | None) -> list[int]:
+        """The prompt of a conversation, rendered and tokenised in the pool."""
+
+        def prompt_ids() -> list[int]:
+            messages = chat_messages(given)
+            _check_characters((messages, tools, options), self.served.context_tokens)
+            return self.served.tokens.prompt_ids(messages, tools, options)
+
+        return await self.off_loop(prompt_ids)
 
     async def read_session(self, body: SessionBody, session: Session) -> CompletionRequest:
         messages, tools, limit = chat_messages(body.messages), body.tools or None, session.context_tokens
@@ -192,9 +199,7 @@ class Completions:
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         tokens, limit = self.served.tokens, self.served.context_tokens
         if body.messages is not None:
-            messages, tools = chat_messages(body.messages), body.tools or None
-            _check_characters((messages, tools), limit)
-            ids = await self.off_loop(lambda: tokens.prompt_ids(messages, tools))
+            ids = await self._chat_ids(body.messages, body.tools or None, None)
         elif body.prompt is not None:
             text = body.prompt
             _check_characters(text, limit)
