@@ -348,6 +348,36 @@ def test_connections_with_incomplete_headers_are_closed(monkeypatch: pytest.Monk
     attack(work)
 
 
+STREAM = b'{"prompt": [5, 6], "stream": true}'
+ENDLESS_HEADERS = {
+    "header": b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-a: ",
+    "URL": b"GET /",
+    "second request": with_length("/v1/completions", STREAM) + b"GET /health HTTP/1.1\r\nX-a: ",
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS_HEADERS)
+def test_connections_with_endless_headers_are_closed(kind: str):
+    async def send(port: int) -> int:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(ENDLESS_HEADERS[kind])
+        sent = 0
+        with suppress(ConnectionError):
+            while sent < 64 * MiB:
+                writer.write(b"a" * MiB)
+                await writer.drain()
+                sent += MiB
+        writer.transport.abort()
+        return sent
+
+    async def work(port: int, post: Post) -> None:
+        with memory_growth_below(64 * MiB):
+            sent = await asyncio.gather(*(send(port) for _ in range(4)))
+        assert max(sent) < 16 * MiB, sent  # what the buffers of the sockets hold
+
+    attack(work)
+
+
 def test_slow_request_is_not_cut_off_by_the_deadline_for_headers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shoal.server.access.HEADER_LIMIT_S", 0.2)
 
