@@ -253,6 +253,28 @@ def test_body_is_freed_before_its_completion_is_sampled(path: str):
     assert held[1] - held[0] < MiB // 4, f"{(held[1] - held[0]) / MiB:.1f} MiB"
 
 
+@pytest.mark.parametrize("path", ("/v1/chat/completions", "/tokenize"))
+def test_one_conversation_at_a_time_is_parsed(path: str):
+    """A body of small lists needs 20 times its memory when it is parsed."""
+    message = b'{"role": "user", "content": "x", "lists": [%s[]]}' % (b"[]," * 2**14)
+    body = b'{"messages": [%s]}' % message
+
+    async def work(port: int, post: Post) -> None:
+        async def peak(clients: int) -> int:
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            statuses = [status for status, _ in await asyncio.gather(*(post(path, body) for _ in range(clients)))]
+            assert set(statuses) == {200}
+            return tracemalloc.get_traced_memory()[1] - before
+
+        await peak(1)
+        alone, together = await peak(1), await peak(8)
+        assert together - alone < 4 * MiB, f"{alone / MiB:.1f} MiB, {together / MiB:.1f} MiB together"
+
+    with memory_measured():
+        attack(work)
+
+
 def test_parsing_a_body_starts_no_garbage_collection():
     """Collections of all objects, one after the other, would stop the event loop for seconds."""
 
