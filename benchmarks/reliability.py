@@ -41,7 +41,7 @@ def kills() -> str:
 
 def campaign(*names: str) -> str:
     rows = [row for row in read("kills.json")["rows"] if row["name"] in names]
-    assert len(rows) == len(names) and not any(row["problems"] for row in rows)
+    assert {row["name"] for row in rows} == set(names) and not any(row["problems"] for row in rows)
     return f"{sum(row['kills'] for row in rows)} kills, 0 differences"
 
 
@@ -377,6 +377,8 @@ def link(test: str) -> str:
 def page() -> str:
     found = read("kills.json")
     machine = found["machine"]
+    dates = " and ".join(sorted({day for row in found["rows"] for day in row["dates"]}))
+    seeds = " and ".join(map(str, sorted({row["seed"] for row in found["rows"]})))
     lines = [
         "<!-- Written by benchmarks/reliability.py. Do not edit. -->",
         "# Reliability",
@@ -399,8 +401,8 @@ def page() -> str:
             for promise in promises()
         ),
         "",
-        f"The kills were made on {machine['date']} with {machine['cores']} cores, torch {machine['torch']} and seed "
-        f"{found['seed']} ([kills.json](../benchmarks/results/kills.json)). Promises without a measured result are",
+        f"The kills were made on {dates} with {machine['cores']} cores, torch {machine['torch']} and the seeds "
+        f"{seeds} ([kills.json](../benchmarks/results/kills.json)). Promises without a measured result are",
         "shown by their tests. [SECURITY.md](../SECURITY.md) describes what isolated rewards guarantee.",
         "",
         "## Faults",

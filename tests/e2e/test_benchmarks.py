@@ -81,7 +81,18 @@ def test_scheduling_is_measured(name: str, tmp_path: Path):
 @pytest.mark.slow
 def test_kills_are_counted(tmp_path: Path):
     found = smoke("kills", tmp_path)
-    assert len(found["rows"]) == 5 and found["kills"] >= 3 and found["failed"] == 0
+    assert len(found["rows"]) == 7 and found["kills"] >= 4 and found["failed"] == 0
+
+
+@pytest.mark.slow
+def test_kills_are_added_to_earlier_ones(tmp_path: Path):
+    earlier = smoke("kills", tmp_path, "--kinds", "moments", "--minutes", "0")
+    assert [row["runs"] for row in earlier["rows"]] == [0]
+    earlier["rows"][0] |= {"runs": 1, "kills": 3}
+    (tmp_path / "kills.json").write_text(json.dumps(earlier))
+    later = smoke("kills", tmp_path, "--kinds", "moments", "--add")
+    assert [row["runs"] for row in later["rows"]] == [1, 1, 1, 1] and later["rows"][0] == earlier["rows"][0]
+    assert later["kills"] == sum(row["kills"] for row in later["rows"]) >= 4
 
 
 @pytest.mark.slow

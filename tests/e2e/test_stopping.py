@@ -189,6 +189,16 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(finished: Run):
     assert contents(finished) == before
 
 
+@pytest.mark.parametrize("file", ("README.md", "report.html"))
+def test_resuming_a_run_that_was_killed_while_it_wrote_its_report(new_run: NewRun, file: str):
+    run = new_run(train={"max_steps": 2})
+    command = run.start(kill_at=(f"written:{file}", 1))
+    assert command.wait() == -signal.SIGKILL and run.status()["state"] == "finished"
+    assert run.grpo("--resume").wait() == 0
+    assert (run.path / "report.html").is_file() and (run.path / "final" / "README.md").is_file()
+    assert not list(run.path.rglob(".tmp-*"))
+
+
 def test_used_directory_is_refused_without_resume(finished: Run):
     before = contents(finished)
     command = finished.grpo()

@@ -28,6 +28,7 @@ from shoal.core.errors import (
     EXIT_INTERRUPTED,
     ConfigError,
     Interrupted,
+    RunLockedError,
     ShoalError,
     StoppedByPolicy,
     StorageError,
@@ -411,9 +412,18 @@ def already_done(path: Path, config: RunConfig | SupervisedConfig) -> bool:
     earlier, now = recorded.config.train, config.train
     longer = (now.max_steps or 0) > (earlier.max_steps or 0) or (now.epochs or 0) > (earlier.epochs or 0)
     if not longer and is_main():
+        _write_missing_report(path)
         done = f"{path}: this run is {status['state']} at step {status['step']}"
         print(f"{done}; nothing is left to do. Set more steps or epochs to continue it")
     return not longer
+
+
+def _write_missing_report(path: Path) -> None:
+    """The report and the model card of a run that was killed after its last step, before they were written."""
+    if all((path / name).exists() for name in ("report.html", "final/README.md")):
+        return
+    with contextlib.suppress(RunLockedError, StorageError), RunDir.resume(path) as run_dir:
+        _write_report(path, EventLog(run_dir))
 
 
 def last_line(path: Path) -> str:

@@ -95,7 +95,8 @@ def python_folders() -> list[str]:
     executable = str(Path(sys.executable).resolve().parents[1])
     sites = [*site.getsitepackages(), *(path for path in sys.path if path.endswith("-packages"))]
     found = dict.fromkeys([sys.prefix, sys.base_prefix, executable, own, *sites])
-    folders = [path for path in found if Path(path).is_dir() and path not in ("/", "/usr")]
+    reachable = [path for path in found if os.access(path, os.X_OK) and Path(path).is_dir()]
+    folders = [path for path in reachable if path not in ("/", "/usr")]
     return [path for path in folders if not any(_is_below(path, other) for other in folders if other != path)]
 
 
@@ -108,8 +109,8 @@ def _mount_empty_folders(needed: Sequence[str], size: int) -> None:
     _mount("none", "/", None, _PRIVATE)
     covered = [path for path in COVERED if Path(path).is_dir() and not Path(path).is_symlink()]
     if os.geteuid() == 0:
-        hiding = [_private_ancestor(path) for path in needed]
-        covered += [path for path in dict.fromkeys(hiding) if path is not None and path not in covered]
+        private = filter(None, map(_private_ancestor, needed))
+        covered += [path for path in dict.fromkeys(private) if not any(_is_below(path, over) for over in covered)]
     kept = {path: os.open(path, os.O_PATH) for path in needed if any(_is_below(path, over) for over in covered)}
     _set_read_only("/", True)
     if os.geteuid() == 0:
@@ -117,11 +118,13 @@ def _mount_empty_folders(needed: Sequence[str], size: int) -> None:
     for path in covered:
         scratch = path in COVERED
         _mount("tmpfs", path, "tmpfs", 0, f"size={size},mode={'1777' if scratch else '755'}")
+    mask = os.umask(0o022)  # another user passes through the folders above the needed ones
     for path, descriptor in kept.items():
         Path(path).mkdir(parents=True, exist_ok=True)
         _mount(f"/proc/self/fd/{descriptor}", path, None, _BIND)
         _set_read_only(path, True)
         os.close(descriptor)
+    os.umask(mask)
 
 
 def _private_ancestor(path: str) -> str | None:
@@ -208,11 +211,12 @@ def bwrap_command(
         command += ["--ro-bind", folder, folder] if link.is_dir() and not link.is_symlink() else []
     for file in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"):
         command += ["--ro-bind-try", file, file]
-    for folder, source in sources.items():
-        command += ["--ro-bind", source, folder]
     size = str(SCRATCH_BYTES)
     command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--size", size, "--tmpfs", "/dev/shm"]
-    command += ["--size", size, "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
+    command += ["--size", size, "--tmpfs", "/tmp"]
+    for folder, source in sources.items():  # after /tmp, which they may be in
+        command += ["--ro-bind", source, folder]
+    command += ["--remount-ro", "/", "--chdir", "/tmp"]
     command += ["--json-status-fd", str(status)] if status is not None else []
     # Inside, so that only processes of this sandbox are counted.
     limits = f"ulimit -u {MAX_PROCESSES} 2>/dev/null || ulimit -p {MAX_PROCESSES}; ulimit -n {MAX_FILES}; ulimit -c 0"
@@ -282,7 +286,10 @@ def gaps() -> list[str]:
     """What isolation cannot guarantee on this machine although it works."""
     found = []
     if find_bwrap() is None:
-        found.append("bubblewrap (bwrap 0.8 or newer) is missing: run_code runs programs with the rights of the reward")
+        found.append(
+            "bubblewrap (bwrap 0.8 or newer) is missing or does not work here: "
+            "run_code runs programs with the rights of the reward"
+        )
     if missing := [name for name in cgroups.LIMITS if name not in cgroups.parents()]:
         found.append(
             f"this user cannot create control groups ({', '.join(missing)}): memory is limited per process, not in sum"

@@ -7,7 +7,6 @@ lines can be restored. Checkpoints of earlier versions have no copy: duplicates 
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,23 +14,27 @@ from typing import Any
 
 from shoal.core.errors import StorageError
 from shoal.runs.files import open_to_read, storage
-from shoal.runs.journal import LineWriter, decode_line
+from shoal.runs.journal import LineWriter, decode_line, is_up_to
 
 HISTORY = "history"  # folder of a checkpoint
 
 
-def store_history(checkpoint: Path, streams: Iterable[LineWriter]) -> None:
+def store_history(checkpoint: Path, step: int, streams: Iterable[LineWriter]) -> None:
+    """Copy the records up to `step`. While a thread writes a checkpoint, the run may record further steps."""
     (checkpoint / HISTORY).mkdir()
     for stream in streams:
-        shutil.copyfile(stream.path, checkpoint / HISTORY / stream.path.name)
+        lines = _lines(stream.path)
+        while lines and not is_up_to(decode_line(lines[-1]), step):
+            lines.pop()
+        (checkpoint / HISTORY / stream.path.name).write_bytes(b"".join(lines))
 
 
 def restore_history(stream: LineWriter, checkpoint: Path, step: int) -> list[str]:
     """Compare a file that was cut to `step` with the checkpoint of that step, and repair it. Returns what was wrong."""
     name, copy, found = stream.path.name, checkpoint / HISTORY / stream.path.name, _lines(stream.path)
     problems = []
-    if copy.exists():
-        stored = _lines(copy)
+    if copy.exists():  # earlier versions of Shoal may have copied records of later steps, too
+        stored = [line for line in _lines(copy) if is_up_to(decode_line(line), step)]
         if found != stored:
             stream.replace(stored)
             if not _was_amended(found, stored, step):

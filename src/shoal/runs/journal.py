@@ -94,7 +94,7 @@ def decode_line(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _is_up_to(record: dict[str, Any] | None, step: int) -> bool:
+def is_up_to(record: dict[str, Any] | None, step: int) -> bool:
     of = record.get("step", 0) if record is not None else None
     return isinstance(of, int) and of <= step
 
@@ -126,7 +126,7 @@ class LineWriter:
         with self._guard, storage(f"cut {self.path}"):
             with open_to_read(self.path) as file:
                 raw = list(file)
-            kept = [line for line in raw if _is_up_to(decode_line(line), step)]
+            kept = [line for line in raw if is_up_to(decode_line(line), step)]
             if len(kept) != len(raw):
                 self._replace(kept)
             return len(raw) - len(kept)

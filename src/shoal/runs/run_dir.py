@@ -230,7 +230,7 @@ class RunDir:
                 write_state(folder, state)
             for stream in (self.metrics, self.journal, self.events):
                 stream.sync()
-            store_history(folder, (self.metrics, self.journal))
+            store_history(folder, step, (self.metrics, self.journal))
 
     def read_state(self, folder: Path) -> dict[str, Any]:
         return read_state(folder)

@@ -27,6 +27,7 @@ from shoal.runs.secrets import CONTROL, NO_TOKEN
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BODY_LIMIT_S = 60.0
 HEADER_LIMIT_S = 20.0
+HEADER_BYTES = 2**16
 DEFAULT_PORTS = {"http": 80, "https": 443}
 OPEN_PATHS = ("/health",)
 NO_KEY = "invalid_api_key"
@@ -68,15 +69,17 @@ class Guard:
             self._clients -= 1
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = bytearray()
+        body, size = bytearray(), 0
         try:
             limit = self._admit(scope)
             if await self._read_within_deadline(receive, body, limit):
-                await self._app(scope, _replay(bytes(body), receive), send)
+                size, replay = len(body), _replay(bytes(body), receive)
+                body.clear()  # the app frees its copy when it is parsed
+                await self._app(scope, replay, send)
         except _Rejection as rejection:
             await _reject(send, rejection)
         finally:
-            self._held_bytes -= len(body)
+            self._held_bytes -= size or len(body)
 
     def _with_headers(self, send: Send) -> Send:
         async def send_with_headers(message: Message) -> None:
@@ -136,7 +139,8 @@ class Guard:
     async def _read_within_deadline(self, receive: Receive, body: bytearray, limit: int) -> bool:
         """Read the whole body; False if the client disconnected."""
         try:
-            return await asyncio.wait_for(self._read(receive, body, limit), BODY_LIMIT_S)
+            async with asyncio.timeout(BODY_LIMIT_S):  # wait_for's task and its error would keep the body in a cycle
+                return await self._read(receive, body, limit)
         except TimeoutError:
             text = f"the request body did not arrive within {BODY_LIMIT_S:.0f} s"
             raise _Rejection(408, text, "timeout") from None
@@ -215,16 +219,30 @@ _HttpProtocol: Any = AutoHTTPProtocol  # uvicorn's, by the parser that is instal
 
 
 class _Protocol(_HttpProtocol):
-    """Closes connections whose request headers are not complete within HEADER_LIMIT_S."""
+    """Closes connections whose request headers are not complete within HEADER_LIMIT_S, or too large."""
 
     _deadline: asyncio.TimerHandle | None = None
+    _in_headers = False
+    _header_bytes = 0  # received since the headers of a request began, without the first piece
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._deadline = self.loop.call_later(HEADER_LIMIT_S, transport.abort)
 
+    def on_message_begin(self) -> None:  # of httptools; the other parser, h11, limits the size itself
+        super().on_message_begin()
+        self._in_headers = True
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        super().on_headers_complete()
+
     def data_received(self, data: bytes) -> None:
+        continues = self._in_headers
         super().data_received(data)
+        self._header_bytes = self._header_bytes + len(data) if continues and self._in_headers else 0
+        if self._header_bytes > HEADER_BYTES:
+            self.transport.abort()
         idle = self.cycle is None or self.cycle.response_complete
         if idle and self.timeout_keep_alive_task is None:  # part of a request's headers
             self._deadline = self._deadline or self.loop.call_later(HEADER_LIMIT_S, self.transport.abort)

@@ -126,7 +126,7 @@ class Routes:
         self.posts: dict[str, Handler] = {
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.complete,
-            "/tokenize": self._command(TokenizeBody, completions.tokenize),
+            "/tokenize": self.tokenize,
             "/detokenize": self._command(DetokenizeBody, completions.detokenize),
         }
         kinds = ChatBody, CompletionBody, TokenizeBody, DetokenizeBody
@@ -162,11 +162,16 @@ class Routes:
             session = self._names.sessions.get(name) if isinstance(name, str) else None
             if session is not None:
                 return await self._completions.read_session(await self._decode(raw, SessionBody), session)
-            body = await self._decode(raw, ChatBody)
-            self._names.check(body.model)
-            return await self._completions.read_chat(body)
+            return await self._completions.off_loop(lambda: self._completions.read_chat(raw, self._names.check))
 
         return await self._complete(request, read)
+
+    async def tokenize(self, request: Request) -> Response:
+        async def work() -> Response:
+            raw = await _body(request)
+            return _json(await self._completions.off_loop(lambda: self._completions.tokenize(raw)))
+
+        return await self._with_errors(work())
 
     async def complete(self, request: Request) -> Response:
         async def read(raw: bytes) -> CompletionRequest:
@@ -271,9 +276,12 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
             return task.result()
         raise _Disconnected
     finally:
-        for unfinished in (task, watch):
-            unfinished.cancel()
+        task.cancel()
+        watch.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
+        # The task holds its error, and the error's traceback holds this frame. Without this name there is no cycle: the
+        # error, and the body in its frames, are freed at once and not by a garbage collection minutes later.
+        del task
 
 
 async def _body(request: Request) -> bytes:

@@ -25,6 +25,7 @@ from shoal.server.request_schema import (
     SessionBody,
     TokenizeBody,
     chat_messages,
+    decode,
 )
 from shoal.server.sessions import ChatTokens, Session
 
@@ -115,14 +116,19 @@ class Completions:
         """Run parsing, chat templates and tokenisation in the pool, so that the event loop keeps answering."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    async def read_chat(self, body: ChatBody) -> CompletionRequest:
+    def read_chat(self, raw: bytes, check_model: Callable[[str | None], None]) -> CompletionRequest:
+        """In the pool: bodies that wait for it are not parsed yet, because parsed ones may need 20 times the memory."""
+        body = decode(raw, ChatBody)
+        check_model(body.model)
         body.check_supported()
-        messages, tokens, limit = chat_messages(body.messages), self.served.tokens, self.served.context_tokens
         tools = None if body.tool_choice == "none" else body.tools or None
-        _check_characters((messages, tools, body.chat_template_kwargs), limit)
-        ids = await self.off_loop(lambda: tokens.prompt_ids(messages, tools, body.chat_template_kwargs))
-        request = self._request("chat.completion", body, [ids])
-        return replace(request, messages=messages, tools=tools)
+        ids = self._chat_ids(body.messages, tools, body.chat_template_kwargs)
+        return replace(self._request("chat.completion", body, [ids]), tools=tools)
+
+    def _chat_ids(self, given: list[dict[str, Any]], tools: Any, options: dict[str, Any] | None = None) -> list[int]:
+        messages = chat_messages(given)
+        _check_characters((messages, tools, options), self.served.context_tokens)
+        return self.served.tokens.prompt_ids(messages, tools, options)
 
     async def read_session(self, body: SessionBody, session: Session) -> CompletionRequest:
         messages, tools, limit = chat_messages(body.messages), body.tools or None, session.context_tokens
@@ -189,16 +195,14 @@ class Completions:
             raise BadRequest(f"{name}: the engine of this server reports log-probs of sampled tokens only", name)
         return replace(request, top=0)
 
-    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
-        tokens, limit = self.served.tokens, self.served.context_tokens
+    def tokenize(self, raw: bytes) -> dict[str, Any]:
+        """In the pool, like `read_chat`."""
+        body, limit = decode(raw, TokenizeBody), self.served.context_tokens
         if body.messages is not None:
-            messages, tools = chat_messages(body.messages), body.tools or None
-            _check_characters((messages, tools), limit)
-            ids = await self.off_loop(lambda: tokens.prompt_ids(messages, tools))
+            ids = self._chat_ids(body.messages, body.tools or None)
         elif body.prompt is not None:
-            text = body.prompt
-            _check_characters(text, limit)
-            ids = await self.off_loop(lambda: tokens.encode(text, body.add_special_tokens))
+            _check_characters(body.prompt, limit)
+            ids = self.served.tokens.encode(body.prompt, body.add_special_tokens)
         else:
             raise BadRequest("prompt or messages is required", "prompt")
         return {"count": len(ids), "max_model_len": limit, "tokens": ids}

@@ -8,7 +8,9 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -259,6 +261,48 @@ def test_no_process_outlives_its_call(pool: RewardPool, way: str) -> None:
 def test_python_under_a_private_home_is_found(pool: RewardPool, way: str) -> None:
     """Modules that are imported late are in a folder that only the owner can read."""
     assert printed(pool, f"{way} import") == sys.prefix
+
+
+BELOW_TMP = """
+import asyncio, sys
+from shoal.envs import SingleTurn, answer_of, ask
+from shoal.rewards.pool import RewardPool
+from shoal.rewards.run_code import run_code
+
+class Runs(SingleTurn):
+    def tasks(self, split):
+        return [ask("what?")]
+
+    def reward(self, task, messages):
+        import colorsys
+        result = run_code([sys.executable, "-c", answer_of(messages)], timeout_s=20)
+        raise ValueError(result.stdout or result.stderr[-300:])
+
+async def main():
+    pool = RewardPool({"it": Runs()}, workers=1, timeout_s=30, isolated=True)
+    pool.start()
+    code = "import os, sys, msgspec; print(sys.prefix, os.listdir('/tmp'), os.readlink('/proc/self/ns/pid'))"
+    print((await pool.score("it", "train", 0, [{"role": "assistant", "content": code}])).error)
+    await pool.close()
+
+asyncio.run(main())
+"""
+
+
+@needs_bwrap
+def test_python_in_a_private_folder_below_tmp() -> None:
+    """/tmp of the sandbox is empty apart from the way to this Python. Namespaces differ: bubblewrap works."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:
+        venv.create(f"{home}/venv", symlinks=True)
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        packages = Path(home, "venv", "lib", version, "site-packages", "these.pth")
+        packages.write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+        (Path(home) / "private").write_text("secret")
+        environment = {**os.environ, "HOME": home, "PYTHONPATH": str(Path(isolation.__file__).parents[2])}
+        command = [f"{home}/venv/bin/python", "-c", BELOW_TMP]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, umask=0o077)
+    assert f"{home}/venv ['{Path(home).name}'] pid:[" in done.stdout, done.stdout + done.stderr[-500:]
+    assert str(Path("/proc/self/ns/pid").readlink()) not in done.stdout
 
 
 @needs_bwrap

@@ -42,16 +42,47 @@ def resume(path: Path) -> list[str]:
         return run_dir.damage + run_dir.restore_history(checkpoint)
 
 
-def without_copy(path: Path) -> None:
-    """Like a checkpoint of an earlier version: no copy of the files, and no binding in the manifest."""
+def test_steps_that_are_recorded_while_a_checkpoint_is_written_are_not_part_of_it(tmp_path: Path):
+    with RunDir.create(tmp_path / "run", "", BINDING, "go --resume") as run_dir:
+
+        def record(step: int) -> None:
+            run_dir.append_metrics(step, {"reward/mean": step / 2})
+            run_dir.append_journal(step, {"version": step, "rollout_ids": [f"sums/{step}/0/0/0"]})
+
+        record(1)
+        with run_dir.checkpoint(1) as folder:
+            (folder / "weights").write_text("w")
+            record(2)
+    assert resume(run_dir.path) == []
+    for name in ("journal.jsonl", "metrics.jsonl"):
+        assert [record["step"] for record in read_lines(run_dir.path / name)] == [1]
+
+
+def test_checkpoint_of_an_earlier_version_with_records_of_later_steps(path: Path):
+    """They are computed again, so they must not be restored."""
+    (folder,) = (path / "checkpoints").glob("step_*")
+    for name in ("journal.jsonl", "metrics.jsonl"):
+        shutil.copyfile(path / name, folder / HISTORY / name)
+    seal_again(folder)
+    assert resume(path) == []
+    assert [record["step"] for record in read_lines(path / "journal.jsonl")] == list(range(1, STEPS))
+
+
+def seal_again(folder: Path, *dropped: str) -> None:
+    """Write the manifest of a changed folder."""
     from shoal.runs.checkpoints import CheckpointStore
 
-    (folder,) = (path / "checkpoints").glob("step_*")
-    shutil.rmtree(folder / HISTORY)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").unlink()
-    about = {key: manifest[key] for key in ("version", "created_at", "step", "run_id")}
-    CheckpointStore(path / "checkpoints", manifest["run_id"])._seal(folder, about)
+    about = {key: manifest[key] for key in ("version", "created_at", "step", "run_id", "binding") if key not in dropped}
+    CheckpointStore(folder.parent, manifest["run_id"])._seal(folder, about)
+
+
+def without_copy(path: Path) -> None:
+    """Like a checkpoint of an earlier version: no copy of the files, and no binding in the manifest."""
+    (folder,) = (path / "checkpoints").glob("step_*")
+    shutil.rmtree(folder / HISTORY)
+    seal_again(folder, "binding")
 
 
 def lose(lines: list[bytes]) -> None:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import resource
+import sys
 import time
+import tracemalloc
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import aiohttp
 import pytest
 
+from shoal.core.types import FinishReason, Request
 from shoal.models.chat import LONGEST_TOKEN_CHARS, Chat
 from shoal.server.access import Access, Listener, bind
 from shoal.server.app import make_app
 from shoal.server.completions import Completions, ServedModel
 from shoal.server.control import Control, Names
+from shoal.server.request_schema import BadRequest, CompletionBody, decode
 from support.models import TOKENIZER
-from support.scripted import ScriptedEngine
+from support.scripted import Script, ScriptedEngine
 
 CONTEXT_TOKENS = 2048
 HEALTH_S = 1.0
@@ -28,7 +34,7 @@ Post = Callable[..., Coroutine[Any, Any, tuple[int, Any]]]
 
 
 class Watch:
-    """Requests /health continuously and records the longest wait."""
+    """Requests /health continuously and records the longest time between two answers."""
 
     def __init__(self, http: aiohttp.ClientSession, base: str) -> None:
         self._http, self._base = http, base
@@ -36,20 +42,26 @@ class Watch:
         self.count = 0
 
     async def run(self) -> None:
+        answered = time.monotonic()  # a stall may begin in the pause, before the next request is sent
         while True:
-            began = time.monotonic()
             async with self._http.get(f"{self._base}/health") as reply:
                 assert reply.status == 200
-            self.worst_s = max(self.worst_s, time.monotonic() - began)
+            before, answered = answered, time.monotonic()
+            self.worst_s = max(self.worst_s, answered - before)
             self.count += 1
             await asyncio.sleep(0.01)
 
 
-def attack(work: Callable[[int, Post], Awaitable[None]], context_tokens: int = CONTEXT_TOKENS, **access: Any) -> None:
+def attack(
+    work: Callable[[int, Post], Awaitable[None]],
+    context_tokens: int = CONTEXT_TOKENS,
+    script: Script = lambda _: ("hi", "stop"),
+    **access: Any,
+) -> None:
     """Run `work(port, post)` while /health is requested continuously."""
 
     async def run() -> None:
-        engine: Any = ScriptedEngine(lambda _: ("hi", "stop"))
+        engine: Any = ScriptedEngine(script)
         names = Names("fish", lambda: engine.version)
         completions = Completions(ServedModel(engine, Chat(TOKENIZER), "fish", context_tokens))
         app = make_app(completions, names, Control(engine, names, {}), Access(**access))
@@ -81,6 +93,18 @@ def memory_growth_below(limit_bytes: int) -> Iterator[None]:
     yield
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert grown < limit_bytes, f"{grown / MiB:.0f} MiB"
+
+
+@contextmanager
+def memory_measured() -> Iterator[None]:
+    """Without the garbage collector, so that tracemalloc also counts cycles that it would free."""
+    gc.disable()
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 async def rejected(post: Post, path: str, body: bytes) -> bool:
@@ -161,6 +185,133 @@ def test_five_million_token_ids_are_rejected():
         attack(long_context, context_tokens=131072)
 
 
+def with_length(path: str, body: bytes) -> bytes:
+    return b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (path.encode(), len(body), body)
+
+
+def in_one_chunk(path: str, body: bytes) -> bytes:
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode()
+    return head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+
+
+REJECTED_REQUESTS = {
+    "not JSON": with_length("/v1/completions", b"[" * (3 * MiB)),
+    "not JSON, parsed inline": with_length("/v1/completions", b"[" * (MiB // 2)),
+    "too many ids": with_length("/v1/completions", b'{"prompt": [' + b"7," * MiB + b"7]}"),
+    "text too long": with_length("/v1/completions", json.dumps({"prompt": "x" * (3 * MiB)}).encode()),
+    "chat too long": with_length("/v1/chat/completions", chat_body("x" * (3 * MiB))),
+    "body too large": in_one_chunk("/v1/completions", b" " * (8 * MiB)),
+}
+
+
+@pytest.mark.parametrize("kind", REJECTED_REQUESTS)
+def test_rejected_body_is_freed_at_once(kind: str):
+    """Not by the garbage collector, which may run minutes later: meanwhile each request would occupy its memory."""
+    request = REJECTED_REQUESTS[kind]
+
+    async def send(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        assert (await asyncio.wait_for(reader.readline(), 10)).split()[1] in (b"400", b"413")
+        writer.transport.abort()
+
+    async def work(port: int, post: Post) -> None:
+        await send(port)
+        await asyncio.sleep(0.05)
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(3):
+            await send(port)
+        await asyncio.sleep(0.05)
+        grown = tracemalloc.get_traced_memory()[0] - before
+        assert grown < MiB // 4, f"{grown / MiB:.1f} MiB"
+
+    with memory_measured():
+        attack(work)
+
+
+@pytest.mark.parametrize("path", ("/v1/completions", "/v1/chat/completions"))
+def test_body_is_freed_before_its_completion_is_sampled(path: str):
+    start = b'{"messages": [{"role": "user", "content": "x"}]' if "chat" in path else b'{"prompt": [5, 6]'
+    small, large = (b'%s, "metadata": [%s[]]}' % (start, b"[]," * count) for count in (0, MiB))
+    held: list[int] = []
+
+    def note_memory(_: Request) -> tuple[str, FinishReason]:
+        """The lowest value within a moment: the thread that parsed the body may not have freed its variables yet."""
+        samples = []
+        for _ in range(20):
+            time.sleep(0.01)
+            samples.append(tracemalloc.get_traced_memory()[0])
+        held.append(min(samples))
+        return "hi", "stop"
+
+    async def work(port: int, post: Post) -> None:
+        for body in (small, large):
+            assert (await post(path, body))[0] == 200
+
+    with memory_measured():
+        attack(work, script=note_memory)
+    assert held[1] - held[0] < MiB // 4, f"{(held[1] - held[0]) / MiB:.1f} MiB"
+
+
+@pytest.mark.parametrize("path", ("/v1/chat/completions", "/tokenize"))
+def test_one_conversation_at_a_time_is_parsed(path: str):
+    """A body of small lists needs 20 times its memory when it is parsed."""
+    message = b'{"role": "user", "content": "x", "lists": [%s[]]}' % (b"[]," * 2**14)
+    body = b'{"messages": [%s]}' % message
+
+    async def work(port: int, post: Post) -> None:
+        async def peak(clients: int) -> int:
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            statuses = [status for status, _ in await asyncio.gather(*(post(path, body) for _ in range(clients)))]
+            assert set(statuses) == {200}
+            return tracemalloc.get_traced_memory()[1] - before
+
+        await peak(1)
+        alone, together = await peak(1), await peak(8)
+        assert together - alone < 4 * MiB, f"{alone / MiB:.1f} MiB, {together / MiB:.1f} MiB together"
+
+    with memory_measured():
+        attack(work)
+
+
+def test_parsing_a_body_starts_no_garbage_collection():
+    """Collections of all objects, one after the other, would stop the event loop for seconds."""
+
+    def collections() -> int:
+        return sum(generation["collections"] for generation in gc.get_stats())
+
+    body = b'{"prompt": [' + b"[]," * 100_000 + b"[]]}"
+    before = collections()
+    decode(body, CompletionBody)
+    assert gc.isenabled() and collections() - before < 10
+
+
+def test_parsing_in_two_threads_leaves_the_garbage_collector_on():
+    body = b'{"prompt": [5, 6]}'
+
+    def parse(_: int) -> None:
+        for _ in range(2000):
+            decode(body, CompletionBody)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(parse, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    enabled = gc.isenabled()
+    gc.enable()
+    assert enabled
+
+
+@pytest.mark.parametrize("value", (b"[1,,2]", b"{1: 2}", b"nul", b'"', b"[" * 100_000))
+def test_value_of_an_ignored_key_must_be_json(value: bytes):
+    with pytest.raises(BadRequest):
+        decode(b'{"prompt": "x", "metadata": %s}' % value, CompletionBody)
+
+
 @pytest.mark.parametrize("levels", (500, 1000, 100_000))
 def test_deeply_nested_json_gets_400(levels: int):
     nested = b"[" * levels + b"]" * levels
@@ -215,6 +366,36 @@ def test_connections_with_incomplete_headers_are_closed(monkeypatch: pytest.Monk
         kinds += [(health, start, False), (health, start, True)]
         held = await asyncio.gather(*(hold(port, *kind) for kind in kinds * 20))
         assert len(held) == 100 and max(held) < 5, held
+
+    attack(work)
+
+
+STREAM = b'{"prompt": [5, 6], "stream": true}'
+ENDLESS_HEADERS = {
+    "header": b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-a: ",
+    "URL": b"GET /",
+    "second request": with_length("/v1/completions", STREAM) + b"GET /health HTTP/1.1\r\nX-a: ",
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS_HEADERS)
+def test_connections_with_endless_headers_are_closed(kind: str):
+    async def send(port: int) -> int:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(ENDLESS_HEADERS[kind])
+        sent = 0
+        with suppress(ConnectionError):
+            while sent < 64 * MiB:
+                writer.write(b"a" * MiB)
+                await writer.drain()
+                sent += MiB
+        writer.transport.abort()
+        return sent
+
+    async def work(port: int, post: Post) -> None:
+        with memory_growth_below(64 * MiB):
+            sent = await asyncio.gather(*(send(port) for _ in range(4)))
+        assert max(sent) < 16 * MiB, sent  # what the buffers of the sockets hold
 
     attack(work)
 
