@@ -36,7 +36,7 @@ from shoal.core.errors import (
 from shoal.core.protocols import Environment, Ranks
 from shoal.core.ranks import SingleProcess
 from shoal.core.types import Task
-from shoal.envs.base import lacks_reward
+from shoal.envs.base import lacks_reward, wrong_reward_signature
 from shoal.envs.datasets import DataNotice, DatasetSpec, collect_row_problems, fingerprint
 from shoal.envs.registry import load_environment, takes_data
 from shoal.envs.stateful import StatefulEnvironment
@@ -205,6 +205,11 @@ def _make_environments(config: RunConfig, objects: PythonObjects) -> dict[str, E
             raise ConfigError(
                 f"orch.env: {label}: {type(environment).__name__} has no method reward(self, task, messages); "
                 "write one, or name a function with orch.reward.function"
+            )
+        elif (wrong := wrong_reward_signature(environment)) is not None:
+            raise ConfigError(
+                f"orch.env: {label}: {type(environment).__name__}.reward has the parameters {wrong}; "
+                "write reward(self, task, messages)"
             )
     return environments
 
