@@ -30,6 +30,12 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]):
     assert f"shoal {verb}" in capsys.readouterr().out
 
 
+def test_help_is_also_a_command(capsys: pytest.CaptureFixture[str]):
+    assert main(["help"]) == 0
+    text = capsys.readouterr().out
+    assert main(["--help"]) == 0 and capsys.readouterr().out == text
+
+
 def test_option_spelling_suggests_the_key(capsys: pytest.CaptureFixture[str]):
     assert main(["grpo", "--learning-rate", "1e-5"]) == 2
     said = capsys.readouterr().err
@@ -47,6 +53,7 @@ def test_option_spelling_suggests_the_key(capsys: pytest.CaptureFixture[str]):
         (["evaluate"], "use `shoal eval`"),
         (["watch"], "`shoal watch` needs RUN; see `shoal watch --help`"),
         (["envs", "show"], "`shoal envs show` needs ID; see"),
+        (["eval", "models/tiny"], "`shoal eval` needs --env VALUE; see"),
         (["watch", "run", "--port"], 'Command "watch" parameter --port requires an argument'),
     ],
 )
