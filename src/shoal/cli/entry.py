@@ -325,8 +325,10 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _usage_problem(error: CycloptsError) -> str:
     """The message of Cyclopts, which names the nearest command or flag, without its list of all commands."""
-    from cyclopts import MissingArgumentError
+    from cyclopts import MissingArgumentError, UnusedCliTokensError
 
+    if isinstance(error, UnusedCliTokensError):
+        return f"unexpected argument {' '.join(error.unused_tokens or ())}"
     missing = error.argument if isinstance(error, MissingArgumentError) else None
     if missing is not None and (missing.index is not None or missing.required):
         name = missing.names[0]

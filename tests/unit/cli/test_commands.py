@@ -53,6 +53,7 @@ def test_option_spelling_suggests_the_key(capsys: pytest.CaptureFixture[str]):
         (["evaluate"], "use `shoal eval`"),
         (["watch"], "`shoal watch` needs RUN; see `shoal watch --help`"),
         (["envs", "show"], "`shoal envs show` needs ID; see"),
+        (["eval", "a", "b", "--env", "arithmetic"], "unexpected argument b; see `shoal eval --help`"),
         (["eval", "models/tiny"], "`shoal eval` needs --env VALUE; see"),
         (["watch", "run", "--port"], 'Command "watch" parameter --port requires an argument'),
     ],
