@@ -50,6 +50,7 @@ from shoal.runs.events import EventLog, forward_log_warnings, setup_logging, sto
 from shoal.runs.journal import damaged_lines, read_lines
 from shoal.runs.run_dir import FollowerRunDir, RunDir, is_used, read_status
 from shoal.watch.console import BaseConsole, make_console
+from shoal.watch.machine import describe_machine
 from shoal.watch.sinks import check_sinks
 from shoal.watch.text import count
 from shoal.watch.watchdog import Watchdog
@@ -71,9 +72,10 @@ class Stages:
             yield
         self.seconds[name] = time.monotonic() - began
 
-    def report(self, events: EventLog) -> None:
-        """Call it when everything is loaded."""
-        events.emit("ready", "everything is loaded", data={"seconds": self.seconds})
+    def report(self, events: EventLog, device: str) -> None:
+        """Call it when everything is loaded. `device` is train.device."""
+        machine = describe_machine(device)
+        events.emit("ready", "everything is loaded", data={"seconds": self.seconds, "machine": machine})
 
 
 @dataclass

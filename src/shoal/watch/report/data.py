@@ -55,7 +55,7 @@ def collect_overview(run: Path) -> dict[str, Any]:
     changes = config_changes(run)
     return {
         "run": {**describe_run(run), "total_steps": _total_steps(run)},
-        "about": describe_config(run),
+        "about": {**describe_config(run), **_describe_machine(events)},
         **collect_series(read_lines(run / "metrics.jsonl")),
         "config": _read_text(run / "config.yaml"),
         "config_changes": changes,
@@ -220,6 +220,16 @@ def describe_config(run: Path) -> dict[str, str]:
     if isinstance(rate, int | float):
         about["Learning rate"] = f"{rate:g}"
     return {label: text for label, text in about.items() if text}
+
+
+def _describe_machine(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Device and versions of the newest start, if the run recorded them."""
+    recorded = [found for event in events if isinstance(found := (event.get("data") or {}).get("machine"), dict)]
+    if not recorded or "device" not in recorded[-1]:
+        return {}
+    versions = {name: version for name, version in recorded[-1].items() if name != "device"}
+    about = {"Device": str(recorded[-1]["device"])}
+    return about | {"Versions": ", ".join(f"{name} {version}" for name, version in versions.items())}
 
 
 def supervised_algorithm(config: Mapping[str, Any]) -> str:
