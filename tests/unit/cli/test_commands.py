@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.entry import main
+from shoal.cli.entry import VERBS, main
 from shoal.cli.make_files import example_files
 from shoal.cli.output import complain
 
@@ -28,6 +28,17 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]):
     assert main([verb, "--help"]) == 0
     assert f"shoal {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("wrong", [["--no-such-flag"], ["nothing/here.yaml", "--no-such-flag=1"]])
+def test_wrong_use_of_every_command_is_one_line_and_exit_code_2(
+    verb: str, wrong: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert main([verb, *wrong]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("shoal: error: ") and len(said.err.splitlines()) == 1
+    assert list(Path().iterdir()) == []
 
 
 def test_help_is_also_a_command(capsys: pytest.CaptureFixture[str]):
