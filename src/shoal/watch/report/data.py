@@ -135,11 +135,13 @@ class RunSummary:
 
 
 def _downsample(column: list[float | None]) -> list[float]:
-    """The known values, or the means of at most CURVE_POINTS stretches of them. The last value is kept."""
+    """The known values, or the means of at most CURVE_POINTS stretches of them. The first and last value are kept."""
     values = [value for value in column if value is not None]
+    if len(values) < 2:
+        return values
     size = math.ceil(len(values) / CURVE_POINTS)
-    stretches = [values[start : start + size] for start in range(0, len(values), size or 1)]
-    return [sum(stretch) / len(stretch) for stretch in stretches[:-1]] + values[-1:]
+    stretches = [values[start : start + size] for start in range(0, len(values), size)]
+    return values[:1] + [sum(stretch) / len(stretch) for stretch in stretches[1:-1]] + values[-1:]
 
 
 class MetricsTail:
