@@ -74,7 +74,7 @@ async def _train(run: Run, workspace: Workspace, build: Build) -> tuple[str, int
             onward = f", continuing after step {events.step}"
         on_signals(loop.interrupt, lambda: end_at_once(run_dir, run.command), console.note)
         steps = loop.settings.max_steps
-        workspace.stage.report(events)
+        workspace.stage.report(events, run.config.train.device)
         console.waiting(f"sending version {loop.progress.step} to the sampler")
         title = f"training {run.config.train.model} for {count(steps, 'step')} in {run.path}{onward}"
         console.begin(title, steps, loop.progress.step)

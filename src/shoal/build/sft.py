@@ -150,7 +150,7 @@ def _prepare(
     rows = train.per_device_train_batch_size or (1 if plan is None else None)
     tokens = plan.micro_batch_tokens if plan is not None and rows is None else None
     steps = make_steps(policy, items, config.batch_size, train.sequence_len, rows, tokens, train.seed)
-    stage.report(events)
+    stage.report(events, train.device)
     return SupervisedState(steps, PolicyFiles(policy, model.chat), total)
 
 

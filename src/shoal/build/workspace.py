@@ -36,7 +36,8 @@ from shoal.core.errors import (
 )
 from shoal.core.protocols import Environment, Ranks
 from shoal.core.ranks import SingleProcess
-from shoal.envs.base import lacks_reward
+from shoal.core.types import Task
+from shoal.envs.base import lacks_reward, wrong_reward_signature
 from shoal.envs.datasets import DataNotice, DatasetSpec, collect_row_problems, fingerprint
 from shoal.envs.registry import load_environment, takes_data
 from shoal.envs.stateful import StatefulEnvironment
@@ -50,6 +51,7 @@ from shoal.runs.events import EventLog, forward_log_warnings, setup_logging, sto
 from shoal.runs.journal import damaged_lines, read_lines
 from shoal.runs.run_dir import FollowerRunDir, RunDir, is_used, read_status
 from shoal.watch.console import BaseConsole, make_console
+from shoal.watch.machine import describe_machine
 from shoal.watch.observer import check_sinks
 from shoal.watch.text import count
 from shoal.watch.watchdog import Watchdog
@@ -71,9 +73,10 @@ class Stages:
             yield
         self.seconds[name] = time.monotonic() - began
 
-    def report(self, events: EventLog) -> None:
-        """Call it when everything is loaded."""
-        events.emit("ready", "everything is loaded", data={"seconds": self.seconds})
+    def report(self, events: EventLog, device: str) -> None:
+        """Call it when everything is loaded. `device` is train.device."""
+        machine = describe_machine(device)
+        events.emit("ready", "everything is loaded", data={"seconds": self.seconds, "machine": machine})
 
 
 @dataclass
@@ -205,6 +208,11 @@ def _make_environments(config: RunConfig, objects: PythonObjects) -> dict[str, E
             raise ConfigError(
                 f"orch.env: {label}: {type(environment).__name__} has no method reward(self, task, messages); "
                 "write one, or name a function with orch.reward.function"
+            )
+        elif (wrong := wrong_reward_signature(environment)) is not None:
+            raise ConfigError(
+                f"orch.env: {label}: {type(environment).__name__}.reward has the parameters {wrong}; "
+                "write reward(self, task, messages)"
             )
     return environments
 

@@ -282,7 +282,7 @@ def _overview() -> str:
 
 
 def run_command(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("--help", "-h"):
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(_overview())
         return EXIT_DONE
     if (meant := SIMILAR.get(arguments[0])) is not None:
@@ -325,11 +325,15 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _usage_problem(error: CycloptsError) -> str:
     """The message of Cyclopts, which names the nearest command or flag, without its list of all commands."""
-    from cyclopts import MissingArgumentError
+    from cyclopts import MissingArgumentError, UnusedCliTokensError
 
+    if isinstance(error, UnusedCliTokensError):
+        return f"unexpected argument {' '.join(error.unused_tokens or ())}"
     missing = error.argument if isinstance(error, MissingArgumentError) else None
-    if missing is not None and missing.index is not None:  # positional: users do not write its name
-        return f"`shoal {' '.join(error.command_chain or ())}` needs {missing.names[0].lstrip('-').upper()}"
+    if missing is not None and (missing.index is not None or missing.required):
+        name = missing.names[0]
+        needed = f"{name} VALUE" if missing.index is None else name.lstrip("-").upper()  # a position has no name
+        return f"`shoal {' '.join(error.command_chain or ())}` needs {needed}"
     return " ".join(str(error).split()).split(" Available commands:")[0].rstrip(".")
 
 

@@ -7,6 +7,7 @@ at one task and holds the conversation in `messages`. The reward pool calls `rew
 from __future__ import annotations
 
 import hashlib
+import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, overload
@@ -126,6 +127,22 @@ def lacks_reward(environment: object) -> bool:
     if getattr(environment, "reward_group", None) is not None:
         return False
     return getattr(getattr(environment, "reward", None), "__func__", None) is _Base.reward
+
+
+def wrong_reward_signature(environment: object) -> str | None:
+    """The signature of `reward`, if it cannot be called with a task and messages."""
+    reward = getattr(environment, "reward", None)
+    if reward is None or getattr(environment, "reward_group", None) is not None:
+        return None
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # unknown, as of functions written in C
+        return None
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return str(signature)
+    return None
 
 
 class SingleTurn(_Base):

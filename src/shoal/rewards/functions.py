@@ -26,6 +26,7 @@ FORMS = (
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 _GIVEN = ("prompt", "item", "row", "reasoning", "full_text")  # parameters that need no column
+_GIVEN_TO_GROUPS = ("prompts", "completions", "environments")  # the same for TRL's form
 
 
 @dataclass(frozen=True)
@@ -166,11 +167,11 @@ class _Grouped:
     function: Function
     name: str
     label: str
-    takes: tuple[str, ...]
+    takes: Mapping[str, bool]  # parameter → whether it is required
     takes_any: bool
 
     def required(self) -> list[str]:
-        return []
+        return [name for name, needed in self.takes.items() if needed and name not in _GIVEN_TO_GROUPS]
 
     def arguments(self, group: Sequence[RewardInput]) -> dict[str, Any]:
         # TRL passes messages as completions if the prompts are messages: all that follow the prompt.
@@ -215,9 +216,10 @@ def _adapted(function: Any, name: str, label: str) -> _Conversation | _Plain | _
     except (TypeError, ValueError):  # a built-in without a signature
         return _Plain(function, name, label, {}, False)
     parameters = signature.parameters
+    needed = {p.name: p.default is inspect.Parameter.empty for p in parameters.values() if p.kind not in _VARIADIC}
     if "completions" in parameters:
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        return _Grouped(function, name, label, tuple(parameters), takes_any)
+        return _Grouped(function, name, label, needed, takes_any)
     if "completion" not in parameters and {"task", "messages", "conversations"} & set(parameters):
         grouped = "conversations" in parameters
         try:
@@ -225,18 +227,14 @@ def _adapted(function: Any, name: str, label: str) -> _Conversation | _Plain | _
         except TypeError:
             raise ArgumentError(f"{label}: {name}{signature} is not a reward function; {FORMS}") from None
         return (
-            _GroupedConversations(function, name, label, (), False) if grouped else _Conversation(function, name, label)
+            _GroupedConversations(function, name, label, {}, False) if grouped else _Conversation(function, name, label)
         )
     if "prompts" in parameters or not parameters:
         raise ArgumentError(f"{label}: {name}{signature} takes no completion; {FORMS}")
     first = next(iter(parameters))
     by_name = first != "completion" and "completion" in parameters
     taken = "completion" if by_name else first
-    others = {
-        p.name: p.default is inspect.Parameter.empty
-        for p in parameters.values()
-        if p.name != taken and p.kind not in _VARIADIC
-    }
+    others = {name: required for name, required in needed.items() if name != taken}
     return _Plain(function, name, label, others, by_name)
 
 

@@ -1,5 +1,7 @@
 """Checks of the machine for `shoal doctor`: devices, versions, memory, disk, ports. Changes nothing.
 
+`describe_machine` is the machine as a run records it.
+
 Torch is queried in a separate process with a timeout, because a broken driver may hang or crash it.
 """
 
@@ -17,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import shoal
 from shoal.watch.text import size
 
 LEAST_DISK_BYTES = 10 * 2**30
@@ -67,6 +70,23 @@ def has_gpu() -> bool:
 
 def check_machine(folder: Path | None = None) -> list[Check]:
     return [_python(), *_versions(), *_devices(), _processors(), _memory(), _disk(folder or Path.cwd()), *_ports()]
+
+
+def describe_machine(device: str) -> dict[str, str]:
+    """The device and the versions that a run records; empty in a process without torch, which computes nothing."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if on_gpu else f"CPU, {_usable_processors()} cores"
+    versions = {package: found for package in ("transformers", "peft") if (found := _version(package)) is not None}
+    return {
+        "device": name,
+        "shoal": shoal.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),  # a subclass of str
+        **versions,
+    }
 
 
 def _python() -> Check:
@@ -122,8 +142,11 @@ def _query_torch() -> tuple[dict[str, Any] | None, str]:
 
 
 def _processors() -> Check:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Check("processors", f"{usable} usable")
+    return Check("processors", f"{_usable_processors()} usable")
+
+
+def _usable_processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory() -> Check:

@@ -23,6 +23,16 @@ def rank(prompts, completions, **columns):
 def wrong(a, b, c):
     return 1.0
 """
+OWN = """
+from shoal.envs import SingleTurn, ask
+
+class Own(SingleTurn):
+    def tasks(self, split):
+        return [ask("say hi")]
+
+    def reward(self, %s):
+        return 1.0
+"""
 
 
 def environment(tmp_path: Path, name: str):
@@ -50,3 +60,19 @@ def test_group_function_can_rank(tmp_path: Path):
 def test_another_signature_is_refused_with_the_accepted_forms(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"orch\.reward\.function.*completion.*task, messages"):
         environment(tmp_path, "wrong")
+
+
+@pytest.mark.parametrize("parameters", ["answer", "completion, answer, row", "", "task, messages, extra"])
+def test_wrong_signature_of_a_reward_method_is_refused_before_training(tmp_path: Path, parameters: str):
+    (tmp_path / "own.py").write_text(OWN % parameters)
+    config = RunConfig.model_validate({"train": {"model": "unused"}, "orch": {"env": f"{tmp_path}/own.py:Own"}})
+    with pytest.raises(ConfigError, match=r"Own.reward has the parameters .*; write reward\(self, task, messages\)"):
+        _make_environments(config, PythonObjects())
+
+
+@pytest.mark.parametrize("parameters", ["task, messages", "task, messages, extra=1", "*arguments", "a, b"])
+def test_right_signature_of_a_reward_method(tmp_path: Path, parameters: str):
+    (tmp_path / "own.py").write_text(OWN % parameters)
+    config = RunConfig.model_validate({"train": {"model": "unused"}, "orch": {"env": f"{tmp_path}/own.py:Own"}})
+    (made,) = _make_environments(config, PythonObjects()).values()
+    assert made.reward(made.tasks("train")[0], []) == 1.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.entry import main
+from shoal.cli.entry import VERBS, main
 from shoal.cli.make_files import example_files
 from shoal.cli.output import complain
 
@@ -30,6 +30,23 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]):
     assert f"shoal {verb}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("wrong", [["--no-such-flag"], ["nothing/here.yaml", "--no-such-flag=1"]])
+def test_wrong_use_of_every_command_is_one_line_and_exit_code_2(
+    verb: str, wrong: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert main([verb, *wrong]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("shoal: error: ") and len(said.err.splitlines()) == 1
+    assert list(Path().iterdir()) == []
+
+
+def test_help_is_also_a_command(capsys: pytest.CaptureFixture[str]):
+    assert main(["help"]) == 0
+    text = capsys.readouterr().out
+    assert main(["--help"]) == 0 and capsys.readouterr().out == text
+
+
 def test_option_spelling_suggests_the_key(capsys: pytest.CaptureFixture[str]):
     assert main(["grpo", "--learning-rate", "1e-5"]) == 2
     said = capsys.readouterr().err
@@ -47,6 +64,8 @@ def test_option_spelling_suggests_the_key(capsys: pytest.CaptureFixture[str]):
         (["evaluate"], "use `shoal eval`"),
         (["watch"], "`shoal watch` needs RUN; see `shoal watch --help`"),
         (["envs", "show"], "`shoal envs show` needs ID; see"),
+        (["eval", "a", "b", "--env", "arithmetic"], "unexpected argument b; see `shoal eval --help`"),
+        (["eval", "models/tiny"], "`shoal eval` needs --env VALUE; see"),
         (["watch", "run", "--port"], 'Command "watch" parameter --port requires an argument'),
     ],
 )

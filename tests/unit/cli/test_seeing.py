@@ -53,7 +53,8 @@ def test_report_writes_one_file_or_prints_json(run: Path, tmp_path: Path, capsys
     ("arguments", "words"),
     [
         (["report", "nowhere"], "nowhere: is not a folder"),
-        (["report", "."], "is not a run directory (it has no status.json)"),
+        (["report", "."], "is not a run directory (it has no status.json); it contains runs: run"),
+        (["report", "empty"], "is not a run directory (it has no status.json); name the output_dir of a run"),
         (["report", "RUN", "--json", "--out", "x"], "--out has no effect"),
         (["report", "RUN", "--out", "no/x.html"], "--out: cannot write to no: No such file or directory"),
         (["report", "RUN", "--out", "/proc/x.html"], "--out: cannot write to /proc: "),
@@ -71,6 +72,7 @@ def test_refusals_name_the_argument_and_a_fix(
     run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
     monkeypatch.chdir(run.parent)
+    Path("empty").mkdir()
     assert main([str(run) if word == "RUN" else word for word in arguments]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1 and "Traceback" not in error

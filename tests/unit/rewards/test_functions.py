@@ -155,6 +155,12 @@ def test_wrong_functions_are_named():
         RewardFunctions([3])  # type: ignore[list-item]
     with pytest.raises(ArgumentError, match=r"reward_funcs: correct .*'answer', which is not"):
         RewardFunctions([correct]).check(["prompt", "gold"])
+
+    def in_lists(completions, gold, answer, environments=None, environment=3):
+        return [1.0]
+
+    with pytest.raises(ArgumentError, match=r"in_lists has a parameter 'answer', which is not a column"):
+        RewardFunctions([in_lists]).check(["prompt", "gold"])
     with pytest.raises(RewardValueError, match=r"two returned 2 rewards for 1 "):
 
         def two(completions):

@@ -349,7 +349,9 @@ def test_unreachable_address():
     words = [text for text in said if text is not None]
     assert words == said, "nothing was found, so nothing is reported as present"
     assert words[0].startswith("waiting for the inference server at http://127.0.0.1:9 since")
-    assert words[0].endswith(": nothing listens there"), "without the exception's text"
+    why, remedy = words[0].split(": ")[-1].split("; ")
+    assert why == "nothing listens there", "without the exception's text"
+    assert "orch.client.base_url" in remedy
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,12 @@ def test_header_mismatch_noise_and_time_split(browser: Browser, tmp_path: Path) 
         record |= {**phases, "time/step": 10.0, "time/rollout": rollout_s, "time/train": train_s}
         record |= {"mismatch/k3": 1e-13 if record["step"] < 4 else -2e-14}
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    machine = {"device": "NVIDIA H200", "torch": "2.13.0"}
+    with (run / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"step": 0, "kind": "ready", "message": "", "data": {"machine": machine}}) + "\n")
     with opened(browser, write_report(run)) as page:
         header = page.inner_text("#about")
-        for text in ("tiny-qwen3", "reverse-text", "grpo", "1e-05", "Start"):
+        for text in ("tiny-qwen3", "reverse-text", "grpo", "1e-05", "NVIDIA H200", "torch 2.13.0", "Start"):
             assert text in header, text
         charts = "[...document.querySelectorAll('figure')].map((each) => each.getAttribute('aria-label'))"
         labels = {label.split(":")[0]: label for label in page.evaluate(charts)}
@@ -102,6 +105,29 @@ def test_header_mismatch_noise_and_time_split(browser: Browser, tmp_path: Path) 
         )
         assert page.evaluate(drawn) == [0, 0, 0, 0]
         assert "rollout 68%" in labels["Time split"] and "train 33%" in labels["Time split"], "27 s and 13 s of 40 s"
+
+
+@pytest.mark.parametrize("width", [360, 800, 1375])
+def test_no_caption_is_cut_off(browser: Browser, tmp_path: Path, width: int) -> None:
+    captions = "[...document.querySelectorAll('.tile *, figcaption *')]"
+    cut = f"{captions}.filter((e) => e.scrollWidth > e.clientWidth + 1 && e.clientWidth).map((e) => e.textContent)"
+    with opened(browser, write_report(make_run(tmp_path / "run", steps=4)), width=width) as page:
+        page.wait_for_selector("figure canvas")
+        assert page.locator(".tile").count() > 4
+        assert page.evaluate(cut) == []
+
+
+def test_evaluation_prompts_are_counted_apart_from_groups(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2, groups=2, size=4)
+    lines = rollouts_path(run, 2).read_text().splitlines()[:3]
+    held_out = [{**json.loads(line), "group": f"eval:reverse-text/{i}/0/0"} for i, line in enumerate(lines)]
+    (run / "rollouts" / "eval_000002.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held_out))
+    with opened(browser, write_report(run)) as page:
+        page.keyboard.press("2")
+        until(
+            page,
+            "document.querySelector('#count').textContent === '2 groups, 8 rollouts; 3 evaluation prompts, 3 rollouts'",
+        )
 
 
 def test_live_page_shows_what_a_run_does_before_and_after_its_first_step(browser: Browser, tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from shoal.config.load import load_run, load_supervised
 from shoal.config.resolve import as_yaml, resolve_run, resolve_supervised
 from shoal.config.schema import DpoConfig
 from shoal.runs.run_dir import RunDir
-from shoal.watch.report.data import MetricsTail, config_changes, describe_config
+from shoal.watch.report.data import MetricsTail, _downsample, config_changes, describe_config
 
 
 def test_tail_returns_new_rows_only(tmp_path: Path) -> None:
@@ -52,6 +54,15 @@ def test_configuration_of_another_version_is_not_compared(tmp_path: Path) -> Non
     assert config_changes(tmp_path) is None
     (tmp_path / "config.yaml").write_text("train: {no_such_key: 1}\norch: {env: [{id: arithmetic}]}\n")
     assert config_changes(tmp_path) is None
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 79, 80, 81, 240, 1000])
+def test_curve_of_the_list_of_runs_has_the_first_and_the_last_value(length: int) -> None:
+    """The list prints both: with a mean at its start, it showed another first reward than the report."""
+    values = [None, *(float(step * step) for step in range(length))]
+    curve = _downsample(values)
+    assert len(curve) <= 80 and curve[:1] == values[1:2] and curve[-1:] == values[1:][-1:]
+    assert curve == sorted(curve) and (length > 80 or curve == values[1:])
 
 
 def test_header_names_model_environments_algorithm_and_learning_rate(tmp_path: Path) -> None:

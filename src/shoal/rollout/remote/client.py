@@ -348,7 +348,7 @@ class HttpClient:
                 return False
             reported = reported or not isinstance(error, Loading)
             if reported:
-                self.report_wait(self._reason(error)[0], since)
+                self.report_wait("; ".join(self._reason(error)), since)
             return True
 
         try:

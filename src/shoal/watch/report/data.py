@@ -42,9 +42,9 @@ def require_run(run: Path) -> Path:
     if not run.is_dir():
         raise ConfigError(f"command line: {run}: is not a folder; name a run directory")
     if not is_used(run):
-        raise ConfigError(
-            f"command line: {run}: is not a run directory (it has no status.json); name the output_dir of a run"
-        )
+        below = find_runs(run)[:3]
+        fix = f"it contains runs: {', '.join(map(str, below))}" if below else "name the output_dir of a run"
+        raise ConfigError(f"command line: {run}: is not a run directory (it has no status.json); {fix}")
     return run
 
 
@@ -55,7 +55,7 @@ def collect_overview(run: Path) -> dict[str, Any]:
     changes = config_changes(run)
     return {
         "run": {**describe_run(run), "total_steps": _total_steps(run)},
-        "about": describe_config(run),
+        "about": {**describe_config(run), **_describe_machine(events)},
         **collect_series(read_lines(run / "metrics.jsonl")),
         "config": _read_text(run / "config.yaml"),
         "config_changes": changes,
@@ -135,11 +135,13 @@ class RunSummary:
 
 
 def _downsample(column: list[float | None]) -> list[float]:
-    """The known values, or the means of at most CURVE_POINTS stretches of them. The last value is kept."""
+    """The known values, or the means of at most CURVE_POINTS stretches of them. The first and last value are kept."""
     values = [value for value in column if value is not None]
+    if len(values) < 2:
+        return values
     size = math.ceil(len(values) / CURVE_POINTS)
-    stretches = [values[start : start + size] for start in range(0, len(values), size or 1)]
-    return [sum(stretch) / len(stretch) for stretch in stretches[:-1]] + values[-1:]
+    stretches = [values[start : start + size] for start in range(0, len(values), size)]
+    return values[:1] + [sum(stretch) / len(stretch) for stretch in stretches[1:-1]] + values[-1:]
 
 
 class MetricsTail:
@@ -220,6 +222,16 @@ def describe_config(run: Path) -> dict[str, str]:
     if isinstance(rate, int | float):
         about["Learning rate"] = f"{rate:g}"
     return {label: text for label, text in about.items() if text}
+
+
+def _describe_machine(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Device and versions of the newest start, if the run recorded them."""
+    recorded = [found for event in events if isinstance(found := (event.get("data") or {}).get("machine"), dict)]
+    if not recorded or "device" not in recorded[-1]:
+        return {}
+    versions = {name: version for name, version in recorded[-1].items() if name != "device"}
+    about = {"Device": str(recorded[-1]["device"])}
+    return about | {"Versions": ", ".join(f"{name} {version}" for name, version in versions.items())}
 
 
 def supervised_algorithm(config: Mapping[str, Any]) -> str:

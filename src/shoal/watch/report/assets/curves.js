@@ -6,7 +6,7 @@ shoal.DASHES = [null, [6, 4], [2, 3], [9, 3, 2, 3]];
 
 shoal.CHARTS = [
   { title: "Reward", names: ["reward/mean"], band: ["reward/p10", "reward/p90"], note: "mean of the step; shaded: 10th to 90th percentile", fallback: "reward/std" },
-  { title: "Held-out evaluation", names: ["eval/*/mean", "eval/*/pass_at_k"], note: "prompts that are not used for training", dots: true },
+  { title: "Held-out evaluation", names: ["eval/*/mean", "eval/*/pass_at_k"], note: "prompts not used for training", dots: true },
   { title: "Groups", names: ["group/mixed_frac", "group/all_good_frac", "group/all_bad_frac"], note: "only mixed groups give a training signal", healthy: "group/mixed_frac", percent: true, zero: true },
   { title: "Reward parts", names: ["reward/part/*"] },
   { title: "Reward by environment", names: ["reward/env/*"] },

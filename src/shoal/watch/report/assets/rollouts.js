@@ -63,8 +63,10 @@ shoal.browser = (source) => {
   }
 
   function drawList() {
-    const rollouts = heads.reduce((sum, head) => sum + head.rewards.length, 0);
-    $("count").textContent = heads.length + (heads.length === 1 ? " group, " : " groups, ") + rollouts + " rollouts" + (next === null ? "" : " so far");
+    const isHeldOut = (head) => head.group.startsWith("eval:"), trained = heads.filter((head) => !isHeldOut(head)), held = heads.filter(isHeldOut);
+    const counts = (some, name) => some.length ? [some.length + " " + name + (some.length === 1 ? ", " : "s, ") + some.reduce((sum, head) => sum + head.rewards.length, 0) + " rollouts"] : [];
+    const parts = [...counts(trained, "group"), ...counts(held, "evaluation prompt")];
+    $("count").textContent = (parts.join("; ") || "0 groups") + (next === null ? "" : " so far");
     $("groups").replaceChildren(...heads.slice(0, 400).map((head, i) => entry(head, i)));
     if (heads.length > 400) $("groups").append(make("li", { class: "count" }, heads.length - 400 + " more; use the filters to see them"));
   }
