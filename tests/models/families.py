@@ -106,6 +106,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": _GATED},
     "qwen3_next": {"layer_types": _GATED},
     "qwen2_5_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}},
+    "qwen3_vl_moe_text": {"sliding_window": None},  # only the cache of `generate` reads it, not the model
     "roc_bert": {"pronunciation_vocab_size": 50, "shape_vocab_size": 50},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2, "mamba_headdim": 16},
