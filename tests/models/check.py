@@ -108,13 +108,13 @@ def _generated(model: Any) -> list[list[int]]:
     return texts
 
 
-def _train_config(folder: Path, **values: Any) -> TrainConfig:
+def train_config(folder: Path, **values: Any) -> TrainConfig:
     settings = {"model": str(folder / "model"), "device": "cpu", "learning_rate": 1e-3, **values}
     return TrainConfig(**settings)
 
 
 def _full(folder: Path, model: Any, expected: list[list[int]], finding: Finding) -> None:
-    train = _train_config(folder)
+    train = train_config(folder)
     loaded = building.load(train)
     finding.unverified = loaded.decoder.unverified or ""
     finding.path, finding.decode = _gpu_paths(loaded)
@@ -125,14 +125,14 @@ def _full(folder: Path, model: Any, expected: list[list[int]], finding: Finding)
     finding.logprob_gap = float(f"{_own_gap(model, rollouts):.1e}")
     if not finding.logprob_gap < LOGPROB_GAP:
         raise Wrong(f"log-probs differ from the model's own by {finding.logprob_gap}")
-    _step(train, loaded, rollouts, folder / "full")
+    train_step(train, loaded, rollouts, folder / "full")
     _same_keys(folder, type(model))
 
 
 def _lora(folder: Path, finding: Finding) -> str:
-    train = _train_config(folder, lora=True, lora_rank=4)
+    train = train_config(folder, lora=True, lora_rank=4)
     loaded = building.load(train)
-    _step(train, loaded, sample(loaded.decoder), folder / "lora")
+    train_step(train, loaded, sample(loaded.decoder), folder / "lora")
     adapted = {name for name, p in loaded.decoder.model.named_parameters() if p.requires_grad}
     finding.details["adapted"] = _summary(adapted)
     from peft import PeftModel
@@ -175,7 +175,7 @@ def _rows(rollouts: list[Rollout], share_prefixes: bool) -> list[Row]:
     return pack([rollout_samples(rollout) for rollout in rollouts], share_prefixes=share_prefixes).rows
 
 
-def _step(train: TrainConfig, loaded: building.LoadedModel, rollouts: list[Rollout], folder: Path) -> None:
+def train_step(train: TrainConfig, loaded: building.LoadedModel, rollouts: list[Rollout], folder: Path) -> None:
     policy = building.make_policy(train, loaded, 1)
     metrics, _ = policy.forward_backward(_rows(rollouts, policy.shares_prefixes), grpo()).read()
     total, count = metrics["mismatch/k3"]

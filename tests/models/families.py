@@ -106,6 +106,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": _GATED},
     "qwen3_next": {"layer_types": _GATED},
     "qwen2_5_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}},
+    # Only the cache of `generate` reads the window, not the model. Square matrices of experts are refused.
+    "qwen3_vl_moe_text": {"sliding_window": None, "moe_intermediate_size": 48},
     "roc_bert": {"pronunciation_vocab_size": 50, "shape_vocab_size": 50},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2, "mamba_headdim": 16},
@@ -136,11 +138,15 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MULTIMODAL} - NO_DECODERS))
 
 
-def tiny_config(name: str) -> PreTrainedConfig:
+Fields = dict[str, Any]
+
+
+def tiny_config(name: str, sizes: Fields | None = None, own: Fields | None = None) -> PreTrainedConfig:
+    """`sizes` replace usual values of fields that the text part has; `own` are additional fields of the text part."""
     if name in MULTIMODAL:
-        return _tiny_multimodal(name)
+        return _tiny_multimodal(name, sizes, own)
     kind = CONFIG_MAPPING[name]
-    return kind(**{**_tiny_fields(kind, _SMALL), **_OWN.get(name, {})})
+    return kind(**{**_tiny_fields(kind, {**_SMALL, **(sizes or {})}), **_OWN.get(name, {}), **(own or {})})
 
 
 def _tiny_fields(kind: Any, small: dict[str, Any]) -> dict[str, Any]:
@@ -150,16 +156,16 @@ def _tiny_fields(kind: Any, small: dict[str, Any]) -> dict[str, Any]:
         values["layer_types"] = _MIXED
     if "qk_rope_head_dim" in values:  # latent attention: `head_dim` is the size of the rotated part
         values.pop("head_dim", None)
-        values["num_key_value_heads"] = 4
+        values["num_key_value_heads"] = small["num_attention_heads"]
     return values
 
 
-def _tiny_multimodal(name: str) -> PreTrainedConfig:
+def _tiny_multimodal(name: str, sizes: Fields | None, own_text: Fields | None) -> PreTrainedConfig:
     kind: Any = CONFIG_MAPPING[name]
     text, own = MULTIMODAL[name]
     vision = kind.sub_configs["vision_config"]
     vision = type(kind().vision_config) if not hasattr(vision, "model_type") or vision.model_type == "" else vision
-    text_config = tiny_config(text)
+    text_config = tiny_config(text, sizes, own_text)
     ids = {key: VOCABULARY + i for i, key in enumerate(_token_ids(kind()))}
     return kind(
         text_config=text_config,
@@ -176,13 +182,14 @@ def _token_ids(config: PreTrainedConfig) -> list[str]:
     return [k for k in config.to_dict() if k.endswith(("token_id", "token_index")) and k.startswith(marks)]
 
 
-def build(name: str, seed: int = 0) -> Any:
+def build(name: str, seed: int = 0, sizes: Fields | None = None, own: Fields | None = None) -> Any:
     torch.manual_seed(seed)
     auto: Any = AutoModelForImageTextToText if name in MULTIMODAL else AutoModelForCausalLM
+    config = tiny_config(name, sizes, own)
     with torch.device("meta"):
-        size = sum(p.numel() for p in auto.from_config(tiny_config(name)).parameters())
+        size = sum(p.numel() for p in auto.from_config(config).parameters())
     assert size < MOST_PARAMETERS, f"{name} has {size:,} parameters"
-    return shake(auto.from_config(tiny_config(name), dtype=torch.float32), seed).eval()
+    return shake(auto.from_config(config, dtype=torch.float32), seed).eval()
 
 
 @torch.no_grad()

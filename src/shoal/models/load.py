@@ -18,6 +18,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from shoal.config.model_names import shape_of
 from shoal.core.errors import ModelError
 from shoal.models.decoder import STATELESS
+from shoal.models.file_layout import keep_published_orientation
 from shoal.models.gguf import load_gguf, unquantised
 from shoal.models.multimodal import SUPPORTED, auto_class, freeze_other_parts, is_multimodal
 from shoal.models.precision import Precision
@@ -26,7 +27,7 @@ from shoal.models.random_models import random_model
 from shoal.models.tokenizer import eos_token_ids, first_line, load_tokenizer, locate, turn_end_id
 
 __all__ = ["adopt_model", "check_architecture", "check_config", "eos_token_ids", "load_model", "load_tokenizer"]
-__all__ += ["release_model", "turn_end_id"]
+__all__ += ["read_converted", "release_model", "turn_end_id"]
 
 log = logging.getLogger(__name__)
 # transformers builds models under a process-wide default device, so only one thread may load at a time.
@@ -57,6 +58,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str 
                 model = auto_class(config).from_pretrained(folder, dtype=dtype, trust_remote_code=False, **plain)
                 if plain:
                     model: Any = unquantised(model, dtype)
+                keep_published_orientation(model)
                 if not Path(name).expanduser().exists():
                     # The hub id, even if read from the cache: adapters refer to their base model by it.
                     model.name_or_path = model.config.name_or_path = name
@@ -69,6 +71,21 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, stored: str 
     if stored is not None:
         quantise_linears(model, stored, device)
     return model.to(device).eval()  # type: ignore[arg-type]
+
+
+def read_converted(folder: str, model: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a folder that `save_pretrained` wrote, by the names of the model's parameters, in host memory."""
+    try:
+        with _LOADING:
+            loaded, info = type(model).from_pretrained(
+                folder, dtype=model.dtype, local_files_only=True, output_loading_info=True
+            )
+    except Exception as error:
+        raise ModelError(f"the weights in {folder!r} cannot be loaded: {first_line(error)}") from error
+    missing, unknown = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    if missing or unknown:
+        raise ModelError(f"the weights in {folder!r} do not match the model: {(missing + unknown)[0]}")
+    return dict(loaded.named_parameters())
 
 
 def adopt_model(model: Any, precision: Precision) -> nn.Module:

@@ -17,7 +17,9 @@ from transformers.utils import cached_file
 
 log = logging.getLogger(__name__)
 # By model_type; `make test-models` proves each one.
-SUPPORTED = frozenset(("gemma3", "gemma4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"))
+SUPPORTED = frozenset(
+    ("gemma3", "gemma4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+)
 # What a processor loads besides the tokenizer's files.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 

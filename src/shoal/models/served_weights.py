@@ -20,6 +20,8 @@ from torch import Tensor
 from shoal.core.errors import EngineError, ModelError, StorageError
 from shoal.models import lora
 from shoal.models.decoder import Decoder
+from shoal.models.file_layout import is_converted
+from shoal.models.load import read_converted
 from shoal.runs import weight_files as manifests
 from shoal.runs.files import fault
 
@@ -78,6 +80,23 @@ class FolderWeights:
             raise StorageError(f"weights {self._folder}: adapter_config.json cannot be read: {error}") from error
 
 
+class ConvertedFolder:
+    """A folder with other tensors than the modules, such as one per expert. transformers loads all of it at once."""
+
+    adapter = None
+
+    def __init__(self, manifest: Mapping[str, Any], model: Any) -> None:
+        self.hash = manifests.verify(manifest)
+        self._tensors = read_converted(str(manifest["path"]), model)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def close(self) -> None:
+        self._tensors = {}
+
+
 @contextmanager
 def _raise_if_broken() -> Iterator[None]:
     """Turn a failure while tensors are being replaced into EngineError: the weights are then a mix of two versions."""
@@ -95,7 +114,12 @@ class WeightLoader:
     ) -> None:
         self._decoder = decoder
         self._max_rank = max_lora_rank
-        self._readers: dict[str, Reader] = {"filesystem": FolderWeights, **(readers or {})}
+        self._readers: dict[str, Reader] = {"filesystem": self._read_folder, **(readers or {})}
+
+    def _read_folder(self, manifest: Mapping[str, Any]) -> ReceivedVersion:
+        if manifest.get("kind") != "lora" and is_converted(self._decoder.inner):
+            return ConvertedFolder(manifest, self._decoder.inner)
+        return FolderWeights(manifest)
 
     @torch.no_grad()
     def replace(self, manifest: Mapping[str, Any]) -> str:
