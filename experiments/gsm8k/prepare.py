@@ -15,7 +15,7 @@ import random
 import sys
 from pathlib import Path
 
-from shoal.envs.dataset_env import Gsm8k
+from shoal.envs.gsm8k import Gsm8k
 
 HELD_OUT = 500
 

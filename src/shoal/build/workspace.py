@@ -36,7 +36,6 @@ from shoal.core.errors import (
 )
 from shoal.core.protocols import Environment, Ranks
 from shoal.core.ranks import SingleProcess
-from shoal.core.types import Task
 from shoal.envs.base import lacks_reward, wrong_reward_signature
 from shoal.envs.datasets import DataNotice, DatasetSpec, collect_row_problems, fingerprint
 from shoal.envs.registry import load_environment, takes_data

@@ -15,8 +15,8 @@ from pydantic import Field
 
 from shoal.core.errors import ConfigError
 from shoal.core.types import Message, Task
-from shoal.envs.arithmetic import TAG
 from shoal.envs.base import EvalSize, Generated, TaskSeed, TrainSize, ask
+from shoal.envs.countdown import TAG
 from shoal.rewards.outcome import answer_of
 
 SYSTEM_PROMPT = (

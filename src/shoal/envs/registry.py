@@ -22,10 +22,12 @@ from pydantic.fields import FieldInfo
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.protocols import Environment
 from shoal.core.section import IN_MEMORY
-from shoal.envs.arithmetic import Arithmetic, Countdown
+from shoal.envs.arithmetic import Arithmetic
 from shoal.envs.base import OneAnswer, SingleTurn
-from shoal.envs.dataset_env import DatasetEnvironment, Gsm8k
+from shoal.envs.countdown import Countdown
+from shoal.envs.dataset_env import DatasetEnvironment
 from shoal.envs.datasets import DatasetSpec
+from shoal.envs.gsm8k import Gsm8k
 from shoal.envs.items import ItemEnvironment
 from shoal.envs.reasoning import ReasoningGym
 from shoal.envs.reverse_text import ReverseText

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError
 from shoal.envs import SingleTurn, Task
-from shoal.envs.arithmetic import Arithmetic, Countdown, ExpressionError, calculate, evaluate
+from shoal.envs.arithmetic import Arithmetic, evaluate
 from shoal.envs.base import held_out
+from shoal.envs.countdown import Countdown, ExpressionError, calculate
 from shoal.envs.reverse_text import ReverseText, draw_phrase
 
 
