@@ -101,7 +101,7 @@ def load(
 def _load(train: TrainConfig, chat_options: Mapping[str, Any] | None, given: PythonObjects) -> LoadedModel:
     import torch
 
-    from shoal.engine.decode import check_decode
+    from shoal.engine.decode_check import check_decode
     from shoal.models import fp8_linear as hybrid
     from shoal.models import fused
     from shoal.models import precision as precisions

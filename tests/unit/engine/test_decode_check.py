@@ -9,7 +9,7 @@ import torch
 
 from models.families import build
 from shoal.core.errors import ModelError
-from shoal.engine.decode import check_decode
+from shoal.engine.decode_check import check_decode
 from shoal.models.attention import Decode
 from shoal.models.decoder import Decoder
 from shoal.models.state_layers import StateCache
