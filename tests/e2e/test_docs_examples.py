@@ -63,6 +63,18 @@ def test_trainer_page_starts_with_a_working_script(warm: WarmPython, reader: Pat
     assert float(done.text().splitlines()[-1]) > found[0]
 
 
+def test_other_scripts_of_the_trainer_page_run_alone(warm: WarmPython, reader: Path):
+    """The script for users of TRL, and the one with two reward functions, which the page does not train."""
+    _, trl, two_functions = re.findall(r"```python\n(.*?)```", text_of("docs/grpo-trainer.md"), re.DOTALL)
+    (reader / "example.py").write_text(trl)
+    done = warm.run(["example.py"], reader, python=True)
+    assert done.wait() == 0, done.text()[-4000:]
+    assert len(rewards(reader / "outputs" / "trl")) == 2
+    (reader / "example.py").write_text(two_functions)
+    done = warm.run(["example.py"], reader, python=True)
+    assert done.wait() == 0 and "warning" not in done.text(), done.text()[-4000:]
+
+
 def test_recipe_page_starts_with_a_working_command(reader: Path):
     (reader / "example.py").write_text(first_example("recipes.md"))
     run(reader, "example.py")
