@@ -295,7 +295,7 @@ class Masked(Loss):
     """ratio-weighted policy gradient that drops tokens and rollouts far from the sampler
 
     -sg[weight · (adv_tau·A - kl_tau·l)] · lp on kept tokens, l = lp - inf. No clip and no reference. A teacher adds
-    tau · (teacher - lp) to the bracket. Dropped tokens stay in the denominators.
+    tau · (teacher - lp - baseline) to the bracket. Dropped tokens stay in the denominators.
     """
 
     takes_correction = False

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.core.collect import StopRequested
 from shoal.core.errors import MemoryStop
-from shoal.core.learn import Learner, StepResult
+from shoal.core.learn import Learner, LearnSettings, StepResult, StepRows
 from shoal.core.metrics import Tally
 from shoal.core.types import Rollout, RolloutGroup, Row, Turn
 from shoal.signals.advantages import AdvantageNormalizer
 
 from .groups import make_group, make_prompt, make_turn
-from .unigram import VOCABULARY, Results, UnigramPolicy, make_learner, reinforce
+from .unigram import VOCABULARY, Results, UnigramPolicy, make_learner, on_device, reinforce
 
 MEAN_ONLY = AdvantageNormalizer(std="none")
 
@@ -41,6 +42,34 @@ def test_advantages_are_assigned_to_scored_rollouts():
     learn(make_learner(UnigramPolicy(), MEAN_ONLY), groups)
     assert [r.advantage for r in groups[0].rollouts] == [-0.5, 0.5, None, 0.5, -0.5]
     assert [r.advantage for r in groups[1].rollouts] == [1.0, -1.0]
+
+
+def test_stop_while_a_signal_waits_leaves_groups_and_weights_unchanged():
+    """The next checkpoint may contain the groups, and the resumed run trains them again."""
+
+    class Waiting:
+        async def annotate(self, step: StepRows) -> None:
+            await step.stop.wait()
+            raise StopRequested
+
+        def observe(self, tally: Tally) -> None: ...
+
+    async def stopped(groups: list[RolloutGroup]) -> None:
+        stop = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.01, stop.set)
+        with pytest.raises(StopRequested):
+            await learner.learn(groups, Tally(), stop)
+
+    policy = UnigramPolicy(reference=np.arange(VOCABULARY) / 4)
+    settings = LearnSettings(token_budget=8, aggregation="token-mean", max_tokens=4, reward_kl_beta=0.1)
+    learner = Learner(policy, MEAN_ONLY, reinforce, settings, on_device, signals=[Waiting()])
+    groups = [group_of(0, [0.0, 1.0], [make_turn([3]), make_turn([5])])]
+    asyncio.run(stopped(groups))
+    assert [(r.reward, r.advantage, r.token_advantages) for r in groups[0].rollouts] == [
+        (0.0, None, None),
+        (1.0, None, None),
+    ]
+    assert not policy.theta.any() and policy.optim_steps == 0
 
 
 def test_rewarded_token_gains_probability_and_unscored_rollout_has_no_effect():
