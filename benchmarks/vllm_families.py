@@ -43,19 +43,14 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("head_dim", "v_head_dim", "kv_channels", "index_head_dim"), 32),
 }
 # Fields that vLLM reads, with the values of published checkpoints; the classes of transformers do not need them.
-_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "afmoe": {"score_func": "sigmoid"},
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": {**_LATENT, "topk_method": "noaux_tc"},
+    "deepseek_v3": {"topk_method": "noaux_tc"},
     "gemma4": {"num_experts": None, "top_k_experts": None},
     "gemma4_text": {"num_experts": None, "top_k_experts": None},
-    "glm4_moe": {"head_dim": 32},
-    "glm4_moe_lite": {**_LATENT, "topk_method": "noaux_tc"},
     "lfm2": {"conv_dim": 64, "block_dim": 64},
     "qwen2_5_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}},
-    "qwen3_5": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
-    "qwen3_5_moe": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "qwen3_5": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "qwen3_5_moe": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "qwen3_vl_moe": {"norm_topk_prob": True},
 }
 # vLLM reads the processor of a multimodal class even if it serves text only.
