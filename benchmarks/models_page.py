@@ -1,8 +1,9 @@
-"""Writes docs/models.md and the table of models in README.md from benchmarks/results/models.json.
+"""Writes docs/models.md and the table of models in README.md from models.json and models_vllm.json in results/.
 
     python benchmarks/models_page.py
 
-`make test-models` records the results and runs this. A test compares both pages with what this writes.
+`make test-models` records models.json and runs this; vllm_families.py records models_vllm.json. A test compares both
+pages with what this writes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from performance_tables import table
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
+RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, Any]
 
 # Names that readers know, by model_type; the page lists the others by their type. In the order of the README.
@@ -83,20 +85,70 @@ def readme_table(folder: Path) -> str:
     return table(["Models", "Status"], rows)
 
 
-def page(result: dict[str, Any]) -> str:
+# Of log-probs in vLLM and in transformers with the same weights, in fp32 and in bf16.
+EQUAL = {"float32": 1e-4, "bfloat16": 0.1}
+# Part of a recorded error → what the page says. The first match counts.
+NOT_LOADED = {
+    "are not supported for now": "no class in this vLLM",
+    "does not recognize this architecture": "unknown to its transformers",
+    "not supported by MLA": "heads too small for its MLA on a CPU",
+    "not initialized from checkpoint": "the tiny model lacks tensors that vLLM requires",
+    "object has no attribute": "the tiny model lacks fields that vLLM reads",
+}
+
+
+def in_vllm(found: Row | None) -> str:
+    """What vLLM did with the exports of a family. Empty: not tried."""
+    if found is None:
+        return ""
+    kinds = {"full": "full", "merged": "merged LoRA"}
+    texts = {name: _export_in_vllm(found[kind]) for kind, name in kinds.items() if kind in found}
+    if not texts:
+        return ""
+    same = len(set(texts.values())) == 1
+    return next(iter(texts.values())) if same else "; ".join(f"{name}: {text}" for name, text in texts.items())
+
+
+def _export_in_vllm(export: Row) -> str:
+    if "error" in export:
+        known = next((text for part, text in NOT_LOADED.items() if part in export["error"]), None)
+        return f"not loaded: {known or _first_sentence(export['error'])}"
+    dtype = "" if export["dtype"] == "float32" else " (bf16)"
+    gap = export["logprob_gap"]
+    return ("equal" if gap < EQUAL[export["dtype"]] else f"loads; log-probs differ by up to {gap:.1g}") + dtype
+
+
+def _first_sentence(error: str) -> str:
+    """Without the name of the exception. An assertion may have no text."""
+    return error.split(": ", 1)[-1].strip().split(". ")[0].rstrip(".")[:90] or "an assertion without a text"
+
+
+def page(result: dict[str, Any], vllm: dict[str, Any]) -> str:
     rows = result["families"]
+    tried = {row["family"]: row for row in vllm["families"]}
     count = {status: sum(row["status"] == status for row in rows) for status in ("works", "refused", "not built")}
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    head = ["Family", "`model_type`", "Status", "Training on a GPU", "Decoding on a GPU", "LoRA adapts", "Notes"]
+    head = [
+        "Family",
+        "`model_type`",
+        "Status",
+        "Training on a GPU",
+        "Decoding on a GPU",
+        "In vLLM",
+        "LoRA adapts",
+        "Notes",
+    ]
     order = {family: number for number, family in enumerate(LABELS)}
     rows = sorted(rows, key=lambda row: (row["status"] != "works", order.get(row["family"], len(order)), row["family"]))
     return PAGE_TEXT.format(
         works=count["works"], refused=count["refused"], unbuilt=count["not built"], total=len(rows), versions=versions,
-        table=table(head, [_cells(row) for row in rows]),
+        vllm=vllm["vllm"], equal=sum(in_vllm(found).startswith("equal") for found in tried.values()),
+        tried=sum(in_vllm(found) != "" for found in tried.values()),
+        table=table(head, [_cells(row, in_vllm(tried.get(row["family"]))) for row in rows]),
     )  # fmt: skip
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, vllm: str) -> list[str]:
     cpu_only = "refused until verified" if row.get("unverified") else None
     notes = row.get("reason", "") or row.get("unverified", "") or row.get("kind", "")
     adapted = (
@@ -104,8 +156,12 @@ def _cells(row: Row) -> list[str]:
     )
     return [
         LABELS.get(row["family"], ""), row["family"], row["status"], cpu_only or row.get("path", ""),
-        cpu_only or row.get("decode", ""), adapted.replace("|", "/"), notes.replace("|", "/").replace("_", r"\_"),
+        cpu_only or row.get("decode", ""), _plain(vllm), adapted.replace("|", "/"), _plain(notes),
     ]  # fmt: skip
+
+
+def _plain(text: str) -> str:
+    return text.replace("|", "/").replace("_", r"\_")
 
 
 PAGE_TEXT = """# Models
@@ -132,15 +188,24 @@ modules of transformers). Decoding is `graphs` (CUDA graphs) or `eager`. Both co
 say for the tiny model; they were not run on a GPU here. "Refused until verified" means that the model trains on a CPU,
 and that a GPU refuses it: no one has run it there. `SHOAL_TRY_ON_GPU=1` tries, without fused kernels and CUDA graphs.
 
+"In vLLM" is the result of `python benchmarks/vllm_families.py`: a tiny random model of the family was trained for one
+step and exported, and vLLM {vllm} on a CPU continued three prompts greedily (fp32; bf16 where its kernels need it).
+"Equal" means that its log-probs are those of transformers with the same weights (largest gap below 1e-4, in bf16 0.1):
+{equal} of the {tried} families tried. An empty cell was not tried. For some families a LoRA adapter was also trained,
+merged and exported. Classes of multimodal checkpoints need torchvision, and were loaded with `language_model_only`.
+
 {table}
 """
 
 
 def main() -> None:
-    result = json.loads((ROOT / "benchmarks" / "results" / "models.json").read_text("utf-8"))
-    PAGE.write_text(page(result), "utf-8")
+    PAGE.write_text(recorded_page(), "utf-8")
     readme = ROOT / "README.md"
-    readme.write_text(readme_tables.fill(readme.read_text("utf-8"), ROOT / "benchmarks" / "results"), "utf-8")
+    readme.write_text(readme_tables.fill(readme.read_text("utf-8"), RESULTS), "utf-8")
+
+
+def recorded_page() -> str:
+    return page(*(json.loads((RESULTS / name).read_text("utf-8")) for name in ("models.json", "models_vllm.json")))
 
 
 if __name__ == "__main__":

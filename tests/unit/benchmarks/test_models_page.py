@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
@@ -22,8 +21,20 @@ def models_page(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_page_is_current(models_page: Any) -> None:
-    result = json.loads((ROOT / "benchmarks" / "results" / "models.json").read_text("utf-8"))
-    assert models_page.PAGE.read_text("utf-8") == models_page.page(result), "run python benchmarks/models_page.py"
+    assert models_page.PAGE.read_text("utf-8") == models_page.recorded_page(), "run python benchmarks/models_page.py"
+
+
+def test_result_in_vllm(models_page: Any) -> None:
+    def told(**kinds: Any) -> str:
+        return models_page.in_vllm({"family": "f", **kinds})
+
+    equal, bf16 = {"dtype": "float32", "logprob_gap": 2e-6}, {"dtype": "bfloat16", "logprob_gap": 0.02}
+    assert told(full=equal) == told(full=equal, merged=equal) == "equal"
+    assert told(full=bf16) == "equal (bf16)"
+    assert "0.02" in told(full={**bf16, "dtype": "float32"}), "not equal in fp32"
+    mixed = told(full=equal, merged={"error": "ValueError: too small. See the log"})
+    assert mixed == "full: equal; merged LoRA: not loaded: too small"
+    assert told(not_exported="x") == models_page.in_vllm(None) == ""
 
 
 def test_family_names_the_detected_format(models_page: Any) -> None:
