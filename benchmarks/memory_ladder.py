@@ -6,8 +6,8 @@ A step has 16 prompts of 128 tokens with 8 completions of 512 tokens. The caps a
 capped_gpu.py. For each cap and mode, a binary search over the shapes of models with random weights finds the largest
 one that trains three steps. Every run is recorded with its outcome.
 
-Not run on a GPU yet. On the CPU, a test has run the search, the parsing of outcomes and, with --smoke, the command with
-the tiny model and without caps.
+Not run on a GPU yet. On a CPU, tests cover the search and the parsing of outcomes, and `--smoke --modes full lora` has
+run the command with the tiny model and without caps.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,49 @@ def killed(result: Result) -> str:
     return f"{result['kills']} kills, {result['failed']} failed"
 
 
+def best_runs(result: Result, system: str) -> list[Result]:
+    """The runs of the best setting of a system in benchmarks/peers, one per seed."""
+    setting = result["best"].get(system)
+    return [
+        run for run in result["runs"] if (run["system"], run["setting"]) == (system, setting) and "error" not in run
+    ]
+
+
+def to_target(system: str) -> Cell:
+    """The median over the seeds, if each of them has reached the last target."""
+
+    def cell(result: Result) -> str:
+        target = f"{result['profile']['targets'][-1]:g}"
+        times = [run["to"][target] for run in best_runs(result, system)]
+        if not times or None in times:
+            return f"not in {result['profile']['steps']} steps"
+        return f"{statistics.median(cpu for _, cpu in times):.0f} CPU s"
+
+    return cell
+
+
+def median_of(system: str, key: str, unit: str) -> Cell:
+    return lambda result: f"{statistics.median(run[key] for run in best_runs(result, system)):.3g} {unit}"
+
+
+PEERS = "peers_cpu"
+
+
+def peers(make: Callable[[str], Cell]) -> tuple[Cell | None, ...]:
+    return (make("shoal"), make("trl"), None, None, None)
+
+
 # Label, recorded file, then one reader per system; None: not measured.
 MEASURED: tuple[tuple[str, str, tuple[Cell | None, ...]], ...] = (
     ("Resume after `kill -9`, tested at many points", "kills", (killed, None, None, None, None)),
+    ("Tiny model on a CPU, command to held-out reward .9 on `arithmetic`", PEERS, peers(to_target)),
+    (
+        "The same run, command to the first optimizer step",
+        PEERS,
+        peers(lambda system: median_of(system, "first_step_cpu_s", "CPU s")),
+    ),
+    ("The same run, one step", PEERS, peers(lambda system: median_of(system, "step_cpu_s", "CPU s"))),
+    ("The same run, peak memory", PEERS, peers(lambda system: median_of(system, "peak_mib", "MiB"))),
     ("One step, 0.5B model on one H200", "grpo_step", (step_time, None, None, None, None)),
     ("One step, 7B model with LoRA on one H200", "grpo_step_7b", (step_time, None, None, None, None)),
 )
@@ -130,6 +171,8 @@ def comparison(folder: Path) -> str:
     rows = [list(fact) for fact in FACTS]
     for label, name, cells in MEASURED:
         result = read(folder, name)
+        if result is None and name == PEERS:
+            continue  # a row without any cell
         rows.append([label, *(link(name, cell(result)) if cell and result else "" for cell in cells)])
     return table(["", *SYSTEMS], rows)
 

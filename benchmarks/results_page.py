@@ -66,9 +66,10 @@ READING = """### What one can conclude
   learning rate of its own. Stale rollouts, long completions and sparse rewards matter more in real runs."""
 
 MISSING = (
-    "GSM8K with a pretrained model: the accuracy over time on one GPU",
-    "the same task in TRL, verl, prime-rl and Unsloth on the same machine",
-    "the largest model that trains on GPUs of 8, 16, 24, 48 and 80 GB",
+    "GSM8K with a pretrained model on one GPU, three seeds with intervals: `python benchmarks/gsm8k.py`",
+    "TRL on one GPU: `python benchmarks/peers/compare.py OUT.json --profile h200`",
+    "the same task in verl, prime-rl and Unsloth on the same machine",
+    "the largest model that trains on GPUs of 8, 16, 24, 48 and 80 GB: `python benchmarks/memory_ladder.py`",
     "seeds, intervals and ablations on a GPU: every GPU result on this page is one run",
 )
 
@@ -237,9 +238,111 @@ def arithmetic_graphs(result: Result) -> Iterator[str]:
     yield source("smollm2_arithmetic_graphs_h200", result, shlex.join(result["command"]))
 
 
+PEERS = """TRL {trl} (`GRPOTrainer`) and Shoal train the same model on the same task: `arithmetic` with two numbers of
+two digits, and the tiny model of `make demo` after {warm_up} supervised steps, which starts with a held-out reward of
+{start}. Both use 16 prompts with 8 rollouts per step, the loss `dapo`, fp32, a constant learning rate and one thread.
+[settings.yaml](../benchmarks/peers/settings.yaml) lists all settings. Each setting was tried with one seed. The table
+shows which of them were repeated with other seeds; the best setting of each system is bold.
+
+- **CPU seconds** count all threads and processes from the start of the command, because the machine was busy.
+  `peers_cpu.json` has the wall-clock seconds as well.
+- **to .8**, **.85**, **.9**: until the first evaluated checkpoint with this held-out reward. Every {save} steps the
+  weights are saved; afterwards the same code evaluates those of both systems. – = not reached in {steps} steps.
+- **first step**: from the command to the end of the first optimizer step.
+- **peak memory**: the sum of the proportional set sizes of all processes."""
+
+
+def peers(result: Result) -> Iterator[str]:
+    profile = result["profile"]
+    yield PEERS.format(
+        trl=result["versions"]["trl"], warm_up=profile["warm_up"]["steps"], start=reward(result["start_reward"]),
+        save=profile["save_steps"], steps=profile["steps"],
+    )  # fmt: skip
+    targets = [f"{target:g}" for target in profile["targets"]]
+    lines = []
+    for kind in profile["systems"]:
+        for run in sorted((run for run in result["runs"] if run["system"] == kind), key=order_of(result, kind)):
+            best = run["setting"] == result["best"][kind]
+            name = f"**{run['setting']}**" if best else run["setting"]
+            if "error" in run:
+                lines.append([SYSTEM_NAMES[kind], name, str(run["seed"]), "failed"])
+                continue
+            times = [run["to"][target] for target in targets]
+            lines.append([
+                SYSTEM_NAMES[kind], name, str(run["seed"]), reward(list(run["held_out"].values())[-1]),
+                *(f"{time[1]:.0f}" if time else "–" for time in times), f"{run['step_cpu_s']:.2f}",
+                f"{run['first_step_cpu_s']:.1f}", f"{run['peak_mib']} MiB",
+            ])  # fmt: skip
+    heads = ["system", "setting", "seed", "last held-out reward", *(f"CPU s to {name[1:]}" for name in targets)]
+    yield table([*heads, "CPU s per step", "CPU s to first step", "peak memory"], [pad(line, 10) for line in lines])
+    if errors := [run for run in result["runs"] if "error" in run]:
+        yield "\n".join(
+            wrap(f"- {SYSTEM_NAMES[run['system']]}, {run['setting']}, failed: `{run['error']}`") for run in errors
+        )
+    yield phases(result)
+    yield result["note"] or ""
+    yield source("peers_cpu", result, *INSTALL_PEERS, result["command"])
+
+
+SYSTEM_NAMES = {"trl": "TRL", "shoal": "Shoal"}
+INSTALL_PEERS = ("python benchmarks/peers/install.py",)
+
+
+def order_of(result: Result, kind: str) -> Callable[[Result], tuple[int, int]]:
+    names = list(result["profile"]["systems"][kind]["settings"])
+    return lambda run: (names.index(run["setting"]), run["seed"])
+
+
+def pad(cells: list[str], width: int) -> list[str]:
+    return cells + [""] * (width - len(cells))
+
+
+def phases(result: Result) -> str:
+    """Wall-clock seconds, so the shares of one system are more useful than the seconds."""
+    lines = []
+    for kind, setting in result["best"].items():
+        runs = [run for run in result["runs"] if (run["system"], run["setting"]) == (kind, setting) and "step_s" in run]
+        if runs:
+            medians = [statistics.median(run["phases_s"][phase] for run in runs) for phase in PEER_PHASES]
+            step = statistics.median(run["step_s"] for run in runs)
+            rate = statistics.median(run["rollout_tokens_per_s"] for run in runs)
+            lines.append([SYSTEM_NAMES[kind], *(f"{value:.2f} s" for value in (step, *medians)), f"{rate:,.0f}"])
+    heads = ["best setting, wall clock", "step", *PEER_PHASES, "sampled tokens/s"]
+    return table(heads, lines)
+
+
+PEER_PHASES = ("rollout", "reward", "train")
+
+
+def tasks(result: Result) -> Iterator[str]:
+    yield (
+        "The tiny model of `make demo` learns tasks after a supervised warm-up. Each folder in "
+        "[experiments](../experiments) has the warm-up, the configuration and the GPU command of one task. Cells have "
+        "the step, the CPU seconds and the wall-clock minutes to a held-out reward; – = not reached."
+    )
+    names = [f"{target:g}" for target in (0.6, 0.8, 0.9)]
+    lines = []
+    for run in sorted(result["runs"], key=lambda run: (list(result["configs"]).index(run["task"]), run["seed"])):
+        task = f"[{run['task']}](../experiments/{run['task']}/README.md)"
+        if "error" in run:
+            lines.append(pad([task, str(run["seed"]), "failed"], 7))
+            continue
+        steps = str(result["configs"][run["task"]]["grpo"]["train"]["max_steps"])
+        cells = [
+            f"step {at[0]}, {at[3]:.0f} CPU s, {at[2] / 60:.1f} min" if at else "–" for at in map(run["to"].get, names)
+        ]
+        first, last = run["curve"][0][1], run["curve"][-1][1]
+        lines.append([task, str(run["seed"]), f"{reward(first)} → {reward(last)}", steps, *cells])
+    yield table(["task", "seed", "held-out reward", "steps", *(f"to {name[1:]}" for name in names)], lines)
+    yield result["note"] or ""
+    yield source("tasks_cpu", result, result["command"])
+
+
 # Title, recorded file, and how to measure it if the file does not exist.
 SECTIONS: tuple[tuple[str, str, Callable[[Result], Iterator[str]], str], ...] = (
     ("## Ablations on a CPU", "ablations_cpu", ablations, "python benchmarks/ablations.py"),
+    ("## TRL and Shoal on a CPU", "peers_cpu", peers, "python benchmarks/peers/compare.py OUT.json"),
+    ("## Five tasks on a CPU", "tasks_cpu", tasks, "python benchmarks/tasks.py"),
     ("## The demo on a CPU", "demo_cpu", demo, "python benchmarks/demo_cpu.py"),
     ("## The tutorial on a CPU", "tutorial_cpu", tutorial, "python benchmarks/tutorial.py RUN"),
     ("## Arithmetic on one H200", "smollm2_arithmetic_h200", arithmetic, "python benchmarks/gpu_learning.py"),

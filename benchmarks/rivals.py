@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm_environment import VLLM_ENVIRONMENT
 from workload import requests, wait
 
 from shoal.core.types import Request
@@ -24,13 +25,6 @@ from shoal.models.random_models import character_tokenizer
 
 GENERATE_WARM = 8  # tokens before the measurement starts
 VLLM_LIMIT_S = 420
-VLLM_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 def transformers_generate(decoder: Decoder, count: int, prompt: int, new: int) -> dict[str, Any]:
