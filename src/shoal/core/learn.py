@@ -137,8 +137,8 @@ class Learner:
         try:
             await self._annotate(groups, batches, stop or asyncio.Event())
         except StopRequested:
-            for rollout, *values in before:  # the checkpoint may contain the group
-                rollout.reward, rollout.advantage, rollout.token_advantages = values
+            for rollout, reward, advantage, per_token in before:  # the checkpoint may contain the group
+                rollout.reward, rollout.advantage, rollout.token_advantages = reward, advantage, per_token
             raise
         result = await self._optimise(batches, tally)
         for signal in self._signals:
