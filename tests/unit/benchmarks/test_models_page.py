@@ -28,10 +28,11 @@ def test_result_in_vllm(models_page: Any) -> None:
     def told(**kinds: Any) -> str:
         return models_page.in_vllm({"family": "f", **kinds})
 
-    equal, bf16 = {"dtype": "float32", "logprob_gap": 2e-6}, {"dtype": "bfloat16", "logprob_gap": 0.02}
+    equal = {"dtype": "float32", "logprob_gap": 2e-6, "logprob_gap_mean": 1e-6}
+    bf16 = {"dtype": "bfloat16", "logprob_gap": 0.2, "logprob_gap_mean": 0.02}
     assert told(full=equal) == told(full=equal, merged=equal) == "equal"
     assert told(full=bf16) == "equal (bf16)"
-    assert "0.02" in told(full={**bf16, "dtype": "float32"}), "not equal in fp32"
+    assert "0.2" in told(full={**bf16, "dtype": "float32"}), "not equal in fp32"
     mixed = told(full=equal, merged={"error": "ValueError: too small. See the log"})
     assert mixed == "full: equal; merged LoRA: not loaded: too small"
     assert told(not_exported="x") == models_page.in_vllm(None) == ""
