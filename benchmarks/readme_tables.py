@@ -87,7 +87,7 @@ def tutorial_time(result: Result) -> str:
 
 
 def killed(result: Result) -> str:
-    return f"{result['kills']} kills, {result['failed']} failed"
+    return f"{result['kills']:,} kills, {result['failed']} failed"
 
 
 # Label, recorded file, then one reader per system; None: not measured.
