@@ -50,7 +50,7 @@ faults: venv
 # Takes more than an hour: memory over 2,000 steps, a server under 500 clients and attackers, and about 5,000 kills.
 soak: venv
 	$(BIN)/python benchmarks/soak.py $(VENV)/soak.json
-	$(BIN)/python benchmarks/kills.py $(VENV)/kills.json --moments 2750
+	$(BIN)/python benchmarks/kills.py $(VENV)/kills.json --moments 650
 
 # Readers of files from elsewhere, coverage-guided and with a fixed seed; atheris has packages for Linux only.
 FUZZ_S ?= 60

@@ -88,7 +88,7 @@ def tutorial_time(result: Result) -> str:
 
 
 def killed(result: Result) -> str:
-    return f"{result['kills']} kills, {result['failed']} failed"
+    return f"{result['kills']:,} kills, {result['failed']} failed"
 
 
 def best_runs(result: Result, system: str) -> list[Result]:

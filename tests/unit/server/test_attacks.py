@@ -235,7 +235,7 @@ def test_body_is_freed_before_its_completion_is_sampled(path: str):
     small, large = (b'%s, "metadata": [%s[]]}' % (start, b"[]," * count) for count in (0, MiB))
     held: list[int] = []
 
-    def note_memory(_: Request) -> tuple[str, FinishReason]:
+    def note_memory(request: Request) -> tuple[str, FinishReason]:
         """The lowest value within a moment: the thread that parsed the body may not have freed its variables yet."""
         samples = []
         for _ in range(20):
