@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -255,6 +256,11 @@ def best_setting(runs: Sequence[Result], system: str, seed: int, targets: Sequen
     return max(tried, key=lambda run: max(run["held_out"].values()))["setting"] if tried else None
 
 
+def command() -> str:
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return shlex.join(["python", "benchmarks/peers/compare.py", *words])
+
+
 def interleaved(systems: Mapping[str, Result]) -> Iterator[tuple[str, str]]:
     """All settings, the systems in turn: A B A B."""
     names = {kind: list(system["settings"]) for kind, system in systems.items()}
@@ -294,9 +300,14 @@ def main() -> None:
         raise SystemExit(f"{asked.out} was measured with other settings; remove it or name another file")
     runs: list[Result] = earlier["runs"]
     result: Result = {
-        "smoke": asked.smoke, "versions": {"trl": TRL}, "profile": profile, "runs": runs, "at_once": asked.at_once,
+        "smoke": asked.smoke,
+        "command": command(),
+        "versions": {"trl": TRL},
+        "profile": profile,
+        "at_once": asked.at_once,
         "note": asked.note or earlier.get("note"),
-    }  # fmt: skip
+        "runs": runs,
+    }
     done = {(run["system"], run["setting"], run["seed"]) for run in runs}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
