@@ -7,8 +7,9 @@ selects parts: an earlier run in the same work folder supplies the others. With 
 everything runs on the CPU.
 
 The seconds of a command are divided into: `start`, before the first optimizer step (stages are listed beside it);
-per step the phases of the metrics, where `capture` overlaps with rollouts and training, and `replaced_rollouts` is
-the part of the rollouts whose groups were dropped; `end`, after the last step.
+per step the phases of the metrics, where `capture` overlaps with rollouts and training, rewards with rollouts, and
+`replaced_rollouts` is the part of the rollouts whose groups were dropped; `end`, after the last step. In SFT, `train`
+is what saves and evaluations leave of the steps.
 """
 
 from __future__ import annotations
@@ -52,6 +53,21 @@ def shoal(*words: str, log: Path) -> tuple[float, float]:
     return started, time.monotonic() - began
 
 
+def sft_command(model: str, data: Path, run: Path, smoke: bool) -> list[str]:
+    return [
+        "sft", str(EXPERIMENT / "sft.yaml"), f"train.model={model}", f"train.output_dir={run}",
+        f"dataset.path={data / 'sft.jsonl'}", *(SMOKE["model"] + SMOKE["sft"] if smoke else []),
+    ]  # fmt: skip
+
+
+def grpo_command(model: Path, data: Path, run: Path, seed: int, smoke: bool) -> list[str]:
+    return [
+        "grpo", str(EXPERIMENT / "grpo.yaml"), f"train.model={model}", f"train.output_dir={run}", f"train.seed={seed}",
+        f"orch.env=[{{id: gsm8k, args: {{path: {data / 'train'}}}}}]",
+        *(SMOKE["model"][1:] + SMOKE["grpo"] if smoke else []),
+    ]  # fmt: skip
+
+
 def split_of(run: Path, started: float, seconds: float) -> dict[str, Any]:
     """Where the time of a training command went."""
     lines = [line for line in read_metrics(run) if line["step"] > 0]
@@ -69,6 +85,8 @@ def split_of(run: Path, started: float, seconds: float) -> dict[str, Any]:
         "steps_s": sum(times),
         "end_s": seconds - start_s - sum(times),
     }
+    if not any("time/train" in line for line in lines):  # SFT: what is left of a step is training
+        found["phases_s"]["train"] = sum(times) - sum(found["phases_s"][name] for name in ("save", "eval"))
     if lines and "tokens/used_frac" in lines[-1]:
         used = [(line["time/rollout"], line.get("tokens/used_frac", 0.0)) for line in lines if "time/rollout" in line]
         found["phases_s"]["replaced_rollouts"] = sum(time_s * (1 - share) for time_s, share in used)
@@ -91,14 +109,10 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     sft, grpo = work / "sft", work / f"grpo-{asked.seed}"
     result: dict[str, Any] = {"smoke": smoke, "seed": asked.seed, "sft": asked.sft, "grpo": asked.grpo}
-    env = f"orch.env=[{{id: gsm8k, args: {{path: {asked.data / 'train'}}}}}]"
     commands = {
-        "sft": ["sft", str(EXPERIMENT / "sft.yaml"), f"train.model={asked.model}", f"train.output_dir={sft}",
-                f"dataset.path={asked.data / 'sft.jsonl'}", *(SMOKE["model"] + SMOKE["sft"] if smoke else []),
-                *asked.sft],
-        "grpo": ["grpo", str(EXPERIMENT / "grpo.yaml"), f"train.model={sft / 'final'}", f"train.output_dir={grpo}",
-                 f"train.seed={asked.seed}", env, *(SMOKE["model"][1:] + SMOKE["grpo"] if smoke else []), *asked.grpo],
-    }  # fmt: skip
+        "sft": [*sft_command(asked.model, asked.data, sft, smoke), *asked.sft],
+        "grpo": [*grpo_command(sft / "final", asked.data, grpo, asked.seed, smoke), *asked.grpo],
+    }
     for name in ("sft", "grpo"):
         if name in asked.only:
             started, seconds = shoal(*commands[name], log=work / f"{name}.log")

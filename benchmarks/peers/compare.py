@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -255,6 +256,15 @@ def best_setting(runs: Sequence[Result], system: str, seed: int, targets: Sequen
     return max(tried, key=lambda run: max(run["held_out"].values()))["setting"] if tried else None
 
 
+def best_settings(runs: Sequence[Result], profile: Result, seed: int) -> dict[str, str | None]:
+    return {kind: best_setting(runs, kind, seed, profile["targets"]) for kind in profile["systems"]}
+
+
+def command() -> str:
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return shlex.join(["python", "benchmarks/peers/compare.py", *words])
+
+
 def interleaved(systems: Mapping[str, Result]) -> Iterator[tuple[str, str]]:
     """All settings, the systems in turn: A B A B."""
     names = {kind: list(system["settings"]) for kind, system in systems.items()}
@@ -294,9 +304,14 @@ def main() -> None:
         raise SystemExit(f"{asked.out} was measured with other settings; remove it or name another file")
     runs: list[Result] = earlier["runs"]
     result: Result = {
-        "smoke": asked.smoke, "versions": {"trl": TRL}, "profile": profile, "runs": runs, "at_once": asked.at_once,
+        "smoke": asked.smoke,
+        "command": command(),
+        "versions": {"trl": TRL},
+        "profile": profile,
+        "at_once": asked.at_once,
         "note": asked.note or earlier.get("note"),
-    }  # fmt: skip
+        "runs": runs,
+    }
     done = {(run["system"], run["setting"], run["seed"]) for run in runs}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
@@ -311,16 +326,14 @@ def main() -> None:
                 found = run_once(profile, kind, setting, seed, model, python, Path(folder))
             found["to"] = times_to(found, profile["targets"])
             runs.append(found)
-            result["best"] = {
-                system: best_setting(runs, system, asked.seeds[0], profile["targets"]) for system in profile["systems"]
-            }
-            # Step numbers are strings in JSON.
+            result["best"] = best_settings(runs, profile, asked.seeds[0])
             write_result(asked.out, result)
             print(kind, setting, seed, json.dumps({k: v for k, v in found.items() if k != "marks"}), flush=True)
 
         with ThreadPoolExecutor(asked.at_once) as pool:
             list(pool.map(lambda pair: run(*pair, asked.seeds[0]), interleaved(profile["systems"])))
-            best = [(kind, setting) for kind, setting in result.get("best", {}).items() if setting is not None]
+            found = best_settings(runs, profile, asked.seeds[0])
+            best = [(kind, setting) for kind, setting in found.items() if setting is not None]
             again = [(kind, setting, seed) for seed in asked.seeds[1:] for kind, setting in best]
             list(pool.map(lambda one: run(*one), again))
 

@@ -19,7 +19,14 @@ from shoal.config.load import load_run
 ROOT = Path(__file__).parents[3]
 RECORDED = ROOT / "benchmarks" / "results"
 EXPERIMENT = ROOT / "experiments" / "ablations"
-FILES = ("ablations_cpu", "demo_cpu", "tutorial_cpu", "smollm2_arithmetic_h200", "smollm2_arithmetic_graphs_h200")
+FILES = (
+    "ablations_cpu",
+    "peers_cpu",
+    "demo_cpu",
+    "tutorial_cpu",
+    "smollm2_arithmetic_h200",
+    "smollm2_arithmetic_graphs_h200",
+)
 
 
 @pytest.fixture
