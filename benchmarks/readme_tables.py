@@ -100,14 +100,14 @@ def best_runs(result: Result, system: str) -> list[Result]:
 
 
 def to_target(system: str) -> Cell:
-    """The median over the seeds, if each of them has reached the reward."""
+    """The median over the seeds that have reached the reward, and their number."""
 
     def cell(result: Result) -> str:
-        times = [run["to"][PEERS_TARGET] for run in best_runs(result, system)]
-        if not times or None in times:
+        runs = best_runs(result, system)
+        times = [at[1] for run in runs if (at := run["to"][PEERS_TARGET])]
+        if not times:
             return f"not in {result['profile']['steps']} steps"
-        seeds = f"{len(times)} seed{'s' * (len(times) > 1)}"
-        return f"{statistics.median(cpu for _, cpu in times):.0f} CPU s ({seeds})"
+        return f"{statistics.median(times):.0f} CPU s ({len(times)} of {len(runs)} seeds)"
 
     return cell
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal.config.model_shapes import SHAPES
+from shoal.config.model_names import SHAPES
 
 from support.pages import ROOT
 
