@@ -8,8 +8,8 @@ so that other programs on the machine disturb all of them equally. Each run is a
 The weights of every few steps are saved, and afterwards all of them are evaluated by the same code (held_out.py). A
 repeated command continues with the missing runs. `install.py` creates the Python of TRL.
 
-The profile `cpu` and `--smoke` have been run. The profile `h200` has not been run. A test checks its keys of Shoal; TRL has
-not checked its arguments.
+The profile `cpu` and `--smoke` have been run. The profile `h200` has not been run. A test checks its keys of Shoal;
+TRL has not checked its arguments.
 """
 
 from __future__ import annotations

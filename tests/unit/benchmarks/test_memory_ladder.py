@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal.config.model_names import SHAPES
 
+from shoal.config.model_names import SHAPES
 from support.pages import ROOT
 
 MODULES = ("memory_ladder", "capped_gpu", "peak_memory", "workload", "limits", "machine", "grpo_step", "random_text")
