@@ -116,7 +116,7 @@ def _export_in_vllm(export: Row) -> str:
     if export["dtype"] == "bfloat16" and export["logprob_gap_mean"] < EQUAL_IN_BF16:
         return "equal (bf16)"
     gap = export["logprob_gap"]
-    return "equal" if gap < EQUAL else f"loads; log-probs differ by up to {gap:.1g}"
+    return "equal" if gap < EQUAL else f"loads; log-probs differ by up to {gap:.2g}"
 
 
 def _first_sentence(error: str) -> str:
@@ -191,8 +191,9 @@ and that a GPU refuses it: no one has run it there. `SHOAL_TRY_ON_GPU=1` tries, 
 
 "In vLLM" is the result of `python benchmarks/vllm_families.py`: a tiny random model of the family was trained for one
 step and exported, and vLLM {vllm} on a CPU continued three prompts greedily (fp32; bf16 where its kernels need it).
-"Equal" means that its log-probs are those of transformers with the same weights (largest gap below 1e-4; in bf16 a mean
-gap below 0.05): {equal} of the {tried} families tried. An empty cell was not tried. For some families a LoRA adapter
+"Equal" means that the log-probs of vLLM match those of transformers with the same weights (largest gap below 1e-4; in
+bf16, mean gap below 0.05). This is the case for {equal} of the {tried} families that were tried. An empty cell means
+that the family was not tried. For some families a LoRA adapter
 was also trained, merged and exported. Classes of multimodal checkpoints need torchvision, and were loaded with
 `language_model_only`.
 

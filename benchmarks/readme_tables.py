@@ -127,14 +127,18 @@ def peers(make: Callable[[str], Cell]) -> tuple[Cell | None, ...]:
 # Label, recorded file, then one reader per system; None: not measured.
 MEASURED: tuple[tuple[str, str, tuple[Cell | None, ...]], ...] = (
     ("Resume after `kill -9`, tested at many points", "kills", (killed, None, None, None, None)),
-    (f"Tiny model on a CPU, command to held-out reward {PEERS_TARGET[1:]} on `arithmetic`", PEERS, peers(to_target)),
     (
-        "The same run, command to the first optimizer step",
+        f"Tiny model on a CPU: time from the command to a held-out reward of {PEERS_TARGET[1:]} on `arithmetic`",
+        PEERS,
+        peers(to_target),
+    ),
+    (
+        "The same run: time from the command to the end of the first optimizer step",
         PEERS,
         peers(lambda system: median_of(system, "first_step_cpu_s", "CPU s")),
     ),
-    ("The same run, one step", PEERS, peers(lambda system: median_of(system, "step_cpu_s", "CPU s"))),
-    ("The same run, peak memory", PEERS, peers(lambda system: median_of(system, "peak_mib", "MiB"))),
+    ("The same run: time per step", PEERS, peers(lambda system: median_of(system, "step_cpu_s", "CPU s"))),
+    ("The same run: peak memory", PEERS, peers(lambda system: median_of(system, "peak_mib", "MiB"))),
     ("One step, 0.5B model on one H200", "grpo_step", (step_time, None, None, None, None)),
     ("One step, 7B model with LoRA on one H200", "grpo_step_7b", (step_time, None, None, None, None)),
 )

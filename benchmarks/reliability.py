@@ -50,8 +50,8 @@ def attacked() -> str:
     alone, row = read("soak_cpu.json")["rows"]
     return (
         f"{row['clients']} clients and {row['attackers']} attackers for {row['seconds']:.0f} s: "
-        f"{row['answers']:,} answers, {row['wrong']} wrong, {row['lost']} lost; p99 {row['p99_s']:.2f} s, and "
-        f"{alone['p99_s']:.2f} s without attackers"
+        f"{row['answers']:,} answers, {row['wrong']} wrong, {row['lost']} lost; "
+        f"p99 latency of the clients {row['p99_s']:.2f} s, and {alone['p99_s']:.2f} s without attackers"
     )
 
 
@@ -391,7 +391,7 @@ FAULTS = (
     ),
 )
 UNPROVEN = (
-    "the goal of 5,000 kills: the table counts those that were made",
+    "the rest of the planned 5,000 kills: the table counts only the kills that were made",
     "kills on a GPU with captured graphs and a save in flight",
 )
 
@@ -432,9 +432,9 @@ def page() -> str:
         f"{seeds} ([kills.json](../benchmarks/results/kills.json)). Promises without a measured result are",
         "shown by their tests. [SECURITY.md](../SECURITY.md) describes what isolated rewards guarantee.",
         "",
-        "The server was measured on a machine whose cores other programs used at the same time "
+        "During the measurement of the server, other programs used the same cores "
         "([soak_cpu.json](../benchmarks/results/soak_cpu.json)).",
-        "Therefore compare its times only with each other.",
+        "Therefore compare these times only with each other.",
         "",
         "## Faults",
         "",

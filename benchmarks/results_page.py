@@ -241,13 +241,14 @@ def arithmetic_graphs(result: Result) -> Iterator[str]:
 PEERS = """TRL {trl} (`GRPOTrainer`) and Shoal train the same model on the same task: `arithmetic` with two numbers of
 two digits, and the tiny model of `make demo` after {warm_up} supervised steps, which starts with a held-out reward of
 {start}. Both use 16 prompts with 8 rollouts per step, the loss `dapo`, fp32, a constant learning rate and one thread.
-[settings.yaml](../benchmarks/peers/settings.yaml) lists all settings. Each setting was tried with one seed. The table
-shows which of them were repeated with other seeds; the best setting of each system is bold.
+[settings.yaml](../benchmarks/peers/settings.yaml) lists all parameters. First, each setting was run with one seed.
+The table shows which settings were repeated with other seeds. The best setting of each system is bold.
 
 - **CPU seconds** count all threads and processes from the start of the command, because the machine was busy.
   `peers_cpu.json` has the wall-clock seconds as well.
-- **to .8**, **.85**, **.9**: until the first evaluated checkpoint with this held-out reward. Every {save} steps the
-  weights are saved; afterwards the same code evaluates those of both systems. – = not reached in {steps} steps.
+- **to .8**, **.85**, **.9**: the CPU seconds until the first evaluated checkpoint with this held-out reward. The
+  weights are saved every {save} steps, and afterwards the same code evaluates the checkpoints of both systems. A dash means: not
+  reached in {steps} steps.
 - **first step**: from the command to the end of the first optimizer step.
 - **peak memory**: the sum of the proportional set sizes of all processes."""
 

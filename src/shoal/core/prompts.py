@@ -82,7 +82,9 @@ class PromptStream:
         self.cursor = Cursor(dict.fromkeys(weights, 0), dict.fromkeys(weights, 0))
         for name in weights:
             if not len(environments[name].tasks("train")):
-                raise DataError(f'environment {name} has no training prompts: its tasks("train") returned none')
+                raise DataError(
+                    f'environment {name} has no training prompts: its tasks("train") returned an empty list'
+                )
 
     def __len__(self) -> int:
         return sum(len(self._environments[name].tasks("train")) for name in self._weights)

@@ -135,10 +135,11 @@ class EntropyBonus(Section):
     )
     delta: PositiveFloat = Field(default=0.005, description="With `target`: change of the weight per step.")
     gain: NonNegativeFloat = Field(
-        default=0.0, description="With `target`: weight per nat by which the predicted entropy is below the target."
+        default=0.0,
+        description="With `target`: weight added for each nat that the predicted entropy is below the target.",
     )
     coef_min: NonNegativeFloat = Field(
-        default=0.0, description="With `target`: smallest weight, before the part of `gain`."
+        default=0.0, description="With `target`: smallest weight, before the `gain` term is added."
     )
     coef_max: PositiveFloat = Field(default=1.0, description="With `target`: largest weight.")
     top_fraction: float = Field(

@@ -207,7 +207,7 @@ def _weights_of(kinds: Sequence[type | None]) -> dict[str, float]:
                 assert kind is not None
                 raise ConfigError(
                     f"{kind.__name__}.weights: the part {part!r} has weight {weight:g} here and {weights[part]:g} in "
-                    "another environment; use one weight, or another name"
+                    "another environment; use the same weight in both, or rename one of the parts"
                 )
     return weights
 

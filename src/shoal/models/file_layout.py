@@ -35,7 +35,9 @@ def keep_published_orientation(model: Any) -> None:
         return
     for name, parameter in model.named_parameters():
         if ".experts." in name and parameter.ndim == 3 and parameter.shape[1] == parameter.shape[2]:
-            raise ModelError(f"{name} is square: its orientation in the files cannot be known")
+            raise ModelError(
+                f"{name} is a square matrix, so its orientation in the files cannot be determined; the model is refused"
+            )
     for operations, index in either:
         operations[index] = Transpose(operations[index].dim0, operations[index].dim1)
 

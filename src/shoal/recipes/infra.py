@@ -94,7 +94,7 @@ class Infra:
         if self._sampler is None:
             with one_line_if_uncaught():
                 raise ArgumentError(
-                    "setup_infra: needs_inference: was False, so there is no infra.sampler; call "
+                    "setup_infra was called with needs_inference=False, so there is no infra.sampler; call "
                     "setup_infra(…, needs_inference=True)"
                 )
         return self._sampler

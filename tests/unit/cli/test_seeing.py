@@ -53,7 +53,7 @@ def test_report_writes_one_file_or_prints_json(run: Path, tmp_path: Path, capsys
     ("arguments", "words"),
     [
         (["report", "nowhere"], "nowhere: is not a folder"),
-        (["report", "."], "is not a run directory (it has no status.json); it contains runs: run"),
+        (["report", "."], "is not a run directory (it has no status.json); name one of the runs in it: run"),
         (["report", "empty"], "is not a run directory (it has no status.json); name the output_dir of a run"),
         (["report", "RUN", "--json", "--out", "x"], "--out has no effect"),
         (["report", "RUN", "--out", "no/x.html"], "--out: cannot write to no: No such file or directory"),

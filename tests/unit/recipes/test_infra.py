@@ -279,7 +279,7 @@ def test_full_fine_tuning_has_a_reference_only_with_a_shape(model: str):
 
 def test_without_inference_there_is_no_sampler(model: str):
     with setup_infra(config(model), needs_inference=False) as infra:
-        with pytest.raises(ArgumentError, match=r"needs_inference: was False, .*; call .*needs_inference=True"):
+        with pytest.raises(ArgumentError, match=r"needs_inference=False, .*; call .*needs_inference=True"):
             asyncio.run(infra.sampler.sample_with_tokens("a"))
         assert infra.reference is None
 

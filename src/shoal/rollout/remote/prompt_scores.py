@@ -40,7 +40,7 @@ class PromptScorer:
             deadline_s,
             deadline_s,
             name="the teacher",
-            kind="teacher",
+            kind="an OpenAI-compatible server",
             start="start the server",
             url_key="train.teacher.url",
             api_key="train.teacher.api_key_var",
