@@ -247,8 +247,8 @@ The table shows which settings were repeated with other seeds. The best setting 
 - **CPU seconds** count all threads and processes from the start of the command, because the machine was busy.
   `peers_cpu.json` has the wall-clock seconds as well.
 - **to .8**, **.85**, **.9**: the CPU seconds until the first evaluated checkpoint with this held-out reward. The
-  weights are saved every {save} steps, and afterwards the same code evaluates the checkpoints of both systems. A dash means: not
-  reached in {steps} steps.
+  weights are saved every {save} steps, and afterwards the same code evaluates the checkpoints of both systems. A dash
+  means: not reached in {steps} steps.
 - **first step**: from the command to the end of the first optimizer step.
 - **peak memory**: the sum of the proportional set sizes of all processes."""
 

@@ -190,7 +190,9 @@ def _make_environments(config: RunConfig, objects: PythonObjects) -> dict[str, E
         with about("orch.reward.function"):
             functions = RewardFunctions([load_object(orch.reward.function)], label="reward function")
             for environment in environments.values() if functions.columns() else ():
-                functions.check(list(environment.tasks("train")[0].data))
+                tasks = environment.tasks("train")
+                if len(tasks):
+                    functions.check(list(tasks[0].data))
         scorer = FunctionReward(functions)
         for environment in environments.values():
             environment.max_reward = None  # type: ignore[attr-defined]  # of its own reward

@@ -152,7 +152,6 @@ def show(
     listing
         List the groups of the step.
     """
-    from shoal.cli.inspect_run import choose_group, list_groups, print_group
     from shoal.runs.run_dir import stored_rollouts
     from shoal.watch.report.data import require_run
     from shoal.watch.report.rollouts import index_file, read_group

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Transpose
+from transformers.core_model_loading import PrefixChange, Transpose
 
 from shoal.core.errors import ModelError
 
@@ -24,9 +24,10 @@ def keep_published_orientation(model: Any) -> None:
 
     transformers compares shapes, so it reads both orientations and always writes its own (Qwen3-VL-MoE).
     """
+    conversions = _conversions(model)
     either = [
         (operations, index)
-        for conversion in _conversions(model)
+        for conversion in conversions
         for operations in [getattr(conversion, "operations", [])]
         for index, operation in enumerate(operations)
         if isinstance(operation, Transpose) and getattr(operation, "check_dims", False)
@@ -40,9 +41,12 @@ def keep_published_orientation(model: Any) -> None:
             )
     for operations, index in either:
         operations[index] = Transpose(operations[index].dim0, operations[index].dim1)
+    model._weight_conversions = conversions  # a model that was not loaded from files has none of its own
 
 
 def _conversions(model: Any) -> list[Any]:
     """Of the files from which the model was loaded, or those that `save_pretrained` applies to other models."""
     found = getattr(model, "_weight_conversions", None)
-    return get_model_conversion_mapping(model, add_legacy=False) if found is None else found
+    if found is not None:
+        return found
+    return [x for x in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(x, PrefixChange)]

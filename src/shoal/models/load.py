@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.quantization_config import Mxfp4Config
 
 from shoal.config.model_names import shape_of
-from shoal.core.errors import ModelError
+from shoal.core.errors import ModelError, StorageError
 from shoal.models.decoder import STATELESS
 from shoal.models.file_layout import keep_published_orientation
 from shoal.models.gguf import load_gguf, unquantised
@@ -78,8 +78,10 @@ def read_converted(folder: str, model: Any) -> dict[str, torch.Tensor]:
     try:
         with _LOADING:
             loaded, info = type(model).from_pretrained(
-                folder, dtype=model.dtype, local_files_only=True, output_loading_info=True
+                folder, dtype=model.dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
             )
+    except OSError as error:  # a file is missing or cannot be read: the version is published again
+        raise StorageError(f"weights {folder}: {first_line(error)}") from error
     except Exception as error:
         raise ModelError(f"the weights in {folder!r} cannot be loaded: {first_line(error)}") from error
     missing, unknown = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
@@ -97,6 +99,7 @@ def adopt_model(model: Any, precision: Precision) -> nn.Module:
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"the model must be a name or a transformers model, not {type(model).__name__}")
     check_config(model.config)
+    keep_published_orientation(model)
     frozen = tuple(not parameter.requires_grad for parameter in model.parameters())
     rates = switch_off_dropout(model)
     freeze_other_parts(model)

@@ -28,6 +28,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BODY_LIMIT_S = 60.0
 HEADER_LIMIT_S = 20.0
 HEADER_BYTES = 2**16
+FIELD_BYTES, OBJECT_BYTES = 2**17, 128
 DEFAULT_PORTS = {"http": 80, "https": 443}
 OPEN_PATHS = ("/health",)
 NO_KEY = "invalid_api_key"
@@ -219,11 +220,15 @@ _HttpProtocol: Any = AutoHTTPProtocol  # uvicorn's, by the parser that is instal
 
 
 class _Protocol(_HttpProtocol):
-    """Closes connections whose request headers are not complete within HEADER_LIMIT_S, or too large."""
+    """Closes connections whose request headers are not complete within HEADER_LIMIT_S, or too large.
+
+    `_header_bytes` counts one header without an end, `_field_bytes` many headers, also those after a chunked body.
+    """
 
     _deadline: asyncio.TimerHandle | None = None
     _in_headers = False
     _header_bytes = 0  # received since the headers of a request began, without the first piece
+    _field_bytes = 0  # of complete headers of a request, with what Python needs for each
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -231,7 +236,14 @@ class _Protocol(_HttpProtocol):
 
     def on_message_begin(self) -> None:  # of httptools; the other parser, h11, limits the size itself
         super().on_message_begin()
-        self._in_headers = True
+        self._in_headers, self._field_bytes = True, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._field_bytes += len(name) + len(value) + OBJECT_BYTES
+        if self._field_bytes > FIELD_BYTES:
+            self.transport.abort()
+        else:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_headers = False

@@ -5,6 +5,7 @@ Each class implements `core.learn.RowSignal` and fills in `Row.signals["teacher_
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,7 +17,6 @@ import numpy as np
 
 from shoal.core.batching import rollout_samples
 from shoal.core.collect import StopRequested
-from shoal.core.deadlines import unless_stopped
 from shoal.core.learn import StepRows
 from shoal.core.metrics import Tally
 from shoal.core.protocols import PendingResults, Ranks
@@ -27,6 +27,8 @@ from shoal.signals.rows import trained_by_policy
 
 TEACHER = "teacher_logprobs"
 BASELINE = "teacher_baseline"
+TICK_S = 1.0
+STOP_GRACE_S = 5.0
 
 
 class ScoringPolicy(Protocol):
@@ -98,14 +100,33 @@ class RemoteTeacher(Teacher):
     async def _fill(self, step: StepRows) -> frozenset[str]:
         rows = [row for batch in step.batches for row in deal(batch.rows, self._ranks)]
         places = [(row, at, ids) for row in rows for at, ids in _sequences(row)]
-        answers = await unless_stopped(self._ask([ids for _, _, ids in places]), step.stop)
-        if await any_rank(self._ranks, answers is None) or answers is None:
-            raise StopRequested
+        answers = await self._answers([ids for _, _, ids in places], step.stop)
         for row in rows:
             row.signals[TEACHER] = np.zeros(row.tokens, dtype=np.float32)
         for (row, at, _), logprobs in zip(places, answers, strict=True):
             row.signals[TEACHER][at] = np.array(logprobs, dtype=np.float32)[row.position_ids[at]]
         return frozenset()
+
+    async def _answers(self, sequences: list[list[int]], stop: asyncio.Event) -> list[list[float]]:
+        """Raises StopRequested on all ranks if an answer is still missing STOP_GRACE_S after a signal to one of them.
+
+        A server that works answers within that time, and the step is trained.
+        """
+        asking, stopped = asyncio.ensure_future(self._ask(sequences)), None
+        try:
+            while True:
+                await asyncio.wait({asking}, timeout=TICK_S)
+                answers = asking.result() if asking.done() else None
+                if not await any_rank(self._ranks, answers is None) and answers is not None:
+                    return answers
+                if stopped is None and await any_rank(self._ranks, stop.is_set()):
+                    stopped = time.monotonic()
+                late = stopped is not None and time.monotonic() - stopped >= STOP_GRACE_S
+                if await any_rank(self._ranks, late):
+                    raise StopRequested
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
 
 
 def _sequences(row: Row) -> list[tuple[np.ndarray, list[int]]]:

@@ -62,6 +62,16 @@ def test_another_signature_is_refused_with_the_accepted_forms(tmp_path: Path):
         environment(tmp_path, "wrong")
 
 
+def test_columns_of_an_environment_without_tasks_are_not_checked(tmp_path: Path):
+    """The prompt stream reports it with one message."""
+    (tmp_path / "mine.py").write_text(CODE)
+    (tmp_path / "own.py").write_text(OWN.replace('[ask("say hi")]', "[]") % "task, messages")
+    orch = {"env": f"{tmp_path}/own.py:Own", "reward": {"function": f"{tmp_path}/mine.py:columns"}}
+    config = RunConfig.model_validate({"train": {"model": "unused"}, "orch": orch})
+    (made,) = _make_environments(config, PythonObjects()).values()
+    assert not made.tasks("train")
+
+
 @pytest.mark.parametrize("parameters", ["answer", "completion, answer, row", "", "task, messages, extra"])
 def test_wrong_signature_of_a_reward_method_is_refused_before_training(tmp_path: Path, parameters: str):
     (tmp_path / "own.py").write_text(OWN % parameters)

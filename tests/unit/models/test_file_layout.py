@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.families import build
-from shoal.core.errors import ModelError
+from shoal.core.errors import ModelError, StorageError
 from shoal.models.decoder import Decoder
-from shoal.models.load import load_model
+from shoal.models.load import adopt_model, load_model, read_converted
+from shoal.models.precision import Precision
 from shoal.models.served_weights import WeightLoader
 from shoal.runs.weight_files import describe
 from support.models import TOKENIZER
@@ -57,6 +58,23 @@ def test_experts_are_saved_in_the_published_orientation(published: bool, tmp_pat
     }
     assert shapes == {"gate_up_proj": (4, 64, 96), "down_proj": (4, 48, 64)}
     assert equal(load(tmp_path / "saved"), model)
+
+
+def test_model_object_is_saved_in_the_published_orientation(tmp_path: Path) -> None:
+    model: Any = adopt_model(build("qwen3_vl_moe"), Precision(torch.device("cpu"), torch.float32))
+    model.save_pretrained(tmp_path)
+    name = "gate_up_proj"
+    found = next(t for key, t in load_file(tmp_path / "model.safetensors").items() if key.endswith(name))
+    assert tuple(found.shape) == (4, 64, 96)
+
+
+def test_version_is_not_read_from_pickle(tmp_path: Path) -> None:
+    model = load(checkpoint("qwen3_moe", tmp_path / "model"))
+    model.save_pretrained(tmp_path / "version")
+    (tmp_path / "version" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "version" / "pytorch_model.bin")
+    with pytest.raises(StorageError):
+        read_converted(str(tmp_path / "version"), model)
 
 
 def test_square_experts_are_refused(tmp_path: Path) -> None:

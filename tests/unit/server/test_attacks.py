@@ -371,10 +371,14 @@ def test_connections_with_incomplete_headers_are_closed(monkeypatch: pytest.Monk
 
 
 STREAM = b'{"prompt": [5, 6], "stream": true}'
+CHUNKED = b"GET /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+# What is sent first, and what is repeated.
 ENDLESS_HEADERS = {
-    "header": b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-a: ",
-    "URL": b"GET /",
-    "second request": with_length("/v1/completions", STREAM) + b"GET /health HTTP/1.1\r\nX-a: ",
+    "header": (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-a: ", b"a"),
+    "many headers": (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", b"a:b\r\n"),
+    "trailers": (CHUNKED, b"a:b\r\n"),
+    "URL": (b"GET /", b"a"),
+    "second request": (with_length("/v1/completions", STREAM) + b"GET /health HTTP/1.1\r\nX-a: ", b"a"),
 }
 
 
@@ -382,13 +386,14 @@ ENDLESS_HEADERS = {
 def test_connections_with_endless_headers_are_closed(kind: str):
     async def send(port: int) -> int:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(ENDLESS_HEADERS[kind])
-        sent = 0
+        start, repeated = ENDLESS_HEADERS[kind]
+        writer.write(start)
+        sent, block = 0, repeated * (MiB // len(repeated))
         with suppress(ConnectionError):
             while sent < 64 * MiB:
-                writer.write(b"a" * MiB)
+                writer.write(block)
                 await writer.drain()
-                sent += MiB
+                sent += len(block)
         writer.transport.abort()
         return sent
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shoal.core.batching import Packing, make_batches, rollout_samples
+from shoal.core.collect import StopRequested
 from shoal.core.learn import StepRows
 from shoal.core.losses import LOSSES
 from shoal.core.metrics import Tally
@@ -79,6 +80,53 @@ def test_server_scores_whole_sequences() -> None:
     (row,) = step.batches[0].rows
     assert -1 not in row.segment_prefix[1:], "the prompt is shared"
     np.testing.assert_array_equal(row.signals[TEACHER][row.loss_mask], -row.position_ids[row.loss_mask])
+
+
+class Pair(SingleProcess):
+    """One of two ranks in one event loop."""
+
+    def __init__(self, rank: int, rounds: list[dict[int, bytes]]) -> None:
+        self._number, self._rounds, self._count = rank, rounds, 0
+
+    async def exchange(self, mine: bytes) -> list[bytes]:
+        while len(self._rounds) <= self._count:
+            self._rounds.append({})
+        found, self._count = self._rounds[self._count], self._count + 1
+        found[self._number] = mine
+        while len(found) < 2:
+            await asyncio.sleep(0.001)
+        return [found[0], found[1]]
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+@pytest.mark.parametrize("delay_s", [0.2, 600.0])
+def test_signal_to_one_rank_ends_the_wait_of_both(
+    signalled: int, delay_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has its answers, rank 1 waits for a server. A server that answers soon is waited for."""
+    monkeypatch.setattr("shoal.signals.teacher.TICK_S", 0.02)
+    monkeypatch.setattr("shoal.signals.teacher.STOP_GRACE_S", 0.5)
+
+    async def both() -> list[object]:
+        rounds: list[dict[int, bytes]] = []
+        stops = [asyncio.Event(), asyncio.Event()]
+        stops[signalled].set()
+
+        async def run(rank: int) -> list[list[float]]:
+            async def ask(_: list[list[int]]) -> list[list[float]]:
+                await asyncio.sleep(delay_s * rank)
+                return [[-1.0]]
+
+            return await RemoteTeacher(ask, Pair(rank, rounds))._answers([[1]], stops[rank])
+
+        async with asyncio.timeout(20):
+            return list(await asyncio.gather(run(0), run(1), return_exceptions=True))
+
+    found = asyncio.run(both())
+    if delay_s < 1:
+        assert found == [[[-1.0]], [[-1.0]]]
+    else:
+        assert [type(error) for error in found] == [StopRequested, StopRequested]
 
 
 def test_policy_as_teacher_sees_the_hint() -> None:
