@@ -34,10 +34,12 @@ def read_choices(smoke: bool) -> dict[str, list[str]]:
 
 
 def train(words: list[str], run: Path) -> Result:
-    """Train unless the run is complete; an incomplete run starts again, so that its time split is complete."""
+    """Train unless this command is complete; an incomplete run starts again, so that its time split is complete."""
     record = run.with_name(f"{run.name}.json")
-    if not record.exists():
+    if not record.exists() or json.loads(record.read_text("utf-8"))["command"] != words:
         shutil.rmtree(run, ignore_errors=True)
+        for old in run.parent.glob(f"{run.name}-*"):  # answers of the earlier run
+            shutil.rmtree(old, ignore_errors=True)
         started, seconds = shoal(*words, log=run.with_name(f"{run.name}.log"))
         record.write_text(json.dumps({"command": words, **split_of(run, started, seconds)}), "utf-8")
     return json.loads(record.read_text("utf-8"))
@@ -72,7 +74,8 @@ def main() -> None:
     made.add_argument("--work", type=Path, default=Path("/tmp/shoal-gsm8k"), help="run directories are written here")
     made.add_argument("--grpo", nargs="*", default=[], metavar="KEY=VALUE")
     asked = made.parse_args()
-    smoke, work = asked.smoke, asked.work
+    smoke = asked.smoke
+    work = asked.work / "smoke" if smoke else asked.work
     work.mkdir(parents=True, exist_ok=True)
     held_out, test = (SMOKE_EXAMPLES, SMOKE_EXAMPLES) if smoke else (HELD_OUT, TEST)
     result: Result = {"smoke": smoke, "sft": [], "grpo": []}

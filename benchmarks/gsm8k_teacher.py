@@ -78,7 +78,8 @@ def main() -> None:
     made.add_argument("--only", nargs="+", choices=list(ARMS), default=list(ARMS))
     made.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="for all arms")
     asked = made.parse_args()
-    work, smoke = asked.work, asked.smoke
+    smoke = asked.smoke
+    work = asked.work / "smoke" if smoke else asked.work
     work.mkdir(parents=True, exist_ok=True)
     tiny = SMOKE["model"][1:2] if smoke else []  # the device
     result: dict[str, Any] = {"smoke": smoke, "seed": asked.seed, "minutes": asked.minutes, "set": asked.set}

@@ -88,7 +88,8 @@ def tutorial_time(result: Result) -> str:
 
 
 def killed(result: Result) -> str:
-    return f"{result['kills']:,} kills, {result['failed']} failed"
+    runs = sum(row["runs"] for row in result["rows"])
+    return f"{result['kills']:,} kills in {runs} runs, {result['failed']} failed"
 
 
 def best_runs(result: Result, system: str) -> list[Result]:

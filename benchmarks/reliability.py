@@ -50,7 +50,7 @@ def attacked() -> str:
     alone, row = read("soak_cpu.json")["rows"]
     return (
         f"{row['clients']} clients and {row['attackers']} attackers for {row['seconds']:.0f} s: "
-        f"{row['answers']:,} answers, {row['wrong']} wrong, {row['lost']} lost; "
+        f"{row['attacks']:,} attacks, {row['answers']:,} answers, {row['wrong']} wrong, {row['lost']} lost; "
         f"p99 latency of the clients {row['p99_s']:.2f} s, and {alone['p99_s']:.2f} s without attackers"
     )
 

@@ -150,9 +150,9 @@ def test_pages_show_a_recorded_result(compare: Any, monkeypatch: pytest.MonkeyPa
     (tmp_path / "peers_cpu.json").write_text(json.dumps(result))
     table = readme_tables.comparison(tmp_path)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    (times,) = [row for row in rows if "held-out reward .85" in row[0]]
+    (times,) = [row for row in rows if "held-out reward of .85" in row[0]]
     assert (
         "[8 CPU s (2 of 2 seeds)]" in times[1] and "[16 CPU s (1 of 1 seeds)]" in times[2] and times[3:] == ["", "", ""]
     )
     (tmp_path / "peers_cpu.json").unlink()
-    assert "held-out reward .85" not in readme_tables.comparison(tmp_path)
+    assert "held-out reward of .85" not in readme_tables.comparison(tmp_path)
