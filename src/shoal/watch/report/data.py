@@ -43,7 +43,7 @@ def require_run(run: Path) -> Path:
         raise ConfigError(f"command line: {run}: is not a folder; name a run directory")
     if not is_used(run):
         below = find_runs(run)[:3]
-        fix = f"name one of the runs in it:  {', '.join(map(str, below))}" if below else "name the output_dir of a run"
+        fix = f"name one of the runs in it: {', '.join(map(str, below))}" if below else "name the output_dir of a run"
         raise ConfigError(f"command line: {run}: is not a run directory (it has no status.json); {fix}")
     return run
 
